@@ -1,0 +1,250 @@
+"""Train the bundled demo model: a 3 M parameter Qwen2-VL that knows the scenes of scenes.py.
+
+    python examples/train_demo_model.py --output mmvllm/assets/demo --minutes 75
+
+Trains transformers' own Qwen2-VL implementation on scenes drawn as they are needed, for the given wall time, and saves
+a Hugging Face checkpoint (fp16 weights, its own byte-level BPE tokenizer) every few minutes. An interrupted run goes
+on where it stopped when `--resume FILE` names its state file.
+"""
+
+import argparse
+import json
+import math
+import random
+import time
+from pathlib import Path
+
+import torch
+from scenes import describe, draw, questions, random_scene
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig, normalize_patches
+from mmvllm.processors.positions import mrope_positions
+
+VOCAB_SIZE = 768
+IMAGES = ImageProcessorConfig(min_pixels=112 * 112, max_pixels=196 * 196)
+SPECIAL_TOKENS = [
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
+    "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
+    "<|image_pad|>", "<|video_pad|>",
+]  # fmt: skip
+# Qwen2's pre-tokenizer and chat template.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CHAT_TEMPLATE = (
+    "{% set image_count = namespace(value=0) %}{% for message in messages %}"
+    "{% if loop.first and message['role'] != 'system' %}"
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
+    "<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}<|im_end|>\n{% else %}"
+    "{% for content in message['content'] %}"
+    "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
+    "{% set image_count.value = image_count.value + 1 %}"
+    "{% if add_vision_id %}Picture {{ image_count.value }}: {% endif %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def train_tokenizer(folder: Path) -> None:
+    """Byte-level BPE on the scenes' own text, saved the way Qwen2-VL's tokenizer is."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - len(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        min_frequency=3,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_corpus(3000), trainer)
+    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "unk_token": None,
+        "additional_special_tokens": SPECIAL_TOKENS[1:],
+        "model_max_length": 2048,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+
+
+def _corpus(count: int):
+    for i in range(count):
+        rng = random.Random(-1 - i)
+        scene = random_scene(rng)
+        for _, question, answer in questions(scene, rng):
+            yield f"system\nYou are a helpful assistant.\nuser\n{question}\nassistant\n{answer}\n{describe(scene)}"
+
+
+def model_config(tokenizer) -> Qwen2VLConfig:
+    """ViT 4 x 128 and decoder 4 x 192 with grouped queries: 3 M parameters."""
+    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "video_pad", "vision_start")}
+    return Qwen2VLConfig(
+        vision_config={"depth": 4, "embed_dim": 128, "num_heads": 4, "mlp_ratio": 4, "hidden_size": 192},
+        text_config={
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 192,
+            "intermediate_size": 512,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 8, 8]},
+            "bos_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+            "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
+            "pad_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+        },
+        image_token_id=ids["image_pad"],
+        video_token_id=ids["video_pad"],
+        vision_start_token_id=ids["vision_start"],
+        vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+        tie_word_embeddings=True,
+    )
+
+
+class Conversations(IterableDataset):
+    """Endless training samples: one picture and three turns about it, in any order."""
+
+    def __init__(self, tokenizer, first_seed: int):
+        self.tokenizer, self.first_seed = tokenizer, first_seed
+        self.prepare = ImageProcessor(IMAGES)
+        self.image_token_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        seed = self.first_seed + info.id
+        while True:
+            yield self.sample(random.Random(seed))
+            seed += info.num_workers
+
+    def sample(self, rng: random.Random) -> dict:
+        scene = random_scene(rng)
+        image = self.prepare(draw(scene, rng))
+        caption, *others = questions(scene, rng)
+        turns = [caption, *rng.sample(others, 2)]
+        rng.shuffle(turns)
+        num_image_tokens = math.prod(image.grid_thw) // IMAGES.merge_size**2
+        ids, labels, offset = [], [], 0
+        for i, (_, question, answer) in enumerate(turns):
+            head = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n" if i == 0 else "\n"
+            picture = "<|vision_start|>" + "<|image_pad|>" * num_image_tokens + "<|vision_end|>" if i == 0 else ""
+            asked = self._encode(f"{head}<|im_start|>user\n{picture}{question}<|im_end|>\n<|im_start|>assistant\n")
+            said = self._encode(f"{answer}<|im_end|>")
+            ids += asked + said
+            labels += [-100] * len(asked) + said
+        offset = ids.index(self.image_token_id)
+        positions, _ = mrope_positions(len(ids), [(offset, num_image_tokens)], [image.grid_thw], IMAGES.merge_size)
+        return {"ids": ids, "labels": labels, "positions": positions, "image": image}
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def collate(samples: list[dict]) -> dict:
+    """Pad on the right; the patches of all pictures are packed."""
+    length = max(len(s["ids"]) for s in samples)
+    batch = {
+        "input_ids": torch.zeros(len(samples), length, dtype=torch.long),
+        "labels": torch.full((len(samples), length), -100),
+        "position_ids": torch.zeros(3, len(samples), length, dtype=torch.long),
+    }
+    for i, s in enumerate(samples):
+        batch["input_ids"][i, : len(s["ids"])] = torch.tensor(s["ids"])
+        batch["labels"][i, : len(s["ids"])] = torch.tensor(s["labels"])
+        batch["position_ids"][:, i, : len(s["ids"])] = torch.as_tensor(s["positions"])
+    batch["pixel_values"] = torch.cat([s["image"].pixel_values for s in samples])
+    batch["image_grid_thw"] = torch.tensor([s["image"].grid_thw for s in samples])
+    return batch
+
+
+def save(model, folder: Path) -> None:
+    """Write the checkpoint the way Qwen2-VL's is laid out: `visual.*`, `model.*`, fp16."""
+    model.half().save_pretrained(folder)
+    model.float()
+    preprocessor = {name: getattr(IMAGES, name) for name in IMAGES.__slots__}
+    preprocessor |= {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2VLProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor, indent=2))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=75)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--resume", type=Path, help="state file, written every few minutes")
+    args = parser.parse_args()
+
+    torch.manual_seed(0)
+    train_tokenizer(args.output)
+    tokenizer = AutoTokenizer.from_pretrained(args.output)
+    # Eager attention: on CPU the backward pass of torch's SDPA takes longer than its products.
+    config = model_config(tokenizer)
+    model = Qwen2VLForConditionalGeneration._from_config(config, attn_implementation="eager").to(args.device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    step, spent = 0, 0.0
+    if args.resume and args.resume.exists():
+        state = torch.load(args.resume, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step, spent = state["step"], state["spent"]
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters", flush=True)
+
+    data = Conversations(tokenizer, first_seed=10_000_000 + step * args.batch_size)
+    loader = DataLoader(data, batch_size=args.batch_size, collate_fn=collate, num_workers=1, prefetch_factor=4)
+    start, total = time.monotonic() - spent, args.minutes * 60
+    saved = time.monotonic()
+    for batch in loader:
+        spent = time.monotonic() - start
+        if spent > total:
+            break
+        warm = min(1.0, (step + 1) / 100)
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * spent / total)))
+        batch = {name: value.to(args.device) for name, value in batch.items()}
+        pixel_values = normalize_patches(batch.pop("pixel_values"), IMAGES)
+        labels = batch.pop("labels")
+        with torch.autocast(args.device, dtype=torch.bfloat16):
+            logits = model(pixel_values=pixel_values, **batch).logits
+        wanted = labels[:, 1:] != -100
+        logits, labels = logits[:, :-1][wanted].float(), labels[:, 1:][wanted]
+        loss = torch.nn.functional.cross_entropy(logits, labels)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        step += 1
+        if step % 20 == 0:
+            accuracy = (logits.argmax(-1) == labels).float().mean()
+            print(f"step {step}  {spent:.0f} s  loss {loss:.4f}  token accuracy {accuracy:.4f}", flush=True)
+        if time.monotonic() - saved > 240:
+            save(model, args.output)
+            if args.resume:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "spent": spent}
+                torch.save(state, args.resume)
+            saved = time.monotonic()
+    save(model, args.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""mmvllm: a small, exact inference engine for Qwen2-VL-class vision-language models."""
+
+from importlib import import_module
+from pathlib import Path
+
+__version__ = "0.1.0"
+
+# In a checkout, kernels/ and processors/ sit beside this package and still import as mmvllm.kernels and
+# mmvllm.processors; a wheel carries them inside it. They have no __init__.py because transformers probes for the
+# PyPI package named `kernels`, which a regular top-level package of that name would shadow.
+_root = Path(__file__).resolve().parent.parent
+if (_root / "pyproject.toml").is_file():
+    __path__.append(str(_root))
+
+_EXPORTS = {
+    "LLM": "mmvllm.llm",
+    "LLMEngine": "mmvllm.engine.llm_engine",
+    "SamplingParams": "mmvllm.sampling_params",
+    "RequestOutput": "mmvllm.outputs",
+    "CompletionOutput": "mmvllm.outputs",
+}
+__all__ = [*_EXPORTS, "__version__"]
+
+
+def __getattr__(name: str):
+    """Import a public name on first use, so that `import mmvllm` and `mmvllm --help` do not load torch."""
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'mmvllm' has no attribute {name!r}")
+    return getattr(import_module(_EXPORTS[name]), name)

@@ -1,0 +1,7 @@
+"""`python -m mmvllm` is the `mmvllm` command."""
+
+import sys
+
+from mmvllm.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,75 @@
+"""`mmvllm caption`: files and folders in, a caption per picture out."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+from mmvllm.cli.common import add_model_arguments
+from mmvllm.outputs import RequestOutput
+
+SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="picture, or folder of pictures")
+    add_model_arguments(parser)
+    parser.add_argument("--prompt", default="Describe this image.", help="what to ask (default: %(default)r)")
+    parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="write one JSON record per picture here")
+    parser.add_argument("--max-tokens", type=int, default=256, help="longest caption (default: %(default)s)")
+    parser.add_argument("--progress", choices=("auto", "none"), default="auto", help="bar on a terminal, or none")
+
+
+def run(args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from mmvllm.llm import LLM
+    from mmvllm.sampling_params import SamplingParams
+
+    params = SamplingParams(max_tokens=args.max_tokens)
+    paths = list(find_pictures(args.paths))
+    num_failed = 0
+    with ExitStack() as stack:
+        output = stack.enter_context(args.output.open("w", encoding="utf-8")) if args.output else None
+        llm = LLM(args.model, device=args.device, dtype=args.dtype)
+        stack.callback(llm.exit)
+        requests = [_request(i, path, args.prompt) for i, path in enumerate(paths)]
+        results = llm.stream_multimodal(requests, params, use_tqdm=args.progress == "auto", on_error="return")
+        for path, result in zip(paths, _in_order(results), strict=True):
+            num_failed += result.error is not None
+            if output:
+                record = {"path": str(path), "caption": None if result.error else result.text, "error": result.error}
+                print(json.dumps(record, ensure_ascii=False), file=output, flush=True)
+            else:  # tqdm's print keeps lines and bar apart
+                tqdm.write(f"{path}: {result.error or result.text}", file=sys.stderr if result.error else sys.stdout)
+    return 3 if num_failed else 0
+
+
+def _in_order(results: Iterable[RequestOutput]) -> Iterator[RequestOutput]:
+    """Hold back what finished early; request ids are indices."""
+    early: dict[int, RequestOutput] = {}
+    index = 0
+    for result in results:
+        early[int(result.request_id)] = result
+        while index in early:
+            yield early.pop(index)
+            index += 1
+
+
+def find_pictures(paths: list[Path]) -> Iterator[Path]:
+    """Files as they are given, and what looks like a picture in folders, sorted."""
+    for path in paths:
+        if path.is_dir():
+            found = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+            if not found:
+                raise ValueError(f"{path} has no pictures ({', '.join(sorted(SUFFIXES))})")
+            yield from found
+        else:
+            yield path  # a missing or broken file becomes a record with its error
+
+
+def _request(index: int, path: Path, prompt: str) -> dict:
+    content = [{"type": "image", "image": path}, {"type": "text", "text": prompt}]
+    return {"request_id": str(index), "messages": [{"role": "user", "content": content}]}

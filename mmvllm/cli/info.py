@@ -1,0 +1,103 @@
+"""`mmvllm info`: versions, devices, usable attention paths, and the KV cache that fits."""
+
+import argparse
+
+from mmvllm.cli.common import add_model_arguments
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument("--block-size", type=int, default=16, help="tokens in a KV block (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from mmvllm.config import EngineConfig, ModelConfig
+    from mmvllm.models.registry import model_class
+    from mmvllm.models.weights import resolve_folder
+
+    engine_config = EngineConfig(device=args.device, dtype=args.dtype, kvcache_block_size=args.block_size)
+    device = engine_config.resolve_device()
+    folder = resolve_folder(args.model)
+    config = ModelConfig.from_pretrained(folder)
+    model_class(config)
+    dtype = engine_config.resolve_dtype(config.dtype, device)
+    sections = {
+        "versions": _versions(),
+        "devices": _devices(),
+        "model": {
+            "folder": str(folder),
+            "architecture": config.architecture,
+            "runs in": f"{dtype} on {device}".replace("torch.", ""),
+        },
+        "attention": _attention_paths(config, device, dtype, args.block_size),
+        "memory": _memory(config, engine_config, device, dtype),
+    }
+    for title, rows in sections.items():
+        print(title)
+        for name, value in rows.items():
+            print(f"  {name:<16} {value}")
+    return 0
+
+
+def _versions() -> dict[str, str]:
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions = {"python": platform.python_version()}
+    for package in ("mmvllm", "torch", "transformers", "triton", "flash-attn", "torchvision", "qwen-vl-utils"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def _devices() -> dict[str, str]:
+    import os
+
+    import torch
+
+    devices = {"cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"}
+    for i in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(i)
+        devices[f"cuda:{i}"] = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"
+    if len(devices) == 1:
+        devices["cuda"] = "none that this torch can use"
+    return devices
+
+
+def _attention_paths(config, device, dtype, block_size: int) -> dict[str, str]:
+    """Decoder and ViT each: flash-attn, or why not; the torch path always works."""
+    from mmvllm.layers.attention import flash_unusable
+
+    reasons = {"decoder flash": flash_unusable(device, dtype, config.head_dim, block_size)}
+    if config.vision is not None:
+        reasons["vision flash"] = flash_unusable(device, dtype, config.vision.head_dim)
+    paths = {name: f"not usable: {reason}" if reason else "used" for name, reason in reasons.items()}
+    return {**paths, "torch": "used" if any(reasons.values()) else "usable"}
+
+
+def _memory(config, engine_config, device, dtype) -> dict[str, str]:
+    import torch
+
+    from mmvllm.engine.model_runner import kv_block_bytes
+    from mmvllm.models.registry import model_class
+
+    with torch.device("meta"):
+        num_parameters = sum(parameter.numel() for parameter in model_class(config)(config).parameters())
+    weights = num_parameters * dtype.itemsize
+    block_bytes = kv_block_bytes(config, engine_config.kvcache_block_size, dtype)
+    if device.type == "cpu":
+        budget, note = engine_config.cpu_kvcache_bytes, "of cpu_kvcache_bytes"
+    else:
+        free, _ = torch.cuda.mem_get_info(device)
+        reserved = weights + engine_config.encoder_cache_bytes
+        budget = int(free * engine_config.gpu_memory_utilization) - reserved
+        note = "at most; a trial run at start says exactly"
+    num_blocks = max(0, budget // block_bytes)
+    return {
+        "weights": f"{weights / 2**20:.1f} MiB ({num_parameters / 1e6:.1f} M parameters)",
+        "KV block": f"{block_bytes / 2**10:.1f} KiB for {engine_config.kvcache_block_size} tokens",
+        "KV cache": f"{num_blocks} blocks, {num_blocks * engine_config.kvcache_block_size} tokens ({note})",
+        "encoder cache": f"{engine_config.encoder_cache_bytes / 2**20:.0f} MiB",
+    }

@@ -1,0 +1,32 @@
+"""The `mmvllm` command. Heavy imports wait until a subcommand needs them, so that `--help` answers at once."""
+
+import argparse
+import logging
+import sys
+from importlib import import_module
+
+import mmvllm
+
+COMMANDS = {
+    "caption": "describe pictures: files and folders in, a caption per picture out",
+    "info": "versions, devices, usable attention paths, and the KV cache that fits",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a subcommand; returns the exit code: 0 all well, 1 a crash, 2 wrong usage, 3 some pictures failed."""
+    parser = argparse.ArgumentParser(prog="mmvllm", description=mmvllm.__doc__)
+    parser.add_argument("--version", action="version", version=f"mmvllm {mmvllm.__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=summary)
+        import_module(f"mmvllm.cli.{name}").add_arguments(subparser)
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    try:
+        return import_module(f"mmvllm.cli.{args.command}").run(args)
+    except ValueError as error:  # the user's to mend: a wrong argument, checkpoint or file
+        print(f"mmvllm {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,287 @@
+"""The engine: requests in, one step at a time, outputs out."""
+
+import atexit
+import json
+import logging
+import time
+import weakref
+from collections.abc import Sequence as SequenceOf
+from itertools import count
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from mmvllm.config import EngineConfig, ModelConfig
+from mmvllm.engine.batch import build_batch
+from mmvllm.engine.block_manager import BlockManager
+from mmvllm.engine.detokenizer import StopStrings
+from mmvllm.engine.encoder_cache import EncoderCache
+from mmvllm.engine.model_runner import ModelRunner
+from mmvllm.engine.sampler import Sampler
+from mmvllm.engine.scheduler import Scheduler
+from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup
+from mmvllm.engine.vision_inputs import VisionInputs
+from mmvllm.models.weights import load_model, resolve_folder
+from mmvllm.outputs import CompletionOutput, RequestOutput
+from mmvllm.processors.image import ImageProcessorConfig
+from mmvllm.processors.positions import mrope_positions
+from mmvllm.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class LLMEngine:
+    """Continuous batching over one model on one device; not thread-safe: one thread owns it."""
+
+    def __init__(self, model: str | Path | None = None, config: EngineConfig | None = None):
+        """Load a checkpoint and make room for its KV cache; raises ValueError for what cannot be served."""
+        self.config = config = config or EngineConfig()
+        device = config.resolve_device()
+        folder = resolve_folder(model)
+        self.model_config = ModelConfig.from_pretrained(folder)
+        dtype = config.resolve_dtype(self.model_config.dtype, device)
+        self.image_config = ImageProcessorConfig.from_pretrained(folder)
+        self.tokenizer = _load_tokenizer(folder)
+        weights = load_model(folder, self.model_config, device, dtype, config.load_format, config.seed)
+        self.model_runner = ModelRunner(weights, self.model_config, config, self.image_config, device, dtype)
+        self.max_model_len = self._resolve_max_model_len()
+        block_manager = BlockManager(
+            self.model_runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
+        )
+        self.encoder_cache = EncoderCache(config.encoder_cache_bytes, self.model_config.hidden_size * dtype.itemsize)
+        eos_token_ids = self.model_config.eos_token_ids | {self.tokenizer.eos_token_id} - {None}
+        self.sampler = Sampler(eos_token_ids)
+        self.scheduler = Scheduler(
+            block_manager,
+            self.encoder_cache,
+            eos_token_ids=eos_token_ids,
+            max_model_len=self.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_vision_patches=config.max_vision_patches,
+        )
+        self._request_numbers = count()
+        self._exited = False
+        atexit.register(_exit_if_alive, weakref.ref(self))
+        if not config.skip_warmup:
+            self.warmup_model()
+
+    def add_request(
+        self,
+        prompt: str | list[int],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        pixel_values: Tensor | SequenceOf[Tensor] | None = None,
+        image_grid_thw: Tensor | SequenceOf[SequenceOf[int]] | None = None,
+        vision_placeholders: SequenceOf[tuple[int, int]] | None = None,
+        image_digests: SequenceOf[bytes] | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        arrival_time: float | None = None,
+    ) -> str:
+        """Queue a request and return its id; raises ValueError for one that can never run.
+
+        Args:
+            prompt: text, or token ids with the image placeholders already expanded.
+            pixel_values: (P, patch_dim) of all pictures packed, or one tensor each; uint8 patches or normalised floats.
+            image_grid_thw: (num_images, 3), in patches.
+            vision_placeholders: (offset, length) of each picture's tokens; found in the prompt where not given.
+            image_digests: 16 bytes that stand for each picture in the caches; computed where not given.
+            priority: lower runs first; among equals, the earlier arrival.
+            cache_salt: prefix cache entries are shared only among requests with the same salt.
+        """
+        if self._exited:
+            raise RuntimeError("the engine has exited; make a new one")
+        params = sampling_params or SamplingParams()
+        number = next(self._request_numbers)
+        request_id = str(number) if request_id is None else request_id
+        if request_id in self.scheduler.groups:
+            raise ValueError(f"request_id {request_id!r} is already in flight")
+        token_ids = self._token_ids(prompt)
+        vision = VisionInputs.from_tensors(
+            self.model_config, token_ids, pixel_values, image_grid_thw, vision_placeholders, image_digests
+        )
+        self._refuse_what_never_fits(token_ids, vision)
+        merge_size = self.model_config.vision.spatial_merge_size if self.model_config.vision else 1
+        positions, delta = mrope_positions(
+            len(token_ids), vision.vision_placeholders, vision.image_grid_thw, merge_size
+        )
+        arrival_time = time.time() if arrival_time is None else arrival_time
+        seed = f"{self.config.seed}:{number}" if params.seed is None else str(params.seed)
+        seqs = [
+            Sequence(
+                token_ids,
+                params,
+                request_id=request_id,
+                block_size=self.config.kvcache_block_size,
+                seed=xxhash.xxh64_intdigest(f"{seed}:{i}".encode()),
+                vision=vision,
+                positions=positions,
+                mrope_position_delta=delta,
+                priority=priority,
+                cache_salt=cache_salt,
+                arrival_time=arrival_time,
+                stop_strings=StopStrings(self.tokenizer, params.stop) if params.stop else None,
+            )
+            for i in range(params.n)
+        ]
+        self.scheduler.add(SequenceGroup(seqs))
+        return request_id
+
+    def step(self) -> tuple[list[RequestOutput], int]:
+        """Run one batch; return the requests that finished in it and the number of tokens computed.
+
+        If the device fails (out of memory, say), the requests of this batch finish with `error`; the engine lives on.
+        """
+        scheduled = self.scheduler.schedule()
+        if not scheduled.chunks:
+            return [], 0
+        batch = build_batch(scheduled, self.config.kvcache_block_size, self.model_runner.device)
+        try:
+            logits = self.model_runner.run(batch, self.encoder_cache)
+            sampled = self.sampler(logits, [chunk.seq for chunk in scheduled.chunks if chunk.samples])
+        except RuntimeError as error:
+            return self._fail({chunk.seq.request_id for chunk in scheduled.chunks}, error), scheduled.num_tokens
+        finished = self.scheduler.postprocess(scheduled, sampled)
+        return [self._output(group) for group in finished], scheduled.num_tokens
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """End a request at any moment and return what it has so far; None if it is unknown or has finished."""
+        group = self.scheduler.abort_seq_group(request_id, FinishReason.ABORTED)
+        return None if group is None else self._output(group)
+
+    def is_finished(self) -> bool:
+        """Whether nothing is waiting or running."""
+        return self.scheduler.is_finished()
+
+    def warmup_model(self) -> float:
+        """Run a prefill (with a picture, if the model sees) and a decode; return the seconds, which are logged too."""
+        start = time.perf_counter()
+        multimodal, token_ids = {}, [0] * min(16, self.max_model_len - 2)
+        vision = self.model_config.vision
+        if vision is not None and len(token_ids) >= 4:
+            side = 2 * vision.spatial_merge_size
+            multimodal["pixel_values"] = torch.zeros(side * side, vision.patch_dim, dtype=torch.uint8)
+            multimodal["image_grid_thw"] = [(1, side, side)]
+            token_ids[:4] = [self.model_config.image_token_id] * 4
+        request_id = self.add_request(
+            token_ids, SamplingParams(max_tokens=2, ignore_eos=True), cache_salt="warm-up", **multimodal
+        )
+        while request_id in self.scheduler.groups:
+            for output in self.step()[0]:
+                if output.error is not None:
+                    raise RuntimeError(f"warm-up failed: {output.error}")
+        seconds = time.perf_counter() - start
+        logger.info("warm-up took %.2f s", seconds)
+        return seconds
+
+    def exit(self) -> None:
+        """Abort what is in flight and free the device's memory; safe to call twice, and called at interpreter exit."""
+        if self._exited:
+            return
+        self._exited = True
+        for request_id in list(self.scheduler.groups):
+            self.abort_request(request_id)
+        on_cuda = self.model_runner.device.type == "cuda"
+        del self.model_runner, self.encoder_cache, self.scheduler.encoder_cache
+        if on_cuda:
+            torch.cuda.empty_cache()
+
+    def _token_ids(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            prompt = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        elif not isinstance(prompt, list | tuple):
+            raise ValueError(f"prompt must be a string or a list of token ids, not {type(prompt).__name__}")
+        if not prompt:
+            raise ValueError("prompt is empty; it needs at least one token")
+        vocab_size = self.model_config.vocab_size
+        for token_id in prompt:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+                raise ValueError(f"prompt has {token_id!r}, token ids are integers in [0, {vocab_size})")
+        return list(prompt)
+
+    def _refuse_what_never_fits(self, token_ids: list[int], vision: VisionInputs) -> None:
+        if len(token_ids) >= self.max_model_len:
+            raise ValueError(
+                f"prompt has {len(token_ids)} tokens ({vision.num_tokens} of them from images), max_model_len is "
+                f"{self.max_model_len} including the answer; shorten it, lower max_pixels or raise max_model_len"
+            )
+        for i, (_, length) in enumerate(vision.vision_placeholders):
+            needed = length * self.encoder_cache.bytes_per_row
+            if needed > self.encoder_cache.capacity_bytes:
+                raise ValueError(
+                    f"image {i} has {length} tokens, which take {needed} bytes of the encoder cache; "
+                    f"encoder_cache_bytes is {self.encoder_cache.capacity_bytes}; raise it or lower max_pixels"
+                )
+
+    def _resolve_max_model_len(self) -> int:
+        """The user's choice or the checkpoint's; a default is cut to what the KV cache can hold of one sequence."""
+        limit, asked = self.model_config.max_position_embeddings, self.config.max_model_len
+        capacity = self.model_runner.num_blocks * self.config.kvcache_block_size
+        if asked is not None and asked > limit:
+            raise ValueError(f"max_model_len is {asked}, the checkpoint was made for at most {limit} positions")
+        if asked is not None and asked > capacity:
+            raise ValueError(
+                f"max_model_len is {asked}, but the KV cache holds {capacity} tokens "
+                f"({self.model_runner.num_blocks} blocks of {self.config.kvcache_block_size}); lower it"
+            )
+        if asked is None and capacity < limit:
+            logger.warning(
+                "max_model_len is %d, not the checkpoint's %d: more does not fit the KV cache", capacity, limit
+            )
+        return asked or min(limit, capacity)
+
+    def _fail(self, request_ids: set[str], error: Exception) -> list[RequestOutput]:
+        logger.error("a step failed: %s", error)
+        reason = f"the step failed: {type(error).__name__}: {error}"
+        groups = [self.scheduler.abort_seq_group(request_id, FinishReason.ERROR, reason) for request_id in request_ids]
+        return [self._output(group) for group in groups]
+
+    def _output(self, group: SequenceGroup) -> RequestOutput:
+        leader = group.leader
+        return RequestOutput(
+            request_id=group.request_id,
+            completions=[self._completion(seq) for seq in group.seqs],
+            num_prompt_tokens=leader.num_prompt_tokens,
+            num_cached_tokens=leader.num_cached_tokens,
+            num_image_tokens=leader.vision.num_tokens,
+            error=group.error,
+            arrival_time=leader.arrival_time,
+            first_token_time=leader.first_token_time,
+            finish_time=time.time(),
+        )
+
+    def _completion(self, seq: Sequence) -> CompletionOutput:
+        ended_by_string = seq.finish_reason is FinishReason.STOP and seq.stop_strings and seq.stop_strings.found
+        wants_logprobs = seq.sampling_params.logprobs is not None
+        return CompletionOutput(
+            text=seq.stop_strings.text_before_stop
+            if ended_by_string
+            else self.tokenizer.decode(seq.completion_token_ids, skip_special_tokens=True),
+            token_ids=seq.completion_token_ids,
+            finish_reason=seq.finish_reason.value,
+            cumulative_logprob=seq.cumulative_logprob if wants_logprobs else None,
+            logprobs=seq.logprobs if wants_logprobs else None,
+        )
+
+
+def _load_tokenizer(folder: Path):
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # whatever a broken or missing tokenizer file makes the library raise
+        raise ValueError(f"{folder} has no tokenizer that transformers can load: {error}") from error
+    if tokenizer.chat_template is None and (folder / "chat_template.json").is_file():
+        tokenizer.chat_template = json.loads((folder / "chat_template.json").read_text(encoding="utf-8"))[
+            "chat_template"
+        ]
+    return tokenizer
+
+
+def _exit_if_alive(ref: "weakref.ref[LLMEngine]") -> None:
+    engine = ref()
+    if engine is not None:
+        engine.exit()

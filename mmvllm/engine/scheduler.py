@@ -1,0 +1,262 @@
+"""Who gets how many tokens this step; preemption; commit of sampled tokens.
+
+There is no prefill phase and no decode phase. Each sequence has `num_computed_tokens` and `num_tokens`; a step hands
+out tokens, oldest request first, so that the former catches up with the latter. A whole prompt, a chunk of one, the
+rest after a prefix hit, recovery after a preemption and a decode are the same thing with other numbers. (The idea is
+vLLM's, v1/core/sched/scheduler.py.)
+"""
+
+import time
+from bisect import insort
+from dataclasses import dataclass, field
+
+from mmvllm.engine.block_manager import BlockManager
+from mmvllm.engine.encoder_cache import EncoderCache
+from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
+    """Tokens [start, end) of a sequence, computed in this step; `samples` if they reach its last token."""
+
+    seq: Sequence
+    start: int
+    end: int
+    block_copies: list[tuple[int, int]]
+
+    @property
+    def samples(self) -> bool:
+        return self.end == self.seq.num_tokens
+
+
+@dataclass(slots=True)
+class Schedule:
+    """One step: chunks to compute, and the pictures (sequence, index) to encode before."""
+
+    chunks: list[ScheduledChunk] = field(default_factory=list)
+    images_to_encode: dict[bytes, tuple[Sequence, int]] = field(default_factory=dict)  # by digest
+    num_tokens: int = 0
+    num_patches: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A new token; `logprobs` and `logprob` where the request asked for them."""
+
+    token_id: int
+    logprob: float | None = None
+    logprobs: dict[int, float] | None = None
+
+
+class Scheduler:
+    """Owns the state of every sequence; the block manager and the encoder cache do what it says."""
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        encoder_cache: EncoderCache,
+        *,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_vision_patches: int,
+    ):
+        self.block_manager = block_manager
+        self.encoder_cache = encoder_cache
+        self.eos_token_ids = eos_token_ids
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_vision_patches = max_vision_patches
+        self.groups: dict[str, SequenceGroup] = {}
+        self.waiting: list[Sequence] = []  # both lists are kept in order of service
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+
+    def add(self, group: SequenceGroup) -> None:
+        """Queue a request. Its leader starts; the others wait until the prompt has been computed once."""
+        self.groups[group.request_id] = group
+        insort(self.waiting, group.leader)
+
+    def is_finished(self) -> bool:
+        return not self.groups
+
+    def schedule(self) -> Schedule:
+        """Hand out this step's tokens; never empty while a sequence waits or runs."""
+        while True:
+            preemptions = self.num_preemptions
+            step = Schedule()
+            self._schedule_running(step)
+            if self.num_preemptions == preemptions:  # who was just preempted must not come straight back
+                self._schedule_waiting(step)
+            if step.chunks or not (self.running or self.waiting):
+                return step
+            # A lone sequence that preempted itself let go of what blocked the others. Nothing else may bring us here.
+            if self.num_preemptions == preemptions:
+                raise AssertionError(
+                    f"nothing could be scheduled: {len(self.running)} running, {len(self.waiting)} waiting, "
+                    f"{self.block_manager.num_free_blocks} of {self.block_manager.num_blocks} blocks free"
+                )
+
+    def _schedule_running(self, step: Schedule) -> None:
+        for seq in list(self.running):
+            if seq.status is not SequenceStatus.RUNNING:  # preempted for the sake of one before it
+                continue
+            while self._schedule_seq(step, seq) is None:
+                assert len(self.running) > 1, f"sequence {seq.seq_id} needs more blocks than there are"
+                victim = self.running[-1]  # the last in order, so never one that this step has scheduled
+                self.preempt(victim)
+                if victim is seq:
+                    break
+
+    def _schedule_waiting(self, step: Schedule) -> None:
+        while self.waiting and len(self.running) < self.max_num_seqs:
+            seq = self.waiting[0]
+            seq.num_computed_tokens = self._attach_blocks(seq)
+            if not self._schedule_seq(step, seq):
+                self._release(seq)  # no room yet; later requests do not overtake
+                return
+            if seq.finish_reason is None:  # else it has been preempted
+                seq.num_cached_tokens = step.chunks[-1].start // seq.block_size * seq.block_size
+            del self.waiting[0]
+            insort(self.running, seq)
+            seq.status, seq.finish_reason = SequenceStatus.RUNNING, None
+
+    def _attach_blocks(self, seq: Sequence) -> int:
+        """Start a waiting sequence from what is computed already: its group's prompt, or a cached prefix."""
+        leader = self.groups[seq.request_id].leader
+        if seq is not leader and leader.num_computed_tokens >= leader.num_prompt_tokens:
+            return self.block_manager.fork(leader, seq)
+        return self.block_manager.attach_prefix(seq)
+
+    def _schedule_seq(self, step: Schedule, seq: Sequence) -> int | None:
+        """Schedule as many of a sequence's tokens as the budgets allow; that number, or None if blocks are short."""
+        start = seq.num_computed_tokens
+        end = min(seq.num_tokens, start + self.max_num_batched_tokens - step.num_tokens)
+        end, new_images = self._acquire_images(step, seq, start, end)
+        if end <= start:
+            return 0
+        copies = self.block_manager.allocate(seq, end - start)
+        if copies is None:
+            return None
+        step.chunks.append(ScheduledChunk(seq, start, end, copies))
+        step.num_tokens += end - start
+        step.num_patches += sum(len(seq.pixel_values[i]) for i in new_images)
+        step.images_to_encode |= {seq.vision.image_digests[i]: (seq, i) for i in new_images}
+        return end - start
+
+    def _acquire_images(self, step: Schedule, seq: Sequence, start: int, end: int) -> tuple[int, list[int]]:
+        """Hold the pictures that tokens [start, end) touch.
+
+        Returns the end, moved before the first picture that has no room, and the pictures that are to be encoded.
+        A step encodes at most `max_vision_patches`, except that one larger picture may go alone.
+        """
+        new_images: list[int] = []
+        num_patches = step.num_patches
+        for i in seq.vision.touching(start, end):
+            digest, (offset, length) = seq.vision.image_digests[i], seq.vision_placeholders[i]
+            is_new = digest not in step.images_to_encode and not self.encoder_cache.is_encoded(digest)
+            if is_new and digest not in {seq.vision.image_digests[j] for j in new_images}:
+                if num_patches and num_patches + len(seq.pixel_values[i]) > self.max_vision_patches:
+                    return max(start, offset), new_images
+                num_patches += len(seq.pixel_values[i])
+                new_images.append(i)
+            if not self.encoder_cache.acquire(digest, length, (seq.seq_id, i)):
+                return max(start, offset), [j for j in new_images if j != i]
+        return end, new_images
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take a running sequence's blocks and pictures; it waits, and computes again what is no longer cached."""
+        self.num_preemptions += 1
+        self.running.remove(seq)
+        self._release(seq)
+        seq.status, seq.finish_reason = SequenceStatus.WAITING, FinishReason.PREEMPTED
+        insort(self.waiting, seq)
+
+    def postprocess(self, step: Schedule, sampled: list[SampledToken]) -> list[SequenceGroup]:
+        """Commit a step that has run: tokens computed, tokens sampled; return the requests that finished.
+
+        `sampled` has one token per chunk with `samples`, in order.
+        """
+        tokens = iter(sampled)
+        for chunk in step.chunks:
+            seq = chunk.seq
+            seq.num_computed_tokens = chunk.end
+            self.block_manager.commit(seq)
+            for i in seq.vision.touching(chunk.start, chunk.end):
+                if sum(seq.vision.vision_placeholders[i]) <= chunk.end:
+                    self.encoder_cache.release(seq.vision.image_digests[i], (seq.seq_id, i))
+            if chunk.samples:
+                self._append(seq, next(tokens))
+        return self._collect({chunk.seq.request_id for chunk in step.chunks})
+
+    def _append(self, seq: Sequence, token: SampledToken) -> None:
+        seq.append_token(token.token_id)
+        if seq.first_token_time is None:
+            seq.first_token_time = time.time()
+        if token.logprobs is not None:
+            seq.logprobs.append(token.logprobs)
+            seq.cumulative_logprob += token.logprob
+        group = self.groups[seq.request_id]
+        if seq is group.leader and not group.children_started:
+            group.children_started = True
+            for child in group.seqs[1:]:
+                insort(self.waiting, child)
+        if reason := self._finish_reason(seq):
+            self._finish(seq, reason)
+
+    def _finish_reason(self, seq: Sequence) -> FinishReason | None:
+        params, token_id = seq.sampling_params, seq.token_ids[-1]
+        stop_string = seq.stop_strings is not None and seq.stop_strings.append(token_id)
+        if seq.num_completion_tokens >= params.min_tokens:
+            if token_id in self.eos_token_ids and not params.ignore_eos:
+                return FinishReason.EOS
+            if token_id in params.stop_token_ids or stop_string:
+                return FinishReason.STOP
+        if seq.num_completion_tokens >= params.max_tokens or seq.num_tokens >= self.max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    def abort_seq_group(self, request_id: str, reason: FinishReason, error: str | None = None) -> SequenceGroup | None:
+        """End a request at any moment; None if it is not here."""
+        group = self.groups.get(request_id)
+        if group is None:
+            return None
+        group.error = error
+        for seq in group.seqs:
+            if not seq.is_finished:
+                self._finish(seq, reason)
+        del self.groups[request_id]
+        return group
+
+    def check(self) -> None:
+        """Assert that blocks and pictures are held by exactly the running sequences."""
+        assert self.running == sorted(self.running) and self.waiting == sorted(self.waiting)
+        assert not any(seq.block_table for seq in self.waiting)
+        self.block_manager.check(self.running)
+        users = set()
+        for seq in self.running:
+            for i, (offset, length) in enumerate(seq.vision.vision_placeholders):
+                if offset < seq.num_computed_tokens < offset + length:
+                    users.add((seq.seq_id, i))
+        self.encoder_cache.check(users)
+
+    def _collect(self, request_ids: set[str]) -> list[SequenceGroup]:
+        finished = [self.groups[request_id] for request_id in request_ids if self.groups[request_id].is_finished]
+        for group in finished:
+            del self.groups[group.request_id]
+        return sorted(finished, key=lambda group: group.leader)
+
+    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
+        for queue in (self.running, self.waiting):
+            if seq in queue:
+                queue.remove(seq)
+        self._release(seq)
+        seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
+
+    def _release(self, seq: Sequence) -> None:
+        self.block_manager.free(seq)
+        for i, digest in enumerate(seq.vision.image_digests):
+            self.encoder_cache.release(digest, (seq.seq_id, i))
+        seq.num_computed_tokens = 0

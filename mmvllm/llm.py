@@ -1,0 +1,251 @@
+"""`LLM`: the offline front door."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from mmvllm.config import EngineConfig
+from mmvllm.engine.llm_engine import LLMEngine
+from mmvllm.outputs import RequestOutput
+from mmvllm.prefetch import Prefetcher, Prepared
+from mmvllm.processors.chat import ForeignProcessor, Processor
+from mmvllm.processors.image import ImageProcessor
+from mmvllm.sampling_params import SamplingParams
+
+Params = SamplingParams | list[SamplingParams] | None
+
+
+class LLM:
+    """A Qwen2-VL model and everything that serves it, for use from Python.
+
+    Args:
+        model: a local checkpoint folder or a hub id; None is the small bundled model.
+        device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
+        dtype: "auto" (the checkpoint's; float32 for a float16 one on a CPU), "float32", "float16" or "bfloat16".
+        load_format: "auto" or "safetensors"; "dummy" makes random weights from config and tokenizer alone.
+        max_model_len: longest prompt with answer, in tokens; by default the checkpoint's, or what the KV cache holds.
+        max_num_seqs: sequences that run at once.
+        max_num_batched_tokens: tokens computed in one step; longer prompts are computed in chunks.
+        max_vision_patches: patches encoded in one step; one larger picture goes alone.
+        kvcache_block_size: tokens in a KV block, the unit of sharing.
+        num_kvcache_blocks: by default what `gpu_memory_utilization` leaves room for, or `cpu_kvcache_bytes` on a CPU.
+        gpu_memory_utilization: share of the GPU's memory to use for everything, in (0, 1].
+        cpu_kvcache_bytes: size of the KV cache on a CPU.
+        encoder_cache_bytes: ViT outputs kept on the device; a picture larger than this is refused.
+        enable_prefix_caching: share the KV blocks of equal beginnings, pictures included.
+        enforce_eager: accepted for CUDA graphs; this version always runs eagerly.
+        skip_warmup: do not run a first batch at start.
+        seed: of requests that bring none of their own, and of dummy weights.
+    """
+
+    def __init__(self, model: str | Path | None = None, **engine_args: Any):
+        known = [field.name for field in fields(EngineConfig)]
+        for name in engine_args:
+            if name not in known:
+                close = get_close_matches(name, known, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+                raise TypeError(f"LLM has no argument {name!r}{hint}")
+        self.engine = LLMEngine(model, EngineConfig(**engine_args))
+        self.tokenizer = self.engine.tokenizer
+        self.processor = Processor(
+            self.tokenizer, ImageProcessor(self.engine.image_config), self.engine.model_config.image_token_id
+        )
+        self._calls: dict[str, _Call] = {}  # who waits for which request
+
+    def generate(
+        self, prompts: str | list[str] | list[list[int]], sampling_params: Params = None, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Continue raw prompts (strings, or lists of token ids); outputs come in the order of the prompts.
+
+        No chat template is applied. Raises ValueError that names the prompt's index, and leaves nothing behind.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if prompts and isinstance(prompts[0], int):
+            prompts = [prompts]
+        call = _Call(self)
+        try:
+            for index, prompt in enumerate(prompts):
+                with _naming("prompt", index):
+                    call.add(index, prompt, _params_for(sampling_params, index))
+            outputs = dict(_progress(call.outputs(), len(prompts), use_tqdm))
+            for index, output in outputs.items():
+                if output.error is not None:
+                    raise RuntimeError(f"prompt {index}: {output.error}")
+        finally:
+            call.abort()
+        return [outputs[index] for index in range(len(prompts))]
+
+    def generate_multimodal(
+        self,
+        requests: Iterable[dict],
+        sampling_params: Params = None,
+        processor: Any = None,
+        use_tqdm: bool = True,
+        on_error: str = "raise",
+    ) -> list[RequestOutput]:
+        """Answer chat requests with pictures; outputs come in the order of the requests.
+
+        Args:
+            requests: dicts with `messages` (chat format, image parts anywhere) or with `text` and `images`; optional
+                `min_pixels`, `max_pixels`, `request_id`, `priority`, `cache_salt`, `sampling_params`.
+            sampling_params: for all, or a list with one per request; a request's own come first.
+            processor: None for mmvllm's own, or an object with the interface of transformers' Qwen2-VL processor.
+            on_error: "raise" raises ValueError that names the request's index, and leaves nothing behind; "return"
+                gives a bad request an output with `error` and leaves the others alone.
+        """
+        requests = list(requests)
+        stream = self._stream(requests, sampling_params, processor, on_error)
+        outputs = dict(_progress(stream, len(requests), use_tqdm))
+        return [outputs[index] for index in range(len(requests))]
+
+    def stream_multimodal(
+        self,
+        requests: Iterable[dict],
+        sampling_params: Params = None,
+        processor: Any = None,
+        use_tqdm: bool = False,
+        on_error: str = "raise",
+    ) -> Iterator[RequestOutput]:
+        """Like `generate_multimodal`, but yields outputs as they finish, and `requests` may be an endless iterator.
+
+        Requests are taken a bounded number ahead, in a thread of their own. Closing the generator aborts what is left.
+        """
+        total = len(requests) if hasattr(requests, "__len__") else None
+        for _, output in _progress(self._stream(requests, sampling_params, processor, on_error), total, use_tqdm):
+            yield output
+
+    def exit(self) -> None:
+        """Free the engine's memory; safe to call twice."""
+        self.engine.exit()
+
+    def _stream(
+        self, requests: Iterable[dict], sampling_params: Params, processor: Any, on_error: str
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        if on_error not in ("raise", "return"):
+            raise ValueError(f"on_error is {on_error!r}, must be 'raise' or 'return'")
+        prepare = self.processor
+        if processor is not None:
+            model_config = self.engine.model_config
+            prepare = ForeignProcessor(processor, model_config.image_token_id, self.engine.image_config.merge_size)
+        window = 2 * self.engine.config.max_num_seqs
+        prefetcher, call = Prefetcher(requests, prepare, max_requests=window), _Call(self)
+        try:
+            while True:
+                # Keep the engine fed, but wait for preparation only when there is nothing else to do.
+                while len(call.indices) < window:
+                    item = prefetcher.get(wait=not call.indices and not call.finished)
+                    if item is None:
+                        break
+                    if (refused := self._add(call, item, sampling_params, on_error)) is not None:
+                        yield item.index, refused
+                if not call.indices and not call.finished and prefetcher.is_exhausted:
+                    return
+                for index, output in call.step():
+                    if output.error is not None and on_error == "raise":
+                        raise RuntimeError(f"request {index}: {output.error}")
+                    yield index, output
+        finally:
+            prefetcher.close()
+            call.abort()
+
+    def _add(self, call: "_Call", item: Prepared, sampling_params: Params, on_error: str) -> RequestOutput | None:
+        """Hand a prepared request to the engine; the output of one that was refused."""
+        try:
+            with _naming("request", item.index):
+                prompt = item.prompt.result()
+                params = _params_for(sampling_params, item.index, item.request.get("sampling_params"))
+                options = {
+                    key: item.request[key] for key in ("request_id", "priority", "cache_salt") if key in item.request
+                }
+                call.add(item.index, prompt.token_ids, params, **options, **prompt.multimodal)
+        except ValueError as error:
+            if on_error == "raise":
+                raise
+            request_id = item.request.get("request_id") if isinstance(item.request, dict) else None
+            return RequestOutput(request_id=str(item.index) if request_id is None else request_id, error=str(error))
+        return None
+
+
+class _Call:
+    """The requests of one call: those in flight by id, and those that finished since it last looked.
+
+    Several calls may run interleaved (two open generators, say); whoever steps the engine delivers to all.
+    """
+
+    def __init__(self, llm: LLM):
+        self.llm = llm
+        self.indices: dict[str, int] = {}
+        self.finished: list[tuple[int, RequestOutput]] = []
+
+    def add(self, index: int, prompt: str | list[int], params: SamplingParams | None, **options: Any) -> None:
+        request_id = self.llm.engine.add_request(prompt, params, **options)
+        self.indices[request_id] = index
+        self.llm._calls[request_id] = self
+
+    def step(self) -> list[tuple[int, RequestOutput]]:
+        """Run the engine once and take what is finished of this call."""
+        if not self.finished:
+            for output in self.llm.engine.step()[0]:
+                if call := self.llm._calls.pop(output.request_id, None):
+                    call.finished.append((call.indices.pop(output.request_id), output))
+        finished, self.finished = self.finished, []
+        return finished
+
+    def outputs(self) -> Iterator[tuple[int, RequestOutput]]:
+        while self.indices or self.finished:
+            yield from self.step()
+
+    def abort(self) -> None:
+        for request_id in self.indices:
+            self.llm.engine.abort_request(request_id)
+            self.llm._calls.pop(request_id)
+        self.indices = {}
+
+
+@contextmanager
+def _naming(what: str, index: int) -> Iterator[None]:
+    """Prefix a ValueError with the index of what it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what} {index}: {error}") from error
+
+
+def _params_for(sampling_params: Params, index: int, own: SamplingParams | dict | None = None) -> SamplingParams:
+    """A request's own parameters, else those of the call: one for all, or a list with one per request."""
+    params = sampling_params if own is None else own
+    if isinstance(params, list | tuple):
+        if index >= len(params):
+            raise ValueError(f"{len(params)} sampling_params were given, none for this one; give one per request")
+        params = params[index]
+    if isinstance(params, dict):
+        try:
+            params = SamplingParams(**params)
+        except TypeError as error:
+            raise ValueError(f"sampling_params: {error}") from None
+    if not isinstance(params, SamplingParams | None):
+        raise ValueError(f"sampling_params must be SamplingParams or a dict, not {type(params).__name__}")
+    return params or SamplingParams()
+
+
+def _progress(
+    stream: Iterator[tuple[int, RequestOutput]], total: int | None, use_tqdm: bool
+) -> Iterator[tuple[int, RequestOutput]]:
+    """Pass the stream through, with a progress bar and token rates where there is a terminal."""
+    bar = tqdm(total=total, unit="request", dynamic_ncols=True, disable=None if use_tqdm else True)
+    num_input = num_output = 0
+    with bar, closing(stream):
+        for index, output in stream:
+            yield index, output
+            num_input += output.num_prompt_tokens
+            num_output += sum(len(completion.token_ids) for completion in output.completions)
+            if seconds := bar.format_dict["elapsed"]:
+                bar.set_postfix_str(
+                    f"in {num_input / seconds:.0f} tok/s, out {num_output / seconds:.0f} tok/s", refresh=False
+                )
+            bar.update()

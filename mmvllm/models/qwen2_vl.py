@@ -1,0 +1,69 @@
+"""Qwen2-VL: a ViT whose rows replace the placeholders' embeddings in front of a Qwen2 decoder.
+
+The same class without a ViT serves text-only Qwen2 checkpoints.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmvllm.config import ModelConfig
+from mmvllm.engine.batch import Batch
+from mmvllm.models.decoder import Decoder
+from mmvllm.models.vision import VisionTransformer
+
+# Where checkpoints keep the two halves: as published, and as transformers 5 saves them. Longest prefixes first.
+_PREFIXES = {
+    "model.language_model.": "decoder.",
+    "language_model.model.": "decoder.",
+    "model.visual.": "visual.",
+    "visual.": "visual.",
+    "language_model.lm_head.": "lm_head.",
+    "lm_head.": "lm_head.",
+    "model.": "decoder.",
+}
+_MERGED = {
+    "q_proj": ("qkv_proj", 0),
+    "k_proj": ("qkv_proj", 1),
+    "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+
+
+class Qwen2VL(nn.Module):
+    """Batch in, logits out; the model remembers nothing of a request."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.visual = VisionTransformer(config.vision) if config.vision else None
+        self.decoder = Decoder(config)
+        self.lm_head = (
+            None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        )
+
+    def forward(self, batch: Batch, image_rows: Tensor, kv_cache: Tensor) -> Tensor:
+        """Logits (R, V) in float32 of the tokens that `batch.sample_at` names; image_rows (M, C)."""
+        x = self.decoder.embed_tokens(batch.input_ids)  # (N, C)
+        if len(image_rows):
+            x.index_copy_(0, batch.image_at, image_rows)
+        hidden = self.decoder(x, kv_cache, batch)[batch.sample_at]  # (R, C)
+        head = self.decoder.embed_tokens if self.lm_head is None else self.lm_head
+        return F.linear(hidden, head.weight).float()
+
+    def parameter_for(self, name: str) -> tuple[str, int | None] | None:
+        """The parameter a checkpoint tensor belongs to, and which part of it where several share one.
+
+        None for tensors that no parameter needs: a copy of a tied head, and saved rotary frequencies.
+        """
+        if name.endswith("rotary_emb.inv_freq") or (self.lm_head is None and name.endswith("lm_head.weight")):
+            return None
+        for prefix, ours in _PREFIXES.items():
+            if name.startswith(prefix):
+                name = ours + name.removeprefix(prefix)
+                break
+        parts = name.split(".")
+        if len(parts) >= 2 and parts[0] == "decoder" and parts[-2] in _MERGED:
+            merged, part = _MERGED[parts[-2]]
+            return ".".join([*parts[:-2], merged, parts[-1]]), part
+        return name, None

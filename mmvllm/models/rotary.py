@@ -1,0 +1,53 @@
+"""Rotary position embeddings: M-RoPE for the decoder, 2-D rotary for the ViT (arXiv 2104.09864, 2409.12191)."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+
+def inverse_frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
+    """theta ** (-2 j / dim) for j < dim / 2, in float32."""
+    return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
+
+
+def mrope_cos_sin(
+    positions: Tensor, head_dim: int, theta: float, mrope_section: tuple[int, ...] | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """positions (3, N) -> cos and sin (N, D / 2) in `dtype`.
+
+    `mrope_section` divides the frequencies among the axes: the first 16 turn with time, the next 24 with height, the
+    last 24 with width, say. Without it, all turn with the first axis, as in a text-only model.
+    """
+    if mrope_section is None:
+        turning = positions[0, :, None]  # (N, 1)
+    else:
+        axes = [axis % 3 for axis, size in enumerate(mrope_section) for _ in range(size)]
+        turning = positions[axes].T  # (N, D / 2)
+    angles = turning.float() * inverse_frequencies(head_dim, theta, positions.device)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@lru_cache(maxsize=256)
+def vision_positions(grid_thw: tuple[int, int, int], merge_size: int) -> Tensor:
+    """Row and column (2, P) of each patch of a picture, in Qwen order; on the CPU, kept for grids seen lately."""
+    t, h, w = grid_thw
+    m = merge_size
+    rows_and_columns = torch.stack(torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij"))
+    blocks = rows_and_columns.view(2, h // m, m, w // m, m).transpose(2, 3).reshape(2, -1)
+    return blocks.repeat(1, t)
+
+
+def vision_cos_sin(grids: list[tuple[int, int, int]], merge_size: int, head_dim: int, device: torch.device):
+    """cos and sin (P, D / 2) in float32: half of the frequencies turn with the row, half with the column."""
+    positions = torch.cat([vision_positions(grid, merge_size) for grid in grids], dim=1).to(device)  # (2, P)
+    angles = positions[:, :, None].float() * inverse_frequencies(head_dim // 2, 10000.0, device)  # (2, P, D / 4)
+    angles = torch.cat([angles[0], angles[1]], dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn x (N, heads, D) by angles given as cos and sin (N, D / 2), in their dtype; pair j is (j, j + D / 2)."""
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

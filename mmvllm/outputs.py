@@ -1,0 +1,59 @@
+"""What a caller gets back."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One answer. `logprobs` has, per token, {token id: log-probability} of the chosen and the most likely tokens."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str  # "eos", "stop", "length", "aborted" or "error"
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, float]] | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """One finished request. The fields of its first answer are its own too; `out["text"]` reads like `out.text`.
+
+    Times are in seconds since the epoch; None where the request never got that far.
+    """
+
+    request_id: str
+    completions: list[CompletionOutput] = field(default_factory=list)  # SamplingParams.n of them
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
+    num_image_tokens: int = 0
+    error: str | None = None
+    arrival_time: float | None = None
+    first_token_time: float | None = None
+    finish_time: float | None = None
+
+    @property
+    def text(self) -> str:
+        return self.completions[0].text if self.completions else ""
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.completions[0].token_ids if self.completions else []
+
+    @property
+    def finish_reason(self) -> str:
+        return self.completions[0].finish_reason if self.completions else "error"
+
+    @property
+    def logprobs(self) -> list[dict[int, float]] | None:
+        return self.completions[0].logprobs if self.completions else None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        return self.completions[0].cumulative_logprob if self.completions else None
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self, name)
+        except AttributeError:
+            raise KeyError(name) from None

@@ -1,0 +1,36 @@
+"""M-RoPE position ids: integers, computed once per request and kept with its sequence.
+
+Text advances all three axes (time, height, width) together. A picture's tokens all start at the position after the text
+before it and spread over height and width by row and column; the text after it goes on behind the picture's longest
+side, so positions run behind token counts by a constant that decoding needs: the delta. (Qwen2-VL, arXiv 2409.12191,
+section 2.1.)
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def mrope_positions(
+    num_tokens: int,
+    vision_placeholders: Sequence[tuple[int, int]],
+    grids: Sequence[tuple[int, int, int]],
+    merge_size: int,
+) -> tuple[np.ndarray, int]:
+    """Positions (3, num_tokens) int64 of a prompt, and the delta: token i of the answer stands at i + delta.
+
+    `vision_placeholders` are the (offset, length) of each picture's tokens in the prompt, in order; `grids` their
+    (t, h, w) in patches.
+    """
+    spans, end, position = [], 0, 0
+    for (offset, length), (t, h, w) in zip(vision_placeholders, grids, strict=True):
+        spans.append(np.tile(np.arange(position, position + offset - end), (3, 1)))
+        position += offset - end
+        rows, columns = h // merge_size, w // merge_size
+        spans.append(np.indices((t, rows, columns)).reshape(3, -1) + position)
+        assert spans[-1].shape[1] == length, f"grid {(t, h, w)} gives {spans[-1].shape[1]} tokens, placeholder {length}"
+        position += max(rows, columns)
+        end = offset + length
+    spans.append(np.tile(np.arange(position, position + num_tokens - end), (3, 1)))
+    positions = np.concatenate(spans, axis=1).astype(np.int64)  # (3, num_tokens)
+    return positions, position - end
