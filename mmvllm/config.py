@@ -2,7 +2,9 @@
 
 import json
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -65,64 +67,119 @@ class ModelConfig:
         Understands the published flat layout, transformers 5's nested one (`text_config`, `rope_parameters`, `dtype`)
         and configs that leave out vision values. Raises ValueError for a folder or a config that cannot be served.
         """
-        raw = _read_json(Path(folder) / "config.json")
+        path = Path(folder) / "config.json"
+        raw = _read_json(path)
         if raw is None:
             raise ValueError(f"{folder}: not a checkpoint folder, it has no config.json")
-        text = {**raw, **(raw.get("text_config") or {})}
+        generation = _read_json(Path(folder) / "generation_config.json") or {}
+        try:
+            return cls._from_json(raw, generation)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    @classmethod
+    def _from_json(cls, raw: dict, generation: dict) -> "ModelConfig":
+        from mmvllm.models.registry import model_class  # not above: the models import this module
+
         architecture = (raw.get("architectures") or [raw.get("model_type", "unknown")])[0]
-        needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-        if missing := [name for name in needed if not isinstance(text.get(name), int)]:
-            raise ValueError(f"{folder}/config.json ({architecture}) does not give {', '.join(missing)}")
-        if text.get("use_sliding_window"):
-            raise ValueError(f"{folder}/config.json asks for sliding-window attention, which is not supported")
-        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-        rope_type = rope.get("rope_type") or rope.get("type") or "default"
-        if rope_type not in ("default", "mrope"):
-            raise ValueError(
-                f"{folder}/config.json asks for {rope_type!r} rotary scaling; supported: 'default', 'mrope'"
-            )
-        heads = text["num_attention_heads"]
-        section = rope.get("mrope_section")
-        quantization = raw.get("quantization_config")
+        model_class(architecture)  # first: of an unknown architecture nothing else here need be true
+        text = {**raw, **_object("text_config", raw.get("text_config", {}))}
+        rope = _object("rope_parameters", text.get("rope_parameters") or text.get("rope_scaling") or {})
+        rope.setdefault("rope_theta", text.get("rope_theta"))
+        _check_decoder(text, rope)
+        quantization = _object("quantization_config", raw.get("quantization_config", {}))
+        heads, hidden_size = text["num_attention_heads"], text["hidden_size"]
+        is_text_only = architecture == "Qwen2ForCausalLM"
         return cls(
             architecture=architecture,
-            hidden_size=text["hidden_size"],
+            hidden_size=hidden_size,
             intermediate_size=text["intermediate_size"],
             num_hidden_layers=text["num_hidden_layers"],
             num_attention_heads=heads,
-            num_key_value_heads=text.get("num_key_value_heads") or heads,
-            head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+            num_key_value_heads=text.get("num_key_value_heads", heads),
+            head_dim=text.get("head_dim", hidden_size // heads),
             vocab_size=text["vocab_size"],
-            max_position_embeddings=text.get("max_position_embeddings") or 32768,
-            rms_norm_eps=text.get("rms_norm_eps") or 1e-6,
-            rope_theta=float(rope.get("rope_theta") or text.get("rope_theta") or 1e6),
-            mrope_section=tuple(section) if section else None,
+            max_position_embeddings=text.get("max_position_embeddings", 32768),
+            rms_norm_eps=float(text["rms_norm_eps"]),
+            rope_theta=float(rope["rope_theta"]),
+            mrope_section=None if is_text_only else tuple(rope.get("mrope_section", (16, 24, 24))),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings") or text.get("tie_word_embeddings")),
-            dtype=DTYPES.get(text.get("dtype") or text.get("torch_dtype") or "float32", torch.float32),
-            eos_token_ids=_eos_token_ids(Path(folder), text),
-            image_token_id=raw.get("image_token_id"),
+            dtype=DTYPES.get(text.get("dtype") or text.get("torch_dtype"), torch.float32),
+            eos_token_ids=_eos_token_ids(generation.get("eos_token_id", text.get("eos_token_id"))),
+            image_token_id=None if is_text_only else raw.get("image_token_id", 151655),
             quantization=quantization.get("quant_method", "unknown") if quantization else None,
-            vision=_vision_config(raw["vision_config"]) if "vision_config" in raw else None,
+            vision=None if is_text_only else _vision_config(_object("vision_config", raw.get("vision_config", {}))),
         )
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads is {self.num_attention_heads}, "
+                f"must be a multiple of num_key_value_heads, {self.num_key_value_heads}"
+            )
+        if self.mrope_section is not None and 2 * sum(self.mrope_section) != self.head_dim:
+            raise ValueError(
+                f"mrope_section is {list(self.mrope_section)}, must add up to half of the head size, {self.head_dim}"
+            )
+        if self.vision is not None and self.vision.hidden_size != self.hidden_size:
+            raise ValueError(
+                f"vision_config's hidden_size is {self.vision.hidden_size}, must be the decoder's, {self.hidden_size}"
+            )
+
+
+def _check_decoder(text: dict, rope: dict) -> None:
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    given = {**text, "rope_theta": rope["rope_theta"]}
+    # Guessing these two would go unnoticed: the answers would just be worse.
+    if missing := [name for name in (*sizes, "rms_norm_eps", "rope_theta") if given.get(name) is None]:
+        raise ValueError(f"does not give {', '.join(missing)}")
+    for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
+        if name in text:
+            _check_int(name, text[name])
+    if text.get("use_sliding_window"):
+        raise ValueError("asks for sliding-window attention, which is not supported")
+    if text.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act is {text['hidden_act']!r}, only 'silu' is supported")
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type not in ("default", "mrope"):
+        raise ValueError(f"asks for {rope_type!r} rotary scaling; supported: 'default', 'mrope'")
 
 
 def _vision_config(raw: dict) -> VisionConfig:
-    return VisionConfig(**{f.name: raw[f.name] for f in fields(VisionConfig) if raw.get(f.name) is not None})
+    vision = VisionConfig(**{f.name: raw[f.name] for f in fields(VisionConfig) if f.name in raw})
+    for f in fields(VisionConfig):
+        if f.name != "hidden_act":
+            _check_int(f"vision_config's {f.name}", getattr(vision, f.name))
+    if vision.embed_dim % vision.num_heads:
+        raise ValueError(
+            f"vision_config's embed_dim is {vision.embed_dim}, must be a multiple of num_heads, {vision.num_heads}"
+        )
+    return vision
 
 
-def _eos_token_ids(folder: Path, text: dict) -> frozenset[int]:
-    generation = _read_json(folder / "generation_config.json") or {}
-    eos = generation.get("eos_token_id", text.get("eos_token_id"))
+def _eos_token_ids(eos: int | list[int] | None) -> frozenset[int]:
     return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
 
 
 def _read_json(path: Path) -> dict | None:
+    """A JSON object without its nulls, which mean the same as leaving the name out; None if there is no such file."""
     if not path.is_file():
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return _object("it", json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON ({error})") from None
+        raise ValueError(f"{path} is damaged: {error}; download it again") from None
+
+
+def _object(name: str, value: Any) -> dict:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is {value!r:.50}, must be a JSON object")
+    return {key: item for key, item in value.items() if item is not None}
+
+
+def _check_int(name: str, value: Any, at_least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
+        raise ValueError(f"{name} is {value!r}, must be an integer of at least {at_least}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,22 +204,15 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_vision_patches",
-            "kvcache_block_size",
-            "num_kvcache_blocks",
-            "cpu_kvcache_bytes",
-            "encoder_cache_bytes",
-        ):
-            value = getattr(self, name)
-            optional = name in ("max_model_len", "num_kvcache_blocks") and value is None
-            if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} is {value!r}, must be an integer of at least 1")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization!r}, must be in (0, 1]")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.type is bool and not isinstance(value, bool):
+                raise ValueError(f"{f.name} is {value!r}, must be True or False")
+            if f.type is int or (f.type == int | None and value is not None):
+                _check_int(f.name, value, at_least={"seed": 0, "max_model_len": 2}.get(f.name, 1))
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization is {share!r}, must be a number in (0, 1]")
         if self.load_format not in ("auto", "safetensors", "dummy"):
             raise ValueError(f"load_format is {self.load_format!r}, must be 'auto', 'safetensors' or 'dummy'")
 
@@ -173,11 +223,14 @@ class EngineConfig:
         try:
             device = torch.device(self.device)
         except (RuntimeError, TypeError):
-            device = torch.device("meta")
-        if device.type not in ("cpu", "cuda"):
+            device = None
+        if device is None or device.type not in ("cpu", "cuda"):
             raise ValueError(f"device is {self.device!r}, must be 'auto', 'cpu', 'cuda' or 'cuda:N'")
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device is {self.device!r}, but this torch ({torch.__version__}) sees no CUDA device")
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(
+                f"device is {self.device!r}, but this torch ({torch.__version__}) sees "
+                f"{torch.cuda.device_count() or 'no'} CUDA devices"
+            )
         return device
 
     def resolve_dtype(self, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -1,8 +1,12 @@
 """How one request is sampled."""
 
-import math
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
+from typing import Any
+
+_LARGEST = sys.float_info.max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,39 +48,51 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        _check_real("temperature", self.temperature, "at least 0", lambda v: v >= 0)
-        _check_real("top_p", self.top_p, "in (0, 1]", lambda v: 0 < v <= 1)
-        _check_real("min_p", self.min_p, "in [0, 1]", lambda v: 0 <= v <= 1)
-        _check_real("repetition_penalty", self.repetition_penalty, "above 0", lambda v: v > 0)
-        _check_real("presence_penalty", self.presence_penalty, "in [-2, 2]", lambda v: -2 <= v <= 2)
-        _check_real("frequency_penalty", self.frequency_penalty, "in [-2, 2]", lambda v: -2 <= v <= 2)
-        _check_int("top_k", self.top_k, "at least -1", lambda v: v >= -1)
-        _check_int("max_tokens", self.max_tokens, "at least 1", lambda v: v >= 1)
-        _check_int("min_tokens", self.min_tokens, f"in [0, max_tokens={self.max_tokens}]", self._min_tokens_ok)
-        _check_int("n", self.n, "at least 1", lambda v: v >= 1)
-        if self.seed is not None:
-            _check_int("seed", self.seed, "None or an integer", lambda v: True)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, "None or in [0, 20]", lambda v: 0 <= v <= 20)
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"stop has {text!r}, must be strings that are not empty")
-        for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id, "at least 0", lambda v: v >= 0)
+        self._number("temperature", "at least 0", lambda v: 0 <= v <= _LARGEST)
+        self._number("top_p", "in (0, 1]", lambda v: 0 < v <= 1)
+        self._number("min_p", "in [0, 1]", lambda v: 0 <= v <= 1)
+        self._number("repetition_penalty", "above 0", lambda v: 0 < v <= _LARGEST)
+        self._number("presence_penalty", "in [-2, 2]", lambda v: -2 <= v <= 2)
+        self._number("frequency_penalty", "in [-2, 2]", lambda v: -2 <= v <= 2)
+        self._integer("top_k", "of at least -1", lambda v: v >= -1)
+        self._integer("max_tokens", "of at least 1", lambda v: v >= 1)
+        self._integer("min_tokens", f"in [0, max_tokens={self.max_tokens}]", lambda v: 0 <= v <= self.max_tokens)
+        self._integer("n", "of at least 1", lambda v: v >= 1)
+        self._integer("seed", "or None", lambda v: True, optional=True)
+        self._integer("logprobs", "in [0, 20] or None", lambda v: 0 <= v <= 20, optional=True)
+        self._tuple("stop", "strings that are not empty", lambda v: isinstance(v, str) and v)
+        self._tuple("stop_token_ids", "integers of at least 0", lambda v: _is_integer(v) and v >= 0)
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, self.stop_token_ids)))
+        if self.ignore_eos not in (True, False):
+            raise ValueError(f"ignore_eos is {self.ignore_eos!r}, must be True or False")
+        object.__setattr__(self, "ignore_eos", bool(self.ignore_eos))
 
-    def _min_tokens_ok(self, value: int) -> bool:
-        return 0 <= value <= self.max_tokens
+    def _number(self, name: str, wanted: str, accept: Callable[[Real], bool]) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, Real) or not accept(value):
+            raise ValueError(f"{name} is {value!r}, must be a number {wanted}")
+        object.__setattr__(self, name, float(value))
+
+    def _integer(self, name: str, wanted: str, accept: Callable[[int], bool], optional: bool = False) -> None:
+        value = getattr(self, name)
+        if optional and value is None:
+            return
+        if not _is_integer(value) or not accept(value):
+            raise ValueError(f"{name} is {value!r}, must be an integer {wanted}")
+        object.__setattr__(self, name, int(value))
+
+    def _tuple(self, name: str, wanted: str, accept: Callable[[Any], bool]) -> None:
+        """Any iterable becomes a tuple; a lone string or integer is one of itself, None is none."""
+        value = getattr(self, name)
+        if value is None:
+            items = ()
+        else:
+            items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+        for item in items:
+            if not accept(item):
+                raise ValueError(f"{name} has {item!r}, must be {wanted}")
+        object.__setattr__(self, name, items)
 
 
-def _check_real(name: str, value, wanted: str, accept) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not accept(value):
-        raise ValueError(f"{name} is {value!r}, must be a number {wanted}")
-
-
-def _check_int(name: str, value, wanted: str, accept) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not accept(value):
-        raise ValueError(f"{name} is {value!r}, must be an integer {wanted}")
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)

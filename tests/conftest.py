@@ -15,6 +15,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from mmvllm import LLM
 from mmvllm.models.weights import BUNDLED
 
+# The models are tiny: a second thread only waits for the first, and badly so on a busy machine.
+torch.set_num_threads(1)
+
 SMALL_PIXELS = {"min_pixels": 56 * 56, "max_pixels": 140 * 140}
 
 # Shapes that differ where code goes wrong: the ratio of query to KV heads, odd depths, tied and untied heads, sections.
@@ -84,7 +87,12 @@ def make_llm():
     made = []
 
     def make(model, **engine_args) -> LLM:
-        engine_args = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 256, "skip_warmup": True} | engine_args
+        engine_args = {
+            "dtype": "float32",
+            "device": "cpu",
+            "num_kvcache_blocks": 256,
+            "skip_warmup": True,
+        } | engine_args
         made.append(LLM(model, **engine_args))
         return made[-1]
 

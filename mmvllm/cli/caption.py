@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TextIO
 
 from mmvllm.cli.common import add_model_arguments
 from mmvllm.outputs import RequestOutput
@@ -23,28 +24,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
     from mmvllm.llm import LLM
     from mmvllm.sampling_params import SamplingParams
 
     params = SamplingParams(max_tokens=args.max_tokens)
     paths = list(find_pictures(args.paths))
-    num_failed = 0
+    if args.output and not args.output.parent.is_dir():
+        raise ValueError(f"--output {args.output}: there is no folder {args.output.parent}; make it first")
+    requests = [_request(i, path, args.prompt) for i, path in enumerate(paths)]
     with ExitStack() as stack:
-        output = stack.enter_context(args.output.open("w", encoding="utf-8")) if args.output else None
         llm = LLM(args.model, device=args.device, dtype=args.dtype)
         stack.callback(llm.exit)
-        requests = [_request(i, path, args.prompt) for i, path in enumerate(paths)]
+        # Opened only now: a wrong --model must not empty the file of an earlier run.
+        output = stack.enter_context(_open(args.output)) if args.output else None
         results = llm.stream_multimodal(requests, params, use_tqdm=args.progress == "auto", on_error="return")
-        for path, result in zip(paths, _in_order(results), strict=True):
-            num_failed += result.error is not None
-            if output:
-                record = {"path": str(path), "caption": None if result.error else result.text, "error": result.error}
-                print(json.dumps(record, ensure_ascii=False), file=output, flush=True)
-            else:  # tqdm's print keeps lines and bar apart
-                tqdm.write(f"{path}: {result.error or result.text}", file=sys.stderr if result.error else sys.stdout)
-    return 3 if num_failed else 0
+        failed = [_report(path, result, output) for path, result in zip(paths, _in_order(results), strict=True)]
+    return 3 if any(failed) else 0
+
+
+def _open(path: Path) -> TextIO:
+    # File names need not be Unicode; what UTF-8 cannot hold, backslashreplace writes as JSON's own escapes.
+    return path.open("w", encoding="utf-8", errors="backslashreplace")
+
+
+def _report(path: Path, result: RequestOutput, output: TextIO | None) -> bool:
+    """Write one picture's caption or error to the file, or else to the terminal; True for an error."""
+    if output:
+        record = {"path": str(path), "caption": None if result.error else result.text, "error": result.error}
+        print(json.dumps(record, ensure_ascii=False), file=output, flush=True)
+    else:
+        from tqdm import tqdm  # its print keeps lines and bar apart
+
+        tqdm.write(f"{path}: {result.error or result.text}", file=sys.stderr if result.error else sys.stdout)
+    return result.error is not None
 
 
 def _in_order(results: Iterable[RequestOutput]) -> Iterator[RequestOutput]:

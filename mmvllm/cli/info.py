@@ -2,6 +2,7 @@
 
 import argparse
 
+import mmvllm
 from mmvllm.cli.common import add_model_arguments
 
 
@@ -12,14 +13,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from mmvllm.config import EngineConfig, ModelConfig
-    from mmvllm.models.registry import model_class
     from mmvllm.models.weights import resolve_folder
 
     engine_config = EngineConfig(device=args.device, dtype=args.dtype, kvcache_block_size=args.block_size)
     device = engine_config.resolve_device()
     folder = resolve_folder(args.model)
     config = ModelConfig.from_pretrained(folder)
-    model_class(config)
     dtype = engine_config.resolve_dtype(config.dtype, device)
     sections = {
         "versions": _versions(),
@@ -43,8 +42,8 @@ def _versions() -> dict[str, str]:
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
-    versions = {"python": platform.python_version()}
-    for package in ("mmvllm", "torch", "transformers", "triton", "flash-attn", "torchvision", "qwen-vl-utils"):
+    versions = {"mmvllm": mmvllm.__version__, "python": platform.python_version()}
+    for package in ("torch", "transformers", "triton", "flash-attn", "torchvision", "qwen-vl-utils"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
@@ -84,15 +83,16 @@ def _memory(config, engine_config, device, dtype) -> dict[str, str]:
     from mmvllm.models.registry import model_class
 
     with torch.device("meta"):
-        num_parameters = sum(parameter.numel() for parameter in model_class(config)(config).parameters())
+        num_parameters = sum(parameter.numel() for parameter in model_class(config.architecture)(config).parameters())
     weights = num_parameters * dtype.itemsize
     block_bytes = kv_block_bytes(config, engine_config.kvcache_block_size, dtype)
     if device.type == "cpu":
         budget, note = engine_config.cpu_kvcache_bytes, "of cpu_kvcache_bytes"
     else:
-        free, _ = torch.cuda.mem_get_info(device)
-        reserved = weights + engine_config.encoder_cache_bytes
-        budget = int(free * engine_config.gpu_memory_utilization) - reserved
+        free, total = torch.cuda.mem_get_info(device)
+        others = total - free
+        budget = int(total * engine_config.gpu_memory_utilization) - others - weights
+        budget -= engine_config.encoder_cache_bytes
         note = "at most; a trial run at start says exactly"
     num_blocks = max(0, budget // block_bytes)
     return {

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import sys
 from importlib import import_module
 
@@ -23,9 +24,15 @@ def main(argv: list[str] | None = None) -> int:
         import_module(f"mmvllm.cli.{name}").add_arguments(subparser)
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    for stream in (sys.stdout, sys.stderr):
+        # A name or caption that the terminal cannot show must not end the run; a pipe gets captions as they are made.
+        stream.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
         return import_module(f"mmvllm.cli.{args.command}").run(args)
-    except ValueError as error:  # the user's to mend: a wrong argument, checkpoint or file
+    except BrokenPipeError:  # who reads us, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (ValueError, OSError) as error:  # the user's to mend: a wrong argument, checkpoint or file
         print(f"mmvllm {args.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

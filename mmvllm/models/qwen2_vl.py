@@ -67,3 +67,11 @@ class Qwen2VL(nn.Module):
             merged, part = _MERGED[parts[-2]]
             return ".".join([*parts[:-2], merged, parts[-1]]), part
         return name, None
+
+    @staticmethod
+    def checkpoint_name(parameter: str, part: int | None) -> str:
+        """The published name of the tensor that `parameter_for` sends to this place."""
+        for name, (merged, index) in _MERGED.items():
+            if index == part:
+                parameter = parameter.replace(f".{merged}.", f".{name}.")
+        return parameter.replace("decoder.", "model.", 1) if parameter.startswith("decoder.") else parameter

@@ -42,6 +42,8 @@ class VisionAttention(nn.Module):
 class VisionMLP(nn.Module):
     def __init__(self, config: VisionConfig):
         super().__init__()
+        if config.hidden_act not in ACTIVATIONS:
+            raise ValueError(f"the ViT's hidden_act is {config.hidden_act!r}; supported: {', '.join(ACTIVATIONS)}")
         self.fc1 = nn.Linear(config.embed_dim, config.mlp_ratio * config.embed_dim)
         self.fc2 = nn.Linear(config.mlp_ratio * config.embed_dim, config.embed_dim)
         self.act = ACTIVATIONS[config.hidden_act]

@@ -25,12 +25,12 @@ def resolve_folder(model: str | Path | None) -> Path:
     """
     if model is None:
         return BUNDLED
-    if Path(model).expanduser().is_dir():
-        return Path(model).expanduser()
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
+        if (folder := Path(model).expanduser()).is_dir():
+            return folder
         return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
     except HFValidationError:
         raise ValueError(
@@ -56,7 +56,7 @@ def load_model(
             f"{folder} is {config.quantization}-quantized, which is not supported; use the original weights"
         )
     with torch.device("meta"):
-        model = model_class(config)(config).to(dtype)
+        model = model_class(config.architecture)(config).to(dtype)
     files = [] if load_format == "dummy" else _weight_files(folder)
     model = model.to_empty(device=device).eval().requires_grad_(False)
     if load_format == "dummy":
@@ -67,9 +67,11 @@ def load_model(
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        files = [single]
+    elif index.is_file():
+        files = sorted({folder / name for name in _weight_map(index).values()})
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -81,6 +83,13 @@ def _weight_files(folder: Path) -> list[Path]:
     if missing := [path.name for path in files if not path.is_file()]:
         raise ValueError(f"{folder} lacks {', '.join(missing)}, which {index.name} names; download it again")
     return files
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{index} is damaged: {error!r}; download it again") from None
 
 
 def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
@@ -111,8 +120,8 @@ def _fill(model: nn.Module, files: list[Path], folder: Path) -> None:
     problems = [
         f"{len(names)} tensors {what}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
         for what, names in (
-            ("are missing", [name if part is None else f"{name} (part {part})" for name, part in missing]),
-            ("belong to no parameter", extra),
+            ("are missing", [model.checkpoint_name(*target) for target in missing]),
+            ("belong to no parameter or come twice", extra),
             ("have the wrong shape", misshapen),
         )
         if names
@@ -140,7 +149,7 @@ def _is_patch_embedding(destination: Tensor, tensor: Tensor) -> bool:
 def _fill_randomly(model: nn.Module, seed: int) -> None:
     logger.info("random weights (load_format='dummy'): the text will make no sense")
     device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed % 2**64)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(0.0, 0.02, generator=generator)

@@ -1,0 +1,48 @@
+"""Resident memory over thousands of different pictures: it must reach a plateau.
+
+    python examples/memory.py --pictures 2000
+
+Streams pictures that are drawn as they are asked for through one `LLM` with the bundled model, and prints the resident
+size as it goes. The KV cache is small here, so that it is soon full and its pages are not mistaken for growth.
+Exits with 1 if the second half of the run needed more than 5 % above the first.
+"""
+
+import argparse
+import random
+import sys
+
+import psutil
+from scenes import draw, random_scene
+
+from mmvllm import LLM, SamplingParams
+
+
+def requests(count: int):
+    for i in range(count):
+        rng = random.Random(i)
+        content = [
+            {"type": "image", "image": draw(random_scene(rng), rng)},
+            {"type": "text", "text": "Describe this image."},
+        ]
+        yield {"messages": [{"role": "user", "content": content}]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pictures", type=int, default=2000)
+    args = parser.parse_args()
+    llm = LLM(num_kvcache_blocks=1024, encoder_cache_bytes=4 * 1024 * 1024)
+    process = psutil.Process()
+    sizes = []
+    for i, _ in enumerate(llm.stream_multimodal(requests(args.pictures), SamplingParams(max_tokens=8)), start=1):
+        sizes.append(process.memory_info().rss / 2**20)
+        if i % max(1, args.pictures // 10) == 0:
+            print(f"{i:6} pictures  {sizes[-1]:7.1f} MiB", flush=True)
+    half = len(sizes) // 2
+    first, second = max(sizes[half // 2 : half]), max(sizes[half:])
+    print(f"largest in the second quarter {first:.1f} MiB, in the second half {second:.1f} ({second / first - 1:+.1%})")
+    return 0 if second <= 1.05 * first else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Sampling against transformers' own logits processors, and against the probabilities it should follow."""
+
+import pytest
+import torch
+from transformers.generation import logits_process as hf
+
+from mmvllm import SamplingParams
+from mmvllm.engine.sampler import Sampler, _draw
+from mmvllm.engine.sequence import Sequence
+
+V = 97
+EOS = 3
+
+
+def sequence(params: SamplingParams, prompt=(5, 6, 6, 7), answer=(), seed=1) -> Sequence:
+    seq = Sequence(list(prompt), params, request_id="r", block_size=4, seed=seed)
+    for token_id in answer:
+        seq.append_token(token_id)
+    return seq
+
+
+def logits(rows: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
+    return torch.randn(rows, V, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def sample(x: torch.Tensor, seqs: list[Sequence]) -> list[int]:
+    return [token.token_id for token in Sampler(frozenset([EOS]))(x, seqs)]
+
+
+def reachable(x: torch.Tensor, params: SamplingParams, draws: int = 3000) -> torch.Tensor:
+    """Share of draws per token, with evenly spread uniforms: (V,)."""
+    uniforms = [(i + 0.5) / draws for i in range(draws)]
+    tokens = _draw(x.expand(draws, V), [params] * draws, uniforms)
+    return torch.bincount(tokens, minlength=V) / draws
+
+
+def test_zero_temperature_is_argmax():
+    x = logits(5)
+    assert sample(x, [sequence(SamplingParams()) for _ in range(5)]) == x.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    "params, warpers",
+    [
+        (SamplingParams(temperature=0.7), [hf.TemperatureLogitsWarper(0.7)]),
+        (SamplingParams(temperature=1.0, top_k=5), [hf.TopKLogitsWarper(5)]),
+        (SamplingParams(temperature=1.5, top_k=1), [hf.TemperatureLogitsWarper(1.5), hf.TopKLogitsWarper(1)]),
+        (SamplingParams(temperature=1.0, top_p=0.8), [hf.TopPLogitsWarper(0.8)]),
+        (SamplingParams(temperature=1.0, top_p=0.01), [hf.TopPLogitsWarper(0.01)]),
+        (SamplingParams(temperature=1.0, min_p=0.1), [hf.MinPLogitsWarper(0.1)]),
+        (
+            SamplingParams(temperature=2.0, top_k=20, top_p=0.9, min_p=0.05),
+            [
+                hf.TemperatureLogitsWarper(2.0),
+                hf.TopKLogitsWarper(20),
+                hf.TopPLogitsWarper(0.9),
+                hf.MinPLogitsWarper(0.05),
+            ],
+        ),
+    ],
+)
+def test_draws_follow_transformers_distribution(params, warpers):
+    x = logits(1)
+    want = x
+    for warper in warpers:
+        want = warper(torch.zeros(1, 1, dtype=torch.long), want)
+    probs = want.softmax(-1)[0]
+    got = reachable(x, params)
+    assert (got - probs).abs().max() < 1 / 1000  # 3000 evenly spread draws are off by one draw at each end of a token
+    assert not got[probs == 0].any()
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-3])
+def test_tiny_temperatures_are_nearly_greedy(temperature):
+    x = logits(4, scale=50.0)
+    params = SamplingParams(temperature=temperature)
+    assert sample(x, [sequence(params) for _ in range(4)]) == x.argmax(-1).tolist()
+
+
+def test_rows_with_different_parameters_do_not_disturb_each_other():
+    params = [
+        SamplingParams(),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.5, top_k=3),
+        SamplingParams(temperature=1.2, top_p=0.6),
+        SamplingParams(temperature=1.0, min_p=0.2, repetition_penalty=1.5),
+        SamplingParams(temperature=1.0, frequency_penalty=1.0, logprobs=2),
+    ]
+    x = logits(len(params), seed=4)
+    for trial in range(50):
+        seqs = [sequence(p, answer=[1, 1, 2], seed=trial * 10 + i) for i, p in enumerate(params)]
+        alone = [sample(x[i : i + 1], [seq])[0] for i, seq in enumerate(seqs)]
+        assert sample(x, seqs) == alone
+
+
+def test_repetition_penalty_equals_transformers():
+    x = logits(1)
+    params = SamplingParams(repetition_penalty=1.7)
+    ids = torch.tensor([[5, 6, 6, 7, 9, 10]])
+    want = hf.RepetitionPenaltyLogitsProcessor(1.7)(ids, x.clone())
+    seq = sequence(params, answer=(9, 10))
+    from mmvllm.engine.sampler import _penalize
+
+    assert torch.allclose(_penalize(x, [seq]), want, rtol=1e-6, atol=0)
+
+
+def test_presence_and_frequency_penalties_count_the_answer_only():
+    from mmvllm.engine.sampler import _penalize
+
+    params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
+    x = logits(2)
+    got = _penalize(x, [sequence(params, answer=(9, 9, 11)), sequence(SamplingParams())])
+    want = x.clone()
+    want[0, 9] -= 0.5 + 2 * 0.25
+    want[0, 11] -= 0.5 + 0.25
+    assert torch.allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_min_tokens_forbids_every_end():
+    x = torch.zeros(1, V)
+    x[0, EOS], x[0, 8], x[0, 20] = 9.0, 8.0, 7.0
+    params = SamplingParams(min_tokens=2, stop_token_ids=[8])
+    assert sample(x, [sequence(params)]) == [20]
+    assert sample(x, [sequence(params, answer=(20,))]) == [20]
+    assert sample(x, [sequence(params, answer=(20, 20))]) == [EOS]
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_logprobs_are_the_models_own(count):
+    x = logits(2)
+    params = SamplingParams(logprobs=count, repetition_penalty=1.3)
+    token, plain = Sampler(frozenset([EOS]))(x, [sequence(params), sequence(SamplingParams())])
+    want = x[0].log_softmax(-1)
+    assert token.logprob == pytest.approx(want[token.token_id].item())
+    assert set(token.logprobs) == {token.token_id, *want.topk(count).indices.tolist()}
+    assert all(value == pytest.approx(want[i].item()) for i, value in token.logprobs.items())
+    assert plain.logprobs is None
+
+
+def test_a_uniform_at_the_very_end_still_draws_a_possible_token():
+    x = torch.full((1, V), -50.0)
+    x[0, 40] = 0.0
+    params = SamplingParams(temperature=1.0, top_k=1)
+    for uniform in (0.0, 0.5, 1 - 2**-32):
+        assert _draw(x, [params], [uniform]).tolist() == [40]

@@ -1,0 +1,342 @@
+"""The front door: orders, options, streams, and everything that can be wrong with a request."""
+
+import gc
+import itertools
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+from mmvllm import LLM, LLMEngine, SamplingParams
+from mmvllm.models.weights import BUNDLED
+from tests.conftest import ask, picture
+from tests.test_invariance import assert_idle
+
+SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
+GOOD = ask(picture(80, 60), "Describe this image.")
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    llm = LLM(checkpoint, dtype="float32", device="cpu", num_kvcache_blocks=64, max_num_seqs=4, skip_warmup=True)
+    yield llm
+    llm.exit()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(llm):
+    yield
+    assert_idle(llm)
+    llm.engine.encoder_cache.check(set())
+    assert not llm._calls
+
+
+def test_generate_takes_strings_and_token_ids(llm):
+    text, ids = "Count the shapes.", llm.tokenizer("Count the shapes.")["input_ids"]
+    outputs = llm.generate([text, ids], SHORT)
+    assert outputs[0].token_ids == outputs[1].token_ids and outputs[0].num_prompt_tokens == len(ids)
+    assert llm.generate(text, SHORT)[0].token_ids == llm.generate(ids, SHORT)[0].token_ids == outputs[0].token_ids
+    assert llm.generate([], SHORT) == []
+
+
+def test_outputs_come_in_the_order_of_the_requests(llm):
+    lengths = [7, 1, 5, 2, 6, 3, 4, 1, 2, 9, 3]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
+    requests = [ask(picture(60 + i, 60), "What?") if i % 2 else ask("What?") for i in range(len(lengths))]
+    outputs = llm.generate_multimodal(requests, params)
+    assert [len(output.token_ids) for output in outputs] == lengths
+
+
+def test_an_output_says_what_happened(llm):
+    start = time.time()
+    request = {**GOOD, "request_id": "mine", "cache_salt": "cold"}
+    output = llm.generate_multimodal([request], SHORT)[0]
+    assert output.request_id == "mine" and output["request_id"] == "mine"
+    assert output["text"] == output.text == llm.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+    assert output.finish_reason == "length" and output.error is None
+    assert output.num_image_tokens == llm.processor(GOOD).multimodal["vision_placeholders"][0][1]
+    assert output.num_prompt_tokens == len(llm.processor(GOOD).token_ids) and output.num_cached_tokens == 0
+    assert start <= output.arrival_time <= output.first_token_time <= output.finish_time <= time.time()
+    with pytest.raises(KeyError, match="nonsense"):
+        output["nonsense"]
+
+
+def test_text_and_images_request(llm):
+    text = llm.tokenizer.apply_chat_template(GOOD["messages"], tokenize=False, add_generation_prompt=True)
+    plain = {"text": text, "images": [GOOD["messages"][0]["content"][0]["image"]]}
+    first, second = llm.generate_multimodal([GOOD, plain], SHORT)
+    assert first.token_ids == second.token_ids
+
+
+def test_a_request_brings_its_own_parameters(llm):
+    own = [SamplingParams(max_tokens=1, ignore_eos=True), {"max_tokens": 2, "ignore_eos": True}, None]
+    outputs = llm.generate_multimodal([{**GOOD, "sampling_params": p} for p in own], SHORT)
+    assert [len(output.token_ids) for output in outputs] == [1, 2, 4]
+
+
+def test_lower_priority_values_run_first(llm):
+    requests = [ask("Count.", request_id=str(i), priority=-i) for i in range(12)]
+    engine, order = llm.engine, []
+    for request in requests:
+        prompt = llm.processor(request)
+        engine.add_request(prompt.token_ids, SHORT, request["request_id"], priority=request["priority"])
+    while not engine.is_finished():
+        order += [int(output.request_id) for output in engine.step()[0]]
+    assert order[:4] == [11, 10, 9, 8]
+
+
+def test_stop_strings_stop_token_ids_and_eos(llm):
+    free = llm.generate("Count the shapes.", SamplingParams(max_tokens=12, ignore_eos=True, logprobs=0))[0]
+    stop = free.text[len(free.text) // 2 :][:3]
+    stopped = llm.generate("Count the shapes.", SamplingParams(max_tokens=12, ignore_eos=True, stop=[stop, "@@@"]))[0]
+    assert stopped.finish_reason == "stop" and stopped.text == free.text[: free.text.index(stop)]
+    token_id = free.token_ids[3]
+    at = free.token_ids.index(token_id)
+    params = SamplingParams(max_tokens=12, ignore_eos=True, stop_token_ids=[token_id])
+    assert llm.generate("Count the shapes.", params)[0].token_ids == free.token_ids[: at + 1]
+    late = SamplingParams(max_tokens=12, ignore_eos=True, stop=[stop], min_tokens=12)
+    assert llm.generate("Count the shapes.", late)[0].token_ids == free.token_ids
+    assert free.cumulative_logprob == pytest.approx(sum(v for row in free.logprobs for v in row.values()))
+
+
+def test_several_answers(llm):
+    params = SamplingParams(n=3, temperature=1.5, max_tokens=6, ignore_eos=True, seed=5, logprobs=1)
+    output = llm.generate_multimodal([GOOD], params)[0]
+    answers = [completion.token_ids for completion in output.completions]
+    assert len(answers) == 3 and len({tuple(answer) for answer in answers}) > 1
+    assert output.text == output.completions[0].text
+    assert [c.token_ids for c in llm.generate_multimodal([GOOD], params)[0].completions] == answers
+
+
+def test_stream_yields_as_requests_finish_from_an_endless_iterator(llm):
+    taken = itertools.count()
+
+    def endless():
+        for i in taken:
+            yield ask(picture(40 + i % 5, 50), "What?", request_id=f"r{i}")
+
+    stream = llm.stream_multimodal(endless(), SHORT)
+    outputs = list(itertools.islice(stream, 10))
+    assert len({output.request_id for output in outputs}) == 10
+    stream.close()
+    assert next(taken) < 10 + 4 * llm.engine.config.max_num_seqs + 16, "requests must be taken a bounded number ahead"
+
+
+def test_a_slow_iterator_does_not_hold_up_what_is_in_flight(llm):
+    arrived = threading.Event()
+
+    def slow():
+        yield ask("First.", request_id="first")
+        assert arrived.wait(20), "the first output must come while the second request does not"
+        yield ask("Second.", request_id="second")
+
+    seen = []
+    for output in llm.stream_multimodal(slow(), SHORT):
+        seen.append(output.request_id)
+        arrived.set()
+    assert seen == ["first", "second"]
+
+
+def test_what_the_iterator_raises_reaches_the_caller(llm):
+    def broken():
+        yield GOOD
+        raise ZeroDivisionError("the caller's own")
+
+    with pytest.raises(ZeroDivisionError, match="the caller's own"):
+        list(llm.stream_multimodal(broken(), SHORT))
+
+
+def test_streams_may_be_interleaved(llm):
+    first = llm.stream_multimodal([ask(f"a {i}", request_id=f"a{i}") for i in range(5)], SHORT)
+    second = llm.stream_multimodal([ask(f"b {i}", request_id=f"b{i}") for i in range(5)], SHORT)
+    seen = [output.request_id for pair in zip(first, second, strict=True) for output in pair]
+    assert sorted(seen) == sorted([f"a{i}" for i in range(5)] + [f"b{i}" for i in range(5)])
+
+
+BAD = {
+    "no messages": ({"messages": None}, "'messages' must be a list"),
+    "no such file": (
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": "/no/such.png"}]}]},
+        "image 0: .*no such file",
+    ),
+    "second image": (ask(picture(50, 50), b"\x89PNG nonsense", "x"), "image 1: .*not a picture"),
+    "narrow": (ask(picture(1, 1000), "x"), "image 0: .*long side"),
+    "too many placeholders": (
+        {"text": "<|vision_start|><|image_pad|><|vision_end|><|image_pad|>", "images": [picture(50, 50)]},
+        "2 image placeholders but 1 images",
+    ),
+    "too few placeholders": (
+        {"text": "<|image_pad|>", "images": [picture(50, 50), picture(60, 50)]},
+        "1 image placeholders but 2 images",
+    ),
+    "literal placeholder": (ask("look: <|image_pad|>"), "1 image placeholders but 0 images"),
+    "empty prompt": ({"text": ""}, "prompt is empty"),
+    "too long": (ask("shape " * 2000), r"prompt has \d+ tokens .* max_model_len is 1024"),
+    "unknown key": ({"message": "x"}, "unknown keys message"),
+    "not a dict": ("describe", "must be a dict"),
+    "bad parameters": (ask("x", sampling_params={"temprature": 1}), "temprature"),
+    "bad value": (ask("x", sampling_params={"temperature": -1}), "temperature is -1"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_request_is_isolated_or_raised_and_the_engine_lives_on(name, llm):
+    bad, message = BAD[name]
+    want = llm.generate_multimodal([GOOD], SHORT)[0].token_ids
+    outputs = llm.generate_multimodal([GOOD, bad, GOOD], SHORT, on_error="return")
+    assert [output.token_ids for output in outputs] == [want, [], want]
+    assert outputs[1].finish_reason == "error" and outputs[0].error is None
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(outputs[1].error)
+    with pytest.raises(ValueError, match="request 1: .*" + message):
+        llm.generate_multimodal([GOOD, bad, GOOD], SHORT)
+    assert_idle(llm)
+    assert llm.generate_multimodal([GOOD], SHORT)[0].token_ids == want
+
+
+@pytest.mark.parametrize(
+    "prompt, message",
+    [
+        ("", "prompt is empty"),
+        ([], "prompt is empty"),
+        ([5, 768], r"prompt has 768, token ids are integers in \[0, 768\)"),
+        ([5, -1], "prompt has -1"),
+        ([5, "a"], "prompt has 'a'"),
+        (7, "must be a string or a list of token ids"),
+        ([1] * 1024, "prompt has 1024 tokens"),
+    ],
+)
+def test_bad_prompts_are_named_by_index(prompt, message, llm):
+    with pytest.raises(ValueError, match=f"prompt 1: .*{message}"):
+        llm.generate(["fine", prompt], SHORT)
+
+
+def test_request_ids_in_flight_are_unique(llm):
+    with pytest.raises(ValueError, match="request 1: request_id 'a' is already in flight"):
+        llm.generate_multimodal([ask("x", request_id="a"), ask("y", request_id="a")], SHORT)
+
+
+def test_on_error_is_checked(llm):
+    with pytest.raises(ValueError, match="on_error is 'ignore'"):
+        llm.generate_multimodal([GOOD], SHORT, on_error="ignore")
+
+
+def test_too_few_sampling_params(llm):
+    with pytest.raises(ValueError, match="request 1: 1 sampling_params were given"):
+        llm.generate_multimodal([GOOD, GOOD], [SHORT])
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"pixel_values": torch.zeros(8, 1176)}, "pixel_values have shapes"),
+        ({"image_grid_thw": [(1, 3, 4)]}, "multiples of 2"),
+        ({"image_grid_thw": [(0, 4, 4)]}, "must be positive"),
+        ({"image_grid_thw": [(1, 4, 4), (1, 4, 4)]}, "image"),
+        ({"image_grid_thw": None}, "4 image placeholder"),
+        ({"vision_placeholders": [(1, 4)]}, "not where the prompt's image tokens are"),
+        ({"vision_placeholders": [(0, 3)]}, "have lengths"),
+        ({"image_digests": [b"1", b"2"]}, "2 image_digests"),
+    ],
+)
+def test_bad_tensors_are_refused_at_the_door(changes, message, llm):
+    ids = [llm.engine.model_config.image_token_id] * 4 + [5]
+    good = {"pixel_values": torch.zeros(16, 1176), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    with pytest.raises(ValueError, match=message):
+        llm.engine.add_request(ids, SHORT, **{**good, **changes})
+    llm.engine.abort_request(llm.engine.add_request(ids, SHORT, **good))
+
+
+def test_a_picture_larger_than_the_encoder_cache_is_refused(checkpoint, make_llm):
+    small = make_llm(checkpoint, encoder_cache_bytes=64 * 4)
+    with pytest.raises(ValueError, match=r"image 0 has 6 tokens, .* encoder_cache_bytes is 256"):
+        small.generate_multimodal([GOOD], SHORT)
+
+
+def test_max_model_len_must_fit(checkpoint, make_llm):
+    with pytest.raises(ValueError, match="max_model_len is 2000, the checkpoint was made for at most 1024"):
+        make_llm(checkpoint, max_model_len=2000)
+    with pytest.raises(ValueError, match="max_model_len is 500, but the KV cache holds 160 tokens"):
+        make_llm(checkpoint, max_model_len=500, num_kvcache_blocks=10)
+    cut = make_llm(checkpoint, max_model_len=40)
+    output = cut.generate("Count.", SamplingParams(max_tokens=200, ignore_eos=True))[0]
+    assert output.num_prompt_tokens + len(output.token_ids) == 40 and output.finish_reason == "length"
+
+
+def test_a_failed_step_ends_its_requests_and_the_engine_lives_on(llm, monkeypatch):
+    want = llm.generate_multimodal([GOOD], SHORT)[0].token_ids
+
+    def out_of_memory(batch, cache):
+        monkeypatch.undo()
+        raise torch.OutOfMemoryError("tried to allocate 8 GiB")
+
+    monkeypatch.setattr(llm.engine.model_runner, "run", out_of_memory)
+    failed = llm.generate_multimodal([GOOD], SHORT, on_error="return")[0]
+    assert failed.finish_reason == "error" and "tried to allocate 8 GiB" in failed.error
+    assert llm.generate_multimodal([GOOD], SHORT)[0].token_ids == want
+    monkeypatch.setattr(llm.engine.model_runner, "run", out_of_memory)
+    with pytest.raises(RuntimeError, match="request 0: the step failed: OutOfMemoryError"):
+        llm.generate_multimodal([GOOD], SHORT)
+
+
+def test_abort_returns_what_there_is(llm):
+    engine = llm.engine
+    request_id = engine.add_request("Count the shapes.", SamplingParams(max_tokens=50, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    output = engine.abort_request(request_id)
+    assert output.finish_reason == "aborted" and len(output.token_ids) == 3
+    assert engine.abort_request(request_id) is None and engine.abort_request("nonsense") is None
+
+
+def test_closing_a_stream_aborts_what_is_left(llm):
+    stream = llm.stream_multimodal([GOOD] * 20, SamplingParams(max_tokens=30, ignore_eos=True))
+    next(stream)
+    stream.close()
+    assert llm.engine.is_finished()
+
+
+def test_an_interrupt_leaves_nothing_behind(llm, monkeypatch):
+    step = llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate_multimodal([GOOD] * 3, SHORT)
+    monkeypatch.setattr(llm.engine, "step", step)
+    assert llm.engine.is_finished()
+
+
+def test_warm_up_and_exit(checkpoint):
+    engine = LLMEngine(checkpoint)
+    assert engine.warmup_model() > 0
+    assert engine.is_finished()
+    engine.exit()
+    engine.exit()
+    with pytest.raises(RuntimeError, match="has exited"):
+        engine.add_request("x")
+
+
+def test_an_engine_is_freed_when_it_is_dropped(checkpoint):
+    llm = LLM(checkpoint, skip_warmup=True, num_kvcache_blocks=64)
+    ref = weakref.ref(llm.engine)
+    del llm
+    gc.collect()
+    assert ref() is None
+
+
+def test_unseeded_sampling_repeats_with_the_engine_seed(checkpoint, make_llm):
+    params = SamplingParams(temperature=1.5, max_tokens=8, ignore_eos=True)
+    first, again, other = (
+        [o.token_ids for o in make_llm(checkpoint, seed=seed).generate_multimodal([GOOD] * 3, params)]
+        for seed in (1, 1, 2)
+    )
+    assert first == again != other and first[0] != first[1]
+
+
+def test_the_bundled_model_is_the_default():
+    llm = LLM(skip_warmup=True, num_kvcache_blocks=256)
+    assert llm.engine.model_config.architecture == "Qwen2VLForConditionalGeneration" and BUNDLED.is_dir()
+    output = llm.generate_multimodal([ask(picture(150, 150), "Describe this image.")])[0]
+    assert output.error is None and output.text
+    llm.exit()
