@@ -1,4 +1,4 @@
-"""Scenes of coloured shapes and printed words, with questions and true answers: what the bundled model knows.
+"""Scenes of coloured shapes and printed digits, with questions and true answers: what the bundled model knows.
 
 `python examples/scenes.py` writes the pictures of examples/images. Everything is drawn by code from a seed.
 """
@@ -21,41 +21,24 @@ COLOURS = {
     "black": (25, 25, 25),
 }
 SHAPES = ("circle", "square", "triangle", "star")
-SIZES = {"small": 0.42, "large": 0.80}  # of the shorter side of a cell
+SIZES = {"small": 0.50, "large": 0.88}  # of the shorter side of a cell
 POSITIONS = ("top left", "top", "top right", "left", "center", "right", "bottom left", "bottom", "bottom right")
-WORDS = (
-    "cat",
-    "dog",
-    "sun",
-    "sky",
-    "tea",
-    "bus",
-    "map",
-    "box",
-    "hat",
-    "key",
-    "fish",
-    "bird",
-    "tree",
-    "moon",
-    "stop",
-    "open",
-)
+DIGITS = "0123456789"
 NUMBERS = ("no", "one", "two", "three", "four")
 
 
 @dataclass(frozen=True)
 class Thing:
-    """A shape, or a printed word when `word` is set, in one of the nine cells of a picture."""
+    """A shape, or a printed digit when `text` is set, in one of the nine cells of a picture."""
 
     cell: int
     shape: str = ""
     colour: str = ""
     size: str = ""
-    word: str = ""
+    text: str = ""
 
     def __str__(self) -> str:
-        return f'the word "{self.word}"' if self.word else f"a {self.size} {self.colour} {self.shape}"
+        return f'the text "{self.text}"' if self.text else f"a {self.size} {self.colour} {self.shape}"
 
 
 @dataclass(frozen=True)
@@ -69,7 +52,7 @@ class Scene:
 
     @property
     def shapes(self) -> list[Thing]:
-        return [thing for thing in self.things if not thing.word]
+        return [thing for thing in self.things if not thing.text]
 
 
 def random_scene(rng: random.Random) -> Scene:
@@ -77,10 +60,10 @@ def random_scene(rng: random.Random) -> Scene:
     width = rng.randint(120, 480)
     height = min(480, max(120, round(width * rng.uniform(2 / 3, 3 / 2))))
     cells = sorted(rng.sample(range(9), rng.choice((1, 2, 2, 3, 3, 4))))
-    word_cell = rng.choice(cells) if rng.random() < 0.4 else None
+    text_cell = rng.choice(cells) if rng.random() < 0.4 else None
     things = tuple(
-        Thing(cell, word=rng.choice((*WORDS, str(rng.randint(0, 99)))))
-        if cell == word_cell
+        Thing(cell, text=rng.choice(DIGITS))
+        if cell == text_cell
         else Thing(cell, rng.choice(SHAPES), rng.choice(list(COLOURS)), rng.choice(list(SIZES)))
         for cell in cells
     )
@@ -97,8 +80,8 @@ def draw(scene: Scene, rng: random.Random) -> Image.Image:
     for thing in scene.things:
         x = (thing.cell % 3 + 0.5 + rng.uniform(-0.06, 0.06)) * cell_w
         y = (thing.cell // 3 + 0.5 + rng.uniform(-0.06, 0.06)) * cell_h
-        if thing.word:
-            _draw_word(pen, thing.word, x, y, cell_w, cell_h)
+        if thing.text:
+            _draw_text(pen, thing.text, x, y, 0.75 * min(cell_w, cell_h))
         else:
             radius = SIZES[thing.size] * rng.uniform(0.93, 1.07) * min(cell_w, cell_h) / 2
             colour = tuple(max(0, min(255, part + rng.randint(-12, 12))) for part in COLOURS[thing.colour])
@@ -118,11 +101,8 @@ def _draw_shape(pen: ImageDraw.ImageDraw, shape: str, x: float, y: float, r: flo
         pen.polygon([(x + length * sin(a), y - length * cos(a)) for length, a in rays], fill=colour)
 
 
-def _draw_word(pen: ImageDraw.ImageDraw, word: str, x: float, y: float, cell_w: float, cell_h: float) -> None:
-    font = ImageFont.load_default(size=100)
-    width = pen.textlength(word, font=font)
-    font = ImageFont.load_default(size=max(8, min(0.62 * cell_h, 88 * cell_w / width)))
-    pen.text((x, y), word, font=font, fill=(10, 10, 10), anchor="mm")
+def _draw_text(pen: ImageDraw.ImageDraw, text: str, x: float, y: float, size: float) -> None:
+    pen.text((x, y), text, font=ImageFont.load_default(size), fill=(10, 10, 10), anchor="mm")
 
 
 def describe(scene: Scene) -> str:
@@ -141,7 +121,7 @@ DESCRIBE = (
 COLOR = ("color", "colour")
 WHAT_AT = ("What is at the {}?", "What do you see at the {}?")
 COUNT = ("How many shapes are there?", "Count the shapes.")
-READ = ("What word is written?", "Read the text.")
+READ = ("What is written?", "Read the text.")
 
 
 def questions(scene: Scene, rng: random.Random) -> list[tuple[str, str, str]]:
@@ -168,8 +148,8 @@ def questions(scene: Scene, rng: random.Random) -> list[tuple[str, str, str]]:
         if unique:
             thing = rng.choice(unique)
             asked.append(("colour", f"What {rng.choice(COLOR)} is the {thing.shape}?", f"{thing.colour}."))
-    words = [thing.word for thing in scene.things if thing.word]
-    asked.append(("read", rng.choice(READ), f'"{words[0]}".' if words else "There is no text."))
+    texts = [thing.text for thing in scene.things if thing.text]
+    asked.append(("read", rng.choice(READ), f'"{texts[0]}".' if texts else "There is no text."))
     return [(kind, question, answer[0].upper() + answer[1:]) for kind, question, answer in asked]
 
 

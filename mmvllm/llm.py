@@ -132,7 +132,7 @@ class LLM:
         if processor is not None:
             model_config = self.engine.model_config
             prepare = ForeignProcessor(processor, model_config.image_token_id, self.engine.image_config.merge_size)
-        window = 2 * self.engine.config.max_num_seqs
+        window = 2 * self.engine.config.max_num_seqs  # as many again wait in the engine, so that a step is never short
         prefetcher, call = Prefetcher(requests, prepare, max_requests=window), _Call(self)
         try:
             while True:
@@ -159,9 +159,8 @@ class LLM:
             with _naming("request", item.index):
                 prompt = item.prompt.result()
                 params = _params_for(sampling_params, item.index, item.request.get("sampling_params"))
-                options = {
-                    key: item.request[key] for key in ("request_id", "priority", "cache_salt") if key in item.request
-                }
+                options = {key: item.request.get(key) for key in ("request_id", "cache_salt")}
+                options["priority"] = item.request.get("priority") or 0
                 call.add(item.index, prompt.token_ids, params, **options, **prompt.multimodal)
         except ValueError as error:
             if on_error == "raise":

@@ -1,12 +1,10 @@
 """How one request is sampled."""
 
-import sys
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
-
-_LARGEST = sys.float_info.max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +46,10 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        self._number("temperature", "at least 0", lambda v: 0 <= v <= _LARGEST)
+        self._number("temperature", "at least 0", lambda v: 0 <= v < math.inf)
         self._number("top_p", "in (0, 1]", lambda v: 0 < v <= 1)
         self._number("min_p", "in [0, 1]", lambda v: 0 <= v <= 1)
-        self._number("repetition_penalty", "above 0", lambda v: 0 < v <= _LARGEST)
+        self._number("repetition_penalty", "above 0", lambda v: 0 < v < math.inf)
         self._number("presence_penalty", "in [-2, 2]", lambda v: -2 <= v <= 2)
         self._number("frequency_penalty", "in [-2, 2]", lambda v: -2 <= v <= 2)
         self._integer("top_k", "of at least -1", lambda v: v >= -1)
@@ -67,11 +65,12 @@ class SamplingParams:
             raise ValueError(f"ignore_eos is {self.ignore_eos!r}, must be True or False")
         object.__setattr__(self, "ignore_eos", bool(self.ignore_eos))
 
-    def _number(self, name: str, wanted: str, accept: Callable[[Real], bool]) -> None:
+    def _number(self, name: str, wanted: str, accept: Callable[[float], bool]) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, Real) or not accept(value):
+        number = _as_float(value)
+        if not accept(number):
             raise ValueError(f"{name} is {value!r}, must be a number {wanted}")
-        object.__setattr__(self, name, float(value))
+        object.__setattr__(self, name, number)
 
     def _integer(self, name: str, wanted: str, accept: Callable[[int], bool], optional: bool = False) -> None:
         value = getattr(self, name)
@@ -92,6 +91,14 @@ class SamplingParams:
             if not accept(item):
                 raise ValueError(f"{name} has {item!r}, must be {wanted}")
         object.__setattr__(self, name, items)
+
+
+def _as_float(value: Any) -> float:
+    """nan, which is in no range, for what is not a number or too large for one."""
+    try:
+        return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def _is_integer(value: Any) -> bool:

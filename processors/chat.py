@@ -1,28 +1,22 @@
 """Requests -> prompts: chat template, pictures, and placeholders expanded to one token per merged patch."""
 
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
 
-from mmvllm.processors.image import ImageInput, ImageProcessor, load_image, resize_for_part
+from mmvllm.processors.image import PART_SIZES, ImageInput, ImageProcessor, resize_for_part
+from mmvllm.processors.load import load_image
 
-REQUEST_KEYS = frozenset(
-    (
-        "messages",
-        "text",
-        "images",
-        "min_pixels",
-        "max_pixels",
-        "request_id",
-        "priority",
-        "cache_salt",
-        "sampling_params",
-    )
-)
+CONTENT_KEYS = ("messages", "text", "images", "min_pixels", "max_pixels")
+REQUEST_KEYS = frozenset((*CONTENT_KEYS, "request_id", "priority", "cache_salt", "sampling_params"))
+TEXT_KEYS = frozenset(("type", "text"))
+IMAGE_KEYS = frozenset(("type", "image", "image_url", *PART_SIZES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +42,9 @@ def expand_placeholders(
     found = token_ids.count(image_token_id)
     if found not in (len(lengths), sum(lengths)):
         raise ValueError(
-            f"prompt has {found} image placeholders but {len(lengths)} images were given; "
-            "write one <|vision_start|><|image_pad|><|vision_end|> per image"
+            f"prompt has {found} image placeholders but {len(lengths)} images were given; write "
+            "<|vision_start|><|image_pad|><|vision_end|> once per image and nowhere else "
+            f"(already expanded, {sum(lengths)} <|image_pad|> in all)"
         )
     repeats = iter(lengths if found == len(lengths) else [1] * found)
     expanded: list[int] = []
@@ -77,59 +72,64 @@ class Processor:
     def __call__(self, request: dict) -> Prompt:
         """Prepare one request; raises ValueError that says what is wrong, and with which image."""
         messages, parts = parse_request(request)
+        _check_takes_images(parts, self.image_token_id)
         images = [self._image(i, part, request) for i, part in enumerate(parts)]
         with self._lock:
             text = request["text"] if messages is None else _apply_template(self.tokenizer, messages)
             token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        if self.image_token_id is None:
-            if images:
-                raise ValueError("this checkpoint is text-only, it cannot take images")
-            return Prompt(token_ids)
         lengths = [prod(image.grid_thw) // self.image_processor.config.merge_size**2 for image in images]
         token_ids, placeholders = expand_placeholders(token_ids, lengths, self.image_token_id)
         return Prompt(token_ids, _multimodal(images, placeholders))
 
     def _image(self, i: int, part: dict, request: dict) -> ImageInput:
-        try:
+        with _naming_image(i):
             image = resize_for_part(load_image(part["image"]), part, self.image_processor.config.factor)
             return self.image_processor(image, request.get("min_pixels"), request.get("max_pixels"))
-        except ValueError as error:
-            raise ValueError(f"image {i}: {error}") from error
 
 
 class ForeignProcessor:
-    """Adapts any object with the interface of transformers' Qwen2-VL processor."""
+    """Adapts any object with the interface of transformers' Qwen2-VL processor: `apply_chat_template`, and a call with
+    `text`, `images` and `return_tensors`.
+
+    That interface has no pixel bounds, so a request's own are applied to the picture beforehand; the processor's come
+    after them, and hold.
+    """
 
     def __init__(self, processor, image_token_id: int | None, merge_size: int):
         self.processor = processor
         self.image_token_id = image_token_id
         self.merge_size = merge_size
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # nothing says that it may be used by two threads at once
 
     def __call__(self, request: dict) -> Prompt:
+        """Prepare one request; raises ValueError that says what is wrong, and with which image."""
         messages, parts = parse_request(request)
-        bounds = {key: request[key] for key in ("min_pixels", "max_pixels") if request.get(key)}
-        images = [self._image(i, bounds | part) for i, part in enumerate(parts)]
+        _check_takes_images(parts, self.image_token_id)
+        images = [self._image(i, part, request) for i, part in enumerate(parts)]
         with self._lock:
             text = request["text"] if messages is None else _apply_template(self.processor, messages)
-            made = self.processor(text=[text], images=images or None, return_tensors="pt")
-        token_ids = torch.as_tensor(made["input_ids"])[0].tolist()
-        if not images:
-            return Prompt(token_ids)
-        grids = [tuple(grid) for grid in torch.as_tensor(made["image_grid_thw"]).tolist()]
+            made = _call(self.processor, text, images)
+        return self._prompt(made, len(images))
+
+    def _image(self, i: int, part: dict, request: dict):
+        bounds = {key: request.get(key) for key in ("min_pixels", "max_pixels")}
+        with _naming_image(i):
+            return resize_for_part(resize_for_part(load_image(part["image"]), part), bounds)
+
+    def _prompt(self, made, num_images: int) -> Prompt:
+        token_ids = _tensor(made, "input_ids")[0].tolist()
+        grids = [tuple(grid) for grid in _tensor(made, "image_grid_thw").tolist()] if num_images else []
+        if len(grids) != num_images:
+            raise ValueError(f"the processor returned {len(grids)} image_grid_thw for {num_images} images")
         lengths = [prod(grid) // self.merge_size**2 for grid in grids]
         token_ids, placeholders = expand_placeholders(token_ids, lengths, self.image_token_id)
-        pixel_values = torch.as_tensor(made["pixel_values"]).split([prod(grid) for grid in grids])
-        return Prompt(
-            token_ids,
-            {"pixel_values": pixel_values, "image_grid_thw": grids, "vision_placeholders": placeholders},
-        )
-
-    def _image(self, i: int, part: dict):
-        try:
-            return resize_for_part(load_image(part["image"]), part)
-        except ValueError as error:
-            raise ValueError(f"image {i}: {error}") from error
+        if not num_images:
+            return Prompt(token_ids)
+        pixels, sizes = _tensor(made, "pixel_values"), [prod(grid) for grid in grids]
+        if len(pixels) != sum(sizes):
+            raise ValueError(f"the processor returned {len(pixels)} pixel_values for image_grid_thw {grids}")
+        vision = {"pixel_values": pixels.split(sizes), "image_grid_thw": grids, "vision_placeholders": placeholders}
+        return Prompt(token_ids, vision)
 
 
 def parse_request(request: dict) -> tuple[list[dict] | None, list[dict]]:
@@ -139,27 +139,25 @@ def parse_request(request: dict) -> tuple[list[dict] | None, list[dict]]:
     """
     if not isinstance(request, dict):
         raise ValueError(f"a request must be a dict with 'messages' or 'text', not {type(request).__name__}")
-    if unknown := sorted(map(str, set(request) - REQUEST_KEYS)):
-        raise ValueError(f"request has unknown keys {', '.join(unknown)}; known: {', '.join(sorted(REQUEST_KEYS))}")
-    if ("messages" in request) == ("text" in request):
-        raise ValueError("a request needs either 'messages' or 'text'")
-    for key in ("min_pixels", "max_pixels"):
-        _check_size(key, request.get(key))
-    if "messages" in request:
-        if "images" in request:
+    _check_keys("request", request, REQUEST_KEYS)
+    _check_sizes(request)
+    messages, text, images = (request.get(key) for key in ("messages", "text", "images"))
+    images = [] if images is None else list(images) if isinstance(images, list | tuple) else [images]
+    if text is None and "messages" in request:
+        if images:
             raise ValueError("'images' go with 'text'; with 'messages', put each picture into its message as a part")
-        return _parse_messages(request["messages"])
-    if not isinstance(request["text"], str):
-        raise ValueError(f"'text' must be a string, not {type(request['text']).__name__}")
-    images = request.get("images") or []
-    if not isinstance(images, list | tuple):
-        images = [images]
-    return None, [_image_part(image) if isinstance(image, dict) else {"image": image} for image in images]
+        return _parse_messages(messages)
+    if text is None or messages is not None:
+        raise ValueError("a request needs either 'messages' or 'text'")
+    if not isinstance(text, str):
+        raise ValueError(f"'text' must be a string, not {type(text).__name__}")
+    parts = [image if isinstance(image, dict) else {"image": image} for image in images]
+    return None, [_image_part(i, part) for i, part in enumerate(parts)]
 
 
 def _parse_messages(messages: Any) -> tuple[list[dict], list[dict]]:
     if not isinstance(messages, list | tuple) or not messages:
-        raise ValueError("'messages' must be a list of at least one {'role': ..., 'content': ...}")
+        raise ValueError(f"'messages' must be a list of at least one {{'role', 'content'}} dict, not {messages!r:.100}")
     parsed, images = [], []
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
@@ -177,34 +175,76 @@ def _parse_part(part: Any, images: list[dict]) -> dict:
     """The part as the template needs it; the picture itself goes to `images`."""
     if not isinstance(part, dict):
         raise ValueError(f"a content part must be a dict, not {type(part).__name__}")
+    part = {key: value for key, value in part.items() if value is not None}
     kind = part.get("type") or next((key for key in ("image", "image_url", "video", "text") if key in part), None)
-    if kind == "text" and isinstance(part.get("text"), str):
-        return {"type": "text", "text": part["text"]}
     if kind in ("image", "image_url"):
-        images.append(_image_part(part))
+        images.append(_image_part(len(images), part))
         return {"type": "image"}
-    if kind == "video":
-        raise ValueError("video parts are not supported")
-    raise ValueError(
-        f"a content part must be text, image or image_url, not {kind!r} with keys {sorted(map(str, part))}"
-    )
+    if kind in ("video", "video_url"):
+        raise ValueError("video parts are not supported; give frames of it as image parts")
+    if kind != "text":
+        raise ValueError(
+            f"a content part must be text, image or image_url, not {kind!r} with keys {sorted(map(str, part))}"
+        )
+    _check_keys("text part", part, TEXT_KEYS)
+    if not isinstance(part.get("text"), str):
+        raise ValueError(f"a text part needs 'text' with a string, not {part.get('text')!r:.40}")
+    return {"type": "text", "text": part["text"]}
 
 
-def _image_part(part: dict) -> dict:
-    source = part.get("image")
-    if source is None and (url := part.get("image_url")) is not None:
-        source = url.get("url") if isinstance(url, dict) else url
-    if source is None:
-        raise ValueError("an image part needs 'image', or 'image_url' with 'url'")
-    sizes = {key: part[key] for key in ("min_pixels", "max_pixels", "resized_height", "resized_width") if key in part}
-    for key, value in sizes.items():
-        _check_size(key, value)
-    return {"image": source, **sizes}
+def _image_part(i: int, part: dict) -> dict:
+    """The picture under "image", with the sizes that are given."""
+    with _naming_image(i):
+        part = {key: value for key, value in part.items() if value is not None}
+        _check_keys("image part", part, IMAGE_KEYS)
+        _check_sizes(part)
+        source = part.get("image", part.get("image_url"))
+        if isinstance(source, dict):
+            source = source.get("url")
+        if source is None:
+            raise ValueError("an image part needs 'image', or 'image_url' with 'url'")
+        return {"image": source, **{key: part[key] for key in PART_SIZES if key in part}}
 
 
-def _check_size(key: str, value: Any) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ValueError(f"{key} is {value!r}, must be an integer of at least 1")
+def _check_keys(what: str, given: dict, known: frozenset[str]) -> None:
+    if unknown := sorted(map(str, given.keys() - known)):
+        raise ValueError(f"{what} has unknown keys {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+
+
+def _check_sizes(given: dict) -> None:
+    for key in PART_SIZES:
+        value = given.get(key)
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= sys.maxsize
+        ):
+            raise ValueError(f"{key} is {value!r:.40}, must be an integer of at least 1 and at most {sys.maxsize}")
+
+
+def _tensor(made, name: str) -> torch.Tensor:
+    if name not in made:
+        raise ValueError(f"the processor returned no {name}, only {', '.join(made)}")
+    return torch.as_tensor(made[name])
+
+
+def _check_takes_images(parts: list[dict], image_token_id: int | None) -> None:
+    if parts and image_token_id is None:
+        raise ValueError("this checkpoint is text-only, it cannot take images")
+
+
+@contextmanager
+def _naming_image(i: int) -> Iterator[None]:
+    """Prefix a ValueError with the image it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"image {i}: {error}") from error
+
+
+def _call(processor, text: str, images: list):
+    try:
+        return processor(text=[text], images=images or None, return_tensors="pt")
+    except Exception as error:  # it is somebody else's, and raises what it likes
+        raise ValueError(f"the processor failed on this request: {type(error).__name__}: {error}") from error
 
 
 def _apply_template(owner, messages: list[dict]) -> str:

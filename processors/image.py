@@ -1,17 +1,11 @@
-"""Pictures -> uint8 patches: load any form of picture, resize as Qwen2-VL does, cut into patches, digest.
+"""RGB pictures -> uint8 patches: resize as Qwen2-VL does, cut into patches, digest.
 
 From the RGB picture on, the result equals transformers' `Qwen2VLImageProcessorPil`: the same grid, and after
 `normalize_patches` the same float32 values. Between here and the device a picture stays uint8, a quarter of the bytes.
 """
 
-import base64
-import binascii
-import io
 import json
 import math
-import threading
-import urllib.parse
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,25 +13,24 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 
-# What a file may declare before we refuse to decode it. Pillow itself warns at half of this and raises at this size.
-MAX_SOURCE_PIXELS = 178_956_970
-MAX_DOWNLOAD_BYTES = 64 * 1024 * 1024
-DOWNLOAD_TIMEOUT_S = 20.0
+from mmvllm.processors.load import MAX_SOURCE_PIXELS
+
 MAX_ASPECT_RATIO = 200
 
-# qwen-vl-utils' own bounds, which apply to an image part that carries sizes of its own.
-PART_MIN_PIXELS = 4 * 28 * 28
-PART_MAX_PIXELS = 16384 * 28 * 28
+# qwen-vl-utils' own bounds in tokens, which apply to an image part that carries sizes of its own.
+PART_MIN_TOKENS = 4
+PART_MAX_TOKENS = 16384
+PART_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 
-# A lazily opened PIL image that several requests share must not be read by two threads at once.
-_LOADING = threading.Lock()
+# What a checkpoint may not change: nothing here could follow it.
+_FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": int(Image.Resampling.BICUBIC)}
 
 
 @dataclass(frozen=True, slots=True)
 class ImageProcessorConfig:
-    """What `preprocessor_config.json` says; the defaults are Qwen2-VL's."""
+    """What a checkpoint says about preparing pictures; the defaults are Qwen2-VL's."""
 
     min_pixels: int = 56 * 56
     max_pixels: int = 28 * 28 * 1280
@@ -48,26 +41,71 @@ class ImageProcessorConfig:
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
 
+    def __post_init__(self):
+        for name in ("min_pixels", "max_pixels", "patch_size", "temporal_patch_size", "merge_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}, must be an integer of at least 1")
+        _check_bounds(self.min_pixels, self.max_pixels)
+
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> "ImageProcessorConfig":
-        """Read `preprocessor_config.json`; new files keep the pixel bounds under `size`, old ones at the top."""
-        path = Path(folder) / "preprocessor_config.json"
-        if not path.is_file():
-            return cls()
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        size = raw.get("size") or {}
-        found = {name: raw[name] for name in cls.__slots__ if raw.get(name) is not None}
-        found.setdefault("min_pixels", size.get("shortest_edge") or size.get("min_pixels") or cls().min_pixels)
-        found.setdefault("max_pixels", size.get("longest_edge") or size.get("max_pixels") or cls().max_pixels)
-        for name in ("image_mean", "image_std"):
-            if name in found:
-                found[name] = tuple(found[name])
-        return cls(**found)
+        """Read a checkpoint's settings as transformers does; Qwen2-VL's where there are none.
+
+        They are in `preprocessor_config.json`, or (first choice) under `image_processor` in `processor_config.json`.
+        New files keep the pixel bounds under `size`, old ones at the top, which wins where both are present. Raises
+        ValueError for damaged files, and for settings that mmvllm could not follow.
+        """
+        path, raw = _read_settings(Path(folder))
+        if not isinstance(raw, dict):
+            raise ValueError(f"{path}: the settings must be a JSON object, not {raw!r:.40}")
+        try:
+            for name, value in _FIXED.items():
+                if raw.get(name) not in (value, None):
+                    raise ValueError(f"{name} is {raw[name]!r}, mmvllm supports only {value!r}")
+            return cls(**_known_settings(raw))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error
 
     @property
     def factor(self) -> int:
         """Sides of a resized picture are multiples of this many pixels: one merged token."""
         return self.patch_size * self.merge_size
+
+
+def _read_settings(folder: Path) -> tuple[Path, Any]:
+    """The file that speaks of pictures, and what it says; {} where there is none."""
+    path = folder / "processor_config.json"
+    processor = _read_json(path)
+    if isinstance(processor, dict) and "image_processor" in processor:
+        return path, processor["image_processor"]
+    path = folder / "preprocessor_config.json"
+    return path, _read_json(path)
+
+
+def _read_json(path: Path) -> Any:
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise ValueError(f"{path} is damaged: not valid JSON ({error}); download it again") from None
+
+
+def _known_settings(raw: dict) -> dict[str, Any]:
+    """Those that `ImageProcessorConfig` has, in either layout; null means the default."""
+    found = {name: raw[name] for name in ImageProcessorConfig.__slots__ if raw.get(name) is not None}
+    size = raw.get("size") or {}
+    if not isinstance(size, dict):
+        raise ValueError(f"size is {size!r:.40}, must have shortest_edge and longest_edge")
+    for name, new_name in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+        bound = size.get(name) if size.get(new_name) is None else size[new_name]
+        if bound is not None:
+            found.setdefault(name, bound)
+    for name in ("image_mean", "image_std"):
+        if name in found:  # one number stands for all three channels
+            found[name] = tuple(np.broadcast_to(np.asarray(found[name], dtype=np.float64), 3).tolist())
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +118,27 @@ class ImageInput:
 
 
 def smart_resize(
-    height: int, width: int, factor: int = 28, min_pixels: int = 56 * 56, max_pixels: int = 28 * 28 * 1280
+    height: int,
+    width: int,
+    factor: int = 28,
+    min_pixels: int = 56 * 56,
+    max_pixels: int = 28 * 28 * 1280,
+    min_side: int = 0,
 ) -> tuple[int, int]:
     """Nearest (height, width) in multiples of `factor` with about the same aspect ratio and min <= area <= max.
 
-    The rule, rounding included, is that of Qwen2-VL (qwen-vl-utils and transformers have the same one).
-    Raises ValueError for an aspect ratio above 200.
+    The rule, rounding included, is that of transformers. There a side below factor / 2 rounds to 0, so that the picture
+    is made larger; `min_side=factor` is the rule of qwen-vl-utils, which rounds such a side up. A picture too thin for
+    `max_pixels` stays one factor thick. Raises ValueError for an aspect ratio above 200.
     """
     if min(height, width) < 1:
         raise ValueError(f"picture is {width}x{height} pixels; both sides must be at least 1")
-    if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise ValueError(
             f"picture is {width}x{height} pixels: the long side may be at most {MAX_ASPECT_RATIO} times the short one; "
             "crop it"
         )
-    h_bar, w_bar = round(height / factor) * factor, round(width / factor) * factor
+    h_bar, w_bar = (max(min_side, round(side / factor) * factor) for side in (height, width))
     if h_bar * w_bar > max_pixels:
         beta = math.sqrt(height * width / max_pixels)
         h_bar = max(factor, math.floor(height / beta / factor) * factor)
@@ -106,110 +150,37 @@ def smart_resize(
     return h_bar, w_bar
 
 
-def load_image(source: Any) -> Image.Image:
-    """Load a picture from a PIL image, path, bytes, file/http(s) URL or data URI, as upright 8-bit RGB.
-
-    EXIF rotation is applied, transparency is laid over white (as qwen-vl-utils does), 16-bit is scaled to 8, and of an
-    animation the first frame is taken. Raises ValueError that says what came and what was wrong with it.
-    """
-    if isinstance(source, Image.Image):
-        return _decode(source, "the PIL image")
-    if isinstance(source, bytes | bytearray | memoryview):
-        return _decode(bytes(source), f"the picture of {len(source)} bytes")
-    if isinstance(source, str) and source.startswith(("http://", "https://")):
-        return _decode(_download(source), f"the picture at {source}")
-    if isinstance(source, str) and source.startswith("data:"):
-        return _decode(_data_uri(source), "the picture in the data URI")
-    if isinstance(source, str) and source.startswith("file://"):
-        source = urllib.request.url2pathname(urllib.parse.urlsplit(source).path)
-    if isinstance(source, str | Path):
-        return _decode(_read_file(Path(source)), f"{source}")
-    raise ValueError(
-        f"cannot load a picture from {type(source).__name__}; "
-        "give a PIL image, a path, bytes, a file:// or http(s):// URL, or a data: URI"
-    )
+def pixel_bounds(min_pixels: int | None, max_pixels: int | None, default_min: int, default_max: int) -> tuple[int, int]:
+    """The (min, max) to resize with; a bound given alone moves the other's default where they would cross."""
+    low = min_pixels or min(default_min, max_pixels or default_min)
+    high = max_pixels or max(default_max, low)
+    _check_bounds(low, high)
+    return low, high
 
 
-def _read_file(path: Path) -> bytes:
-    try:
-        data = path.expanduser().read_bytes()
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise ValueError(f"{path}: cannot be read ({error})") from None
-    if not data:
-        raise ValueError(f"{path}: the file is empty")
-    return data
-
-
-def _download(url: str) -> bytes:
-    try:
-        with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as response:
-            data = response.read(MAX_DOWNLOAD_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{url}: cannot be fetched ({error})") from None
-    if len(data) > MAX_DOWNLOAD_BYTES:
-        raise ValueError(f"{url}: more than {MAX_DOWNLOAD_BYTES} bytes; fetch and shrink it first")
-    return data
-
-
-def _data_uri(uri: str) -> bytes:
-    header, comma, payload = uri.partition(",")
-    if not comma:
-        raise ValueError(f"data URI without a comma: {uri[:40]!r}; write data:image/png;base64,<data>")
-    try:
-        payload = urllib.parse.unquote_to_bytes(payload)
-        return base64.b64decode(payload, validate=True) if header.endswith(";base64") else payload
-    except binascii.Error as error:
-        raise ValueError(f"data URI is not valid base64 ({error})") from None
-
-
-def _decode(data: Image.Image | bytes, name: str) -> Image.Image:
-    try:
-        image = Image.open(io.BytesIO(data)) if isinstance(data, bytes) else data
-        if image.width * image.height > MAX_SOURCE_PIXELS:
-            raise Image.DecompressionBombError(f"{image.width}x{image.height} pixels")
-        with _LOADING:
-            image.load()
-        return _to_rgb(ImageOps.exif_transpose(image))
-    except UnidentifiedImageError:
-        raise ValueError(f"{name}: not a picture that Pillow can read") from None
-    except Image.DecompressionBombError as error:
-        raise ValueError(f"{name}: too large to decode ({error}); the limit is {MAX_SOURCE_PIXELS} pixels") from None
-    except (OSError, ValueError, SyntaxError, EOFError, ArithmeticError, LookupError, MemoryError) as error:
-        # Pillow's readers raise any of these on a damaged file.
-        raise ValueError(f"{name}: damaged or truncated ({error})") from None
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):  # Pillow's own conversion clips at 255 instead of scaling
-        values = np.asarray(image).astype(np.int64)
-        image = Image.fromarray((values >> 8 if values.max() > 255 else values).clip(0, 255).astype(np.uint8))
-    elif image.mode == "F":
-        values = np.nan_to_num(np.asarray(image))
-        image = Image.fromarray((values * 255 if values.max() <= 1 else values).clip(0, 255).astype(np.uint8))
-    if image.has_transparency_data:
-        rgba = image.convert("RGBA")
-        image = Image.new("RGB", rgba.size, (255, 255, 255))
-        image.paste(rgba, mask=rgba.getchannel("A"))
-    return image.convert("RGB")
+def _check_bounds(low: int, high: int) -> None:
+    if low > high:
+        raise ValueError(f"min_pixels is {low}, above max_pixels {high}")
+    if low > MAX_SOURCE_PIXELS:  # small pictures would be made this large
+        raise ValueError(f"min_pixels is {low}, must be at most {MAX_SOURCE_PIXELS}")
 
 
 def resize_for_part(image: Image.Image, part: dict, factor: int = 28) -> Image.Image:
     """Apply the sizes an image part carries, with the meaning they have in qwen-vl-utils' `fetch_image`.
 
-    `resized_height` with `resized_width` ask for that size, `min_pixels` and `max_pixels` bound the area. The picture
-    processor's own bounds apply afterwards, as they do when qwen-vl-utils feeds transformers' processor.
+    `resized_height` with `resized_width` ask for that size (one alone is ignored), `min_pixels` and `max_pixels` bound
+    the area. The picture processor's own bounds apply afterwards, as they do when qwen-vl-utils feeds transformers'
+    processor.
     """
-    if not any(part.get(key) for key in ("resized_height", "resized_width", "min_pixels", "max_pixels")):
+    if not any(part.get(key) for key in PART_SIZES):
         return image
+    low, high = PART_MIN_TOKENS * factor**2, PART_MAX_TOKENS * factor**2
     if part.get("resized_height") and part.get("resized_width"):
-        height, width = smart_resize(
-            part["resized_height"], part["resized_width"], factor, PART_MIN_PIXELS, PART_MAX_PIXELS
-        )
+        height, width = part["resized_height"], part["resized_width"]
     else:
-        low, high = part.get("min_pixels") or PART_MIN_PIXELS, part.get("max_pixels") or PART_MAX_PIXELS
-        height, width = smart_resize(image.height, image.width, factor, low, high)
+        height, width = image.height, image.width
+        low, high = pixel_bounds(part.get("min_pixels"), part.get("max_pixels"), low, high)
+    height, width = smart_resize(height, width, factor, low, high, min_side=factor)
     return image.resize((width, height), Image.Resampling.BICUBIC)
 
 
@@ -222,7 +193,7 @@ class ImageProcessor:
     def __call__(self, image: Image.Image, min_pixels: int | None = None, max_pixels: int | None = None) -> ImageInput:
         """Resize, cut and digest one RGB picture; `min_pixels` and `max_pixels` replace the checkpoint's bounds."""
         c = self.config
-        low, high = min_pixels or c.min_pixels, max_pixels or c.max_pixels
+        low, high = pixel_bounds(min_pixels, max_pixels, c.min_pixels, c.max_pixels)
         height, width = smart_resize(image.height, image.width, c.factor, low, high)
         if (width, height) != image.size:
             image = image.resize((width, height), Image.Resampling.BICUBIC)

@@ -1,7 +1,10 @@
 """The front door: orders, options, streams, and everything that can be wrong with a request."""
 
+import contextlib
 import gc
 import itertools
+import json
+import shutil
 import threading
 import time
 import weakref
@@ -74,6 +77,27 @@ def test_a_request_brings_its_own_parameters(llm):
     own = [SamplingParams(max_tokens=1, ignore_eos=True), {"max_tokens": 2, "ignore_eos": True}, None]
     outputs = llm.generate_multimodal([{**GOOD, "sampling_params": p} for p in own], SHORT)
     assert [len(output.token_ids) for output in outputs] == [1, 2, 4]
+
+
+def test_optional_keys_may_be_none(llm):
+    keys = ("request_id", "priority", "cache_salt", "sampling_params", "min_pixels", "max_pixels")
+    output = llm.generate_multimodal([{**GOOD, **dict.fromkeys(keys)}], SHORT)[0]
+    assert output.token_ids == llm.generate_multimodal([GOOD], SHORT)[0].token_ids
+
+
+def test_a_processor_that_raises_spares_the_others(llm):
+    class Picky:
+        def apply_chat_template(self, messages, **options):
+            return "text"
+
+        def __call__(self, text, images, return_tensors):
+            if images:
+                raise RuntimeError("no pictures today")
+            return {"input_ids": torch.tensor([[5, 6]])}
+
+    outputs = llm.generate_multimodal([ask("x"), GOOD, ask("y")], SHORT, processor=Picky(), on_error="return")
+    assert [output.error is None for output in outputs] == [True, False, True]
+    assert outputs[1].error == "request 1: the processor failed on this request: RuntimeError: no pictures today"
 
 
 def test_lower_priority_values_run_first(llm):
@@ -177,6 +201,9 @@ BAD = {
     "unknown key": ({"message": "x"}, "unknown keys message"),
     "not a dict": ("describe", "must be a dict"),
     "bad parameters": (ask("x", sampling_params={"temprature": 1}), "temprature"),
+    "bad request_id": (ask("x", request_id=5), r"request_id is 5, must be str \| None"),
+    "bad priority": (ask("x", priority="high"), "priority is 'high', must be int"),
+    "bad salt": (ask("x", cache_salt=b"x"), "cache_salt is b'x'"),
     "bad value": (ask("x", sampling_params={"temperature": -1}), "temperature is -1"),
 }
 
@@ -305,6 +332,24 @@ def test_an_interrupt_leaves_nothing_behind(llm, monkeypatch):
         llm.generate_multimodal([GOOD] * 3, SHORT)
     monkeypatch.setattr(llm.engine, "step", step)
     assert llm.engine.is_finished()
+
+
+@pytest.mark.parametrize("max_model_len", [2, 3, 5])
+def test_the_shortest_models_warm_up_too(max_model_len, checkpoint, make_llm):
+    llm = make_llm(checkpoint, max_model_len=max_model_len, skip_warmup=False)
+    assert len(llm.generate([[5]], SamplingParams(max_tokens=9, ignore_eos=True))[0].token_ids) == max_model_len - 1
+
+
+def test_no_remote_code_runs_even_if_the_user_would_say_yes(checkpoint, tmp_path, monkeypatch):
+    shutil.copytree(checkpoint, tmp_path / "evil")
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoTokenizer": ["evil.T", "evil.T"]}}
+    (tmp_path / "evil" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "evil" / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.setattr("builtins.input", lambda *args: "y")
+    with contextlib.suppress(ValueError):
+        LLM(tmp_path / "evil", skip_warmup=True, num_kvcache_blocks=64).exit()
+    assert not (tmp_path / "ran").exists()
 
 
 def test_warm_up_and_exit(checkpoint):

@@ -1,6 +1,7 @@
 """The `mmvllm` command. Heavy imports wait until a subcommand needs them, so that `--help` answers at once."""
 
 import argparse
+import io
 import logging
 import os
 import sys
@@ -15,7 +16,8 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a subcommand; returns the exit code: 0 all well, 1 a crash, 2 wrong usage, 3 some pictures failed."""
+    """Run a subcommand; returns the exit code: 0 all well, 1 a crash, 2 wrong usage, 3 some pictures failed,
+    130 interrupted, 141 nobody reads the output any more."""
     parser = argparse.ArgumentParser(prog="mmvllm", description=mmvllm.__doc__)
     parser.add_argument("--version", action="version", version=f"mmvllm {mmvllm.__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -26,7 +28,8 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     for stream in (sys.stdout, sys.stderr):
         # A name or caption that the terminal cannot show must not end the run; a pipe gets captions as they are made.
-        stream.reconfigure(errors="backslashreplace", line_buffering=True)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
         return import_module(f"mmvllm.cli.{args.command}").run(args)
     except BrokenPipeError:  # who reads us, `head` say, has seen enough

@@ -97,6 +97,14 @@ class LLMEngine:
         if self._exited:
             raise RuntimeError("the engine has exited; make a new one")
         params = sampling_params or SamplingParams()
+        for name, value, kind in (
+            ("sampling_params", params, SamplingParams),
+            ("request_id", request_id, str | None),
+            ("cache_salt", cache_salt, str | None),
+            ("priority", priority, int),
+        ):
+            if not isinstance(value, kind):
+                raise ValueError(f"{name} is {value!r:.100}, must be {getattr(kind, '__name__', kind)}")
         number = next(self._request_numbers)
         request_id = str(number) if request_id is None else request_id
         if request_id in self.scheduler.groups:
@@ -161,7 +169,7 @@ class LLMEngine:
     def warmup_model(self) -> float:
         """Run a prefill (with a picture, if the model sees) and a decode; return the seconds, which are logged too."""
         start = time.perf_counter()
-        multimodal, token_ids = {}, [0] * min(16, self.max_model_len - 2)
+        multimodal, token_ids = {}, [0] * max(1, min(16, self.max_model_len - 2))
         vision = self.model_config.vision
         if vision is not None and len(token_ids) >= 4:
             side = 2 * vision.spatial_merge_size
@@ -271,7 +279,7 @@ class LLMEngine:
 
 def _load_tokenizer(folder: Path):
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whatever a broken or missing tokenizer file makes the library raise
         raise ValueError(f"{folder} has no tokenizer that transformers can load: {error}") from error
     if tokenizer.chat_template is None and (folder / "chat_template.json").is_file():

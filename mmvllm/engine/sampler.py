@@ -40,6 +40,7 @@ class Sampler:
             p = seq.sampling_params
             if seq.num_completion_tokens < p.min_tokens:
                 ends = {*p.stop_token_ids, *(() if p.ignore_eos else self.eos_token_ids)}
+                ends = [token_id for token_id in ends if token_id < logits.shape[-1]]
                 rows += [row] * len(ends)
                 columns += ends
         if not rows:
@@ -68,7 +69,8 @@ def _penalize(logits: Tensor, seqs: list[Sequence]) -> Tensor:
     logits = logits.clone()
     values = logits[rows, tokens]
     values = torch.where(values > 0, values / factor, values * factor) - minus
-    logits[rows, tokens] = values.to(logits.dtype)
+    largest = torch.finfo(logits.dtype).max
+    logits[rows, tokens] = values.clamp(-largest, largest).to(logits.dtype)
     return logits
 
 
@@ -83,8 +85,10 @@ def _draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -
     def column(values, dtype=torch.float32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]  # (R, 1)
 
-    # Shifting by the maximum first keeps tiny temperatures from overflowing.
-    logits = (logits - logits.max(dim=-1, keepdim=True).values) / column([p.temperature for p in params])
+    # Shifted so that the largest is 0, and with temperatures in the range where float32 quotients stay finite: a
+    # distribution beyond it is greedy, or uniform, all the same.
+    temperature = column([min(max(p.temperature, 1e-6), 1e6) for p in params])
+    logits = (logits - logits.max(dim=-1, keepdim=True).values) / temperature
     if any(0 < p.top_k < logits.shape[-1] or p.top_p < 1 for p in params):
         ordered = logits.sort(dim=-1, descending=True).values  # (R, V)
         vocab_size = logits.shape[-1]
@@ -94,7 +98,7 @@ def _draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -
         probs = ordered.softmax(dim=-1)
         before = probs.cumsum(dim=-1) - probs  # of all more likely tokens; the first is always kept
         top_p = column([p.top_p for p in params])
-        num_kept = ((before < top_p) | (top_p >= 1)).sum(dim=-1, keepdim=True)
+        num_kept = ((before < top_p) | (top_p >= 1)).sum(dim=-1, keepdim=True).clamp(min=1)
         logits = logits.masked_fill(logits < ordered.gather(1, num_kept - 1), float("-inf"))
     if any(p.min_p > 0 for p in params):
         logits = logits.masked_fill(logits < column([p.min_p for p in params]).log(), float("-inf"))

@@ -249,9 +249,9 @@ class Scheduler:
         return sorted(finished, key=lambda group: group.leader)
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
-        for queue in (self.running, self.waiting):
-            if seq in queue:
-                queue.remove(seq)
+        queue = self.running if seq.status is SequenceStatus.RUNNING else self.waiting
+        if seq in queue:  # an answer whose group's prompt is not computed yet is in neither
+            queue.remove(seq)
         self._release(seq)
         seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
 

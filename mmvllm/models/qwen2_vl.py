@@ -56,7 +56,7 @@ class Qwen2VL(nn.Module):
 
         None for tensors that no parameter needs: a copy of a tied head, and saved rotary frequencies.
         """
-        if name.endswith("rotary_emb.inv_freq") or (self.lm_head is None and name.endswith("lm_head.weight")):
+        if name.endswith(".inv_freq") or (self.lm_head is None and name.endswith("lm_head.weight")):
             return None
         for prefix, ours in _PREFIXES.items():
             if name.startswith(prefix):

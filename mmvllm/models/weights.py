@@ -118,11 +118,11 @@ def _fill(model: nn.Module, files: list[Path], folder: Path) -> None:
         else:
             misshapen.append(f"{name} is {tuple(tensor.shape)}, needs {tuple(destination.shape)}")
     problems = [
-        f"{len(names)} tensors {what}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+        f"{what} ({len(names)}): {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
         for what, names in (
-            ("are missing", [model.checkpoint_name(*target) for target in missing]),
-            ("belong to no parameter or come twice", extra),
-            ("have the wrong shape", misshapen),
+            ("missing tensors", [model.checkpoint_name(*target) for target in missing]),
+            ("tensors that belong to no parameter or come twice", extra),
+            ("tensors of the wrong shape", misshapen),
         )
         if names
     ]

@@ -5,7 +5,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 from mmvllm import SamplingParams
-from mmvllm.engine.sampler import Sampler, _draw
+from mmvllm.engine.sampler import Sampler, _draw, _penalize
 from mmvllm.engine.sequence import Sequence
 
 V = 97
@@ -99,14 +99,10 @@ def test_repetition_penalty_equals_transformers():
     ids = torch.tensor([[5, 6, 6, 7, 9, 10]])
     want = hf.RepetitionPenaltyLogitsProcessor(1.7)(ids, x.clone())
     seq = sequence(params, answer=(9, 10))
-    from mmvllm.engine.sampler import _penalize
-
     assert torch.allclose(_penalize(x, [seq]), want, rtol=1e-6, atol=0)
 
 
 def test_presence_and_frequency_penalties_count_the_answer_only():
-    from mmvllm.engine.sampler import _penalize
-
     params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
     x = logits(2)
     got = _penalize(x, [sequence(params, answer=(9, 9, 11)), sequence(SamplingParams())])
@@ -143,3 +139,24 @@ def test_a_uniform_at_the_very_end_still_draws_a_possible_token():
     params = SamplingParams(temperature=1.0, top_k=1)
     for uniform in (0.0, 0.5, 1 - 2**-32):
         assert _draw(x, [params], [uniform]).tolist() == [40]
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"temperature": 1e-50},
+        {"temperature": 1e300, "min_tokens": 1},
+        {"temperature": 1.0, "top_p": 1e-50},
+        {"temperature": 1.0, "min_p": 1e-50},
+        {"temperature": 1.0, "repetition_penalty": 1e-300},
+        {"temperature": 1.0, "repetition_penalty": 1e300, "frequency_penalty": 2.0},
+        {"temperature": 1.0, "min_tokens": 1, "stop_token_ids": [V, 10**9]},
+    ],
+)
+def test_extreme_parameters_draw_a_token_and_spare_the_neighbours(extreme):
+    x = logits(2, scale=10.0)
+    mild = sequence(SamplingParams(temperature=1.0))
+    tokens = sample(x, [sequence(SamplingParams(**extreme), answer=() if "min_tokens" in extreme else (5,)), mild])
+    assert 0 <= tokens[0] < V and tokens[1] == sample(x[1:], [mild])[0]
+    if extreme.get("temperature") == 1e-50 or extreme.get("top_p") == 1e-50:
+        assert tokens[0] == x[0].argmax()

@@ -1,0 +1,217 @@
+"""`mmvllm caption`: what it prints and writes, and its exit codes. What the captions say is the model's business."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mmvllm
+from mmvllm import LLM, SamplingParams
+from mmvllm.cli.main import main
+from tests.conftest import ask, picture
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TINY = ("--device", "cpu", "--max-tokens", "4")
+
+
+@pytest.fixture
+def caption(checkpoint, capsys):
+    """Run `mmvllm caption` on a tiny model -> exit code, lines of stdout, stderr."""
+
+    def run(*args: object) -> tuple[int, list[str], str]:
+        code = main(["caption", "--model", str(checkpoint), *TINY, *map(str, args)])
+        out, err = capsys.readouterr()
+        return code, out.splitlines(), err
+
+    return run
+
+
+@pytest.fixture
+def pictures(tmp_path) -> Path:
+    """A folder with pictures at several depths, and other files."""
+    folder = tmp_path / "pictures"
+    for i, name in enumerate(("b.png", "a.JPG", "deep/er/c.webp", "deep/a.bmp", "with space.gif")):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture(60 + i, 64, seed=i).save(path, format="JPEG" if name.endswith("JPG") else None)
+    (folder / "notes.txt").write_text("no picture")
+    (folder / "deep" / "folder.png").mkdir()
+    return folder
+
+
+def records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_folder_is_searched_and_its_pictures_come_sorted(caption, pictures, tmp_path):
+    code, out, _ = caption(pictures, "--output", tmp_path / "out.jsonl")
+    found = [str(pictures / name) for name in ("a.JPG", "b.png", "deep/a.bmp", "deep/er/c.webp", "with space.gif")]
+    made = records(tmp_path / "out.jsonl")
+    assert code == 0 and out == []
+    assert [record["path"] for record in made] == found
+    assert all(set(record) == {"path", "caption", "error"} for record in made)
+    assert all(isinstance(record["caption"], str) and record["error"] is None for record in made)
+
+
+def test_captions_go_to_the_terminal_without_an_output_file(caption, pictures):
+    code, out, _ = caption(pictures / "b.png", "--progress", "none")
+    assert code == 0
+    assert "\n".join(out).startswith(f"{pictures / 'b.png'}: ")
+
+
+def test_files_come_in_the_order_given_and_as_often(caption, pictures, tmp_path):
+    paths = [pictures / "with space.gif", pictures / "a.JPG", pictures / "with space.gif"]
+    assert caption(*paths, "--output", tmp_path / "out.jsonl")[0] == 0
+    made = records(tmp_path / "out.jsonl")
+    assert [record["path"] for record in made] == list(map(str, paths))
+    assert made[0] == made[2]
+
+
+def test_captions_are_what_the_library_answers(caption, pictures, tmp_path, checkpoint):
+    assert caption(pictures / "b.png", "--prompt", "Count!", "--output", tmp_path / "out.jsonl")[0] == 0
+    llm = LLM(checkpoint, device="cpu", num_kvcache_blocks=64, skip_warmup=True)
+    (answer,) = llm.generate_multimodal([ask(pictures / "b.png", "Count!")], SamplingParams(max_tokens=4))
+    (other,) = llm.generate_multimodal([ask(pictures / "b.png", "Describe this image.")], SamplingParams(max_tokens=4))
+    llm.exit()
+    assert records(tmp_path / "out.jsonl")[0]["caption"] == answer.text != other.text
+
+
+def test_a_broken_picture_among_good_ones(caption, pictures, tmp_path):
+    whole = (pictures / "b.png").read_bytes()
+    (pictures / "broken.png").write_bytes(whole[: len(whole) // 2])
+    (pictures / "c-text.png").write_text("not a picture")
+    code, _, _ = caption(pictures, "--output", tmp_path / "out.jsonl")
+    by_name = {Path(record["path"]).name: record for record in records(tmp_path / "out.jsonl")}
+    assert code == 3 and len(by_name) == 7
+    assert {name for name, record in by_name.items() if record["error"]} == {"broken.png", "c-text.png"}
+    assert by_name["broken.png"]["caption"] is None and "damaged or truncated" in by_name["broken.png"]["error"]
+    assert by_name["c-text.png"]["error"] == "not a picture that Pillow can read"
+    assert caption(pictures / "a.JPG", "--output", tmp_path / "alone.jsonl")[0] == 0
+    assert records(tmp_path / "alone.jsonl")[0] == by_name["a.JPG"]
+
+
+def test_a_missing_file_is_a_record_with_an_error(caption, pictures, tmp_path):
+    code, _, _ = caption("/absent.png", pictures / "a.JPG", "--output", tmp_path / "out.jsonl")
+    first, second = records(tmp_path / "out.jsonl")
+    assert code == 3
+    assert first == {"path": "/absent.png", "caption": None, "error": "no such file"}
+    assert second["error"] is None
+
+
+def test_errors_go_to_stderr_and_captions_to_stdout(caption, pictures):
+    code, out, err = caption("/absent.png", pictures / "a.JPG")
+    assert code == 3
+    assert "/absent.png: no such file" in err.splitlines()
+    assert "absent" not in "\n".join(out) and "\n".join(out).startswith(f"{pictures / 'a.JPG'}: ")
+
+
+def test_records_keep_every_file_name_and_stay_utf_8(caption, pictures, tmp_path):
+    names = ["日本語 é.png", os.fsdecode(b"latin-\xe9.png"), 'quote".png']
+    for name in names:
+        (pictures / name).write_bytes((pictures / "b.png").read_bytes())
+    assert caption(*(pictures / name for name in names), "--output", tmp_path / "out.jsonl")[0] == 0
+    made = records(tmp_path / "out.jsonl")
+    assert [record["path"] for record in made] == [str(pictures / name) for name in names]
+    assert "日本語" in (tmp_path / "out.jsonl").read_text(encoding="utf-8")
+    assert len({record["caption"] for record in made}) == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["--output", "x.jsonl"]])
+def test_no_paths_is_wrong_usage(arguments, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["caption", *arguments])
+    assert exit.value.code == 2
+    assert "the following arguments are required: PATH" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["describe"], ["caption", "x.png", "--max-tokens", "many"]])
+def test_wrong_arguments_are_wrong_usage(arguments, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    assert exit.value.code == 2
+    assert "usage: mmvllm" in capsys.readouterr().err
+
+
+def test_a_folder_without_pictures_is_wrong_usage(caption, tmp_path):
+    (tmp_path / "notes.txt").write_text("no picture")
+    code, out, err = caption(tmp_path)
+    assert (code, out) == (2, [])
+    assert err.startswith(f"mmvllm caption: {tmp_path} has no pictures (.bmp, .gif, ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/no/such/model"], "model '/no/such/model' is neither a local folder nor a hub id"),
+        (["--model", str(ROOT)], "not a checkpoint folder, it has no config.json"),
+        (["--device", "toaster"], "device is 'toaster', must be 'auto', 'cpu', 'cuda' or 'cuda:N'"),
+        (["--dtype", "int4"], "dtype is 'int4', must be 'auto', 'float32', 'float16' or 'bfloat16'"),
+        (["--max-tokens", "0"], "max_tokens is 0, must be an integer of at least 1"),
+        (["--output", "/no/such/folder/out.jsonl"], "there is no folder /no/such/folder; make it first"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_wrong_values_end_with_a_message(arguments, message, caption, pictures):
+    code, out, err = caption(pictures / "b.png", *arguments)
+    assert (code, out) == (2, [])
+    assert err.startswith("mmvllm caption: ") and message in err
+
+
+def test_an_output_that_cannot_be_written_ends_with_a_message(caption, pictures, tmp_path):
+    code, _, err = caption(pictures / "b.png", "--output", tmp_path)
+    assert code == 2 and f"Is a directory: '{tmp_path}'" in err
+
+
+def test_a_wrong_model_leaves_an_earlier_output_alone(caption, pictures, tmp_path):
+    (tmp_path / "out.jsonl").write_text("earlier\n")
+    assert caption(pictures / "b.png", "--output", tmp_path / "out.jsonl", "--model", "/no/such/model")[0] == 2
+    assert (tmp_path / "out.jsonl").read_text() == "earlier\n"
+
+
+def test_a_new_run_replaces_an_earlier_output(caption, pictures, tmp_path):
+    (tmp_path / "out.jsonl").write_text("earlier\n")
+    assert caption(pictures / "b.png", "--output", tmp_path / "out.jsonl")[0] == 0
+    assert len(records(tmp_path / "out.jsonl")) == 1
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["--version"])
+    assert exit.value.code == 0
+    assert capsys.readouterr().out == f"mmvllm {mmvllm.__version__}\n"
+
+
+def test_the_process_in_an_ascii_terminal(checkpoint, pictures):
+    """Exit code, streams and file names that the locale cannot show, through `python -m mmvllm`."""
+    odd = [pictures / "é.png", pictures / os.fsdecode(b"\xff.png")]
+    for path in odd:
+        path.write_bytes((pictures / "b.png").read_bytes())
+    command = [
+        sys.executable,
+        "-m",
+        "mmvllm",
+        "caption",
+        "--model",
+        checkpoint,
+        *TINY,
+        *odd,
+        "/absent.png",
+    ]
+    env = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 3
+    assert "\\xe9.png: " in done.stdout and "\\udcff.png: " in done.stdout
+    assert "/absent.png: no such file" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_reader_that_leaves_ends_the_run_quietly(checkpoint, pictures):
+    """`mmvllm caption ... | head -1`"""
+    command = [sys.executable, "-m", "mmvllm", "caption", "--model", checkpoint, *TINY, pictures]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        err = process.stderr.read()
+    assert process.returncode == 141
+    assert "Traceback" not in err and "BrokenPipe" not in err

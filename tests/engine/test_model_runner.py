@@ -1,0 +1,49 @@
+"""How many KV blocks there are, and what is copied before a step."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mmvllm.config import EngineConfig
+from mmvllm.engine.model_runner import ModelRunner, kv_block_bytes
+
+GiB = 2**30
+
+
+def test_blocks_on_a_cpu_come_from_a_stated_number_of_bytes(checkpoint, make_llm):
+    engine = make_llm(checkpoint, num_kvcache_blocks=None, cpu_kvcache_bytes=1_000_000).engine
+    config = engine.model_config
+    block_bytes = 2 * config.num_hidden_layers * 16 * config.num_key_value_heads * config.head_dim * 4
+    assert kv_block_bytes(config, 16, torch.float32) == block_bytes
+    assert engine.model_runner.num_blocks == 1_000_000 // block_bytes
+    assert engine.model_runner.kv_cache.nbytes <= 1_000_000
+    with pytest.raises(ValueError, match=r"no room for the KV cache: a block takes .* raise cpu_kvcache_bytes"):
+        make_llm(checkpoint, num_kvcache_blocks=None, cpu_kvcache_bytes=100)
+
+
+def test_blocks_on_a_gpu_are_what_the_largest_step_leaves(checkpoint, make_llm, monkeypatch):
+    """The arithmetic, with a card of 80 GiB of which another process holds 10."""
+    runner = make_llm(checkpoint).engine.model_runner
+    config = EngineConfig(gpu_memory_utilization=0.5, encoder_cache_bytes=2 * GiB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (64 * GiB, 80 * GiB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6 * GiB)
+    monkeypatch.setattr(ModelRunner, "_peak_memory", lambda self, config: 5 * GiB)
+    runner.device = SimpleNamespace(type="cuda")
+    block_bytes = kv_block_bytes(runner.model_config, config.kvcache_block_size, runner.dtype)
+    assert runner._affordable_blocks(config) == (40 - 10 - 5 - 2) * GiB // block_bytes
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * GiB, 80 * GiB))
+    with pytest.raises(ValueError, match="raise gpu_memory_utilization"):
+        runner._affordable_blocks(config)
+
+
+@pytest.mark.parametrize("patches", [1, 5, 64])
+def test_the_trial_run_takes_the_largest_step(patches, checkpoint, make_llm, monkeypatch):
+    runner = make_llm(checkpoint).engine.model_runner
+    seen = []
+    runner.model.visual.register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
+    for name in ("reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 123)
+    assert runner._peak_memory(EngineConfig(max_vision_patches=patches, max_num_batched_tokens=32)) == 123
+    assert seen == [max(4, patches // 4 * 4)]

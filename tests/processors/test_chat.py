@@ -1,0 +1,576 @@
+"""Requests in every form become the prompt transformers' processor would make of them, or a ValueError."""
+
+import io
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from mmvllm.models.weights import BUNDLED
+from mmvllm.processors.chat import ForeignProcessor, Processor, Prompt, expand_placeholders, parse_request
+from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig, normalize_patches
+from tests.conftest import ask, picture
+
+IMAGE = json.loads((BUNDLED / "config.json").read_text())["image_token_id"]
+CONFIG = ImageProcessorConfig.from_pretrained(BUNDLED)
+A, B, C = picture(200, 120, 1), picture(133, 260, 2), picture(180, 180, 3)
+ONE = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+def user(*content) -> dict:
+    return {"messages": [{"role": "user", "content": list(content)}]}
+
+
+def text(string: str) -> dict:
+    return {"type": "text", "text": string}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(BUNDLED)
+
+
+@pytest.fixture(scope="module")
+def processor(tokenizer):
+    return Processor(tokenizer, ImageProcessor(CONFIG), IMAGE)
+
+
+class Theirs:
+    """What transformers' Qwen2VLProcessor does (it cannot be built itself without torchvision)."""
+
+    def __init__(self, tokenizer, expands: bool):
+        self.tokenizer, self.expands = tokenizer, expands
+        self.image_processor = Qwen2VLImageProcessorPil.from_pretrained(BUNDLED)
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=tokenize, add_generation_prompt=add_generation_prompt
+        )
+
+    def __call__(self, text, images, return_tensors):
+        made = dict(self.image_processor(images, return_tensors=return_tensors)) if images else {}
+        if self.expands:
+            text = [self._expanded(one, made.get("image_grid_thw", [])) for one in text]
+        made["input_ids"] = self.tokenizer(text, add_special_tokens=False, return_tensors=return_tensors)["input_ids"]
+        return made
+
+    def _expanded(self, text: str, grids) -> str:
+        for grid in grids:
+            text = text.replace("<|image_pad|>", "<|placeholder|>" * (prod(grid.tolist()) // 4), 1)
+        return text.replace("<|placeholder|>", "<|image_pad|>")
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["expands", "leaves it to us"])
+def foreign(request, tokenizer):
+    return ForeignProcessor(Theirs(tokenizer, request.param), IMAGE, merge_size=2)
+
+
+def seen(prompt: Prompt) -> tuple:
+    """A prompt by value, its pixels normalised."""
+    vision = prompt.multimodal
+    pixels = torch.cat(list(vision.get("pixel_values", [torch.zeros(0)])))
+    if pixels.dtype == torch.uint8:
+        pixels = normalize_patches(pixels, CONFIG)
+    return prompt.token_ids, vision.get("image_grid_thw"), vision.get("vision_placeholders"), pixels.numpy().tobytes()
+
+
+# Parsing
+
+FORMS = {
+    "string": ({"messages": [{"role": "user", "content": "hi"}]}, ["hi"], []),
+    "text part": (user(text("hi")), [[text("hi")]], []),
+    "text shorthand": (user({"text": "hi"}), [[text("hi")]], []),
+    "empty text": (user(text("")), [[text("")]], []),
+    "no parts": (user(), [[]], []),
+    "image": (user({"type": "image", "image": "a.png"}), [[{"type": "image"}]], ["a.png"]),
+    "image shorthand": (user({"image": "a.png"}), [[{"type": "image"}]], ["a.png"]),
+    "image_url string": (user({"type": "image_url", "image_url": "a.png"}), [[{"type": "image"}]], ["a.png"]),
+    "image_url dict": (user({"type": "image_url", "image_url": {"url": "a.png"}}), [[{"type": "image"}]], ["a.png"]),
+    "image_url detail": (
+        user({"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}}),
+        [[{"type": "image"}]],
+        ["a.png"],
+    ),
+    "image_url shorthand": (user({"image_url": {"url": "a.png"}}), [[{"type": "image"}]], ["a.png"]),
+    "image of type image_url": (user({"type": "image", "image_url": "a.png"}), [[{"type": "image"}]], ["a.png"]),
+    "tuple of parts": (
+        {"messages": ({"role": "user", "content": (text("x"), {"image": 1})},)},
+        [[text("x"), {"type": "image"}]],
+        [1],
+    ),
+    "nulls": (
+        user(
+            {"type": "text", "text": "hi", "image": None, "max_pixels": None},
+            {"type": "image", "image": "a.png", "text": None, "image_url": None, "min_pixels": None},
+            {"type": None, "image": None, "image_url": None, "text": "shorthand"},
+            {"image": None, "image_url": {"url": "b.png"}, "text": None},
+        ),
+        [[text("hi"), {"type": "image"}, text("shorthand"), {"type": "image"}]],
+        ["a.png", "b.png"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_messages_in_every_form(name):
+    request, contents, images = FORMS[name]
+    messages, parts = parse_request(request)
+    assert [message["content"] for message in messages] == contents
+    assert parts == [{"image": image} for image in images]
+
+
+def test_order_is_kept_over_messages():
+    messages, parts = parse_request(
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": [text("a"), {"image": 1}, {"image": 2}, text("b")], "name": "Kim"},
+                {"role": "assistant", "content": [text("c")]},
+                {"role": "user", "content": [{"image": 3}, text("d"), {"image": 4}]},
+            ]
+        }
+    )
+    image = {"type": "image"}
+    assert messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [text("a"), image, image, text("b")], "name": "Kim"},
+        {"role": "assistant", "content": [text("c")]},
+        {"role": "user", "content": [image, text("d"), image]},
+    ]
+    assert parts == [{"image": 1}, {"image": 2}, {"image": 3}, {"image": 4}]
+
+
+@pytest.mark.parametrize(
+    "images, parts",
+    [
+        (None, []),
+        ([], []),
+        ((), []),
+        ("a.png", ["a.png"]),
+        (b"PNG", [b"PNG"]),
+        (A, [A]),
+        (["a.png", A], ["a.png", A]),
+        (("a.png", "b.png"), ["a.png", "b.png"]),
+        ({"image": "a.png"}, ["a.png"]),
+        ([{"image_url": {"url": "a.png"}}, {"type": "image", "image": "b.png"}, "c.png"], ["a.png", "b.png", "c.png"]),
+    ],
+    ids=repr,
+)
+def test_text_with_images_in_every_form(images, parts):
+    assert parse_request({"text": "hi", "images": images}) == (None, [{"image": part} for part in parts])
+
+
+def test_an_array_for_images_is_one_image():
+    array = np.zeros((4, 4, 3), dtype=np.uint8)  # has no truth value
+    assert parse_request({"text": "hi", "images": array})[1][0]["image"] is array
+
+
+def test_sizes_of_an_image_part_go_with_it():
+    sizes = {"min_pixels": 1, "max_pixels": 2, "resized_height": 3, "resized_width": 4}
+    part = {"type": "image", "image": "a.png", **sizes}
+    assert parse_request(user(part, {"image": "b.png"}))[1] == [{"image": "a.png", **sizes}, {"image": "b.png"}]
+    assert parse_request({"text": "hi", "images": [part]})[1] == [{"image": "a.png", **sizes}]
+
+
+def test_none_for_optional_keys_is_harmless():
+    names = ("min_pixels", "max_pixels", "request_id", "priority", "cache_salt", "sampling_params")
+    nothing = dict.fromkeys(names)
+    assert parse_request({"text": "hi", "images": None, "messages": None, **nothing}) == (None, [])
+    request = {**user(text("hi")), "text": None, "images": None, **nothing}
+    assert parse_request(request) == parse_request(user(text("hi")))
+    assert parse_request({**user({"image": 1}), "images": []})[1] == [{"image": 1}]
+
+
+def test_the_request_is_never_modified():
+    request = user({"type": "image", "image": "a.png", "max_pixels": 9}, text("hi"))
+    before = json.dumps(request)
+    parse_request(request)
+    assert json.dumps(request) == before
+
+
+BAD = {
+    "not a dict": ("hi", "a request must be a dict with 'messages' or 'text', not str"),
+    "unknown keys": ({"text": "x", "image": A, "seed": 1}, "request has unknown keys image, seed; known: cache_salt, "),
+    "unknown key that is no string": ({"text": "x", 7: 8}, "request has unknown keys 7; known: "),
+    "neither": ({}, "a request needs either 'messages' or 'text'"),
+    "neither, with images": ({"images": [A]}, "a request needs either 'messages' or 'text'"),
+    "both": ({**user(), "text": "x"}, "a request needs either 'messages' or 'text'"),
+    "messages with images": ({**user(), "images": [A]}, "'images' go with 'text'; with 'messages', put each picture"),
+    "messages with one image": ({**user(), "images": A}, "'images' go with 'text'"),
+    "text of parts": ({"text": [text("x")]}, "'text' must be a string, not list"),
+    "messages null": ({"messages": None}, "'messages' must be a list of at least one .*, not None"),
+    "messages empty": ({"messages": []}, r"'messages' must be a list of at least one .*, not \[\]"),
+    "messages dict": ({"messages": {"role": "user"}}, "'messages' must be a list of at least one .*, not {'role'"),
+    "messages string": ({"messages": "hi"}, "'messages' must be a list of at least one .*, not 'hi'"),
+    "message string": ({"messages": ["hi"]}, "a message must be a dict with 'role' and 'content', not 'hi'"),
+    "message list": ({"messages": [[{"role": "user"}]]}, "a message must be a dict with 'role' and 'content'"),
+    "no role": ({"messages": [{"content": "x"}]}, "a message must be a dict with 'role' and 'content', not {'content'"),
+    "role null": ({"messages": [{"role": None, "content": "x"}]}, "must be a dict with 'role' and 'content'"),
+    "no content": ({"messages": [{"role": "user"}]}, "a message must be a dict with 'role' and 'content', not {'role'"),
+    "content null": (
+        {"messages": [{"role": "user", "content": None}]},
+        "message content must be a string or a list of parts, not NoneType",
+    ),
+    "content dict": (
+        {"messages": [{"role": "user", "content": text("x")}]},
+        "message content must be a string or a list of parts, not dict",
+    ),
+    "part string": (user("hi"), "a content part must be a dict, not str"),
+    "part image": (user(A), "a content part must be a dict, not Image"),
+    "empty part": (user({}), r"a content part must be text, image or image_url, not None with keys \[\]"),
+    "unknown type": (
+        user({"type": "input_audio", "input_audio": {}}),
+        r"must be text, image or image_url, not 'input_audio' with keys \['input_audio', 'type'\]",
+    ),
+    "type of no string": (user({"type": ["text"], 3: 4}), r"image_url, not \['text'\] with keys \['3', 'type'\]"),
+    "video": (user({"type": "video", "video": "a.mp4"}), "video parts are not supported; give frames of it as image"),
+    "video shorthand": (user({"video": "a.mp4", "fps": 2}), "video parts are not supported"),
+    "video_url": (user({"type": "video_url", "video_url": {"url": "a.mp4"}}), "video parts are not supported"),
+    "text without text": (user({"type": "text"}), "a text part needs 'text' with a string, not None"),
+    "text of another type": (user({"type": "text", "text": 5}), "a text part needs 'text' with a string, not 5"),
+    "text with image": (
+        user({"type": "text", "text": "x", "image": "a.png"}),
+        "text part has unknown keys image; known: text, type",
+    ),
+    "image with text": (
+        user({"image": "a.png", "text": "x"}),
+        "image 0: image part has unknown keys text; known: image, image_url, max_pixels, ",
+    ),
+    "misspelt size": (
+        user({"image": 1}, {"image": 2, "max_pixel": 9}),
+        "image 1: image part has unknown keys max_pixel; known: ",
+    ),
+    "image without image": (user({"type": "image"}), "image 0: an image part needs 'image', or 'image_url' with 'url'"),
+    "image null": (user({"type": "image", "image": None}), "image 0: an image part needs 'image'"),
+    "url null": (user({"type": "image_url", "image_url": {"url": None}}), "image 0: an image part needs 'image'"),
+    "url missing": (user({"type": "image_url", "image_url": {}}), "image 0: an image part needs 'image'"),
+    "images with a text part": ({"text": "x", "images": [A, text("x")]}, "image 1: image part has unknown keys text"),
+    "images with an empty part": ({"text": "x", "images": [A, {}]}, "image 1: an image part needs 'image'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_request_is_named(name):
+    request, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        parse_request(request)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "100", True, [1], 10**30], ids=repr)
+def test_sizes_are_positive_integers(value):
+    message = r" is .+, must be an integer of at least 1"
+    for key in ("min_pixels", "max_pixels"):
+        with pytest.raises(ValueError, match=key + message):
+            parse_request({"text": "x", key: value})
+    for key in ("min_pixels", "max_pixels", "resized_height", "resized_width"):
+        with pytest.raises(ValueError, match="image 1: " + key + message):
+            parse_request(user({"image": 1}, {"image": 2, key: value}))
+        with pytest.raises(ValueError, match="image 0: " + key + message):
+            parse_request({"text": "x", "images": {"image": 2, key: value}})
+
+
+# Placeholders
+
+
+@pytest.mark.parametrize(
+    "token_ids, lengths, want, placeholders",
+    [
+        ([1, 2], [], [1, 2], []),
+        ([], [], [], []),
+        ([1, 9, 2], [3], [1, 9, 9, 9, 2], [(1, 3)]),
+        ([9], [2], [9, 9], [(0, 2)]),
+        ([1, 9, 2, 9, 3], [2, 3], [1, 9, 9, 2, 9, 9, 9, 3], [(1, 2), (4, 3)]),
+        ([9, 9], [2, 3], [9, 9, 9, 9, 9], [(0, 2), (2, 3)]),
+        ([1, 9, 9, 9, 2], [3], [1, 9, 9, 9, 2], [(1, 3)]),
+        ([9, 9, 1, 9, 9, 9], [2, 3], [9, 9, 1, 9, 9, 9], [(0, 2), (3, 3)]),
+        ([9, 9, 9, 9, 9], [2, 3], [9, 9, 9, 9, 9], [(0, 2), (2, 3)]),
+        ([1, 9, 2, 9], [1, 1], [1, 9, 2, 9], [(1, 1), (3, 1)]),
+        ([1, 9, 2, 9], [1, 4], [1, 9, 2, 9, 9, 9, 9], [(1, 1), (3, 4)]),
+    ],
+)
+def test_placeholders_are_expanded_once(token_ids, lengths, want, placeholders):
+    before = list(token_ids)
+    assert expand_placeholders(token_ids, lengths, 9) == (want, placeholders)
+    assert expand_placeholders(want, lengths, 9) == (want, placeholders)
+    assert token_ids == before
+
+
+@pytest.mark.parametrize(
+    "token_ids, lengths, message",
+    [
+        ([1, 2], [4], r"prompt has 0 image placeholders but 1 images were given; write .* \(already expanded, 4 "),
+        ([9, 1, 9], [4], "prompt has 2 image placeholders but 1 images were given"),
+        ([9], [], "prompt has 1 image placeholders but 0 images were given"),
+        ([9, 9, 9], [4], "prompt has 3 image placeholders but 1 images were given"),
+        ([9, 9, 9, 9, 9], [4], "prompt has 5 image placeholders but 1 images were given"),
+        ([9], [2, 2], "prompt has 1 image placeholders but 2 images were given"),
+        ([9, 9, 1, 9, 9], [4], "a picture's image tokens do not follow each other; one picture needs one run of them"),
+        ([9, 1, 9, 9, 9], [2, 2], "a picture's image tokens do not follow each other"),
+    ],
+)
+def test_placeholders_that_do_not_fit_are_refused(token_ids, lengths, message):
+    with pytest.raises(ValueError, match=message):
+        expand_placeholders(token_ids, lengths, 9)
+
+
+# Prompts
+
+REQUESTS = {
+    "text": ask("Count the shapes."),
+    "plain text": {"text": "Once upon a time"},
+    "one": ask(A, "Describe this image."),
+    "two": ask("First: ", B, " then: ", A, " what changed?"),
+    "same twice": ask(A, A, "equal?"),
+    "turns": {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "image", "image": A}, text("What?")]},
+            {"role": "assistant", "content": "A red star."},
+            {"role": "user", "content": [text("And here? "), {"type": "image", "image": B}]},
+        ]
+    },
+    "plain text with images": {"text": f"{ONE} and {ONE}", "images": [C, A]},
+    "one image, no list": {"text": f"{ONE}?", "images": C},
+    "part sizes": user(
+        {"image": B, "max_pixels": 28 * 28 * 20}, {"image": A, "resized_height": 90, "resized_width": 150}
+    ),
+    "request bounds": ask(A, B, "?", min_pixels=28 * 28 * 18, max_pixels=28 * 28 * 30),
+    "both": {**user({"image": B, "resized_height": 400, "resized_width": 150}, text("?")), "max_pixels": 28 * 28 * 25},
+    "tiny": ask(picture(1, 1), "?"),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_foreign_processor_gives_the_same_prompt(name, processor, foreign):
+    own, theirs = processor(REQUESTS[name]), foreign(REQUESTS[name])
+    assert seen(own) == seen(theirs)
+    num_images = len(own.multimodal.get("image_grid_thw", ()))
+    assert own.token_ids.count(IMAGE) == sum(length for _, length in own.multimodal.get("vision_placeholders", ()))
+    assert [len(digest) for digest in own.multimodal.get("image_digests", ())] == [16] * num_images
+    assert (own.num_bytes > 0) == (num_images > 0) == (theirs.num_bytes > 0)
+
+
+def test_placeholders_lie_where_the_pictures_are(processor, tokenizer):
+    prompt = processor(ask("First: ", B, " then: ", A, " what changed?"))
+    around = []
+    for offset, length in prompt.multimodal["vision_placeholders"]:
+        assert prompt.token_ids[offset : offset + length] == [IMAGE] * length
+        around.append(tokenizer.decode([prompt.token_ids[offset - 1], prompt.token_ids[offset + length]]))
+    assert around == ["<|vision_start|><|vision_end|>"] * 2
+    lengths = [length for _, length in prompt.multimodal["vision_placeholders"]]
+    assert lengths == [prod(grid) // 4 for grid in prompt.multimodal["image_grid_thw"]]
+
+
+def test_pictures_stay_in_order(processor):
+    alone = [processor(ask(image)).multimodal["image_digests"][0] for image in (A, B, C)]
+    assert len(set(alone)) == 3
+    assert processor(ask(C, "x", A, B, A)).multimodal["image_digests"] == [alone[2], alone[0], alone[1], alone[0]]
+    turns = [{"role": "user", "content": [{"image": image}]} for image in (B, C)]
+    assert processor({"messages": turns}).multimodal["image_digests"] == [alone[1], alone[2]]
+
+
+def test_every_way_to_write_a_request_gives_the_same_prompt(processor, tmp_path):
+    A.save(tmp_path / "a.png")
+    path, question = str(tmp_path / "a.png"), "What is it?"
+    rendered = processor.tokenizer.apply_chat_template(
+        user({"type": "image"}, text(question))["messages"], tokenize=False, add_generation_prompt=True
+    )
+    want = seen(processor(ask(A, question)))
+    for request in (
+        user({"image": path}, {"text": question}),
+        user({"type": "image_url", "image_url": {"url": f"file://{path}"}}, text(question)),
+        user({"image": (tmp_path / "a.png").read_bytes()}, text(question)),
+        {"text": rendered, "images": A},
+        {"text": rendered, "images": [{"image": path}]},
+        {**ask(A, question), "images": None, "max_pixels": None},
+    ):
+        assert seen(processor(request)) == want
+
+
+def test_an_expanded_prompt_is_taken_as_it_is(processor):
+    want = processor({"text": f"x {ONE} y", "images": [A]})
+    expanded = processor.tokenizer.decode(want.token_ids)
+    assert expanded.count("<|image_pad|>") > 1
+    assert seen(processor({"text": expanded, "images": [A]})) == seen(want)
+
+
+def test_requests_bounds_reach_every_picture(processor):
+    prompt = processor({**ask(A, B), "max_pixels": 28 * 28 * 20, "min_pixels": 28 * 28 * 5})
+    assert all(20 >= prod(grid) // 4 >= 5 for grid in prompt.multimodal["image_grid_thw"])
+    assert [prod(grid) // 4 for grid in processor(ask(A, B)).multimodal["image_grid_thw"]] == [28, 45]
+
+
+def test_sizes_of_a_part_go_by_the_checkpoints_patches(tokenizer):
+    process = Processor(tokenizer, ImageProcessor(ImageProcessorConfig(patch_size=16)), IMAGE)
+    prompt = process(user({"image": A, "resized_height": 300, "resized_width": 300}))
+    assert prompt.multimodal["image_grid_thw"] == [(1, 18, 18)]  # 9.4 times 32, not 10.7 times 28
+
+
+def test_requests_bounds_narrow_a_foreign_processors(foreign):
+    def num_tokens(image, **bounds) -> int:
+        return prod(foreign({**ask(image), **bounds}).multimodal["image_grid_thw"][0]) // 4
+
+    assert (num_tokens(A), num_tokens(A, max_pixels=28 * 28 * 24)) == (28, 18)
+    assert num_tokens(A, min_pixels=28 * 28 * 40) > 40
+    assert num_tokens(B, max_pixels=28 * 28 * 500, min_pixels=28 * 28 * 400) * 28 * 28 <= CONFIG.max_pixels
+
+
+@pytest.mark.parametrize("request_", [ask("a <|image_pad|> b"), {"text": "a <|image_pad|> b"}], ids=["chat", "text"])
+def test_a_literal_placeholder_is_refused(request_, processor, foreign):
+    for prepare in (processor, foreign):
+        with pytest.raises(ValueError, match="prompt has 1 image placeholders but 0 images were given"):
+            prepare(request_)
+
+
+def test_a_literal_placeholder_beside_a_picture_is_refused(processor):
+    with pytest.raises(ValueError, match="prompt has 2 image placeholders but 1 images were given"):
+        processor(ask(A, "is <|image_pad|> a picture?"))
+    # As many as an expanded picture would need, but not in one run.
+    length = processor(ask(A)).multimodal["vision_placeholders"][0][1]
+    with pytest.raises(ValueError, match="do not follow each other"):
+        processor(ask("<|image_pad|>" * (length - 1), A))
+
+
+def _broken_jpeg() -> bytes:
+    buffer = io.BytesIO()
+    A.save(buffer, "JPEG")
+    return buffer.getvalue()[:700]
+
+
+@pytest.mark.parametrize(
+    "image, message",
+    [
+        ("no/such.png", r"^image 1: no/such\.png: no such file$"),
+        (_broken_jpeg(), r"^image 1: the picture of 700 bytes: cannot be decoded, damaged or truncated"),
+        (picture(1, 300), "^image 1: picture is 1x300 pixels: the long side may be at most 200 times the short one"),
+        (3.5, "^image 1: cannot load a picture from float; give a PIL image, a path"),
+    ],
+    ids=["missing", "truncated", "thin", "type"],
+)
+def test_a_bad_image_is_named(image, message, processor):
+    with pytest.raises(ValueError, match=message):
+        processor(user({"image": A}, {"image": image}, text("?")))
+    with pytest.raises(ValueError, match=message):
+        processor({"text": ONE * 2, "images": [A, image]})
+
+
+def test_a_foreign_processors_bad_image_is_named(foreign):
+    with pytest.raises(ValueError, match=r"^image 1: no/such\.png: no such file$"):
+        foreign(user({"image": A}, {"image": "no/such.png"}))
+    with pytest.raises(ValueError, match=r"^image 0: .*the long side may be at most 200 times"):
+        foreign({**ask(picture(1, 300)), "max_pixels": 9999})
+
+
+def test_bounds_that_cross_are_refused(processor, foreign):
+    for prepare in (processor, foreign):
+        with pytest.raises(ValueError, match=r"^image 0: min_pixels is 9000, above max_pixels 8000"):
+            prepare(ask(A, min_pixels=9000, max_pixels=8000))
+        with pytest.raises(ValueError, match=r"^image 1: min_pixels is 9000, above max_pixels 8000"):
+            prepare(user({"image": A}, {"image": A, "min_pixels": 9000, "max_pixels": 8000}))
+
+
+def test_a_text_only_checkpoint_takes_text_alone(tokenizer, processor):
+    own = Processor(tokenizer, ImageProcessor(CONFIG), image_token_id=None)
+    foreign = ForeignProcessor(Theirs(tokenizer, expands=False), image_token_id=None, merge_size=2)
+    for prepare in (own, foreign):
+        assert prepare(ask("hi")) == processor(ask("hi"))
+        with pytest.raises(ValueError, match="this checkpoint is text-only, it cannot take images"):
+            prepare(user({"image": "no/such.png"}))
+
+
+def test_what_a_template_raises_is_a_value_error(tokenizer, processor):
+    class Refusing:
+        def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+            raise KeyError("tools")
+
+    message = "the chat template cannot render these messages: 'tools'"
+    for prepare in (Processor(Refusing(), ImageProcessor(CONFIG), IMAGE), ForeignProcessor(Refusing(), IMAGE, 2)):
+        with pytest.raises(ValueError, match=message):
+            prepare(ask("hi"))
+    bare = AutoTokenizer.from_pretrained(BUNDLED)
+    bare.chat_template = None
+    with pytest.raises(ValueError, match=r"the chat template cannot render these messages: .*chat_template is not set"):
+        Processor(bare, ImageProcessor(CONFIG), IMAGE)(ask("hi"))
+
+
+class Careless(Theirs):
+    """Changes what it returns."""
+
+    def __init__(self, tokenizer, change):
+        super().__init__(tokenizer, expands=True)
+        self.change = change
+
+    def __call__(self, **arguments):
+        made = super().__call__(**arguments)
+        self.change(made)
+        return made
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda made: made.pop("input_ids"), "the processor returned no input_ids, only pixel_values, image_grid_thw"),
+        (lambda made: made.pop("image_grid_thw"), "the processor returned no image_grid_thw, only pixel_values"),
+        (lambda made: made.pop("pixel_values"), "the processor returned no pixel_values, only image_grid_thw"),
+        (lambda made: made.update(image_grid_thw=made["image_grid_thw"][:1]), "returned 1 image_grid_thw for 2 images"),
+        (lambda made: made.update(pixel_values=made["pixel_values"][1:]), r"returned \d+ pixel_values for image_grid"),
+        (lambda made: made.update(input_ids=made["input_ids"][:, :9]), "image placeholders but 2 images were given"),
+    ],
+    ids=["no ids", "no grid", "no pixels", "one grid", "fewer pixels", "fewer ids"],
+)
+def test_what_a_foreign_processor_gets_wrong_is_named(change, message, tokenizer):
+    with pytest.raises(ValueError, match=message):
+        ForeignProcessor(Careless(tokenizer, change), IMAGE, merge_size=2)(ask(A, B))
+
+
+def test_a_foreign_processor_may_return_lists_and_arrays(tokenizer):
+    def plain(made):
+        made.update(input_ids=made["input_ids"].tolist(), image_grid_thw=made["image_grid_thw"].tolist())
+        made.update(pixel_values=made["pixel_values"].numpy())
+
+    want = ForeignProcessor(Theirs(tokenizer, expands=True), IMAGE, 2)(ask(A, B))
+    assert seen(ForeignProcessor(Careless(tokenizer, plain), IMAGE, 2)(ask(A, B))) == seen(want)
+
+
+@pytest.mark.parametrize("kind", ["own", "foreign"])
+def test_many_threads_give_what_one_gives(kind, processor, tokenizer):
+    prepare = processor if kind == "own" else ForeignProcessor(Theirs(tokenizer, expands=True), IMAGE, 2)
+    requests = list(REQUESTS.values()) * 4
+    want = [seen(prepare(request)) for request in REQUESTS.values()] * 4
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda request: seen(prepare(request)), requests)) == want
+
+
+class Delicate(Theirs):
+    """Bears one thread at a time."""
+
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer, expands=True)
+        self.alone = threading.Lock()
+
+    def __call__(self, text, images=None, return_tensors=None, **options):
+        assert self.alone.acquire(blocking=False), "two threads at once"
+        try:
+            time.sleep(0.002)
+            if return_tensors is None:  # as a tokenizer
+                return self.tokenizer(text, **options)
+            return super().__call__(text, images, return_tensors)
+        finally:
+            self.alone.release()
+
+
+@pytest.mark.parametrize("kind", ["own", "foreign"])
+def test_a_tokenizer_is_used_by_one_thread_at_a_time(kind, tokenizer):
+    delicate = Delicate(tokenizer)
+    own = Processor(delicate, ImageProcessor(CONFIG), IMAGE)
+    prepare = own if kind == "own" else ForeignProcessor(delicate, IMAGE, 2)
+    with ThreadPoolExecutor(8) as pool:
+        prompts = list(pool.map(prepare, [ask(str(i)) for i in range(24)]))
+    assert [prompt.token_ids for prompt in prompts] == [prepare(ask(str(i))).token_ids for i in range(24)]

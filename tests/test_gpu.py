@@ -1,0 +1,61 @@
+"""On a CUDA device: the same tokens as transformers on the CPU, whatever was cut, cached or interrupted."""
+
+import pytest
+import torch
+
+from mmvllm import SamplingParams
+from tests.test_parity import GREEDY, REQUESTS
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def cuda():
+    if not torch.cuda.is_available():
+        pytest.fail("the gpu tests need a CUDA device, and this torch sees none")
+
+
+@pytest.mark.parametrize("shape", ["gqa2-tied", "gqa3-untied"])
+@pytest.mark.parametrize("budget", [7, 4096])
+def test_greedy_tokens_equal_transformers_on_the_cpu(shape, budget, checkpoints, reference, make_llm):
+    llm = make_llm(checkpoints(shape), device="cuda", max_num_batched_tokens=budget)
+    for _ in range(2):  # cold, then from the caches
+        outputs = llm.generate_multimodal(list(REQUESTS.values()), GREEDY)
+        for name, request, output in zip(REQUESTS, REQUESTS.values(), outputs, strict=True):
+            assert output.token_ids == reference(shape).generate(request), name
+
+
+def test_preemption(checkpoint, reference, make_llm):
+    llm = make_llm(checkpoint, device="cuda", kvcache_block_size=4, num_kvcache_blocks=30, enable_prefix_caching=False)
+    outputs = llm.generate_multimodal(list(REQUESTS.values()), GREEDY)
+    assert [o.token_ids for o in outputs] == [reference("gqa2-tied").generate(r) for r in REQUESTS.values()]
+    assert llm.engine.scheduler.num_preemptions > 0
+
+
+def test_blocks_fill_the_memory_that_was_allowed(checkpoint, make_llm):
+    free, total = torch.cuda.mem_get_info()
+    share = (total - free + 2 * 2**30) / total  # two GiB beyond what is taken now
+    llm = make_llm(checkpoint, device="cuda", num_kvcache_blocks=None, gpu_memory_utilization=share)
+    assert 2**30 < llm.engine.model_runner.kv_cache.nbytes < 2 * 2**30
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_runs(dtype, checkpoint, make_llm):
+    llm = make_llm(checkpoint, device="cuda", dtype=dtype)
+    outputs = llm.generate_multimodal(list(REQUESTS.values()), SamplingParams(max_tokens=8, ignore_eos=True))
+    assert all(len(output.token_ids) == 8 for output in outputs)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_flash_attention_errs_at_most_twice_as_much_as_torch(dtype, checkpoint, reference, make_llm):
+    pytest.importorskip("flash_attn", reason="flash-attn is not installed")
+    from tests.test_parity import _double, _in_float64, assert_no_worse, first_logits
+
+    hf = reference("gqa2-tied")
+    inputs = hf.inputs(REQUESTS["three"])
+    exact = _in_float64(hf.model, lambda model: model(**_double(inputs), use_cache=False).logits[:, -1])
+    flash, plain = (
+        first_logits(make_llm(checkpoint, device="cuda", dtype=dtype, kvcache_block_size=size).engine, inputs).cpu()
+        for size in (256, 16)  # the paged path takes blocks of 256 only
+    )
+    assert_no_worse(flash, plain, exact)

@@ -1,0 +1,155 @@
+"""Wrong values are refused with the value and the range; good ones are kept, as plain Python values."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from mmvllm import SamplingParams
+
+NOT_NUMBERS = [math.nan, math.inf, -math.inf, None, "1", True, [1.0], 1j, 10**400]
+NOT_NUMBERS += [np.bool_(True), np.float32("nan"), np.float32("inf")]
+NUMBERS = {  # name: (range as the message says it, values outside, values inside)
+    "temperature": ("at least 0", [-1, -1e-9, np.float64(-1)], [0, 0.0, 0.7, 2, 1e-3, 100.0]),
+    "top_p": (r"in \(0, 1\]", [0, -0.1, 1.0001, 2], [1, 1.0, 0.5, 1e-3, Fraction(1, 4)]),
+    "min_p": (r"in \[0, 1\]", [-0.1, 1.0001, 2], [0, 1, 0.05]),
+    "repetition_penalty": ("above 0", [0, -1.0], [1, 1.05, 0.5, 20]),
+    "presence_penalty": (r"in \[-2, 2\]", [-2.01, 2.01, 3], [-2, 2, 0, 0.5]),
+    "frequency_penalty": (r"in \[-2, 2\]", [-2.01, 2.01, 3], [-2, 2, 0, 0.5]),
+}
+NOT_INTEGERS = [1.0, 1.5, "1", True, [1], math.nan, math.inf, np.float64(1), np.bool_(True)]
+INTEGERS = {
+    "top_k": ("of at least -1", [-2, -100, None], [-1, 0, 1, 10**6]),
+    "max_tokens": ("of at least 1", [0, -1, None], [1, 4096]),
+    "min_tokens": (r"in \[0, max_tokens=256\]", [-1, 257, None], [0, 1, 256]),
+    "n": ("of at least 1", [0, -1, None], [1, 4]),
+    "logprobs": (r"in \[0, 20\] or None", [-1, 21], [0, 1, 20]),
+    "seed": ("or None", [], [0, -1, 2**64, 7]),
+}
+
+
+def cases(table: dict, extra: list, which: int) -> list:
+    return [
+        pytest.param(name, row[0], value, id=f"{name}={value!r:.20}")
+        for name, row in table.items()
+        for value in [*row[which], *extra]
+    ]
+
+
+@pytest.mark.parametrize(("name", "wanted", "value"), cases(NUMBERS, NOT_NUMBERS, 1))
+def test_a_wrong_number_is_refused(name, wanted, value):
+    with pytest.raises(ValueError, match=f"^{name} is .*, must be a number {wanted}$") as error:
+        SamplingParams(**{name: value})
+    assert repr(value) in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "wanted", "value"), cases(INTEGERS, NOT_INTEGERS, 1))
+def test_a_wrong_integer_is_refused(name, wanted, value):
+    with pytest.raises(ValueError, match=f"^{name} is .*, must be an integer {wanted}$") as error:
+        SamplingParams(**{name: value})
+    assert repr(value) in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "wanted", "value"), cases(NUMBERS, [], 2))
+def test_good_numbers_are_kept(name, wanted, value):
+    for given in (value, np.float64(value), np.float32(value)):
+        kept = getattr(SamplingParams(**{name: given}), name)
+        assert type(kept) is float and kept == given
+
+
+@pytest.mark.parametrize(("name", "wanted", "value"), cases(INTEGERS, [], 2))
+def test_good_integers_are_kept(name, wanted, value):
+    for given in (value, np.int64(value)) if abs(value) < 2**63 else (value,):
+        kept = getattr(SamplingParams(**{name: given}), name)
+        assert type(kept) is int and kept == value
+
+
+def test_defaults_are_greedy_and_pass_their_own_checks():
+    params = SamplingParams()
+    assert (params.temperature, params.max_tokens, params.n, params.seed, params.logprobs) == (0.0, 256, 1, None, None)
+    assert params == SamplingParams(seed=None, logprobs=None)
+
+
+def test_min_tokens_may_not_exceed_max_tokens():
+    assert SamplingParams(min_tokens=5, max_tokens=5).min_tokens == 5
+    with pytest.raises(ValueError, match=r"min_tokens is 6, must be an integer in \[0, max_tokens=5\]"):
+        SamplingParams(min_tokens=6, max_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("stop", "want"),
+    [
+        ("END", ("END",)),
+        (["a", "b"], ("a", "b")),
+        (("a",), ("a",)),
+        ((text for text in ["x", "y"]), ("x", "y")),
+        (None, ()),
+        ([], ()),
+        ("\n", ("\n",)),
+    ],
+)
+def test_stop_strings_become_a_tuple(stop, want):
+    assert SamplingParams(stop=stop).stop == want
+
+
+@pytest.mark.parametrize(
+    ("stop", "shown"), [("", "''"), (["a", ""], "''"), ([1], "1"), (5, "5"), ([None], "None"), (b"a", "97"), (0, "0")]
+)
+def test_wrong_stop_strings_are_refused(stop, shown):
+    with pytest.raises(ValueError) as error:
+        SamplingParams(stop=stop)
+    assert str(error.value) == f"stop has {shown}, must be strings that are not empty"
+
+
+@pytest.mark.parametrize(
+    ("ids", "want"),
+    [
+        ([3, 4], (3, 4)),
+        (7, (7,)),
+        (0, (0,)),
+        (None, ()),
+        ((), ()),
+        ({9}, (9,)),
+        (np.array([1, 2]), (1, 2)),
+        (np.int64(5), (5,)),
+    ],
+    ids=str,
+)
+def test_stop_token_ids_become_a_tuple_of_integers(ids, want):
+    got = SamplingParams(stop_token_ids=ids).stop_token_ids
+    assert got == want and all(type(token_id) is int for token_id in got)
+
+
+@pytest.mark.parametrize(
+    ("ids", "shown"),
+    [([1, -1], "-1"), ([1.0], "1.0"), (["5"], "'5'"), ("5", "'5'"), ([True], "True"), ([[1]], r"\[1\]"), (2.5, "2.5")],
+)
+def test_wrong_stop_token_ids_are_refused(ids, shown):
+    with pytest.raises(ValueError, match=f"^stop_token_ids has {shown}, must be integers of at least 0$"):
+        SamplingParams(stop_token_ids=ids)
+
+
+@pytest.mark.parametrize("value", [True, False, np.bool_(True), np.bool_(False)])
+def test_ignore_eos_is_a_bool(value):
+    kept = SamplingParams(ignore_eos=value).ignore_eos
+    assert type(kept) is bool and kept == value
+
+
+@pytest.mark.parametrize("value", ["yes", None, 2, [True], math.nan])
+def test_wrong_ignore_eos_is_refused(value):
+    with pytest.raises(ValueError, match=r"ignore_eos is .*, must be True or False"):
+        SamplingParams(ignore_eos=value)
+
+
+def test_equal_params_are_equal_and_hash_alike_however_they_were_written():
+    lists = SamplingParams(stop=["a"], stop_token_ids=[1], temperature=1, top_k=np.int64(3))
+    tuples = SamplingParams(stop="a", stop_token_ids=(1,), temperature=1.0, top_k=3)
+    assert lists == tuples and hash(lists) == hash(tuples)
+
+
+def test_names_are_required_and_checked():
+    with pytest.raises(TypeError):
+        SamplingParams(0.5)
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=0.5)
