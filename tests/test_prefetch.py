@@ -1,0 +1,123 @@
+"""Preparation ahead of the engine: in order, beside it, and bounded."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from mmvllm.prefetch import Prefetcher
+from mmvllm.processors.chat import Prompt
+
+
+def prompt_of(num_bytes: int) -> Prompt:
+    return Prompt([1], {"pixel_values": [torch.zeros(num_bytes, dtype=torch.uint8)]})
+
+
+def drain(prefetcher: Prefetcher) -> list:
+    items = []
+    while (item := prefetcher.get(wait=True)) is not None:
+        items.append(item)
+    assert prefetcher.is_exhausted
+    prefetcher.close()
+    return items
+
+
+def settle(condition) -> None:
+    """Wait until a condition holds; it is then left to hold for a moment."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "never came true"
+        time.sleep(0.005)
+    time.sleep(0.05)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 7])
+def test_results_come_in_order_whoever_is_faster(num_workers):
+    def prepare(request):
+        time.sleep(0.01 if request["i"] % 3 == 0 else 0)
+        return prompt_of(request["i"])
+
+    prefetcher = Prefetcher(({"i": i} for i in range(40)), prepare, max_requests=5, num_workers=num_workers)
+    items = drain(prefetcher)
+    assert [item.index for item in items] == list(range(40))
+    assert [item.prompt.result().num_bytes for item in items] == list(range(40))
+
+
+def test_requests_are_taken_a_bounded_number_ahead():
+    taken = []
+
+    def requests():
+        for i in range(100):
+            taken.append(i)
+            yield {}
+
+    prefetcher = Prefetcher(requests(), lambda request: prompt_of(0), max_requests=4, num_workers=2)
+    settle(lambda: len(taken) == 5)  # four prepared, and one in the feeder's hand
+    assert len(taken) == 5
+    prefetcher.get(wait=True)
+    settle(lambda: len(taken) == 6)
+    assert len(taken) == 6
+    prefetcher.close()
+
+
+def test_bytes_are_bounded():
+    done = []
+
+    def prepare(request):
+        done.append(1)
+        return prompt_of(600)
+
+    prefetcher = Prefetcher([{}] * 50, prepare, max_requests=50, max_bytes=1000, num_workers=2)
+    settle(lambda: len(done) >= 2)
+    assert len(done) <= 1 + 2, "one below the bound, and at most one more per worker"
+    assert len(drain(prefetcher)) == 50
+
+
+def test_a_prompt_larger_than_the_bound_goes_alone():
+    prefetcher = Prefetcher([{}] * 3, lambda request: prompt_of(5000), max_requests=8, max_bytes=1000, num_workers=1)
+    assert len(drain(prefetcher)) == 3
+
+
+def test_an_error_is_its_requests_own():
+    def prepare(request):
+        if request["i"] == 1:
+            raise ValueError("bad picture")
+        return prompt_of(0)
+
+    items = drain(Prefetcher([{"i": i} for i in range(3)], prepare, max_requests=2))
+    assert items[0].prompt.result() and items[2].prompt.result()
+    with pytest.raises(ValueError, match="bad picture"):
+        items[1].prompt.result()
+
+
+def test_get_does_not_wait_unless_told_to():
+    go = threading.Event()
+
+    def prepare(request):
+        go.wait(10)
+        return prompt_of(0)
+
+    prefetcher = Prefetcher([{}], prepare, max_requests=2)
+    assert prefetcher.get(wait=False) is None and not prefetcher.is_exhausted
+    go.set()
+    assert prefetcher.get(wait=True).index == 0
+    assert prefetcher.get(wait=True) is None and prefetcher.is_exhausted
+    prefetcher.close()
+
+
+def test_closing_stops_the_feeder():
+    taken = []
+
+    def endless():
+        while True:
+            taken.append(1)
+            yield {}
+
+    prefetcher = Prefetcher(endless(), lambda request: prompt_of(0), max_requests=3)
+    settle(lambda: len(taken) >= 3)
+    prefetcher.close()
+    settle(lambda: not any(thread.name == "mmvllm-feed" and thread.is_alive() for thread in threading.enumerate()))
+    before = len(taken)
+    time.sleep(0.05)
+    assert len(taken) == before
