@@ -164,11 +164,11 @@ class Conversations(IterableDataset):
         }
 
     def _turns(self, asked: list, rng: random.Random) -> list:
-        """The caption alone, another question alone, or the caption and two others: captions teach the most."""
+        """The caption alone, another question alone, or the caption and two others in any order."""
         caption, *others = asked
         kind = rng.random()
         if kind < 0.6:
-            return [caption] if kind < 0.4 else [rng.choice(others)]
+            return [caption] if kind < 0.2 else [rng.choice(others)]
         return rng.sample([caption, *rng.sample(others, 2)], 3)
 
     def _encode(self, text: str) -> list[int]:

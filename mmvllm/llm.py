@@ -1,7 +1,7 @@
 """`LLM`: the offline front door."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,7 +12,7 @@ from tqdm import tqdm
 from mmvllm.config import EngineConfig
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.outputs import RequestOutput
-from mmvllm.prefetch import Prefetcher, Prepared
+from mmvllm.prefetch import MAX_BYTES, Prefetcher, Prepared
 from mmvllm.processors.chat import ForeignProcessor, Processor
 from mmvllm.processors.image import ImageProcessor
 from mmvllm.sampling_params import SamplingParams
@@ -32,8 +32,10 @@ class LLM:
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens computed in one step; longer prompts are computed in chunks.
         max_vision_patches: patches encoded in one step; one larger picture goes alone.
-        kvcache_block_size: tokens in a KV block, the unit of sharing.
-        num_kvcache_blocks: by default what `gpu_memory_utilization` leaves room for, or `cpu_kvcache_bytes` on a CPU.
+        kvcache_block_size: tokens in a KV block, the unit of sharing; by default 256 where flash-attn, which takes no
+            fewer, serves the decoder, and 16 elsewhere.
+        num_kvcache_blocks: by default what `gpu_memory_utilization` leaves room for, or `cpu_kvcache_bytes` on a CPU,
+            but no more than `max_num_seqs` sequences of full length use.
         gpu_memory_utilization: share of the GPU's memory to use for everything, in (0, 1].
         cpu_kvcache_bytes: size of the KV cache on a CPU.
         encoder_cache_bytes: ViT outputs kept on the device; a picture larger than this is refused.
@@ -58,11 +60,15 @@ class LLM:
         self._calls: dict[str, _Call] = {}  # who waits for which request
 
     def generate(
-        self, prompts: str | list[str] | list[list[int]], sampling_params: Params = None, use_tqdm: bool = True
+        self,
+        prompts: str | list[int] | list[str | list[int]],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Continue raw prompts (strings, or lists of token ids); outputs come in the order of the prompts.
 
-        No chat template is applied. Raises ValueError that names the prompt's index, and leaves nothing behind.
+        No chat template is applied. Raises ValueError that names the prompt's index, RuntimeError if the device fails;
+        both leave nothing behind.
         """
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if prompts and isinstance(prompts[0], int):
@@ -70,8 +76,10 @@ class LLM:
         call = _Call(self)
         try:
             for index, prompt in enumerate(prompts):
-                with _naming("prompt", index):
+                try:
                     call.add(index, prompt, _params_for(sampling_params, index))
+                except ValueError as error:
+                    raise ValueError(f"prompt {index}: {error}") from error
             outputs = dict(_progress(call.outputs(), len(prompts), use_tqdm))
             for index, output in outputs.items():
                 if output.error is not None:
@@ -95,8 +103,8 @@ class LLM:
                 `min_pixels`, `max_pixels`, `request_id`, `priority`, `cache_salt`, `sampling_params`.
             sampling_params: for all, or a list with one per request; a request's own come first.
             processor: None for mmvllm's own, or an object with the interface of transformers' Qwen2-VL processor.
-            on_error: "raise" raises ValueError that names the request's index, and leaves nothing behind; "return"
-                gives a bad request an output with `error` and leaves the others alone.
+            on_error: "raise" raises ValueError that names the request's index (RuntimeError if the device fails), and
+                leaves nothing behind; "return" gives a bad request an output with `error` and leaves the others alone.
         """
         requests = list(requests)
         stream = self._stream(requests, sampling_params, processor, on_error)
@@ -113,7 +121,8 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Like `generate_multimodal`, but yields outputs as they finish, and `requests` may be an endless iterator.
 
-        Requests are taken a bounded number ahead, in a thread of their own. Closing the generator aborts what is left.
+        Requests are taken a bounded number ahead, in a thread of their own. Outputs come in any order; give requests a
+        `request_id` to tell them apart. Closing the generator aborts what is left.
         """
         total = len(requests) if hasattr(requests, "__len__") else None
         for _, output in _progress(self._stream(requests, sampling_params, processor, on_error), total, use_tqdm):
@@ -132,17 +141,20 @@ class LLM:
         if processor is not None:
             model_config = self.engine.model_config
             prepare = ForeignProcessor(processor, model_config.image_token_id, self.engine.image_config.merge_size)
-        window = 2 * self.engine.config.max_num_seqs  # as many again wait in the engine, so that a step is never short
-        prefetcher, call = Prefetcher(requests, prepare, max_requests=window), _Call(self)
+        prefetcher, call = Prefetcher(requests, prepare, max_requests=self._window), _Call(self)
         try:
             while True:
                 # Keep the engine fed, but wait for preparation only when there is nothing else to do.
-                while len(call.indices) < window:
+                while self._has_room(call):
                     item = prefetcher.get(wait=not call.indices and not call.finished)
                     if item is None:
                         break
-                    if (refused := self._add(call, item, sampling_params, on_error)) is not None:
-                        yield item.index, refused
+                    try:
+                        self._add(call, item, sampling_params)
+                    except ValueError as error:
+                        if on_error == "raise":
+                            raise ValueError(f"request {item.index}: {error}") from error
+                        yield item.index, self._refused(item, error)
                 if not call.indices and not call.finished and prefetcher.is_exhausted:
                     return
                 for index, output in call.step():
@@ -153,21 +165,27 @@ class LLM:
             prefetcher.close()
             call.abort()
 
-    def _add(self, call: "_Call", item: Prepared, sampling_params: Params, on_error: str) -> RequestOutput | None:
-        """Hand a prepared request to the engine; the output of one that was refused."""
-        try:
-            with _naming("request", item.index):
-                prompt = item.prompt.result()
-                params = _params_for(sampling_params, item.index, item.request.get("sampling_params"))
-                options = {key: item.request.get(key) for key in ("request_id", "cache_salt")}
-                options["priority"] = item.request.get("priority") or 0
-                call.add(item.index, prompt.token_ids, params, **options, **prompt.multimodal)
-        except ValueError as error:
-            if on_error == "raise":
-                raise
-            request_id = item.request.get("request_id") if isinstance(item.request, dict) else None
-            return RequestOutput(request_id=str(item.index) if request_id is None else request_id, error=str(error))
-        return None
+    @property
+    def _window(self) -> int:
+        """Requests in the engine at once: as many again wait there as run, so that a step is never short of work."""
+        return 2 * self.engine.config.max_num_seqs
+
+    def _has_room(self, call: "_Call") -> bool:
+        """Whether the engine should take another request: by their number, and by the bytes of their pictures."""
+        held = sum(group.leader.vision.num_bytes for group in self.engine.scheduler.groups.values())
+        return not call.indices or (len(call.indices) < self._window and held < MAX_BYTES)
+
+    def _add(self, call: "_Call", item: Prepared, sampling_params: Params) -> None:
+        """Hand a prepared request to the engine; raises what was wrong with it, in preparation or at the door."""
+        prompt = item.prompt.result()
+        params = _params_for(sampling_params, item.index, item.request.get("sampling_params"))
+        options = {key: item.request.get(key) for key in ("request_id", "cache_salt")}
+        options["priority"] = item.request.get("priority") or 0
+        call.add(item.index, prompt.token_ids, params, **options, **prompt.multimodal)
+
+    def _refused(self, item: Prepared, error: ValueError) -> RequestOutput:
+        own_id = item.request.get("request_id") if isinstance(item.request, dict) else None
+        return RequestOutput(request_id=self.engine.new_request_id() if own_id is None else own_id, error=str(error))
 
 
 class _Call:
@@ -192,6 +210,9 @@ class _Call:
             for output in self.llm.engine.step()[0]:
                 if call := self.llm._calls.pop(output.request_id, None):
                     call.finished.append((call.indices.pop(output.request_id), output))
+            for request_id in self.indices.keys() - self.llm.engine.scheduler.groups.keys():  # not by us
+                self.llm._calls.pop(request_id)
+                self.finished.append((self.indices.pop(request_id), RequestOutput(request_id, error="aborted")))
         finished, self.finished = self.finished, []
         return finished
 
@@ -204,15 +225,6 @@ class _Call:
             self.llm.engine.abort_request(request_id)
             self.llm._calls.pop(request_id)
         self.indices = {}
-
-
-@contextmanager
-def _naming(what: str, index: int) -> Iterator[None]:
-    """Prefix a ValueError with the index of what it is about."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{what} {index}: {error}") from error
 
 
 def _params_for(sampling_params: Params, index: int, own: SamplingParams | dict | None = None) -> SamplingParams:

@@ -97,7 +97,7 @@ def test_a_processor_that_raises_spares_the_others(llm):
 
     outputs = llm.generate_multimodal([ask("x"), GOOD, ask("y")], SHORT, processor=Picky(), on_error="return")
     assert [output.error is None for output in outputs] == [True, False, True]
-    assert outputs[1].error == "request 1: the processor failed on this request: RuntimeError: no pictures today"
+    assert outputs[1].error == "the processor failed on this request: RuntimeError: no pictures today"
 
 
 def test_lower_priority_values_run_first(llm):
@@ -116,6 +116,8 @@ def test_stop_strings_stop_token_ids_and_eos(llm):
     stop = free.text[len(free.text) // 2 :][:3]
     stopped = llm.generate("Count the shapes.", SamplingParams(max_tokens=12, ignore_eos=True, stop=[stop, "@@@"]))[0]
     assert stopped.finish_reason == "stop" and stopped.text == free.text[: free.text.index(stop)]
+    at_once = llm.generate("Count the shapes.", SamplingParams(max_tokens=12, ignore_eos=True, stop=free.text[:1]))[0]
+    assert (at_once.text, at_once.finish_reason) == ("", "stop")
     token_id = free.token_ids[3]
     at = free.token_ids.index(token_id)
     params = SamplingParams(max_tokens=12, ignore_eos=True, stop_token_ids=[token_id])
@@ -240,6 +242,14 @@ def test_bad_prompts_are_named_by_index(prompt, message, llm):
         llm.generate(["fine", prompt], SHORT)
 
 
+def test_automatic_request_ids_keep_clear_of_the_users(llm):
+    named = [ask("x", request_id=str(i)) for i in range(300)]
+    bad = {"text": ""}
+    outputs = llm.generate_multimodal([*named, ask("y"), bad, ask("y"), bad], SHORT, on_error="return")
+    assert [output.request_id for output in outputs[:300]] == [str(i) for i in range(300)]
+    assert len({output.request_id for output in outputs[300:]}) == 4
+
+
 def test_request_ids_in_flight_are_unique(llm):
     with pytest.raises(ValueError, match="request 1: request_id 'a' is already in flight"):
         llm.generate_multimodal([ask("x", request_id="a"), ask("y", request_id="a")], SHORT)
@@ -325,6 +335,41 @@ def test_closing_a_stream_aborts_what_is_left(llm):
     assert llm.engine.is_finished()
 
 
+def test_a_request_aborted_from_outside_ends_its_wait(llm):
+    requests = [ask("x", request_id="lost"), ask("y", request_id="kept")]
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    stream = llm.stream_multimodal([ask("first", sampling_params=SHORT), *requests], params, on_error="return")
+    next(stream)
+    llm.engine.abort_request("lost")
+    outputs = {output.request_id: output for output in stream}
+    assert outputs["lost"].error == "aborted" and outputs["kept"].error is None
+
+
+def test_a_stream_over_an_engine_that_has_exited_raises(checkpoint, make_llm):
+    llm = make_llm(checkpoint)
+    stream = llm.stream_multimodal([ask("x", sampling_params=SHORT), ask("y")], SamplingParams(max_tokens=50))
+    next(stream)
+    llm.exit()
+    with pytest.raises(RuntimeError, match="the engine has exited"):
+        list(stream)
+
+
+def test_pictures_in_the_engine_are_bounded_in_bytes(llm, monkeypatch):
+    """Room for the bytes of two pictures: the others wait in the prefetcher, which is bounded too."""
+    size = sum(pixels.nbytes for pixels in llm.processor(GOOD).multimodal["pixel_values"])
+    monkeypatch.setattr("mmvllm.llm.MAX_BYTES", 2 * size)
+    held, step = [], llm.engine.step
+    groups = llm.engine.scheduler.groups
+
+    def watched():
+        held.append(sum(group.leader.vision.num_bytes for group in groups.values()))
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", watched)
+    assert len(llm.generate_multimodal([GOOD] * 7, SHORT)) == 7
+    assert max(held) <= 2 * size
+
+
 def test_an_interrupt_leaves_nothing_behind(llm, monkeypatch):
     step = llm.engine.step
     monkeypatch.setattr(llm.engine, "step", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -336,7 +381,7 @@ def test_an_interrupt_leaves_nothing_behind(llm, monkeypatch):
 
 @pytest.mark.parametrize("max_model_len", [2, 3, 5])
 def test_the_shortest_models_warm_up_too(max_model_len, checkpoint, make_llm):
-    llm = make_llm(checkpoint, max_model_len=max_model_len, skip_warmup=False)
+    llm = make_llm(checkpoint, max_model_len=max_model_len, skip_warmup=False, encoder_cache_bytes=1)
     assert len(llm.generate([[5]], SamplingParams(max_tokens=9, ignore_eos=True))[0].token_ids) == max_model_len - 1
 
 
@@ -350,6 +395,26 @@ def test_no_remote_code_runs_even_if_the_user_would_say_yes(checkpoint, tmp_path
     with contextlib.suppress(ValueError):
         LLM(tmp_path / "evil", skip_warmup=True, num_kvcache_blocks=64).exit()
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_damaged_chat_template_is_named(checkpoint, make_llm, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "damaged")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = settings.pop("chat_template")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert make_llm(folder).processor(GOOD).token_ids == make_llm(checkpoint).processor(GOOD).token_ids
+    for content in ("{", "[]", "{}"):
+        (folder / "chat_template.json").write_text(content)
+        with pytest.raises(ValueError, match=r"chat_template.json is damaged"):
+            make_llm(folder)
+
+
+def test_picture_settings_that_do_not_fit_the_vit_are_refused(checkpoint, make_llm, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "other")
+    (folder / "preprocessor_config.json").write_text(json.dumps({"patch_size": 16}))
+    with pytest.raises(ValueError, match=r"\(16, 2, 2\), vision_config needs \(14, 2, 2\)"):
+        make_llm(folder)
 
 
 def test_warm_up_and_exit(checkpoint):
@@ -373,8 +438,8 @@ def test_an_engine_is_freed_when_it_is_dropped(checkpoint):
 def test_unseeded_sampling_repeats_with_the_engine_seed(checkpoint, make_llm):
     params = SamplingParams(temperature=1.5, max_tokens=8, ignore_eos=True)
     first, again, other = (
-        [o.token_ids for o in make_llm(checkpoint, seed=seed).generate_multimodal([GOOD] * 3, params)]
-        for seed in (1, 1, 2)
+        [o.token_ids for o in make_llm(checkpoint, **options).generate_multimodal([GOOD] * 3, params)]
+        for options in ({"seed": 1}, {"seed": 1, "skip_warmup": False}, {"seed": 2})
     )
     assert first == again != other and first[0] != first[1]
 

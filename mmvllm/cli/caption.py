@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -50,7 +49,8 @@ def _open(path: Path) -> TextIO:
 
 def _report(path: Path, result: RequestOutput, output: TextIO | None) -> bool:
     """Write one picture's caption or error to the file, or else to the terminal; True for an error."""
-    error = result.error and _about_the_picture(result.error, path)
+    # Without the words that say which picture it is about: the path already does.
+    error = result.error and result.error.removeprefix("image 0: ").removeprefix(f"{path}: ")
     if output:
         record = {"path": str(path), "caption": None if error else result.text, "error": error}
         print(json.dumps(record, ensure_ascii=False), file=output, flush=True)
@@ -59,11 +59,6 @@ def _report(path: Path, result: RequestOutput, output: TextIO | None) -> bool:
 
         tqdm.write(f"{path}: {error or result.text}", file=sys.stderr if error else sys.stdout)
     return error is not None
-
-
-def _about_the_picture(error: str, path: Path) -> str:
-    """Without the words that say which picture it is about: the path already does."""
-    return re.sub(r"^request \d+: (image 0: )?", "", error).removeprefix(f"{path}: ")
 
 
 def _in_order(results: Iterable[RequestOutput]) -> Iterator[RequestOutput]:

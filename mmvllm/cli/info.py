@@ -8,18 +8,20 @@ from mmvllm.cli.common import add_model_arguments
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument("--block-size", type=int, default=16, help="tokens in a KV block (default: %(default)s)")
+    parser.add_argument("--block-size", type=int, help="tokens in a KV block (default: 256 for flash-attn, else 16)")
 
 
 def run(args: argparse.Namespace) -> int:
     from mmvllm.config import EngineConfig, ModelConfig
+    from mmvllm.engine.model_runner import resolve_block_size
     from mmvllm.models.weights import resolve_folder
 
     engine_config = EngineConfig(device=args.device, dtype=args.dtype, kvcache_block_size=args.block_size)
     device = engine_config.resolve_device()
-    folder = resolve_folder(args.model)
+    folder = resolve_folder(args.model, with_weights=False)
     config = ModelConfig.from_pretrained(folder)
     dtype = engine_config.resolve_dtype(config.dtype, device)
+    block_size = resolve_block_size(engine_config, config, device, dtype)
     sections = {
         "versions": _versions(),
         "devices": _devices(),
@@ -28,8 +30,8 @@ def run(args: argparse.Namespace) -> int:
             "architecture": config.architecture,
             "runs in": f"{dtype} on {device}".replace("torch.", ""),
         },
-        "attention": _attention_paths(config, device, dtype, args.block_size),
-        "memory": _memory(config, engine_config, device, dtype),
+        "attention": _attention_paths(config, device, dtype, block_size),
+        "memory": _memory(config, engine_config, block_size, device, dtype),
     }
     for title, rows in sections.items():
         print(title)
@@ -76,28 +78,28 @@ def _attention_paths(config, device, dtype, block_size: int) -> dict[str, str]:
     return {**paths, "torch": "used" if any(reasons.values()) else "usable"}
 
 
-def _memory(config, engine_config, device, dtype) -> dict[str, str]:
+def _memory(config, engine_config, block_size: int, device, dtype) -> dict[str, str]:
     import torch
 
-    from mmvllm.engine.model_runner import kv_block_bytes
+    from mmvllm.engine.model_runner import affordable_blocks, kv_block_bytes
     from mmvllm.models.registry import model_class
 
     with torch.device("meta"):
         num_parameters = sum(parameter.numel() for parameter in model_class(config.architecture)(config).parameters())
     weights = num_parameters * dtype.itemsize
-    block_bytes = kv_block_bytes(config, engine_config.kvcache_block_size, dtype)
     if device.type == "cpu":
-        budget, note = engine_config.cpu_kvcache_bytes, "of cpu_kvcache_bytes"
+        budget, note = engine_config.cpu_kvcache_bytes, ""
     else:
         free, total = torch.cuda.mem_get_info(device)
-        others = total - free
-        budget = int(total * engine_config.gpu_memory_utilization) - others - weights
-        budget -= engine_config.encoder_cache_bytes
-        note = "at most; a trial run at start says exactly"
-    num_blocks = max(0, budget // block_bytes)
+        budget = int(total * engine_config.gpu_memory_utilization) - (total - free) - weights
+        budget -= engine_config.encoder_cache_bytes if config.vision else 0
+        note = " at most; a trial run at start says exactly"
+    num_blocks = affordable_blocks(budget, engine_config, config, block_size, dtype)
+    block_bytes = kv_block_bytes(config, block_size, dtype)
     return {
         "weights": f"{weights / 2**20:.1f} MiB ({num_parameters / 1e6:.1f} M parameters)",
-        "KV block": f"{block_bytes / 2**10:.1f} KiB for {engine_config.kvcache_block_size} tokens",
-        "KV cache": f"{num_blocks} blocks, {num_blocks * engine_config.kvcache_block_size} tokens ({note})",
+        "KV block": f"{block_bytes / 2**10:.1f} KiB for {block_size} tokens",
+        "KV cache": f"{num_blocks} blocks, {num_blocks * block_size} tokens, {num_blocks * block_bytes / 2**20:.1f} MiB{note}",
         "encoder cache": f"{engine_config.encoder_cache_bytes / 2**20:.0f} MiB",
+        "positions": f"{config.max_position_embeddings} at most in one sequence",
     }

@@ -1,4 +1,4 @@
-"""KV blocks: hand out, share by content, take back.
+"""KV blocks: hand out, share by content, take back. (Paged KV caches are arXiv 2309.06180.)
 
 A full block of computed tokens enters the prefix cache under a key that *is* its content: the id of the prefix before
 it, its token ids, and for each picture it touches the picture's digest and where in the picture the block begins (all

@@ -12,19 +12,15 @@ class StopStrings:
         self._backend = tokenizer.backend_tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)  # gives whole characters only
         self._stop = stop
-        self._text = ""
+        self.text = ""
         self.found: int | None = None
 
     def append(self, token_id: int) -> bool:
         """Add a token; True if its text completes a stop string."""
         added = self._stream.step(self._backend, token_id) or ""
-        before = len(self._text)
-        self._text += added
+        before = len(self.text)
+        self.text += added
         # A stop string that ends in the added text begins at most its own length before it.
-        starts = [self._text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stop]
+        starts = [self.text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stop]
         self.found = min((start for start in starts if start >= 0), default=None) if added else None
         return self.found is not None
-
-    @property
-    def text_before_stop(self) -> str:
-        return self._text[: self.found]

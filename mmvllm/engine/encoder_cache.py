@@ -29,6 +29,10 @@ class EncoderCache:
         self.used_bytes = 0
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
 
+    def fits(self, num_rows: int) -> bool:
+        """Whether a picture of so many rows could ever be held."""
+        return num_rows * self.bytes_per_row <= self.capacity_bytes
+
     def is_encoded(self, digest: bytes) -> bool:
         entry = self._entries.get(digest)
         return entry is not None and entry.rows is not None

@@ -19,7 +19,7 @@ from mmvllm.engine.batch import build_batch
 from mmvllm.engine.block_manager import BlockManager
 from mmvllm.engine.detokenizer import StopStrings
 from mmvllm.engine.encoder_cache import EncoderCache
-from mmvllm.engine.model_runner import ModelRunner
+from mmvllm.engine.model_runner import ModelRunner, resolve_block_size
 from mmvllm.engine.sampler import Sampler
 from mmvllm.engine.scheduler import Scheduler
 from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup
@@ -40,17 +40,19 @@ class LLMEngine:
         """Load a checkpoint and make room for its KV cache; raises ValueError for what cannot be served."""
         self.config = config = config or EngineConfig()
         device = config.resolve_device()
-        folder = resolve_folder(model)
+        folder = resolve_folder(model, with_weights=config.load_format != "dummy")
         self.model_config = ModelConfig.from_pretrained(folder)
         dtype = config.resolve_dtype(self.model_config.dtype, device)
         self.image_config = ImageProcessorConfig.from_pretrained(folder)
         self.tokenizer = _load_tokenizer(folder)
+        self._check_image_config(folder)
         weights = load_model(folder, self.model_config, device, dtype, config.load_format, config.seed)
-        self.model_runner = ModelRunner(weights, self.model_config, config, self.image_config, device, dtype)
-        self.max_model_len = self._resolve_max_model_len()
-        block_manager = BlockManager(
-            self.model_runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
+        self.block_size = resolve_block_size(config, self.model_config, device, dtype)
+        self.model_runner = ModelRunner(
+            weights, self.model_config, config, self.image_config, device, dtype, self.block_size
         )
+        self.max_model_len = self._resolve_max_model_len()
+        block_manager = BlockManager(self.model_runner.num_blocks, self.block_size, config.enable_prefix_caching)
         self.encoder_cache = EncoderCache(config.encoder_cache_bytes, self.model_config.hidden_size * dtype.itemsize)
         eos_token_ids = self.model_config.eos_token_ids | {self.tokenizer.eos_token_id} - {None}
         self.sampler = Sampler(eos_token_ids)
@@ -63,7 +65,7 @@ class LLMEngine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_vision_patches=config.max_vision_patches,
         )
-        self._request_numbers = count()
+        self._request_numbers, self._unseeded = count(), count()
         self._exited = False
         atexit.register(_exit_if_alive, weakref.ref(self))
         if not config.skip_warmup:
@@ -94,8 +96,7 @@ class LLMEngine:
             priority: lower runs first; among equals, the earlier arrival.
             cache_salt: prefix cache entries are shared only among requests with the same salt.
         """
-        if self._exited:
-            raise RuntimeError("the engine has exited; make a new one")
+        self._refuse_after_exit()
         params = sampling_params or SamplingParams()
         for name, value, kind in (
             ("sampling_params", params, SamplingParams),
@@ -105,8 +106,7 @@ class LLMEngine:
         ):
             if not isinstance(value, kind):
                 raise ValueError(f"{name} is {value!r:.100}, must be {getattr(kind, '__name__', kind)}")
-        number = next(self._request_numbers)
-        request_id = str(number) if request_id is None else request_id
+        request_id = self.new_request_id() if request_id is None else request_id
         if request_id in self.scheduler.groups:
             raise ValueError(f"request_id {request_id!r} is already in flight")
         token_ids = self._token_ids(prompt)
@@ -119,13 +119,13 @@ class LLMEngine:
             len(token_ids), vision.vision_placeholders, vision.image_grid_thw, merge_size
         )
         arrival_time = time.time() if arrival_time is None else arrival_time
-        seed = f"{self.config.seed}:{number}" if params.seed is None else str(params.seed)
+        seed = f"{self.config.seed}:{next(self._unseeded)}" if params.seed is None else str(params.seed)
         seqs = [
             Sequence(
                 token_ids,
                 params,
                 request_id=request_id,
-                block_size=self.config.kvcache_block_size,
+                block_size=self.block_size,
                 seed=xxhash.xxh64_intdigest(f"{seed}:{i}".encode()),
                 vision=vision,
                 positions=positions,
@@ -140,16 +140,21 @@ class LLMEngine:
         self.scheduler.add(SequenceGroup(seqs))
         return request_id
 
+    def new_request_id(self) -> str:
+        """An id that no request in flight has."""
+        return next(number for number in map(str, self._request_numbers) if number not in self.scheduler.groups)
+
     def step(self) -> tuple[list[RequestOutput], int]:
         """Run one batch; return the requests that finished in it and the number of tokens computed.
 
-        If the device fails (out of memory, say), the requests of this batch finish with `error`; the engine lives on.
+        If the device runs out of memory, the requests of this batch finish with `error` and the engine lives on.
         """
+        self._refuse_after_exit()
         scheduled = self.scheduler.schedule()
         if not scheduled.chunks:
             return [], 0
-        batch = build_batch(scheduled, self.config.kvcache_block_size, self.model_runner.device)
         try:
+            batch = build_batch(scheduled, self.block_size, self.model_runner.device)
             logits = self.model_runner.run(batch, self.encoder_cache)
             sampled = self.sampler(logits, [chunk.seq for chunk in scheduled.chunks if chunk.samples])
         except RuntimeError as error:
@@ -171,13 +176,13 @@ class LLMEngine:
         start = time.perf_counter()
         multimodal, token_ids = {}, [0] * max(1, min(16, self.max_model_len - 2))
         vision = self.model_config.vision
-        if vision is not None and len(token_ids) >= 4:
+        if vision is not None and len(token_ids) >= 4 and self.encoder_cache.fits(4):
             side = 2 * vision.spatial_merge_size
             multimodal["pixel_values"] = torch.zeros(side * side, vision.patch_dim, dtype=torch.uint8)
             multimodal["image_grid_thw"] = [(1, side, side)]
             token_ids[:4] = [self.model_config.image_token_id] * 4
         request_id = self.add_request(
-            token_ids, SamplingParams(max_tokens=2, ignore_eos=True), cache_salt="warm-up", **multimodal
+            token_ids, SamplingParams(max_tokens=2, ignore_eos=True, seed=0), cache_salt="warm-up", **multimodal
         )
         while request_id in self.scheduler.groups:
             for output in self.step()[0]:
@@ -199,6 +204,10 @@ class LLMEngine:
         if on_cuda:
             torch.cuda.empty_cache()
 
+    def _refuse_after_exit(self) -> None:
+        if self._exited:
+            raise RuntimeError("the engine has exited; make a new one")
+
     def _token_ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             prompt = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
@@ -219,23 +228,36 @@ class LLMEngine:
                 f"{self.max_model_len} including the answer; shorten it, lower max_pixels or raise max_model_len"
             )
         for i, (_, length) in enumerate(vision.vision_placeholders):
-            needed = length * self.encoder_cache.bytes_per_row
-            if needed > self.encoder_cache.capacity_bytes:
+            if not self.encoder_cache.fits(length):
+                needed = length * self.encoder_cache.bytes_per_row
                 raise ValueError(
                     f"image {i} has {length} tokens, which take {needed} bytes of the encoder cache; "
                     f"encoder_cache_bytes is {self.encoder_cache.capacity_bytes}; raise it or lower max_pixels"
                 )
 
+    def _check_image_config(self, folder: Path) -> None:
+        """The processor and the ViT must agree on what a patch is."""
+        image, vision = self.image_config, self.model_config.vision
+        if vision is None:
+            return
+        cut = (image.patch_size, image.temporal_patch_size, image.merge_size)
+        wanted = (vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
+        if cut != wanted:
+            raise ValueError(
+                f"{folder}: the picture settings have (patch_size, temporal_patch_size, merge_size) {cut}, "
+                f"vision_config needs {wanted}"
+            )
+
     def _resolve_max_model_len(self) -> int:
         """The user's choice or the checkpoint's; a default is cut to what the KV cache can hold of one sequence."""
         limit, asked = self.model_config.max_position_embeddings, self.config.max_model_len
-        capacity = self.model_runner.num_blocks * self.config.kvcache_block_size
+        capacity = self.model_runner.num_blocks * self.block_size
         if asked is not None and asked > limit:
             raise ValueError(f"max_model_len is {asked}, the checkpoint was made for at most {limit} positions")
         if asked is not None and asked > capacity:
             raise ValueError(
                 f"max_model_len is {asked}, but the KV cache holds {capacity} tokens "
-                f"({self.model_runner.num_blocks} blocks of {self.config.kvcache_block_size}); lower it"
+                f"({self.model_runner.num_blocks} blocks of {self.block_size}); lower it"
             )
         if asked is None and capacity < limit:
             logger.warning(
@@ -247,7 +269,7 @@ class LLMEngine:
         logger.error("a step failed: %s", error)
         reason = f"the step failed: {type(error).__name__}: {error}"
         groups = [self.scheduler.abort_seq_group(request_id, FinishReason.ERROR, reason) for request_id in request_ids]
-        return [self._output(group) for group in groups]
+        return [self._output(group) for group in sorted(groups, key=lambda group: group.leader)]
 
     def _output(self, group: SequenceGroup) -> RequestOutput:
         leader = group.leader
@@ -264,12 +286,12 @@ class LLMEngine:
         )
 
     def _completion(self, seq: Sequence) -> CompletionOutput:
-        ended_by_string = seq.finish_reason is FinishReason.STOP and seq.stop_strings and seq.stop_strings.found
+        stop_at = seq.stop_strings.found if seq.stop_strings and seq.finish_reason is FinishReason.STOP else None
         wants_logprobs = seq.sampling_params.logprobs is not None
         return CompletionOutput(
-            text=seq.stop_strings.text_before_stop
-            if ended_by_string
-            else self.tokenizer.decode(seq.completion_token_ids, skip_special_tokens=True),
+            text=self.tokenizer.decode(seq.completion_token_ids, skip_special_tokens=True)
+            if stop_at is None
+            else seq.stop_strings.text[:stop_at],
             token_ids=seq.completion_token_ids,
             finish_reason=seq.finish_reason.value,
             cumulative_logprob=seq.cumulative_logprob if wants_logprobs else None,
@@ -282,10 +304,12 @@ def _load_tokenizer(folder: Path):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whatever a broken or missing tokenizer file makes the library raise
         raise ValueError(f"{folder} has no tokenizer that transformers can load: {error}") from error
-    if tokenizer.chat_template is None and (folder / "chat_template.json").is_file():
-        tokenizer.chat_template = json.loads((folder / "chat_template.json").read_text(encoding="utf-8"))[
-            "chat_template"
-        ]
+    template = folder / "chat_template.json"
+    if tokenizer.chat_template is None and template.is_file():
+        try:
+            tokenizer.chat_template = json.loads(template.read_text(encoding="utf-8"))["chat_template"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{template} is damaged: {error!r}; download it again") from None
     return tokenizer
 
 

@@ -1,21 +1,38 @@
 """Device state: weights and KV cache. Runs one batch at a time."""
 
-import logging
-
 import torch
 from torch import Tensor, nn
 
 from mmvllm.config import EngineConfig, ModelConfig
 from mmvllm.engine.batch import Batch, NewImage
 from mmvllm.engine.encoder_cache import EncoderCache
+from mmvllm.engine.sampler import draw
+from mmvllm.layers.attention import FLASH_BLOCK_SIZE, flash_unusable
 from mmvllm.processors.image import ImageProcessorConfig, normalize_patches
-
-logger = logging.getLogger(__name__)
+from mmvllm.sampling_params import SamplingParams
 
 
 def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one KV block: keys and values of `block_size` tokens in all layers."""
     return 2 * config.num_hidden_layers * block_size * config.num_key_value_heads * config.head_dim * dtype.itemsize
+
+
+def resolve_block_size(
+    engine_config: EngineConfig, config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> int:
+    """The user's KV block size, or 256 where that lets flash-attn serve the decoder, or 16, which shares more."""
+    if engine_config.kvcache_block_size is not None:
+        return engine_config.kvcache_block_size
+    return 16 if flash_unusable(device, dtype, config.head_dim, FLASH_BLOCK_SIZE) else FLASH_BLOCK_SIZE
+
+
+def affordable_blocks(
+    budget: int, engine_config: EngineConfig, config: ModelConfig, block_size: int, dtype: torch.dtype
+) -> int:
+    """KV blocks that `budget` bytes hold, but no more than all sequences at full length could use."""
+    longest = engine_config.max_model_len or config.max_position_embeddings
+    useful = engine_config.max_num_seqs * -(-longest // block_size)
+    return min(max(0, budget) // kv_block_bytes(config, block_size, dtype), useful)
 
 
 class ModelRunner:
@@ -29,16 +46,16 @@ class ModelRunner:
         image_config: ImageProcessorConfig,
         device: torch.device,
         dtype: torch.dtype,
+        block_size: int,
     ):
         self.model = model
         self.model_config = model_config
         self.image_config = image_config
         self.device = device
         self.dtype = dtype
-        self.num_blocks = engine_config.num_kvcache_blocks or self._affordable_blocks(engine_config)
-        c, block_size = model_config, engine_config.kvcache_block_size
-        shape = (c.num_hidden_layers, 2, self.num_blocks, block_size, c.num_key_value_heads, c.head_dim)
-        self.kv_cache = torch.empty(shape, dtype=dtype, device=device)
+        self.block_size = block_size
+        self.num_blocks = engine_config.num_kvcache_blocks or self._num_blocks(engine_config)
+        self.kv_cache = self._empty_kv_cache(self.num_blocks)
 
     @torch.inference_mode()
     def run(self, batch: Batch, encoder_cache: EncoderCache) -> Tensor:
@@ -66,29 +83,37 @@ class ModelRunner:
         pixels = pixel_values.to(self.device, non_blocking=True)
         return normalize_patches(pixels, self.image_config) if pixels.dtype == torch.uint8 else pixels.float()
 
-    def _affordable_blocks(self, engine_config: EngineConfig) -> int:
+    def _empty_kv_cache(self, num_blocks: int) -> Tensor:
+        c = self.model_config
+        shape = (c.num_hidden_layers, 2, num_blocks, self.block_size, c.num_key_value_heads, c.head_dim)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def _num_blocks(self, engine_config: EngineConfig) -> int:
         """KV blocks that fit: in a stated number of bytes on a CPU, in what a trial run leaves free on a GPU."""
-        block_bytes = kv_block_bytes(self.model_config, engine_config.kvcache_block_size, self.dtype)
         if self.device.type == "cpu":
             budget, source = engine_config.cpu_kvcache_bytes, "cpu_kvcache_bytes"
         else:
             peak = self._peak_memory(engine_config)
             free, total = torch.cuda.mem_get_info(self.device)
             others = total - free - torch.cuda.memory_reserved(self.device)
-            budget = (
-                int(total * engine_config.gpu_memory_utilization) - others - peak - engine_config.encoder_cache_bytes
-            )
+            budget = int(total * engine_config.gpu_memory_utilization) - others - peak
+            budget -= engine_config.encoder_cache_bytes if self.model_config.vision else 0
             source = "gpu_memory_utilization"
-        if budget < block_bytes:
+        num_blocks = affordable_blocks(budget, engine_config, self.model_config, self.block_size, self.dtype)
+        if num_blocks < 1:
+            block_bytes = kv_block_bytes(self.model_config, self.block_size, self.dtype)
             raise ValueError(
                 f"no room for the KV cache: a block takes {block_bytes} bytes, {budget} are left; raise {source}, "
                 "or lower max_num_batched_tokens, max_vision_patches or encoder_cache_bytes"
             )
-        return budget // block_bytes
+        return num_blocks
 
     @torch.inference_mode()
     def _peak_memory(self, engine_config: EngineConfig) -> int:
-        """Bytes that the largest step takes on the GPU, weights included: out of memory now rather than in service."""
+        """Bytes that the largest step takes on the GPU, weights included: out of memory now rather than in service.
+
+        A single picture above `max_vision_patches`, which may go alone, is not reserved for.
+        """
         torch.cuda.reset_peak_memory_stats(self.device)
         c = self.model_config
         if c.vision is not None:
@@ -96,10 +121,35 @@ class ModelRunner:
             grid = (1, side, max(side, engine_config.max_vision_patches // side // side * side))
             patches = torch.zeros(grid[1] * grid[2], c.vision.patch_dim, device=self.device)
             self.model.visual(patches, [grid])
-        x = torch.zeros(engine_config.max_num_batched_tokens, c.hidden_size, dtype=self.dtype, device=self.device)
-        self.model.decoder.layers[0].mlp(x)
-        torch.empty(engine_config.max_num_seqs, c.vocab_size, dtype=torch.float32, device=self.device).softmax(
-            -1
-        ).double()
+            del patches
+        logits = self.model(*self._largest_batch(engine_config))
+        params = SamplingParams(temperature=1.0, top_p=0.5, min_p=0.1)
+        draw(logits, [params] * len(logits), [0.5] * len(logits))
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device)
+
+    def _largest_batch(self, engine_config: EngineConfig) -> tuple[Batch, Tensor, Tensor]:
+        """The model's arguments for one prompt of the whole token budget, with all the logit rows there can be."""
+        N = engine_config.max_num_batched_tokens
+        num_blocks = -(-N // self.block_size)
+        tokens = torch.arange(N, device=self.device)
+        batch = Batch(
+            input_ids=torch.zeros_like(tokens),
+            positions=tokens.expand(3, N),
+            slot_mapping=tokens,
+            cu_seqlens_q=torch.tensor([0, N], dtype=torch.int32, device=self.device),
+            kv_lens=torch.tensor([N], dtype=torch.int32, device=self.device),
+            block_table=torch.arange(num_blocks, dtype=torch.int32, device=self.device)[None],
+            sample_at=tokens[: engine_config.max_num_seqs],
+            image_at=tokens[:0],
+            image_spans=(),
+            new_images=(),
+            block_copies=tokens[:0].view(2, 0),
+            query_lens=(N,),
+            context_lens=(N,),
+        )
+        return (
+            batch,
+            torch.empty(0, self.model_config.hidden_size, device=self.device),
+            self._empty_kv_cache(num_blocks),
+        )

@@ -31,7 +31,7 @@ class Sampler:
         random_rows = [row for row, p in enumerate(params) if p.temperature > 0]
         if random_rows:
             uniforms = [_uniform(seqs[row]) for row in random_rows]
-            token_ids[random_rows] = _draw(adjusted[random_rows], [params[row] for row in random_rows], uniforms)
+            token_ids[random_rows] = draw(adjusted[random_rows], [params[row] for row in random_rows], uniforms)
         return _with_logprobs(logits, token_ids, params)
 
     def _forbid_early_end(self, logits: Tensor, seqs: list[Sequence]) -> Tensor:
@@ -79,8 +79,11 @@ def _uniform(seq: Sequence) -> float:
     return xxhash.xxh32_intdigest(f"{seq.seed}:{seq.num_completion_tokens}".encode()) / 2**32
 
 
-def _draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -> Tensor:
-    """Temperature, then top-k, top-p and min-p as thresholds on the logits, then one draw per row -> (R,)."""
+def draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -> Tensor:
+    """One token per row of logits (R, V), by its inverse cumulative distribution at `uniforms` in [0, 1) -> (R,).
+
+    Temperature, then top-k, top-p (arXiv 1904.09751) and min-p (2407.01082) as thresholds, in transformers' order.
+    """
 
     def column(values, dtype=torch.float32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]  # (R, 1)

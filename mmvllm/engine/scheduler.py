@@ -3,7 +3,7 @@
 There is no prefill phase and no decode phase. Each sequence has `num_computed_tokens` and `num_tokens`; a step hands
 out tokens, oldest request first, so that the former catches up with the latter. A whole prompt, a chunk of one, the
 rest after a prefix hit, recovery after a preemption and a decode are the same thing with other numbers. (The idea is
-vLLM's, v1/core/sched/scheduler.py.)
+vLLM's, v1/core/sched/scheduler.py; chunked prefill is arXiv 2308.16369.)
 """
 
 import time
@@ -22,11 +22,8 @@ class ScheduledChunk:
     seq: Sequence
     start: int
     end: int
+    samples: bool
     block_copies: list[tuple[int, int]]
-
-    @property
-    def samples(self) -> bool:
-        return self.end == self.seq.num_tokens
 
 
 @dataclass(slots=True)
@@ -111,7 +108,7 @@ class Scheduler:
                     break
 
     def _schedule_waiting(self, step: Schedule) -> None:
-        while self.waiting and len(self.running) < self.max_num_seqs:
+        while self.waiting and len(self.running) < self.max_num_seqs and step.num_tokens < self.max_num_batched_tokens:
             seq = self.waiting[0]
             seq.num_computed_tokens = self._attach_blocks(seq)
             if not self._schedule_seq(step, seq):
@@ -140,7 +137,7 @@ class Scheduler:
         copies = self.block_manager.allocate(seq, end - start)
         if copies is None:
             return None
-        step.chunks.append(ScheduledChunk(seq, start, end, copies))
+        step.chunks.append(ScheduledChunk(seq, start, end, end == seq.num_tokens, copies))
         step.num_tokens += end - start
         step.num_patches += sum(len(seq.pixel_values[i]) for i in new_images)
         step.images_to_encode |= {seq.vision.image_digests[i]: (seq, i) for i in new_images}

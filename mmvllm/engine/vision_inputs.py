@@ -31,6 +31,10 @@ class VisionInputs:
     def num_tokens(self) -> int:
         return sum(length for _, length in self.vision_placeholders)
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(pixels.nbytes for pixels in self.pixel_values)
+
     def touching(self, start: int, end: int) -> list[int]:
         """Indices of the pictures that have a token in [start, end)."""
         return [i for i, (at, length) in enumerate(self.vision_placeholders) if at < end and start < at + length]

@@ -5,7 +5,6 @@ installed and fits. `flash_unusable` says why it does not.
 """
 
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +22,12 @@ def flash_unusable(
     """Why flash-attn cannot be used here, or None if it can; `block_size` is None where there is no KV cache."""
     if device.type != "cuda":
         return f"needs a CUDA device, this is {device.type}"
-    if find_spec("flash_attn") is None:
-        return "flash-attn is not installed; pip install 'mmvllm[flash]'"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "needs a GPU of compute capability 8.0 or above"
+    try:
+        from flash_attn import flash_attn_varlen_func  # noqa: F401
+    except ImportError as error:
+        return f"flash-attn cannot be imported ({error}); pip install 'mmvllm[flash]'"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"needs float16 or bfloat16, the model runs in {dtype}"
     if head_dim > 256 or head_dim % 8:
@@ -72,13 +75,13 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -
 def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     (n, H, D), (T, K, _) = q.shape, k.shape
     k, v = k.transpose(0, 1), v.transpose(0, 1)  # (K, T, D)
+    # Four dimensions, though the first is 1: with three, torch does not take its fused kernels.
     if n == 1:  # the heads that share a KV head are its queries, and all see all keys
-        return F.scaled_dot_product_attention(q.view(K, H // K, D), k, v).view(1, H, D)
-    k, v = k.repeat_interleave(H // K, dim=0), v.repeat_interleave(H // K, dim=0)  # (H, T, D)
+        return F.scaled_dot_product_attention(q.view(1, K, H // K, D), k[None], v[None]).reshape(1, H, D)
+    k, v = (x.repeat_interleave(H // K, dim=0)[None] for x in (k, v))  # (1, H, T, D)
     mask = None if n == T else torch.ones(n, T, dtype=torch.bool, device=q.device).tril(T - n)
-    return F.scaled_dot_product_attention(q.transpose(0, 1), k, v, attn_mask=mask, is_causal=mask is None).transpose(
-        0, 1
-    )
+    out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None)
+    return out[0].transpose(0, 1)
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, segment_lens: list[int]) -> Tensor:

@@ -12,7 +12,7 @@ from mmvllm.models.rotary import apply_rotary, mrope_cos_sin
 
 
 class Attention(nn.Module):
-    """Grouped-query attention: new keys and values go to the cache, queries read everything from there."""
+    """Grouped-query attention (arXiv 2305.13245): keys and values go to the cache, queries read all from there."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 BUNDLED = Path(__file__).parent.parent / "assets" / "demo"
 
 
-def resolve_folder(model: str | Path | None) -> Path:
+def resolve_folder(model: str | Path | None, with_weights: bool = True) -> Path:
     """The folder of a checkpoint: the bundled one for None, a local folder, or a hub id, downloaded unless cached.
 
     Offline mode (HF_HUB_OFFLINE) is respected; pickled weights are never downloaded.
@@ -31,7 +31,8 @@ def resolve_folder(model: str | Path | None) -> Path:
     try:
         if (folder := Path(model).expanduser()).is_dir():
             return folder
-        return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
+        wanted = ["*.json", "*.txt", "*.jinja", *(["*.safetensors"] if with_weights else [])]
+        return Path(snapshot_download(str(model), allow_patterns=wanted))
     except HFValidationError:
         raise ValueError(
             f"model {str(model)!r} is neither a local folder nor a hub id like 'Qwen/Qwen2-VL-2B'"

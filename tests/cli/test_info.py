@@ -8,7 +8,6 @@ import torch
 
 import mmvllm
 from mmvllm.cli.main import main
-from mmvllm.config import EngineConfig
 
 
 @pytest.fixture
@@ -60,9 +59,10 @@ def test_kv_blocks(block_size, dtype, value_bytes, info):
     """The tiny model has 2 layers with 2 KV heads of 16."""
     memory = info("--block-size", str(block_size), "--dtype", dtype)[1]["memory"]
     block_bytes = 2 * 2 * 2 * 16 * value_bytes * block_size
-    num_blocks = EngineConfig().cpu_kvcache_bytes // block_bytes
+    num_blocks = 64 * 1024 // block_size  # 64 sequences of 1024 tokens, which take less than cpu_kvcache_bytes
+    size = f"{num_blocks * block_bytes / 2**20:.1f} MiB"
     assert memory["KV block"] == f"{block_bytes / 1024:.1f} KiB for {block_size} tokens"
-    assert memory["KV cache"] == f"{num_blocks} blocks, {num_blocks * block_size} tokens (of cpu_kvcache_bytes)"
+    assert memory["KV cache"] == f"{num_blocks} blocks, 65536 tokens, {size}"
 
 
 def test_the_blocks_are_those_that_an_engine_gets(info, checkpoint, make_llm):

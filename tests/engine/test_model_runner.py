@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mmvllm.config import EngineConfig
+from mmvllm.engine import model_runner
 from mmvllm.engine.model_runner import ModelRunner, kv_block_bytes
 
 GiB = 2**30
@@ -25,16 +26,33 @@ def test_blocks_on_a_cpu_come_from_a_stated_number_of_bytes(checkpoint, make_llm
 def test_blocks_on_a_gpu_are_what_the_largest_step_leaves(checkpoint, make_llm, monkeypatch):
     """The arithmetic, with a card of 80 GiB of which another process holds 10."""
     runner = make_llm(checkpoint).engine.model_runner
-    config = EngineConfig(gpu_memory_utilization=0.5, encoder_cache_bytes=2 * GiB)
+    config = EngineConfig(gpu_memory_utilization=0.5, encoder_cache_bytes=2 * GiB, max_num_seqs=10**6)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (64 * GiB, 80 * GiB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6 * GiB)
     monkeypatch.setattr(ModelRunner, "_peak_memory", lambda self, config: 5 * GiB)
     runner.device = SimpleNamespace(type="cuda")
-    block_bytes = kv_block_bytes(runner.model_config, config.kvcache_block_size, runner.dtype)
-    assert runner._affordable_blocks(config) == (40 - 10 - 5 - 2) * GiB // block_bytes
+    block_bytes = kv_block_bytes(runner.model_config, runner.block_size, runner.dtype)
+    assert runner._num_blocks(config) == (40 - 10 - 5 - 2) * GiB // block_bytes
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * GiB, 80 * GiB))
     with pytest.raises(ValueError, match="raise gpu_memory_utilization"):
-        runner._affordable_blocks(config)
+        runner._num_blocks(config)
+
+
+def test_there_are_no_more_blocks_than_all_sequences_could_use(checkpoint, make_llm):
+    engine = make_llm(checkpoint, num_kvcache_blocks=None, max_num_seqs=3, max_model_len=100).engine
+    assert engine.model_runner.num_blocks == 3 * 7
+
+
+def test_blocks_are_as_large_as_flash_attn_wants_where_it_serves(checkpoint, make_llm, monkeypatch):
+    engine = make_llm(checkpoint).engine
+    choose = (engine.model_config, torch.device("cuda"), torch.float16)
+    unusable = {256: None, None: None}
+    monkeypatch.setattr(model_runner, "flash_unusable", lambda *args: unusable[args[-1]])
+    assert engine.block_size == 16
+    assert model_runner.resolve_block_size(EngineConfig(), *choose) == 256
+    assert model_runner.resolve_block_size(EngineConfig(kvcache_block_size=32), *choose) == 32
+    unusable[256] = "not installed"
+    assert model_runner.resolve_block_size(EngineConfig(), *choose) == 16
 
 
 @pytest.mark.parametrize("patches", [1, 5, 64])
@@ -42,8 +60,10 @@ def test_the_trial_run_takes_the_largest_step(patches, checkpoint, make_llm, mon
     runner = make_llm(checkpoint).engine.model_runner
     seen = []
     runner.model.visual.register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
+    rows = []
+    runner.model.register_forward_hook(lambda module, args, output: rows.append(len(output)))
     for name in ("reset_peak_memory_stats", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 123)
     assert runner._peak_memory(EngineConfig(max_vision_patches=patches, max_num_batched_tokens=32)) == 123
-    assert seen == [max(4, patches // 4 * 4)]
+    assert seen == [max(4, patches // 4 * 4)] and rows == [32]

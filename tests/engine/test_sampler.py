@@ -5,7 +5,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 from mmvllm import SamplingParams
-from mmvllm.engine.sampler import Sampler, _draw, _penalize
+from mmvllm.engine.sampler import Sampler, _penalize, draw
 from mmvllm.engine.sequence import Sequence
 
 V = 97
@@ -30,7 +30,7 @@ def sample(x: torch.Tensor, seqs: list[Sequence]) -> list[int]:
 def reachable(x: torch.Tensor, params: SamplingParams, draws: int = 3000) -> torch.Tensor:
     """Share of draws per token, with evenly spread uniforms: (V,)."""
     uniforms = [(i + 0.5) / draws for i in range(draws)]
-    tokens = _draw(x.expand(draws, V), [params] * draws, uniforms)
+    tokens = draw(x.expand(draws, V), [params] * draws, uniforms)
     return torch.bincount(tokens, minlength=V) / draws
 
 
@@ -59,7 +59,7 @@ def test_zero_temperature_is_argmax():
         ),
     ],
 )
-def test_draws_follow_transformers_distribution(params, warpers):
+def testdraws_follow_transformers_distribution(params, warpers):
     x = logits(1)
     want = x
     for warper in warpers:
@@ -133,12 +133,12 @@ def test_logprobs_are_the_models_own(count):
     assert plain.logprobs is None
 
 
-def test_a_uniform_at_the_very_end_still_draws_a_possible_token():
+def test_a_uniform_at_the_very_end_stilldraws_a_possible_token():
     x = torch.full((1, V), -50.0)
     x[0, 40] = 0.0
     params = SamplingParams(temperature=1.0, top_k=1)
     for uniform in (0.0, 0.5, 1 - 2**-32):
-        assert _draw(x, [params], [uniform]).tolist() == [40]
+        assert draw(x, [params], [uniform]).tolist() == [40]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_uniform_at_the_very_end_still_draws_a_possible_token():
         {"temperature": 1.0, "min_tokens": 1, "stop_token_ids": [V, 10**9]},
     ],
 )
-def test_extreme_parameters_draw_a_token_and_spare_the_neighbours(extreme):
+def test_extreme_parametersdraw_a_token_and_spare_the_neighbours(extreme):
     x = logits(2, scale=10.0)
     mild = sequence(SamplingParams(temperature=1.0))
     tokens = sample(x, [sequence(SamplingParams(**extreme), answer=() if "min_tokens" in extreme else (5,)), mild])
