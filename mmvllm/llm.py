@@ -1,5 +1,6 @@
 """`LLM`: the offline front door."""
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import fields
@@ -21,7 +22,7 @@ Params = SamplingParams | list[SamplingParams] | None
 
 
 class LLM:
-    """A Qwen2-VL model and everything that serves it, for use from Python.
+    """A Qwen2-VL model and everything that serves it, for use from Python; threads that share it take turns.
 
     Args:
         model: a local checkpoint folder or a hub id; None is the small bundled model.
@@ -58,6 +59,7 @@ class LLM:
             self.tokenizer, ImageProcessor(self.engine.image_config), self.engine.model_config.image_token_id
         )
         self._calls: dict[str, _Call] = {}  # who waits for which request
+        self._lock = threading.RLock()
 
     def generate(
         self,
@@ -176,12 +178,23 @@ class LLM:
         return not call.indices or (len(call.indices) < self._window and held < MAX_BYTES)
 
     def _add(self, call: "_Call", item: Prepared, sampling_params: Params) -> None:
-        """Hand a prepared request to the engine; raises what was wrong with it, in preparation or at the door."""
-        prompt = item.prompt.result()
+        """Hand a prepared request to the engine; raises ValueError for what was wrong, with its preparation too."""
+        try:
+            prompt = item.prompt.result()
+        except ValueError:
+            raise
+        except Exception as error:  # of a processor that is not ours, or a mistake in ours: the request's own affair
+            raise ValueError(f"preparation failed: {type(error).__name__}: {error}") from error
         params = _params_for(sampling_params, item.index, item.request.get("sampling_params"))
         options = {key: item.request.get(key) for key in ("request_id", "cache_salt")}
         options["priority"] = item.request.get("priority") or 0
         call.add(item.index, prompt.token_ids, params, **options, **prompt.multimodal)
+
+    def _deliver(self, output: RequestOutput) -> None:
+        if call := self._calls.pop(output.request_id, None):
+            # In this order: a call that has nothing in flight and nothing finished is over.
+            call.finished.append((call.indices[output.request_id], output))
+            del call.indices[output.request_id]
 
     def _refused(self, item: Prepared, error: ValueError) -> RequestOutput:
         own_id = item.request.get("request_id") if isinstance(item.request, dict) else None
@@ -191,7 +204,7 @@ class LLM:
 class _Call:
     """The requests of one call: those in flight by id, and those that finished since it last looked.
 
-    Several calls may run interleaved (two open generators, say); whoever steps the engine delivers to all.
+    Several calls may run interleaved, from open generators or from threads; whoever steps the engine delivers to all.
     """
 
     def __init__(self, llm: LLM):
@@ -200,20 +213,20 @@ class _Call:
         self.finished: list[tuple[int, RequestOutput]] = []
 
     def add(self, index: int, prompt: str | list[int], params: SamplingParams | None, **options: Any) -> None:
-        request_id = self.llm.engine.add_request(prompt, params, **options)
-        self.indices[request_id] = index
-        self.llm._calls[request_id] = self
+        with self.llm._lock:
+            request_id = self.llm.engine.add_request(prompt, params, **options)
+            self.indices[request_id] = index
+            self.llm._calls[request_id] = self
 
     def step(self) -> list[tuple[int, RequestOutput]]:
         """Run the engine once and take what is finished of this call."""
-        if not self.finished:
-            for output in self.llm.engine.step()[0]:
-                if call := self.llm._calls.pop(output.request_id, None):
-                    call.finished.append((call.indices.pop(output.request_id), output))
-            for request_id in self.indices.keys() - self.llm.engine.scheduler.groups.keys():  # not by us
-                self.llm._calls.pop(request_id)
-                self.finished.append((self.indices.pop(request_id), RequestOutput(request_id, error="aborted")))
-        finished, self.finished = self.finished, []
+        with self.llm._lock:
+            if not self.finished:
+                for output in self.llm.engine.step()[0]:
+                    self.llm._deliver(output)
+                for request_id in self.indices.keys() - self.llm.engine.scheduler.groups.keys():
+                    self.llm._deliver(RequestOutput(request_id, error="aborted"))  # not by us
+            finished, self.finished = self.finished, []
         return finished
 
     def outputs(self) -> Iterator[tuple[int, RequestOutput]]:
@@ -221,10 +234,11 @@ class _Call:
             yield from self.step()
 
     def abort(self) -> None:
-        for request_id in self.indices:
-            self.llm.engine.abort_request(request_id)
-            self.llm._calls.pop(request_id)
-        self.indices = {}
+        with self.llm._lock:
+            for request_id in self.indices:
+                self.llm.engine.abort_request(request_id)
+                self.llm._calls.pop(request_id)
+            self.indices = {}
 
 
 def _params_for(sampling_params: Params, index: int, own: SamplingParams | dict | None = None) -> SamplingParams:

@@ -60,6 +60,15 @@ def expand_placeholders(
     return expanded, placeholders
 
 
+def tokenize(tokenizer, text: str) -> list[int]:
+    """Token ids of a text as it stands: the chat template has written the special tokens out."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half a surrogate pair, from a file name or a broken JSON, say
+        raise ValueError(f"the text is not valid Unicode ({error})") from None
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
 class Processor:
     """mmvllm's own request processor: equal to transformers' Qwen2-VL processor in ids, grid and pixel values."""
 
@@ -76,7 +85,7 @@ class Processor:
         images = [self._image(i, part, request) for i, part in enumerate(parts)]
         with self._lock:
             text = request["text"] if messages is None else _apply_template(self.tokenizer, messages)
-            token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            token_ids = tokenize(self.tokenizer, text)
         lengths = [prod(image.grid_thw) // self.image_processor.config.merge_size**2 for image in images]
         token_ids, placeholders = expand_placeholders(token_ids, lengths, self.image_token_id)
         return Prompt(token_ids, _multimodal(images, placeholders))
@@ -108,7 +117,7 @@ class ForeignProcessor:
         images = [self._image(i, part, request) for i, part in enumerate(parts)]
         with self._lock:
             text = request["text"] if messages is None else _apply_template(self.processor, messages)
-            made = _call(self.processor, text, images)
+            made = self.processor(text=[text], images=images or None, return_tensors="pt")
         return self._prompt(made, len(images))
 
     def _image(self, i: int, part: dict, request: dict):
@@ -238,13 +247,6 @@ def _naming_image(i: int) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"image {i}: {error}") from error
-
-
-def _call(processor, text: str, images: list):
-    try:
-        return processor(text=[text], images=images or None, return_tensors="pt")
-    except Exception as error:  # it is somebody else's, and raises what it likes
-        raise ValueError(f"the processor failed on this request: {type(error).__name__}: {error}") from error
 
 
 def _apply_template(owner, messages: list[dict]) -> str:

@@ -1,9 +1,11 @@
 """Any form of picture -> upright 8-bit RGB, or a ValueError that says what came and what was wrong with it."""
 
 import base64
+import errno
 import http.client
 import io
 import os
+import stat
 import threading
 import urllib.parse
 import urllib.request
@@ -68,7 +70,7 @@ def _read(source: Any) -> tuple[bytes, str]:
     if scheme == "file":
         return _read_file(_file_url_path(source))
     if isinstance(source, os.PathLike) or (isinstance(source, str) and "://" not in source):
-        return _read_file(os.fspath(source))
+        return _read_file(os.fsdecode(source))
     came = f"{source:.100}" if isinstance(source, str) else type(source).__name__
     raise ValueError(
         f"cannot load a picture from {came}; "
@@ -88,7 +90,11 @@ def _read_file(path: str) -> tuple[bytes, str]:
     name = f"{path:.200}" or "''"  # it may be base64 that was meant for a data URI
     try:
         # Not Path.expanduser, which fails on a file named "~something".
-        with open(os.path.expanduser(path), "rb") as file:
+        path = os.path.expanduser(path)
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # reading might never end
+            raise OSError(errno.EINVAL, "it is a device or a pipe")
+        with open(path, "rb") as file:
             return file.read(), name
     except FileNotFoundError:
         raise ValueError(f"{name}: no such file") from None

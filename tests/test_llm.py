@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -97,7 +98,7 @@ def test_a_processor_that_raises_spares_the_others(llm):
 
     outputs = llm.generate_multimodal([ask("x"), GOOD, ask("y")], SHORT, processor=Picky(), on_error="return")
     assert [output.error is None for output in outputs] == [True, False, True]
-    assert outputs[1].error == "the processor failed on this request: RuntimeError: no pictures today"
+    assert outputs[1].error == "preparation failed: RuntimeError: no pictures today"
 
 
 def test_lower_priority_values_run_first(llm):
@@ -174,6 +175,65 @@ def test_what_the_iterator_raises_reaches_the_caller(llm):
         list(llm.stream_multimodal(broken(), SHORT))
 
 
+def test_threads_take_turns(llm):
+    """And so does an iterator of requests that itself asks the model, from the thread that walks it."""
+    want = llm.generate_multimodal([GOOD], SHORT)[0].token_ids
+
+    def asks_itself():
+        for _ in range(4):
+            assert llm.generate("Count.", SHORT)[0].error is None
+            yield GOOD
+
+    def work(_):
+        return [output.token_ids for output in llm.generate_multimodal([GOOD] * 5, SHORT, use_tqdm=False)]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(6))) == [[want] * 5] * 6
+    assert [output.token_ids for output in llm.stream_multimodal(asks_itself(), SHORT)] == [want] * 4
+
+
+def test_logits_that_are_not_numbers_end_their_request_only(llm):
+    ids = [llm.engine.model_config.image_token_id] * 4 + [5]
+    broken = {"pixel_values": torch.full((16, 1176), float("nan")), "image_grid_thw": [(1, 4, 4)]}
+    for params in (SHORT, SamplingParams(temperature=1.0, n=3)):
+        bad = llm.engine.add_request(ids, params, **broken)
+        good = llm.engine.add_request("Count.", SHORT)
+        outputs = {}
+        while not llm.engine.is_finished():
+            outputs |= {output.request_id: output for output in llm.engine.step()[0]}
+        assert "not numbers" in outputs[bad].error and outputs[bad].finish_reason == "error"
+        assert outputs[good].error is None and len(outputs[good].token_ids) == 4
+
+
+def test_an_answer_with_every_token_forbidden_is_an_error(llm):
+    params = SamplingParams(temperature=1.0, stop_token_ids=range(768), min_tokens=2)
+    output = llm.generate_multimodal([GOOD], params, on_error="return")[0]
+    assert "every token is forbidden" in output.error
+
+
+@pytest.mark.parametrize("where", ["run", "postprocess"])
+@pytest.mark.parametrize("at", range(6))
+def test_an_interrupted_step_does_not_spoil_the_requests_of_others(where, at, checkpoint, make_llm, monkeypatch):
+    """Copies on write that were scheduled and not made would leave the answers of n > 1 with another's KV."""
+    llm = make_llm(checkpoint, kvcache_block_size=4, enable_prefix_caching=False)
+    params = SamplingParams(max_tokens=8, ignore_eos=True, n=3)
+    want = llm.generate("Count the shapes.", SamplingParams(max_tokens=8, ignore_eos=True))[0].token_ids
+    other = llm.engine.add_request("Count the shapes.", params)
+    for _ in range(at):
+        llm.engine.step()
+    owner = llm.engine.model_runner if where == "run" else llm.engine.scheduler
+    monkeypatch.setattr(owner, where, lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("x", SHORT)
+    monkeypatch.undo()
+    outputs = []
+    while not llm.engine.is_finished():
+        outputs += llm.engine.step()[0]
+        llm.engine.scheduler.check()
+    assert outputs[0].request_id == other
+    assert [completion.token_ids for completion in outputs[0].completions] == [want] * 3
+
+
 def test_streams_may_be_interleaved(llm):
     first = llm.stream_multimodal([ask(f"a {i}", request_id=f"a{i}") for i in range(5)], SHORT)
     second = llm.stream_multimodal([ask(f"b {i}", request_id=f"b{i}") for i in range(5)], SHORT)
@@ -205,6 +265,7 @@ BAD = {
     "bad parameters": (ask("x", sampling_params={"temprature": 1}), "temprature"),
     "bad request_id": (ask("x", request_id=5), r"request_id is 5, must be str \| None"),
     "bad priority": (ask("x", priority="high"), "priority is 'high', must be int"),
+    "half a character": (ask("b\udcff"), "not valid Unicode"),
     "bad salt": (ask("x", cache_salt=b"x"), "cache_salt is b'x'"),
     "bad value": (ask("x", sampling_params={"temperature": -1}), "temperature is -1"),
 }
@@ -229,6 +290,7 @@ def test_a_bad_request_is_isolated_or_raised_and_the_engine_lives_on(name, llm):
     "prompt, message",
     [
         ("", "prompt is empty"),
+        ("b\udcff", "not valid Unicode"),
         ([], "prompt is empty"),
         ([5, 768], r"prompt has 768, token ids are integers in \[0, 768\)"),
         ([5, -1], "prompt has -1"),
@@ -243,11 +305,11 @@ def test_bad_prompts_are_named_by_index(prompt, message, llm):
 
 
 def test_automatic_request_ids_keep_clear_of_the_users(llm):
-    named = [ask("x", request_id=str(i)) for i in range(300)]
     bad = {"text": ""}
-    outputs = llm.generate_multimodal([*named, ask("y"), bad, ask("y"), bad], SHORT, on_error="return")
-    assert [output.request_id for output in outputs[:300]] == [str(i) for i in range(300)]
-    assert len({output.request_id for output in outputs[300:]}) == 4
+    requests = [ask("x"), ask("x", request_id="0"), ask("x", request_id="auto-2"), ask("x"), bad, ask("x"), bad]
+    outputs = llm.generate_multimodal(requests, SHORT, on_error="return")
+    assert [output.error is None for output in outputs] == [True, True, True, True, False, True, False]
+    assert len({output.request_id for output in outputs}) == len(requests)
 
 
 def test_request_ids_in_flight_are_unique(llm):
@@ -276,6 +338,8 @@ def test_too_few_sampling_params(llm):
         ({"vision_placeholders": [(1, 4)]}, "not where the prompt's image tokens are"),
         ({"vision_placeholders": [(0, 3)]}, "have lengths"),
         ({"image_digests": [b"1", b"2"]}, "2 image_digests"),
+        ({"image_digests": [[]]}, "each must be bytes"),
+        ({"arrival_time": "now"}, "arrival_time is 'now'"),
     ],
 )
 def test_bad_tensors_are_refused_at_the_door(changes, message, llm):

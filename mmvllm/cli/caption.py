@@ -50,7 +50,7 @@ def _open(path: Path) -> TextIO:
 def _report(path: Path, result: RequestOutput, output: TextIO | None) -> bool:
     """Write one picture's caption or error to the file, or else to the terminal; True for an error."""
     # Without the words that say which picture it is about: the path already does.
-    error = result.error and result.error.removeprefix("image 0: ").removeprefix(f"{path}: ")
+    error = result.error and result.error.removeprefix("image 0: ").removeprefix(f"{path!s:.200}: ")
     if output:
         record = {"path": str(path), "caption": None if error else result.text, "error": error}
         print(json.dumps(record, ensure_ascii=False), file=output, flush=True)

@@ -96,10 +96,11 @@ def _memory(config, engine_config, block_size: int, device, dtype) -> dict[str, 
         note = " at most; a trial run at start says exactly"
     num_blocks = affordable_blocks(budget, engine_config, config, block_size, dtype)
     block_bytes = kv_block_bytes(config, block_size, dtype)
+    size = num_blocks * block_bytes / 2**20
     return {
         "weights": f"{weights / 2**20:.1f} MiB ({num_parameters / 1e6:.1f} M parameters)",
         "KV block": f"{block_bytes / 2**10:.1f} KiB for {block_size} tokens",
-        "KV cache": f"{num_blocks} blocks, {num_blocks * block_size} tokens, {num_blocks * block_bytes / 2**20:.1f} MiB{note}",
+        "KV cache": f"{num_blocks} blocks, {num_blocks * block_size} tokens, {size:.1f} MiB{note}",
         "encoder cache": f"{engine_config.encoder_cache_bytes / 2**20:.0f} MiB",
         "positions": f"{config.max_position_embeddings} at most in one sequence",
     }

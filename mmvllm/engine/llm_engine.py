@@ -26,6 +26,7 @@ from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup
 from mmvllm.engine.vision_inputs import VisionInputs
 from mmvllm.models.weights import load_model, resolve_folder
 from mmvllm.outputs import CompletionOutput, RequestOutput
+from mmvllm.processors.chat import tokenize
 from mmvllm.processors.image import ImageProcessorConfig
 from mmvllm.processors.positions import mrope_positions
 from mmvllm.sampling_params import SamplingParams
@@ -103,6 +104,7 @@ class LLMEngine:
             ("request_id", request_id, str | None),
             ("cache_salt", cache_salt, str | None),
             ("priority", priority, int),
+            ("arrival_time", arrival_time, float | int | None),
         ):
             if not isinstance(value, kind):
                 raise ValueError(f"{name} is {value!r:.100}, must be {getattr(kind, '__name__', kind)}")
@@ -141,8 +143,9 @@ class LLMEngine:
         return request_id
 
     def new_request_id(self) -> str:
-        """An id that no request in flight has."""
-        return next(number for number in map(str, self._request_numbers) if number not in self.scheduler.groups)
+        """An id that no request in flight has, for one that names none."""
+        ids = (f"auto-{number}" for number in self._request_numbers)
+        return next(request_id for request_id in ids if request_id not in self.scheduler.groups)
 
     def step(self) -> tuple[list[RequestOutput], int]:
         """Run one batch; return the requests that finished in it and the number of tokens computed.
@@ -150,17 +153,21 @@ class LLMEngine:
         If the device runs out of memory, the requests of this batch finish with `error` and the engine lives on.
         """
         self._refuse_after_exit()
-        scheduled = self.scheduler.schedule()
-        if not scheduled.chunks:
-            return [], 0
         try:
-            batch = build_batch(scheduled, self.block_size, self.model_runner.device)
-            logits = self.model_runner.run(batch, self.encoder_cache)
-            sampled = self.sampler(logits, [chunk.seq for chunk in scheduled.chunks if chunk.samples])
-        except RuntimeError as error:
-            return self._fail({chunk.seq.request_id for chunk in scheduled.chunks}, error), scheduled.num_tokens
-        finished = self.scheduler.postprocess(scheduled, sampled)
-        return [self._output(group) for group in finished], scheduled.num_tokens
+            scheduled = self.scheduler.schedule()
+            if not scheduled.chunks:
+                return [], 0
+            try:
+                batch = build_batch(scheduled, self.block_size, self.model_runner.device)
+                logits = self.model_runner.run(batch, self.encoder_cache)
+                sampled = self.sampler(logits, [chunk.seq for chunk in scheduled.chunks if chunk.samples])
+            except RuntimeError as error:
+                return self._fail({chunk.seq.request_id for chunk in scheduled.chunks}, error), scheduled.num_tokens
+            finished = self.scheduler.postprocess(scheduled, sampled)
+            return [self._output(group) for group in finished], scheduled.num_tokens
+        except BaseException:  # an interrupt: what was scheduled has not been computed
+            self.scheduler.preempt_all()
+            raise
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request at any moment and return what it has so far; None if it is unknown or has finished."""
@@ -210,7 +217,7 @@ class LLMEngine:
 
     def _token_ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
-            prompt = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            prompt = tokenize(self.tokenizer, prompt)
         elif not isinstance(prompt, list | tuple):
             raise ValueError(f"prompt must be a string or a list of token ids, not {type(prompt).__name__}")
         if not prompt:

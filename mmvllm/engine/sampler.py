@@ -27,12 +27,15 @@ class Sampler:
             return []
         params = [seq.sampling_params for seq in seqs]
         adjusted = self._forbid_early_end(_penalize(logits, seqs), seqs)
-        token_ids = adjusted.argmax(dim=-1)  # (R,)
+        largest, token_ids = adjusted.max(dim=-1)  # (R,)
         random_rows = [row for row, p in enumerate(params) if p.temperature > 0]
         if random_rows:
             uniforms = [_uniform(seqs[row]) for row in random_rows]
             token_ids[random_rows] = draw(adjusted[random_rows], [params[row] for row in random_rows], uniforms)
-        return _with_logprobs(logits, token_ids, params)
+        tokens = _with_logprobs(logits, token_ids, params)
+        # A row with a NaN, or with nothing but -inf, has no token to give; the other rows are as good as ever.
+        possible = largest.isfinite().tolist()
+        return [token if ok else SampledToken(None) for token, ok in zip(tokens, possible, strict=True)]
 
     def _forbid_early_end(self, logits: Tensor, seqs: list[Sequence]) -> Tensor:
         rows, columns = [], []
@@ -107,7 +110,7 @@ def draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) ->
         logits = logits.masked_fill(logits < column([p.min_p for p in params]).log(), float("-inf"))
     cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)  # (R, V), in vocabulary order
     wanted = column(uniforms, torch.float64) * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, wanted, right=True).squeeze(1)
+    return torch.searchsorted(cumulative, wanted, right=True).squeeze(1).clamp(max=logits.shape[-1] - 1)
 
 
 def _with_logprobs(logits: Tensor, token_ids: Tensor, params: list[SamplingParams]) -> list[SampledToken]:

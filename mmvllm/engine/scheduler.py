@@ -38,9 +38,9 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A new token; `logprobs` and `logprob` where the request asked for them."""
+    """A new token, or None where the logits allow none; `logprobs` and `logprob` where the request asked for them."""
 
-    token_id: int
+    token_id: int | None
     logprob: float | None = None
     logprobs: dict[int, float] | None = None
 
@@ -171,6 +171,11 @@ class Scheduler:
         seq.status, seq.finish_reason = SequenceStatus.WAITING, FinishReason.PREEMPTED
         insort(self.waiting, seq)
 
+    def preempt_all(self) -> None:
+        """Go back to a state in which nothing has been scheduled; all running sequences compute again."""
+        while self.running:
+            self.preempt(self.running[-1])
+
     def postprocess(self, step: Schedule, sampled: list[SampledToken]) -> list[SequenceGroup]:
         """Commit a step that has run: tokens computed, tokens sampled; return the requests that finished.
 
@@ -179,23 +184,30 @@ class Scheduler:
         tokens = iter(sampled)
         for chunk in step.chunks:
             seq = chunk.seq
+            token = next(tokens) if chunk.samples else None
+            if seq.is_finished:  # with another answer of its group, a moment ago
+                continue
             seq.num_computed_tokens = chunk.end
             self.block_manager.commit(seq)
             for i in seq.vision.touching(chunk.start, chunk.end):
                 if sum(seq.vision.vision_placeholders[i]) <= chunk.end:
                     self.encoder_cache.release(seq.vision.image_digests[i], (seq.seq_id, i))
-            if chunk.samples:
-                self._append(seq, next(tokens))
+            if token is not None:
+                self._append(seq, token)
         return self._collect({chunk.seq.request_id for chunk in step.chunks})
 
     def _append(self, seq: Sequence, token: SampledToken) -> None:
+        group = self.groups[seq.request_id]
+        if token.token_id is None:
+            error = "no token can follow: the model's logits are not numbers, or every token is forbidden"
+            self._end(group, FinishReason.ERROR, error)
+            return
         seq.append_token(token.token_id)
         if seq.first_token_time is None:
             seq.first_token_time = time.time()
         if token.logprobs is not None:
             seq.logprobs.append(token.logprobs)
             seq.cumulative_logprob += token.logprob
-        group = self.groups[seq.request_id]
         if seq is group.leader and not group.children_started:
             group.children_started = True
             for child in group.seqs[1:]:
@@ -218,13 +230,9 @@ class Scheduler:
     def abort_seq_group(self, request_id: str, reason: FinishReason, error: str | None = None) -> SequenceGroup | None:
         """End a request at any moment; None if it is not here."""
         group = self.groups.get(request_id)
-        if group is None:
-            return None
-        group.error = error
-        for seq in group.seqs:
-            if not seq.is_finished:
-                self._finish(seq, reason)
-        del self.groups[request_id]
+        if group is not None:
+            self._end(group, reason, error)
+            del self.groups[request_id]
         return group
 
     def check(self) -> None:
@@ -244,6 +252,12 @@ class Scheduler:
         for group in finished:
             del self.groups[group.request_id]
         return sorted(finished, key=lambda group: group.leader)
+
+    def _end(self, group: SequenceGroup, reason: FinishReason, error: str | None) -> None:
+        group.error = error
+        for seq in group.seqs:
+            if not seq.is_finished:
+                self._finish(seq, reason)
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         queue = self.running if seq.status is SequenceStatus.RUNNING else self.waiting

@@ -76,8 +76,8 @@ class VisionInputs:
         _check_placeholders(placeholders, lengths, token_ids, config.image_token_id)
         pixels = _split(pixel_values, grids, config.vision.patch_dim)
         digests = tuple(image_digests or (_digest(*image) for image in zip(pixels, grids, strict=True)))
-        if len(digests) != len(grids):
-            raise ValueError(f"{len(digests)} image_digests were given for {len(grids)} image(s)")
+        if len(digests) != len(grids) or not all(isinstance(digest, bytes) for digest in digests):
+            raise ValueError(f"{len(digests)} image_digests were given for {len(grids)} image(s); each must be bytes")
         return cls(pixels, grids, placeholders, digests)
 
 
@@ -102,7 +102,8 @@ def _split(pixel_values, grids: tuple[Grid, ...], patch_dim: int) -> tuple[Tenso
     sizes = [prod(grid) for grid in grids]
     if isinstance(pixel_values, Tensor) and pixel_values.dim() == 2 and len(pixel_values) == sum(sizes):
         pixel_values = pixel_values.split(sizes)
-    shapes = [tuple(pixels.shape) for pixels in ([] if pixel_values is None else pixel_values)]
+    pixel_values = [torch.as_tensor(pixels) for pixels in ([] if pixel_values is None else pixel_values)]
+    shapes = [tuple(pixels.shape) for pixels in pixel_values]
     if shapes != [(size, patch_dim) for size in sizes]:
         raise ValueError(f"pixel_values have shapes {shapes}, image_grid_thw needs {[(s, patch_dim) for s in sizes]}")
     return tuple(pixel_values)
