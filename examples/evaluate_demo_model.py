@@ -3,7 +3,7 @@
     python examples/evaluate_demo_model.py --scenes 500
 
 Draws scenes with seeds that training never used, asks one question of each kind about each (describe, count, what is
-at a place, which colour, which word) through `mmvllm.LLM`, and compares the whole answer with the true one.
+at a place, which colour, which digit) through `mmvllm.LLM`, and compares the whole answer with the true one.
 """
 
 import argparse
@@ -35,8 +35,9 @@ def main() -> None:
             content = [{"type": "image", "image": image}, {"type": "text", "text": question}]
             requests.append({"messages": [{"role": "user", "content": content}]})
 
+    llm = LLM(args.model)
     start = time.perf_counter()
-    outputs = LLM(args.model).generate_multimodal(requests, SamplingParams(max_tokens=128))
+    outputs = llm.generate_multimodal(requests, SamplingParams(max_tokens=128))
     seconds = time.perf_counter() - start
 
     right, total, wrong_scenes = Counter(), Counter(), set()

@@ -4,7 +4,7 @@
 
 Streams pictures that are drawn as they are asked for through one `LLM` with the bundled model, and prints the resident
 size as it goes. The KV cache is small here, so that it is soon full and its pages are not mistaken for growth.
-Exits with 1 if the second half of the run needed more than 5 % above the first.
+Exits with 1 if the second half of the run needed more than 5 % above the second quarter.
 """
 
 import argparse
@@ -31,6 +31,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pictures", type=int, default=2000)
     args = parser.parse_args()
+    if args.pictures < 4:
+        parser.error("--pictures must be at least 4")
     llm = LLM(num_kvcache_blocks=1024, encoder_cache_bytes=4 * 1024 * 1024)
     process = psutil.Process()
     sizes = []

@@ -1,4 +1,4 @@
-"""Pictures, several turns, several pictures and plain text in one batch, and a stream.
+"""A picture, a conversation about it and plain text in one batch; then a stream over a folder.
 
 python examples/quickstart.py
 """
@@ -10,25 +10,27 @@ from mmvllm import LLM, SamplingParams
 IMAGES = Path(__file__).parent / "images"
 
 
-def ask(question: str, *names: str) -> dict:
+def user(question: str, *names: str) -> dict:
     parts = [{"type": "image", "image": IMAGES / name} for name in names]
-    return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]}
+    return {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
 
 
 def main() -> None:
     llm = LLM()  # the bundled demo model; LLM("Qwen/Qwen2-VL-2B-Instruct") is a real one
+    first = user("Describe this image.", "scene-04.png")
+    answer = {"role": "assistant", "content": llm.generate_multimodal([{"messages": [first]}])[0].text}
     requests = [
-        ask("Describe this image.", "scene-04.png"),
-        ask("How many shapes are there?", "scene-04.png"),  # the picture's KV blocks are shared with the first
-        ask("What is at the top right?", "scene-07.png"),
+        {"messages": [first, answer, user("How many stars are there?")]},  # what was computed before is found again
+        {"messages": [user("What is at the top left?", "scene-07.png")]},
+        {"messages": [user("Count the shapes.")]},  # no picture at all: the model guesses
     ]
-    for request, output in zip(requests, llm.generate_multimodal(requests), strict=True):
-        print(
-            f"{request['messages'][0]['content'][-1]['text']}  {output.text}  ({output.num_image_tokens} image tokens)"
-        )
+    print(answer["content"])
+    for output in llm.generate_multimodal(requests):
+        print(f"{output.text}  ({output.num_prompt_tokens} prompt tokens, {output.num_cached_tokens} of them cached)")
 
-    pictures = (ask("Describe this image.", path.name) for path in sorted(IMAGES.glob("*.png")))
-    for output in llm.stream_multimodal(pictures, SamplingParams(max_tokens=64)):
+    names = sorted(path.name for path in IMAGES.glob("*.png"))
+    stream = ({"messages": [user("Describe this image.", name)], "request_id": name} for name in names)
+    for output in llm.stream_multimodal(stream, SamplingParams(max_tokens=64)):
         print(f"{output.request_id}: {output.text}")
 
 

@@ -24,7 +24,7 @@ SHAPES = ("circle", "square", "triangle", "star")
 SIZES = {"small": 0.50, "large": 0.88}  # of the shorter side of a cell
 POSITIONS = ("top left", "top", "top right", "left", "center", "right", "bottom left", "bottom", "bottom right")
 DIGITS = "0123456789"
-NUMBERS = ("no", "one", "two", "three", "four")
+NUMBERS = ("zero", "one", "two", "three", "four")
 
 
 @dataclass(frozen=True)

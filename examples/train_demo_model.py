@@ -8,6 +8,7 @@ on where it stopped when `--resume FILE` names its state file.
 """
 
 import argparse
+import copy
 import json
 import math
 import random
@@ -209,11 +210,63 @@ def embed_single_frames(model) -> None:
 
 def save(model, folder: Path) -> None:
     """Write the checkpoint the way Qwen2-VL's is laid out: `visual.*`, `model.*`, fp16."""
-    model.half().save_pretrained(folder)
-    model.float()
+    copy.deepcopy(model).half().save_pretrained(folder)
     preprocessor = {name: getattr(IMAGES, name) for name in IMAGES.__slots__}
     preprocessor |= {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2VLProcessor"}
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor, indent=2))
+
+
+class Trainer:
+    """The model, its optimizer, and a throw-away linear layer that teaches the ViT what matters.
+
+    Through the text alone the ViT takes hours to find out that shapes matter. The layer asks every picture token what
+    stands in its cell, which tells it in minutes.
+    """
+
+    def __init__(self, tokenizer, device: str, lr: float, minutes: float):
+        # Eager attention: on CPU the backward pass of torch's SDPA takes longer than its products.
+        self.model = Qwen2VLForConditionalGeneration._from_config(model_config(tokenizer), attn_implementation="eager")
+        self.model.to(device).train()
+        embed_single_frames(self.model)
+        self.head = torch.nn.Linear(self.model.config.text_config.hidden_size, len(KINDS)).to(device)
+        parameters = [*self.model.parameters(), *self.head.parameters()]
+        self.optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
+        self.device, self.lr, self.seconds = device, lr, 60 * minutes
+        self.step, self.spent = 0, 0.0
+        self._rows = []
+        self.model.model.visual.merger.register_forward_hook(lambda module, args, rows: self._rows.append(rows))
+
+    def train_step(self, batch: dict) -> str:
+        """One step on one batch; what to print of it."""
+        warm = min(1.0, (self.step + 1) / 100)
+        cosine = 0.5 * (1 + math.cos(math.pi * self.spent / self.seconds))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr * warm * (0.02 + 0.98 * cosine)
+        batch = {name: value.to(self.device) for name, value in batch.items()}
+        pixel_values = normalize_patches(batch.pop("pixel_values"), IMAGES)
+        labels, kinds = batch.pop("labels")[:, 1:], batch.pop("kinds")
+        with torch.autocast(torch.device(self.device).type, dtype=torch.bfloat16):
+            logits = self.model(pixel_values=pixel_values, **batch).logits[:, :-1]
+        logits, labels = logits[labels != -100].float(), labels[labels != -100]
+        seen = self.head(self._rows.pop().float())
+        loss = F.cross_entropy(logits, labels)
+        self.optimizer.zero_grad(set_to_none=True)
+        (loss + 0.5 * F.cross_entropy(seen, kinds)).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.step += 1
+        tokens_right = (logits.argmax(-1) == labels).float().mean()
+        kinds_right = (seen.argmax(-1) == kinds)[kinds > 0].float().mean()
+        return f"loss {loss:.4f}  tokens right {tokens_right:.4f}  kinds right {kinds_right:.4f}"
+
+    def state_dict(self) -> dict:
+        parts = {name: getattr(self, name).state_dict() for name in ("model", "head", "optimizer")}
+        return {**parts, "step": self.step, "spent": self.spent}
+
+    def load_state_dict(self, state: dict) -> None:
+        for name in ("model", "head", "optimizer"):
+            getattr(self, name).load_state_dict(state[name])
+        self.step, self.spent = state["step"], state["spent"]
 
 
 def main() -> None:
@@ -227,68 +280,31 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.manual_seed(0)
-    train_tokenizer(args.output)
+    resumed = args.resume is not None and args.resume.exists()
+    if not resumed:  # another tokenizer would make the embeddings worthless
+        train_tokenizer(args.output)
     tokenizer = AutoTokenizer.from_pretrained(args.output)
-    # Eager attention: on CPU the backward pass of torch's SDPA takes longer than its products.
-    config = model_config(tokenizer)
-    model = Qwen2VLForConditionalGeneration._from_config(config, attn_implementation="eager").to(args.device).train()
-    embed_single_frames(model)
-    # Through the text alone, the ViT takes hours to find out that shapes matter. A throw-away linear layer that asks
-    # every picture token what stands in its cell tells it in minutes.
-    head = torch.nn.Linear(model.config.text_config.hidden_size, len(KINDS)).to(args.device)
-    rows = []
-    model.model.visual.merger.register_forward_hook(lambda module, inputs, output: rows.append(output))
-    head_optimizer = torch.optim.AdamW(head.parameters(), lr=args.lr)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    step, spent = 0, 0.0
-    if args.resume and args.resume.exists():
-        state = torch.load(args.resume, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        step, spent = state["step"], state["spent"]
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters", flush=True)
+    trainer = Trainer(tokenizer, args.device, args.lr, args.minutes)
+    if resumed:
+        trainer.load_state_dict(torch.load(args.resume, weights_only=True))
+    print(f"{sum(p.numel() for p in trainer.model.parameters()) / 1e6:.2f} M parameters", flush=True)
 
-    data = Conversations(tokenizer, first_seed=10_000_000 + step * args.batch_size)
+    data = Conversations(tokenizer, first_seed=10_000_000 + trainer.step * args.batch_size)
     loader = DataLoader(data, batch_size=args.batch_size, collate_fn=collate, num_workers=1, prefetch_factor=4)
-    start, total = time.monotonic() - spent, args.minutes * 60
-    saved = time.monotonic()
+    start, saved = time.monotonic() - trainer.spent, time.monotonic()
     for batch in loader:
-        spent = time.monotonic() - start
-        if spent > total:
+        trainer.spent = time.monotonic() - start
+        if trainer.spent > trainer.seconds:
             break
-        warm = min(1.0, (step + 1) / 100)
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * spent / total)))
-        batch = {name: value.to(args.device) for name, value in batch.items()}
-        pixel_values = normalize_patches(batch.pop("pixel_values"), IMAGES)
-        labels, kinds = batch.pop("labels"), batch.pop("kinds")
-        with torch.autocast(args.device, dtype=torch.bfloat16):
-            logits = model(pixel_values=pixel_values, **batch).logits
-        wanted = labels[:, 1:] != -100
-        logits, labels = logits[:, :-1][wanted].float(), labels[:, 1:][wanted]
-        seen = head(rows.pop().float())
-        loss, head_loss = F.cross_entropy(logits, labels), F.cross_entropy(seen, kinds)
-        optimizer.zero_grad(set_to_none=True)
-        head_optimizer.zero_grad(set_to_none=True)
-        (loss + 0.5 * head_loss).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        head_optimizer.step()
-        step += 1
-        if step % 20 == 0:
-            accuracy = (logits.argmax(-1) == labels).float().mean()
-            glance = (seen.argmax(-1) == kinds)[kinds > 0].float().mean()
-            print(
-                f"step {step}  {spent:.0f} s  loss {loss:.4f}  tokens right {accuracy:.4f}  kinds right {glance:.4f}",
-                flush=True,
-            )
+        report = trainer.train_step(batch)
+        if trainer.step % 20 == 0:
+            print(f"step {trainer.step}  {trainer.spent:.0f} s  {report}", flush=True)
         if time.monotonic() - saved > 240:
-            save(model, args.output)
+            save(trainer.model, args.output)
             if args.resume:
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "spent": spent}
-                torch.save(state, args.resume)
+                torch.save(trainer.state_dict(), args.resume)
             saved = time.monotonic()
-    save(model, args.output)
+    save(trainer.model, args.output)
 
 
 if __name__ == "__main__":
