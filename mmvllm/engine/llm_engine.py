@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Sequence as SequenceOf
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -21,7 +22,7 @@ from mmvllm.engine.detokenizer import StopStrings
 from mmvllm.engine.encoder_cache import EncoderCache
 from mmvllm.engine.model_runner import ModelRunner, resolve_block_size
 from mmvllm.engine.sampler import Sampler
-from mmvllm.engine.scheduler import Scheduler
+from mmvllm.engine.scheduler import Schedule, Scheduler
 from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup
 from mmvllm.engine.vision_inputs import VisionInputs
 from mmvllm.models.weights import load_model, resolve_folder
@@ -99,15 +100,13 @@ class LLMEngine:
         """
         self._refuse_after_exit()
         params = sampling_params or SamplingParams()
-        for name, value, kind in (
-            ("sampling_params", params, SamplingParams),
-            ("request_id", request_id, str | None),
-            ("cache_salt", cache_salt, str | None),
-            ("priority", priority, int),
-            ("arrival_time", arrival_time, float | int | None),
-        ):
-            if not isinstance(value, kind):
-                raise ValueError(f"{name} is {value!r:.100}, must be {getattr(kind, '__name__', kind)}")
+        _check_types(
+            sampling_params=(params, SamplingParams),
+            request_id=(request_id, str | None),
+            cache_salt=(cache_salt, str | None),
+            priority=(priority, int),
+            arrival_time=(arrival_time, float | int | None),
+        )
         request_id = self.new_request_id() if request_id is None else request_id
         if request_id in self.scheduler.groups:
             raise ValueError(f"request_id {request_id!r} is already in flight")
@@ -155,19 +154,21 @@ class LLMEngine:
         self._refuse_after_exit()
         try:
             scheduled = self.scheduler.schedule()
-            if not scheduled.chunks:
-                return [], 0
-            try:
-                batch = build_batch(scheduled, self.block_size, self.model_runner.device)
-                logits = self.model_runner.run(batch, self.encoder_cache)
-                sampled = self.sampler(logits, [chunk.seq for chunk in scheduled.chunks if chunk.samples])
-            except RuntimeError as error:
-                return self._fail({chunk.seq.request_id for chunk in scheduled.chunks}, error), scheduled.num_tokens
-            finished = self.scheduler.postprocess(scheduled, sampled)
-            return [self._output(group) for group in finished], scheduled.num_tokens
+            finished = self._compute(scheduled) if scheduled.chunks else []
         except BaseException:  # an interrupt: what was scheduled has not been computed
             self.scheduler.preempt_all()
             raise
+        return [self._output(group) for group in finished], scheduled.num_tokens
+
+    def _compute(self, scheduled: Schedule) -> list[SequenceGroup]:
+        """Pack, run, sample and commit what was scheduled; return the requests that finished."""
+        try:
+            batch = build_batch(scheduled, self.block_size, self.model_runner.device)
+            logits = self.model_runner.run(batch, self.encoder_cache)
+            sampled = self.sampler(logits, [chunk.seq for chunk in scheduled.chunks if chunk.samples])
+        except RuntimeError as error:  # torch's out-of-memory error is one
+            return self._fail(scheduled, error)
+        return self.scheduler.postprocess(scheduled, sampled)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request at any moment and return what it has so far; None if it is unknown or has finished."""
@@ -272,11 +273,11 @@ class LLMEngine:
             )
         return asked or min(limit, capacity)
 
-    def _fail(self, request_ids: set[str], error: Exception) -> list[RequestOutput]:
+    def _fail(self, scheduled: Schedule, error: RuntimeError) -> list[SequenceGroup]:
         logger.error("a step failed: %s", error)
         reason = f"the step failed: {type(error).__name__}: {error}"
-        groups = [self.scheduler.abort_seq_group(request_id, FinishReason.ERROR, reason) for request_id in request_ids]
-        return [self._output(group) for group in sorted(groups, key=lambda group: group.leader)]
+        request_ids = dict.fromkeys(chunk.seq.request_id for chunk in scheduled.chunks)  # each once, in order
+        return [self.scheduler.abort_seq_group(request_id, FinishReason.ERROR, reason) for request_id in request_ids]
 
     def _output(self, group: SequenceGroup) -> RequestOutput:
         leader = group.leader
@@ -304,6 +305,13 @@ class LLMEngine:
             cumulative_logprob=seq.cumulative_logprob if wants_logprobs else None,
             logprobs=seq.logprobs if wants_logprobs else None,
         )
+
+
+def _check_types(**given: tuple[Any, Any]) -> None:
+    """Each argument is a (value, type or union of types) pair."""
+    for name, (value, kind) in given.items():
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} is {value!r:.100}, must be {getattr(kind, '__name__', kind)}")
 
 
 def _load_tokenizer(folder: Path):
