@@ -313,8 +313,11 @@ def test_automatic_request_ids_keep_clear_of_the_users(llm):
 
 
 def test_request_ids_in_flight_are_unique(llm):
-    with pytest.raises(ValueError, match="request 1: request_id 'a' is already in flight"):
-        llm.generate_multimodal([ask("x", request_id="a"), ask("y", request_id="a")], SHORT)
+    llm.engine.add_request("x", SHORT, "a")
+    with pytest.raises(ValueError, match="request_id 'a' is already in flight"):
+        llm.engine.add_request("y", SHORT, "a")
+    assert llm.engine.abort_request("a").num_prompt_tokens == 1
+    llm.engine.abort_request(llm.engine.add_request("y", SHORT, "a"))
 
 
 def test_on_error_is_checked(llm):
