@@ -402,14 +402,20 @@ def test_closing_a_stream_aborts_what_is_left(llm):
     assert llm.engine.is_finished()
 
 
-def test_a_request_aborted_from_outside_ends_its_wait(llm):
+def test_a_request_aborted_from_outside_ends_its_wait(llm, monkeypatch):
+    step, groups = llm.engine.step, llm.engine.scheduler.groups
+
+    def abort_and_step():
+        if "lost" in groups:
+            llm.engine.abort_request("lost")
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", abort_and_step)
     requests = [ask("x", request_id="lost"), ask("y", request_id="kept")]
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
-    stream = llm.stream_multimodal([ask("first", sampling_params=SHORT), *requests], params, on_error="return")
-    next(stream)
-    llm.engine.abort_request("lost")
-    outputs = {output.request_id: output for output in stream}
-    assert outputs["lost"].error == "aborted" and outputs["kept"].error is None
+    lost, kept = llm.generate_multimodal(requests, SHORT, on_error="return")
+    assert lost.error == "aborted" and kept.error is None
+    with pytest.raises(RuntimeError, match="request 0: aborted"):
+        llm.generate_multimodal(requests, SHORT)
 
 
 def test_a_stream_over_an_engine_that_has_exited_raises(checkpoint, make_llm):
