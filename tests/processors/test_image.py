@@ -1,6 +1,5 @@
 """RGB pictures become the patches transformers would make of them."""
 
-import io
 import json
 import math
 from pathlib import Path
@@ -24,23 +23,9 @@ from mmvllm.processors.image import (
 )
 from mmvllm.processors.load import load_image
 from tests.conftest import picture
+from tests.processors.test_load import PNG, RGB, encode, noise
 
 steady = settings(derandomize=True, deadline=None)
-
-
-def noise(width: int, height: int, channels: int = 3, seed: int = 0) -> np.ndarray:
-    """(height, width, channels) uint8, all levels and every pixel another."""
-    return np.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=np.uint8)
-
-
-def encode(image: Image.Image, file_format: str = "PNG", **options) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, file_format, **options)
-    return buffer.getvalue()
-
-
-RGB = noise(13, 7)
-PNG = encode(Image.fromarray(RGB))
 
 
 # Size
