@@ -55,12 +55,15 @@ class Scene:
         return [thing for thing in self.things if not thing.text]
 
 
-def random_scene(rng: random.Random) -> Scene:
-    """One to four things in different cells, of a picture 120 to 480 pixels wide and high, aspect up to 3:2."""
+def random_scene(rng: random.Random, text_share: float = 0.4) -> Scene:
+    """One to four things in different cells, of a picture 120 to 480 pixels wide and high, aspect up to 3:2.
+
+    `text_share` of the scenes have a printed digit.
+    """
     width = rng.randint(120, 480)
     height = min(480, max(120, round(width * rng.uniform(2 / 3, 3 / 2))))
     cells = sorted(rng.sample(range(9), rng.choice((1, 2, 2, 3, 3, 4))))
-    text_cell = rng.choice(cells) if rng.random() < 0.4 else None
+    text_cell = rng.choice(cells) if rng.random() < text_share else None
     things = tuple(
         Thing(cell, text=rng.choice(DIGITS))
         if cell == text_cell
@@ -81,7 +84,7 @@ def draw(scene: Scene, rng: random.Random) -> Image.Image:
         x = (thing.cell % 3 + 0.5 + rng.uniform(-0.06, 0.06)) * cell_w
         y = (thing.cell // 3 + 0.5 + rng.uniform(-0.06, 0.06)) * cell_h
         if thing.text:
-            _draw_text(pen, thing.text, x, y, 0.75 * min(cell_w, cell_h))
+            _draw_text(pen, thing.text, x, y, min(cell_w, cell_h))
         else:
             radius = SIZES[thing.size] * rng.uniform(0.93, 1.07) * min(cell_w, cell_h) / 2
             colour = tuple(max(0, min(255, part + rng.randint(-12, 12))) for part in COLOURS[thing.colour])

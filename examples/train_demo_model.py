@@ -125,7 +125,7 @@ def model_config(tokenizer) -> Qwen2VLConfig:
 
 
 class Conversations(IterableDataset):
-    """Endless training samples: one picture and one to three turns about it, in any order."""
+    """Endless training samples: one picture and one to six turns about it, in any order."""
 
     def __init__(self, tokenizer, first_seed: int):
         self.tokenizer, self.first_seed = tokenizer, first_seed
@@ -140,9 +140,9 @@ class Conversations(IterableDataset):
             seed += info.num_workers
 
     def sample(self, rng: random.Random) -> dict:
-        scene = random_scene(rng)
+        scene = random_scene(rng, text_share=0.75)  # digits are learnt last
         image = self.prepare(draw(scene, rng))
-        turns = self._turns(questions(scene, rng), rng)
+        turns = self._turns(scene, rng)
         num_image_tokens = math.prod(image.grid_thw) // IMAGES.merge_size**2
         ids, labels, offset = [], [], 0
         for i, (_, question, answer) in enumerate(turns):
@@ -164,13 +164,16 @@ class Conversations(IterableDataset):
             "kinds": kinds_by_token(scene, image.grid_thw),
         }
 
-    def _turns(self, asked: list, rng: random.Random) -> list:
-        """The caption alone, another question alone, or the caption and two others in any order."""
-        caption, *others = asked
+    def _turns(self, scene: Scene, rng: random.Random) -> list:
+        """The caption alone, or five other questions, sometimes with the caption among them."""
+        caption, *others = questions(scene, rng)
         kind = rng.random()
-        if kind < 0.6:
-            return [caption] if kind < 0.2 else [rng.choice(others)]
-        return rng.sample([caption, *rng.sample(others, 2)], 3)
+        if kind < 0.25:
+            return [caption]
+        turns = rng.sample([*others, *questions(scene, rng)[1:]], 5)
+        if kind > 0.8:
+            turns.insert(rng.randrange(6), caption)
+        return turns
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
