@@ -24,7 +24,7 @@ SHAPES = ("circle", "square", "triangle", "star")
 SIZES = {"small": 0.50, "large": 0.88}  # of the shorter side of a cell
 POSITIONS = ("top left", "top", "top right", "left", "center", "right", "bottom left", "bottom", "bottom right")
 DIGITS = "0123456789"
-NUMBERS = ("zero", "one", "two", "three", "four")
+NUMBERS = ("zero", "one", "two", "three")
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ class Scene:
 
 
 def random_scene(rng: random.Random, text_share: float = 0.4) -> Scene:
-    """One to four things in different cells, of a picture 120 to 480 pixels wide and high, aspect up to 3:2.
+    """One to three things in different cells, of a picture 180 to 480 pixels wide and high, aspect up to 3:2.
 
     `text_share` of the scenes have a printed digit.
     """
-    width = rng.randint(120, 480)
-    height = min(480, max(120, round(width * rng.uniform(2 / 3, 3 / 2))))
-    cells = sorted(rng.sample(range(9), rng.choice((1, 2, 2, 3, 3, 4))))
+    width = rng.randint(180, 480)
+    height = min(480, max(180, round(width * rng.uniform(2 / 3, 3 / 2))))
+    cells = sorted(rng.sample(range(9), rng.choice((1, 2, 2, 3, 3))))
     text_cell = rng.choice(cells) if rng.random() < text_share else None
     things = tuple(
         Thing(cell, text=rng.choice(DIGITS))

@@ -140,7 +140,7 @@ class Conversations(IterableDataset):
             seed += info.num_workers
 
     def sample(self, rng: random.Random) -> dict:
-        scene = random_scene(rng, text_share=0.75)  # digits are learnt last
+        scene = random_scene(rng, text_share=0.6)  # digits are learnt last
         image = self.prepare(draw(scene, rng))
         turns = self._turns(scene, rng)
         num_image_tokens = math.prod(image.grid_thw) // IMAGES.merge_size**2

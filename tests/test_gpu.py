@@ -35,7 +35,9 @@ def test_preemption(checkpoint, reference, make_llm):
 def test_blocks_fill_the_memory_that_was_allowed(checkpoint, make_llm):
     free, total = torch.cuda.mem_get_info()
     share = (total - free + 2 * 2**30) / total  # two GiB beyond what is taken now
-    llm = make_llm(checkpoint, device="cuda", num_kvcache_blocks=None, gpu_memory_utilization=share)
+    # So many sequences that they could use more blocks than fit.
+    options = {"num_kvcache_blocks": None, "gpu_memory_utilization": share, "max_num_seqs": 200_000}
+    llm = make_llm(checkpoint, device="cuda", **options)
     assert 2**30 < llm.engine.model_runner.kv_cache.nbytes < 2 * 2**30
 
 
