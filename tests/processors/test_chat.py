@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from math import prod
 
 import numpy as np
@@ -19,7 +20,7 @@ from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig, normal
 from tests.conftest import ask, picture
 
 IMAGE = json.loads((BUNDLED / "config.json").read_text())["image_token_id"]
-CONFIG = ImageProcessorConfig.from_pretrained(BUNDLED)
+CONFIG = ImageProcessorConfig(min_pixels=112 * 112, max_pixels=196 * 196)
 A, B, C = picture(200, 120, 1), picture(133, 260, 2), picture(180, 180, 3)
 ONE = "<|vision_start|><|image_pad|><|vision_end|>"
 
@@ -47,7 +48,7 @@ class Theirs:
 
     def __init__(self, tokenizer, expands: bool):
         self.tokenizer, self.expands = tokenizer, expands
-        self.image_processor = Qwen2VLImageProcessorPil.from_pretrained(BUNDLED)
+        self.image_processor = Qwen2VLImageProcessorPil(min_pixels=CONFIG.min_pixels, max_pixels=CONFIG.max_pixels)
 
     def apply_chat_template(self, messages, tokenize, add_generation_prompt):
         return self.tokenizer.apply_chat_template(
@@ -73,12 +74,17 @@ def foreign(request, tokenizer):
 
 
 def seen(prompt: Prompt) -> tuple:
-    """A prompt by value, its pixels normalised."""
+    """A prompt by value; of its pixels, normalised, a digest, because they are too many to print where they differ."""
     vision = prompt.multimodal
     pixels = torch.cat(list(vision.get("pixel_values", [torch.zeros(0)])))
     if pixels.dtype == torch.uint8:
         pixels = normalize_patches(pixels, CONFIG)
-    return prompt.token_ids, vision.get("image_grid_thw"), vision.get("vision_placeholders"), pixels.numpy().tobytes()
+    return (
+        prompt.token_ids,
+        vision.get("image_grid_thw"),
+        vision.get("vision_placeholders"),
+        sha256(pixels.numpy().tobytes()).hexdigest(),
+    )
 
 
 # Parsing
