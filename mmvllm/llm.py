@@ -174,7 +174,8 @@ class LLM:
 
     def _has_room(self, call: "_Call") -> bool:
         """Whether the engine should take another request: by their number, and by the bytes of their pictures."""
-        held = sum(group.leader.vision.num_bytes for group in self.engine.scheduler.groups.values())
+        with self._lock:  # another thread's step may take requests away meanwhile
+            held = sum(group.leader.vision.num_bytes for group in self.engine.scheduler.groups.values())
         return not call.indices or (len(call.indices) < self._window and held < MAX_BYTES)
 
     def _add(self, call: "_Call", item: Prepared, sampling_params: Params) -> None:
