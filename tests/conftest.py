@@ -1,6 +1,7 @@
 """Small random checkpoints, pictures of odd sizes, and transformers as the reference."""
 
 import json
+import os
 import shutil
 from math import prod
 from pathlib import Path
@@ -9,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, which transformers does too
 from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 

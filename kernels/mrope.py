@@ -1,0 +1,236 @@
+"""Turn queries and keys by their rotary angles, and on request leave keys and values in the KV cache."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mmvllm.config import ModelConfig
+from mmvllm.kernels.dispatch import Case, runs_triton, tl, triton
+from mmvllm.kernels.write_kv import write_kv_torch
+
+
+def mrope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn q (N, H, D) and k (N, K, D), whose pair j is (j, j + D / 2), by angles given as cos and sin (N, D / 2).
+
+    q and k may be views with a contiguous last dimension; cos and sin are contiguous, in any float dtype. The results
+    are contiguous and in q's dtype. The angles are the caller's, so this serves M-RoPE and the ViT's 2-D rotary alike
+    (arXiv 2104.09864, 2409.12191).
+    """
+    assert q.stride(2) == k.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous()
+    return (mrope_triton if runs_triton(q) else mrope_torch)(q, k, cos, sin)
+
+
+def mrope_write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """Turn q and k as `mrope` does; return q, and write k and v (N, K, D) to the caches as `write_kv` does."""
+    assert q.stride(2) == k.stride(2) == v.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous()
+    assert k_cache.is_contiguous() and v_cache.is_contiguous()
+    turn = mrope_write_kv_triton if runs_triton(q) else mrope_write_kv_torch
+    return turn(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
+
+
+def mrope_torch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return _turned(q, cos, sin), _turned(k, cos, sin)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    wide = x.to(cos.dtype)
+    out = torch.empty_like(wide)
+    (first, second), (out_first, out_second) = (t.chunk(2, dim=-1) for t in (wide, out))
+    cos, sin = cos[:, None], sin[:, None]
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+    return out.to(x.dtype)
+
+
+def mrope_write_kv_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    q, k = mrope_torch(q, k, cos, sin)
+    write_kv_torch(k, v, k_cache, v_cache, slot_mapping)
+    return q
+
+
+def mrope_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    strides = (*q.stride()[:2], *k.stride()[:2])
+    _mrope_kernel[(len(q),)](q, k, cos, sin, q_out, k_out, *strides, **_sizes(q, k))
+    return q_out, k_out
+
+
+def mrope_write_kv_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    tensors = (q, k, v, cos, sin, q_out, k_cache, v_cache, slot_mapping)
+    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
+    _mrope_write_kv_kernel[(len(q),)](*tensors, *strides, **_sizes(q, k))
+    return q_out
+
+
+def _sizes(q: Tensor, k: Tensor) -> dict[str, int]:
+    (H, D), K = q.shape[1:], k.shape[1]
+    H_block, K_block, half_block = (triton.next_power_of_2(size) for size in (H, K, D // 2))
+    return {
+        "H": H,
+        "K": K,
+        "HALF": D // 2,
+        "H_BLOCK": H_block,
+        "K_BLOCK": K_block,
+        "HALF_BLOCK": half_block,
+        "num_warps": min(8, max(1, H_block * half_block // 256)),  # 8 pairs of q a thread, untuned
+    }
+
+
+@triton.jit
+def _mrope_kernel(
+    q_ptr,
+    k_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    q_token_stride,
+    q_head_stride,
+    k_token_stride,
+    k_head_stride,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    HALF: tl.constexpr,
+    H_BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+):
+    """One program a token, with all its heads."""
+    token = tl.program_id(0).to(tl.int64)
+    # All loads before the first store, which no later load may overtake: they wait together.
+    q1, q2 = _load_pairs(q_ptr + token * q_token_stride, q_head_stride, H, HALF, H_BLOCK, HALF_BLOCK)
+    k1, k2 = _load_pairs(k_ptr + token * k_token_stride, k_head_stride, K, HALF, K_BLOCK, HALF_BLOCK)
+    cos = _load_angles(cos_ptr + token * HALF, HALF, HALF_BLOCK)
+    sin = _load_angles(sin_ptr + token * HALF, HALF, HALF_BLOCK)
+    q1, q2 = _turn(q1, q2, cos, sin)
+    _store_pairs(q_out_ptr + token * (H * 2 * HALF), q1, q2, H, HALF, H_BLOCK, HALF_BLOCK)
+    k1, k2 = _turn(k1, k2, cos, sin)
+    _store_pairs(k_out_ptr + token * (K * 2 * HALF), k1, k2, K, HALF, K_BLOCK, HALF_BLOCK)
+
+
+@triton.jit
+def _mrope_write_kv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_out_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slot_ptr,
+    q_token_stride,
+    q_head_stride,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    HALF: tl.constexpr,
+    H_BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+):
+    """`_mrope_kernel`, but keys end in their slots of the cache, and values beside them as they are."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + token)  # int64: a cache has more than 2**31 values
+    q1, q2 = _load_pairs(q_ptr + token * q_token_stride, q_head_stride, H, HALF, H_BLOCK, HALF_BLOCK)
+    k1, k2 = _load_pairs(k_ptr + token * k_token_stride, k_head_stride, K, HALF, K_BLOCK, HALF_BLOCK)
+    v1, v2 = _load_pairs(v_ptr + token * v_token_stride, v_head_stride, K, HALF, K_BLOCK, HALF_BLOCK)
+    cos = _load_angles(cos_ptr + token * HALF, HALF, HALF_BLOCK)
+    sin = _load_angles(sin_ptr + token * HALF, HALF, HALF_BLOCK)
+    q1, q2 = _turn(q1, q2, cos, sin)
+    _store_pairs(q_out_ptr + token * (H * 2 * HALF), q1, q2, H, HALF, H_BLOCK, HALF_BLOCK)
+    k1, k2 = _turn(k1, k2, cos, sin)
+    _store_pairs(k_cache_ptr + slot * (K * 2 * HALF), k1, k2, K, HALF, K_BLOCK, HALF_BLOCK)
+    _store_pairs(v_cache_ptr + slot * (K * 2 * HALF), v1, v2, K, HALF, K_BLOCK, HALF_BLOCK)
+
+
+@triton.jit
+def _load_pairs(
+    ptr,
+    head_stride,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+):
+    """First and second halves (HEADS_BLOCK, HALF_BLOCK) of the heads of the token at `ptr`."""
+    heads, pairs = tl.arange(0, HEADS_BLOCK)[:, None], tl.arange(0, HALF_BLOCK)[None, :]
+    at, mask = ptr + heads * head_stride + pairs, (heads < HEADS) & (pairs < HALF)
+    return tl.load(at, mask=mask), tl.load(at + HALF, mask=mask)
+
+
+@triton.jit
+def _load_angles(ptr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr):
+    pairs = tl.arange(0, HALF_BLOCK)[None, :]
+    return tl.load(ptr + pairs, mask=pairs < HALF).to(tl.float32)  # (1, HALF_BLOCK)
+
+
+@triton.jit
+def _turn(first, second, cos, sin):
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _store_pairs(
+    ptr,
+    first,
+    second,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+):
+    """Store the halves of a token's heads packed at `ptr`, rounded to its dtype."""
+    heads, pairs = tl.arange(0, HEADS_BLOCK)[:, None], tl.arange(0, HALF_BLOCK)[None, :]
+    at, mask = ptr + heads * (2 * HALF) + pairs, (heads < HEADS) & (pairs < HALF)
+    tl.store(at, first, mask=mask)
+    tl.store(at + HALF, second, mask=mask)
+
+
+def cases(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """The decoder's heads at 1 to 4096 tokens, and the ViT's, whose angles are float32, at the patches of a picture."""
+    shapes = [
+        (N, config.num_attention_heads, config.num_key_value_heads, config.head_dim, dtype) for N in (1, 64, 1024, 4096)
+    ]
+    if config.vision is not None:
+        heads = config.vision.num_heads
+        shapes += [(P, heads, heads, config.vision.head_dim, torch.float32) for P in (1024, 16384)]
+    for N, H, K, D, angle_dtype in shapes:
+        q, k, _ = torch.randn(N, H + 2 * K, D, device=device, dtype=dtype).split([H, K, K], dim=1)
+        angles = torch.randn(N, D // 2, device=device)
+        cos, sin = angles.cos().to(angle_dtype), angles.sin().to(angle_dtype)
+        moved = 2 * N * (H + K) * D * dtype.itemsize + 2 * cos.nbytes
+        yield Case(f"N={N} H={H} K={K} D={D}", (q, k, cos, sin), moved)

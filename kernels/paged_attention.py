@@ -1,0 +1,377 @@
+"""Causal grouped-query attention over the paged KV cache, for one new token per sequence or for many."""
+
+import math
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmvllm.config import ModelConfig
+from mmvllm.kernels.dispatch import Case, runs_triton, tl, triton
+from mmvllm.kernels.packed_attention import (
+    LOG2_E,
+    attend,
+    attention_torch,
+    empty_state,
+    head_pieces,
+    load_rows,
+    store_rows,
+    tile_sizes,
+)
+
+MIN_TILES = 2  # of keys in one split of a context: shorter ones cost more to combine than they save; not tuned
+MAX_SPLITS = 32  # one program reads the results of all; not tuned
+PAGED_STAGES = 5  # the pipeline runs ahead through the block table to the keys: 5 stages hold two tiles in flight
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cu_seqlens_q: Tensor,
+    kv_lens: Tensor,
+    block_table: Tensor,
+    max_query_len: int,
+) -> Tensor:
+    """Attention of q (N, H, D) over each sequence's cached keys and values -> (N, H, D).
+
+    A sequence's queries are its last tokens: query i of n sees keys up to kv_len - n + i. q may be strided but for its
+    last dimension; caches (num_blocks, block_size, K, D) contiguous; cu_seqlens_q (S + 1,), kv_lens (S,) and
+    block_table (S, max_blocks) int32; every sequence has a query, and none has more than max_query_len.
+    """
+    attention = paged_attention_triton if runs_triton(q) else paged_attention_torch
+    return attention(q, k_cache, v_cache, cu_seqlens_q, kv_lens, block_table, max_query_len)
+
+
+def paged_attention_torch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cu_seqlens_q: Tensor,
+    kv_lens: Tensor,
+    block_table: Tensor,
+    max_query_len: int,
+) -> Tensor:
+    """As `paged_attention`: the sequences with one query together, the others one after the other."""
+    if max_query_len == 1:
+        return _decode_torch(q, k_cache, v_cache, kv_lens, block_table)
+    starts, lens = cu_seqlens_q.tolist(), kv_lens.tolist()
+    out = q.new_empty(q.shape)
+    single = [s for s in range(len(lens)) if starts[s + 1] - starts[s] == 1]
+    if single:
+        rows = [starts[s] for s in single]
+        out[rows] = _decode_torch(q[rows], k_cache, v_cache, kv_lens[single], block_table[single])
+    for s, kv_len in enumerate(lens):
+        own = slice(starts[s], starts[s + 1])
+        if own.stop - own.start > 1:
+            blocks = block_table[s : s + 1, : -(-kv_len // k_cache.shape[1])]
+            k, v = (_gather(cache, blocks)[0, :, :kv_len] for cache in (k_cache, v_cache))
+            out[own] = attention_torch(q[own].transpose(0, 1), k, v, causal=True).transpose(0, 1)
+    return out
+
+
+def _decode_torch(q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_lens: Tensor, block_table: Tensor) -> Tensor:
+    """One query (S, H, D) each, padded to the longest context."""
+    (S, H, D), (_, block_size, K, _) = q.shape, k_cache.shape
+    lens = kv_lens.tolist()
+    longest = max(lens)
+    blocks = block_table[:, : -(-longest // block_size)]
+    k, v = (_gather(cache, blocks)[:, :, :longest] for cache in (k_cache, v_cache))  # (S, K, longest, D)
+    mask = None
+    if min(lens) < longest:
+        mask = torch.zeros(S, 1, H // K, longest, dtype=q.dtype, device=q.device)
+        for s, kv_len in enumerate(lens):
+            # Beyond a context lie the leavings of others, which may be anything: a masked NaN is still NaN.
+            k[s, :, kv_len:] = 0
+            v[s, :, kv_len:] = 0
+            mask[s, ..., kv_len:] = float("-inf")
+    # The heads that share a KV head are its queries: no key is read twice.
+    return F.scaled_dot_product_attention(q.view(S, K, H // K, D), k, v, attn_mask=mask).reshape(S, H, D)
+
+
+def _gather(cache: Tensor, blocks: Tensor) -> Tensor:
+    """Cached keys or values of the blocks (S, B) of S sequences -> (S, K, B * block_size, D), a view of a copy."""
+    rows = cache.index_select(0, blocks.flatten())  # 5 times as fast as cache[blocks] on a CPU
+    return rows.view(len(blocks), -1, *cache.shape[2:]).transpose(1, 2)
+
+
+def paged_attention_triton(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cu_seqlens_q: Tensor,
+    kv_lens: Tensor,
+    block_table: Tensor,
+    max_query_len: int,
+) -> Tensor:
+    """As `paged_attention`, in one kernel. The first call on a device must not be inside a CUDA graph capture."""
+    if max_query_len == 1:
+        return _decode(q, k_cache, v_cache, kv_lens, block_table)
+    return _prefill(q, k_cache, v_cache, cu_seqlens_q, kv_lens, block_table)
+
+
+def _prefill(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cu_seqlens_q: Tensor, kv_lens: Tensor, block_table: Tensor
+) -> Tensor:
+    (N, H, D), (_, block_size, K, _), S = q.shape, k_cache.shape, len(kv_lens)
+    out = q.new_empty(q.shape)
+    block_m, block_n, num_warps = tile_sizes(D, q.dtype)
+    block_m = max(block_m, triton.next_power_of_2(H // K))
+    block_q = block_m // (H // K)
+    _paged_attention_kernel[(N // block_q + S, K)](
+        *(q, k_cache, v_cache, out, cu_seqlens_q, kv_lens, block_table),
+        *(S, block_table.stride(0), q.stride(0), q.stride(1), LOG2_E / math.sqrt(D)),
+        *(H, K, D, *head_pieces(D), block_size, block_q, block_m, block_n),
+        num_warps=num_warps,
+        num_stages=PAGED_STAGES,
+    )
+    return out
+
+
+def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_lens: Tensor, block_table: Tensor) -> Tensor:
+    (S, H, D), (_, block_size, K, _) = q.shape, k_cache.shape
+    out = q.new_empty(q.shape)
+    block_n = decode_block_n(D, q.dtype)
+    splits = num_splits(S * K, block_table.shape[1] * block_size, block_n, q.device)
+    parts = q.new_empty(S, K, splits, H // K, D, dtype=torch.float32)
+    part_weights = q.new_empty(S, K, splits, H // K, dtype=torch.float32)
+    done = done_counts(triton.next_power_of_2(max(S * K, 1024)), q.device)
+    _paged_attention_decode_kernel[(S, K, splits)](
+        *(q, k_cache, v_cache, out, kv_lens, block_table, parts, part_weights, done),
+        *(block_table.stride(0), q.stride(0), q.stride(1), LOG2_E / math.sqrt(D)),
+        *(H, K, D, *head_pieces(D), triton.next_power_of_2(D), block_size),
+        *(max(16, triton.next_power_of_2(H // K)), block_n, MIN_TILES),
+        num_warps=4,
+        num_stages=PAGED_STAGES,
+    )
+    return out
+
+
+def decode_block_n(head_dim: int, dtype: torch.dtype) -> int:
+    """Keys of a tile: at most 64, and at most 16 KiB of them where that is still the 16 that a product needs."""
+    return max(16, min(64, 1 << (16384 // (head_dim * dtype.itemsize)).bit_length() - 1))
+
+
+@cache
+def num_splits(groups: int, max_context: int, block_n: int, device: torch.device) -> int:
+    """Into how many parts to cut each of `groups` contexts, so that two programs run on every multiprocessor.
+
+    It depends on what a CUDA graph fixes, not on the lengths of the moment.
+    """
+    on_cuda = device.type == "cuda"
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 16
+    useful = triton.cdiv(max_context, MIN_TILES * block_n)
+    return min(triton.cdiv(2 * processors, groups), useful, MAX_SPLITS)
+
+
+@cache
+def done_counts(number: int, device: torch.device) -> Tensor:
+    """Zeros (number,) int32, one per sequence and KV head; each kernel leaves them zero for the next on the stream."""
+    return torch.zeros(number, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def _slot_offsets(blocks, key, exists, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Where the keys of the sequence whose block-table row is `blocks` begin in a cache of ROW values per slot."""
+    block = tl.load(blocks + key // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+    return (block * BLOCK_SIZE + key % BLOCK_SIZE) * ROW
+
+
+@triton.jit
+def _paged_attention_kernel(
+    q,
+    k_cache,
+    v_cache,
+    out,
+    cu_seqlens_q,
+    kv_lens,
+    block_table,
+    num_seqs,
+    max_blocks,
+    q_token_stride,
+    q_head_stride,
+    scale,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    D_MAIN: tl.constexpr,
+    D_TAIL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Any number of queries per sequence; a tile's rows are BLOCK_Q queries times the heads of one KV head.
+
+    After vLLM's unified attention (vllm/attention/ops/triton_unified_attention.py, arXiv 2511.11581).
+    """
+    GROUP: tl.constexpr = H // K
+    kv_head = tl.program_id(1)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last queries see most keys: they go first
+    # Sequence s has the tiles from cu_seqlens_q[s] // BLOCK_Q + s on, at times one more than it needs.
+    low, high = 0, num_seqs
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(cu_seqlens_q + middle) // BLOCK_Q + middle <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    sequence = low - 1
+    begin = tl.load(cu_seqlens_q + sequence)
+    query_len = tl.load(cu_seqlens_q + sequence + 1) - begin
+    first = (tile - begin // BLOCK_Q - sequence) * BLOCK_Q
+    if first >= query_len:
+        return
+
+    row = tl.arange(0, BLOCK_M)
+    query = first + row // GROUP  # in the sequence
+    exists = (query < query_len) & (row < BLOCK_Q * GROUP)
+    head = kv_head * GROUP + row % GROUP
+    token = (begin + query).to(tl.int64)
+    q_main, q_tail = load_rows(q + token * q_token_stride + head * q_head_stride, exists, D, D_MAIN, D_TAIL)
+    context = tl.load(kv_lens + sequence) - query_len  # keys that every query of the sequence sees
+    unseen = context + query + 1  # (BLOCK_M,) the first key that a row does not see
+    end = context + tl.minimum(first + BLOCK_Q, query_len)
+    blocks = block_table + sequence * max_blocks
+    k_cache += kv_head * D
+    v_cache += kv_head * D
+    acc, acc_tail, top, total = empty_state(BLOCK_M, D_MAIN, D_TAIL)
+    for start in range(0, end, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        key_exists, visible = key < end, key[None, :] < unseen[:, None]
+        offsets = _slot_offsets(blocks, key, key_exists, K * D, BLOCK_SIZE)
+        k_rows, v_rows = k_cache + offsets, v_cache + offsets
+        acc, acc_tail, top, total = attend(
+            q_main, q_tail, k_rows, v_rows, key_exists, visible, acc, acc_tail, top, total, scale, D
+        )
+    acc, acc_tail = acc / total[:, None], acc_tail / total[:, None]
+    store_rows(out + (token * H + head) * D, exists, acc, acc_tail, D, D_MAIN, D_TAIL)
+
+
+@triton.jit
+def _paged_attention_decode_kernel(
+    q,
+    k_cache,
+    v_cache,
+    out,
+    kv_lens,
+    block_table,
+    parts,
+    part_weights,
+    done,
+    max_blocks,
+    q_token_stride,
+    q_head_stride,
+    scale,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    D_MAIN: tl.constexpr,
+    D_TAIL: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+):
+    """One query per sequence; a program takes the heads of one KV head over one split of the context (flash-decoding).
+
+    The last program of a KV head to finish combines the splits, as in Stream-K (arXiv 2301.03598), which spares a
+    second kernel. Splits are of whole tiles; those that a short context leaves empty do nothing.
+    """
+    GROUP: tl.constexpr = H // K
+    sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_len = tl.load(kv_lens + sequence)
+    tiles = tl.cdiv(kv_len, BLOCK_N)
+    split_tiles = tl.maximum(tl.cdiv(tiles, tl.num_programs(2)), MIN_TILES)
+    splits = tl.maximum(tl.cdiv(tiles, split_tiles), 1)
+    if split >= splits:
+        return
+
+    row = tl.arange(0, ROWS)
+    head = kv_head * GROUP + row
+    q_rows = q + sequence.to(tl.int64) * q_token_stride + head * q_head_stride
+    q_main, q_tail = load_rows(q_rows, row < GROUP, D, D_MAIN, D_TAIL)
+    blocks = block_table + sequence * max_blocks
+    k_cache += kv_head * D
+    v_cache += kv_head * D
+    acc, acc_tail, top, total = empty_state(ROWS, D_MAIN, D_TAIL)
+    end = tl.minimum((split + 1) * split_tiles * BLOCK_N, kv_len)
+    for start in range(split * split_tiles * BLOCK_N, end, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        exists = key < end
+        offsets = _slot_offsets(blocks, key, exists, K * D, BLOCK_SIZE)
+        k_rows, v_rows = k_cache + offsets, v_cache + offsets
+        acc, acc_tail, top, total = attend(
+            q_main, q_tail, k_rows, v_rows, exists, exists[None, :], acc, acc_tail, top, total, scale, D
+        )
+    total = tl.where(total > 0, total, 1.0)  # a padding row of a CUDA graph may have no keys at all
+    acc, acc_tail = acc / total[:, None], acc_tail / total[:, None]
+    out_rows = out + (sequence * H + head) * D
+    if splits == 1:
+        store_rows(out_rows, row < GROUP, acc, acc_tail, D, D_MAIN, D_TAIL)
+    else:
+        group = sequence * K + kv_head
+        part_rows = group * tl.num_programs(2) * GROUP + row  # of split 0
+        part_row = part_rows + split * GROUP
+        store_rows(parts + part_row * D, row < GROUP, acc, acc_tail, D, D_MAIN, D_TAIL)
+        tl.store(part_weights + part_row, top + tl.log2(total), mask=row < GROUP)
+        tl.debug_barrier()  # one thread counts for all of the program: all must have stored
+        if tl.atomic_add(done + group, 1, sem="acq_rel") == splits - 1:
+            _combine(out_rows, parts, part_weights, part_rows, row, splits, GROUP, D, D_PADDED, ROWS)
+            tl.store(done + group, 0)
+
+
+@triton.jit
+def _combine(
+    out_rows,
+    parts,
+    part_weights,
+    part_rows,
+    row,
+    splits,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Store the mean of the splits' results, weighted by the logarithms in base 2 that come with them."""
+    column = tl.arange(0, D_PADDED)
+    exists = (row < GROUP)[:, None] & (column < D)[None, :]
+    acc = tl.zeros((ROWS, D_PADDED), tl.float32)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    for split in tl.range(0, splits, num_stages=4):
+        part_row = part_rows + split * GROUP
+        weight = tl.load(part_weights + part_row, mask=row < GROUP, other=0.0)
+        part = tl.load(parts + part_row[:, None] * D + column[None, :], mask=exists, other=0.0)
+        new_top = tl.maximum(top, weight)
+        decay, weight = tl.exp2(top - new_top), tl.exp2(weight - new_top)
+        acc = acc * decay[:, None] + part * weight[:, None]
+        total = total * decay + weight
+        top = new_top
+    tl.store(out_rows[:, None] + column[None, :], acc / total[:, None], mask=exists)
+
+
+def cases(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """One sequence that decodes, 64 of them, and a whole prompt, in blocks of 16."""
+    H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    for S, query_len, kv_len in ((1, 1, 4096), (64, 1, 1024), (1, 1024, 1024)):
+        blocks = kv_len // 16
+        cache = torch.randn(2, S * blocks, 16, K, D, device=device, dtype=dtype)
+        seen = S * (query_len * (kv_len - query_len) + query_len * (query_len + 1) // 2)  # (query, key) pairs
+        yield Case(
+            label=f"S={S} queries={query_len} keys={kv_len} H={H} K={K} D={D}",
+            args=(
+                torch.randn(S * query_len, H, D, device=device, dtype=dtype),
+                *cache,
+                torch.arange(0, (S + 1) * query_len, query_len, dtype=torch.int32, device=device),
+                torch.full((S,), kv_len, dtype=torch.int32, device=device),
+                torch.randperm(S * blocks, device=device).to(torch.int32).view(S, blocks),
+                query_len,
+            ),
+            bytes=2 * S * (query_len * H + kv_len * K) * D * dtype.itemsize,
+            flops=4 * H * D * seen,
+        )

@@ -1,0 +1,44 @@
+"""The activation of the ViT's MLP."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mmvllm.config import ModelConfig
+from mmvllm.kernels.dispatch import Case, runs_triton, tl, triton
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x * sigmoid(1.702 x) of a contiguous tensor of any shape (arXiv 1606.08415)."""
+    assert x.is_contiguous()
+    return (quick_gelu_triton if runs_triton(x) else quick_gelu_torch)(x)
+
+
+def quick_gelu_torch(x: Tensor) -> Tensor:
+    return (x * 1.702).sigmoid_().mul_(x)
+
+
+def quick_gelu_triton(x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    block = 2048  # with 4 warps 16 values a thread: two 16-byte loads of a 16-bit dtype at once, untuned
+    _quick_gelu_kernel[(triton.cdiv(x.numel(), block),)](x, out, x.numel(), BLOCK=block, num_warps=4)
+    return out
+
+
+@triton.jit
+def _quick_gelu_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    x = tl.load(x_ptr + at, mask=mask).to(tl.float32)
+    tl.store(out_ptr + at, x * tl.sigmoid(1.702 * x), mask=mask)
+
+
+def cases(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """The ViT's MLP at the patches of one small picture, of one large, and of a full step; none without a ViT."""
+    if config.vision is None:
+        return
+    width = config.vision.mlp_ratio * config.vision.embed_dim
+    for P in (256, 4096, 16384):
+        x = torch.randn(P, width, device=device, dtype=dtype)
+        yield Case(f"P={P} I={width}", (x,), 2 * x.nbytes)

@@ -1,0 +1,94 @@
+"""RMSNorm, alone and with the residual addition in front of it."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mmvllm.config import ModelConfig
+from mmvllm.kernels.dispatch import Case, runs_triton, tl, triton
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square normalisation of the contiguous rows x (N, C), computed in float32 (arXiv 1910.07467)."""
+    assert x.is_contiguous()
+    return (rms_norm_triton if runs_triton(x) else rms_norm_torch)(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + residual, both (N, C), normalised, and the sum itself, which is the next residual."""
+    assert x.is_contiguous() and residual.is_contiguous()
+    return (add_rms_norm_triton if runs_triton(x) else add_rms_norm_torch)(x, residual, weight, eps)
+
+
+def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def add_rms_norm_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return rms_norm_torch(total, weight, eps), total
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    out = torch.empty_like(x)
+    _rms_norm_kernel[(len(x),)](x, weight, out, eps, **_sizes(x))
+    return out
+
+
+def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    _add_rms_norm_kernel[(len(x),)](x, residual, weight, out, total, eps, **_sizes(x))
+    return out, total
+
+
+def _sizes(x: Tensor) -> dict[str, int]:
+    C = x.shape[1]
+    block = triton.next_power_of_2(C)
+    # 8 values a thread, 16 bytes of a 16-bit dtype, so that a row of few has one load to wait for; untuned.
+    return {"C": C, "BLOCK": block, "num_warps": min(16, max(1, block // 256))}
+
+
+@triton.jit
+def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, eps, C: tl.constexpr, BLOCK: tl.constexpr):
+    """One program a row, which it keeps in registers."""
+    row = tl.program_id(0).to(tl.int64) * C
+    at = tl.arange(0, BLOCK)
+    mask = at < C
+    weight = tl.load(weight_ptr + at, mask=mask)
+    x = tl.load(x_ptr + row + at, mask=mask, other=0.0)
+    tl.store(out_ptr + row + at, _normalised(x, weight, eps, C), mask=mask)
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, eps, C: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * C
+    at = tl.arange(0, BLOCK)
+    mask = at < C
+    weight = tl.load(weight_ptr + at, mask=mask)
+    x = tl.load(x_ptr + row + at, mask=mask, other=0.0)
+    residual = tl.load(residual_ptr + row + at, mask=mask, other=0.0)
+    # Rounded before it is normalised: what later layers add to is what this one saw.
+    total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    tl.store(total_ptr + row + at, total, mask=mask)
+    tl.store(out_ptr + row + at, _normalised(total, weight, eps, C), mask=mask)
+
+
+@triton.jit
+def _normalised(x, weight, eps, C: tl.constexpr):
+    """A row, zero beyond its C values, rounded to its dtype before and after the weight, as the plain twin does."""
+    wide = x.to(tl.float32)
+    wide *= tl.rsqrt(tl.sum(wide * wide) / C + eps)
+    return (weight.to(tl.float32) * wide.to(x.dtype).to(tl.float32)).to(x.dtype)
+
+
+def cases(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    C = config.hidden_size
+    weight = torch.randn(C, device=device, dtype=dtype)
+    for N in (1, 64, 1024, 4096):
+        x = torch.randn(N, C, device=device, dtype=dtype)
+        yield Case(f"N={N} C={C}", (x, weight, config.rms_norm_eps), 2 * x.nbytes + weight.nbytes)

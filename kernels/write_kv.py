@@ -1,0 +1,71 @@
+"""Scatter new keys and values into the paged KV cache."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mmvllm.config import ModelConfig
+from mmvllm.kernels.dispatch import Case, runs_triton, tl, triton
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write k and v (N, K, D) to their slots of the caches (num_blocks, block_size, K, D), in place.
+
+    slot_mapping (N,) int64 holds block * block_size + offset, no slot twice. k and v may be views with a contiguous
+    last dimension; the caches are contiguous.
+    """
+    assert k.stride(2) == v.stride(2) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
+    write = write_kv_triton if runs_triton(k) else write_kv_torch
+    write(k, v, k_cache, v_cache, slot_mapping)
+
+
+def write_kv_torch(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    k_cache.view(-1, *k.shape[1:]).index_copy_(0, slot_mapping, k)
+    v_cache.view(-1, *v.shape[1:]).index_copy_(0, slot_mapping, v)
+
+
+def write_kv_triton(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    N, K, D = k.shape
+    strides = (*k.stride()[:2], *v.stride()[:2])
+    block = triton.next_power_of_2(K * D)
+    num_warps = min(8, max(1, block // 256))  # 8 values a thread, 16 bytes of a 16-bit dtype; untuned
+    _write_kv_kernel[(N,)](k, v, k_cache, v_cache, slot_mapping, *strides, K=K, D=D, BLOCK=block, num_warps=num_warps)
+
+
+@triton.jit
+def _write_kv_kernel(
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slot_ptr,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a token."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    mask = at < K * D
+    head, dim = at // D, at % D
+    slot = tl.load(slot_ptr + token)  # int64: a cache has more than 2**31 values
+    # All loads before the first store, which no later load may overtake: they wait together.
+    k = tl.load(k_ptr + token * k_token_stride + head * k_head_stride + dim, mask=mask)
+    v = tl.load(v_ptr + token * v_token_stride + head * v_head_stride + dim, mask=mask)
+    tl.store(k_cache_ptr + slot * (K * D) + at, k, mask=mask)
+    tl.store(v_cache_ptr + slot * (K * D) + at, v, mask=mask)
+
+
+def cases(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    K, D, block_size = config.num_key_value_heads, config.head_dim, 16
+    for N in (1, 64, 1024, 4096):
+        k, v = torch.randn(2, N, K, D, device=device, dtype=dtype)
+        k_cache, v_cache = torch.zeros(2, N // block_size + 1, block_size, K, D, device=device, dtype=dtype)
+        slots = torch.randperm(N, device=device)
+        moved = 4 * N * K * D * dtype.itemsize + N * slots.itemsize
+        yield Case(f"N={N} K={K} D={D}", (k, v, k_cache, v_cache, slots), moved)

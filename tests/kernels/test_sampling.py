@@ -1,0 +1,179 @@
+"""Sampling against its twin and against the definition in float64, filters, edges and distribution."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmvllm.kernels.sampling import sample_torch, sample_triton
+
+INF = float("inf")
+
+
+def make_rows(count: int, V: int) -> Tensor:
+    """Random logits; every fourth row has ties, another is half -inf, and every eighth is flat."""
+    generator = torch.Generator().manual_seed(V)
+    logits = 3 * torch.randn(count, V, generator=generator)
+    logits[1::4] = logits[1::4].round()
+    logits[2::4, ::2] = -INF
+    logits[2::4, V // 2] = 1.0
+    logits[3::8] = 0.0
+    return logits
+
+
+def make_params(count: int, V: int) -> dict[str, Tensor]:
+    """Every filter on and off, in random combinations, and uniforms."""
+    generator = torch.Generator().manual_seed(V + 1)
+    choices = {
+        "temperature": [1e-9, 0.5, 1.0, 1.0, 4.0, 1e9],
+        "top_k": [1, min(3, V), V // 3 + 1, V, V],
+        "top_p": [1e-50, 0.3128, 0.8735, 0.9987, 1.0, 1.0],
+        "min_p": [0.0, 0.0, 0.0, 1e-30, 0.07, 1.0],
+    }
+    params = {
+        name: torch.tensor(values, dtype=torch.int32 if name == "top_k" else torch.float32)[
+            torch.randint(len(values), (count,), generator=generator)
+        ]
+        for name, values in choices.items()
+    }
+    return params | {"uniform": torch.rand(count, generator=generator)}
+
+
+def columns(count: int, device: torch.device, **setting: float) -> dict[str, Tensor]:
+    return {
+        name: torch.full((count,), value, dtype=torch.int32 if name == "top_k" else torch.float32, device=device)
+        for name, value in setting.items()
+    }
+
+
+def define(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float
+) -> tuple[int, Tensor]:
+    """The token of one row (V,) and the probabilities it was drawn from, in float64; token -1 on a knife's edge.
+
+    There, float32 may rightly go either way: within 1e-6 of a sum of probabilities, or within a rounding of a logit.
+    """
+    temperature = min(max(temperature, 1e-6), 1e6)
+    logits = logits.double()
+    largest = logits.max()
+    less_likely = logits < largest  # the others pass every filter
+    weights = ((logits - largest) / temperature).exp()
+    edges = [logits.sort(descending=True).values[top_k - 1]]
+    kept = logits >= edges[0]
+    distances = []
+    if top_p < 1:
+        values, places = logits.unique(return_inverse=True)
+        masses = torch.zeros(len(values), dtype=torch.float64).index_add(0, places, weights * kept)
+        above = (masses.flip(0).cumsum(0).flip(0) - masses)[places] / masses.sum()
+        distances += [(above - top_p)[less_likely]]
+        kept &= (above < top_p) | ~less_likely
+        edges += [logits[kept].min()]
+    edges += [largest + temperature * torch.tensor(min_p).double().log()]
+    kept &= (logits >= edges[-1]) | ~less_likely
+    probs = weights * kept / (weights * kept).sum()
+    cumulative = probs.cumsum(0)
+    distances += [(cumulative - uniform)[probs > 0]]
+    token = (cumulative <= uniform).sum().item()
+    gaps = torch.stack([(logits - edge).abs() for edge in edges])
+    unclear = ((gaps > 0) & (gaps < 5e-7 * max(1, abs(largest)))).any() or torch.cat(distances).abs().min() < 1e-6
+    return -1 if unclear else token, probs
+
+
+@pytest.mark.parametrize("V, block, count", [(1, 16, 10), (7, 16, 120), (1000, 512, 80), (5003, 2048, 40)])
+def test_tokens_are_the_twins_and_the_definitions(device, V, block, count):
+    if device.type == "cuda":
+        block, count = 8192 if V > 1000 else block, 2000
+    wide = torch.full((count, V + 3), INF, device=device)
+    logits = wide[:, :V]  # rows apart, and values behind them that are no logits
+    logits.copy_(make_rows(count, V))
+    params = make_params(count, V)
+    arguments = {name: x.to(device) for name, x in params.items()}
+    before = logits.clone()
+    got = sample_triton(logits, **arguments, block=block).cpu()
+    assert torch.equal(logits, before)
+    twin = sample_torch(logits, **arguments).cpu()
+    settings = zip(*(x.tolist() for x in params.values()), strict=True)
+    want = torch.tensor([define(row, *setting)[0] for row, setting in zip(before.cpu(), settings, strict=True)])
+    clear = want >= 0
+    assert clear.float().mean() > 0.9
+    assert torch.equal(twin[clear], want[clear])
+    assert torch.equal(got[clear], want[clear])
+
+
+@pytest.mark.parametrize("filters", [{}, {"min_p": 0.1}, {"top_k": 5}, {"top_p": 0.8}], ids=str)
+def test_evenly_spread_uniforms_give_the_distribution(device, filters):
+    """So drawn, each token comes as often as its probability says, but for one draw at either end of its share."""
+    V, count = 40, 50 if device.type == "cpu" else 20000
+    logits = make_rows(3, V)[2]
+    setting = {"temperature": 1.5, "top_k": V, "top_p": 1.0, "min_p": 0.0} | filters
+    uniform = (torch.arange(count, device=device) + 0.5) / count
+    tokens = sample_triton(
+        logits.expand(count, V).to(device), **columns(count, device, **setting), uniform=uniform, block=32
+    ).cpu()
+    probs = define(logits, **setting, uniform=0.5)[1]
+    drawn = torch.bincount(tokens, minlength=V)
+    assert not drawn[probs == 0].any()
+    assert (drawn - count * probs).abs().max() <= 1
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24, 1 - 2**-53], ids=["zero", "one-in-float32", "one-in-float64"])
+def test_the_ends_of_the_range_draw_the_first_and_the_last_possible_token(device, uniform):
+    """With impossible tokens around them: -inf, left out by a filter, or too unlikely for float32."""
+    V = 100
+    logits = torch.full((5, V), -INF)
+    logits[0, [20, 40, 70]] = torch.tensor([1.0, 2.0, 1.0])
+    logits[1:] = -200.0
+    logits[1:, [20, 40, 70]] = torch.tensor([1.0, 2.0, 1.0])
+    logits[2:, 5], logits[2:, 90] = 0.5, -1.0
+    params = {
+        "temperature": torch.ones(5),
+        "top_k": torch.tensor([V, V, 3, V, V], dtype=torch.int32),
+        "top_p": torch.tensor([1.0, 1.0, 1.0, 0.8, 1.0]),
+        "min_p": torch.tensor([0.0, 0.0, 0.0, 0.0, 0.3]),
+        "uniform": torch.full((5,), uniform, dtype=torch.float64 if uniform > 1 - 2**-24 else torch.float32),
+    }
+    tokens = sample_triton(logits.to(device), **{name: x.to(device) for name, x in params.items()}, block=16)
+    assert tokens.tolist() == [70 if uniform else 20] * 5
+
+
+def test_a_share_begins_where_the_one_before_ends(device):
+    V = 64
+    setting = columns(V, device, temperature=1.0, top_k=V, top_p=1.0, min_p=0.0)
+    uniform = torch.arange(V, device=device) / V
+    assert sample_triton(torch.zeros(V, V, device=device), **setting, uniform=uniform, block=16).tolist() == [*range(V)]
+
+
+def test_top_k_tells_neighbouring_floats_apart(device):
+    """Of logits that fall from one to the next, the last that is kept is what a uniform of almost 1 draws."""
+    logits = torch.tensor([1.5, 1.0, 0.0, -1.0, -1.5])
+    below = torch.nextafter(logits, torch.tensor(-INF))
+    logits = torch.stack([logits, below, torch.nextafter(below, torch.tensor(-INF))], dim=1)
+    logits[2, 1:] = torch.tensor([-1e-30, -2e-30])  # neighbours of 0 are subnormal, which a GPU may take for 0
+    V = logits.numel()
+    setting = columns(V, device, temperature=1.0, top_p=1.0, min_p=0.0, uniform=1 - 2**-24)
+    top_k = torch.arange(1, V + 1, dtype=torch.int32, device=device)
+    tokens = sample_triton(logits.flatten().expand(V, V).to(device), top_k=top_k, **setting, block=16)
+    assert tokens.tolist() == [*range(V)]
+
+
+def test_top_p_keeps_a_long_flat_tail(device):
+    """Tokens that are each a thousandth as likely as 1 - top_p, but all of them needed to reach top_p."""
+    V, probability = 1000, 1.1e-5
+    logits = torch.full((1, V), probability).log()
+    logits[0, 5] = 0.0
+    setting = columns(1, device, temperature=1.0, top_k=V, top_p=0.99, min_p=0.0, uniform=1 - 2**-24)
+    assert sample_triton(logits.to(device), **setting, block=1024).tolist() == [V - 1]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_rows_that_cannot_be_drawn_from_give_some_token_and_spare_the_others(device):
+    V = 100
+    logits = make_rows(5, V)
+    logits[0], logits[1], logits[2, 50], logits[3, 50] = -INF, float("nan"), float("nan"), INF
+    setting = {"temperature": 1.0, "top_k": 10, "top_p": 0.9, "min_p": 0.01, "uniform": 0.4}
+    arguments = columns(5, device, **setting)
+    for tokens in (
+        sample_triton(logits.to(device), **arguments, block=64),
+        sample_torch(logits.to(device), **arguments),
+    ):
+        assert tokens.min() >= 0 and tokens.max() < V
+        assert tokens[4] == define(logits[4], **setting)[0]
