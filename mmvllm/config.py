@@ -199,6 +199,8 @@ class EngineConfig:
     cpu_kvcache_bytes: int = 1024 * MiB
     encoder_cache_bytes: int = 512 * MiB
     enable_prefix_caching: bool = True
+    attention_backend: str = "auto"
+    quantization: str | None = None
     enforce_eager: bool = False
     skip_warmup: bool = False
     seed: int = 0
@@ -215,6 +217,8 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization is {share!r}, must be a number in (0, 1]")
         if self.load_format not in ("auto", "safetensors", "dummy"):
             raise ValueError(f"load_format is {self.load_format!r}, must be 'auto', 'safetensors' or 'dummy'")
+        if self.quantization not in (None, "int8"):
+            raise ValueError(f"quantization is {self.quantization!r}, must be None or 'int8'")
 
     def resolve_device(self) -> torch.device:
         """The device to run on: 'auto' is CUDA where there is one."""

@@ -41,6 +41,9 @@ class LLM:
         cpu_kvcache_bytes: size of the KV cache on a CPU.
         encoder_cache_bytes: ViT outputs kept on the device; a picture larger than this is refused.
         enable_prefix_caching: share the KV blocks of equal beginnings, pictures included.
+        attention_backend: "auto" (flash-attn where it is installed and fits, then Triton, then torch; plain torch on a
+            CPU), "flash", "triton" or "torch".
+        quantization: "int8" quantises weights once and activations as they come, on a CPU; answers change a little.
         enforce_eager: accepted for CUDA graphs; this version always runs eagerly.
         skip_warmup: do not run a first batch at start.
         seed: of requests that bring none of their own, and of dummy weights.

@@ -372,7 +372,7 @@ def test_max_model_len_must_fit(checkpoint, make_llm):
 def test_a_failed_step_ends_its_requests_and_the_engine_lives_on(llm, monkeypatch):
     want = llm.generate_multimodal([GOOD], SHORT)[0].token_ids
 
-    def out_of_memory(batch, cache):
+    def out_of_memory(*arguments):
         monkeypatch.undo()
         raise torch.OutOfMemoryError("tried to allocate 8 GiB")
 

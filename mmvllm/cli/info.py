@@ -1,4 +1,4 @@
-"""`mmvllm info`: versions, devices, usable attention paths, and the KV cache that fits."""
+"""`mmvllm info`: versions, devices, attention backends, and the KV cache that fits."""
 
 import argparse
 
@@ -14,6 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from mmvllm.config import EngineConfig, ModelConfig
     from mmvllm.engine.model_runner import resolve_block_size
+    from mmvllm.layers.attention import choose_attention
     from mmvllm.models.weights import resolve_folder
 
     engine_config = EngineConfig(device=args.device, dtype=args.dtype, kvcache_block_size=args.block_size)
@@ -21,7 +22,8 @@ def run(args: argparse.Namespace) -> int:
     folder = resolve_folder(args.model, with_weights=False)
     config = ModelConfig.from_pretrained(folder)
     dtype = engine_config.resolve_dtype(config.dtype, device)
-    block_size = resolve_block_size(engine_config, config, device, dtype)
+    attention, reason = choose_attention("auto", config, device, dtype, args.block_size)
+    block_size = resolve_block_size(engine_config, attention)
     sections = {
         "versions": _versions(),
         "devices": _devices(),
@@ -30,8 +32,11 @@ def run(args: argparse.Namespace) -> int:
             "architecture": config.architecture,
             "runs in": f"{dtype} on {device}".replace("torch.", ""),
         },
-        "attention": _attention_paths(config, device, dtype, block_size),
-        "memory": _memory(config, engine_config, block_size, device, dtype),
+        "attention": {
+            **_attention_backends(config, device, dtype, args.block_size),
+            "chosen": f"{attention.name} ({reason})",
+        },
+        "memory": _memory(config, engine_config, attention, block_size, device, dtype),
     }
     for title, rows in sections.items():
         print(title)
@@ -67,25 +72,23 @@ def _devices() -> dict[str, str]:
     return devices
 
 
-def _attention_paths(config, device, dtype, block_size: int) -> dict[str, str]:
-    """Decoder and ViT each: flash-attn, or why not; the torch path always works."""
-    from mmvllm.layers.attention import flash_unusable
+def _attention_backends(config, device, dtype, block_size: int | None) -> dict[str, str]:
+    from mmvllm.layers.attention import unusable_backends
 
-    reasons = {"decoder flash": flash_unusable(device, dtype, config.head_dim, block_size)}
-    if config.vision is not None:
-        reasons["vision flash"] = flash_unusable(device, dtype, config.vision.head_dim)
-    paths = {name: f"not usable: {reason}" if reason else "used" for name, reason in reasons.items()}
-    return {**paths, "torch": "used" if any(reasons.values()) else "usable"}
+    reasons = unusable_backends(config, device, dtype, block_size)
+    return {name: reason or "usable" for name, reason in reasons.items()}
 
 
-def _memory(config, engine_config, block_size: int, device, dtype) -> dict[str, str]:
+def _memory(config, engine_config, attention, block_size: int, device, dtype) -> dict[str, str]:
     import torch
 
     from mmvllm.engine.model_runner import affordable_blocks, kv_block_bytes
     from mmvllm.models.registry import model_class
 
     with torch.device("meta"):
-        num_parameters = sum(parameter.numel() for parameter in model_class(config.architecture)(config).parameters())
+        num_parameters = sum(
+            parameter.numel() for parameter in model_class(config.architecture)(config, attention).parameters()
+        )
     weights = num_parameters * dtype.itemsize
     if device.type == "cpu":
         budget, note = engine_config.cpu_kvcache_bytes, ""

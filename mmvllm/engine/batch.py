@@ -45,6 +45,7 @@ class Batch:
     slot_mapping: Tensor  # (N,) int64, the flat KV slot that each token writes: block * block_size + offset
     cu_seqlens_q: Tensor  # (S + 1,) int32
     kv_lens: Tensor  # (S,) int32
+    cu_seqlens_k: Tensor  # (S + 1,) int32, running sum of kv_lens
     block_table: Tensor  # (S, max_blocks) int32, padded with 0
     sample_at: Tensor  # (R,) int64, tokens whose logits are wanted: none of an unfinished prompt
     image_at: Tensor  # (M,) int64, token that each image row replaces
@@ -66,6 +67,7 @@ def build_batch(step: Schedule, block_size: int, device: torch.device) -> Batch:
     """Pack what the scheduler handed out."""
     chunks = step.chunks
     query_lens = [chunk.end - chunk.start for chunk in chunks]
+    kv_lens = [chunk.end for chunk in chunks]
     cu_seqlens = np.cumsum([0, *query_lens])
     image_at, image_spans = _image_rows(chunks, cu_seqlens)
     copies = [copy for chunk in chunks for copy in chunk.block_copies]
@@ -82,7 +84,8 @@ def build_batch(step: Schedule, block_size: int, device: torch.device) -> Batch:
         ),
         slot_mapping=on_device(np.concatenate([_slots(chunk, block_size) for chunk in chunks]), np.int64),
         cu_seqlens_q=on_device(cu_seqlens, np.int32),
-        kv_lens=on_device([chunk.end for chunk in chunks], np.int32),
+        kv_lens=on_device(kv_lens, np.int32),
+        cu_seqlens_k=on_device(np.cumsum([0, *kv_lens]), np.int32),
         block_table=on_device(_block_table(chunks), np.int32),
         sample_at=on_device([cu_seqlens[s + 1] - 1 for s, chunk in enumerate(chunks) if chunk.samples], np.int64),
         image_at=on_device(image_at, np.int64),
@@ -93,7 +96,7 @@ def build_batch(step: Schedule, block_size: int, device: torch.device) -> Batch:
         ),
         block_copies=on_device(np.array(copies, dtype=np.int64).reshape(-1, 2).T, np.int64),
         query_lens=tuple(query_lens),
-        context_lens=tuple(chunk.end for chunk in chunks),
+        context_lens=tuple(kv_lens),
     )
 
 

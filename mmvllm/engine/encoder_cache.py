@@ -27,6 +27,9 @@ class EncoderCache:
         self.capacity_bytes = capacity_bytes
         self.bytes_per_row = bytes_per_row
         self.used_bytes = 0
+        self.num_lookups = self.num_hits = (
+            0  # by sequences that need a picture; those that find it encoded, or about to be
+        )
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
 
     def fits(self, num_rows: int) -> bool:
@@ -40,12 +43,16 @@ class EncoderCache:
     def acquire(self, digest: bytes, num_rows: int, user: User) -> bool:
         """Hold the picture's rows, or the room for them, for `user`; False if there is no room."""
         entry = self._entries.get(digest)
+        is_hit = entry is not None
         if entry is None:
             entry = _Entry(num_rows * self.bytes_per_row)
             if not self._make_room(entry.num_bytes):
                 return False
             self._entries[digest] = entry
             self.used_bytes += entry.num_bytes
+        if user not in entry.users:
+            self.num_lookups += 1
+            self.num_hits += is_hit
         entry.users.add(user)
         self._entries.move_to_end(digest)
         return True

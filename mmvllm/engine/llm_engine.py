@@ -5,6 +5,7 @@ import json
 import logging
 import time
 import weakref
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from itertools import count
 from pathlib import Path
@@ -24,7 +25,10 @@ from mmvllm.engine.model_runner import ModelRunner, resolve_block_size
 from mmvllm.engine.sampler import Sampler
 from mmvllm.engine.scheduler import Schedule, Scheduler
 from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup
+from mmvllm.engine.stats import StepStats, Stopwatch, step_stats
 from mmvllm.engine.vision_inputs import VisionInputs
+from mmvllm.layers.attention import choose_attention
+from mmvllm.layers.linear import pack_weights
 from mmvllm.models.weights import load_model, resolve_folder
 from mmvllm.outputs import CompletionOutput, RequestOutput
 from mmvllm.processors.chat import tokenize
@@ -42,14 +46,22 @@ class LLMEngine:
         """Load a checkpoint and make room for its KV cache; raises ValueError for what cannot be served."""
         self.config = config = config or EngineConfig()
         device = config.resolve_device()
+        if config.quantization and device.type != "cpu":
+            raise ValueError(f"quantization={config.quantization!r} runs on a CPU only; this is {device.type}")
         folder = resolve_folder(model, with_weights=config.load_format != "dummy")
         self.model_config = ModelConfig.from_pretrained(folder)
         dtype = config.resolve_dtype(self.model_config.dtype, device)
         self.image_config = ImageProcessorConfig.from_pretrained(folder)
         self.tokenizer = _load_tokenizer(folder)
         self._check_image_config(folder)
-        weights = load_model(folder, self.model_config, device, dtype, config.load_format, config.seed)
-        self.block_size = resolve_block_size(config, self.model_config, device, dtype)
+        self.attention, reason = choose_attention(
+            config.attention_backend, self.model_config, device, dtype, config.kvcache_block_size
+        )
+        logger.info("attention backend: %s (%s)", self.attention.name, reason)
+        weights = load_model(folder, self.model_config, device, dtype, config.load_format, config.seed, self.attention)
+        if device.type == "cpu":
+            pack_weights(weights, dtype, int8=config.quantization == "int8")
+        self.block_size = resolve_block_size(config, self.attention)
         self.model_runner = ModelRunner(
             weights, self.model_config, config, self.image_config, device, dtype, self.block_size
         )
@@ -67,6 +79,7 @@ class LLMEngine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_vision_patches=config.max_vision_patches,
         )
+        self.on_step: Callable[[StepStats], None] | None = None  # called after every step, for who measures
         self._request_numbers, self._unseeded = count(), count()
         self._exited = False
         atexit.register(_exit_if_alive, weakref.ref(self))
@@ -152,20 +165,28 @@ class LLMEngine:
         If the device runs out of memory, the requests of this batch finish with `error` and the engine lives on.
         """
         self._refuse_after_exit()
+        watch = Stopwatch(self.model_runner.device)
         try:
             scheduled = self.scheduler.schedule()
-            finished = self._compute(scheduled) if scheduled.chunks else []
+            watch.mark("schedule")
+            finished = self._compute(scheduled, watch) if scheduled.chunks else []
         except BaseException:  # an interrupt: what was scheduled has not been computed
             self.scheduler.preempt_all()
             raise
-        return [self._output(group) for group in finished], scheduled.num_tokens
+        outputs = [self._output(group) for group in finished]
+        if self.on_step is not None:
+            watch.mark("commit")
+            self.on_step(step_stats(scheduled, self.scheduler, watch.seconds()))
+        return outputs, scheduled.num_tokens
 
-    def _compute(self, scheduled: Schedule) -> list[SequenceGroup]:
+    def _compute(self, scheduled: Schedule, watch: Stopwatch) -> list[SequenceGroup]:
         """Pack, run, sample and commit what was scheduled; return the requests that finished."""
         try:
             batch = build_batch(scheduled, self.block_size, self.model_runner.device)
-            logits = self.model_runner.run(batch, self.encoder_cache)
+            watch.mark("pack")
+            logits = self.model_runner.run(batch, self.encoder_cache, watch)
             sampled = self.sampler(logits, [chunk.seq for chunk in scheduled.chunks if chunk.samples])
+            watch.mark("sampling")
         except RuntimeError as error:  # torch's out-of-memory error is one
             return self._fail(scheduled, error)
         return self.scheduler.postprocess(scheduled, sampled)

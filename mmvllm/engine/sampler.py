@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmvllm.engine.scheduler import SampledToken
 from mmvllm.engine.sequence import Sequence
+from mmvllm.kernels.sampling import sample
 from mmvllm.sampling_params import SamplingParams
 
 
@@ -32,10 +33,10 @@ class Sampler:
         if random_rows:
             uniforms = [_uniform(seqs[row]) for row in random_rows]
             token_ids[random_rows] = draw(adjusted[random_rows], [params[row] for row in random_rows], uniforms)
-        tokens = _with_logprobs(logits, token_ids, params)
         # A row with a NaN, or with nothing but -inf, has no token to give; the other rows are as good as ever.
-        possible = largest.isfinite().tolist()
-        return [token if ok else SampledToken(None) for token, ok in zip(tokens, possible, strict=True)]
+        chosen = torch.where(largest.isfinite(), token_ids, -1).tolist()
+        tokens = [SampledToken(None if token_id < 0 else token_id) for token_id in chosen]
+        return _with_logprobs(tokens, logits, params)
 
     def _forbid_early_end(self, logits: Tensor, seqs: list[Sequence]) -> Tensor:
         rows, columns = [], []
@@ -83,48 +84,27 @@ def _uniform(seq: Sequence) -> float:
 
 
 def draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -> Tensor:
-    """One token per row of logits (R, V), by its inverse cumulative distribution at `uniforms` in [0, 1) -> (R,).
-
-    Temperature, then top-k, top-p (arXiv 1904.09751) and min-p (2407.01082) as thresholds, in transformers' order.
-    """
-
-    def column(values, dtype=torch.float32) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]  # (R, 1)
-
-    # Shifted so that the largest is 0, and with temperatures in the range where float32 quotients stay finite: a
-    # distribution beyond it is greedy, or uniform, all the same.
-    temperature = column([min(max(p.temperature, 1e-6), 1e6) for p in params])
-    logits = (logits - logits.max(dim=-1, keepdim=True).values) / temperature
-    if any(0 < p.top_k < logits.shape[-1] or p.top_p < 1 for p in params):
-        ordered = logits.sort(dim=-1, descending=True).values  # (R, V)
-        vocab_size = logits.shape[-1]
-        top_k = column([p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params], torch.int64)
-        logits = logits.masked_fill(logits < ordered.gather(1, top_k - 1), float("-inf"))
-        ordered = ordered.masked_fill(torch.arange(vocab_size, device=logits.device) >= top_k, float("-inf"))
-        probs = ordered.softmax(dim=-1)
-        before = probs.cumsum(dim=-1) - probs  # of all more likely tokens; the first is always kept
-        top_p = column([p.top_p for p in params])
-        num_kept = ((before < top_p) | (top_p >= 1)).sum(dim=-1, keepdim=True).clamp(min=1)
-        logits = logits.masked_fill(logits < ordered.gather(1, num_kept - 1), float("-inf"))
-    if any(p.min_p > 0 for p in params):
-        logits = logits.masked_fill(logits < column([p.min_p for p in params]).log(), float("-inf"))
-    cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)  # (R, V), in vocabulary order
-    wanted = column(uniforms, torch.float64) * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, wanted, right=True).squeeze(1).clamp(max=logits.shape[-1] - 1)
+    """One token per row of logits (R, V), drawn as `sample` draws, at `uniforms` in [0, 1) -> (R,)."""
+    V = logits.shape[-1]
+    values = [(p.temperature, p.top_k if 0 < p.top_k < V else V, p.top_p, p.min_p) for p in params]
+    # All in one copy to the device; float64 holds each of them exactly.
+    columns = torch.tensor([*zip(*values, strict=True), uniforms], dtype=torch.float64).to(logits.device)  # (5, R)
+    temperature, top_k, top_p, min_p, uniform = columns
+    return sample(logits, temperature.float(), top_k.int(), top_p.float(), min_p.float(), uniform)
 
 
-def _with_logprobs(logits: Tensor, token_ids: Tensor, params: list[SamplingParams]) -> list[SampledToken]:
+def _with_logprobs(tokens: list[SampledToken], logits: Tensor, params: list[SamplingParams]) -> list[SampledToken]:
     """Attach log-probabilities, of the model's own distribution before penalties and temperature, where asked for."""
-    chosen = token_ids.tolist()
-    rows = [row for row, p in enumerate(params) if p.logprobs is not None]
-    tokens = [SampledToken(token_id) for token_id in chosen]
+    rows = [row for row, p in enumerate(params) if p.logprobs is not None and tokens[row].token_id is not None]
     if not rows:
         return tokens
+    chosen = [tokens[row].token_id for row in rows]
     logprobs = logits[rows].log_softmax(dim=-1)
     best = logprobs.topk(min(max(params[row].logprobs for row in rows) or 1, logprobs.shape[-1]), dim=-1)
-    own = logprobs.gather(1, token_ids[rows][:, None])[:, 0].tolist()
-    for row, logprob, top_ids, top_values in zip(rows, own, best.indices.tolist(), best.values.tolist(), strict=True):
+    own = logprobs.gather(1, torch.tensor(chosen, device=logits.device)[:, None])[:, 0].tolist()
+    found = zip(rows, chosen, own, best.indices.tolist(), best.values.tolist(), strict=True)
+    for row, token_id, logprob, top_ids, top_values in found:
         count = params[row].logprobs
         top = dict(zip(top_ids[:count], top_values[:count], strict=True))
-        tokens[row] = SampledToken(chosen[row], logprob, {chosen[row]: logprob} | top)
+        tokens[row] = SampledToken(token_id, logprob, {token_id: logprob} | top)
     return tokens

@@ -1,54 +1,83 @@
-"""Attention over packed sequences: the decoder's over the paged KV cache, the ViT's within each picture.
+"""Attention backends: the decoder's attention over the paged KV cache, and the ViT's within each frame.
 
-Every function has a plain torch path, which runs anywhere and is the reference, and uses flash-attn where that is
-installed and fits. `flash_unusable` says why it does not.
+All compute the same. `choose_attention` takes the user's choice, or the fastest that fits, and says why.
 """
 
-from functools import cache
+import importlib.util
+import inspect
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from mmvllm.config import ModelConfig
 from mmvllm.engine.batch import Batch
+from mmvllm.kernels.dispatch import triton_unusable
+from mmvllm.kernels.packed_attention import packed_attention_torch, packed_attention_triton
+from mmvllm.kernels.paged_attention import paged_attention_torch, paged_attention_triton
 
-FLASH_BLOCK_SIZE = 256  # flash-attn 2 reads paged KV in blocks of a multiple of this
-
-
-@cache
-def flash_unusable(
-    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None = None
-) -> str | None:
-    """Why flash-attn cannot be used here, or None if it can; `block_size` is None where there is no KV cache."""
-    if device.type != "cuda":
-        return f"needs a CUDA device, this is {device.type}"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "needs a GPU of compute capability 8.0 or above"
-    try:
-        from flash_attn import flash_attn_varlen_func  # noqa: F401
-    except ImportError as error:
-        return f"flash-attn cannot be imported ({error}); pip install 'mmvllm[flash]'"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"needs float16 or bfloat16, the model runs in {dtype}"
-    if head_dim > 256 or head_dim % 8:
-        return f"needs a head size that is a multiple of 8 up to 256, this is {head_dim}"
-    if block_size is not None and block_size % FLASH_BLOCK_SIZE:
-        return f"needs kvcache_block_size to be a multiple of {FLASH_BLOCK_SIZE}, it is {block_size}"
-    return None
+FLASH_BLOCK_SIZE = 256  # FlashAttention 2 reads paged KV in blocks of a multiple of this
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write k and v (N, K, D) to their slots of the caches (num_blocks, block_size, K, D), in place."""
-    k_cache.view(-1, *k.shape[1:]).index_copy_(0, slot_mapping, k)
-    v_cache.view(-1, *v.shape[1:]).index_copy_(0, slot_mapping, v)
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Lengths of packed sequences that attend within themselves only."""
+
+    lens: list[int]
+    cu_seqlens: Tensor  # (len(lens) + 1,) int32, where each begins, and the end
+
+    @classmethod
+    def of(cls, lens: list[int], device: torch.device) -> "Segments":
+        cu_seqlens = torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return cls(lens, cu_seqlens.to(device, non_blocking=True))
 
 
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
-    """Causal grouped-query attention of q (N, H, D) over each sequence's cached keys and values -> (N, H, D).
+class AttentionBackend(Protocol):
+    """Two functions of q (N, H, D): over cached keys and values, causal; and over k and v of q's own shape, full."""
 
-    A sequence's queries are its last ones: query i of n sees keys up to kv_len - n + i.
-    """
-    if flash_unusable(q.device, q.dtype, q.shape[-1], k_cache.shape[1]) is None:
+    name: ClassVar[str]
+
+    @staticmethod
+    def paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor: ...
+
+    @staticmethod
+    def packed(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor: ...
+
+
+class TorchAttention:
+    """Plain torch: anywhere, and the reference for the others."""
+
+    name = "torch"
+
+    @staticmethod
+    def paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
+        return paged_attention_torch(q, k_cache, v_cache, *_paged_arguments(batch))
+
+    @staticmethod
+    def packed(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
+        return packed_attention_torch(q, k, v, segments.cu_seqlens, max(segments.lens))
+
+
+class TritonAttention:
+    name = "triton"
+
+    @staticmethod
+    def paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
+        return paged_attention_triton(q, k_cache, v_cache, *_paged_arguments(batch))
+
+    @staticmethod
+    def packed(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
+        return packed_attention_triton(q, k, v, segments.cu_seqlens, max(segments.lens))
+
+
+class FlashAttention:
+    """The flash-attn package (arXiv 2307.08691)."""
+
+    name = "flash"
+
+    @staticmethod
+    def paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
         from flash_attn import flash_attn_varlen_func
 
         return flash_attn_varlen_func(
@@ -56,46 +85,123 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -
             k_cache,
             v_cache,
             cu_seqlens_q=batch.cu_seqlens_q,
-            cu_seqlens_k=F.pad(batch.kv_lens.cumsum(0, dtype=torch.int32), (1, 0)),
+            cu_seqlens_k=batch.cu_seqlens_k,
             max_seqlen_q=max(batch.query_lens),
             max_seqlen_k=max(batch.context_lens),
             causal=True,
             block_table=batch.block_table,
         )
-    block_size, out, start = k_cache.shape[1], torch.empty_like(q), 0
-    for s, (query_len, kv_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
-        blocks = batch.block_table[s, : -(-kv_len // block_size)]
-        k = k_cache[blocks].flatten(0, 1)[:kv_len]  # (kv_len, K, D)
-        v = v_cache[blocks].flatten(0, 1)[:kv_len]
-        out[start : start + query_len] = _causal_attention(q[start : start + query_len], k, v)
-        start += query_len
-    return out
 
-
-def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    (n, H, D), (T, K, _) = q.shape, k.shape
-    k, v = k.transpose(0, 1), v.transpose(0, 1)  # (K, T, D)
-    # Four dimensions, though the first is 1: with three, torch does not take its fused kernels.
-    if n == 1:  # the heads that share a KV head are its queries, and all see all keys
-        return F.scaled_dot_product_attention(q.view(1, K, H // K, D), k[None], v[None]).reshape(1, H, D)
-    k, v = (x.repeat_interleave(H // K, dim=0)[None] for x in (k, v))  # (1, H, T, D)
-    mask = None if n == T else torch.ones(n, T, dtype=torch.bool, device=q.device).tril(T - n)
-    out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None)
-    return out[0].transpose(0, 1)
-
-
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, segment_lens: list[int]) -> Tensor:
-    """Full attention of q, k, v (P, H, D) within each segment of the given lengths -> (P, H, D)."""
-    if flash_unusable(q.device, q.dtype, q.shape[-1]) is None:
+    @staticmethod
+    def packed(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
         from flash_attn import flash_attn_varlen_func
 
-        lens = torch.tensor(segment_lens, dtype=torch.int32, device=q.device)
-        cu_seqlens = F.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
-        longest = max(segment_lens)
-        return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest)
-    out = torch.empty_like(q)
-    segments = zip(*(x.split(segment_lens) for x in (q, k, v, out)), strict=True)
-    for q_part, k_part, v_part, out_part in segments:
-        attended = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q_part, k_part, v_part)))
-        out_part.copy_(attended[0].transpose(0, 1))
-    return out
+        longest = max(segments.lens)
+        return flash_attn_varlen_func(q, k, v, segments.cu_seqlens, segments.cu_seqlens, longest, longest)
+
+
+class TorchVarlenAttention:
+    """FlashAttention as torch has it built in from 2.13 on (torch/nn/attention/varlen.py)."""
+
+    name = "torch"
+
+    @staticmethod
+    def paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        return varlen_attn(
+            q,
+            k_cache,
+            v_cache,
+            batch.cu_seqlens_q,
+            None,
+            max(batch.query_lens),
+            max(batch.context_lens),
+            window_size=(-1, 0),  # causal
+            enable_gqa=True,
+            seqused_k=batch.kv_lens,
+            block_table=batch.block_table,
+        )
+
+    @staticmethod
+    def packed(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        longest = max(segments.lens)
+        return varlen_attn(q, k, v, segments.cu_seqlens, segments.cu_seqlens, longest, longest)
+
+
+def _paged_arguments(batch: Batch) -> tuple[Tensor, Tensor, Tensor, int]:
+    return batch.cu_seqlens_q, batch.kv_lens, batch.block_table, max(batch.query_lens)
+
+
+def unusable_backends(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, block_size: int | None
+) -> dict[str, str | None]:
+    """Why each backend cannot serve, or None if it can; the fastest first. `block_size` is None where it is free."""
+    return {
+        "flash": _flash_unusable(config, device, dtype, block_size),
+        "triton": triton_unusable(device),
+        "torch": None,
+    }
+
+
+def choose_attention(
+    name: str, config: ModelConfig, device: torch.device, dtype: torch.dtype, block_size: int | None
+) -> tuple[type[AttentionBackend], str]:
+    """The backend called `name`, or the fastest that can run for "auto", and the reason for it.
+
+    Raises ValueError for a name that cannot be had here, with the reason.
+    """
+    unusable = unusable_backends(config, device, dtype, block_size)
+    if name != "auto" and name not in unusable:
+        raise ValueError(f"attention_backend is {name!r}, must be 'auto', {', '.join(map(repr, unusable))}")
+    if name != "auto" and unusable[name]:
+        raise ValueError(f"attention_backend is {name!r}, which {unusable[name]}")
+    chosen, reason = name, "asked for"
+    if name == "auto":
+        # On a CPU Triton may be usable, but only because its interpreter is on.
+        chosen = next(n for n, why in unusable.items() if why is None and (n != "triton" or device.type == "cuda"))
+        reason = "; ".join(f"{n} {why}" for n, why in unusable.items() if why) or "the fastest"
+    if chosen == "torch":
+        return _torch_attention(config, device, dtype, block_size), reason
+    return {"flash": FlashAttention, "triton": TritonAttention}[chosen], reason
+
+
+def _flash_unusable(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, block_size: int | None
+) -> str | None:
+    if device.type != "cuda":
+        return f"needs a CUDA device, this is {device.type}"
+    if importlib.util.find_spec("flash_attn") is None:
+        return "is not installed; pip install 'mmvllm[flash]'"
+    return _no_flash_kernel(config, device, dtype, block_size)
+
+
+def _no_flash_kernel(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, block_size: int | None
+) -> str | None:
+    """Why the CUDA kernels of FlashAttention 2, wherever they come from, cannot serve this model here."""
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "needs a GPU of compute capability 8.0 or above"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"needs float16 or bfloat16, the model runs in {dtype}"
+    for head_dim in (config.head_dim, *((config.vision.head_dim,) if config.vision else ())):
+        if head_dim > 256 or head_dim % 8:
+            return f"needs a head size that is a multiple of 8 up to 256, this is {head_dim}"
+    if block_size is not None and block_size % FLASH_BLOCK_SIZE:
+        return f"needs kvcache_block_size to be a multiple of {FLASH_BLOCK_SIZE}, it is {block_size}"
+    return None
+
+
+def _torch_attention(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, block_size: int | None
+) -> type[AttentionBackend]:
+    """torch's own varlen kernels where this torch has them with a block table and they fit, else the plain path."""
+    if device.type != "cuda" or _no_flash_kernel(config, device, dtype, block_size):
+        return TorchAttention
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return TorchAttention
+    return TorchVarlenAttention if "block_table" in inspect.signature(varlen_attn).parameters else TorchAttention

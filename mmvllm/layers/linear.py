@@ -1,12 +1,107 @@
-"""A linear layer whose weight stacks several of the checkpoint's, so that one product does the work of all."""
+"""Linear layers, and the forms in which a CPU keeps their weights.
 
+A plain product on a CPU reorders parts of the weight on every call. Done once, by the operators that torch's own
+compiler uses, the weights of a Qwen2-VL-2B are read at 1.5 to 2 times the speed where rows are few.
+"""
+
+from collections.abc import Callable
 from itertools import accumulate
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmvllm.kernels.silu_mul import silu_mul
 
-class MergedLinear(nn.Linear):
-    """x -> one output per entry of `out_sizes`; `rows[i]` is where the checkpoint's i-th weight goes."""
+# Five or six rows read a weight at 30 GB/s where one row reads it at 22 (bfloat16, AVX512-BF16, 2 cores).
+_MIN_ROWS = 6
+_CACHED_ROWS = 1024
+
+
+class PackedWeight:
+    """A weight (out, in) in oneDNN's order, and its bias."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (N, in) -> x Wᵀ + b (N, out)."""
+        return torch.ops.mkldnn._linear_pointwise(_at_least_six(x), self.weight, self.bias, "none", [], "")[: len(x)]
+
+
+class PackedGate:
+    """Two weights (I, in), gate and up, in oneDNN's order; SiLU and product are done inside the matrix products."""
+
+    def __init__(self, weight: Tensor):
+        reorder = torch.ops.mkldnn._reorder_linear_weight
+        self.gate, self.up = (reorder(part.contiguous(), None) for part in weight.chunk(2))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (N, in) -> silu(x Gᵀ) * (x Uᵀ) (N, I)."""
+        rows = _at_least_six(x)
+        gate = torch.ops.mkldnn._linear_pointwise(rows, self.gate, None, "swish", [], "")
+        return torch.ops.mkldnn._linear_pointwise.binary(rows, gate, self.up, None, "mul")[: len(x)]
+
+
+class Int8Weight:
+    """A weight (out, in) in 8 bits with a scale per output; inputs are quantised as they come, with a scale per row.
+
+    Symmetric and round-to-nearest, as in LLM.int8() (arXiv 2208.07339) without its outliers. A row's scale depends on
+    that row alone, so an answer does not depend on what it is batched with.
+    """
+
+    _CHUNK = 256  # rows quantised at a time: what lies between stays in the cache
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        scale = weight.float().abs().amax(dim=1).clamp(min=1e-12) / 127  # (out,)
+        quantized = (weight.float() / scale[:, None]).round().to(torch.int8)
+        self.weight = torch.ops.onednn.qlinear_prepack(quantized, None)
+        self.scale, self.zero_point = scale, torch.zeros(len(weight), dtype=torch.int64)
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (N, in) -> x Wᵀ + b (N, out), both in x's dtype."""
+        quantized, scale = self._quantize(_at_least_six(x))
+        y = torch.ops.onednn.qlinear_pointwise(
+            quantized, 1.0, 128, self.weight, self.scale, self.zero_point, None, 1.0, 0, x.dtype, "none", [], ""
+        )
+        y = y[: len(x)].mul_(scale[: len(x)])
+        return y if self.bias is None else y.add_(self.bias)
+
+    def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x (N, in) -> uint8 around 128 (N, in), and the scale of each row (N, 1) in x's dtype."""
+        scale = (x.abs().amax(dim=1, keepdim=True).float() / 127).clamp(min=1e-12).to(x.dtype)
+        quantized = torch.empty_like(x, dtype=torch.uint8)
+        inverse = 1 / scale.float()
+        for rows, factor, out in zip(*(t.split(self._CHUNK) for t in (x, inverse, quantized)), strict=True):
+            # The scale, rounded to x's dtype, may be a little less than 1/127 of the largest.
+            out.copy_((rows * factor).round_().clamp_(-127, 127).add_(128))
+        return quantized, scale
+
+
+def _at_least_six(x: Tensor) -> Tensor:
+    return x if len(x) >= _MIN_ROWS else F.pad(x, (0, 0, 0, _MIN_ROWS - len(x)))
+
+
+class Linear(nn.Linear):
+    """x (N, in) -> x Wᵀ + b; once packed, the plain weight is gone."""
+
+    packed: PackedWeight | Int8Weight | PackedGate | None = None
+
+    def pack(self, int8: bool = False) -> None:
+        self.packed = (Int8Weight if int8 else PackedWeight)(self.weight, self.bias)
+        self.weight = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.packed is None else self.packed(x)
+
+
+class MergedLinear(Linear):
+    """A linear layer that stacks several of the checkpoint's, so that one product does the work of all.
+
+    x -> one output per entry of `out_sizes`; `rows[i]` is where the checkpoint's i-th weight goes.
+    """
 
     def __init__(self, in_size: int, out_sizes: list[int], bias: bool):
         super().__init__(in_size, sum(out_sizes), bias=bias)
@@ -16,3 +111,51 @@ class MergedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return super().forward(x).split(self.out_sizes, dim=-1)
+
+
+class SiluGate(MergedLinear):
+    """The first half of a gated MLP (arXiv 2002.05202): x (N, in) -> silu(x Gᵀ) * (x Uᵀ) (N, I)."""
+
+    def __init__(self, in_size: int, intermediate_size: int):
+        super().__init__(in_size, [intermediate_size] * 2, bias=False)
+
+    def pack(self, int8: bool = False) -> None:
+        if int8:
+            super().pack(int8)
+        else:
+            self.packed, self.weight = PackedGate(self.weight), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.packed(x) if isinstance(self.packed, PackedGate) else silu_mul(Linear.forward(self, x))
+
+
+def by_rows(layers: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """layers(x), on a CPU for 1024 rows of x (N, C) at a time: a wide result between the layers stays in the cache.
+
+    And it stays below 32 MiB, from where on the C library gives each tensor new pages, which take longer to clear than
+    the layer to compute.
+    """
+    if x.device.type != "cpu" or len(x) <= _CACHED_ROWS:
+        return layers(x)
+    return torch.cat([layers(rows) for rows in x.split(_CACHED_ROWS)])
+
+
+def pack_weights(model: nn.Module, dtype: torch.dtype, int8: bool) -> None:
+    """Put every linear layer's weight in the form in which a CPU multiplies fastest, or in 8 bits.
+
+    Raises ValueError where 8 bits cannot be had. Weights stay plain where oneDNN does not know the dtype on this CPU.
+    """
+    if int8 and (dtype == torch.float16 or not torch.backends.mkldnn.is_available()):
+        raise ValueError(f"quantization='int8' needs oneDNN, and dtype float32 or bfloat16; this is {dtype}")
+    if int8 or _onednn_takes(dtype):
+        for module in model.modules():
+            if isinstance(module, Linear):
+                module.pack(int8)
+
+
+def _onednn_takes(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    ops = torch.ops.mkldnn
+    supported = {torch.bfloat16: ops._is_mkldnn_bf16_supported, torch.float16: ops._is_mkldnn_fp16_supported}
+    return dtype not in supported or supported[dtype]()

@@ -3,11 +3,14 @@
 The same class without a ViT serves text-only Qwen2 checkpoints.
 """
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
 
 from mmvllm.config import ModelConfig
 from mmvllm.engine.batch import Batch
+from mmvllm.kernels.splice import splice
+from mmvllm.layers.attention import AttentionBackend
+from mmvllm.layers.linear import Linear
 from mmvllm.models.decoder import Decoder
 from mmvllm.models.vision import VisionTransformer
 
@@ -33,30 +36,35 @@ _MERGED = {
 class Qwen2VL(nn.Module):
     """Batch in, logits out; the model remembers nothing of a request."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, backend: AttentionBackend):
         super().__init__()
         self.config = config
-        self.visual = VisionTransformer(config.vision) if config.vision else None
-        self.decoder = Decoder(config)
-        self.lm_head = (
-            None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        )
+        self.visual = VisionTransformer(config.vision, backend) if config.vision else None
+        self.decoder = Decoder(config, backend)
+        self.lm_head = None if config.tie_word_embeddings else self._head()
+
+    def _head(self) -> Linear:
+        return Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
+
+    def tie_head(self) -> None:
+        """Let a tied head share the embedding's weight, once that is loaded."""
+        if self.lm_head is None:
+            with torch.device("meta"):
+                self.lm_head = self._head()
+            self.lm_head.weight = self.decoder.embed_tokens.weight
 
     def forward(self, batch: Batch, image_rows: Tensor, kv_cache: Tensor) -> Tensor:
         """Logits (R, V) in float32 of the tokens that `batch.sample_at` names; image_rows (M, C)."""
         x = self.decoder.embed_tokens(batch.input_ids)  # (N, C)
-        if len(image_rows):
-            x.index_copy_(0, batch.image_at, image_rows)
-        hidden = self.decoder(x, kv_cache, batch)[batch.sample_at]  # (R, C)
-        head = self.decoder.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(hidden, head.weight).float()
+        splice(x, image_rows, batch.image_at)
+        return self.lm_head(self.decoder(x, kv_cache, batch)).float()
 
     def parameter_for(self, name: str) -> tuple[str, int | None] | None:
         """The parameter a checkpoint tensor belongs to, and which part of it where several share one.
 
         None for tensors that no parameter needs: a copy of a tied head, and saved rotary frequencies.
         """
-        if name.endswith(".inv_freq") or (self.lm_head is None and name.endswith("lm_head.weight")):
+        if name.endswith(".inv_freq") or (self.config.tie_word_embeddings and name.endswith("lm_head.weight")):
             return None
         for prefix, ours in _PREFIXES.items():
             if name.startswith(prefix):

@@ -23,7 +23,7 @@ def mrope_cos_sin(
         turning = positions[0, :, None]  # (N, 1)
     else:
         axes = [axis % 3 for axis, size in enumerate(mrope_section) for _ in range(size)]
-        turning = positions[axes].T  # (N, D / 2)
+        turning = positions.T[:, axes]  # (N, D / 2)
     angles = turning.float() * inverse_frequencies(head_dim, theta, positions.device)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -44,10 +44,3 @@ def vision_cos_sin(grids: list[tuple[int, int, int]], merge_size: int, head_dim:
     angles = positions[:, :, None].float() * inverse_frequencies(head_dim // 2, 10000.0, device)  # (2, P, D / 4)
     angles = torch.cat([angles[0], angles[1]], dim=-1)
     return angles.cos(), angles.sin()
-
-
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x (N, heads, D) by angles given as cos and sin (N, D / 2), in their dtype; pair j is (j, j + D / 2)."""
-    first, second = x.to(cos.dtype).chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

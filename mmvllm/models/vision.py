@@ -4,13 +4,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmvllm.config import VisionConfig
-from mmvllm.layers.attention import packed_attention
-from mmvllm.models.rotary import apply_rotary, vision_cos_sin
-
-
-def quick_gelu(x: Tensor) -> Tensor:
-    return x * (1.702 * x).sigmoid()
-
+from mmvllm.kernels.mrope import mrope
+from mmvllm.kernels.quick_gelu import quick_gelu
+from mmvllm.layers.attention import AttentionBackend, Segments
+from mmvllm.layers.linear import Linear, by_rows
+from mmvllm.models.rotary import vision_cos_sin
 
 ACTIVATIONS = {"quick_gelu": quick_gelu, "gelu": F.gelu, "silu": F.silu}
 
@@ -20,23 +18,24 @@ class PatchEmbed(nn.Module):
 
     def __init__(self, config: VisionConfig):
         super().__init__()
-        self.proj = nn.Linear(config.patch_dim, config.embed_dim, bias=False)
+        self.proj = Linear(config.patch_dim, config.embed_dim, bias=False)
 
     def forward(self, patches: Tensor) -> Tensor:
-        return self.proj(patches.to(self.proj.weight.dtype))
+        return self.proj(patches)
 
 
 class VisionAttention(nn.Module):
-    def __init__(self, config: VisionConfig):
+    def __init__(self, config: VisionConfig, backend: AttentionBackend):
         super().__init__()
         self.num_heads = config.num_heads
-        self.qkv = nn.Linear(config.embed_dim, 3 * config.embed_dim)
-        self.proj = nn.Linear(config.embed_dim, config.embed_dim)
+        self.backend = backend
+        self.qkv = Linear(config.embed_dim, 3 * config.embed_dim)
+        self.proj = Linear(config.embed_dim, config.embed_dim)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segment_lens: list[int]) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, frames: Segments) -> Tensor:
         q, k, v = self.qkv(x).view(len(x), 3, self.num_heads, -1).unbind(1)  # each (P, H, D)
-        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        return self.proj(packed_attention(q, k, v, segment_lens).flatten(1))
+        q, k = mrope(q, k, cos, sin)
+        return self.proj(self.backend.packed(q, k, v, frames).flatten(1))
 
 
 class VisionMLP(nn.Module):
@@ -44,24 +43,24 @@ class VisionMLP(nn.Module):
         super().__init__()
         if config.hidden_act not in ACTIVATIONS:
             raise ValueError(f"the ViT's hidden_act is {config.hidden_act!r}; supported: {', '.join(ACTIVATIONS)}")
-        self.fc1 = nn.Linear(config.embed_dim, config.mlp_ratio * config.embed_dim)
-        self.fc2 = nn.Linear(config.mlp_ratio * config.embed_dim, config.embed_dim)
+        self.fc1 = Linear(config.embed_dim, config.mlp_ratio * config.embed_dim)
+        self.fc2 = Linear(config.mlp_ratio * config.embed_dim, config.embed_dim)
         self.act = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.act(self.fc1(x)))
+        return by_rows(lambda rows: self.fc2(self.act(self.fc1(rows))), x)
 
 
 class VisionBlock(nn.Module):
-    def __init__(self, config: VisionConfig):
+    def __init__(self, config: VisionConfig, backend: AttentionBackend):
         super().__init__()
         self.norm1 = nn.LayerNorm(config.embed_dim, eps=1e-6)
         self.norm2 = nn.LayerNorm(config.embed_dim, eps=1e-6)
-        self.attn = VisionAttention(config)
+        self.attn = VisionAttention(config, backend)
         self.mlp = VisionMLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segment_lens: list[int]) -> Tensor:
-        x = x + self.attn(self.norm1(x), cos, sin, segment_lens)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, frames: Segments) -> Tensor:
+        x = x + self.attn(self.norm1(x), cos, sin, frames)
         return x + self.mlp(self.norm2(x))
 
 
@@ -72,7 +71,7 @@ class PatchMerger(nn.Module):
         super().__init__()
         width = config.embed_dim * config.spatial_merge_size**2
         self.ln_q = nn.LayerNorm(config.embed_dim, eps=1e-6)
-        self.mlp = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, config.hidden_size))
+        self.mlp = nn.Sequential(Linear(width, width), nn.GELU(), Linear(width, config.hidden_size))
         self.width = width
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,19 +81,19 @@ class PatchMerger(nn.Module):
 class VisionTransformer(nn.Module):
     """All pictures of a step in one call; patches attend within their own frame only."""
 
-    def __init__(self, config: VisionConfig):
+    def __init__(self, config: VisionConfig, backend: AttentionBackend):
         super().__init__()
         self.config = config
         self.patch_embed = PatchEmbed(config)
-        self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(VisionBlock(config, backend) for _ in range(config.depth))
         self.merger = PatchMerger(config)
 
     def forward(self, patches: Tensor, grids: list[tuple[int, int, int]]) -> Tensor:
         """Normalised patches (P, patch_dim) of pictures with the given (t, h, w) grids, packed -> rows (M, C)."""
         merge_size, head_dim = self.config.spatial_merge_size, self.config.head_dim
         cos, sin = vision_cos_sin(grids, merge_size, head_dim, patches.device)
-        segment_lens = [h * w for t, h, w in grids for _ in range(t)]
+        frames = Segments.of([h * w for t, h, w in grids for _ in range(t)], patches.device)
         x = self.patch_embed(patches)  # (P, embed_dim)
         for block in self.blocks:
-            x = block(x, cos, sin, segment_lens)
+            x = block(x, cos, sin, frames)
         return self.merger(x)

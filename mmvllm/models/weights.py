@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from mmvllm.config import ModelConfig
+from mmvllm.layers.attention import AttentionBackend, TorchAttention
 from mmvllm.layers.linear import MergedLinear
 from mmvllm.models.registry import model_class
 
@@ -50,6 +51,7 @@ def load_model(
     dtype: torch.dtype,
     load_format: str = "auto",
     seed: int = 0,
+    attention: type[AttentionBackend] = TorchAttention,
 ) -> nn.Module:
     """Build the model on `device` in `dtype` with the folder's weights, or with random ones for "dummy"."""
     if load_format != "dummy" and config.quantization:
@@ -57,13 +59,14 @@ def load_model(
             f"{folder} is {config.quantization}-quantized, which is not supported; use the original weights"
         )
     with torch.device("meta"):
-        model = model_class(config.architecture)(config).to(dtype)
+        model = model_class(config.architecture)(config, attention).to(dtype)
     files = [] if load_format == "dummy" else _weight_files(folder)
     model = model.to_empty(device=device).eval().requires_grad_(False)
     if load_format == "dummy":
         _fill_randomly(model, seed)
     else:
         _fill(model, files, folder)
+    model.tie_head()
     return model
 
 

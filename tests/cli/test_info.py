@@ -1,4 +1,4 @@
-"""`mmvllm info`: versions, devices, attention paths with reasons, and the KV cache."""
+"""`mmvllm info`: versions, devices, attention backends with reasons, and the KV cache."""
 
 import platform
 import shutil
@@ -47,11 +47,11 @@ def test_model(info, checkpoint):
     assert info("--dtype", "bfloat16")[1]["model"]["runs in"] == "bfloat16 on cpu"
 
 
-def test_attention_paths_come_with_reasons(info):
+def test_attention_backends_come_with_reasons(info):
     attention = info()[1]["attention"]
-    for path in ("decoder flash", "vision flash"):
-        assert attention[path] == "not usable: needs a CUDA device, this is cpu"
-    assert attention["torch"] == "used"
+    assert attention["flash"] == "needs a CUDA device, this is cpu"
+    assert attention["torch"] == "usable"
+    assert attention["chosen"].startswith("torch (flash needs a CUDA device")
 
 
 @pytest.mark.parametrize(("block_size", "dtype", "value_bytes"), [(16, "float32", 4), (64, "float16", 2)])

@@ -8,6 +8,7 @@ import torch
 from mmvllm.config import EngineConfig
 from mmvllm.engine import model_runner
 from mmvllm.engine.model_runner import ModelRunner, kv_block_bytes
+from mmvllm.layers.attention import FlashAttention, TorchAttention
 
 GiB = 2**30
 
@@ -43,16 +44,10 @@ def test_there_are_no_more_blocks_than_all_sequences_could_use(checkpoint, make_
     assert engine.model_runner.num_blocks == 3 * 7
 
 
-def test_blocks_are_as_large_as_flash_attn_wants_where_it_serves(checkpoint, make_llm, monkeypatch):
-    engine = make_llm(checkpoint).engine
-    choose = (engine.model_config, torch.device("cuda"), torch.float16)
-    unusable = {256: None, None: None}
-    monkeypatch.setattr(model_runner, "flash_unusable", lambda *args: unusable[args[-1]])
-    assert engine.block_size == 16
-    assert model_runner.resolve_block_size(EngineConfig(), *choose) == 256
-    assert model_runner.resolve_block_size(EngineConfig(kvcache_block_size=32), *choose) == 32
-    unusable[256] = "not installed"
-    assert model_runner.resolve_block_size(EngineConfig(), *choose) == 16
+def test_blocks_are_as_large_as_flash_attn_wants_where_it_serves():
+    assert model_runner.resolve_block_size(EngineConfig(), TorchAttention) == 16
+    assert model_runner.resolve_block_size(EngineConfig(), FlashAttention) == 256
+    assert model_runner.resolve_block_size(EngineConfig(kvcache_block_size=32), FlashAttention) == 32
 
 
 @pytest.mark.parametrize("patches", [1, 5, 64])

@@ -104,10 +104,10 @@ def fail_once(engine, when: str) -> None:
     """Let the device run out of memory once, before or after it has encoded pictures and written KV."""
     run = engine.model_runner.run
 
-    def failing(batch, encoder_cache):
+    def failing(*arguments):
         engine.model_runner.run = run
         if when == "after":
-            run(batch, encoder_cache)
+            run(*arguments)
         raise RuntimeError("out of memory")
 
     engine.model_runner.run = failing
