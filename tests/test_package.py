@@ -54,7 +54,7 @@ def test_everything_imports_without_the_optional_packages_beside_transformers():
     code = """
 import sys, importlib, importlib.machinery
 
-absent = ("torchvision", "flash_attn", "qwen_vl_utils", "gradio")
+absent = ("torchvision", "flash_attn", "qwen_vl_utils", "gradio", "matplotlib")
 find_spec = importlib.machinery.PathFinder.find_spec
 importlib.machinery.PathFinder.find_spec = lambda name, *args: (
     None if name.split(".")[0] in absent else find_spec(name, *args)

@@ -5,6 +5,17 @@ import argparse
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that choose a model and where it runs."""
-    parser.add_argument("--model", help="checkpoint folder or hub id (default: the small bundled model)")
+    add_model_argument(parser)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (default: %(default)s)")
+
+
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="checkpoint folder or hub id (default: the small bundled model)")
+
+
+def at_least_one(text: str) -> int:
+    """An argparse type."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)

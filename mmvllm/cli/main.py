@@ -10,6 +10,7 @@ from importlib import import_module
 import mmvllm
 
 COMMANDS = {
+    "bench": "measure throughput, latency, preparation or kernels",
     "caption": "describe pictures: files and folders in, a caption per picture out",
     "info": "versions, devices, usable attention paths, and the KV cache that fits",
 }

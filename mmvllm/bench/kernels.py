@@ -1,0 +1,105 @@
+"""`mmvllm bench kernels`: each Triton kernel beside its plain torch twin, on the model's shapes."""
+
+import argparse
+import inspect
+import pkgutil
+import time
+from collections.abc import Callable
+from importlib import import_module
+from statistics import median
+from types import ModuleType
+
+import torch
+
+import mmvllm.kernels
+from mmvllm.bench.report import number, percent, print_table, record
+from mmvllm.bench.roofline import bytes_per_second
+from mmvllm.config import EngineConfig, ModelConfig
+from mmvllm.kernels.dispatch import Case
+from mmvllm.models.weights import resolve_folder
+
+CPU_SECONDS = 0.1  # for the repetitions of one case
+
+
+def run(args: argparse.Namespace) -> dict:
+    """Print the table; return the record."""
+    modules = _modules(args.names)
+    engine_config = EngineConfig(device=args.device, dtype=args.dtype)
+    config = ModelConfig.from_pretrained(resolve_folder(args.model, with_weights=False))
+    device = engine_config.resolve_device()
+    dtype = engine_config.resolve_dtype(config.dtype, device)
+    bandwidth = bytes_per_second(device) if device.type == "cuda" else None
+    results = [
+        _measure(module, case, device, bandwidth) for module in modules for case in module.cases(config, device, dtype)
+    ]
+    _print(results)
+    if device.type != "cuda":
+        print("kernels need CUDA: only their plain torch twins were timed")
+    return record(args, device, config, dtype=dtype, bytes_per_second=bandwidth, results=results)
+
+
+def _modules(names: list[str]) -> list[ModuleType]:
+    """The kernel files with cases, or those of them that were asked for."""
+    found = {
+        name: import_module(f"mmvllm.kernels.{name}") for _, name, _ in pkgutil.iter_modules(mmvllm.kernels.__path__)
+    }
+    known = {name: module for name, module in found.items() if hasattr(module, "cases")}
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"there is no kernel {unknown[0]!r}; known: {', '.join(known)}")
+    return [module for name, module in known.items() if name in names or not names]
+
+
+def _measure(module: ModuleType, case: Case, device: torch.device, bandwidth: float | None) -> dict:
+    """Times of a kernel and its twin; rates are the kernel's, or on a CPU the twin's."""
+    name = _kernel_name(module, case)
+    seconds = {"torch": _median_seconds(lambda: getattr(module, f"{name}_torch")(*case.args), device)}
+    if device.type == "cuda":
+        seconds["triton"] = _median_seconds(lambda: getattr(module, f"{name}_triton")(*case.args), device)
+    best = seconds.get("triton", seconds["torch"])
+    return {
+        "kernel": name,
+        "case": case.label,
+        "triton_seconds": seconds.get("triton"),
+        "torch_seconds": seconds["torch"],
+        "ratio": seconds["torch"] / best if device.type == "cuda" else None,
+        "bytes_per_second": case.bytes / best,
+        "flops_per_second": case.flops / best if case.flops else None,
+        "share_of_bandwidth": case.bytes / best / bandwidth if bandwidth else None,
+    }
+
+
+def _kernel_name(module: ModuleType, case: Case) -> str:
+    """Of the file's kernels the one that takes the case's arguments."""
+    twins = {name.removesuffix("_torch"): twin for name, twin in vars(module).items() if name.endswith("_torch")}
+    own = {name: twin for name, twin in twins.items() if hasattr(module, f"{name}_triton")}
+    return next(name for name, twin in own.items() if len(inspect.signature(twin).parameters) == len(case.args))
+
+
+def _median_seconds(work: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        from triton.testing import do_bench  # events around each call, and the L2 cache emptied before it
+
+        return do_bench(work, return_mode="median") / 1000
+    work()
+    times, start = [], time.perf_counter()
+    while len(times) < 3 or time.perf_counter() - start < CPU_SECONDS:
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return median(times)
+
+
+def _print(results: list[dict]) -> None:
+    header = ["triton us", "torch us", "ratio", "GB/s", "of bandwidth", "Gflop/s"]
+    rows = [
+        [
+            f"{result['kernel']} {result['case']}",
+            *(number(result[f"{kind}_seconds"], 1e6) for kind in ("triton", "torch")),
+            number(result["ratio"]),
+            number(result["bytes_per_second"], 1e-9),
+            percent(result["share_of_bandwidth"]),
+            number(result["flops_per_second"], 1e-9),
+        ]
+        for result in results
+    ]
+    print_table("median", header, rows)

@@ -1,0 +1,72 @@
+"""`mmvllm bench latency`: batches of requests at once, and how long each request waits."""
+
+import argparse
+from contextlib import ExitStack
+from statistics import median
+
+from mmvllm.bench import measures
+from mmvllm.bench.report import number, percent, print_table, record
+from mmvllm.bench.runs import Run, is_prefill, step_seconds
+from mmvllm.bench.setup import Bench
+
+SHARES = {
+    "decode_of_bandwidth": "bandwidth in decode",
+    "prefill_of_arithmetic": "arithmetic in prefill",
+    "vision_of_arithmetic": "in the ViT",
+    "share_of_limit": "limit of requests/s",
+}
+
+
+def run(args: argparse.Namespace) -> dict:
+    """Print the tables; return the record."""
+    results, repeats = {}, {}
+    with ExitStack() as stack:
+        bench = Bench.open(args, args.max_num_seqs or max(args.batch_sizes), stack)
+        for batch_size in args.batch_sizes:
+            rounds = bench.rounds(args.repeat, batch_size, args.output_tokens)
+            repeats[batch_size] = [{name: _measure(one, bench) for name, one in runs.items()} for runs in rounds]
+            results[batch_size] = measures.medians(repeats[batch_size])
+            if args.compare:
+                results[batch_size]["ratio"] = measures.ratios(results[batch_size])
+    _print(results, args)
+    return record(args, bench.device, bench.config, **bench.described(), results=results, repeats=repeats)
+
+
+def _measure(one: Run, bench: Bench) -> dict:
+    measured = {**measures.counts_and_rates(one), **measures.waits(one, since=one.start)}
+    if not one.steps:  # transformers, each of whose steps makes a token of every request
+        return measured | {"decode_step_seconds": measured["seconds_per_output_token"]["p50"]}
+    decode_steps = [step_seconds(step) for step in one.steps if not is_prefill(step)]
+    return measured | {
+        "decode_step_seconds": median(decode_steps) if decode_steps else None,
+        "roofline": measures.shares_of_machine(one, bench.roofline, bench.max_num_seqs),
+    }
+
+
+def _print(results: dict, args: argparse.Namespace) -> None:
+    print(f"requests with a JPEG picture ({args.size}), {args.output_tokens} tokens out; median of {args.repeat}")
+    header = ["first token ms", "decode step ms", "ms per token", "output tokens/s", "pictures/s"]
+    rows = [
+        [f"{batch_size} {name}", *(_cells(engines[name]))]
+        for batch_size, engines in results.items()
+        for name in engines
+        if name != "ratio"
+    ]
+    print_table("requests at once", header, rows)
+    print_table(
+        "share of the machine's",
+        list(SHARES.values()),
+        [
+            [str(batch_size), *(percent(engines["mmvllm"]["roofline"][name]) for name in SHARES)]
+            for batch_size, engines in results.items()
+        ],
+    )
+
+
+def _cells(measured: dict) -> list[str]:
+    seconds = [measured["first_token_seconds"]["p50"], measured["decode_step_seconds"]]
+    seconds.append(measured["seconds_per_output_token"]["p50"])
+    return [
+        *(number(value, 1000) for value in seconds),
+        *(number(measured[f"{name}_per_second"]) for name in ("output_tokens", "pictures")),
+    ]

@@ -1,0 +1,103 @@
+"""The numbers of a run, in seconds, bytes and shares of one, named as they stand in the JSON."""
+
+import statistics
+from typing import Any
+
+import numpy as np
+
+from mmvllm.bench.roofline import Roofline
+from mmvllm.bench.runs import Run, is_prefill, step_seconds
+
+RATES = ("requests", "pictures", "input_tokens", "output_tokens")
+
+
+def counts_and_rates(run: Run) -> dict[str, float]:
+    counts = {
+        "requests": len(run.outputs),
+        "pictures": sum(output.num_image_tokens > 0 for output in run.outputs),
+        "input_tokens": sum(output.num_prompt_tokens for output in run.outputs),
+        "output_tokens": sum(len(output.token_ids) for output in run.outputs),
+    }
+    rates = {f"{name}_per_second": counts[name] / run.seconds for name in RATES}
+    return {"seconds": run.seconds, **counts, **rates, "peak_memory_bytes": run.peak_memory}
+
+
+def waits(run: Run, since: float | None = None) -> dict[str, dict]:
+    """Percentiles over requests, counted from `since` or else from each one's arrival."""
+    starts = [output.arrival_time if since is None else since for output in run.outputs]
+    ends = [(output.first_token_time, output.finish_time) for output in run.outputs]
+    longer = [output for output in run.outputs if len(output.token_ids) > 1]
+    return {
+        "first_token_seconds": percentiles([first - start for start, (first, _) in zip(starts, ends, strict=True)]),
+        "request_seconds": percentiles([last - start for start, (_, last) in zip(starts, ends, strict=True)]),
+        "seconds_per_output_token": percentiles(
+            [(output.finish_time - output.first_token_time) / (len(output.token_ids) - 1) for output in longer]
+        ),
+    }
+
+
+def phases(run: Run) -> dict[str, float]:
+    """Where a run's seconds went; scheduling includes packing and commit, "other" is what the engine's caller took."""
+    encoding = [step for step in run.steps if step.num_images]
+    seconds = {
+        "waiting_for_preparation": waiting_seconds(run),
+        "vision": _sum(encoding, "vision"),
+        "prefill": _sum(filter(is_prefill, run.steps), "decoder"),
+        "decode": _sum((step for step in run.steps if not is_prefill(step)), "decoder"),
+        "sampling": _sum(run.steps, "sampling"),
+        "scheduling": sum(_sum(run.steps, part) for part in ("schedule", "pack", "commit")),
+    }
+    return seconds | {"other": run.seconds - sum(seconds.values())}
+
+
+def waiting_seconds(run: Run) -> float:
+    """How long the engine had nothing to do because no request was prepared yet."""
+    waited, idle_since = 0.0, run.start_counter
+    for step in run.steps:
+        if idle_since is not None:
+            waited += max(0.0, step.end - step_seconds(step) - idle_since)
+        idle_since = None if step.num_running + step.num_waiting else step.end
+    return waited
+
+
+def hit_rates(run: Run) -> dict[str, float | None]:
+    """Shares of prompt tokens found in the prefix cache, and of pictures that were looked for found encoded."""
+    cached, prompt = (sum(getattr(output, f"num_{x}_tokens") for output in run.outputs) for x in ("cached", "prompt"))
+    return {
+        "prefix_cache_hit_rate": cached / prompt,
+        "encoder_cache_hit_rate": run.encoder_hits / run.encoder_lookups if run.encoder_lookups else None,
+    }
+
+
+def shares_of_machine(run: Run, roofline: Roofline, concurrency: int) -> dict[str, Any]:
+    """What the machine could do of these requests, and the share that was reached."""
+    limit = roofline.limit(run.outputs, concurrency)
+    rates = counts_and_rates(run)
+    return {
+        **roofline.shares(run),
+        "limit_requests_per_second": limit,
+        "limit_pictures_per_second": limit * rates["pictures"] / rates["requests"],
+        "share_of_limit": rates["requests_per_second"] / limit,
+    }
+
+
+def percentiles(values: list[float]) -> dict[str, float | None]:
+    return {f"p{q}": float(np.percentile(values, q)) if values else None for q in (50, 90, 99)}
+
+
+def medians(results: list[Any]) -> Any:
+    """One result from several: nested dicts with the median of each number, None where there is none."""
+    if isinstance(results[0], dict):
+        return {name: medians([result[name] for result in results]) for name in results[0]}
+    return None if None in results else statistics.median(results)
+
+
+def ratios(results: dict[str, dict]) -> dict[str, float | None]:
+    """Our rates by those of transformers; None where neither did any."""
+    ours, theirs = results["mmvllm"], results["transformers"]
+    names = [f"{name}_per_second" for name in RATES]
+    return {name: ours[name] / theirs[name] if theirs[name] else None for name in names}
+
+
+def _sum(steps, part: str) -> float:
+    return sum(step.seconds.get(part, 0.0) for step in steps)

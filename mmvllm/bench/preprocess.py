@@ -1,0 +1,84 @@
+"""`mmvllm bench preprocess`: pictures made ready for the model, by size, format and number of threads."""
+
+import argparse
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from mmvllm.bench.report import number, print_table, record
+from mmvllm.bench.workload import encoded, picture_sizes, smooth_noise
+from mmvllm.models.weights import resolve_folder
+from mmvllm.prefetch import NUM_WORKERS
+from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig
+from mmvllm.processors.load import load_image
+
+FORMATS = ("jpeg", "png", "webp")
+
+
+def run(args: argparse.Namespace) -> dict:
+    """Print the table; return the record."""
+    sizes, formats = picture_sizes(args.sizes), _formats(args.formats)
+    processors = _processors(resolve_folder(args.model, with_weights=False), args.compare)
+    results = []
+    for (width, height), image_format in product(sizes, formats):
+        data = encoded(smooth_noise(width, height, seed=[0]), image_format)
+        for workers in _worker_counts(args.workers or NUM_WORKERS):
+            speeds = _pictures_per_second(processors, [data] * args.pictures, workers, args.repeat)
+            case = {"size": f"{width}x{height}", "format": image_format, "workers": workers}
+            results.append(case | {"pictures_per_second": speeds})
+    _print(results, args)
+    return record(args, torch.device("cpu"), None, results=results)
+
+
+def _formats(text: str) -> list[str]:
+    formats = text.lower().split(",")
+    if unknown := [name for name in formats if name not in FORMATS]:
+        raise ValueError(f"--formats has {unknown[0]!r}; known: {', '.join(FORMATS)}")
+    return formats
+
+
+def _processors(folder: Path, compare: str | None) -> dict[str, Callable[[bytes], object]]:
+    ours = ImageProcessor(ImageProcessorConfig.from_pretrained(folder))
+    processors = {"mmvllm": lambda data: ours(load_image(data))}
+    if compare:
+        from mmvllm.bench.reference import Qwen2VLImageProcessorPil, decoded
+
+        theirs = Qwen2VLImageProcessorPil.from_pretrained(folder)
+        processors["transformers"] = lambda data: theirs([decoded(data)], return_tensors="pt")
+    return processors
+
+
+def _worker_counts(most: int) -> list[int]:
+    """1, 2, 4 and so on, and last the most."""
+    return [1 << i for i in range((most - 1).bit_length())] + [most]
+
+
+def _pictures_per_second(processors: dict, pictures: list[bytes], workers: int, repeat: int) -> dict[str, float]:
+    """By processor, who take turns; the first turn of each warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in processors}
+    with ThreadPoolExecutor(workers) as pool:
+        for _ in range(repeat + 1):
+            for name, processor in processors.items():
+                start = time.perf_counter()
+                for _ in pool.map(processor, pictures):
+                    pass
+                seconds[name].append(time.perf_counter() - start)
+    return {name: len(pictures) / median(times[1:]) for name, times in seconds.items()}
+
+
+def _print(results: list[dict], args: argparse.Namespace) -> None:
+    names = list(results[0]["pictures_per_second"])
+    header = [f"{name} {unit}" for name in names for unit in ("pictures/s", "ms")] + ["ratio"] * (len(names) - 1)
+    rows = []
+    for case in results:
+        speeds = case["pictures_per_second"]
+        cells = [value for speed in speeds.values() for value in (speed, 1000 * case["workers"] / speed)]
+        cells += [speeds["mmvllm"] / speeds[name] for name in names[1:]]
+        threads = f"{case['workers']} thread{'s' if case['workers'] > 1 else ''}"
+        rows.append([f"{case['size']} {case['format']}, {threads}", *map(number, cells)])
+    print_table(f"{args.pictures} pictures, median of {args.repeat}", header, rows)

@@ -1,0 +1,116 @@
+"""transformers, doing the same requests: batches of fixed size, padded on the left, prepared by its own processor."""
+
+import io
+import time
+from math import prod
+from pathlib import Path
+
+import torch
+import transformers
+from PIL import Image
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from mmvllm.bench.runs import Run, now, peak_memory, reset_peak_memory
+from mmvllm.outputs import CompletionOutput, RequestOutput
+
+
+class Transformers:
+    def __init__(
+        self, folder: Path, tokenizer, device: torch.device, dtype: torch.dtype, load_format: str, batch_size: int
+    ):
+        """Load the checkpoint in `folder`; `load_format` is "dummy" for random weights."""
+        config = AutoConfig.from_pretrained(folder)
+        model_class = getattr(transformers, config.architectures[0])
+        if load_format == "dummy":
+            self.model = dummy_model(model_class, config, device, dtype)
+        else:
+            self.model = model_class.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+        self.images = Qwen2VLImageProcessorPil.from_pretrained(folder) if hasattr(config, "vision_config") else None
+        self.tokenizer, self.device, self.batch_size = tokenizer, device, batch_size
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        # Greedy, without an end-of-sequence token, and without whatever else the checkpoint's own would ask for.
+        self.model.generation_config = GenerationConfig(do_sample=False, pad_token_id=tokenizer.pad_token_id)
+
+    def run(self, requests: list[dict], output_tokens: int) -> Run:
+        """As `Ours.run`; requests arrive when their batch's turn comes."""
+        reset_peak_memory(self.device)
+        start_counter, start, outputs = now(self.device), time.time(), []
+        for first in range(0, len(requests), self.batch_size):
+            outputs += self._answer(requests[first : first + self.batch_size], output_tokens)
+        return Run(start, start_counter, now(self.device) - start_counter, outputs, peak_memory(self.device))
+
+    @torch.inference_mode()
+    def _answer(self, requests: list[dict], output_tokens: int) -> list[RequestOutput]:
+        arrival, first_token = time.time(), _FirstToken(self.device)
+        inputs = self.inputs(requests).to(self.device)
+        criteria = transformers.StoppingCriteriaList([first_token])
+        made = self.model.generate(**inputs, max_new_tokens=output_tokens, stopping_criteria=criteria)
+        now(self.device)
+        times = {"arrival_time": arrival, "first_token_time": first_token.time, "finish_time": time.time()}
+        prompts, is_prompt = inputs["input_ids"], inputs["attention_mask"]
+        columns = [
+            made[:, prompts.shape[1] :].tolist(),
+            is_prompt.sum(dim=1).tolist(),
+            inputs.get("mm_token_type_ids", torch.zeros_like(prompts)).sum(dim=1).tolist(),
+        ]
+        return [
+            RequestOutput("", [CompletionOutput("", tokens, "length")], length, num_image_tokens=num_image, **times)
+            for tokens, length, num_image in zip(*columns, strict=True)
+        ]
+
+    def inputs(self, requests: list[dict]) -> transformers.BatchFeature:
+        """What transformers' own Qwen2VLProcessor returns, which cannot be built without torchvision."""
+        messages = [request["messages"] for request in requests]
+        pictures = [decoded(part["image"]) for turns in messages for part in turns[0]["content"] if "image" in part]
+        made = self.images(pictures, return_tensors="pt") if pictures else transformers.BatchFeature()
+        grids = iter(made.get("image_grid_thw", []))
+        texts = [self._text(turns, grids) for turns in messages]
+        made |= self.tokenizer(texts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
+        if pictures:
+            made["mm_token_type_ids"] = (made["input_ids"] == self.model.config.image_token_id).int()
+        return made
+
+    def _text(self, messages: list[dict], grids) -> str:
+        """The prompt with each picture's placeholder repeated as its grid asks for."""
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if "image" not in messages[0]["content"][0]:
+            return text
+        pad = self.tokenizer.convert_ids_to_tokens(self.model.config.image_token_id)
+        return text.replace(pad, pad * (prod(next(grids).tolist()) // self.images.merge_size**2))
+
+
+def decoded(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data)).convert("RGB")
+
+
+def dummy_model(model_class: type, config, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """A model with small random weights, without the minutes that transformers' own initialisation takes."""
+    with torch.device("meta"):
+        model = model_class._from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model = model.to_empty(device=device).eval()
+    model.tie_weights()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0.0, 0.02)
+        else:
+            parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
+    for module in model.modules():
+        if hasattr(module, "inv_freq"):  # rotary frequencies, which are computed and not loaded
+            fresh = type(module)(module.config).to(device)
+            module.inv_freq, module.original_inv_freq = fresh.inv_freq, fresh.original_inv_freq
+    return model
+
+
+class _FirstToken(transformers.StoppingCriteria):
+    """Stops nothing; notes when the first token was there."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.time = device, None
+
+    def __call__(self, input_ids: torch.Tensor, scores, **kwargs) -> torch.Tensor:
+        if self.time is None:
+            now(self.device)
+            self.time = time.time()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)

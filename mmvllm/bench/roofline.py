@@ -1,0 +1,144 @@
+"""What the device can do, measured, and the share of it that a run did.
+
+Decoding reads weights and KV cache for a handful of tokens, so memory bandwidth bounds it. The ViT and prefill multiply
+large matrices, so arithmetic does.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from mmvllm.bench.costs import decoder_flops, head_flops, keys_seen, vision_flops, weights_read_by_a_step
+from mmvllm.bench.runs import Run, is_prefill, now, step_seconds
+from mmvllm.engine.model_runner import kv_block_bytes
+from mmvllm.layers.linear import Linear
+from mmvllm.llm import LLM
+from mmvllm.outputs import RequestOutput
+
+READ_BYTES = 1 << 30  # far more than any cache holds
+MATRIX_SIZES = {"cpu": 2048, "cuda": 8192}
+ATTEMPTS = 5
+CALLS = {"cpu": 1, "cuda": 20}  # in an attempt: a GPU would have done one before its clock is read
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The best of several attempts each."""
+
+    bytes_per_second: float  # a sum over float32
+    flops_per_second: float  # a product of square matrices, in the model's dtype, or with its quantised weights
+
+    @classmethod
+    def measure(cls, device: torch.device, dtype: torch.dtype, int8: bool = False) -> "Machine":
+        return cls(bytes_per_second(device), flops_per_second(device, dtype, int8))
+
+
+def bytes_per_second(device: torch.device) -> float:
+    values = torch.ones(READ_BYTES // 4, device=device)
+    return values.nbytes / _best_seconds(values.sum, device)
+
+
+@torch.inference_mode()
+def flops_per_second(device: torch.device, dtype: torch.dtype, int8: bool = False) -> float:
+    """By the layer that the model is made of."""
+    size = MATRIX_SIZES[device.type]
+    x, linear = torch.randn(size, size, device=device).to(dtype), Linear(size, size, bias=False).to(device, dtype)
+    if device.type == "cpu":
+        linear.pack(int8)
+    return 2 * size**3 / _best_seconds(lambda: linear(x), device)
+
+
+def _best_seconds(work, device: torch.device) -> float:
+    times = []
+    for _ in range(1 + ATTEMPTS):  # the first warms up
+        start = now(device)
+        for _ in range(CALLS[device.type]):
+            work()
+        times.append((now(device) - start) / CALLS[device.type])
+    return min(times[1:])
+
+
+class Roofline:
+    """Of one model on one machine, for requests with at most one picture each."""
+
+    def __init__(self, machine: Machine, llm: LLM):
+        runner, is_int8 = llm.engine.model_runner, llm.engine.config.quantization == "int8"
+        self.machine, self.config = machine, runner.model_config
+        self.weight_bytes = weights_read_by_a_step(runner.model_config) * (1 if is_int8 else runner.dtype.itemsize)
+        self.key_bytes = kv_block_bytes(runner.model_config, 1, runner.dtype)  # with its value
+
+    def shares(self, run: Run) -> dict[str, float | None]:
+        """Decode steps' share of bandwidth, prefill's and the ViT's of arithmetic; None where there was no such work.
+
+        Decode is measured over whole steps, prefill and ViT over the seconds that they took of theirs.
+        """
+        decode_steps = [step for step in run.steps if not is_prefill(step)]
+        prefill_steps = [step for step in run.steps if is_prefill(step)]
+        encoding_steps = [step for step in run.steps if step.num_images]
+        return {
+            "decode_of_bandwidth": _share(
+                self._read_bytes(run, decode_steps), _seconds(decode_steps), self.machine.bytes_per_second
+            ),
+            "prefill_of_arithmetic": _share(
+                self._prefill_flops(run, prefill_steps),
+                _seconds(prefill_steps, "decoder"),
+                self.machine.flops_per_second,
+            ),
+            "vision_of_arithmetic": _share(
+                self._vision_flops(run.outputs), _seconds(encoding_steps, "vision"), self.machine.flops_per_second
+            ),
+        }
+
+    def limit(self, outputs: list[RequestOutput], concurrency: int) -> float:
+        """Requests per second if ViT and prefill ran at the peak of arithmetic, and decode steps, each shared by
+        `concurrency` requests, at the peak of bandwidth or of arithmetic, whichever bounds them."""
+        peak, num_decoded = self.machine.flops_per_second, sum(len(output.token_ids) - 1 for output in outputs)
+        num_steps = num_decoded / min(concurrency, len(outputs))
+        read = num_steps * self.weight_bytes + _decode_keys(outputs) * self.key_bytes
+        decode_flops = self._flops(num_decoded, _decode_keys(outputs), num_decoded)
+        num_computed = sum(output.num_prompt_tokens - output.num_cached_tokens for output in outputs)
+        prompt_flops = self._vision_flops(outputs) + self._flops(num_computed, _prompt_keys(outputs), len(outputs))
+        return len(outputs) / (prompt_flops / peak + max(read / self.machine.bytes_per_second, decode_flops / peak))
+
+    def _flops(self, num_tokens: int, num_keys: float, num_rows: int) -> float:
+        return decoder_flops(self.config, num_tokens, num_keys) + head_flops(self.config, num_rows)
+
+    def _read_bytes(self, run: Run, decode_steps: list) -> float:
+        num_tokens = sum(step.num_decode_tokens for step in decode_steps)
+        return len(decode_steps) * self.weight_bytes + num_tokens * _mean_decode_keys(run.outputs) * self.key_bytes
+
+    def _prefill_flops(self, run: Run, prefill_steps: list) -> float:
+        """All prompts are computed in these steps, and beside them some tokens are decoded."""
+        num_decoded = sum(step.num_decode_tokens for step in prefill_steps)
+        num_tokens = num_decoded + sum(step.num_prefill_tokens for step in prefill_steps)
+        num_keys = _prompt_keys(run.outputs) + num_decoded * _mean_decode_keys(run.outputs)
+        return self._flops(num_tokens, num_keys, num_decoded + len(run.outputs))
+
+    def _vision_flops(self, outputs: list[RequestOutput]) -> int:
+        vision = self.config.vision
+        if vision is None:
+            return 0
+        return sum(vision_flops(vision, output.num_image_tokens * vision.spatial_merge_size**2) for output in outputs)
+
+
+def _prompt_keys(outputs: list[RequestOutput]) -> int:
+    return sum(keys_seen(output.num_cached_tokens, output.num_prompt_tokens) for output in outputs)
+
+
+def _decode_keys(outputs: list[RequestOutput]) -> int:
+    """The first token of an answer comes with the prompt; each later one sees the prompt and those before it."""
+    return sum(
+        keys_seen(output.num_prompt_tokens, output.num_prompt_tokens + len(output.token_ids) - 1) for output in outputs
+    )
+
+
+def _mean_decode_keys(outputs: list[RequestOutput]) -> float:
+    return _decode_keys(outputs) / max(1, sum(len(output.token_ids) - 1 for output in outputs))
+
+
+def _seconds(steps: list, part: str | None = None) -> float:
+    return sum(step_seconds(step) if part is None else step.seconds.get(part, 0.0) for step in steps)
+
+
+def _share(work: float, seconds: float, peak: float) -> float | None:
+    return work / seconds / peak if work and seconds else None

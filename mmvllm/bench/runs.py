@@ -1,0 +1,125 @@
+"""One pass of requests through an `LLM`, as users send them."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from mmvllm.engine.stats import StepStats
+from mmvllm.llm import LLM
+from mmvllm.outputs import RequestOutput
+from mmvllm.processors.chat import Prompt
+from mmvllm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What was measured; outputs have the times of each request. transformers has no steps and no caches to tell of."""
+
+    start: float  # seconds since the epoch, as the times of outputs
+    start_counter: float  # the same moment on time.perf_counter(), as the ends of steps
+    seconds: float  # from handing the requests over to the last answer
+    outputs: list[RequestOutput]
+    peak_memory: int | None
+    steps: list[StepStats] = field(default_factory=list)
+    worker_seconds: float = 0.0  # processor time of preparation, in all its threads
+    encoder_lookups: int = 0
+    encoder_hits: int = 0
+
+
+class Ours:
+    def __init__(self, llm: LLM):
+        self.llm = llm
+
+    def run(self, requests: list[dict], output_tokens: int) -> Run:
+        """Answer the requests, each with exactly `output_tokens` tokens; ValueError where the model has no room."""
+        engine, device = self.llm.engine, self.llm.engine.model_runner.device
+        cache, params = engine.encoder_cache, SamplingParams(max_tokens=output_tokens, ignore_eos=True)
+        lookups, hits = cache.num_lookups, cache.num_hits
+        reset_peak_memory(device)
+        with _watched(self.llm) as (steps, worker_seconds):
+            start_counter, start = now(device), time.time()
+            outputs = list(self.llm.stream_multimodal(requests, params))
+            seconds = now(device) - start_counter
+        _check_lengths(outputs, output_tokens, engine.max_model_len)
+        return Run(
+            start,
+            start_counter,
+            seconds,
+            outputs,
+            peak_memory(device),
+            steps,
+            sum(worker_seconds),
+            encoder_lookups=cache.num_lookups - lookups,
+            encoder_hits=cache.num_hits - hits,
+        )
+
+
+@contextmanager
+def _watched(llm: LLM) -> Iterator[tuple[list[StepStats], list[float]]]:
+    """Lists that fill with the engine's steps, and with the processor time that preparing each request takes."""
+    steps, seconds, processor = [], [], llm.processor
+
+    def timed(request: dict) -> Prompt:
+        start = time.thread_time()
+        prompt = processor(request)
+        seconds.append(time.thread_time() - start)
+        return prompt
+
+    llm.processor, llm.engine.on_step = timed, steps.append
+    try:
+        yield steps, seconds
+    finally:
+        llm.processor, llm.engine.on_step = processor, None
+
+
+def _check_lengths(outputs: list[RequestOutput], output_tokens: int, max_model_len: int) -> None:
+    for output in outputs:
+        if len(output.token_ids) != output_tokens:
+            raise ValueError(
+                f"--output-tokens is {output_tokens}, but a prompt of {output.num_prompt_tokens} tokens leaves room "
+                f"for {len(output.token_ids)} up to the model's {max_model_len}; lower it, --prompt-tokens or --size"
+            )
+
+
+def now(device: torch.device) -> float:
+    """time.perf_counter(), when the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def step_seconds(step: StepStats) -> float:
+    return sum(step.seconds.values())
+
+
+def is_prefill(step: StepStats) -> bool:
+    """Whether a step computed any token of a prompt, perhaps beside decoded ones."""
+    return step.num_prefill_tokens > 0
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Forget earlier peaks: a GPU's, or elsewhere the process's, which only Linux can."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Most bytes since the reset of all that is loaded: allocated on a GPU, elsewhere the process's resident set.
+
+    None where nothing tells.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        from resource import RUSAGE_SELF, getrusage
+    except ImportError:  # Windows
+        return None
+    return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,95 @@
+"""What throughput and latency have in common: the engines, the machine they run on and the requests they get."""
+
+import argparse
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields
+
+import torch
+
+from mmvllm.bench.report import device_name
+from mmvllm.bench.roofline import Machine, Roofline
+from mmvllm.bench.runs import Ours, Run
+from mmvllm.bench.workload import Workload, picture_sizes
+from mmvllm.config import EngineConfig, ModelConfig
+from mmvllm.llm import LLM
+from mmvllm.models.weights import resolve_folder
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Engines by name: ours, and transformers where it is compared."""
+
+    engines: dict
+    roofline: Roofline
+    workload: Workload
+    device: torch.device
+    config: ModelConfig
+    dtype: torch.dtype
+    attention: str
+    max_num_seqs: int
+
+    @classmethod
+    def open(cls, args: argparse.Namespace, max_num_seqs: int, stack: ExitStack) -> "Bench":
+        """Measure the machine, before it is full, and load the engines, which go with the stack."""
+        sizes, options = picture_sizes(args.size), {"max_num_seqs": max_num_seqs} | _engine_options(args)
+        engine_config = EngineConfig(**options)
+        folder = resolve_folder(args.model, with_weights=engine_config.load_format != "dummy")
+        config, device = ModelConfig.from_pretrained(folder), engine_config.resolve_device()
+        dtype = engine_config.resolve_dtype(config.dtype, device)
+        machine = _measured_machine(device, dtype, engine_config.quantization == "int8")
+        llm = LLM(folder, **options)
+        stack.callback(llm.exit)
+        engines = {"mmvllm": Ours(llm)}
+        if args.compare:
+            from mmvllm.bench.reference import Transformers
+
+            engines["transformers"] = Transformers(
+                folder, llm.tokenizer, device, dtype, engine_config.load_format, max_num_seqs
+            )
+        workload = Workload(
+            llm.tokenizer,
+            sizes=sizes,
+            prompt_tokens=args.prompt_tokens,
+            text_share=getattr(args, "text_share", 0.0) if config.vision else 1.0,
+            seed=args.seed,
+        )
+        attention = llm.engine.attention.name
+        return cls(engines, Roofline(machine, llm), workload, device, config, dtype, attention, max_num_seqs)
+
+    def described(self) -> dict:
+        """For the JSON line: what "auto" became, and what the machine can do."""
+        return {"dtype": self.dtype, "attention": self.attention, "machine": asdict(self.roofline.machine)}
+
+    def rounds(self, number: int, num_requests: int, output_tokens: int) -> list[dict[str, Run]]:
+        """Each round's runs by engine, who take turns at the same requests; a first round warms up and is dropped."""
+        return [self._round(i, num_requests, output_tokens) for i in range(number + 1)][1:]
+
+    def _round(self, i: int, num_requests: int, output_tokens: int) -> dict[str, Run]:
+        requests = self.workload.requests(num_requests if i else min(num_requests, self.max_num_seqs))
+        runs = {}
+        for name, engine in self.engines.items():
+            runs[name] = engine.run(requests, output_tokens)
+            label = f"round {i}" if i else "warm-up"
+            print(f"{label}: {len(requests)} requests, {name}, {runs[name].seconds:.2f} s", file=sys.stderr)
+        return runs
+
+
+def _measured_machine(device: torch.device, dtype: torch.dtype, int8: bool) -> Machine:
+    machine = Machine.measure(device, dtype, int8)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the engine is about to see how much memory is free
+    kind = "int8" if int8 else str(dtype).removeprefix("torch.")
+    print(
+        f"{device_name(device)}: reads {machine.bytes_per_second / 1e9:.1f} GB/s, "
+        f"multiplies at {machine.flops_per_second / 1e12:.3g} Tflop/s in {kind}"
+    )
+    return machine
+
+
+def _engine_options(args: argparse.Namespace) -> dict:
+    """What the user gave of `EngineConfig`'s fields."""
+    known = [field.name for field in fields(EngineConfig)]
+    options = {name: value for name, value in vars(args).items() if name in known and value is not None}
+    # On a GPU the KV cache takes what there is, and transformers needs room, too.
+    return {"gpu_memory_utilization": 0.5} | options if args.compare else options

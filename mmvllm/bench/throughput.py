@@ -1,0 +1,92 @@
+"""`mmvllm bench throughput`: many requests, as fast as they go."""
+
+import argparse
+from contextlib import ExitStack
+
+from mmvllm.bench import measures
+from mmvllm.bench.report import number, percent, print_table, record
+from mmvllm.bench.runs import Run
+from mmvllm.bench.setup import Bench
+
+WAITS = {
+    "first_token_seconds": "time to first token",
+    "seconds_per_output_token": "time per output token",
+    "request_seconds": "whole request",
+}
+PHASES = ("waiting for preparation", "ViT", "prefill", "decode", "sampling", "scheduling", "other")
+
+
+def run(args: argparse.Namespace) -> dict:
+    """Print the tables; return the record."""
+    if args.plot:
+        from mmvllm.bench.plot import plot, require_matplotlib
+
+        require_matplotlib()
+    with ExitStack() as stack:
+        bench = Bench.open(args, args.max_num_seqs, stack)
+        rounds = bench.rounds(args.repeat, args.requests, args.output_tokens)
+    repeats = [{name: _measure(one, bench) for name, one in runs.items()} for runs in rounds]
+    results = measures.medians(repeats)
+    if args.compare:
+        results["ratio"] = measures.ratios(results)
+    _print(results, args)
+    if args.plot:
+        plot(rounds[-1]["mmvllm"], args.plot)
+    return record(args, bench.device, bench.config, **bench.described(), results=results, repeats=repeats)
+
+
+def _measure(one: Run, bench: Bench) -> dict:
+    measured = {**measures.counts_and_rates(one), **measures.waits(one)}
+    if not one.steps:  # transformers
+        return measured
+    return measured | {
+        "phase_seconds": measures.phases(one),
+        "worker_seconds": one.worker_seconds,
+        **measures.hit_rates(one),
+        "roofline": measures.shares_of_machine(one, bench.roofline, bench.max_num_seqs),
+    }
+
+
+def _print(results: dict, args: argparse.Namespace) -> None:
+    ours = results["mmvllm"]
+    num_requests, num_pictures = ours["requests"], ours["pictures"]
+    print(
+        f"{num_requests:.0f} requests, {args.max_num_seqs} at a time, {num_pictures:.0f} with a JPEG picture "
+        f"({args.size}); {ours['input_tokens'] / num_requests:.1f} tokens in, {args.output_tokens} out; "
+        f"median of {args.repeat}"
+    )
+    rates = {f"{name}_per_second": f"{name.replace('_', ' ')}/s" for name in measures.RATES}
+    columns = results.values()
+    print_table(
+        "rates", list(results), [[label, *(number(column[key]) for column in columns)] for key, label in rates.items()]
+    )
+    waits = [[label, *(number(value, 1000) for value in ours[key].values())] for key, label in WAITS.items()]
+    print_table("milliseconds", ["p50", "p90", "p99"], waits)
+    _print_phases(ours)
+
+
+def _print_phases(ours: dict) -> None:
+    roofline = ours["roofline"]
+    reached = {
+        "vision": f"{percent(roofline['vision_of_arithmetic'])} of arithmetic",
+        "prefill": f"{percent(roofline['prefill_of_arithmetic'])} of arithmetic",
+        "decode": f"{percent(roofline['decode_of_bandwidth'])} of bandwidth ",
+    }
+    rows = [
+        [label, number(seconds), percent(seconds / ours["seconds"]), reached.get(name, "")]
+        for (name, seconds), label in zip(ours["phase_seconds"].items(), PHASES, strict=True)
+    ]
+    print_table("time", ["seconds", "share", "of the machine's"], rows)
+    print(
+        f"preparation took {number(ours['worker_seconds'])} s of processor time in its threads, "
+        f"{percent(ours['worker_seconds'] / ours['seconds'])} of the whole"
+    )
+    print(
+        f"hits: prefix cache {percent(ours['prefix_cache_hit_rate'])} of tokens, "
+        f"encoder cache {percent(ours['encoder_cache_hit_rate'])} of pictures; "
+        f"peak memory of all that is loaded {number(ours['peak_memory_bytes'], 2**-20)} MiB"
+    )
+    print(
+        f"the machine's limit: {number(roofline['limit_requests_per_second'])} requests/s, "
+        f"{number(roofline['limit_pictures_per_second'])} pictures/s; reached {percent(roofline['share_of_limit'])}"
+    )

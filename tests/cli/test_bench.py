@@ -1,0 +1,224 @@
+"""`mmvllm bench`: that every benchmark runs, counts right and ends with its JSON line. Times are not judged."""
+
+import json
+import subprocess
+import sys
+from importlib.machinery import PathFinder
+
+import pytest
+
+import mmvllm
+from mmvllm.bench import kernels, roofline, runs
+from mmvllm.cli.main import main
+from mmvllm.config import ModelConfig
+from mmvllm.models.weights import BUNDLED
+
+SMALL = ("--device", "cpu", "--size", "64x48", "--output-tokens", "5", "--repeat", "2")
+
+
+@pytest.fixture(autouse=True)
+def quick_machine(monkeypatch):
+    """Measure the machine with little; the numbers are of no use here."""
+    monkeypatch.setattr(roofline, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(roofline, "MATRIX_SIZES", {"cpu": 256})
+    monkeypatch.setattr(kernels, "CPU_SECONDS", 0.0)
+
+
+@pytest.fixture
+def bench(capsys):
+    """Run `mmvllm bench` -> exit code, lines of stdout, stderr."""
+
+    def run(*args: object) -> tuple[int, list[str], str]:
+        code = main(["bench", *map(str, args)])
+        out, err = capsys.readouterr()
+        return code, out.splitlines(), err
+
+    return run
+
+
+def last(lines: list[str], gpu: bool = False) -> dict:
+    """The JSON line, with what every benchmark says."""
+    record = json.loads(lines[-1])
+    assert record["versions"]["mmvllm"] == mmvllm.__version__
+    assert {"python", "torch", "transformers", "triton"} <= record["versions"].keys()
+    assert record["hardware"]["cores"] >= 1 and record["hardware"]["cpu"]
+    assert (record["hardware"]["gpu"] is not None) == gpu
+    assert record["commit"] is None or len(record["commit"].removesuffix("-dirty")) == 40
+    return record
+
+
+def assert_sane(shares: dict, *names: str) -> None:
+    assert all(0 < shares[name] < 10 for name in names), shares
+
+
+def test_throughput(bench):
+    code, lines, err = bench("throughput", *SMALL, "--requests", "6", "--concurrency", "4")
+    record = last(lines)
+    ours = record["results"]["mmvllm"]
+    assert code == 0 and "round 2: 6 requests, mmvllm" in err
+    assert record["benchmark"] == "throughput" and record["arguments"]["max_num_seqs"] == 4
+    assert (ours["requests"], ours["pictures"], ours["output_tokens"]) == (6, 6, 6 * 5)
+    assert ours["prefix_cache_hit_rate"] == ours["encoder_cache_hit_rate"] == 0
+    assert sum(ours["phase_seconds"].values()) == pytest.approx(ours["seconds"], rel=0.5)
+    assert all(list(ours[name]) == ["p50", "p90", "p99"] for name in ("first_token_seconds", "request_seconds"))
+    assert record["dtype"] == "torch.float32" and record["attention"] == "torch"
+    assert len(record["repeats"]) == 2 and ours["peak_memory_bytes"] > 1 << 20
+    shares = ("decode_of_bandwidth", "prefill_of_arithmetic", "vision_of_arithmetic", "share_of_limit")
+    assert_sane(ours["roofline"], *shares)
+    config = ModelConfig.from_pretrained(BUNDLED)
+    assert record["model"]["hidden_size"] == config.hidden_size and record["model"]["parameters"]["decoder"] > 1e6
+
+
+def test_throughput_without_pictures_or_with_a_few(bench):
+    few = last(bench("throughput", *SMALL, "--requests", "4", "--text-share", "0.5", "--size", "mixed")[1])
+    assert few["results"]["mmvllm"]["pictures"] == 2
+    none = last(bench("throughput", *SMALL, "--requests", "4", "--text-share", "1", "--prompt-tokens", "50")[1])
+    assert none["results"]["mmvllm"]["pictures"] == 0
+    assert none["results"]["mmvllm"]["input_tokens"] >= 4 * 50
+    assert none["results"]["mmvllm"]["roofline"]["vision_of_arithmetic"] is None
+
+
+def test_throughput_beside_transformers(bench):
+    code, lines, err = bench(
+        "throughput", *SMALL, "--requests", "3", "--compare", "transformers", "--load-format", "dummy"
+    )
+    results = last(lines)["results"]
+    assert code == 0 and [line.split(":")[0] for line in err.splitlines() if "transformers" in line][-1] == "round 2"
+    counted = ("requests", "pictures", "input_tokens", "output_tokens")
+    assert [results["mmvllm"][name] for name in counted] == [results["transformers"][name] for name in counted]
+    ratio = results["mmvllm"]["requests_per_second"] / results["transformers"]["requests_per_second"]
+    assert results["ratio"]["requests_per_second"] == pytest.approx(ratio)
+
+
+def test_latency(bench):
+    code, lines, _ = bench("latency", *SMALL, "--batch-sizes", "1,3", "--compare", "transformers")
+    results = last(lines)["results"]
+    assert code == 0 and list(results) == ["1", "3"]
+    for batch_size, engines in results.items():
+        for name in ("mmvllm", "transformers"):
+            assert engines[name]["output_tokens"] == 5 * int(batch_size)
+            assert engines[name]["decode_step_seconds"] > 0
+            assert engines[name]["first_token_seconds"]["p50"] <= engines[name]["seconds"]
+        assert_sane(engines["mmvllm"]["roofline"], "decode_of_bandwidth", "prefill_of_arithmetic", "share_of_limit")
+
+
+def test_one_output_token_leaves_nothing_to_decode(bench):
+    results = last(bench("latency", *SMALL, "--batch-sizes", "2", "--output-tokens", "1")[1])["results"]
+    assert results["2"]["mmvllm"]["decode_step_seconds"] is None
+    assert results["2"]["mmvllm"]["seconds_per_output_token"]["p50"] is None
+
+
+def test_preprocess(bench):
+    code, lines, _ = bench(
+        *("preprocess", "--sizes", "64x48,90x200", "--formats", "jpeg,PNG,webp", "--pictures", "2"),
+        *("--workers", "3", "--repeat", "1", "--compare", "transformers"),
+    )
+    results = last(lines)["results"]
+    assert code == 0 and len(results) == 2 * 3 * 3
+    assert {case["workers"] for case in results} == {1, 2, 3}
+    assert {case["format"] for case in results} == {"jpeg", "png", "webp"}
+    assert all(case["pictures_per_second"].keys() == {"mmvllm", "transformers"} for case in results)
+
+
+def test_kernels(bench):
+    code, lines, _ = bench("kernels", "--device", "cpu", "--dtype", "float32", "rms_norm", "silu_mul")
+    results = last(lines)["results"]
+    assert code == 0 and {case["kernel"] for case in results} == {"rms_norm", "silu_mul"}
+    assert all(case["torch_seconds"] > 0 and case["triton_seconds"] is None for case in results)
+    assert lines[-2] == "kernels need CUDA: only their plain torch twins were timed"
+
+
+def test_every_kernel_has_a_case_that_fits_it(bench):
+    code, lines, _ = bench("kernels", "--device", "cpu")
+    assert code == 0
+    assert {"mrope", "write_kv", "splice"} <= {case["kernel"] for case in last(lines)["results"]}
+
+
+def test_the_line_is_appended_to_a_file(bench, tmp_path):
+    arguments = ("kernels", "--device", "cpu", "splice", "--output", tmp_path / "lines.jsonl")
+    lines = [bench(*arguments)[1][-1] for _ in range(2)]
+    assert (tmp_path / "lines.jsonl").read_text().splitlines() == lines
+
+
+def test_plot(bench, tmp_path):
+    path = tmp_path / "steps.png"
+    assert bench("throughput", *SMALL, "--requests", "4", "--plot", path)[0] == 0
+    assert path.read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_without_matplotlib_nothing_is_measured(bench, monkeypatch, tmp_path):
+    find_spec = PathFinder.find_spec
+    monkeypatch.setattr(
+        PathFinder, "find_spec", lambda name, *args: None if name == "matplotlib" else find_spec(name, *args)
+    )
+    monkeypatch.delitem(sys.modules, "matplotlib", raising=False)
+    code, lines, err = bench("throughput", "--plot", tmp_path / "steps.png")
+    assert (code, lines) == (2, []) and "pip install 'mmvllm[bench]'" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["throughput", "--size", "large"], "'large' is no size of pictures; give width and height in pixels"),
+        (["throughput", "--device", "toaster"], "device is 'toaster', must be"),
+        (["throughput", "--model", "/no/such/model"], "model '/no/such/model' is neither a local folder nor a hub id"),
+        (["throughput", "--load-format", "gguf"], "load_format is 'gguf', must be"),
+        (["throughput", "--output", "/no/such/folder/x"], "there is no folder /no/such/folder; make it first"),
+        (["throughput", "--plot", "/no/such/folder/x"], "there is no folder /no/such/folder; make it first"),
+        (["throughput", "--size", "64x48", "--prompt-tokens", "1990", "--requests", "1"], "leaves room for"),
+        (["latency", "--prompt-tokens", "3000"], "max_model_len is 2048"),
+        (["preprocess", "--sizes", "0x0"], "'0x0' is no size of pictures"),
+        (["preprocess", "--formats", "jpeg,tga"], "--formats has 'tga'; known: jpeg, png, webp"),
+        (["kernels", "matmul"], "there is no kernel 'matmul'; known: "),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_values_end_with_a_message(arguments, message, bench):
+    code, lines, err = bench(*arguments)
+    assert code == 2 and not any(line.startswith("{") for line in lines)
+    assert "mmvllm bench: " in err and message in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: BENCHMARK"),
+        (["speed"], "invalid choice: 'speed'"),
+        (["throughput", "--requests", "0"], "'0' is not a whole number of at least 1"),
+        (["throughput", "--text-share", "1.5"], "'1.5' is not a share between 0 and 1"),
+        (["throughput", "--text-share", "half"], "invalid share value: 'half'"),
+        (["latency", "--batch-sizes", "1,two"], "'two' is not a whole number of at least 1"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_arguments_are_wrong_usage(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["bench", *arguments])
+    assert exit.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_the_run(bench, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs.Ours, "run", interrupted)
+    code, lines, _ = bench("throughput", *SMALL)
+    assert code == 130 and not any(line.startswith("{") for line in lines)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(bench, monkeypatch):
+    monkeypatch.setattr(roofline, "MATRIX_SIZES", {"cuda": 1024})
+    small = ("--size", "64x48", "--output-tokens", "5", "--repeat", "1", "--device", "cuda")
+    made = last(bench("throughput", *small, "--requests", "6", "--compare", "transformers")[1], gpu=True)
+    assert made["results"]["mmvllm"]["output_tokens"] == made["results"]["transformers"]["output_tokens"] == 30
+    assert made["results"]["mmvllm"]["peak_memory_bytes"] > 1 << 20
+    cases = last(bench("kernels", "--device", "cuda")[1], gpu=True)["results"]
+    assert all(case["triton_seconds"] > 0 and 0 < case["share_of_bandwidth"] < 2 for case in cases)
+
+
+def test_help_does_not_load_torch():
+    code = "import sys; sys.modules['torch'] = None\nfrom mmvllm.cli.main import main\nmain(['bench', '{}', '--help'])"
+    for name in ("throughput", "latency", "preprocess", "kernels"):
+        done = subprocess.run([sys.executable, "-c", code.format(name)], capture_output=True, text=True)
+        assert done.returncode == 0 and "JSON" in done.stdout, done.stderr
