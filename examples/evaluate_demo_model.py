@@ -18,15 +18,13 @@ from mmvllm import LLM, SamplingParams
 HELD_OUT_SEED = 1_000_000  # training counts up from 10,000,000; the tokenizer's text counts down from -1
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="checkpoint folder (default: the bundled one)")
-    parser.add_argument("--scenes", type=int, default=500)
-    parser.add_argument("--show", type=int, default=5, help="print this many wrong answers")
-    args = parser.parse_args()
+Asked = tuple[int, str, str, str]  # scene, kind of question, question, true answer
 
+
+def held_out(num_scenes: int) -> tuple[list[Asked], list[dict]]:
+    """Every question about scenes that training never saw, and the requests that ask them."""
     asked, requests = [], []
-    for i in range(args.scenes):
+    for i in range(num_scenes):
         rng = random.Random(HELD_OUT_SEED + i)
         scene = random_scene(rng)
         image = draw(scene, rng)
@@ -34,7 +32,17 @@ def main() -> None:
             asked.append((i, kind, question, answer))
             content = [{"type": "image", "image": image}, {"type": "text", "text": question}]
             requests.append({"messages": [{"role": "user", "content": content}]})
+    return asked, requests
 
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="checkpoint folder (default: the bundled one)")
+    parser.add_argument("--scenes", type=int, default=500)
+    parser.add_argument("--show", type=int, default=5, help="print this many wrong answers")
+    args = parser.parse_args()
+
+    asked, requests = held_out(args.scenes)
     llm = LLM(args.model)
     start = time.perf_counter()
     outputs = llm.generate_multimodal(requests, SamplingParams(max_tokens=128))

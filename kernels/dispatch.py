@@ -34,6 +34,7 @@ def triton_unusable(device: torch.device) -> str | None:
 class Case:
     """One line of `mmvllm bench kernels`: arguments for kernel and twin alike, and the least work that they can do."""
 
+    kernel: str  # its name, without _torch or _triton
     label: str  # the shape, for people: "N=64 C=1536"
     args: tuple
     bytes: int  # read and written at least once

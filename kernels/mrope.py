@@ -222,15 +222,24 @@ def _store_pairs(
 
 def cases(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     """The decoder's heads at 1 to 4096 tokens, and the ViT's, whose angles are float32, at the patches of a picture."""
-    shapes = [
-        (N, config.num_attention_heads, config.num_key_value_heads, config.head_dim, dtype) for N in (1, 64, 1024, 4096)
-    ]
-    if config.vision is not None:
-        heads = config.vision.num_heads
-        shapes += [(P, heads, heads, config.vision.head_dim, torch.float32) for P in (1024, 16384)]
-    for N, H, K, D, angle_dtype in shapes:
-        q, k, _ = torch.randn(N, H + 2 * K, D, device=device, dtype=dtype).split([H, K, K], dim=1)
-        angles = torch.randn(N, D // 2, device=device)
-        cos, sin = angles.cos().to(angle_dtype), angles.sin().to(angle_dtype)
-        moved = 2 * N * (H + K) * D * dtype.itemsize + 2 * cos.nbytes
-        yield Case(f"N={N} H={H} K={K} D={D}", (q, k, cos, sin), moved)
+    for N in (1, 64, 1024, 4096):
+        H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        q, k, v, cos, sin = _arguments(N, H, K, D, dtype, device, dtype)
+        caches, slots = torch.zeros(2, N, 1, K, D, device=device, dtype=dtype), torch.randperm(N, device=device)
+        shape, moved = f"N={N} H={H} K={K} D={D}", 2 * (q.nbytes + k.nbytes) + 2 * cos.nbytes
+        yield Case("mrope", shape, (q, k, cos, sin), moved)
+        moved += 2 * v.nbytes + slots.nbytes
+        yield Case("mrope_write_kv", shape, (q, k, v, cos, sin, *caches, slots), moved)
+    for P in (1024, 16384) if config.vision else ():
+        H, D = config.vision.num_heads, config.vision.head_dim
+        q, k, _, cos, sin = _arguments(P, H, H, D, torch.float32, device, dtype)
+        yield Case("mrope", f"P={P} H={H} D={D}", (q, k, cos, sin), 2 * (q.nbytes + k.nbytes) + 2 * cos.nbytes)
+
+
+def _arguments(
+    N: int, H: int, K: int, D: int, angle_dtype: torch.dtype, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """q, k and v, views of one tensor as in the models, cos and sin."""
+    q, k, v = torch.randn(N, H + 2 * K, D, device=device, dtype=dtype).split([H, K, K], dim=1)
+    angles = torch.randn(N, D // 2, device=device)
+    return q, k, v, angles.cos().to(angle_dtype), angles.sin().to(angle_dtype)

@@ -226,6 +226,7 @@ def cases(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iter
         q, k, v = torch.randn(P, 3, H, D, device=device, dtype=dtype).unbind(1)
         cu_seqlens = torch.tensor([0, *lens], device=device).cumsum(0, dtype=torch.int32)
         yield Case(
+            "packed_attention",
             label=f"P={P} segments={len(lens)} H={H} D={D}",
             args=(q, k, v, cu_seqlens, max(lens)),
             bytes=4 * P * H * D * dtype.itemsize,

@@ -363,6 +363,7 @@ def cases(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iter
         cache = torch.randn(2, S * blocks, 16, K, D, device=device, dtype=dtype)
         seen = S * (query_len * (kv_len - query_len) + query_len * (query_len + 1) // 2)  # (query, key) pairs
         yield Case(
+            "paged_attention",
             label=f"S={S} queries={query_len} keys={kv_len} H={H} K={K} D={D}",
             args=(
                 torch.randn(S * query_len, H, D, device=device, dtype=dtype),

@@ -41,4 +41,4 @@ def cases(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iter
     width = config.vision.mlp_ratio * config.vision.embed_dim
     for P in (256, 4096, 16384):
         x = torch.randn(P, width, device=device, dtype=dtype)
-        yield Case(f"P={P} I={width}", (x,), 2 * x.nbytes)
+        yield Case("quick_gelu", f"P={P} I={width}", (x,), 2 * x.nbytes)

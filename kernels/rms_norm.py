@@ -91,4 +91,6 @@ def cases(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iter
     weight = torch.randn(C, device=device, dtype=dtype)
     for N in (1, 64, 1024, 4096):
         x = torch.randn(N, C, device=device, dtype=dtype)
-        yield Case(f"N={N} C={C}", (x, weight, config.rms_norm_eps), 2 * x.nbytes + weight.nbytes)
+        shape, residual = f"N={N} C={C}", torch.randn_like(x)
+        yield Case("rms_norm", shape, (x, weight, config.rms_norm_eps), 2 * x.nbytes + weight.nbytes)
+        yield Case("add_rms_norm", shape, (x, residual, weight, config.rms_norm_eps), 4 * x.nbytes + weight.nbytes)

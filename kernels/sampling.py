@@ -80,7 +80,7 @@ def _sample_kernel(
     V: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a row. It sorts nothing: what is kept are the logits from a threshold on, which it searches."""
+    """One program a row. It sorts nothing: what is kept are the logits from a threshold on, which it searches for."""
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
     temperature = tl.minimum(tl.maximum(tl.load(temperature_ptr + row), 1e-6), 1e6)
@@ -115,10 +115,10 @@ def _largest(row_ptr, V: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _last_kept(row_ptr, lowest, largest, inverse, wanted, by_mass: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
+def _last_kept(row_ptr, lowest, largest, inverse, wanted, BY_MASS: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
     """Smallest x of [lowest, largest] such that all logits above x together weigh less than `wanted`.
 
-    A logit weighs 1, or its probability relative to the largest's if `by_mass`. Each round quarters a range of the
+    A logit weighs 1, or its probability relative to the largest's if `BY_MASS`. Each round quarters a range of the
     integers that stand for floats, 32 bits of them: at most 16 rounds, whatever the logits.
     """
     at = tl.arange(0, BLOCK)
@@ -130,15 +130,16 @@ def _last_kept(row_ptr, lowest, largest, inverse, wanted, by_mass: tl.constexpr,
         above1, above2, above3 = zeros, zeros, zeros  # as counts they are exact: below 2**24
         for start in range(0, V, BLOCK):
             x = tl.load(row_ptr + start + at, mask=start + at < V, other=float("-inf"))
-            weight = tl.exp((x - largest) * inverse) if by_mass else zeros + 1
+            weight = tl.exp((x - largest) * inverse) if BY_MASS else zeros + 1
             above1 += tl.where(x > x1, weight, 0.0)
             above2 += tl.where(x > x2, weight, 0.0)
             above3 += tl.where(x > x3, weight, 0.0)
         sum1, sum2, sum3 = tl.sum(above1), tl.sum(above2), tl.sum(above3)
         low += step * ((sum1 >= wanted).to(tl.int64) + (sum2 >= wanted).to(tl.int64) + (sum3 >= wanted).to(tl.int64))
-        # Where just enough is above, low + 1 keeps the same logits as the smallest of them would.
-        enough = (sum1 == wanted) | (sum2 == wanted) | (sum3 == wanted)
-        high = tl.where(enough, low + 1, tl.minimum(high, low + step))
+        high = tl.minimum(high, low + step)
+        if not BY_MASS:  # with exactly `wanted` logits above it, low + 1 keeps the same as the least of them would
+            found = (sum1 == wanted) | (sum2 == wanted) | (sum3 == wanted)
+            high = tl.where(found, low + 1, high)
     return _key_to_float(high)
 
 
@@ -202,4 +203,4 @@ def cases(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iter
         for top_k, top_p in ((V, 1.0), (V, 0.9), (50, 0.9)):
             filters = (torch.full((R,), top_k, dtype=torch.int32), torch.full((R,), top_p), torch.zeros(R))
             args = (logits, torch.ones(R, device=device), *(x.to(device) for x in filters), uniform)
-            yield Case(f"R={R} V={V} top_k={top_k} top_p={top_p}", args, logits.nbytes)
+            yield Case("sample", f"R={R} V={V} top_k={top_k} top_p={top_p}", args, logits.nbytes)

@@ -46,4 +46,4 @@ def cases(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iter
     width = config.intermediate_size
     for N in (1, 64, 1024, 4096):
         gate_up = torch.randn(N, 2 * width, device=device, dtype=dtype)
-        yield Case(f"N={N} I={width}", (gate_up,), gate_up.nbytes * 3 // 2)
+        yield Case("silu_mul", f"N={N} I={width}", (gate_up,), gate_up.nbytes * 3 // 2)

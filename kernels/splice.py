@@ -44,4 +44,4 @@ def cases(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iter
         x = torch.randn(N, C, device=device, dtype=dtype)
         at = torch.arange(16, N - 16, device=device)
         rows = torch.randn(len(at), C, device=device, dtype=dtype)
-        yield Case(f"N={N} M={len(at)} C={C}", (x, rows, at), 2 * rows.nbytes + at.nbytes)
+        yield Case("splice", f"N={N} M={len(at)} C={C}", (x, rows, at), 2 * rows.nbytes + at.nbytes)

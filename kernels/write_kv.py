@@ -68,4 +68,4 @@ def cases(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iter
         k_cache, v_cache = torch.zeros(2, N // block_size + 1, block_size, K, D, device=device, dtype=dtype)
         slots = torch.randperm(N, device=device)
         moved = 4 * N * K * D * dtype.itemsize + N * slots.itemsize
-        yield Case(f"N={N} K={K} D={D}", (k, v, k_cache, v_cache, slots), moved)
+        yield Case("write_kv", f"N={N} K={K} D={D}", (k, v, k_cache, v_cache, slots), moved)

@@ -117,9 +117,11 @@ class ModelConfig:
                 f"num_attention_heads is {self.num_attention_heads}, "
                 f"must be a multiple of num_key_value_heads, {self.num_key_value_heads}"
             )
-        if self.mrope_section is not None and 2 * sum(self.mrope_section) != self.head_dim:
+        section = self.mrope_section
+        if section is not None and (len(section) != 3 or 2 * sum(section) != self.head_dim):
             raise ValueError(
-                f"mrope_section is {list(self.mrope_section)}, must add up to half of the head size, {self.head_dim}"
+                f"mrope_section is {list(section)}, must be three numbers that add up to half of the head size, "
+                f"{self.head_dim}"
             )
         if self.vision is not None and self.vision.hidden_size != self.hidden_size:
             raise ValueError(

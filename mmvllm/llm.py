@@ -44,7 +44,7 @@ class LLM:
         attention_backend: "auto" (flash-attn where it is installed and fits, then Triton, then torch; plain torch on a
             CPU), "flash", "triton" or "torch".
         quantization: "int8" quantises weights once and activations as they come, on a CPU; answers change a little.
-        enforce_eager: accepted for CUDA graphs; this version always runs eagerly.
+        enforce_eager: capture no CUDA graphs for decode steps; starts faster, and launches every kernel by itself.
         skip_warmup: do not run a first batch at start.
         seed: of requests that bring none of their own, and of dummy weights.
     """

@@ -16,14 +16,40 @@ def cuda():
         pytest.fail("the gpu tests need a CUDA device, and this torch sees none")
 
 
-@pytest.mark.parametrize("shape", ["gqa2-tied", "gqa3-untied"])
+@pytest.mark.parametrize("shape", ["gqa2-tied", "gqa3-untied", "mqa-tied"])
+@pytest.mark.parametrize("backend", ["triton", "torch"])
 @pytest.mark.parametrize("budget", [7, 4096])
-def test_greedy_tokens_equal_transformers_on_the_cpu(shape, budget, checkpoints, reference, make_llm):
-    llm = make_llm(checkpoints(shape), device="cuda", max_num_batched_tokens=budget)
+def test_greedy_tokens_equal_transformers_on_the_cpu(shape, backend, budget, checkpoints, reference, make_llm):
+    llm = make_llm(checkpoints(shape), device="cuda", attention_backend=backend, max_num_batched_tokens=budget)
     for _ in range(2):  # cold, then from the caches
         outputs = llm.generate_multimodal(list(REQUESTS.values()), GREEDY)
         for name, request, output in zip(REQUESTS, REQUESTS.values(), outputs, strict=True):
             assert output.token_ids == reference(shape).generate(request), name
+
+
+@pytest.mark.parametrize("max_num_seqs", [3, 64])
+def test_cuda_graphs_give_the_same_tokens(max_num_seqs, checkpoint, make_llm):
+    options = {"device": "cuda", "max_num_seqs": max_num_seqs, "skip_warmup": False}
+    captured, eager = make_llm(checkpoint, **options), make_llm(checkpoint, enforce_eager=True, **options)
+    assert captured.engine.model_runner.graphs is not None and eager.engine.model_runner.graphs is None
+    requests = list(REQUESTS.values())
+    assert run_at_once(captured, requests) == run_at_once(eager, requests)
+
+
+def test_the_bundled_model_answers_as_on_the_cpu(make_llm):
+    from mmvllm.models.weights import BUNDLED
+
+    requests = list(REQUESTS.values())
+    gpu = make_llm(BUNDLED, device="cuda", skip_warmup=False)
+    assert run_at_once(gpu, requests) == run_at_once(make_llm(BUNDLED), requests)
+
+
+@pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_k": 5, "min_p": 0.05}, {}])
+def test_seeded_requests_repeat_themselves(params, checkpoint, make_llm):
+    llm = make_llm(checkpoint, device="cuda")
+    drawn = SamplingParams(temperature=0.9, seed=11, max_tokens=16, ignore_eos=True, **params)
+    requests = list(REQUESTS.values())
+    assert run_at_once(llm, requests, drawn) == run_at_once(llm, requests, drawn)
 
 
 def test_preemption(checkpoint, make_llm):
@@ -44,22 +70,25 @@ def test_blocks_fill_the_memory_that_was_allowed(checkpoint, make_llm):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_runs(dtype, checkpoint, make_llm):
-    llm = make_llm(checkpoint, device="cuda", dtype=dtype)
+@pytest.mark.parametrize("backend", ["auto", "triton", "torch"])
+def test_half_precision_runs(dtype, backend, checkpoint, make_llm):
+    llm = make_llm(checkpoint, device="cuda", dtype=dtype, attention_backend=backend)
     outputs = llm.generate_multimodal(list(REQUESTS.values()), SamplingParams(max_tokens=8, ignore_eos=True))
     assert all(len(output.token_ids) == 8 for output in outputs)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_flash_attention_errs_at_most_twice_as_much_as_torch(dtype, checkpoint, reference, make_llm):
-    pytest.importorskip("flash_attn", reason="flash-attn is not installed")
+@pytest.mark.parametrize("backend", ["flash", "triton", "torch"])
+def test_attention_errs_at_most_twice_as_much_as_plain_torch(dtype, backend, checkpoint, reference, make_llm):
     from tests.test_parity import _double, _in_float64, assert_no_worse, first_logits
 
+    if backend == "flash":
+        pytest.importorskip("flash_attn", reason="flash-attn is not installed")
     hf = reference("gqa2-tied")
     inputs = hf.inputs(REQUESTS["three"])
     exact = _in_float64(hf.model, lambda model: model(**_double(inputs), use_cache=False).logits[:, -1])
-    flash, plain = (
-        first_logits(make_llm(checkpoint, device="cuda", dtype=dtype, kvcache_block_size=size).engine, inputs).cpu()
-        for size in (256, 16)  # the paged path takes blocks of 256 only
-    )
-    assert_no_worse(flash, plain, exact)
+    options = {"device": "cuda", "dtype": dtype, "kvcache_block_size": 256, "num_kvcache_blocks": 8}
+    got = first_logits(make_llm(checkpoint, attention_backend=backend, **options).engine, inputs).cpu()
+    plain_engine = make_llm(checkpoint, attention_backend="torch", **options | {"kvcache_block_size": 16}).engine
+    assert plain_engine.attention.__name__ == "TorchAttention"  # torch's own kernels take blocks of 256 only
+    assert_no_worse(got, first_logits(plain_engine, inputs).cpu(), exact)

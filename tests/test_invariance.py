@@ -38,12 +38,12 @@ def run(llm, names=tuple(REQUESTS), **keys) -> dict:
     return dict(zip(names, outputs, strict=True))
 
 
-def run_at_once(llm, requests: list[dict]) -> list[list[int]]:
+def run_at_once(llm, requests: list[dict], params: SamplingParams = GREEDY) -> list[list[int]]:
     """Tokens of requests that all wait before the first step, whatever their preparation took."""
     order, outputs = [], {}
     for request in requests:
         prompt = llm.processor(request)
-        order.append(llm.engine.add_request(prompt.token_ids, GREEDY, **prompt.multimodal))
+        order.append(llm.engine.add_request(prompt.token_ids, params, **prompt.multimodal))
     while not llm.engine.is_finished():
         outputs |= {output.request_id: output.token_ids for output in llm.engine.step()[0]}
     return [outputs[request_id] for request_id in order]

@@ -1,7 +1,6 @@
 """`mmvllm bench kernels`: each Triton kernel beside its plain torch twin, on the model's shapes."""
 
 import argparse
-import inspect
 import pkgutil
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from mmvllm.bench.report import number, percent, print_table, record
 from mmvllm.bench.roofline import bytes_per_second
 from mmvllm.config import EngineConfig, ModelConfig
 from mmvllm.kernels.dispatch import Case
+from mmvllm.layers.transfer import current_device
 from mmvllm.models.weights import resolve_folder
 
 CPU_SECONDS = 0.1  # for the repetitions of one case
@@ -29,9 +29,12 @@ def run(args: argparse.Namespace) -> dict:
     device = engine_config.resolve_device()
     dtype = engine_config.resolve_dtype(config.dtype, device)
     bandwidth = bytes_per_second(device) if device.type == "cuda" else None
-    results = [
-        _measure(module, case, device, bandwidth) for module in modules for case in module.cases(config, device, dtype)
-    ]
+    with current_device(device):
+        results = [
+            _measure(module, case, device, bandwidth)
+            for module in modules
+            for case in module.cases(config, device, dtype)
+        ]
     _print(results)
     if device.type != "cuda":
         print("kernels need CUDA: only their plain torch twins were timed")
@@ -51,13 +54,12 @@ def _modules(names: list[str]) -> list[ModuleType]:
 
 def _measure(module: ModuleType, case: Case, device: torch.device, bandwidth: float | None) -> dict:
     """Times of a kernel and its twin; rates are the kernel's, or on a CPU the twin's."""
-    name = _kernel_name(module, case)
-    seconds = {"torch": _median_seconds(lambda: getattr(module, f"{name}_torch")(*case.args), device)}
+    seconds = {"torch": _median_seconds(lambda: getattr(module, f"{case.kernel}_torch")(*case.args), device)}
     if device.type == "cuda":
-        seconds["triton"] = _median_seconds(lambda: getattr(module, f"{name}_triton")(*case.args), device)
+        seconds["triton"] = _median_seconds(lambda: getattr(module, f"{case.kernel}_triton")(*case.args), device)
     best = seconds.get("triton", seconds["torch"])
     return {
-        "kernel": name,
+        "kernel": case.kernel,
         "case": case.label,
         "triton_seconds": seconds.get("triton"),
         "torch_seconds": seconds["torch"],
@@ -66,13 +68,6 @@ def _measure(module: ModuleType, case: Case, device: torch.device, bandwidth: fl
         "flops_per_second": case.flops / best if case.flops else None,
         "share_of_bandwidth": case.bytes / best / bandwidth if bandwidth else None,
     }
-
-
-def _kernel_name(module: ModuleType, case: Case) -> str:
-    """Of the file's kernels the one that takes the case's arguments."""
-    twins = {name.removesuffix("_torch"): twin for name, twin in vars(module).items() if name.endswith("_torch")}
-    own = {name: twin for name, twin in twins.items() if hasattr(module, f"{name}_triton")}
-    return next(name for name, twin in own.items() if len(inspect.signature(twin).parameters) == len(case.args))
 
 
 def _median_seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -27,7 +27,7 @@ def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
 
 
 def number(value: float | None, factor: float = 1.0) -> str:
-    """`factor` times the value in three digits, in four above a thousand; a dash for what there is not."""
+    """`factor` times the value in three digits, or all before the point; a dash for what there is not."""
     if value is None:
         return "-"
     value *= factor

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from mmvllm.bench.costs import decoder_flops, head_flops, keys_seen, vision_flops, weights_read_by_a_step
-from mmvllm.bench.runs import Run, is_prefill, now, step_seconds
+from mmvllm.bench.runs import Run, is_prefill, now
 from mmvllm.engine.model_runner import kv_block_bytes
-from mmvllm.layers.linear import Linear
+from mmvllm.layers.linear import Linear, pack_weights
 from mmvllm.llm import LLM
 from mmvllm.outputs import RequestOutput
 
@@ -44,7 +44,7 @@ def flops_per_second(device: torch.device, dtype: torch.dtype, int8: bool = Fals
     size = MATRIX_SIZES[device.type]
     x, linear = torch.randn(size, size, device=device).to(dtype), Linear(size, size, bias=False).to(device, dtype)
     if device.type == "cpu":
-        linear.pack(int8)
+        pack_weights(linear, dtype, int8)
     return 2 * size**3 / _best_seconds(lambda: linear(x), device)
 
 
@@ -70,14 +70,14 @@ class Roofline:
     def shares(self, run: Run) -> dict[str, float | None]:
         """Decode steps' share of bandwidth, prefill's and the ViT's of arithmetic; None where there was no such work.
 
-        Decode is measured over whole steps, prefill and ViT over the seconds that they took of theirs.
+        Each over the seconds of its own part of the steps.
         """
         decode_steps = [step for step in run.steps if not is_prefill(step)]
         prefill_steps = [step for step in run.steps if is_prefill(step)]
         encoding_steps = [step for step in run.steps if step.num_images]
         return {
             "decode_of_bandwidth": _share(
-                self._read_bytes(run, decode_steps), _seconds(decode_steps), self.machine.bytes_per_second
+                self._read_bytes(run, decode_steps), _seconds(decode_steps, "decoder"), self.machine.bytes_per_second
             ),
             "prefill_of_arithmetic": _share(
                 self._prefill_flops(run, prefill_steps),
@@ -136,8 +136,8 @@ def _mean_decode_keys(outputs: list[RequestOutput]) -> float:
     return _decode_keys(outputs) / max(1, sum(len(output.token_ids) - 1 for output in outputs))
 
 
-def _seconds(steps: list, part: str | None = None) -> float:
-    return sum(step_seconds(step) if part is None else step.seconds.get(part, 0.0) for step in steps)
+def _seconds(steps: list, part: str) -> float:
+    return sum(step.seconds.get(part, 0.0) for step in steps)
 
 
 def _share(work: float, seconds: float, peak: float) -> float | None:

@@ -110,9 +110,11 @@ def _add(benchmarks, name: str, summary: str, details: str) -> argparse.Argument
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Named as EngineConfig's fields; None leaves a field at its default."""
     add_model_arguments(parser)
-    parser.add_argument("--load-format", help='"dummy" makes random weights: the speed is the same')
-    parser.add_argument("--quantization", metavar="NAME", help="int8 (default: none); transformers runs without")
-    parser.add_argument("--attention-backend", metavar="NAME", help="auto, flash, triton or torch (default: auto)")
+    parser.add_argument(
+        "--load-format", choices=("auto", "dummy"), help="dummy makes random weights: the speed is the same"
+    )
+    parser.add_argument("--quantization", choices=("int8",), help="8 bits; transformers runs without")
+    parser.add_argument("--attention-backend", choices=("auto", "flash", "triton", "torch"), help="default: auto")
     parser.add_argument("--seed", type=int, default=0, help="of pictures, texts and random weights (default: 0)")
     parser.add_argument("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
     parser.add_argument("--max-num-batched-tokens", type=at_least_one, metavar="N", help="tokens computed in one step")

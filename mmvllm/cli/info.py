@@ -13,7 +13,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from mmvllm.config import EngineConfig, ModelConfig
-    from mmvllm.engine.model_runner import resolve_block_size
     from mmvllm.layers.attention import choose_attention
     from mmvllm.models.weights import resolve_folder
 
@@ -23,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     config = ModelConfig.from_pretrained(folder)
     dtype = engine_config.resolve_dtype(config.dtype, device)
     attention, reason = choose_attention("auto", config, device, dtype, args.block_size)
-    block_size = resolve_block_size(engine_config, attention)
+    block_size = args.block_size or attention.block_size
     sections = {
         "versions": _versions(),
         "devices": _devices(),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmvllm.engine.scheduler import Schedule, ScheduledChunk
+from mmvllm.layers.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ def build_batch(step: Schedule, block_size: int, device: torch.device) -> Batch:
     copies = [copy for chunk in chunks for copy in chunk.block_copies]
 
     def on_device(values, dtype: type) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=dtype)).to(device, non_blocking=True)
+        return to_device(torch.from_numpy(np.ascontiguousarray(values, dtype=dtype)), device)
 
     return Batch(
         input_ids=on_device(

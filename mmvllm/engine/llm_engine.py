@@ -21,14 +21,15 @@ from mmvllm.engine.batch import build_batch
 from mmvllm.engine.block_manager import BlockManager
 from mmvllm.engine.detokenizer import StopStrings
 from mmvllm.engine.encoder_cache import EncoderCache
-from mmvllm.engine.model_runner import ModelRunner, resolve_block_size
+from mmvllm.engine.model_runner import ModelRunner
 from mmvllm.engine.sampler import Sampler
 from mmvllm.engine.scheduler import Schedule, Scheduler
 from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup
 from mmvllm.engine.stats import StepStats, Stopwatch, step_stats
 from mmvllm.engine.vision_inputs import VisionInputs
-from mmvllm.layers.attention import choose_attention
+from mmvllm.layers.attention import AttentionBackend, choose_attention
 from mmvllm.layers.linear import pack_weights
+from mmvllm.layers.transfer import current_device
 from mmvllm.models.weights import load_model, resolve_folder
 from mmvllm.outputs import CompletionOutput, RequestOutput
 from mmvllm.processors.chat import tokenize
@@ -58,14 +59,23 @@ class LLMEngine:
             config.attention_backend, self.model_config, device, dtype, config.kvcache_block_size
         )
         logger.info("attention backend: %s (%s)", self.attention.name, reason)
-        weights = load_model(folder, self.model_config, device, dtype, config.load_format, config.seed, self.attention)
+        model = load_model(folder, self.model_config, device, dtype, config.load_format, config.seed, self.attention)
         if device.type == "cpu":
-            pack_weights(weights, dtype, int8=config.quantization == "int8")
-        self.block_size = resolve_block_size(config, self.attention)
+            pack_weights(model, dtype, int8=config.quantization == "int8")
+        self.block_size = config.kvcache_block_size or self.attention.block_size
         self.model_runner = ModelRunner(
-            weights, self.model_config, config, self.image_config, device, dtype, self.block_size
+            model,
+            self.model_config,
+            config,
+            self.image_config,
+            device,
+            dtype,
+            self.block_size,
+            _uses_graphs(config, device, self.attention),
         )
         self.max_model_len = self._resolve_max_model_len()
+        if self.model_runner.use_graphs:
+            self.model_runner.capture_graphs(config.max_num_seqs, self.max_model_len)
         block_manager = BlockManager(self.model_runner.num_blocks, self.block_size, config.enable_prefix_caching)
         self.encoder_cache = EncoderCache(config.encoder_cache_bytes, self.model_config.hidden_size * dtype.itemsize)
         eos_token_ids = self.model_config.eos_token_ids | {self.tokenizer.eos_token_id} - {None}
@@ -165,6 +175,10 @@ class LLMEngine:
         If the device runs out of memory, the requests of this batch finish with `error` and the engine lives on.
         """
         self._refuse_after_exit()
+        with current_device(self.model_runner.device):
+            return self._step()
+
+    def _step(self) -> tuple[list[RequestOutput], int]:
         watch = Stopwatch(self.model_runner.device)
         try:
             scheduled = self.scheduler.schedule()
@@ -326,6 +340,10 @@ class LLMEngine:
             cumulative_logprob=seq.cumulative_logprob if wants_logprobs else None,
             logprobs=seq.logprobs if wants_logprobs else None,
         )
+
+
+def _uses_graphs(config: EngineConfig, device: torch.device, attention: type[AttentionBackend]) -> bool:
+    return device.type == "cuda" and attention.in_graphs and not config.enforce_eager
 
 
 def _check_types(**given: tuple[Any, Any]) -> None:

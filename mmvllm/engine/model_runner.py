@@ -7,10 +7,11 @@ from torch import Tensor, nn
 
 from mmvllm.config import EngineConfig, ModelConfig
 from mmvllm.engine.batch import Batch, NewImage
+from mmvllm.engine.decode_graphs import DecodeGraphs, graphs_bytes
 from mmvllm.engine.encoder_cache import EncoderCache
 from mmvllm.engine.sampler import draw
 from mmvllm.engine.stats import Stopwatch
-from mmvllm.layers.attention import FLASH_BLOCK_SIZE, AttentionBackend, FlashAttention
+from mmvllm.layers.transfer import current_device, to_device
 from mmvllm.processors.image import ImageProcessorConfig, normalize_patches
 from mmvllm.sampling_params import SamplingParams
 
@@ -22,13 +23,6 @@ def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> 
     return 2 * config.num_hidden_layers * block_size * config.num_key_value_heads * config.head_dim * dtype.itemsize
 
 
-def resolve_block_size(engine_config: EngineConfig, backend: type[AttentionBackend]) -> int:
-    """The user's KV block size, or 256 where flash-attn, which takes no fewer, serves, or 16, which shares more."""
-    if engine_config.kvcache_block_size is not None:
-        return engine_config.kvcache_block_size
-    return FLASH_BLOCK_SIZE if backend is FlashAttention else 16
-
-
 def affordable_blocks(
     budget: int, engine_config: EngineConfig, config: ModelConfig, block_size: int, dtype: torch.dtype
 ) -> int:
@@ -38,11 +32,11 @@ def affordable_blocks(
     return min(max(0, budget) // kv_block_bytes(config, block_size, dtype), useful)
 
 
-def _groups(images: tuple[NewImage, ...], max_patches: int) -> Iterator[list[NewImage]]:
-    """Runs of pictures with at most `max_patches` patches together, or of one that has more."""
+def _groups(images: tuple[NewImage, ...], max_patches: int | None) -> Iterator[list[NewImage]]:
+    """Runs of pictures with at most `max_patches` patches together, or of one that has more; None sets no limit."""
     group: list[NewImage] = []
     for image in images:
-        if group and sum(len(i.pixel_values) for i in [*group, image]) > max_patches:
+        if group and max_patches and sum(len(i.pixel_values) for i in [*group, image]) > max_patches:
             yield group
             group = []
         group.append(image)
@@ -62,6 +56,7 @@ class ModelRunner:
         device: torch.device,
         dtype: torch.dtype,
         block_size: int,
+        use_graphs: bool,
     ):
         self.model = model
         self.model_config = model_config
@@ -69,9 +64,18 @@ class ModelRunner:
         self.device = device
         self.dtype = dtype
         self.block_size = block_size
+        self.use_graphs = use_graphs
         self._no_rows = torch.empty(0, model_config.hidden_size, dtype=dtype, device=device)
         self.num_blocks = engine_config.num_kvcache_blocks or self._num_blocks(engine_config)
-        self.kv_cache = self._empty_kv_cache(self.num_blocks)
+        # With graphs the last block is nobody's: their padding rows write there.
+        self.kv_cache = self._empty_kv_cache(self.num_blocks + use_graphs)
+        self.graphs: DecodeGraphs | None = None
+
+    @torch.inference_mode()
+    def capture_graphs(self, max_num_seqs: int, max_model_len: int) -> None:
+        """Capture decode steps of up to `max_num_seqs` sequences, for a runner made to use them."""
+        with current_device(self.device):
+            self.graphs = DecodeGraphs(self.model, self.kv_cache, self._no_rows, max_num_seqs, max_model_len)
 
     @torch.inference_mode()
     def run(self, batch: Batch, encoder_cache: EncoderCache, watch: Stopwatch) -> Tensor:
@@ -82,18 +86,16 @@ class ModelRunner:
         self._encode(batch.new_images, encoder_cache)
         watch.mark("vision")
         rows = [encoder_cache.rows(span.digest)[span.first : span.last] for span in batch.image_spans]
-        image_rows = (
-            torch.cat(rows)
-            if rows
-            else torch.empty(0, self.model_config.hidden_size, dtype=self.dtype, device=self.device)
-        )
-        logits = self.model(batch, image_rows, self.kv_cache)
+        if self.graphs is not None and self.graphs.fits(batch):
+            logits = self.graphs.run(batch)
+        else:
+            logits = self.model(batch, torch.cat(rows) if rows else self._no_rows, self.kv_cache)
         watch.mark("decoder")
         return logits
 
     def _encode(self, images: tuple[NewImage, ...], encoder_cache: EncoderCache) -> None:
         """The ViT on all new pictures of the step: one call on a GPU, a few whose tensors fit the caches on a CPU."""
-        for group in _groups(images, _CPU_PATCHES) if self.device.type == "cpu" else [images] if images else []:
+        for group in _groups(images, _CPU_PATCHES if self.device.type == "cpu" else None):
             patches = torch.cat([self._normalized(image.pixel_values) for image in group])
             rows = self.model.visual(patches, [image.grid_thw for image in group])  # (M, C)
             lengths = [len(image.pixel_values) // self.image_config.merge_size**2 for image in group]
@@ -102,7 +104,7 @@ class ModelRunner:
                 encoder_cache.store(image.digest, own.clone() if len(group) > 1 else own)
 
     def _normalized(self, pixel_values: Tensor) -> Tensor:
-        pixels = pixel_values.to(self.device, non_blocking=True)
+        pixels = to_device(pixel_values, self.device)
         patches = normalize_patches(pixels, self.image_config) if pixels.dtype == torch.uint8 else pixels
         return patches.to(self.dtype)
 
@@ -116,11 +118,14 @@ class ModelRunner:
         if self.device.type == "cpu":
             budget, source = engine_config.cpu_kvcache_bytes, "cpu_kvcache_bytes"
         else:
-            peak = self._peak_memory(engine_config)
+            with current_device(self.device):
+                peak = self._peak_memory(engine_config)
             free, total = torch.cuda.mem_get_info(self.device)
             others = total - free - torch.cuda.memory_reserved(self.device)
             budget = int(total * engine_config.gpu_memory_utilization) - others - peak
             budget -= engine_config.encoder_cache_bytes if self.model_config.vision else 0
+            if self.use_graphs:
+                budget -= graphs_bytes(engine_config.max_num_seqs, self.model_config.vocab_size)
             source = "gpu_memory_utilization"
         num_blocks = affordable_blocks(budget, engine_config, self.model_config, self.block_size, self.dtype)
         if num_blocks < 1:

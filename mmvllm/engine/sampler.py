@@ -13,6 +13,7 @@ from torch import Tensor
 from mmvllm.engine.scheduler import SampledToken
 from mmvllm.engine.sequence import Sequence
 from mmvllm.kernels.sampling import sample
+from mmvllm.layers.transfer import to_device
 from mmvllm.sampling_params import SamplingParams
 
 
@@ -68,7 +69,7 @@ def _penalize(logits: Tensor, seqs: list[Sequence]) -> Tensor:
     if not pairs:
         return logits
     rows, tokens, factor, minus = (
-        torch.from_numpy(np.concatenate(x)).to(logits.device) for x in zip(*pairs, strict=True)
+        to_device(torch.from_numpy(np.concatenate(x)), logits.device) for x in zip(*pairs, strict=True)
     )
     logits = logits.clone()
     values = logits[rows, tokens]
@@ -88,8 +89,8 @@ def draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) ->
     V = logits.shape[-1]
     values = [(p.temperature, p.top_k if 0 < p.top_k < V else V, p.top_p, p.min_p) for p in params]
     # All in one copy to the device; float64 holds each of them exactly.
-    columns = torch.tensor([*zip(*values, strict=True), uniforms], dtype=torch.float64).to(logits.device)  # (5, R)
-    temperature, top_k, top_p, min_p, uniform = columns
+    columns = torch.tensor([*zip(*values, strict=True), uniforms], dtype=torch.float64)  # (5, R)
+    temperature, top_k, top_p, min_p, uniform = to_device(columns, logits.device)
     return sample(logits, temperature.float(), top_k.int(), top_p.float(), min_p.float(), uniform)
 
 

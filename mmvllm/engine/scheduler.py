@@ -17,12 +17,16 @@ from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup, Sequen
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """Tokens [start, end) of a sequence, computed in this step; `samples` if they reach its last token."""
+    """Tokens [start, end) of a sequence, computed in this step.
+
+    `samples` if they reach its last token; `decodes` if that is all there is, and part of the answer.
+    """
 
     seq: Sequence
     start: int
     end: int
     samples: bool
+    decodes: bool
     block_copies: list[tuple[int, int]]
 
 
@@ -137,7 +141,9 @@ class Scheduler:
         copies = self.block_manager.allocate(seq, end - start)
         if copies is None:
             return None
-        step.chunks.append(ScheduledChunk(seq, start, end, end == seq.num_tokens, copies))
+        samples, is_one = end == seq.num_tokens, end - start == 1
+        decodes = samples and is_one and start >= seq.num_prompt_tokens
+        step.chunks.append(ScheduledChunk(seq, start, end, samples, decodes, copies))
         step.num_tokens += end - start
         step.num_patches += sum(len(seq.pixel_values[i]) for i in new_images)
         step.images_to_encode |= {seq.vision.image_digests[i]: (seq, i) for i in new_images}

@@ -58,7 +58,7 @@ class StepStats:
 
 def step_stats(step: Schedule, scheduler: Scheduler, seconds: dict[str, float]) -> StepStats:
     """Call it after the step's commit: who runs and waits is counted then."""
-    num_decode_tokens = sum(chunk.samples and chunk.end - chunk.start == 1 for chunk in step.chunks)
+    num_decode_tokens = sum(chunk.decodes for chunk in step.chunks)
     return StepStats(
         end=time.perf_counter(),
         seconds=seconds,

@@ -16,6 +16,7 @@ from mmvllm.engine.batch import Batch
 from mmvllm.kernels.dispatch import triton_unusable
 from mmvllm.kernels.packed_attention import packed_attention_torch, packed_attention_triton
 from mmvllm.kernels.paged_attention import paged_attention_torch, paged_attention_triton
+from mmvllm.layers.transfer import to_device
 
 FLASH_BLOCK_SIZE = 256  # FlashAttention 2 reads paged KV in blocks of a multiple of this
 
@@ -30,13 +31,15 @@ class Segments:
     @classmethod
     def of(cls, lens: list[int], device: torch.device) -> "Segments":
         cu_seqlens = torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(lens, cu_seqlens.to(device, non_blocking=True))
+        return cls(lens, to_device(cu_seqlens, device))
 
 
 class AttentionBackend(Protocol):
     """Two functions of q (N, H, D): over cached keys and values, causal; and over k and v of q's own shape, full."""
 
     name: ClassVar[str]
+    block_size: ClassVar[int]  # of the KV cache, unless the user says otherwise: small ones share more
+    in_graphs: ClassVar[bool]  # whether a decode step can be captured: nothing in it looks at values on the host
 
     @staticmethod
     def paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor: ...
@@ -48,7 +51,7 @@ class AttentionBackend(Protocol):
 class TorchAttention:
     """Plain torch: anywhere, and the reference for the others."""
 
-    name = "torch"
+    name, block_size, in_graphs = "torch", 16, False
 
     @staticmethod
     def paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
@@ -60,7 +63,7 @@ class TorchAttention:
 
 
 class TritonAttention:
-    name = "triton"
+    name, block_size, in_graphs = "triton", 16, True
 
     @staticmethod
     def paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
@@ -74,12 +77,16 @@ class TritonAttention:
 class FlashAttention:
     """The flash-attn package (arXiv 2307.08691)."""
 
-    name = "flash"
+    name, block_size, in_graphs = "flash", FLASH_BLOCK_SIZE, True
 
     @staticmethod
     def paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
-        from flash_attn import flash_attn_varlen_func
+        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
+        if max(batch.query_lens) == 1:  # this one splits long contexts
+            return flash_attn_with_kvcache(
+                q[:, None], k_cache, v_cache, cache_seqlens=batch.kv_lens, block_table=batch.block_table, causal=True
+            )[:, 0]
         return flash_attn_varlen_func(
             q,
             k_cache,
@@ -103,7 +110,7 @@ class FlashAttention:
 class TorchVarlenAttention:
     """FlashAttention as torch has it built in from 2.13 on (torch/nn/attention/varlen.py)."""
 
-    name = "torch"
+    name, block_size, in_graphs = "torch-varlen", FLASH_BLOCK_SIZE, True
 
     @staticmethod
     def paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:

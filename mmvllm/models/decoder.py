@@ -14,7 +14,7 @@ from mmvllm.models.rotary import mrope_cos_sin
 class Attention(nn.Module):
     """Grouped-query attention (arXiv 2305.13245): keys and values go to the cache, queries read all from there."""
 
-    def __init__(self, config: ModelConfig, backend: AttentionBackend):
+    def __init__(self, config: ModelConfig, backend: type[AttentionBackend]):
         super().__init__()
         self.head_dim = config.head_dim
         self.backend = backend
@@ -40,7 +40,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, backend: AttentionBackend):
+    def __init__(self, config: ModelConfig, backend: type[AttentionBackend]):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, backend)
@@ -59,7 +59,7 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedded tokens -> hidden states."""
 
-    def __init__(self, config: ModelConfig, backend: AttentionBackend):
+    def __init__(self, config: ModelConfig, backend: type[AttentionBackend]):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)

@@ -36,7 +36,7 @@ _MERGED = {
 class Qwen2VL(nn.Module):
     """Batch in, logits out; the model remembers nothing of a request."""
 
-    def __init__(self, config: ModelConfig, backend: AttentionBackend):
+    def __init__(self, config: ModelConfig, backend: type[AttentionBackend]):
         super().__init__()
         self.config = config
         self.visual = VisionTransformer(config.vision, backend) if config.vision else None

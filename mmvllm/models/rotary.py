@@ -5,10 +5,20 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from mmvllm.layers.transfer import to_device
 
+
+@lru_cache(maxsize=16)
 def inverse_frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
     """theta ** (-2 j / dim) for j < dim / 2, in float32."""
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
+
+
+@lru_cache(maxsize=16)
+def _axes(mrope_section: tuple[int, ...], device: torch.device) -> Tensor:
+    """Which axis each frequency turns with: (D / 2,)."""
+    axes = [axis for axis, size in enumerate(mrope_section) for _ in range(size)]
+    return torch.tensor(axes, device=device)
 
 
 def mrope_cos_sin(
@@ -19,11 +29,8 @@ def mrope_cos_sin(
     `mrope_section` divides the frequencies among the axes: the first 16 turn with time, the next 24 with height, the
     last 24 with width, say. Without it, all turn with the first axis, as in a text-only model.
     """
-    if mrope_section is None:
-        turning = positions[0, :, None]  # (N, 1)
-    else:
-        axes = [axis % 3 for axis, size in enumerate(mrope_section) for _ in range(size)]
-        turning = positions.T[:, axes]  # (N, D / 2)
+    axes = _axes(mrope_section or (head_dim // 2,), positions.device)
+    turning = positions.T[:, axes]  # (N, D / 2)
     angles = turning.float() * inverse_frequencies(head_dim, theta, positions.device)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -40,7 +47,7 @@ def vision_positions(grid_thw: tuple[int, int, int], merge_size: int) -> Tensor:
 
 def vision_cos_sin(grids: list[tuple[int, int, int]], merge_size: int, head_dim: int, device: torch.device):
     """cos and sin (P, D / 2) in float32: half of the frequencies turn with the row, half with the column."""
-    positions = torch.cat([vision_positions(grid, merge_size) for grid in grids], dim=1).to(device)  # (2, P)
+    positions = to_device(torch.cat([vision_positions(grid, merge_size) for grid in grids], dim=1), device)  # (2, P)
     angles = positions[:, :, None].float() * inverse_frequencies(head_dim // 2, 10000.0, device)  # (2, P, D / 4)
     angles = torch.cat([angles[0], angles[1]], dim=-1)
     return angles.cos(), angles.sin()

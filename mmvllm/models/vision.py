@@ -25,7 +25,7 @@ class PatchEmbed(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    def __init__(self, config: VisionConfig, backend: AttentionBackend):
+    def __init__(self, config: VisionConfig, backend: type[AttentionBackend]):
         super().__init__()
         self.num_heads = config.num_heads
         self.backend = backend
@@ -52,7 +52,7 @@ class VisionMLP(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    def __init__(self, config: VisionConfig, backend: AttentionBackend):
+    def __init__(self, config: VisionConfig, backend: type[AttentionBackend]):
         super().__init__()
         self.norm1 = nn.LayerNorm(config.embed_dim, eps=1e-6)
         self.norm2 = nn.LayerNorm(config.embed_dim, eps=1e-6)
@@ -81,7 +81,7 @@ class PatchMerger(nn.Module):
 class VisionTransformer(nn.Module):
     """All pictures of a step in one call; patches attend within their own frame only."""
 
-    def __init__(self, config: VisionConfig, backend: AttentionBackend):
+    def __init__(self, config: VisionConfig, backend: type[AttentionBackend]):
         super().__init__()
         self.config = config
         self.patch_embed = PatchEmbed(config)

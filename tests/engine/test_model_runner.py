@@ -1,5 +1,6 @@
 """How many KV blocks there are, and what is copied before a step."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,6 @@ import torch
 from mmvllm.config import EngineConfig
 from mmvllm.engine import model_runner
 from mmvllm.engine.model_runner import ModelRunner, kv_block_bytes
-from mmvllm.layers.attention import FlashAttention, TorchAttention
 
 GiB = 2**30
 
@@ -31,6 +31,7 @@ def test_blocks_on_a_gpu_are_what_the_largest_step_leaves(checkpoint, make_llm, 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (64 * GiB, 80 * GiB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6 * GiB)
     monkeypatch.setattr(ModelRunner, "_peak_memory", lambda self, config: 5 * GiB)
+    monkeypatch.setattr(model_runner, "current_device", lambda device: nullcontext())
     runner.device = SimpleNamespace(type="cuda")
     block_bytes = kv_block_bytes(runner.model_config, runner.block_size, runner.dtype)
     assert runner._num_blocks(config) == (40 - 10 - 5 - 2) * GiB // block_bytes
@@ -42,12 +43,6 @@ def test_blocks_on_a_gpu_are_what_the_largest_step_leaves(checkpoint, make_llm, 
 def test_there_are_no_more_blocks_than_all_sequences_could_use(checkpoint, make_llm):
     engine = make_llm(checkpoint, num_kvcache_blocks=None, max_num_seqs=3, max_model_len=100).engine
     assert engine.model_runner.num_blocks == 3 * 7
-
-
-def test_blocks_are_as_large_as_flash_attn_wants_where_it_serves():
-    assert model_runner.resolve_block_size(EngineConfig(), TorchAttention) == 16
-    assert model_runner.resolve_block_size(EngineConfig(), FlashAttention) == 256
-    assert model_runner.resolve_block_size(EngineConfig(kvcache_block_size=32), FlashAttention) == 32
 
 
 @pytest.mark.parametrize("patches", [1, 5, 64])

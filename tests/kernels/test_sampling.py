@@ -24,9 +24,9 @@ def make_params(count: int, V: int) -> dict[str, Tensor]:
     """Every filter on and off, in random combinations, and uniforms."""
     generator = torch.Generator().manual_seed(V + 1)
     choices = {
-        "temperature": [1e-9, 0.5, 1.0, 1.0, 4.0, 1e9],
+        "temperature": [1e-50, 0.5, 1.0, 1.0, 4.0, 1e300],
         "top_k": [1, min(3, V), V // 3 + 1, V, V],
-        "top_p": [1e-50, 0.3128, 0.8735, 0.9987, 1.0, 1.0],
+        "top_p": [1e-50, 0.3128, 0.8735, 0.9813, 1.0, 1.0],
         "min_p": [0.0, 0.0, 0.0, 1e-30, 0.07, 1.0],
     }
     params = {
@@ -78,7 +78,7 @@ def define(
     return -1 if unclear else token, probs
 
 
-@pytest.mark.parametrize("V, block, count", [(1, 16, 10), (7, 16, 120), (1000, 512, 80), (5003, 2048, 40)])
+@pytest.mark.parametrize("V, block, count", [(1, 16, 10), (7, 16, 64), (1000, 512, 40), (5003, 2048, 24)])
 def test_tokens_are_the_twins_and_the_definitions(device, V, block, count):
     if device.type == "cuda":
         block, count = 8192 if V > 1000 else block, 2000
@@ -94,7 +94,7 @@ def test_tokens_are_the_twins_and_the_definitions(device, V, block, count):
     settings = zip(*(x.tolist() for x in params.values()), strict=True)
     want = torch.tensor([define(row, *setting)[0] for row, setting in zip(before.cpu(), settings, strict=True)])
     clear = want >= 0
-    assert clear.float().mean() > 0.9
+    assert clear.float().mean() > 0.85
     assert torch.equal(twin[clear], want[clear])
     assert torch.equal(got[clear], want[clear])
 
@@ -102,7 +102,7 @@ def test_tokens_are_the_twins_and_the_definitions(device, V, block, count):
 @pytest.mark.parametrize("filters", [{}, {"min_p": 0.1}, {"top_k": 5}, {"top_p": 0.8}], ids=str)
 def test_evenly_spread_uniforms_give_the_distribution(device, filters):
     """So drawn, each token comes as often as its probability says, but for one draw at either end of its share."""
-    V, count = 40, 50 if device.type == "cpu" else 20000
+    V, count = 40, 24 if device.type == "cpu" else 20000
     logits = make_rows(3, V)[2]
     setting = {"temperature": 1.5, "top_k": V, "top_p": 1.0, "min_p": 0.0} | filters
     uniform = (torch.arange(count, device=device) + 0.5) / count
@@ -118,28 +118,28 @@ def test_evenly_spread_uniforms_give_the_distribution(device, filters):
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24, 1 - 2**-53], ids=["zero", "one-in-float32", "one-in-float64"])
 def test_the_ends_of_the_range_draw_the_first_and_the_last_possible_token(device, uniform):
     """With impossible tokens around them: -inf, left out by a filter, or too unlikely for float32."""
-    V = 100
-    logits = torch.full((5, V), -INF)
-    logits[0, [20, 40, 70]] = torch.tensor([1.0, 2.0, 1.0])
-    logits[1:] = -200.0
-    logits[1:, [20, 40, 70]] = torch.tensor([1.0, 2.0, 1.0])
-    logits[2:, 5], logits[2:, 90] = 0.5, -1.0
-    params = {
-        "temperature": torch.ones(5),
-        "top_k": torch.tensor([V, V, 3, V, V], dtype=torch.int32),
-        "top_p": torch.tensor([1.0, 1.0, 1.0, 0.8, 1.0]),
-        "min_p": torch.tensor([0.0, 0.0, 0.0, 0.0, 0.3]),
-        "uniform": torch.full((5,), uniform, dtype=torch.float64 if uniform > 1 - 2**-24 else torch.float32),
-    }
-    tokens = sample_triton(logits.to(device), **{name: x.to(device) for name, x in params.items()}, block=16)
-    assert tokens.tolist() == [70 if uniform else 20] * 5
+    R, V = 10, 100
+    logits = torch.full((R, V), -INF)
+    logits[:, 20:71] = make_rows(R, V)[:, 20:71].clamp(min=-9.0)
+    logits[1:5] = -200.0
+    logits[1:5, [20, 40, 70]] = torch.tensor([1.0, 2.0, 1.0])
+    logits[2:5, 5], logits[2:5, 90] = 0.5, -1.0
+    setting = columns(R, device, temperature=1.0, top_k=V, top_p=1.0, min_p=0.0)
+    setting["top_k"][2], setting["top_p"][3], setting["min_p"][4] = 3, 0.8, 0.3
+    dtype = torch.float64 if uniform > 1 - 2**-24 else torch.float32
+    uniforms = torch.full((R,), uniform, dtype=dtype, device=device)
+    tokens = sample_triton(logits.to(device), **setting, uniform=uniforms, block=16)
+    assert tokens.tolist() == [70 if uniform else 20] * R
 
 
 def test_a_share_begins_where_the_one_before_ends(device):
-    V = 64
+    V = 32
+    logits = torch.zeros(V, V, device=device)
     setting = columns(V, device, temperature=1.0, top_k=V, top_p=1.0, min_p=0.0)
-    uniform = torch.arange(V, device=device) / V
-    assert sample_triton(torch.zeros(V, V, device=device), **setting, uniform=uniform, block=16).tolist() == [*range(V)]
+    starts = torch.arange(V, device=device) / V
+    ends = starts.double() + 1 / V - 2**-40
+    for uniform in (starts, ends):
+        assert sample_triton(logits, **setting, uniform=uniform, block=8).tolist() == [*range(V)]
 
 
 def test_top_k_tells_neighbouring_floats_apart(device):

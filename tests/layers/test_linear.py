@@ -1,0 +1,107 @@
+"""Weights as a CPU keeps them: the same products as plain ones, and what 8 bits cost."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mmvllm import LLM, SamplingParams
+from mmvllm.layers.linear import Int8Weight, Linear, MergedLinear, SiluGate, by_rows, pack_weights
+
+ROWS = (1, 2, 5, 6, 7, 64, 300)
+
+
+def filled(layer: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    for parameter in layer.parameters():
+        parameter.data.normal_(0.0, 0.1, generator=generator)
+    return layer.to(dtype).requires_grad_(False)
+
+
+def rows(number: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(number, size, generator=torch.Generator().manual_seed(number)).to(dtype)
+
+
+def worst(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return (got.double() - exact).abs().max().item()
+
+
+@pytest.mark.parametrize("make", [lambda: Linear(96, 72), lambda: Linear(96, 72, bias=False), lambda: SiluGate(96, 56)])
+@pytest.mark.parametrize("number", ROWS)
+def test_packed_layers_err_at_most_twice_as_much_as_plain_ones(make, number):
+    dtype = torch.bfloat16
+    plain, packed = filled(make(), dtype), filled(make(), dtype)
+    pack_weights(packed, dtype, int8=False)
+    assert packed.packed is not None and packed.weight is None
+    x = rows(number, 96, dtype)
+    exact = filled(make(), dtype).double()(x.double())
+    got, expected = packed(x), plain(x)
+    assert got.shape == expected.shape and got.dtype == dtype
+    assert worst(got, exact) <= 2 * worst(expected, exact) + torch.finfo(dtype).eps / 2 * exact.abs().max()
+
+
+def test_float32_weights_stay_as_they_are():
+    layer = filled(Linear(96, 72), torch.float32)
+    pack_weights(layer, torch.float32, int8=False)
+    x = rows(3, 96, torch.float32)
+    assert layer.packed is None and torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+
+
+def test_merged_layers_split_what_they_computed():
+    layer = filled(MergedLinear(32, [16, 8, 8], bias=True), torch.bfloat16)
+    x = rows(9, 32, torch.bfloat16)
+    whole = F.linear(x, layer.weight, layer.bias)
+    pack_weights(layer, torch.bfloat16, int8=False)
+    for part, columns in zip(layer(x), layer.rows, strict=True):
+        torch.testing.assert_close(part, whole[:, columns])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("number", ROWS)
+def test_int8_is_as_close_as_its_steps_allow(number, dtype):
+    """Rounding a value moves it by at most half a step: about 1/127 of the row's largest, of x and of the weight."""
+    layer = filled(Linear(96, 72), dtype)
+    x, weight = rows(number, 96, dtype).double(), layer.weight.double()
+    got = Int8Weight(layer.weight, layer.bias)(x.to(dtype))
+    exact = F.linear(x, weight, layer.bias.double())
+    x_step, w_step = (t.abs().amax(dim=1) / 126 for t in (x, weight))
+    half_steps = x.abs().sum(dim=1)[:, None] * w_step / 2 + weight.abs().sum(dim=1) * x_step[:, None] / 2
+    second_order = 96 * x_step[:, None] * w_step / 4
+    rounding = 4 * torch.finfo(dtype).eps * (exact.abs() + F.linear(x.abs(), weight.abs()))
+    assert ((got.double() - exact).abs() <= half_steps + second_order + rounding).all()
+    typical = (got.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    assert typical < 0.02
+
+
+def test_an_int8_row_does_not_depend_on_its_neighbours():
+    layer = Int8Weight(filled(Linear(64, 48), torch.float32).weight, None)
+    x = rows(40, 64, torch.float32)
+    x[7] *= 1000
+    x[8] = 0
+    alone = torch.cat([layer(row[None]) for row in x])
+    assert torch.equal(layer(x), alone)
+    assert torch.equal(alone[8], torch.zeros(48))
+
+
+def test_what_int8_cannot_do_is_said(checkpoint):
+    with pytest.raises(ValueError, match="needs dtype float32 or bfloat16; this is float16"):
+        LLM(checkpoint, device="cpu", dtype="float16", quantization="int8")
+    with pytest.raises(ValueError, match="quantization is 'int4', must be None or 'int8'"):
+        LLM(checkpoint, quantization="int4")
+
+
+def test_int8_answers_do_not_depend_on_the_batch(checkpoint, make_llm):
+    llm = make_llm(checkpoint, quantization="int8", enable_prefix_caching=False)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    prompts = [[5 + i, 6, 7 * i + 1, 300, 20 + i] for i in range(7)]
+    together = llm.generate(prompts, params)
+    alone = [llm.generate([prompt], params)[0] for prompt in prompts]
+    assert [output.token_ids for output in together] == [output.token_ids for output in alone]
+
+
+def test_rows_taken_in_parts_are_the_same():
+    layer = filled(Linear(8, 8), torch.float32)
+    x = rows(2500, 8, torch.float32)
+    seen = []
+    out = by_rows(lambda part: (seen.append(len(part)), layer(part))[1], x)
+    torch.testing.assert_close(out, layer(x))
+    assert seen == [1024, 1024, 452]

@@ -1,0 +1,47 @@
+"""The whole engine on the Triton kernels, in the interpreter: the same tokens as on their plain twins."""
+
+import sys
+
+import pytest
+import torch
+
+from mmvllm import SamplingParams
+from mmvllm.kernels import mrope, quick_gelu, rms_norm, sampling, silu_mul, splice, write_kv
+from tests.conftest import ask, picture
+from tests.test_invariance import run_at_once
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the gpu tests run the kernels natively")
+
+REQUESTS = [
+    ask(picture(60, 80, 1), "Count."),
+    ask("Is ", picture(90, 57, 2), " like ", picture(60, 80, 1), "?"),
+    ask("Hello."),
+]
+
+
+@pytest.fixture
+def interpreted(monkeypatch) -> set[str]:
+    """Send CPU tensors to the kernels; the names of those that ran."""
+    ran = set()
+
+    def runs_triton(x: torch.Tensor) -> bool:
+        ran.add(sys._getframe(1).f_code.co_name)
+        return True
+
+    for module in (mrope, quick_gelu, rms_norm, sampling, silu_mul, splice, write_kv):
+        monkeypatch.setattr(module, "runs_triton", runs_triton)
+    return ran
+
+
+@pytest.mark.parametrize("budget", [13, 4096])
+def test_same_tokens_as_the_twins(budget, checkpoint, make_llm, request):
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    drawn = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.8, top_k=50, top_p=0.9, seed=3)
+    options = {"kvcache_block_size": 4, "max_num_batched_tokens": budget}
+    plain = make_llm(checkpoint, **options)
+    want = run_at_once(plain, REQUESTS, params), run_at_once(plain, REQUESTS, drawn)
+    ran = request.getfixturevalue("interpreted")
+    llm = make_llm(checkpoint, attention_backend="triton", **options)
+    assert llm.engine.attention.name == "triton"
+    assert (run_at_once(llm, REQUESTS, params), run_at_once(llm, REQUESTS, drawn)) == want
+    assert ran >= {"mrope", "mrope_write_kv", "quick_gelu", "rms_norm", "add_rms_norm", "splice", "sample"}
