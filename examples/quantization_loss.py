@@ -12,6 +12,7 @@ import torch
 from evaluate_demo_model import held_out
 
 from mmvllm import LLM, SamplingParams
+from mmvllm.cli.common import at_least_one
 
 
 def answers(model: str | None, requests: list[dict], **engine_args) -> tuple[torch.Tensor, list[list[int]], list[str]]:
@@ -40,7 +41,7 @@ def agreement(tokens: list[list[int]], others: list[list[int]]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="checkpoint folder (default: the bundled one)")
-    parser.add_argument("--scenes", type=int, default=100)
+    parser.add_argument("--scenes", type=at_least_one, default=100)
     args = parser.parse_args()
 
     asked, requests = held_out(args.scenes)

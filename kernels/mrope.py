@@ -44,7 +44,7 @@ def mrope_torch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     wide = x.to(cos.dtype)
-    out = torch.empty_like(wide)
+    out = wide.new_empty(wide.shape)
     (first, second), (out_first, out_second) = (t.chunk(2, dim=-1) for t in (wide, out))
     cos, sin = cos[:, None], sin[:, None]
     torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)

@@ -46,12 +46,12 @@ def _measure(one: Run, bench: Bench) -> dict:
 def _print(results: dict, args: argparse.Namespace) -> None:
     print(f"requests with a JPEG picture ({args.size}), {args.output_tokens} tokens out; median of {args.repeat}")
     header = ["first token ms", "decode step ms", "ms per token", "output tokens/s", "pictures/s"]
-    rows = [
-        [f"{batch_size} {name}", *(_cells(engines[name]))]
-        for batch_size, engines in results.items()
-        for name in engines
-        if name != "ratio"
-    ]
+    rows = []
+    for batch_size, engines in results.items():
+        figures = {name: _figures(engines[name]) for name in engines if name != "ratio"}
+        rows += [[f"{batch_size} {name}", *map(number, values)] for name, values in figures.items()]
+        if args.compare:
+            rows.append([f"{batch_size} times as fast", *map(number, _times_as_fast(**figures))])
     print_table("requests at once", header, rows)
     print_table(
         "share of the machine's",
@@ -63,10 +63,16 @@ def _print(results: dict, args: argparse.Namespace) -> None:
     )
 
 
-def _cells(measured: dict) -> list[str]:
+def _figures(measured: dict) -> list[float | None]:
+    """Three times in milliseconds, two rates."""
     seconds = [measured["first_token_seconds"]["p50"], measured["decode_step_seconds"]]
     seconds.append(measured["seconds_per_output_token"]["p50"])
     return [
-        *(number(value, 1000) for value in seconds),
-        *(number(measured[f"{name}_per_second"]) for name in ("output_tokens", "pictures")),
+        *(value if value is None else 1000 * value for value in seconds),
+        *(measured[f"{name}_per_second"] for name in ("output_tokens", "pictures")),
     ]
+
+
+def _times_as_fast(mmvllm: list[float | None], transformers: list[float | None]) -> list[float | None]:
+    pairs = [*zip(transformers[:3], mmvllm[:3], strict=True), *zip(mmvllm[3:], transformers[3:], strict=True)]
+    return [more / less if more and less else None for more, less in pairs]

@@ -22,12 +22,14 @@ FORMATS = ("jpeg", "png", "webp")
 
 def run(args: argparse.Namespace) -> dict:
     """Print the table; return the record."""
-    sizes, formats = picture_sizes(args.sizes), _formats(args.formats)
+    sizes, formats, most = picture_sizes(args.sizes), _formats(args.formats), args.workers or NUM_WORKERS
+    if args.pictures < most:
+        raise ValueError(f"--pictures is {args.pictures}, which leaves some of {most} threads without any; raise it")
     processors = _processors(resolve_folder(args.model, with_weights=False), args.compare)
     results = []
     for (width, height), image_format in product(sizes, formats):
         data = encoded(smooth_noise(width, height, seed=[0]), image_format)
-        for workers in _worker_counts(args.workers or NUM_WORKERS):
+        for workers in _worker_counts(most):
             speeds = _pictures_per_second(processors, [data] * args.pictures, workers, args.repeat)
             case = {"size": f"{width}x{height}", "format": image_format, "workers": workers}
             results.append(case | {"pictures_per_second": speeds})
@@ -73,7 +75,9 @@ def _pictures_per_second(processors: dict, pictures: list[bytes], workers: int, 
 
 def _print(results: list[dict], args: argparse.Namespace) -> None:
     names = list(results[0]["pictures_per_second"])
-    header = [f"{name} {unit}" for name in names for unit in ("pictures/s", "ms")] + ["ratio"] * (len(names) - 1)
+    header = [f"{name} {unit}" for name in names for unit in ("pictures/s", "thread ms each")] + ["ratio"] * (
+        len(names) - 1
+    )
     rows = []
     for case in results:
         speeds = case["pictures_per_second"]

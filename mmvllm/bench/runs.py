@@ -41,11 +41,10 @@ class Ours:
         cache, params = engine.encoder_cache, SamplingParams(max_tokens=output_tokens, ignore_eos=True)
         lookups, hits = cache.num_lookups, cache.num_hits
         reset_peak_memory(device)
-        with _watched(self.llm) as (steps, worker_seconds):
+        with _watched(self.llm, output_tokens) as (steps, worker_seconds):
             start_counter, start = now(device), time.time()
             outputs = list(self.llm.stream_multimodal(requests, params))
             seconds = now(device) - start_counter
-        _check_lengths(outputs, output_tokens, engine.max_model_len)
         return Run(
             start,
             start_counter,
@@ -60,14 +59,18 @@ class Ours:
 
 
 @contextmanager
-def _watched(llm: LLM) -> Iterator[tuple[list[StepStats], list[float]]]:
-    """Lists that fill with the engine's steps, and with the processor time that preparing each request takes."""
+def _watched(llm: LLM, output_tokens: int) -> Iterator[tuple[list[StepStats], list[float]]]:
+    """Lists that fill with the engine's steps, and with the processor time that preparing each request takes.
+
+    A prompt that leaves no room for `output_tokens` raises ValueError as soon as it is prepared.
+    """
     steps, seconds, processor = [], [], llm.processor
 
     def timed(request: dict) -> Prompt:
         start = time.thread_time()
         prompt = processor(request)
         seconds.append(time.thread_time() - start)
+        _check_room(len(prompt.token_ids), output_tokens, llm.engine.max_model_len)
         return prompt
 
     llm.processor, llm.engine.on_step = timed, steps.append
@@ -77,13 +80,13 @@ def _watched(llm: LLM) -> Iterator[tuple[list[StepStats], list[float]]]:
         llm.processor, llm.engine.on_step = processor, None
 
 
-def _check_lengths(outputs: list[RequestOutput], output_tokens: int, max_model_len: int) -> None:
-    for output in outputs:
-        if len(output.token_ids) != output_tokens:
-            raise ValueError(
-                f"--output-tokens is {output_tokens}, but a prompt of {output.num_prompt_tokens} tokens leaves room "
-                f"for {len(output.token_ids)} up to the model's {max_model_len}; lower it, --prompt-tokens or --size"
-            )
+def _check_room(num_prompt_tokens: int, output_tokens: int, max_model_len: int) -> None:
+    if num_prompt_tokens + output_tokens > max_model_len:
+        raise ValueError(
+            f"--output-tokens is {output_tokens}, but a prompt of {num_prompt_tokens} tokens leaves room for "
+            f"{max(0, max_model_len - num_prompt_tokens)} up to the model's {max_model_len}; lower it, --prompt-tokens "
+            "or --size"
+        )
 
 
 def now(device: torch.device) -> float:

@@ -13,7 +13,15 @@ WAITS = {
     "seconds_per_output_token": "time per output token",
     "request_seconds": "whole request",
 }
-PHASES = ("waiting for preparation", "ViT", "prefill", "decode", "sampling", "scheduling", "other")
+PHASES = {
+    "waiting_for_preparation": "waiting for preparation",
+    "vision": "ViT",
+    "prefill": "prefill",
+    "decode": "decode",
+    "sampling": "sampling",
+    "scheduling": "scheduling",
+    "other": "other",
+}
 
 
 def run(args: argparse.Namespace) -> dict:
@@ -36,10 +44,12 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def _measure(one: Run, bench: Bench) -> dict:
-    measured = {**measures.counts_and_rates(one), **measures.waits(one)}
-    if not one.steps:  # transformers
+    measured = measures.counts_and_rates(one)
+    if not one.steps:  # transformers, whose batches wait in no engine: its times would mean something else
         return measured
-    return measured | {
+    return {
+        **measured,
+        **measures.waits(one),
         "phase_seconds": measures.phases(one),
         "worker_seconds": one.worker_seconds,
         **measures.hit_rates(one),
@@ -74,7 +84,8 @@ def _print_phases(ours: dict) -> None:
     }
     rows = [
         [label, number(seconds), percent(seconds / ours["seconds"]), reached.get(name, "")]
-        for (name, seconds), label in zip(ours["phase_seconds"].items(), PHASES, strict=True)
+        for name, label in PHASES.items()
+        for seconds in [ours["phase_seconds"][name]]
     ]
     print_table("time", ["seconds", "share", "of the machine's"], rows)
     print(

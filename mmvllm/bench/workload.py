@@ -54,8 +54,9 @@ class Workload:
 
     def _request(self, i: int) -> dict:
         content = [{"type": "text", "text": self._text(i)}]
-        if int((i + 1) * self.text_share) == int(i * self.text_share):
-            picture = smooth_noise(*self.sizes[i % len(self.sizes)], seed=[self.seed, i])
+        texts_before = int(i * self.text_share)
+        if int((i + 1) * self.text_share) == texts_before:
+            picture = smooth_noise(*self.sizes[(i - texts_before) % len(self.sizes)], seed=[self.seed, i])
             content.insert(0, {"type": "image", "image": encoded(picture, "jpeg")})
         return {"messages": [{"role": "user", "content": content}]}
 

@@ -22,6 +22,8 @@ def run(args: argparse.Namespace) -> int:
         path = getattr(args, name, None)
         if path and not path.parent.is_dir():
             raise ValueError(f"--{name} {path}: there is no folder {path.parent}; make it first")
+        if path:
+            path.open("ab").close()  # what cannot be written is better known now than after the last round
     record = import_module(f"mmvllm.bench.{args.benchmark}").run(args)
     import_module("mmvllm.bench.report").emit(record, args.output)
     return 0
@@ -32,7 +34,7 @@ def _add_throughput(benchmarks) -> argparse.ArgumentParser:
         benchmarks,
         "throughput",
         "many requests, as fast as they go",
-        "Every request has a picture of its own, so that no cache helps, handed over as a JPEG file in memory. "
+        "Every picture is another, so that no cache helps, and is handed over as a JPEG file in memory. "
         "Preparing them is inside the clock; a round of other requests before it, which warms up, is not. A step with "
         "any token of a prompt in it counts as prefill. The time to the first token counts from a request's arrival "
         "in the engine, where as many wait as run.",
@@ -98,7 +100,7 @@ def _add_kernels(benchmarks) -> argparse.ArgumentParser:
         "each Triton kernel beside its plain torch twin",
         "Median times, at the shapes of the model's config. Kernels need CUDA: on a CPU only the twins are timed.",
     )
-    parser.add_argument("names", nargs="*", metavar="KERNEL", help="only these (default: all)")
+    parser.add_argument("names", nargs="*", metavar="FILE", help="only those in these files of kernels/ (default: all)")
     add_model_arguments(parser)
     return parser
 

@@ -82,13 +82,16 @@ def _memory(config, engine_config, attention, block_size: int, device, dtype) ->
     import torch
 
     from mmvllm.engine.model_runner import affordable_blocks, kv_block_bytes
+    from mmvllm.layers.linear import packs_well
     from mmvllm.models.registry import model_class
 
     with torch.device("meta"):
         num_parameters = sum(
             parameter.numel() for parameter in model_class(config.architecture)(config, attention).parameters()
         )
-    weights = num_parameters * dtype.itemsize
+    # On a CPU a tied head is packed, and the embedding stays as it is.
+    copied = config.tie_word_embeddings and device.type == "cpu" and packs_well(dtype)
+    weights = (num_parameters + copied * config.vocab_size * config.hidden_size) * dtype.itemsize
     if device.type == "cpu":
         budget, note = engine_config.cpu_kvcache_bytes, ""
     else:

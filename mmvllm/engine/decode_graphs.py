@@ -47,6 +47,7 @@ class DecodeGraphs:
         vocab_size = model.config.vocab_size
         self._logits = torch.empty(largest, vocab_size, dtype=torch.float32, device=kv_cache.device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._stream = torch.cuda.Stream(kv_cache.device) if kv_cache.is_cuda else None
         start = time.perf_counter()
         for size in tqdm(reversed(self.sizes), "CUDA graphs", len(self.sizes), disable=None, leave=False):
             self._capture(size)  # the largest first: its memory then serves the others too
@@ -70,7 +71,9 @@ class DecodeGraphs:
         self._compute(size)  # compiles kernels and allocates what libraries keep, which a capture must not
         torch.cuda.synchronize(self._kv_cache.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graphs[self.sizes[-1]].pool() if self._graphs else None):
+        pool = self._graphs[self.sizes[-1]].pool() if self._graphs else None
+        # A stream of this device, not the process's first; and other threads may do as they like meanwhile.
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
             self._compute(size)
         self._graphs[size] = graph
 
@@ -91,7 +94,6 @@ class DecodeGraphs:
         into.positions[:, :S] = batch.positions
         into.block_table[:S, :blocks] = batch.block_table
         into.block_table[S:size, 0] = self._scratch_block
-        into.cu_seqlens_k[1 : size + 1] = into.kv_lens[:size].cumsum(0)
 
     def _padding(self, size: int, max_model_len: int) -> Batch:
         """Buffers for `size` sequences of up to `max_model_len` tokens, all of them padding."""

@@ -48,7 +48,8 @@ class Int8Weight:
     """A weight (out, in) in 8 bits with a scale per output; inputs are quantised as they come, with a scale per row.
 
     Symmetric and round-to-nearest, as in LLM.int8() (arXiv 2208.07339) without its outliers. A row's scale depends on
-    that row alone, so an answer does not depend on what it is batched with.
+    that row alone, so it does not matter what it is batched with. How a prompt was cut may: a last bit that differs
+    can round to another of so few steps.
     """
 
     _CHUNK = 256  # rows quantised at a time: what lies between stays in the cache
@@ -148,13 +149,24 @@ def pack_weights(model: nn.Module, dtype: torch.dtype, int8: bool) -> None:
         raise ValueError("quantization='int8' needs a torch with oneDNN, which this is not")
     if int8 and dtype == torch.float16:
         raise ValueError("quantization='int8' needs dtype float32 or bfloat16; this is float16")
-    if int8 or _packs_well(dtype):
+    if int8 and not _sums_8_bits():
+        raise ValueError("quantization='int8' needs a CPU that adds 8-bit products in 32 bits (VNNI or AMX)")
+    if int8 or packs_well(dtype):
         for module in model.modules():
             if isinstance(module, Linear):
                 module.pack(int8)
 
 
-def _packs_well(dtype: torch.dtype) -> bool:
+def packs_well(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies packed weights of this dtype well on this CPU."""
+    if not torch.backends.mkldnn.is_available():
+        return False
     ops = torch.ops.mkldnn
     supported = {torch.bfloat16: ops._is_mkldnn_bf16_supported, torch.float16: ops._is_mkldnn_fp16_supported}
-    return torch.backends.mkldnn.is_available() and dtype in supported and supported[dtype]()
+    return dtype in supported and supported[dtype]()
+
+
+def _sums_8_bits() -> bool:
+    """Whether products come out right: without VNNI oneDNN adds pairs of them in 16 bits, which overflow."""
+    ones = torch.ones(16, 64)
+    return bool((Int8Weight(ones, None)(ones) - 64).abs().max() < 1)

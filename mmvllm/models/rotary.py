@@ -1,6 +1,6 @@
 """Rotary position embeddings: M-RoPE for the decoder, 2-D rotary for the ViT (arXiv 2104.09864, 2409.12191)."""
 
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -8,13 +8,13 @@ from torch import Tensor
 from mmvllm.layers.transfer import to_device
 
 
-@lru_cache(maxsize=16)
+@cache  # for good: a CUDA graph reads it
 def inverse_frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
     """theta ** (-2 j / dim) for j < dim / 2, in float32."""
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
 
 
-@lru_cache(maxsize=16)
+@cache
 def _axes(mrope_section: tuple[int, ...], device: torch.device) -> Tensor:
     """Which axis each frequency turns with: (D / 2,)."""
     axes = [axis for axis, size in enumerate(mrope_section) for _ in range(size)]

@@ -110,7 +110,7 @@ def test_one_output_token_leaves_nothing_to_decode(bench):
 
 def test_preprocess(bench):
     code, lines, _ = bench(
-        *("preprocess", "--sizes", "64x48,90x200", "--formats", "jpeg,PNG,webp", "--pictures", "2"),
+        *("preprocess", "--sizes", "64x48,90x200", "--formats", "jpeg,PNG,webp", "--pictures", "3"),
         *("--workers", "3", "--repeat", "1", "--compare", "transformers"),
     )
     results = last(lines)["results"]
@@ -165,8 +165,9 @@ def test_without_matplotlib_nothing_is_measured(bench, monkeypatch, tmp_path):
         (["throughput", "--output", "/no/such/folder/x"], "there is no folder /no/such/folder; make it first"),
         (["throughput", "--plot", "/no/such/folder/x"], "there is no folder /no/such/folder; make it first"),
         (["throughput", "--size", "64x48", "--prompt-tokens", "1990", "--requests", "1"], "leaves room for"),
-        (["latency", "--prompt-tokens", "3000"], "max_model_len is 2048"),
+        (["latency", "--prompt-tokens", "3000"], "leaves room for 0 up to the model's 2048"),
         (["preprocess", "--sizes", "0x0"], "'0x0' is no size of pictures"),
+        (["preprocess", "--pictures", "2", "--workers", "3"], "--pictures is 2, which leaves some of 3 threads"),
         (["preprocess", "--formats", "jpeg,tga"], "--formats has 'tga'; known: jpeg, png, webp"),
         (["kernels", "matmul"], "there is no kernel 'matmul'; known: "),
     ],

@@ -1,5 +1,9 @@
 """Weights as a CPU keeps them: the same products as plain ones, and what 8 bits cost."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -87,6 +91,24 @@ def test_what_int8_cannot_do_is_said(checkpoint):
         LLM(checkpoint, device="cpu", dtype="float16", quantization="int8")
     with pytest.raises(ValueError, match="quantization is 'int4', must be None or 'int8'"):
         LLM(checkpoint, quantization="int4")
+
+
+def test_int8_is_refused_where_sums_would_overflow():
+    """oneDNN held to what CPUs before VNNI can do."""
+    code = "from mmvllm import LLM; LLM(device='cpu', quantization='int8', skip_warmup=True)"
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "needs a CPU that adds 8-bit products in 32 bits" in run.stderr
+
+
+def test_a_torch_without_onednn_keeps_weights_plain(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops, "mkldnn", None)  # its operators are not there either
+    layer = filled(Linear(96, 72), torch.bfloat16)
+    pack_weights(layer, torch.bfloat16, int8=False)
+    assert layer.packed is None
+    with pytest.raises(ValueError, match="needs a torch with oneDNN"):
+        pack_weights(layer, torch.bfloat16, int8=True)
 
 
 def test_int8_answers_do_not_depend_on_the_batch(checkpoint, make_llm):
