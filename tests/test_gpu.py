@@ -60,6 +60,27 @@ def test_preemption(checkpoint, make_llm):
     assert few.engine.scheduler.num_preemptions > 0
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_steps_launched_ahead_give_the_same_tokens_and_wait_for_nothing(temperature, checkpoint, make_llm, monkeypatch):
+    ahead, plain = (make_llm(checkpoint, device="cuda", skip_warmup=False) for _ in range(2))
+    plain.engine._looks_ahead = False
+    launch, launched = ahead.engine._launch_ahead, []
+
+    def watched(running):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            launched.append(launch(running))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return launched[-1]
+
+    monkeypatch.setattr(ahead.engine, "_launch_ahead", watched)
+    params = SamplingParams(temperature=temperature, seed=1, min_tokens=3, max_tokens=20)
+    want, got = (llm.generate_multimodal(list(REQUESTS.values()), params) for llm in (plain, ahead))
+    assert [output.token_ids for output in got] == [output.token_ids for output in want]
+    assert any(launched) and not any(step.error for step in launched if step is not None)
+
+
 def test_blocks_fill_the_memory_that_was_allowed(checkpoint, make_llm):
     free, total = torch.cuda.mem_get_info()
     share = (total - free + 2 * 2**30) / total  # two GiB beyond what is taken now

@@ -93,7 +93,7 @@ def first_logits(engine, inputs) -> torch.Tensor:
     """Logits (1, V) after a prompt, as the sampler gets them."""
     seen = []
     sampler = engine.sampler
-    engine.sampler = lambda logits, seqs: seen.append(logits.clone()) or sampler(logits, seqs)
+    engine.sampler = lambda logits, *rest: seen.append(logits.clone()) or sampler(logits, *rest)
     multimodal = {key: inputs[key] for key in ("pixel_values", "image_grid_thw") if key in inputs}
     engine.add_request(inputs["input_ids"][0].tolist(), SamplingParams(max_tokens=1), **multimodal)
     while not engine.is_finished():

@@ -64,8 +64,8 @@ class Batch:
         assert sum(self.query_lens) == N, f"query_lens sum to {sum(self.query_lens)}, want {N}"
 
 
-def build_batch(step: Schedule, block_size: int, device: torch.device) -> Batch:
-    """Pack what the scheduler handed out."""
+def build_batch(step: Schedule, block_size: int, device: torch.device, sampled: Tensor | None = None) -> Batch:
+    """Pack what the scheduler handed out; `sampled` (R,) are the ids, on the device, that `step.rows` speaks of."""
     chunks = step.chunks
     query_lens = [chunk.end - chunk.start for chunk in chunks]
     kv_lens = [chunk.end for chunk in chunks]
@@ -76,10 +76,14 @@ def build_batch(step: Schedule, block_size: int, device: torch.device) -> Batch:
     def on_device(values, dtype: type) -> Tensor:
         return to_device(torch.from_numpy(np.ascontiguousarray(values, dtype=dtype)), device)
 
+    if step.rows is None:
+        token_ids = [chunk.seq.token_ids[chunk.start : chunk.end] for chunk in chunks]
+        input_ids = on_device(np.concatenate(token_ids), np.int64)
+    else:
+        input_ids = sampled[on_device(step.rows, np.int64)]
+
     return Batch(
-        input_ids=on_device(
-            np.concatenate([chunk.seq.token_ids[chunk.start : chunk.end] for chunk in chunks]), np.int64
-        ),
+        input_ids=input_ids,
         positions=on_device(
             np.concatenate([chunk.seq.positions_of(chunk.start, chunk.end) for chunk in chunks], axis=1), np.int64
         ),

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from mmvllm.engine.block_manager import BlockManager
 from mmvllm.engine.detokenizer import StopStrings
 from mmvllm.engine.encoder_cache import EncoderCache
 from mmvllm.engine.model_runner import ModelRunner
-from mmvllm.engine.sampler import Sampler
+from mmvllm.engine.sampler import Sampled, Sampler
 from mmvllm.engine.scheduler import Schedule, Scheduler
 from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup
 from mmvllm.engine.stats import StepStats, Stopwatch, step_stats
@@ -38,6 +39,16 @@ from mmvllm.processors.positions import mrope_positions
 from mmvllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step that the device has been given, unless there was an `error`, or nothing to compute."""
+
+    scheduled: Schedule
+    watch: Stopwatch
+    sampled: Sampled | None = None
+    error: RuntimeError | None = None
 
 
 class LLMEngine:
@@ -90,6 +101,9 @@ class LLMEngine:
             max_vision_patches=config.max_vision_patches,
         )
         self.on_step: Callable[[StepStats], None] | None = None  # called after every step, for who measures
+        # There is nothing to overlap where launching waits: for values, or on a CPU for all that is computed.
+        self._looks_ahead = device.type == "cuda" and self.attention.in_graphs
+        self._ahead: _Launched | None = None  # the next step, where it was launched before this one's tokens were known
         self._request_numbers, self._unseeded = count(), count()
         self._exited = False
         atexit.register(_exit_if_alive, weakref.ref(self))
@@ -172,42 +186,83 @@ class LLMEngine:
     def step(self) -> tuple[list[RequestOutput], int]:
         """Run one batch; return the requests that finished in it and the number of tokens computed.
 
-        If the device runs out of memory, the requests of this batch finish with `error` and the engine lives on.
+        On a GPU, a next batch that can be foreseen is launched before this one's tokens are waited for, so that the
+        device computes while the host commits this step and schedules the one after. If the device runs out of memory,
+        the requests of this batch finish with `error` and the engine lives on.
         """
         self._refuse_after_exit()
         with current_device(self.model_runner.device):
             return self._step()
 
     def _step(self) -> tuple[list[RequestOutput], int]:
-        watch = Stopwatch(self.model_runner.device)
         try:
-            scheduled = self.scheduler.schedule()
-            watch.mark("schedule")
-            finished = self._compute(scheduled, watch) if scheduled.chunks else []
+            launched = self._ahead or self._launch_next()
+            self._ahead = self._launch_ahead(launched)
+            finished = self._commit(launched)
         except BaseException:  # an interrupt: what was scheduled has not been computed
+            self._ahead = None
             self.scheduler.preempt_all()
             raise
         outputs = [self._output(group) for group in finished]
         if self.on_step is not None:
-            watch.mark("commit")
-            self.on_step(step_stats(scheduled, self.scheduler, watch.seconds()))
-        return outputs, scheduled.num_tokens
+            if self._ahead is None:
+                launched.watch.mark("commit")
+            self.on_step(step_stats(launched.scheduled, self.scheduler, launched.watch.seconds()))
+        self._forget_ahead_if_idle()
+        return outputs, launched.scheduled.num_tokens
 
-    def _compute(self, scheduled: Schedule, watch: Stopwatch) -> list[SequenceGroup]:
-        """Pack, run, sample and commit what was scheduled; return the requests that finished."""
+    def _launch_next(self) -> _Launched:
+        watch = Stopwatch(self.model_runner.device)
+        return self._launch(self.scheduler.schedule(), watch)
+
+    def _launch_ahead(self, running: _Launched) -> _Launched | None:
+        """Launch the step after one whose tokens are not known yet; None where it cannot be foreseen."""
+        if not self._looks_ahead or running.sampled is None or not running.sampled.lets_next_launch:
+            return None
+        watch = Stopwatch(self.model_runner.device)
+        scheduled = self.scheduler.schedule_ahead(running.scheduled)
+        return None if scheduled is None else self._launch(scheduled, watch, running.sampled)
+
+    def _launch(self, scheduled: Schedule, watch: Stopwatch, before: Sampled | None = None) -> _Launched:
+        """Pack, run and sample what was scheduled, on ids that the step before is sampling if there is one.
+
+        Nothing here waits for the device. It does what it is given in order, so a step may overwrite what those before
+        it read: the buffers of CUDA graphs, and blocks of sequences that have ended in the meantime.
+        """
+        watch.mark("schedule")
+        if not scheduled.chunks:
+            return _Launched(scheduled, watch)
+        device, input_ids = self.model_runner.device, None if before is None else before.input_ids
         try:
-            batch = build_batch(scheduled, self.block_size, self.model_runner.device)
+            batch = build_batch(scheduled, self.block_size, device, input_ids)
             watch.mark("pack")
             logits = self.model_runner.run(batch, self.encoder_cache, watch)
-            sampled = self.sampler(logits, [chunk.seq for chunk in scheduled.chunks if chunk.samples])
+            seqs = [chunk.seq for chunk in scheduled.chunks if chunk.samples]
+            sampled = self.sampler(logits, seqs, 0 if before is None else 1)
             watch.mark("sampling")
         except RuntimeError as error:  # torch's out-of-memory error is one
-            return self._fail(scheduled, error)
-        return self.scheduler.postprocess(scheduled, sampled)
+            return _Launched(scheduled, watch, error=error.with_traceback(None))  # a traceback would hold the tensors
+        return _Launched(scheduled, watch, sampled)
+
+    def _commit(self, launched: _Launched) -> list[SequenceGroup]:
+        """Wait for a step's tokens and write them down; return the requests that finished."""
+        if launched.error is not None:
+            return self._fail(launched.scheduled, launched.error)
+        try:
+            tokens = launched.sampled.tokens() if launched.sampled is not None else []
+        except RuntimeError as error:
+            return self._fail(launched.scheduled, error)
+        return self.scheduler.postprocess(launched.scheduled, tokens)
+
+    def _forget_ahead_if_idle(self) -> None:
+        """A step that is computed for sequences that have all ended need not be waited for."""
+        if self.scheduler.is_finished():
+            self._ahead = None
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request at any moment and return what it has so far; None if it is unknown or has finished."""
         group = self.scheduler.abort_seq_group(request_id, FinishReason.ABORTED)
+        self._forget_ahead_if_idle()
         return None if group is None else self._output(group)
 
     def is_finished(self) -> bool:
@@ -242,9 +297,11 @@ class LLMEngine:
         self._exited = True
         for request_id in list(self.scheduler.groups):
             self.abort_request(request_id)
-        on_cuda = self.model_runner.device.type == "cuda"
+        device = self.model_runner.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # with a step that was launched ahead, for requests that have ended
         del self.model_runner, self.encoder_cache, self.scheduler.encoder_cache
-        if on_cuda:
+        if device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _refuse_after_exit(self) -> None:
@@ -311,7 +368,8 @@ class LLMEngine:
     def _fail(self, scheduled: Schedule, error: RuntimeError) -> list[SequenceGroup]:
         logger.error("a step failed: %s", error)
         reason = f"the step failed: {type(error).__name__}: {error}"
-        request_ids = dict.fromkeys(chunk.seq.request_id for chunk in scheduled.chunks)  # each once, in order
+        alive = [chunk.seq for chunk in scheduled.chunks if not chunk.seq.is_finished]
+        request_ids = dict.fromkeys(seq.request_id for seq in alive)  # each once, in order
         return [self.scheduler.abort_seq_group(request_id, FinishReason.ERROR, reason) for request_id in request_ids]
 
     def _output(self, group: SequenceGroup) -> RequestOutput:

@@ -13,46 +13,79 @@ from torch import Tensor
 from mmvllm.engine.scheduler import SampledToken
 from mmvllm.engine.sequence import Sequence
 from mmvllm.kernels.sampling import sample
-from mmvllm.layers.transfer import to_device
+from mmvllm.layers.transfer import HostCopy, to_device
 from mmvllm.sampling_params import SamplingParams
 
 
+class Sampled:
+    """One token per row: on the device as soon as it is computed, on the host when `tokens` has waited for it."""
+
+    def __init__(self, token_ids: Tensor, logits: Tensor, params: list[SamplingParams]):
+        """`token_ids` (R,) are -1 where the logits allow none."""
+        self._params = params
+        self._wants_logprobs = any(p.logprobs is not None for p in params)
+        self._logits = logits if self._wants_logprobs else None  # else free to go before the next step needs the room
+        self._ids_on_host = HostCopy(token_ids)
+        # A sequence whose row has no token is about to end: it may go on for a step with any id there is.
+        self.input_ids = token_ids.clamp(min=0)  # (R,), what the next step computes
+
+    @property
+    def lets_next_launch(self) -> bool:
+        """Whether the next step may be launched before `tokens` is called.
+
+        Penalties count the tokens, and logprobs are read from logits that the next CUDA graph overwrites.
+        """
+        return not self._wants_logprobs and not any(_penalizes(p) for p in self._params)
+
+    def tokens(self) -> list[SampledToken]:
+        """Wait for the tokens, the only thing that the host waits for in a step."""
+        if not self._params:
+            return []
+        tokens = [SampledToken(None if token_id < 0 else token_id) for token_id in self._ids_on_host.tolist()]
+        return _with_logprobs(tokens, self._logits, self._params) if self._wants_logprobs else tokens
+
+
 class Sampler:
-    """Writes nothing but its return value."""
+    """Writes nothing but its return value, and never waits for the device."""
 
     def __init__(self, eos_token_ids: frozenset[int]):
         self.eos_token_ids = eos_token_ids
 
-    def __call__(self, logits: Tensor, seqs: list[Sequence]) -> list[SampledToken]:
-        """One token for each row of logits (R, V) float32 and its sequence."""
-        if not seqs:
-            return []
+    def __call__(self, logits: Tensor, seqs: list[Sequence], unseen: int = 0) -> Sampled:
+        """One token for each row of logits (R, V) float32 and its sequence.
+
+        `unseen` is how many tokens of each sequence have been sampled before and are not in it yet.
+        """
         params = [seq.sampling_params for seq in seqs]
-        adjusted = self._forbid_early_end(_penalize(logits, seqs), seqs)
+        lengths = [seq.num_completion_tokens + unseen for seq in seqs]
+        adjusted = self._forbid_early_end(_penalize(logits, seqs), params, lengths)
         largest, token_ids = adjusted.max(dim=-1)  # (R,)
         random_rows = [row for row, p in enumerate(params) if p.temperature > 0]
         if random_rows:
-            uniforms = [_uniform(seqs[row]) for row in random_rows]
-            token_ids[random_rows] = draw(adjusted[random_rows], [params[row] for row in random_rows], uniforms)
+            uniforms = [_uniform(seqs[row], lengths[row]) for row in random_rows]
+            at = to_device(torch.tensor(random_rows), logits.device)  # a list as an index would be waited for
+            token_ids[at] = draw(adjusted[at], [params[row] for row in random_rows], uniforms)
         # A row with a NaN, or with nothing but -inf, has no token to give; the other rows are as good as ever.
-        chosen = torch.where(largest.isfinite(), token_ids, -1).tolist()
-        tokens = [SampledToken(None if token_id < 0 else token_id) for token_id in chosen]
-        return _with_logprobs(tokens, logits, params)
+        return Sampled(torch.where(largest.isfinite(), token_ids, -1), logits, params)
 
-    def _forbid_early_end(self, logits: Tensor, seqs: list[Sequence]) -> Tensor:
+    def _forbid_early_end(self, logits: Tensor, params: list[SamplingParams], lengths: list[int]) -> Tensor:
         rows, columns = [], []
-        for row, seq in enumerate(seqs):
-            p = seq.sampling_params
-            if seq.num_completion_tokens < p.min_tokens:
+        for row, (p, length) in enumerate(zip(params, lengths, strict=True)):
+            if length < p.min_tokens:
                 ends = {*p.stop_token_ids, *(() if p.ignore_eos else self.eos_token_ids)}
                 ends = [token_id for token_id in ends if token_id < logits.shape[-1]]
                 rows += [row] * len(ends)
                 columns += ends
         if not rows:
             return logits
+        rows, columns = to_device(torch.tensor([rows, columns]), logits.device)
         logits = logits.clone()
         logits[rows, columns] = float("-inf")
         return logits
+
+
+def _penalizes(p: SamplingParams) -> bool:
+    return (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
 def _penalize(logits: Tensor, seqs: list[Sequence]) -> Tensor:
@@ -60,7 +93,7 @@ def _penalize(logits: Tensor, seqs: list[Sequence]) -> Tensor:
     pairs = []
     for row, seq in enumerate(seqs):
         p = seq.sampling_params
-        if (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0):
+        if _penalizes(p):
             tokens = np.unique(seq.token_ids)
             said = np.searchsorted(tokens, np.array(seq.completion_token_ids, dtype=np.int64))
             counts = np.bincount(said, minlength=len(tokens))  # in the answer
@@ -79,9 +112,9 @@ def _penalize(logits: Tensor, seqs: list[Sequence]) -> Tensor:
     return logits
 
 
-def _uniform(seq: Sequence) -> float:
-    """A number in [0, 1) that belongs to this sequence's next token."""
-    return xxhash.xxh32_intdigest(f"{seq.seed}:{seq.num_completion_tokens}".encode()) / 2**32
+def _uniform(seq: Sequence, index: int) -> float:
+    """A number in [0, 1) that belongs to token `index` of this sequence's answer."""
+    return xxhash.xxh32_intdigest(f"{seq.seed}:{index}".encode()) / 2**32
 
 
 def draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -> Tensor:

@@ -38,6 +38,7 @@ class Schedule:
     images_to_encode: dict[bytes, tuple[Sequence, int]] = field(default_factory=dict)  # by digest
     num_tokens: int = 0
     num_patches: int = 0
+    rows: list[int] | None = None  # where each chunk's one token is among those that the step before samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,28 @@ class Scheduler:
                     f"nothing could be scheduled: {len(self.running)} running, {len(self.waiting)} waiting, "
                     f"{self.block_manager.num_free_blocks} of {self.block_manager.num_blocks} blocks free"
                 )
+
+    def schedule_ahead(self, running: Schedule) -> Schedule | None:
+        """The step after one whose tokens nobody knows yet: each of its sequences computes the token that it samples.
+
+        None where that might not be all there is to do: while a prompt is being computed, while a sequence waits that
+        could start, or if blocks might run short. A sequence that reaches its length is left out. One that ends in
+        another way, or is taken away, has computed in vain: `postprocess` ignores it.
+        """
+        alive = [(row, chunk) for row, chunk in enumerate(running.chunks) if chunk.seq.status is SequenceStatus.RUNNING]
+        if len(alive) < len(self.running) or not all(chunk.samples for chunk in running.chunks):
+            return None
+        chunks = [(row, chunk) for row, chunk in alive if not self._is_full(chunk.seq, chunk.end + 1)]
+        one_could_start = self.waiting and len(chunks) < self.max_num_seqs
+        # A sequence needs one new block, or writes on into one that the running step has made its own.
+        if not chunks or one_could_start or len(chunks) > self.block_manager.num_free_blocks:
+            return None
+        ahead = Schedule(num_tokens=len(chunks), rows=[row for row, _ in chunks])
+        for _, chunk in chunks:
+            seq = chunk.seq
+            copies = self.block_manager.allocate(seq, chunk.end + 1 - seq.num_computed_tokens)
+            ahead.chunks.append(ScheduledChunk(seq, chunk.end, chunk.end + 1, True, True, copies))
+        return ahead
 
     def _schedule_running(self, step: Schedule) -> None:
         for seq in list(self.running):
@@ -191,7 +214,8 @@ class Scheduler:
         for chunk in step.chunks:
             seq = chunk.seq
             token = next(tokens) if chunk.samples else None
-            if seq.is_finished:  # with another answer of its group, a moment ago
+            # Ended, with another answer of its group or by an abort, or preempted since the step was launched.
+            if seq.status is not SequenceStatus.RUNNING:
                 continue
             seq.num_computed_tokens = chunk.end
             self.block_manager.commit(seq)
@@ -229,9 +253,12 @@ class Scheduler:
                 return FinishReason.EOS
             if token_id in params.stop_token_ids or stop_string:
                 return FinishReason.STOP
-        if seq.num_completion_tokens >= params.max_tokens or seq.num_tokens >= self.max_model_len:
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.LENGTH if self._is_full(seq, seq.num_tokens) else None
+
+    def _is_full(self, seq: Sequence, num_tokens: int) -> bool:
+        """Whether a sequence ends when it has so many tokens, prompt and answer."""
+        max_tokens = seq.num_prompt_tokens + seq.sampling_params.max_tokens
+        return num_tokens >= min(max_tokens, self.max_model_len)
 
     def abort_seq_group(self, request_id: str, reason: FinishReason, error: str | None = None) -> SequenceGroup | None:
         """End a request at any moment; None if it is not here."""
@@ -254,7 +281,8 @@ class Scheduler:
         self.encoder_cache.check(users)
 
     def _collect(self, request_ids: set[str]) -> list[SequenceGroup]:
-        finished = [self.groups[request_id] for request_id in request_ids if self.groups[request_id].is_finished]
+        groups = [self.groups[request_id] for request_id in request_ids if request_id in self.groups]
+        finished = [group for group in groups if group.is_finished]
         for group in finished:
             del self.groups[group.request_id]
         return sorted(finished, key=lambda group: group.leader)

@@ -42,7 +42,8 @@ class Stopwatch:
 class StepStats:
     """One step; `seconds` has those of its parts that took place.
 
-    These are "schedule", "pack", "vision", "decoder", "sampling" and "commit".
+    These are "schedule", "pack", "vision", "decoder", "sampling" and "commit". The commit of a step behind which the
+    next one was launched already takes none of the device's time, and is left out.
     """
 
     end: float  # time.perf_counter()

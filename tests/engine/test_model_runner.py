@@ -32,7 +32,7 @@ def test_blocks_on_a_gpu_are_what_the_largest_step_leaves(checkpoint, make_llm, 
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6 * GiB)
     monkeypatch.setattr(ModelRunner, "_peak_memory", lambda self, config: 5 * GiB)
     monkeypatch.setattr(model_runner, "current_device", lambda device: nullcontext())
-    runner.device = SimpleNamespace(type="cuda")
+    monkeypatch.setattr(runner, "device", SimpleNamespace(type="cuda"))
     block_bytes = kv_block_bytes(runner.model_config, runner.block_size, runner.dtype)
     assert runner._num_blocks(config) == (40 - 10 - 5 - 2) * GiB // block_bytes
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * GiB, 80 * GiB))

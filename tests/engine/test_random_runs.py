@@ -37,6 +37,7 @@ def prompts(checkpoint):
     return llm, [llm.processor(prompt) for prompt in PROMPTS]
 
 
+@pytest.mark.parametrize("looks_ahead", [False, True])
 @settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     actions=st.lists(action, max_size=30),
@@ -45,7 +46,7 @@ def prompts(checkpoint):
     budget=st.sampled_from([1, 5, 17, 4096]),
     caching=st.booleans(),
 )
-def test_books_balance(actions, block_size, spare_blocks, budget, caching, checkpoint, prompts):
+def test_books_balance(looks_ahead, actions, block_size, spare_blocks, budget, caching, checkpoint, prompts):
     # Room for the longest request alone, and a little more.
     longest = max(len(prompt.token_ids) for prompt in prompts[1]) + 9
     llm = LLM(
@@ -61,6 +62,7 @@ def test_books_balance(actions, block_size, spare_blocks, budget, caching, check
         skip_warmup=True,
     )
     engine = llm.engine
+    engine._looks_ahead = looks_ahead
     added, ended = set(), set()
 
     def step():

@@ -24,7 +24,7 @@ def logits(rows: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
 
 
 def sample(x: torch.Tensor, seqs: list[Sequence]) -> list[int]:
-    return [token.token_id for token in Sampler(frozenset([EOS]))(x, seqs)]
+    return [token.token_id for token in Sampler(frozenset([EOS]))(x, seqs).tokens()]
 
 
 def reachable(x: torch.Tensor, params: SamplingParams, draws: int = 3000) -> torch.Tensor:
@@ -125,7 +125,7 @@ def test_min_tokens_forbids_every_end():
 def test_logprobs_are_the_models_own(count):
     x = logits(2)
     params = SamplingParams(logprobs=count, repetition_penalty=1.3)
-    token, plain = Sampler(frozenset([EOS]))(x, [sequence(params), sequence(SamplingParams())])
+    token, plain = Sampler(frozenset([EOS]))(x, [sequence(params), sequence(SamplingParams())]).tokens()
     want = x[0].log_softmax(-1)
     assert token.logprob == pytest.approx(want[token.token_id].item())
     assert set(token.logprobs) == {token.token_id, *want.topk(count).indices.tolist()}
