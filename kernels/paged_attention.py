@@ -54,15 +54,18 @@ def paged_attention_torch(
     block_table: Tensor,
     max_query_len: int,
 ) -> Tensor:
-    """As `paged_attention`: the sequences with one query together, the others one after the other."""
-    if max_query_len == 1:
-        return _decode_torch(q, k_cache, v_cache, kv_lens, block_table)
+    """As `paged_attention`: sequences with one query and contexts of like length together, others one by one."""
     starts, lens = cu_seqlens_q.tolist(), kv_lens.tolist()
+    single: dict[int, list[int]] = {}  # by the power of two above their contexts, so that half at most is padding
+    for s, kv_len in enumerate(lens):
+        if starts[s + 1] - starts[s] == 1:
+            single.setdefault(kv_len.bit_length(), []).append(s)
+    if len(single) == 1 and max_query_len == 1:
+        return _decode_torch(q, k_cache, v_cache, kv_lens, block_table)
     out = q.new_empty(q.shape)
-    single = [s for s in range(len(lens)) if starts[s + 1] - starts[s] == 1]
-    if single:
-        rows = [starts[s] for s in single]
-        out[rows] = _decode_torch(q[rows], k_cache, v_cache, kv_lens[single], block_table[single])
+    for together in single.values():
+        rows = [starts[s] for s in together]
+        out[rows] = _decode_torch(q[rows], k_cache, v_cache, kv_lens[together], block_table[together])
     for s, kv_len in enumerate(lens):
         own = slice(starts[s], starts[s + 1])
         if own.stop - own.start > 1:

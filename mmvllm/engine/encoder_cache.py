@@ -27,9 +27,8 @@ class EncoderCache:
         self.capacity_bytes = capacity_bytes
         self.bytes_per_row = bytes_per_row
         self.used_bytes = 0
-        self.num_lookups = self.num_hits = (
-            0  # by sequences that need a picture; those that find it encoded, or about to be
-        )
+        # Of pictures, by sequences that need them; a hit is one that is encoded, or about to be.
+        self.num_lookups = self.num_hits = 0
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
 
     def fits(self, num_rows: int) -> bool:

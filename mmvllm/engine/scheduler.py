@@ -17,17 +17,18 @@ from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup, Sequen
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """Tokens [start, end) of a sequence, computed in this step.
-
-    `samples` if they reach its last token; `decodes` if that is all there is, and part of the answer.
-    """
+    """Tokens [start, end) of a sequence, computed in this step; `samples` if they reach its last token."""
 
     seq: Sequence
     start: int
     end: int
     samples: bool
-    decodes: bool
     block_copies: list[tuple[int, int]]
+
+    @property
+    def decodes(self) -> bool:
+        """Whether all there is to compute is the last token of an answer."""
+        return self.samples and self.end - self.start == 1 and self.start >= self.seq.num_prompt_tokens
 
 
 @dataclass(slots=True)
@@ -120,7 +121,7 @@ class Scheduler:
         for _, chunk in chunks:
             seq = chunk.seq
             copies = self.block_manager.allocate(seq, chunk.end + 1 - seq.num_computed_tokens)
-            ahead.chunks.append(ScheduledChunk(seq, chunk.end, chunk.end + 1, True, True, copies))
+            ahead.chunks.append(ScheduledChunk(seq, chunk.end, chunk.end + 1, True, copies))
         return ahead
 
     def _schedule_running(self, step: Schedule) -> None:
@@ -164,9 +165,7 @@ class Scheduler:
         copies = self.block_manager.allocate(seq, end - start)
         if copies is None:
             return None
-        samples, is_one = end == seq.num_tokens, end - start == 1
-        decodes = samples and is_one and start >= seq.num_prompt_tokens
-        step.chunks.append(ScheduledChunk(seq, start, end, samples, decodes, copies))
+        step.chunks.append(ScheduledChunk(seq, start, end, end == seq.num_tokens, copies))
         step.num_tokens += end - start
         step.num_patches += sum(len(seq.pixel_values[i]) for i in new_images)
         step.images_to_encode |= {seq.vision.image_digests[i]: (seq, i) for i in new_images}

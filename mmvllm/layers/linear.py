@@ -55,8 +55,9 @@ class Int8Weight:
     _CHUNK = 256  # rows quantised at a time: what lies between stays in the cache
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
-        scale = weight.float().abs().amax(dim=1).clamp(min=1e-12) / 127  # (out,)
-        quantized = (weight.float() / scale[:, None]).round().to(torch.int8)
+        weight = weight.float()
+        scale = weight.abs().amax(dim=1).clamp(min=1e-12) / 127  # (out,)
+        quantized = (weight / scale[:, None]).round().to(torch.int8)
         self.weight = torch.ops.onednn.qlinear_prepack(quantized, None)
         self.scale, self.zero_point = scale, torch.zeros(len(weight), dtype=torch.int64)
         self.bias = bias

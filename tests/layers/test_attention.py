@@ -123,7 +123,7 @@ def test_paged_attention_on_a_cpu_is_that_of_each_sequence(dtype):
     """Decode rows of different lengths among chunks, with other people's NaN in what blocks have left over."""
     generator = torch.Generator().manual_seed(1)
     H, K, D, block_size = 6, 2, 32, 16
-    query_lens, kv_lens = [1, 9, 1, 40, 1], [1, 30, 75, 40, 33]
+    query_lens, kv_lens = [1, 9, 1, 40, 1], [1, 30, 75, 40, 70]
     caches = torch.full((2, 20, block_size, K, D), float("nan"), dtype=dtype)
     table, free = torch.zeros(5, 5, dtype=torch.int32), iter(torch.randperm(20, generator=generator).tolist())
     q = torch.randn(sum(query_lens), H, D, generator=generator).to(dtype)
