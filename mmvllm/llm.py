@@ -1,7 +1,7 @@
 """`LLM`: the offline front door."""
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import fields
 from difflib import get_close_matches
@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from mmvllm.config import EngineConfig
 from mmvllm.engine.llm_engine import LLMEngine
+from mmvllm.models.weights import model_name
 from mmvllm.outputs import RequestOutput
 from mmvllm.prefetch import MAX_BYTES, Prefetcher, Prepared
 from mmvllm.processors.chat import ForeignProcessor, Processor
@@ -57,6 +58,7 @@ class LLM:
                 hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
                 raise TypeError(f"LLM has no argument {name!r}{hint}")
         self.engine = LLMEngine(model, EngineConfig(**engine_args))
+        self.model = model_name(model)
         self.tokenizer = self.engine.tokenizer
         self.processor = Processor(
             self.tokenizer, ImageProcessor(self.engine.image_config), self.engine.model_config.image_token_id
@@ -112,7 +114,7 @@ class LLM:
                 leaves nothing behind; "return" gives a bad request an output with `error` and leaves the others alone.
         """
         requests = list(requests)
-        stream = self._stream(requests, sampling_params, processor, on_error)
+        stream = self.stream_prepared(self._prefetch(requests, processor), sampling_params, on_error)
         outputs = dict(_progress(stream, len(requests), use_tqdm))
         return [outputs[index] for index in range(len(requests))]
 
@@ -130,24 +132,30 @@ class LLM:
         `request_id` to tell them apart. Closing the generator aborts what is left.
         """
         total = len(requests) if hasattr(requests, "__len__") else None
-        for _, output in _progress(self._stream(requests, sampling_params, processor, on_error), total, use_tqdm):
+        stream = self.stream_prepared(self._prefetch(requests, processor), sampling_params, on_error)
+        for _, output in _progress(stream, total, use_tqdm):
             yield output
 
     def exit(self) -> None:
         """Free the engine's memory; safe to call twice."""
         self.engine.exit()
 
-    def _stream(
-        self, requests: Iterable[dict], sampling_params: Params, processor: Any, on_error: str
+    def stream_prepared(
+        self,
+        prefetcher: Prefetcher,
+        sampling_params: Params = None,
+        on_error: str = "raise",
+        check: Callable[[Prepared], None] | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        if on_error not in ("raise", "return"):
-            raise ValueError(f"on_error is {on_error!r}, must be 'raise' or 'return'")
-        prepare = self.processor
-        if processor is not None:
-            model_config = self.engine.model_config
-            prepare = ForeignProcessor(processor, model_config.image_token_id, self.engine.image_config.merge_size)
-        prefetcher, call = Prefetcher(requests, prepare, max_requests=self._window), _Call(self)
+        """Like `stream_multimodal`, for requests that the caller's own prefetcher prepares; yields (index, output).
+
+        `check` sees every request that could be prepared, in order, right before the engine gets it, and refuses it by
+        raising ValueError.
+        """
+        call = _Call(self)
         try:
+            if on_error not in ("raise", "return"):
+                raise ValueError(f"on_error is {on_error!r}, must be 'raise' or 'return'")
             while True:
                 # Keep the engine fed, but wait for preparation only when there is nothing else to do.
                 while self._has_room(call):
@@ -155,7 +163,7 @@ class LLM:
                     if item is None:
                         break
                     try:
-                        self._add(call, item, sampling_params)
+                        self._add(call, item, sampling_params, check)
                     except ValueError as error:
                         if on_error == "raise":
                             raise ValueError(f"request {item.index}: {error}") from error
@@ -170,8 +178,15 @@ class LLM:
             prefetcher.close()
             call.abort()
 
+    def _prefetch(self, requests: Iterable[dict], processor: Any) -> Prefetcher:
+        prepare = self.processor
+        if processor is not None:
+            model_config = self.engine.model_config
+            prepare = ForeignProcessor(processor, model_config.image_token_id, self.engine.image_config.merge_size)
+        return Prefetcher(requests, prepare, max_requests=self.window)
+
     @property
-    def _window(self) -> int:
+    def window(self) -> int:
         """Requests in the engine at once: as many again wait there as run, so that a step is never short of work."""
         return 2 * self.engine.config.max_num_seqs
 
@@ -179,9 +194,11 @@ class LLM:
         """Whether the engine should take another request: by their number, and by the bytes of their pictures."""
         with self._lock:  # another thread's step may take requests away meanwhile
             held = sum(group.leader.vision.num_bytes for group in self.engine.scheduler.groups.values())
-        return not call.indices or (len(call.indices) < self._window and held < MAX_BYTES)
+        return not call.indices or (len(call.indices) < self.window and held < MAX_BYTES)
 
-    def _add(self, call: "_Call", item: Prepared, sampling_params: Params) -> None:
+    def _add(
+        self, call: "_Call", item: Prepared, sampling_params: Params, check: Callable[[Prepared], None] | None
+    ) -> None:
         """Hand a prepared request to the engine; raises ValueError for what was wrong, with its preparation too."""
         try:
             prompt = item.prompt.result()
@@ -189,6 +206,8 @@ class LLM:
             raise
         except Exception as error:  # of a processor that is not ours, or a mistake in ours: the request's own affair
             raise ValueError(f"preparation failed: {type(error).__name__}: {error}") from error
+        if check is not None:
+            check(item)
         params = _params_for(sampling_params, item.index, item.request.get("sampling_params"))
         options = {key: item.request.get(key) for key in ("request_id", "cache_salt")}
         options["priority"] = item.request.get("priority") or 0

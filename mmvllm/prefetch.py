@@ -7,6 +7,7 @@ model. At most `max_requests` are held, and no new one is begun while those held
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,6 +37,7 @@ class Prefetcher:
         max_bytes: int = MAX_BYTES,
         num_workers: int = NUM_WORKERS,
     ):
+        self.waited_seconds = 0.0  # that `get` had nothing to give to who could do nothing else
         self._requests, self._prepare = requests, prepare
         self._max_requests, self._max_bytes, self._num_workers = max_requests, max_bytes, num_workers
         self._changed = threading.Condition()
@@ -55,7 +57,9 @@ class Prefetcher:
         """
         with self._changed:
             if wait:
+                start = time.perf_counter()
                 self._changed.wait_for(lambda: self._is_head_ready() or (self._exhausted and not self._items))
+                self.waited_seconds += time.perf_counter() - start
             if not self._is_head_ready():
                 if self._failure is not None and not self._items:
                     raise self._failure

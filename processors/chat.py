@@ -2,13 +2,14 @@
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
+from PIL.Image import Image
 
 from mmvllm.processors.image import PART_SIZES, ImageInput, ImageProcessor, resize_for_part
 from mmvllm.processors.load import load_image
@@ -78,11 +79,12 @@ class Processor:
         self.image_token_id = image_token_id
         self._lock = threading.Lock()  # a fast tokenizer may not be used by two threads at once
 
-    def __call__(self, request: dict) -> Prompt:
-        """Prepare one request; raises ValueError that says what is wrong, and with which image."""
+    def __call__(self, request: dict, load: Callable[[Any], Image] = load_image) -> Prompt:
+        """Prepare one request, its pictures read by `load`; raises ValueError that says what is wrong, and with which
+        image."""
         messages, parts = parse_request(request)
         _check_takes_images(parts, self.image_token_id)
-        images = [self._image(i, part, request) for i, part in enumerate(parts)]
+        images = [self._image(i, part, request, load) for i, part in enumerate(parts)]
         with self._lock:
             text = request["text"] if messages is None else _apply_template(self.tokenizer, messages)
             token_ids = tokenize(self.tokenizer, text)
@@ -90,9 +92,9 @@ class Processor:
         token_ids, placeholders = expand_placeholders(token_ids, lengths, self.image_token_id)
         return Prompt(token_ids, _multimodal(images, placeholders))
 
-    def _image(self, i: int, part: dict, request: dict) -> ImageInput:
+    def _image(self, i: int, part: dict, request: dict, load: Callable[[Any], Image]) -> ImageInput:
         with _naming_image(i):
-            image = resize_for_part(load_image(part["image"]), part, self.image_processor.config.factor)
+            image = resize_for_part(load(part["image"]), part, self.image_processor.config.factor)
             return self.image_processor(image, request.get("min_pixels"), request.get("max_pixels"))
 
 

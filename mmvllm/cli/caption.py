@@ -1,89 +1,192 @@
-"""`mmvllm caption`: files and folders in, a caption per picture out."""
+"""`mmvllm caption`: pictures in, a caption of each out."""
 
 import argparse
 import json
+import os
+import signal
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
 
-from mmvllm.cli.common import add_model_arguments
-from mmvllm.outputs import RequestOutput
+from mmvllm.captioning.output import FORMATS
+from mmvllm.captioning.settings import DEFAULT_PROMPT, PRESETS
+from mmvllm.cli.common import add_model_arguments, at_least_one
+from mmvllm.cli.progress import MODES, Display
 
-SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"))
+SETTINGS = ("system", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels", "prefix", "suffix")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="picture, or folder of pictures")
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="folder (searched for pictures), picture, glob in quotes, .tar of pictures, URL, or a list of pictures: "
+        'text with a path or URL per line (.txt, or - for standard input), or .jsonl with {"image": ..., "prompt": ..., '
+        '"context": ..., "id": ...}',
+    )
     add_model_arguments(parser)
-    parser.add_argument("--prompt", default="Describe this image.", help="what to ask (default: %(default)r)")
-    parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="write one JSON record per picture here")
-    parser.add_argument("--max-tokens", type=int, default=256, help="longest caption (default: %(default)s)")
-    parser.add_argument("--progress", choices=("auto", "none"), default="auto", help="bar on a terminal, or none")
+    _add_prompt(parser.add_argument_group("what to ask"))
+    _add_output(parser.add_argument_group("where captions go (without --output, to the terminal)"))
+    _add_selection(parser.add_argument_group("which pictures"))
+    parser.add_argument("--workers", type=at_least_one, metavar="N", help="threads that prepare pictures")
+    parser.add_argument(
+        "--progress", choices=MODES, default="auto", help="bar on a terminal, lines elsewhere (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE.html", help="write a page with all captions and thumbnails; needs --output"
+    )
+
+
+def _add_prompt(group: argparse._ArgumentGroup) -> None:
+    prompt = group.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help=f"default: {DEFAULT_PROMPT!r}")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file with the prompt")
+    prompt.add_argument("--preset", choices=PRESETS, help="a prompt that people use")
+    group.add_argument("--list-presets", action=_ListPresets, nargs=0, help="print the presets' prompts")
+    group.add_argument("--system", metavar="TEXT", help="system message")
+    group.add_argument(
+        "--max-tokens", type=int, default=256, metavar="N", help="longest caption (default: %(default)s)"
+    )
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: %(default)s)")
+    group.add_argument("--seed", type=int, metavar="N", help="make sampled captions repeatable")
+    group.add_argument("--min-pixels", type=at_least_one, metavar="N", help="make smaller pictures this large")
+    group.add_argument("--max-pixels", type=at_least_one, metavar="N", help="make larger pictures this small: faster")
+    group.add_argument("--prefix", default="", metavar="TEXT", help="put before every caption")
+    group.add_argument("--suffix", default="", metavar="TEXT", help="put behind every caption")
+    group.add_argument("--trigger-word", metavar="WORD", help="put 'WORD, ' between prefix and caption")
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--output", type=Path, metavar="FILE", help="record here; the same command again goes on")
+    group.add_argument(
+        "--format",
+        choices=FORMATS,
+        help="txt and webdataset-json write a file beside each picture, besides the records (default: as --output is "
+        "named, else jsonl)",
+    )
+    group.add_argument("--output-dir", type=Path, metavar="DIR", help="put txt and json files there, in folders alike")
+    group.add_argument("--overwrite", action="store_true", help="begin anew; replace caption files")
+    group.add_argument(
+        "--append-anyway", action="store_true", help="add to an output that was made with other settings"
+    )
+
+
+def _add_selection(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--limit", type=at_least_one, metavar="N", help="take at most N pictures not recorded yet")
+    group.add_argument("--shard", type=_shard, metavar="I/N", help="take the I-th of N parts, 1/N to N/N")
+    group.add_argument("--skip-existing", action="store_true", help="leave pictures whose txt or json file is there")
+    group.add_argument("--retry-failed", action="store_true", help="take only what is recorded as failed")
+    group.add_argument("--fail-fast", action="store_true", help="stop at the first failure")
 
 
 def run(args: argparse.Namespace) -> int:
-    from mmvllm.llm import LLM
-    from mmvllm.sampling_params import SamplingParams
+    from mmvllm.captioning.journal import OutputError
+    from mmvllm.captioning.run import caption_images
 
-    params = SamplingParams(max_tokens=args.max_tokens)
-    paths = list(find_pictures(args.paths))
-    if args.output and not args.output.parent.is_dir():
-        raise ValueError(f"--output {args.output}: there is no folder {args.output.parent}; make it first")
-    requests = [_request(i, path, args.prompt) for i, path in enumerate(paths)]
-    with ExitStack() as stack:
-        llm = LLM(args.model, device=args.device, dtype=args.dtype)
-        stack.callback(llm.exit)
-        # Opened only now: a wrong --model must not empty the file of an earlier run.
-        output = stack.enter_context(_open(args.output)) if args.output else None
-        results = llm.stream_multimodal(requests, params, use_tqdm=args.progress == "auto", on_error="return")
-        failed = [_report(path, result, output) for path, result in zip(paths, _in_order(results), strict=True)]
-    return 3 if any(failed) else 0
+    if args.report and args.output is None and args.output_dir is None:
+        raise ValueError("--report shows what is recorded; give --output too")
+    settings = {name: getattr(args, name) for name in (*SETTINGS, "trigger_word", "dtype")}
+    options = ("output", "format", "output_dir", "overwrite", "append_anyway", "skip_existing")
+    selection = ("retry_failed", "fail_fast", "limit", "shard", "workers")
+    job = caption_images(
+        args.paths,
+        model=args.model,
+        engine_args={"device": args.device},
+        prompt=_prompt(args),
+        **settings,
+        **{name: getattr(args, name) for name in (*options, *selection)},
+    )
+    shows_json = args.format == "jsonl"
+    try:
+        with job, _stopping(job) as signals, Display(args.progress, job.progress, job.count):
+            for record in job:
+                if job.output.journal is None:
+                    _print(record, shows_json)
+    except OutputError as error:
+        print(f"mmvllm caption: {error}", file=sys.stderr)
+        return 1
+    summary = _summary(job)
+    if args.progress != "none":
+        width = max(map(len, summary))
+        print(*(f"{label:<{width}}  {text}" for label, text in summary.items()), sep="\n", file=sys.stderr)
+    if args.report:
+        from mmvllm.captioning.report import write_report
+
+        write_report(args.report, job.output.journal.records(), summary)
+    return 128 + signals[0] if signals else 3 if job.progress.num_failed else 0
 
 
-def _open(path: Path) -> TextIO:
-    # File names need not be Unicode; what UTF-8 cannot hold, backslashreplace writes as JSON's own escapes.
-    return path.open("w", encoding="utf-8", errors="backslashreplace")
+@contextmanager
+def _stopping(job) -> Iterator[list[int]]:
+    """Let a first SIGINT or SIGTERM finish what is under way, and a second one end the run; gives those that came."""
+    came: list[int] = []
+
+    def stop(number: int, _) -> None:
+        came.append(number)
+        if len(came) > 1:
+            raise KeyboardInterrupt
+        job.stop()
+        # Not print: the signal may have come in the middle of one.
+        os.write(2, b"\nstopping: what is under way is finished first; once more to stop now\n")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _report(path: Path, result: RequestOutput, output: TextIO | None) -> bool:
-    """Write one picture's caption or error to the file, or else to the terminal; True for an error."""
-    # Without the words that say which picture it is about: the path already does.
-    error = result.error and result.error.removeprefix("image 0: ").removeprefix(f"{path!s:.200}: ")
-    if output:
-        record = {"path": str(path), "caption": None if error else result.text, "error": error}
-        print(json.dumps(record, ensure_ascii=False), file=output, flush=True)
+def _prompt(args: argparse.Namespace) -> str:
+    if args.prompt_file is not None:
+        return args.prompt_file.read_text(encoding="utf-8").strip()
+    return PRESETS[args.preset] if args.preset else args.prompt or DEFAULT_PROMPT
+
+
+def _print(record: dict, as_json: bool) -> None:
+    from tqdm import tqdm  # its print keeps lines and bar apart
+
+    if as_json:
+        tqdm.write(json.dumps(record), file=sys.stdout)
+    elif record["error"] is None:
+        tqdm.write(f"{record['path']}: {record['caption']}", file=sys.stdout)
     else:
-        from tqdm import tqdm  # its print keeps lines and bar apart
-
-        tqdm.write(f"{path}: {error or result.text}", file=sys.stderr if error else sys.stdout)
-    return error is not None
+        tqdm.write(f"{record['path']}: {record['error']}", file=sys.stderr)
 
 
-def _in_order(results: Iterable[RequestOutput]) -> Iterator[RequestOutput]:
-    """Hold back what finished early; request ids are indices."""
-    early: dict[int, RequestOutput] = {}
-    index = 0
-    for result in results:
-        early[int(result.request_id)] = result
-        while index in early:
-            yield early.pop(index)
-            index += 1
+def _summary(job) -> dict[str, str]:
+    """Label -> text, for terminal and report."""
+    p = job.progress
+    rows = {
+        "captioned": f"{p.num_captioned:,}",
+        "duplicates": f"{p.num_duplicates:,} (the caption of an equal picture)",
+        "failed": f"{p.num_failed:,} (--retry-failed takes these again)",
+        "skipped": f"{p.num_skipped:,} (recorded before)",
+    }
+    rows = {label: text for label, text in rows.items() if not text.startswith("0 ")}
+    rows["time"] = (
+        f"{p.seconds:.1f} s, {p.num_done / p.seconds:.2f} pictures/s, {p.num_tokens / p.seconds:.0f} tokens/s"
+    )
+    rows["engine waited"] = f"{p.engine_wait_share:.1%} of the time for pictures"
+    rows["model"] = job.settings.model
+    rows["prompt"] = job.settings.prompt
+    if job.output.path is not None:
+        rows["output"] = str(job.output.path)
+    return rows
 
 
-def find_pictures(paths: list[Path]) -> Iterator[Path]:
-    """Files as they are given, and what looks like a picture in folders, sorted."""
-    for path in paths:
-        if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-            if not found:
-                raise ValueError(f"{path} has no pictures ({', '.join(sorted(SUFFIXES))})")
-            yield from found
-        else:
-            yield path  # a missing or broken file becomes a record with its error
+def _shard(text: str) -> tuple[int, int]:
+    """An argparse type."""
+    i, slash, n = text.partition("/")
+    if not (slash and i.isdecimal() and n.isdecimal() and 1 <= int(i) <= int(n)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with 1 <= I <= N")
+    return int(i), int(n)
 
 
-def _request(index: int, path: Path, prompt: str) -> dict:
-    content = [{"type": "image", "image": path}, {"type": "text", "text": prompt}]
-    return {"request_id": str(index), "messages": [{"role": "user", "content": content}]}
+class _ListPresets(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        for name, prompt in PRESETS.items():
+            print(f"{name}: {prompt}")
+        parser.exit()

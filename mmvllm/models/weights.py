@@ -19,6 +19,11 @@ logger = logging.getLogger(__name__)
 BUNDLED = Path(__file__).parent.parent / "assets" / "demo"
 
 
+def model_name(model: str | Path | None) -> str:
+    """What to call a model, as the user named it."""
+    return "bundled" if model is None else str(model)
+
+
 def resolve_folder(model: str | Path | None, with_weights: bool = True) -> Path:
     """The folder of a checkpoint: the bundled one for None, a local folder, or a hub id, downloaded unless cached.
 

@@ -10,6 +10,7 @@ import pytest
 
 import mmvllm
 from mmvllm import LLM, SamplingParams
+from mmvllm.captioning.record import COLUMNS
 from mmvllm.cli.main import main
 from tests.conftest import ask, picture
 
@@ -46,13 +47,13 @@ def records(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_a_folder_is_searched_and_its_pictures_come_sorted(caption, pictures, tmp_path):
+def test_a_folder_is_searched_and_every_picture_gets_a_record(caption, pictures, tmp_path):
     code, out, _ = caption(pictures, "--output", tmp_path / "out.jsonl")
     found = [str(pictures / name) for name in ("a.JPG", "b.png", "deep/a.bmp", "deep/er/c.webp", "with space.gif")]
     made = records(tmp_path / "out.jsonl")
     assert code == 0 and out == []
-    assert [record["path"] for record in made] == found
-    assert all(set(record) == {"path", "caption", "error"} for record in made)
+    assert sorted(record["path"] for record in made) == found
+    assert all(list(record) == list(COLUMNS) for record in made)
     assert all(isinstance(record["caption"], str) and record["error"] is None for record in made)
 
 
@@ -62,12 +63,11 @@ def test_captions_go_to_the_terminal_without_an_output_file(caption, pictures):
     assert "\n".join(out).startswith(f"{pictures / 'b.png'}: ")
 
 
-def test_files_come_in_the_order_given_and_as_often(caption, pictures, tmp_path):
+def test_a_file_that_is_given_twice_is_captioned_once(caption, pictures, tmp_path):
     paths = [pictures / "with space.gif", pictures / "a.JPG", pictures / "with space.gif"]
     assert caption(*paths, "--output", tmp_path / "out.jsonl")[0] == 0
     made = records(tmp_path / "out.jsonl")
-    assert [record["path"] for record in made] == list(map(str, paths))
-    assert made[0] == made[2]
+    assert sorted(record["path"] for record in made) == [str(pictures / name) for name in ("a.JPG", "with space.gif")]
 
 
 def test_captions_are_what_the_library_answers(caption, pictures, tmp_path, checkpoint):
@@ -90,15 +90,15 @@ def test_a_broken_picture_among_good_ones(caption, pictures, tmp_path):
     assert by_name["broken.png"]["caption"] is None and "damaged or truncated" in by_name["broken.png"]["error"]
     assert by_name["c-text.png"]["error"] == "not a picture that Pillow can read"
     assert caption(pictures / "a.JPG", "--output", tmp_path / "alone.jsonl")[0] == 0
-    assert records(tmp_path / "alone.jsonl")[0] == by_name["a.JPG"]
+    assert records(tmp_path / "alone.jsonl")[0]["caption"] == by_name["a.JPG"]["caption"]
 
 
 def test_a_missing_file_is_a_record_with_an_error(caption, pictures, tmp_path):
     code, _, _ = caption("/absent.png", pictures / "a.JPG", "--output", tmp_path / "out.jsonl")
-    first, second = records(tmp_path / "out.jsonl")
+    made = {record["path"]: record for record in records(tmp_path / "out.jsonl")}
     assert code == 3
-    assert first == {"path": "/absent.png", "caption": None, "error": "no such file"}
-    assert second["error"] is None
+    assert made["/absent.png"]["caption"] is None and made["/absent.png"]["error"] == "no such file"
+    assert made[str(pictures / "a.JPG")]["error"] is None
 
 
 def test_errors_go_to_stderr_and_captions_to_stdout(caption, pictures):
@@ -114,7 +114,7 @@ def test_records_keep_every_file_name_and_stay_utf_8(caption, pictures, tmp_path
         (pictures / name).write_bytes((pictures / "b.png").read_bytes())
     assert caption(*(pictures / name for name in names), "--output", tmp_path / "out.jsonl")[0] == 0
     made = records(tmp_path / "out.jsonl")
-    assert [record["path"] for record in made] == [str(pictures / name) for name in names]
+    assert {record["path"] for record in made} == {str(pictures / name) for name in names}
     assert "日本語" in (tmp_path / "out.jsonl").read_text(encoding="utf-8")
     assert len({record["caption"] for record in made}) == 1
 
@@ -139,7 +139,7 @@ def test_a_folder_without_pictures_is_wrong_usage(caption, tmp_path):
     (tmp_path / "notes.txt").write_text("no picture")
     code, out, err = caption(tmp_path)
     assert (code, out) == (2, [])
-    assert err.startswith(f"mmvllm caption: {tmp_path} has no pictures (.bmp, .gif, ")
+    assert err.startswith(f"mmvllm caption: {tmp_path} has no pictures (.apng, .avif, .bmp, ")
 
 
 @pytest.mark.parametrize(
@@ -171,9 +171,12 @@ def test_a_wrong_model_leaves_an_earlier_output_alone(caption, pictures, tmp_pat
     assert (tmp_path / "out.jsonl").read_text() == "earlier\n"
 
 
-def test_a_new_run_replaces_an_earlier_output(caption, pictures, tmp_path):
+def test_a_file_of_someone_else_is_not_written_to(caption, pictures, tmp_path):
     (tmp_path / "out.jsonl").write_text("earlier\n")
-    assert caption(pictures / "b.png", "--output", tmp_path / "out.jsonl")[0] == 0
+    code, _, err = caption(pictures / "b.png", "--output", tmp_path / "out.jsonl")
+    assert code == 2 and "was not made by this command" in err
+    assert (tmp_path / "out.jsonl").read_text() == "earlier\n"
+    assert caption(pictures / "b.png", "--output", tmp_path / "out.jsonl", "--overwrite")[0] == 0
     assert len(records(tmp_path / "out.jsonl")) == 1
 
 

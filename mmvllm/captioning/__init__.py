@@ -1,0 +1,19 @@
+"""Batch captioning: pictures in any number and form, a record of each that outlasts whatever happens to the process."""
+
+from importlib import import_module
+
+_EXPORTS = {
+    "caption_images": "mmvllm.captioning.run",
+    "CaptionRun": "mmvllm.captioning.run",
+    "CaptionSettings": "mmvllm.captioning.settings",
+    "OutputError": "mmvllm.captioning.journal",
+    "PRESETS": "mmvllm.captioning.settings",
+}
+__all__ = [*_EXPORTS]
+
+
+def __getattr__(name: str):
+    """Import a public name on first use, so that `mmvllm caption --help` does not load torch."""
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'mmvllm.captioning' has no attribute {name!r}")
+    return getattr(import_module(_EXPORTS[name]), name)

@@ -1,0 +1,63 @@
+"""A caption file for every picture: NAME.txt as trainers expect it, or NAME.json as webdataset shards have it."""
+
+import json
+import os
+from pathlib import Path
+
+from mmvllm.captioning.index import Index
+from mmvllm.captioning.items import Item
+
+SUFFIXES = {"txt": ".txt", "webdataset-json": ".json"}
+
+
+class CaptionFiles:
+    """Args:
+    format: "txt" (the caption) or "webdataset-json" (the whole record).
+    output_dir: mirror the pictures' folders there; None is beside each picture.
+    overwrite: replace files that are there; without it such a picture is refused, or with `skip_existing` left.
+    """
+
+    def __init__(self, format: str, output_dir: Path | None, overwrite: bool, skip_existing: bool):
+        self.format, self.output_dir = format, output_dir
+        self.overwrite, self.skip_existing = overwrite, skip_existing
+
+    def path(self, item: Item) -> Path | None:
+        """Where an item's caption goes; None if it would be beside a picture that is no file of its own."""
+        if self.output_dir is not None:
+            return (self.output_dir / item.relative).with_suffix(SUFFIXES[self.format])
+        return Path(item.source).with_suffix(SUFFIXES[self.format]) if _is_file(item) else None
+
+    def skips(self, item: Item) -> bool:
+        """Whether a picture is left alone because its caption file is there."""
+        path = self.path(item)
+        return self.skip_existing and path is not None and path.exists()
+
+    def claim(self, item: Item, index: Index) -> Path:
+        """The path for this item and no other; raises ValueError where there is none to be had."""
+        path = self.path(item)
+        if path is None:
+            raise ValueError("its caption has no place beside it; give --output-dir")
+        if not index.claim(f"file {path}"):
+            raise ValueError(f"{path} is the caption of another picture with this name; rename one, or use jsonl")
+        if path.exists() and not self.overwrite:
+            raise ValueError(f"{path} is there already; --overwrite replaces it, --skip-existing leaves the picture")
+        return path
+
+    def write(self, record: dict) -> None:
+        """Write a record's file, whole or not at all."""
+        path = Path(record["file"])
+        text = record["caption"] if self.format == "txt" else json.dumps(record, ensure_ascii=False, indent=1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".mmvllm-{os.getpid()}.tmp")
+        temporary.write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
+        os.replace(temporary, path)
+
+    def restore(self, record: dict, index: Index) -> None:
+        """Write a file that a killed run, or its user, took away from under its record; its path is taken."""
+        index.claim(f"file {record['file']}")
+        if record["error"] is None and not Path(record["file"]).exists():
+            self.write(record)
+
+
+def _is_file(item: Item) -> bool:
+    return isinstance(item.source, str) and not item.source.startswith(("http://", "https://", "data:"))

@@ -1,0 +1,123 @@
+"""Where records go: the journal, and what is made of it for other readers."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from mmvllm.captioning import files
+from mmvllm.captioning.files import CaptionFiles
+from mmvllm.captioning.index import Index
+from mmvllm.captioning.items import Item
+from mmvllm.captioning.journal import Journal, OutputError
+from mmvllm.captioning.settings import CaptionSettings
+from mmvllm.captioning.tables import write_csv, write_parquet
+
+TABLES = {"csv": write_csv, "parquet": write_parquet}
+FORMATS = ("jsonl", *TABLES, *files.SUFFIXES)
+DEFAULT_JOURNAL = "captions.jsonl"
+
+
+class Output:
+    """Args: as `caption_images` has them; the settings are those of the job. Nothing is changed before `begin`."""
+
+    def __init__(
+        self,
+        settings: CaptionSettings,
+        path: Path | None,
+        format: str | None = None,
+        output_dir: Path | None = None,
+        overwrite: bool = False,
+        append_anyway: bool = False,
+        skip_existing: bool = False,
+    ):
+        self.path, self.format = path, format or _format_of(path)
+        _check(self.path, self.format, output_dir, overwrite, skip_existing)
+        self.files = None
+        if self.format in files.SUFFIXES:
+            self.files = CaptionFiles(self.format, output_dir, overwrite, skip_existing)
+            self.path = path or (output_dir or Path()) / DEFAULT_JOURNAL
+        self.journal = None
+        if self.path is not None:
+            self.journal = Journal(self._journal_path(), settings, overwrite, append_anyway)
+
+    @property
+    def index(self) -> Index:
+        """What is recorded; valid from `begin` on."""
+        return self.journal.index if self.journal else self._index
+
+    def begin(self) -> None:
+        """Make ready to record, and bring back caption files that their records say should be there."""
+        if self.journal is None:
+            self._index = Index()
+            return
+        self.journal.begin()
+        if self.files is not None:
+            for record in self.journal.records():
+                if record["file"] is not None:
+                    self.files.restore(record, self.index)
+
+    def skips(self, item: Item) -> bool:
+        """Whether a picture is left alone because its caption file is there."""
+        return self.files is not None and self.files.skips(item)
+
+    def claim_file(self, item: Item) -> str | None:
+        """Where the caption of this item goes besides the journal; raises ValueError where there is no place."""
+        return None if self.files is None or item.error else str(self.files.claim(item, self.index))
+
+    def write(self, record: dict) -> None:
+        """Record it, first of all in the journal; raises OutputError where that fails."""
+        if self.journal is None:
+            return
+        self.journal.append(record)
+        if record["file"] is not None and record["error"] is None:
+            try:
+                self.files.write(record)
+            except OSError as error:
+                raise OutputError(f"{record['file']} cannot be written: {error.strerror}") from error
+
+    def finish(self) -> None:
+        """Make the table, if one is wanted, of all that is recorded."""
+        if self.format in TABLES:
+            try:
+                TABLES[self.format](self.path, self.journal.records())
+            except OSError as error:
+                raise OutputError(
+                    f"{self.path} cannot be written: {error.strerror}; all records are in {self.journal.path}"
+                ) from error
+
+    def close(self) -> None:
+        """Let go of the journal."""
+        if self.journal is not None:
+            self.journal.close()
+
+    def _journal_path(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.journal.jsonl") if self.format in TABLES else self.path
+
+
+def _format_of(path: Path | None) -> str:
+    suffix = path.suffix.removeprefix(".").lower() if path else ""
+    return suffix if suffix in TABLES else "jsonl"
+
+
+def _check(path: Path | None, format: str, output_dir: Path | None, overwrite: bool, skip_existing: bool) -> None:
+    if format not in FORMATS:
+        raise ValueError(f"format is {format!r}, must be one of {', '.join(FORMATS)}")
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"--output {path}: there is no folder {path.parent}; make it first")
+    if output_dir is not None and not output_dir.is_dir():
+        raise ValueError(f"--output-dir {output_dir} is no folder; make it first")
+    if format not in files.SUFFIXES:
+        for name, value in (("output-dir", output_dir), ("skip-existing", skip_existing)):
+            if value:
+                raise ValueError(f"--{name} is for caption files (txt, webdataset-json), the format is {format}")
+    if format in TABLES:
+        _check_table(path, format, overwrite)
+
+
+def _check_table(path: Path | None, format: str, overwrite: bool) -> None:
+    if path is None:
+        raise ValueError(f"{format} needs --output FILE.{format}")
+    if format == "parquet" and find_spec("pyarrow") is None:
+        raise ValueError("parquet needs pyarrow: pip install 'mmvllm[parquet]'")
+    journal = path.with_name(f"{path.name}.journal.jsonl")
+    if path.exists() and not journal.exists() and not overwrite:
+        raise ValueError(f"{path} exists and was not made by this command; choose another output, or --overwrite")

@@ -1,0 +1,222 @@
+"""A captioning job from start to end: find pictures, leave out what is recorded, caption the rest, record it."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol
+
+import xxhash
+
+from mmvllm.captioning.captioner import Captioner, Task
+from mmvllm.captioning.index import Index
+from mmvllm.captioning.items import SUFFIXES, Item, find_items
+from mmvllm.captioning.journal import OutputError
+from mmvllm.captioning.output import Output
+from mmvllm.captioning.progress import Progress
+from mmvllm.captioning.settings import CaptionSettings
+from mmvllm.llm import LLM
+from mmvllm.models.weights import model_name
+
+
+def caption_images(
+    paths: str | PathLike | Iterable[str | PathLike],
+    *,
+    llm: LLM | None = None,
+    model: str | PathLike | None = None,
+    engine_args: dict[str, Any] | None = None,
+    output: str | PathLike | None = None,
+    format: str | None = None,
+    output_dir: str | PathLike | None = None,
+    overwrite: bool = False,
+    append_anyway: bool = False,
+    skip_existing: bool = False,
+    retry_failed: bool = False,
+    fail_fast: bool = False,
+    limit: int | None = None,
+    shard: tuple[int, int] | None = None,
+    workers: int | None = None,
+    **settings: Any,
+) -> "CaptionRun":
+    """Caption pictures as `mmvllm caption` does; returns an iterator of records, dicts with the keys of `COLUMNS`.
+
+    A bad picture is a record with `error`. With `output`, what is recorded there already is not done again. Close the
+    run, or use it in a `with`, where not all records are taken.
+
+    Args:
+        paths: folders, files, globs, lists, tars and URLs, as on the command line.
+        llm: an engine to use, which stays open; without one, one is made of `model` and `engine_args` of `LLM`.
+        output: the file to record in; None records nothing.
+        format: "jsonl", "csv", "parquet", "txt" or "webdataset-json"; by default what the name of `output` says.
+        output_dir: where "txt" and "webdataset-json" put their files; None is beside the pictures.
+        overwrite, append_anyway: begin an output anew, or add to one that was made with other settings.
+        skip_existing: leave pictures whose caption file is there.
+        retry_failed: take only pictures that an earlier run recorded as failed.
+        fail_fast: stop at the first failure.
+        limit: take at most so many pictures that are not recorded yet.
+        shard: (i, n) with 1 <= i <= n: the i-th of n parts, by a hash of each path.
+        workers: threads that prepare pictures.
+        settings: of `CaptionSettings`: prompt, system, max_tokens, temperature, seed, min_pixels, max_pixels, prefix,
+            suffix, trigger_word, dtype.
+
+    Raises ValueError for arguments that do not fit together, and for an output that belongs to another run.
+    """
+    paths = [paths] if isinstance(paths, str | PathLike) else list(paths)
+    name = llm.model if llm is not None else model_name(model)
+    job = CaptionSettings(model=name, **settings)
+    selection = Selection(paths, retry_failed, limit, shard)
+    output, output_dir = (None if path is None else Path(path) for path in (output, output_dir))
+    with ExitStack() as stack:
+        out = Output(job, output, format, output_dir, overwrite, append_anyway, skip_existing)
+        stack.callback(out.close)
+        if llm is None:
+            llm = LLM(model, dtype=job.dtype, **(engine_args or {}))
+            stack.callback(llm.exit)
+        return CaptionRun(job, selection, Captioner(llm, job, workers), out, fail_fast, stack.pop_all().close)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which pictures a run takes."""
+
+    paths: list[str | PathLike]
+    retry_failed: bool = False
+    limit: int | None = None
+    shard: tuple[int, int] | None = None
+
+    def __post_init__(self):
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit is {self.limit}, must be at least 1")
+        if self.shard is not None and not 1 <= self.shard[0] <= self.shard[1]:
+            raise ValueError(f"shard is {self.shard[0]}/{self.shard[1]}, must be I/N with 1 <= I <= N")
+
+    def items(self) -> Iterator[Item]:
+        """Those of this shard, in the order in which they are found."""
+        num_found = 0
+        for item in find_items(self.paths):
+            num_found += 1
+            if self.shard is None or _shard_of(item.path, self.shard[1]) == self.shard[0]:
+                yield item
+        if not num_found:
+            names = ", ".join(map(str, self.paths))
+            raise ValueError(f"{names} has no pictures ({', '.join(sorted(SUFFIXES))})")
+
+
+class Worklist:
+    """The tasks of a run, in the order in which their pictures are found; each is given once."""
+
+    def __init__(self, settings: CaptionSettings, selection: Selection, output: Output, progress: Progress):
+        self.settings, self.selection = settings, selection
+        self._output, self._progress = output, progress
+        self.under_way: dict[str, str] = {}  # key -> path of what has been given and is not recorded yet
+
+    @property
+    def index(self) -> Index:
+        return self._output.index
+
+    def __iter__(self) -> Iterator[Task]:
+        num_given = 0
+        for item in self.selection.items():
+            task = self.admit(item)
+            if task is not None:
+                yield task
+                num_given += 1
+            if num_given == self.selection.limit:
+                return
+
+    def admit(self, item: Item) -> Task | None:
+        """The task of captioning an item; None if that is recorded or given already, or its caption file is there."""
+        key = self.settings.key(item)
+        if self._output.skips(item) or not self.index.claim(key, self.selection.retry_failed):
+            self._progress.num_skipped += 1
+            return None
+        self.under_way[key] = item.path
+        try:
+            return Task(item, key, self._output.claim_file(item))
+        except ValueError as error:
+            return Task(dataclasses.replace(item, source=None, error=str(error)), key)
+
+
+class Source(Protocol):
+    """What makes records of a worklist: an engine here, or many elsewhere."""
+
+    engine_wait_share: float
+
+    def records(self, tasks: Worklist, index: Index, is_stopped: Callable[[], bool]) -> Iterator[dict]: ...
+
+
+class CaptionRun:
+    """An iterator of records, each of them written to the output before it is given; made by `caption_images`."""
+
+    def __init__(
+        self,
+        settings: CaptionSettings,
+        selection: Selection,
+        source: Source,
+        output: Output,
+        fail_fast: bool,
+        on_close: Callable[[], None],
+    ):
+        self.settings, self.output, self.progress = settings, output, Progress()
+        self._worklist = Worklist(settings, selection, output, self.progress)
+        self._selection, self._source, self._fail_fast, self._on_close = selection, source, fail_fast, on_close
+        self.is_stopped = False
+        self._records = self._run()
+
+    def stop(self) -> None:
+        """Take no further pictures; those that the engine has begun are finished. May be called from anywhere."""
+        self.is_stopped = True
+
+    def count(self) -> int | None:
+        """How many pictures there are to find, walked anew; None where that cannot be known."""
+        return None if "-" in self._selection.paths else sum(1 for _ in self._selection.items())
+
+    def close(self) -> None:
+        """End the run now and let go of output and engine; safe to call twice."""
+        self._records.close()
+        self._on_close()
+
+    def __iter__(self) -> Iterator[dict]:
+        return self
+
+    def __next__(self) -> dict:
+        try:
+            return next(self._records)
+        except BaseException:  # the end of the iteration, too
+            self.close()
+            raise
+
+    def __enter__(self) -> "CaptionRun":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> Iterator[dict]:
+        self.output.begin()
+        for record in self._source.records(self._worklist, self._worklist.index, lambda: self.is_stopped):
+            self._write(record)
+            self.progress.add(record)
+            self.progress.engine_wait_share = self._source.engine_wait_share
+            if self._fail_fast and record["error"] is not None:
+                self.stop()
+            yield record
+        self.output.finish()
+        self.progress.end()
+
+    def _write(self, record: dict) -> None:
+        try:
+            self.output.write(record)
+        except OutputError as error:
+            names = list(self._worklist.under_way.values())
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise OutputError(
+                f"{error}. Not recorded, though begun: {', '.join(names[:3])}{more}; mend it and run the same again"
+            ) from error
+        del self._worklist.under_way[record["key"]]
+
+
+def _shard_of(path: str, num_shards: int) -> int:
+    return 1 + xxhash.xxh3_64_intdigest(path.encode("utf-8", "surrogatepass")) % num_shards

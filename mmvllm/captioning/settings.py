@@ -1,0 +1,108 @@
+"""What decides how a picture is captioned: model, prompt, pixel bounds, sampling, and what is put around the words."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from mmvllm.captioning.index import Index
+from mmvllm.captioning.items import Item
+from mmvllm.sampling_params import SamplingParams
+
+DEFAULT_PROMPT = "Describe this image."
+PRESETS = {
+    "short": "Describe this image in one short sentence.",
+    "detailed": "Describe this image in detail: the subject, the setting, colors, positions, actions and the style.",
+    "alt-text": "Write alt text for this image for people who cannot see it: one or two plain sentences, at most 125 "
+    "characters, without opening words such as 'image of'.",
+    "tags": "List tags for this image: lowercase keywords for subject, setting, colors, style and mood, separated by "
+    "commas, and nothing else.",
+    "ocr": "Write out all text in this image exactly as it stands, line by line, and nothing else.",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptionSettings:
+    """Settings of one job; two runs write into the same output only if theirs are equal.
+
+    `prefix`, `suffix` and `trigger_word` are put around what the model says: prefix, "trigger_word, ", text, suffix.
+    """
+
+    model: str = "bundled"
+    dtype: str = "auto"
+    system: str | None = None
+    prompt: str = DEFAULT_PROMPT
+    max_tokens: int = 256
+    temperature: float = 0.0
+    seed: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    prefix: str = ""
+    suffix: str = ""
+    trigger_word: str | None = None
+
+    def __post_init__(self):
+        _ = self.sampling_params  # which checks its values
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise ValueError(f"min_pixels is {self.min_pixels}, above max_pixels {self.max_pixels}")
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        return SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed)
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits, the same for the same settings in every run."""
+        return _digest(json.dumps(dataclasses.asdict(self), sort_keys=True))[:16]
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether equal pictures get equal captions: decoding is greedy or seeded."""
+        return self.temperature == 0 or self.seed is not None
+
+    def difference(self, other: dict[str, Any]) -> list[str]:
+        """What is not as in another run's settings, in words."""
+        return [
+            f"{name} was {other.get(name)!r:.200}, is {value!r:.200}"
+            for name, value in dataclasses.asdict(self).items()
+            if other.get(name) != value
+        ]
+
+    def prompt_for(self, item: Item) -> str:
+        """The item's own prompt or that of the job, behind the item's context."""
+        prompt = self.prompt if item.prompt is None else item.prompt
+        return prompt if item.context is None else f"Context: {item.context}\n\n{prompt}"
+
+    def key(self, item: Item) -> str:
+        """32 hex digits that name one piece of work: this picture, asked this, with these settings."""
+        return _digest("\0".join((self.fingerprint, item.path, item.id or "", self.prompt_for(item))))
+
+    def content_key(self, digest: str, prompt: str) -> str:
+        """The same for all pictures with this digest of their pixels that are asked the same."""
+        return _digest("\0".join((self.fingerprint, digest, prompt)))
+
+    def keep_caption(self, record: dict, index: Index) -> None:
+        """Let pictures of the same content copy this record, if it is a caption of its own and would come out again."""
+        is_original = record["error"] is None and record["duplicate_of"] is None
+        if is_original and self.is_repeatable and record["settings"] == self.fingerprint:
+            index.keep_caption(self.content_key(record["digest"], record["prompt"]), record)
+
+    def request(self, item: Item, image: Any, request_id: str) -> dict:
+        """The chat request for `LLM`, with `image` as its picture."""
+        content = [{"type": "image", "image": image}, {"type": "text", "text": self.prompt_for(item)}]
+        messages = [{"role": "user", "content": content}]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        bounds = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
+        return {"request_id": request_id, "messages": messages, **bounds}
+
+    def caption(self, text: str) -> str:
+        """The model's words as they are recorded."""
+        trigger = f"{self.trigger_word}, " if self.trigger_word else ""
+        return f"{self.prefix}{trigger}{text.strip()}{self.suffix}"
+
+
+def _digest(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass"))  # file names need not be Unicode

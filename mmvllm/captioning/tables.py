@@ -1,0 +1,56 @@
+"""The records of a journal as one table, for spreadsheets and dataframes."""
+
+import csv
+import os
+from collections.abc import Callable, Iterable
+from itertools import islice
+from pathlib import Path
+
+from mmvllm.captioning.record import COLUMNS
+
+ROWS_PER_GROUP = 8192
+
+
+def write_csv(path: Path, records: Iterable[dict]) -> None:
+    """Write a header and a row per record, UTF-8; replaces the file at once or not at all."""
+
+    def write(temporary: Path) -> None:
+        with temporary.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+            table = csv.DictWriter(file, COLUMNS)
+            table.writeheader()
+            table.writerows(records)
+
+    _replace(path, write)
+
+
+def write_parquet(path: Path, records: Iterable[dict]) -> None:
+    """Write typed columns in row groups; replaces the file at once or not at all. Needs pyarrow."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    types = {str: pa.string(), int: pa.int64(), float: pa.float64()}
+    schema = pa.schema([(name, types[kind]) for name, kind in COLUMNS.items()])
+
+    def write(temporary: Path) -> None:
+        with parquet.ParquetWriter(temporary, schema) as table:
+            rows = map(_as_unicode, records)
+            while group := list(islice(rows, ROWS_PER_GROUP)):
+                table.write_table(pa.Table.from_pylist(group, schema))
+
+    _replace(path, write)
+
+
+def _replace(path: Path, write: Callable[[Path], None]) -> None:
+    temporary = path.with_name(f"{path.name}.tmp")
+    write(temporary)
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _as_unicode(record: dict) -> dict:
+    """File names that are not Unicode, with their bytes written out."""
+    return {
+        name: value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+        for name, value in record.items()
+    }

@@ -1,0 +1,76 @@
+"""What `mmvllm caption` shows while it runs: a bar, lines in a log, or nothing."""
+
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from tqdm import tqdm
+
+from mmvllm.captioning.progress import Progress
+
+MODES = ("auto", "bar", "log", "none")
+BAR_SECONDS, LOG_SECONDS = 0.25, 10.0
+
+
+class Display:
+    """Shows a job's counters from a thread of its own, as long as the `with` lasts.
+
+    `count` tells how many pictures there are in all. It runs in a thread too, and until it is done nobody knows.
+    """
+
+    def __init__(self, mode: str, progress: Progress, count: Callable[[], int | None]):
+        self._mode = ("bar" if sys.stderr.isatty() else "log") if mode == "auto" else mode
+        self._progress, self._count = progress, count
+        self._total: int | None = None
+        self._ended = threading.Event()
+        self._bar = None
+
+    def __enter__(self) -> "Display":
+        if self._mode != "none":
+            if self._mode == "bar":
+                layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
+                self._bar = tqdm(total=0, dynamic_ncols=True, bar_format=layout, file=sys.stderr)
+            self._thread = threading.Thread(target=self._show, name="mmvllm-progress")
+            self._thread.start()
+            threading.Thread(target=self._find_total, name="mmvllm-count", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._mode != "none":
+            self._thread.join()
+        if self._bar is not None:
+            self._refresh_bar()
+            self._bar.close()
+
+    def _find_total(self) -> None:
+        with suppress(OSError, ValueError):  # the job itself meets them too, and tells
+            self._total = self._count()
+
+    def _show(self) -> None:
+        while not self._ended.wait(BAR_SECONDS if self._bar is not None else LOG_SECONDS):
+            if self._bar is not None:
+                self._refresh_bar()
+            else:
+                total = "" if self._total is None else f"/{self._total}"
+                tqdm.write(f"{_handled(self._progress)}{total} pictures, {self._text()}", file=sys.stderr)
+
+    def _refresh_bar(self) -> None:
+        self._bar.n, self._bar.total = _handled(self._progress), self._total or 0
+        self._bar.set_postfix_str(self._text(), refresh=True)
+
+    def _text(self) -> str:
+        p = self._progress
+        parts = [f"{p.num_done / p.seconds:.2f} pictures/s", f"{p.num_tokens / p.seconds:.0f} tokens/s"]
+        counts = {"failed": p.num_failed, "duplicates": p.num_duplicates, "skipped": p.num_skipped}
+        parts += [f"{number} {name}" for name, number in counts.items() if number]
+        parts.append(f"engine waits {p.engine_wait_share:.0%}")
+        if self._total is not None and p.num_done:
+            left = max(0, self._total - _handled(p)) * p.seconds / p.num_done
+            parts.append(f"{tqdm.format_interval(left)} left")
+        return ", ".join(parts)
+
+
+def _handled(progress: Progress) -> int:
+    return progress.num_done + progress.num_skipped
