@@ -31,7 +31,7 @@ class LLM:
         dtype: "auto" (the checkpoint's; float32 for a float16 one on a CPU), "float32", "float16" or "bfloat16".
         load_format: "auto" or "safetensors"; "dummy" makes random weights from config and tokenizer alone.
         max_model_len: longest prompt with answer, in tokens; by default the checkpoint's, or what the KV cache holds.
-        max_num_seqs: sequences that run at once.
+        max_num_seqs: sequences that run at once; fewer for a while after a batch ran out of memory.
         max_num_batched_tokens: tokens computed in one step; longer prompts are computed in chunks.
         max_vision_patches: patches encoded in one step; one larger picture goes alone.
         kvcache_block_size: tokens in a KV block, the unit of sharing; by default 256 where flash-attn, which takes no

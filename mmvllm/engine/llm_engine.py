@@ -24,7 +24,7 @@ from mmvllm.engine.detokenizer import StopStrings
 from mmvllm.engine.encoder_cache import EncoderCache
 from mmvllm.engine.model_runner import ModelRunner
 from mmvllm.engine.sampler import Sampled, Sampler
-from mmvllm.engine.scheduler import Schedule, Scheduler
+from mmvllm.engine.scheduler import RECOVERY_STEPS, Schedule, Scheduler
 from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup
 from mmvllm.engine.stats import StepStats, Stopwatch, step_stats
 from mmvllm.engine.vision_inputs import VisionInputs
@@ -48,7 +48,7 @@ class _Launched:
     scheduled: Schedule
     watch: Stopwatch
     sampled: Sampled | None = None
-    error: RuntimeError | None = None
+    error: RuntimeError | MemoryError | None = None
 
 
 class LLMEngine:
@@ -187,8 +187,9 @@ class LLMEngine:
         """Run one batch; return the requests that finished in it and the number of tokens computed.
 
         On a GPU, a next batch that can be foreseen is launched before this one's tokens are waited for, so that the
-        device computes while the host commits this step and schedules the one after. If the device runs out of memory,
-        the requests of this batch finish with `error` and the engine lives on.
+        device computes while the host commits this step and schedules the one after. If several sequences run out of
+        memory together, none is lost: they compute again, half as many at once. If one does alone, or the device fails
+        in another way, the requests of this batch finish with `error` and the engine lives on.
         """
         self._refuse_after_exit()
         with current_device(self.model_runner.device):
@@ -240,19 +241,23 @@ class LLMEngine:
             seqs = [chunk.seq for chunk in scheduled.chunks if chunk.samples]
             sampled = self.sampler(logits, seqs, 0 if before is None else 1)
             watch.mark("sampling")
-        except RuntimeError as error:  # torch's out-of-memory error is one
+        except (RuntimeError, MemoryError) as error:
             return _Launched(scheduled, watch, error=error.with_traceback(None))  # a traceback would hold the tensors
         return _Launched(scheduled, watch, sampled)
 
     def _commit(self, launched: _Launched) -> list[SequenceGroup]:
         """Wait for a step's tokens and write them down; return the requests that finished."""
-        if launched.error is not None:
-            return self._fail(launched.scheduled, launched.error)
+        error = launched.error
         try:
             tokens = launched.sampled.tokens() if launched.sampled is not None else []
-        except RuntimeError as error:
-            return self._fail(launched.scheduled, error)
-        return self.scheduler.postprocess(launched.scheduled, tokens)
+        except (RuntimeError, MemoryError) as raised:
+            error = raised.with_traceback(None)
+        if error is None:
+            return self.scheduler.postprocess(launched.scheduled, tokens)
+        if len(launched.scheduled.chunks) > 1 and _is_out_of_memory(error):
+            self._halve(len(launched.scheduled.chunks), error)
+            return []
+        return self._fail(launched.scheduled, error)
 
     def _forget_ahead_if_idle(self) -> None:
         """A step that is computed for sequences that have all ended need not be waited for."""
@@ -365,7 +370,19 @@ class LLMEngine:
             )
         return asked or min(limit, capacity)
 
-    def _fail(self, scheduled: Schedule, error: RuntimeError) -> list[SequenceGroup]:
+    def _halve(self, num_seqs: int, error: RuntimeError | MemoryError) -> None:
+        """Take back a step of so many sequences that ran out of memory, and what was launched behind it."""
+        self._ahead = None
+        self.scheduler.halve(num_seqs)
+        logger.warning(
+            "a step of %d sequences ran out of memory; they compute again, and at most %d run at once from now on, "
+            "one more after every %d steps: %r",
+            *(num_seqs, self.scheduler.seq_limit, RECOVERY_STEPS, error),
+        )
+        if self.model_runner.device.type == "cuda":
+            torch.cuda.empty_cache()  # free memory in pieces of the wrong size serves nobody
+
+    def _fail(self, scheduled: Schedule, error: RuntimeError | MemoryError) -> list[SequenceGroup]:
         logger.error("a step failed: %s", error)
         reason = f"the step failed: {type(error).__name__}: {error}"
         alive = [chunk.seq for chunk in scheduled.chunks if not chunk.seq.is_finished]
@@ -402,6 +419,11 @@ class LLMEngine:
 
 def _uses_graphs(config: EngineConfig, device: torch.device, attention: type[AttentionBackend]) -> bool:
     return device.type == "cuda" and attention.in_graphs and not config.enforce_eager
+
+
+def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    # On a CPU torch has no class of its own for it.
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: " in str(error)
 
 
 def _check_types(**given: tuple[Any, Any]) -> None:

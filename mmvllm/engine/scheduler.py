@@ -14,6 +14,8 @@ from mmvllm.engine.block_manager import BlockManager
 from mmvllm.engine.encoder_cache import EncoderCache
 from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 
+RECOVERY_STEPS = 32  # after which one more sequence may run, where a step had run out of memory
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
@@ -76,6 +78,12 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # both lists are kept in order of service
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._halved_to, self._clean_steps = max_num_seqs, 0  # since a step last ran out of memory
+
+    @property
+    def seq_limit(self) -> int:
+        """Sequences that may run at once: `max_num_seqs`, or fewer for a while after a step ran out of memory."""
+        return min(self.max_num_seqs, self._halved_to + self._clean_steps // RECOVERY_STEPS)
 
     def add(self, group: SequenceGroup) -> None:
         """Queue a request. Its leader starts; the others wait until the prompt has been computed once."""
@@ -113,7 +121,7 @@ class Scheduler:
         if len(alive) < len(self.running) or not all(chunk.samples for chunk in running.chunks):
             return None
         chunks = [(row, chunk) for row, chunk in alive if not self._is_full(chunk.seq, chunk.end + 1)]
-        one_could_start = self.waiting and len(chunks) < self.max_num_seqs
+        one_could_start = self.waiting and len(chunks) < self.seq_limit
         # A sequence needs one new block, or writes on into one that the running step has made its own.
         if not chunks or one_could_start or len(chunks) > self.block_manager.num_free_blocks:
             return None
@@ -136,7 +144,7 @@ class Scheduler:
                     break
 
     def _schedule_waiting(self, step: Schedule) -> None:
-        while self.waiting and len(self.running) < self.max_num_seqs and step.num_tokens < self.max_num_batched_tokens:
+        while self.waiting and len(self.running) < self.seq_limit and step.num_tokens < self.max_num_batched_tokens:
             seq = self.waiting[0]
             seq.num_computed_tokens = self._attach_blocks(seq)
             if not self._schedule_seq(step, seq):
@@ -204,11 +212,19 @@ class Scheduler:
         while self.running:
             self.preempt(self.running[-1])
 
+    def halve(self, num_seqs: int) -> None:
+        """Take back a step of so many sequences, two or more, and let no more than half as many run at once."""
+        assert num_seqs > 1, "half of one sequence is none"
+        self.preempt_all()
+        self._halved_to, self._clean_steps = num_seqs // 2, 0
+
     def postprocess(self, step: Schedule, sampled: list[SampledToken]) -> list[SequenceGroup]:
         """Commit a step that has run: tokens computed, tokens sampled; return the requests that finished.
 
         `sampled` has one token per chunk with `samples`, in order.
         """
+        # A prompt that is preempted may begin anew: if its steps counted too, it could do so for ever.
+        self._clean_steps += bool(sampled)
         tokens = iter(sampled)
         for chunk in step.chunks:
             seq = chunk.seq

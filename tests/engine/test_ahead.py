@@ -4,7 +4,6 @@ A GPU does this; here the CPU is told to, which computes at once what it is give
 """
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -289,7 +288,7 @@ def test_a_failure_of_each_step(where, at, make_pair, monkeypatch):
     def failing(*args):
         calls.append(None)
         if len(calls) == at + 1:
-            raise torch.OutOfMemoryError("tried to allocate 8 GiB")
+            raise RuntimeError("an illegal memory access was encountered")
         return original(*args)
 
     monkeypatch.setattr(owner, where, failing)
@@ -298,7 +297,7 @@ def test_a_failure_of_each_step(where, at, make_pair, monkeypatch):
     for request_id, answer in zip(ids, want, strict=True):
         output = outputs[request_id]
         if at < len(answer[0][0]):
-            assert "tried to allocate 8 GiB" in output.error and output.token_ids == answer[0][0][:at]
+            assert "illegal memory access" in output.error and output.token_ids == answer[0][0][:at]
         else:
             assert answers(output) == answer
     monkeypatch.undo()

@@ -1,6 +1,7 @@
 """Randomised runs with aborts, preemptions and failures: the books balance after every step, and nothing is kept."""
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,8 @@ PROMPTS = [
     ask(PICTURES[2], PICTURES[0], PICTURES[2]),
 ]
 
+ERRORS = [RuntimeError("illegal memory access"), torch.OutOfMemoryError("tried to allocate 8 GiB")]
+
 request = st.tuples(
     st.integers(0, len(PROMPTS) - 1),
     st.integers(1, 9),  # max_tokens
@@ -27,7 +30,7 @@ action = st.one_of(
     st.tuples(st.just("step"), st.integers(1, 4)),
     st.tuples(st.just("abort"), st.integers(0, 20)),
     st.tuples(st.just("preempt"), st.integers(0, 20)),
-    st.tuples(st.just("fail"), st.sampled_from(["before", "after"])),
+    st.tuples(st.just("fail"), st.tuples(st.sampled_from(["before", "after"]), st.sampled_from(ERRORS))),
 )
 
 
@@ -90,7 +93,7 @@ def test_books_balance(looks_ahead, actions, block_size, spare_blocks, budget, c
         elif kind == "preempt" and engine.scheduler.running:
             engine.scheduler.preempt(engine.scheduler.running[value % len(engine.scheduler.running)])
         elif kind == "fail" and not engine.is_finished():
-            fail_once(engine, value)
+            fail_once(engine, *value)
             step()
         engine.scheduler.check()
     while not engine.is_finished():
@@ -102,14 +105,14 @@ def test_books_balance(looks_ahead, actions, block_size, spare_blocks, budget, c
     llm.exit()
 
 
-def fail_once(engine, when: str) -> None:
-    """Let the device run out of memory once, before or after it has encoded pictures and written KV."""
+def fail_once(engine, when: str, error: RuntimeError) -> None:
+    """Let the next step fail, before or after it has encoded pictures and written KV."""
     run = engine.model_runner.run
 
     def failing(*arguments):
         engine.model_runner.run = run
         if when == "after":
             run(*arguments)
-        raise RuntimeError("out of memory")
+        raise error
 
     engine.model_runner.run = failing
