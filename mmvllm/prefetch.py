@@ -1,8 +1,9 @@
-"""Requests prepared in worker threads, ahead of the engine and bounded.
+"""Requests prepared in workers, ahead of the engine and bounded.
 
 A feeder thread walks the caller's iterable, which may be endless or slow, and hands requests to a pool; results come
-out in order. Pillow, numpy and torch let go of the interpreter lock in their loops, so preparation runs beside the
-model. At most `max_requests` are held, and no new one is begun while those held take `max_bytes`.
+out in order. The workers are threads: Pillow, numpy and torch let go of the interpreter lock in their loops, so
+preparation runs beside the model. At most `max_requests` are held, and no new one is begun while those held take
+`max_bytes`.
 """
 
 import os
@@ -10,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from mmvllm.processors.chat import Prompt
@@ -28,7 +29,13 @@ class Prepared:
     prompt: "Future[Prompt]"
 
 
+def worker_threads(num_workers: int) -> Executor:
+    return ThreadPoolExecutor(num_workers, thread_name_prefix="mmvllm-prepare")
+
+
 class Prefetcher:
+    """`make_pool` makes the workers, and makes them anew if one has died: a process that a damaged picture killed."""
+
     def __init__(
         self,
         requests: Iterable[dict],
@@ -36,8 +43,10 @@ class Prefetcher:
         max_requests: int,
         max_bytes: int = MAX_BYTES,
         num_workers: int = NUM_WORKERS,
+        make_pool: Callable[[int], Executor] = worker_threads,
     ):
-        self.waited_seconds = 0.0  # that `get` had nothing to give to who could do nothing else
+        self._started: float | None = None  # when `get` first gave something
+        self._waited = 0.0  # seconds since then in which it had nothing to give to who could do nothing else
         self._requests, self._prepare = requests, prepare
         self._max_requests, self._max_bytes, self._num_workers = max_requests, max_bytes, num_workers
         self._changed = threading.Condition()
@@ -46,7 +55,7 @@ class Prefetcher:
         self._num_bytes = 0
         self._exhausted = self._closed = False
         self._failure: BaseException | None = None
-        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="mmvllm-prepare")
+        self._make_pool, self._pool = make_pool, make_pool(num_workers)
         # A daemon, because an endless iterable may never let it look at `_closed` again.
         threading.Thread(target=self._feed, name="mmvllm-feed", daemon=True).start()
 
@@ -56,10 +65,13 @@ class Prefetcher:
         Raises what the caller's iterable raised.
         """
         with self._changed:
+            start = time.perf_counter()
             if wait:
-                start = time.perf_counter()
                 self._changed.wait_for(lambda: self._is_head_ready() or (self._exhausted and not self._items))
-                self.waited_seconds += time.perf_counter() - start
+            if self._started is None and self._is_head_ready():
+                self._started = time.perf_counter()
+            elif self._started is not None:
+                self._waited += time.perf_counter() - start
             if not self._is_head_ready():
                 if self._failure is not None and not self._items:
                     raise self._failure
@@ -74,6 +86,11 @@ class Prefetcher:
         """Whether every request has been handed out."""
         with self._changed:
             return self._exhausted and not self._items and self._failure is None
+
+    @property
+    def wait_share(self) -> float:
+        """Share of the time, since the first request was ready, that was spent waiting for others, in [0, 1]."""
+        return 0.0 if self._started is None else self._waited / (time.perf_counter() - self._started)
 
     def close(self) -> None:
         """Stop preparing; what has been prepared is dropped."""
@@ -90,7 +107,7 @@ class Prefetcher:
                     self._changed.wait_for(lambda: self._closed or self._has_room())
                     if self._closed:
                         return
-                    future = self._pool.submit(self._prepare, request)
+                    future = self._submit(request)
                     self._num_preparing += 1
                     self._items.append(Prepared(index, request, future))
                 future.add_done_callback(self._on_done)
@@ -100,6 +117,13 @@ class Prefetcher:
             with self._changed:
                 self._exhausted = True
                 self._changed.notify_all()
+
+    def _submit(self, request: dict) -> "Future[Prompt]":
+        try:
+            return self._pool.submit(self._prepare, request)
+        except BrokenExecutor:
+            self._pool = self._make_pool(self._num_workers)
+            return self._pool.submit(self._prepare, request)
 
     def _has_room(self) -> bool:
         # Only as many are begun as there are workers: how many bytes one takes is known when it is done.

@@ -79,6 +79,10 @@ class Processor:
         self.image_token_id = image_token_id
         self._lock = threading.Lock()  # a fast tokenizer may not be used by two threads at once
 
+    def __reduce__(self):
+        """A processor in another process gets a lock of its own."""
+        return Processor, (self.tokenizer, self.image_processor, self.image_token_id)
+
     def __call__(self, request: dict, load: Callable[[Any], Image] = load_image) -> Prompt:
         """Prepare one request, its pictures read by `load`; raises ValueError that says what is wrong, and with which
         image."""

@@ -1,22 +1,17 @@
-"""Pictures in, records out: the engine fed by worker threads, and equal pictures captioned once."""
+"""Pictures in, records out: the engine fed by workers, and equal pictures captioned once."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from itertools import count
-
-import xxhash
-from PIL.Image import Image
 
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item
+from mmvllm.captioning.preparation import Preparer, WorkerProcesses, prepare_here
 from mmvllm.captioning.record import COLUMNS
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.llm import LLM
 from mmvllm.outputs import RequestOutput
-from mmvllm.prefetch import NUM_WORKERS, Prefetcher, Prepared
-from mmvllm.processors.load import load_image
+from mmvllm.prefetch import NUM_WORKERS, Prefetcher, Prepared, worker_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,43 +23,19 @@ class Task:
     file: str | None = None
 
 
-@dataclass(slots=True)
-class _Work:
-    """A task under way. The worker thread that reads the picture fills in what it learns."""
-
-    task: Task
-    digest: str | None = None  # of the decoded pixels
-    width: int | None = None
-    height: int | None = None
-    content: str | None = None  # with settings and prompt: what equal pictures have in common
-    is_duplicate: bool = False
-    is_dropped: bool = False
-
-    def load(self) -> Image:
-        image = load_image(self.task.item.read())
-        self.width, self.height = image.size
-        self.digest = xxhash.xxh3_128_hexdigest(f"{image.size}".encode() + image.tobytes())
-        return image
-
-
 class Captioner:
-    """One engine and the settings of one job."""
+    """One engine and the settings of one job; pictures are prepared in threads, or in processes of their own."""
 
-    def __init__(self, llm: LLM, settings: CaptionSettings, num_workers: int | None = None):
+    def __init__(self, llm: LLM, settings: CaptionSettings, num_workers: int | None = None, in_processes: bool = False):
         self.llm, self.settings = llm, settings
         self._num_workers = num_workers or NUM_WORKERS
+        self._in_processes = in_processes
         self._prefetcher: Prefetcher | None = None
-        self._started: float | None = None  # when the first picture was ready
-        self._waited_before = 0.0
-        self._ended: float | None = None
 
     @property
     def engine_wait_share(self) -> float:
         """Share of the time since the first picture was ready in which the engine had none to work on, in [0, 1]."""
-        if self._started is None:
-            return 0.0
-        seconds = (self._ended or time.perf_counter()) - self._started
-        return (self._prefetcher.waited_seconds - self._waited_before) / seconds
+        return 0.0 if self._prefetcher is None else self._prefetcher.wait_share
 
     def records(
         self, tasks: Iterable[Task], index: Index, is_stopped: Callable[[], bool] = lambda: False
@@ -74,65 +45,84 @@ class Captioner:
         The tasks are walked in a thread of their own; captions that `index` has are copied. Once `is_stopped`, what the
         engine has begun is finished and the rest dropped.
         """
-        under_way: dict[str, _Work] = {}
-        twins: dict[str, list[_Work]] = {}  # by content: those that wait for the caption of one that is in the engine
-        self._prefetcher = Prefetcher(
-            self._requests(tasks, under_way, is_stopped),
-            partial(self.llm.processor, load=_Work.load),
-            max_requests=self.llm.window,
-            num_workers=self._num_workers,
-        )
+        under_way = _UnderWay(self.settings, index, is_stopped)
+        self._prefetcher = self._prefetch(under_way.requests(tasks))
         params = self.settings.sampling_params
-        check = partial(self._check, under_way, twins, index, is_stopped)
-        for _, output in self.llm.stream_prepared(self._prefetcher, params, "return", check):
-            work = under_way.pop(output.request_id)
-            if work.is_dropped:
-                continue
-            original = index.caption(work.content) if work.is_duplicate else None
-            if original is not None:
-                yield self._copy(work, original)
-            elif not work.is_duplicate:  # else it is among the twins
-                record = self._record(work, output)
-                self.settings.keep_caption(record, index)
-                yield record
-                for twin in twins.pop(work.content, ()):
-                    yield self._copy(twin, record)
-        self._ended = time.perf_counter()
+        for _, output in self.llm.stream_prepared(self._prefetcher, params, "return", under_way.check):
+            yield from under_way.finish(output)
 
-    def _requests(
-        self, tasks: Iterable[Task], under_way: dict[str, _Work], is_stopped: Callable[[], bool]
-    ) -> Iterator[dict]:
-        for number, task in zip(count(), tasks):
-            if is_stopped():
+    def _prefetch(self, requests: Iterator[dict]) -> Prefetcher:
+        processor = self.llm.processor
+        prepare, make_pool = Preparer(processor), worker_threads
+        if self._in_processes:
+            prepare, make_pool = prepare_here, WorkerProcesses(processor)
+        return Prefetcher(
+            requests, prepare, max_requests=self.llm.window, num_workers=self._num_workers, make_pool=make_pool
+        )
+
+
+@dataclass(slots=True)
+class _Work:
+    """A task under way, with what its preparation said of the picture."""
+
+    task: Task
+    digest: str | None = None
+    width: int | None = None
+    height: int | None = None
+    content: str | None = None  # what equal pictures that are asked the same have in common
+    is_duplicate: bool = False
+    is_dropped: bool = False
+
+
+class _UnderWay:
+    """The tasks between finding and recording, by request id."""
+
+    def __init__(self, settings: CaptionSettings, index: Index, is_stopped: Callable[[], bool]):
+        self._settings, self._index, self._is_stopped = settings, index, is_stopped
+        self._works: dict[str, _Work] = {}
+        self._twins: dict[str, list[_Work]] = {}  # by content: who waits for the caption of one that is in the engine
+
+    def requests(self, tasks: Iterable[Task]) -> Iterator[dict]:
+        for number, task in enumerate(tasks):
+            if self._is_stopped():
                 return
-            work = under_way[str(number)] = _Work(task)
-            yield self.settings.request(task.item, work, str(number))
+            self._works[str(number)] = _Work(task)
+            yield self._settings.request(task.item, str(number))
 
-    def _check(
-        self,
-        under_way: dict[str, _Work],
-        twins: dict[str, list[_Work]],
-        index: Index,
-        is_stopped: Callable[[], bool],
-        prepared: Prepared,
-    ) -> None:
+    def check(self, prepared: Prepared) -> None:
         """Keep from the engine what is stopped, and what it has seen already."""
-        if self._started is None:
-            self._started, self._waited_before = time.perf_counter(), self._prefetcher.waited_seconds
-        work = under_way[prepared.request["request_id"]]
-        if is_stopped():
+        work, prompt = self._works[prepared.request["request_id"]], prepared.prompt.result()
+        work.digest, work.width, work.height = prompt.digest, prompt.width, prompt.height
+        if self._is_stopped():
             work.is_dropped = True
             raise ValueError("stopped")
-        if not self.settings.is_repeatable:
-            return
-        work.content = self.settings.content_key(work.digest, self.settings.prompt_for(work.task.item))
-        if work.content in twins:
-            twins[work.content].append(work)
-        elif index.caption(work.content) is None:
-            twins[work.content] = []
+        if self._settings.is_repeatable:
+            work.content = self._settings.content_key(work.digest, self._settings.prompt_for(work.task.item))
+            self._refuse_what_is_known(work)
+
+    def _refuse_what_is_known(self, work: _Work) -> None:
+        if work.content in self._twins:
+            self._twins[work.content].append(work)
+        elif self._index.caption(work.content) is None:
+            self._twins[work.content] = []
             return
         work.is_duplicate = True
         raise ValueError("duplicate")
+
+    def finish(self, output: RequestOutput) -> Iterator[dict]:
+        """The records that an output of the engine, or its refusal, leads to."""
+        work = self._works.pop(output.request_id)
+        if work.is_dropped:
+            return
+        if work.is_duplicate:
+            if (original := self._index.caption(work.content)) is not None:  # else the work is among the twins
+                yield self._copy(work, original)
+            return
+        record = self._record(work, output)
+        self._settings.keep_caption(record, self._index)
+        yield record
+        for twin in self._twins.pop(work.content, ()):
+            yield self._copy(twin, record)
 
     def _record(self, work: _Work, output: RequestOutput) -> dict:
         error = output.error
@@ -142,7 +132,7 @@ class Captioner:
             dict.fromkeys(COLUMNS)
             | self._describe(work)
             | {
-                "caption": self.settings.caption(output.text) if error is None else None,
+                "caption": self._settings.caption(output.text) if error is None else None,
                 "error": error,
                 "prompt_tokens": output.num_prompt_tokens,
                 "image_tokens": output.num_image_tokens,
@@ -166,9 +156,9 @@ class Captioner:
             "width": work.width,
             "height": work.height,
             "time": round(time.time(), 3),
-            "model": self.settings.model,
-            "prompt": self.settings.prompt_for(item),
+            "model": self._settings.model,
+            "prompt": self._settings.prompt_for(item),
             "file": work.task.file,
-            "settings": self.settings.fingerprint,
+            "settings": self._settings.fingerprint,
             "key": work.task.key,
         }

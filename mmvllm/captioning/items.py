@@ -206,7 +206,7 @@ class _Walk:
     """Depth first through a folder, where links are not followed upwards, nor twice to the same place (`followed`)."""
 
     def __init__(self, root: str, relative: str, pattern: Pattern, followed: set[tuple]):
-        self.is_answered = () in pattern  # has seen what matches, or what cannot be looked into
+        self.is_answered = False  # has seen what matches, or what cannot be looked into
         self._above = {_identity(parent) for parent in Path(os.path.realpath(root)).parents}
         self._followed = followed
         self._stack = [_Folder(root, relative, pattern, _identity(root), _entries(root))]
@@ -279,7 +279,9 @@ def _identity(path: str | Path) -> tuple[int, int] | None:
 
 def _match(path: str, followed: set[tuple]) -> Iterator[Item]:
     # Not glob.iglob: it holds folders whole, recurses, and runs for ever in links that lead to each other.
-    parts = PurePath(path).parts + (("*",) if path.endswith("/") else ())
+    parts = PurePath(path).parts
+    if path.endswith(("/", "**")):  # what is in front must be a folder
+        parts += ("*",)
     fixed = list(takewhile(lambda part: not _MAGIC.search(part), parts))
     root = os.path.join("", *fixed)
     if os.path.isdir(root or "."):

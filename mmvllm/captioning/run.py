@@ -38,6 +38,7 @@ def caption_images(
     limit: int | None = None,
     shard: tuple[int, int] | None = None,
     workers: int | None = None,
+    worker_processes: bool = False,
     **settings: Any,
 ) -> "CaptionRun":
     """Caption pictures as `mmvllm caption` does; returns an iterator of records, dicts with the keys of `COLUMNS`.
@@ -57,7 +58,8 @@ def caption_images(
         fail_fast: stop at the first failure.
         limit: take at most so many pictures that are not recorded yet.
         shard: (i, n) with 1 <= i <= n: the i-th of n parts, by a hash of each path.
-        workers: threads that prepare pictures.
+        workers: threads that prepare pictures, by default as many as there are cores, at most 8.
+        worker_processes: prepare in processes instead, which one interpreter's lock does not hold up.
         settings: of `CaptionSettings`: prompt, system, max_tokens, temperature, seed, min_pixels, max_pixels, prefix,
             suffix, trigger_word, dtype.
 
@@ -74,7 +76,9 @@ def caption_images(
         if llm is None:
             llm = LLM(model, dtype=job.dtype, **(engine_args or {}))
             stack.callback(llm.exit)
-        return CaptionRun(job, selection, Captioner(llm, job, workers), out, fail_fast, stack.pop_all().close)
+        return CaptionRun(
+            job, selection, Captioner(llm, job, workers, worker_processes), out, fail_fast, stack.pop_all().close
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,9 +89,9 @@ class CaptionSettings:
         if is_original and self.is_repeatable and record["settings"] == self.fingerprint:
             index.keep_caption(self.content_key(record["digest"], record["prompt"]), record)
 
-    def request(self, item: Item, image: Any, request_id: str) -> dict:
-        """The chat request for `LLM`, with `image` as its picture."""
-        content = [{"type": "image", "image": image}, {"type": "text", "text": self.prompt_for(item)}]
+    def request(self, item: Item, request_id: str) -> dict:
+        """The chat request, with the item itself as its picture."""
+        content = [{"type": "image", "image": item}, {"type": "text", "text": self.prompt_for(item)}]
         messages = [{"role": "user", "content": content}]
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})

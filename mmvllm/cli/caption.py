@@ -23,14 +23,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="PATH",
         help="folder (searched for pictures), picture, glob in quotes, .tar of pictures, URL, or a list of pictures: "
-        'text with a path or URL per line (.txt, or - for standard input), or .jsonl with {"image": ..., "prompt": ..., '
-        '"context": ..., "id": ...}',
+        'text with a path or URL per line (.txt, or - for standard input), or .jsonl with {"image": ..., '
+        '"prompt": ..., "context": ..., "id": ...}',
     )
     add_model_arguments(parser)
     _add_prompt(parser.add_argument_group("what to ask"))
     _add_output(parser.add_argument_group("where captions go (without --output, to the terminal)"))
     _add_selection(parser.add_argument_group("which pictures"))
     parser.add_argument("--workers", type=at_least_one, metavar="N", help="threads that prepare pictures")
+    parser.add_argument(
+        "--worker-processes", action="store_true", help="prepare in processes instead: for many cores and a fast GPU"
+    )
     parser.add_argument(
         "--progress", choices=MODES, default="auto", help="bar on a terminal, lines elsewhere (default: %(default)s)"
     )
@@ -89,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--report shows what is recorded; give --output too")
     settings = {name: getattr(args, name) for name in (*SETTINGS, "trigger_word", "dtype")}
     options = ("output", "format", "output_dir", "overwrite", "append_anyway", "skip_existing")
-    selection = ("retry_failed", "fail_fast", "limit", "shard", "workers")
+    selection = ("retry_failed", "fail_fast", "limit", "shard", "workers", "worker_processes")
     job = caption_images(
         args.paths,
         model=args.model,

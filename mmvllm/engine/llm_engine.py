@@ -422,8 +422,9 @@ def _uses_graphs(config: EngineConfig, device: torch.device, attention: type[Att
 
 
 def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
-    # On a CPU torch has no class of its own for it.
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: " in str(error)
+    # Torch's allocator on a CPU, pinned memory and Triton have no class of their own for it.
+    words = ("DefaultCPUAllocator: ", "out of memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(each in str(error) for each in words)
 
 
 def _check_types(**given: tuple[Any, Any]) -> None:

@@ -1,0 +1,81 @@
+"""Requests with one item as their picture -> prompts, with what records say of the picture; threads or processes do it."""
+
+import multiprocessing
+import os
+from concurrent.futures import Executor, ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from PIL.Image import Image
+
+from mmvllm.captioning.items import Item
+from mmvllm.processors.chat import Processor, Prompt
+from mmvllm.processors.load import load_image
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PicturePrompt(Prompt):
+    """`digest` is of the decoded pixels, 32 hex digits; the sizes are those of the picture as it came, upright."""
+
+    digest: str
+    width: int
+    height: int
+
+    def __reduce__(self):
+        # As bytes: torch would pass shared memory, of which there may be little, and a file descriptor for each.
+        pixels = [tensor.numpy() for tensor in self.multimodal["pixel_values"]]
+        multimodal = {**self.multimodal, "pixel_values": pixels}
+        return _from_arrays, (self.token_ids, multimodal, self.digest, self.width, self.height)
+
+
+def _from_arrays(token_ids: list[int], multimodal: dict[str, Any], digest: str, width: int, height: int):
+    multimodal["pixel_values"] = [torch.from_numpy(array) for array in multimodal["pixel_values"]]
+    return PicturePrompt(token_ids, multimodal, digest=digest, width=width, height=height)
+
+
+class Preparer:
+    """Prepares requests whose picture is an `Item`; raises ValueError for a picture that cannot be used."""
+
+    def __init__(self, processor: Processor):
+        self._processor = processor
+
+    def __call__(self, request: dict) -> PicturePrompt:
+        seen: dict[str, Any] = {}
+
+        def load(item: Item) -> Image:
+            image = load_image(item.read())
+            seen.update(width=image.width, height=image.height)
+            seen["digest"] = xxhash.xxh3_128_hexdigest(f"{image.size}".encode() + image.tobytes())
+            return image
+
+        prompt = self._processor(request, load)
+        return PicturePrompt(prompt.token_ids, prompt.multimodal, **seen)
+
+
+class WorkerProcesses:
+    """Makes pools of processes for requests that `prepare_here` prepares: past what one interpreter lock allows."""
+
+    def __init__(self, processor: Processor):
+        self._processor = processor
+
+    def __call__(self, num_workers: int) -> Executor:
+        # Not forked: the engine's threads may hold locks.
+        context = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(num_workers, context, initializer=_begin, initargs=(self._processor,))
+
+
+_prepare: Preparer | None = None  # of a worker process
+
+
+def _begin(processor: Processor) -> None:
+    global _prepare
+    torch.set_num_threads(1)
+    os.nice(5)  # the engine comes first
+    _prepare = Preparer(processor)
+
+
+def prepare_here(request: dict) -> PicturePrompt:
+    """In a worker process: prepare a request."""
+    return _prepare(request)
