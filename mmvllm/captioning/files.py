@@ -25,7 +25,7 @@ class CaptionFiles:
         """Where an item's caption goes; None if it would be beside a picture that is no file of its own."""
         if self.output_dir is not None:
             return (self.output_dir / item.relative).with_suffix(SUFFIXES[self.format])
-        return Path(item.source).with_suffix(SUFFIXES[self.format]) if _is_file(item) else None
+        return None if item.file is None else item.file.with_suffix(SUFFIXES[self.format])
 
     def skips(self, item: Item) -> bool:
         """Whether a picture is left alone because its caption file is there."""
@@ -57,7 +57,3 @@ class CaptionFiles:
         index.claim(f"file {record['file']}")
         if record["error"] is None and not Path(record["file"]).exists():
             self.write(record)
-
-
-def _is_file(item: Item) -> bool:
-    return isinstance(item.source, str) and not item.source.startswith(("http://", "https://", "data:"))

@@ -1,4 +1,4 @@
-"""Requests with one item as their picture -> prompts, with what records say of the picture; threads or processes do it."""
+"""Requests with an item as their picture -> prompts, with what records say of the picture; in threads or processes."""
 
 import multiprocessing
 import os

@@ -11,9 +11,11 @@ from typing import Any, Protocol
 import xxhash
 
 from mmvllm.captioning.captioner import Captioner, Task
+from mmvllm.captioning.find import find_items
 from mmvllm.captioning.index import Index
-from mmvllm.captioning.items import SUFFIXES, Item, find_items
+from mmvllm.captioning.items import Item
 from mmvllm.captioning.journal import OutputError
+from mmvllm.captioning.names import SUFFIXES
 from mmvllm.captioning.output import Output
 from mmvllm.captioning.progress import Progress
 from mmvllm.captioning.settings import CaptionSettings

@@ -405,6 +405,46 @@ def test_a_progressive_jpeg_is_the_baseline_one():
     assert np.array_equal(levels(encode(smooth, "JPEG", progressive=True)), levels(encode(smooth, "JPEG")))
 
 
+LARGE_JPEG = encode(picture(640, 480, seed=6), "JPEG", quality=95)
+
+
+@pytest.mark.parametrize(
+    "draft, size",
+    [
+        (1, (80, 60)),
+        (60, (80, 60)),
+        (61, (160, 120)),
+        (120, (160, 120)),
+        (160, (320, 240)),
+        (241, (640, 480)),
+        (9999, (640, 480)),
+    ],
+)
+def test_a_draft_is_the_smallest_jpeg_scale_that_is_large_enough(draft, size):
+    small = load_image(LARGE_JPEG, draft=draft)
+    assert small.size == size
+    want = np.asarray(load_image(LARGE_JPEG).resize(size, Image.Resampling.BOX)).astype(int)
+    assert np.abs(np.asarray(small) - want).mean() < 4
+
+
+@pytest.mark.parametrize("orientation", UPRIGHT)
+def test_a_draft_is_upright(orientation):
+    turned = encode(Image.open(io.BytesIO(LARGE_JPEG)), "JPEG", quality=95, exif=exif(rotated(orientation)))
+    stored = np.asarray(load_image(encode(Image.open(io.BytesIO(LARGE_JPEG)), "JPEG", quality=95), draft=100))
+    assert np.array_equal(np.asarray(load_image(turned, draft=100)), UPRIGHT[orientation](stored))
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "GIF", "TIFF", "WEBP", "BMP"])
+def test_a_draft_changes_nothing_but_a_jpeg(file_format):
+    data = encode(picture(320, 240, seed=7), file_format)
+    assert np.array_equal(np.asarray(load_image(data, draft=10)), levels(data))
+
+
+def test_a_draft_leaves_the_callers_image_alone():
+    lazy = Image.open(io.BytesIO(LARGE_JPEG))
+    assert load_image(lazy, draft=10).size == lazy.size == (640, 480)
+
+
 @pytest.mark.parametrize("file_format", ["GIF", "WEBP", "PNG"])
 def test_of_an_animation_the_first_frame_is_taken(file_format):
     colours = ("red", "lime", "blue")
@@ -572,3 +612,12 @@ def _outcome(data: np.ndarray) -> str:
     except ValueError:
         return "error"
     return "picture"
+
+
+def test_a_file_too_large_to_hold_is_refused_unread(tmp_path):
+    with (tmp_path / "huge.png").open("wb") as file:
+        file.truncate(load_module.MAX_FILE_BYTES + 1)  # takes no room on the disk
+    with pytest.raises(
+        ValueError, match=r"huge\.png: cannot be read \(it has 1073741825 bytes, more than 1073741824\)"
+    ):
+        load_image(tmp_path / "huge.png")

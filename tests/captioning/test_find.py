@@ -13,8 +13,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mmvllm.captioning import items as items_module
-from mmvllm.captioning.items import SUFFIXES, Item, TarMember, find_items, tar_members
+from mmvllm.captioning import tars
+from mmvllm.captioning import walk as walk_module
+from mmvllm.captioning.find import find_items
+from mmvllm.captioning.items import Item
+from mmvllm.captioning.names import SUFFIXES
+from mmvllm.captioning.tars import TarMember, tar_members
 from mmvllm.processors.load import load_image
 from tests.conftest import picture
 
@@ -68,7 +72,7 @@ def open_folders(monkeypatch):
         def __exit__(self, *_):
             self.close()
 
-    monkeypatch.setattr(items_module.os, "scandir", Counted)
+    monkeypatch.setattr(walk_module.os, "scandir", Counted)
     return is_open, taken
 
 
@@ -147,7 +151,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error_and_the_walk_goes_on(tmp_pat
             raise PermissionError(13, "Permission denied")  # root may list anything
         return scandir(path)
 
-    monkeypatch.setattr(items_module.os, "scandir", refuse)
+    monkeypatch.setattr(walk_module.os, "scandir", refuse)
     found = list(find_items([tmp_path]))
     closed = str(tmp_path / "closed")
     assert [item.relative for item in found] == ["a.png", "closed", "open/c.png"]
@@ -180,7 +184,7 @@ def test_a_folder_that_breaks_off_while_it_is_read_is_an_error(tmp_path, monkeyp
                 raise OSError(5, "Input/output error")
             return super().__next__()
 
-    monkeypatch.setattr(items_module.os, "scandir", Broken)
+    monkeypatch.setattr(walk_module.os, "scandir", Broken)
     assert list(errors(tmp_path).values()) == ["folder cannot be read (Input/output error)", None]
     assert not open_folders[0]
 
@@ -280,7 +284,7 @@ def test_a_folder_and_a_link_to_it_both_count(tmp_path):
 
 
 def test_the_first_picture_comes_before_a_large_folder_is_listed(tmp_path, monkeypatch, open_folders):
-    monkeypatch.setattr(items_module, "CHUNK", 10)
+    monkeypatch.setattr(walk_module, "CHUNK", 10)
     put(tmp_path, *(f"{i:03}.png" for i in range(100)))
     walk = find_items([tmp_path])
     first = [item.relative for item in islice(walk, 10)]
@@ -291,7 +295,7 @@ def test_the_first_picture_comes_before_a_large_folder_is_listed(tmp_path, monke
 
 @pytest.mark.parametrize("count", [9, 10, 11, 20])
 def test_nothing_is_lost_where_chunks_meet(count, tmp_path, monkeypatch):
-    monkeypatch.setattr(items_module, "CHUNK", 10)
+    monkeypatch.setattr(walk_module, "CHUNK", 10)
     put(tmp_path, *(f"{i}.png" for i in range(count)))
     assert sorted(relatives(tmp_path)) == sorted(f"{i}.png" for i in range(count))
 
@@ -304,7 +308,7 @@ def test_a_folder_is_closed_once_it_is_read(tmp_path, open_folders):
 
 
 def test_closing_the_walk_closes_its_folders(tmp_path, monkeypatch, open_folders):
-    monkeypatch.setattr(items_module, "CHUNK", 1)
+    monkeypatch.setattr(walk_module, "CHUNK", 1)
     put(tmp_path, "a/b/c.png", "a/b/d.png")
     walk = find_items([tmp_path])
     next(walk)
@@ -560,10 +564,10 @@ def test_a_pipe_named_like_a_tar_does_not_stop_the_walk(tmp_path):
 def test_a_member_that_is_not_there_any_more_is_named(tmp_path, monkeypatch):
     tar = make_tar(tmp_path / "s.tar", {"a.png": b"1" * 700})
     ((_, member),) = tar_members(tar)
-    monkeypatch.setattr(items_module, "MAX_FILE_BYTES", 699)
+    monkeypatch.setattr(tars, "MAX_FILE_BYTES", 699)
     with pytest.raises(ValueError, match=r"s\.tar: the picture in it has 700 bytes, more than 699; shrink it first"):
         member.read()
-    monkeypatch.setattr(items_module, "MAX_FILE_BYTES", 700)
+    monkeypatch.setattr(tars, "MAX_FILE_BYTES", 700)
     assert member.read() == b"1" * 700
     os.truncate(tar, member.offset + 600)
     with pytest.raises(ValueError, match=r"s\.tar: ends 100 bytes before the picture in it does"):

@@ -1,0 +1,60 @@
+"""The pictures that paths, patterns, tar shards and lists name, found one by one as they are asked for.
+
+No picture is read here, and no folder or list is held whole, so that a run over millions starts at once.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
+
+from mmvllm.captioning import lists
+from mmvllm.captioning.items import Item
+from mmvllm.captioning.lists import in_list, open_list
+from mmvllm.captioning.names import URL, folder_name, relative_of_url, relative_path
+from mmvllm.captioning.tars import PACKED
+from mmvllm.captioning.walk import EVERYTHING, MAGIC, Walk, in_tar, match_pattern
+
+
+def find_items(paths: Sequence[str | os.PathLike]) -> Iterator[Item]:
+    """Find the pictures in folders, glob patterns, tar shards, lists ("-" is standard input), and URLs and files.
+
+    Folders come depth first and sorted, in chunks of `CHUNK` entries. What cannot be looked into is an item with an
+    error. Raises ValueError, at once, for a list that cannot be read.
+    """
+    given = [os.fsdecode(path) for path in paths]
+    for path in given:
+        is_pipe = os.path.exists(path) and not os.path.isfile(path)  # what writes to it would see it closed
+        if path != "-" and _kind(path) == "list" and not is_pipe:
+            open_list(path).close()
+    return _find(given)
+
+
+def _kind(path: str) -> str:
+    if path == "-":
+        return "list"
+    if URL.match(path):
+        return "url"
+    if os.path.isdir(path):
+        return "folder"
+    if MAGIC.search(path) and not os.path.lexists(path):
+        return "pattern"
+    if path.lower().endswith(".tar") or PACKED.search(path):
+        return "tar"
+    return "list" if path.lower().endswith(lists.SUFFIXES) else "file"
+
+
+def _find(paths: list[str]) -> Iterator[Item]:
+    followed: set[tuple] = set()
+    for path in paths:
+        kind = _kind(path)
+        if kind == "folder":
+            name = folder_name(path) if len(paths) > 1 else ""
+            yield from Walk(path, name, EVERYTHING, followed).items()
+        elif kind == "pattern":
+            yield from match_pattern(path, followed)
+        elif kind == "tar":
+            yield from in_tar(path, relative_path(PurePath(path).name))
+        elif kind == "list":
+            yield from in_list(path)
+        else:
+            yield Item(path, relative_of_url(path) if kind == "url" else relative_path(PurePath(path).name), path)

@@ -1,0 +1,330 @@
+"""One HTML page that shows what was captioned: no other file, no network, 10,000 pictures and more.
+
+The page is written as the records come: blocks of JSON first, thumbnails apart from words, then what is known only at
+the end. Its script makes cards of the blocks as one scrolls. What records say gets into the page as JSON or as escaped
+text only, and the page's policy runs no script and fetches nothing but what this module put there.
+"""
+
+import base64
+import hashlib
+import html
+import io
+import itertools
+import json
+import math
+import os
+import re
+import urllib.parse
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from mmvllm.captioning.tars import TarMember, tar_members
+from mmvllm.processors.load import load_image
+
+MAX_PICTURES = 10_000  # shown with a caption
+MAX_FAILURES = 2_000  # shown with a reason
+BLOCK = 100  # records in one piece of JSON
+SIDE = 160  # pixels, the longer side of a thumbnail
+NUM_WORKERS = min(4, os.cpu_count() or 1)
+LOOKAHEAD = 8 * NUM_WORKERS
+
+MAX_BINS = 120
+PICTURES_PER_BIN = 10  # at least, on average
+PAUSE_S = 600.0
+
+_URL = re.compile(r"https?://", re.IGNORECASE)
+_TEXTS = ("path", "id", "caption", "error", "duplicate_of", "finish_reason")
+_NUMBERS = ("width", "height", "prompt_tokens", "completion_tokens", "seconds", "time")
+_INERT = str.maketrans({char: f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"})
+
+
+def write_report(path: Path, records: Iterable[dict], summary: dict[str, str], title: str = "Captions") -> None:
+    """Write a page with the thumbnails, captions, failures, counts and throughput of caption `records`, read once.
+
+    Pictures are read again where they lie; those on the web are not fetched again. Raises ValueError if the page
+    cannot lie at `path`, and whatever reading `records` raises; there is then no half page.
+    """
+    path = Path(path)
+    head, body = _template().split("{{records}}")
+    tally = _Tally()
+    with _replacing(path) as file:
+        file.write(_fill(head, title=html.escape(_clean(title)), policy=_policy(head + body)))
+        with closing(_cards(filter(tally.add, records), Path(path.parent).absolute())) as cards:
+            _write_blocks(file, cards)
+        curve = measure_throughput(tally.times)
+        file.write(
+            _fill(
+                body,
+                title=html.escape(_clean(title)),
+                counts=str(tally),
+                summary=_table(summary) if summary else "",
+                curve=draw_throughput(curve) if curve else "",
+            )
+        )
+
+
+def _template() -> str:
+    return Path(__file__).with_name("report.html").read_text(encoding="utf-8")
+
+
+def _fill(template: str, **values: str) -> str:
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
+
+
+def _policy(template: str) -> str:
+    """Only this style and this script, and pictures that lie in the page."""
+    hashes = {
+        tag: base64.b64encode(
+            hashlib.sha256(re.search(f"<{tag}>(.*?)</{tag}>", template, re.DOTALL)[1].encode()).digest()
+        )
+        for tag in ("style", "script")
+    }
+    return "default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'; " + "; ".join(
+        f"{tag}-src 'sha256-{digest.decode()}'" for tag, digest in hashes.items()
+    )
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[TextIO]:
+    """A file that takes the place of `path` once it is written."""
+    if not path.parent.is_dir():
+        raise ValueError(f"report {path}: there is no folder {path.parent}; make it first")
+    if path.is_dir():
+        raise ValueError(f"report {path}: is a folder; give the name of a file")
+    temporary = path.with_name(f".report-{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8", newline="\n") as file:
+            yield file
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class _Tally:
+    """What is counted over all records, shown or not."""
+
+    def __init__(self):
+        self.captioned = self.failed = self.duplicates = 0
+        self.times = array("d")  # 8 bytes a picture is all that is kept of the others
+
+    def add(self, record: dict) -> bool:
+        """Count a record; whether the page has room for it."""
+        if (time := _number(record.get("time"))) is not None:
+            self.times.append(time)
+        self.duplicates += record.get("duplicate_of") is not None
+        if record.get("error") is not None:
+            self.failed += 1
+            return self.failed <= MAX_FAILURES
+        self.captioned += 1
+        return self.captioned <= MAX_PICTURES
+
+    def __str__(self) -> str:
+        pictures, duplicates = _count(self.captioned + self.failed, "picture"), _count(self.duplicates, "duplicate")
+        text = f"{pictures}: {self.captioned:,} captioned, {self.failed:,} failed; {duplicates}."
+        if self.captioned > MAX_PICTURES:
+            text += f" The first {MAX_PICTURES:,} of {self.captioned:,} captioned pictures are shown."
+        if self.failed > MAX_FAILURES:
+            text += f" The first {MAX_FAILURES:,} of {self.failed:,} failures are shown."
+        return text
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+# Cards
+
+
+def _cards(records: Iterable[dict], home: Path) -> Iterator[tuple[dict, str | None]]:
+    """Each record as the page wants it, and its thumbnail; a few are made ahead, in threads."""
+    waiting: deque[tuple[dict, Future[str | None]]] = deque()
+    index_of: dict[str | None, int] = {}  # the card of each file, for its duplicates
+    tar_index = lru_cache(maxsize=2)(_tar_index)
+    with ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="mmvllm-thumbnail") as pool:
+        for index, record in enumerate(records):
+            card = _card(record, home)
+            if (twin := index_of.get(card.get("duplicate_of"))) is not None:
+                card["same"] = twin
+            elif "web" not in card:
+                index_of[card["path"]] = index
+            source = None if {"same", "web"} & card.keys() else _source(_path(record), tar_index)
+            waiting.append((card, pool.submit(_thumbnail, source)))
+            if len(waiting) > LOOKAHEAD:
+                card, thumbnail = waiting.popleft()
+                yield card, thumbnail.result()
+        for card, thumbnail in waiting:
+            yield card, thumbnail.result()
+
+
+def _card(record: dict, home: Path) -> dict[str, Any]:
+    """What the page shows of a record; what is None is left out."""
+    path = _path(record)
+    card = {key: _clean(record[key]) for key in _TEXTS if record.get(key) is not None}
+    card |= {key: number for key in _NUMBERS if (number := _number(record.get(key))) is not None}
+    card |= {"path": _clean(path)}
+    if _URL.match(path):
+        return card | {"link": _clean(path), "web": True}
+    return card | ({"link": _link(path, home)} if os.path.isfile(path) else {})
+
+
+def _link(path: str, home: Path) -> str:
+    """Relative where the file lies below the page, so that they may be moved together."""
+    absolute = Path(path).absolute()
+    if absolute.is_relative_to(home):
+        return "./" + urllib.parse.quote(os.fsencode(absolute.relative_to(home)))
+    return absolute.as_uri()
+
+
+def _path(record: dict) -> str:
+    return str(record.get("path") or "")
+
+
+def _source(path: str, tar_index: Callable[[str], dict[str, TarMember]]) -> str | Path | TarMember | None:
+    if os.path.isfile(path):
+        return Path(path).absolute()  # whatever its name: "~a.jpg", "data:a.jpg"
+    for match in re.finditer(r"\.tar/", path, re.IGNORECASE):
+        tar, member = path[: match.end() - 1], path[match.end() :]
+        if os.path.isfile(tar):
+            return tar_index(tar).get(member)
+    return path
+
+
+def _tar_index(tar: str) -> dict[str, TarMember]:
+    index = {}
+    with suppress(ValueError):  # of a damaged one, what comes before the damage is there
+        index.update(tar_members(tar))
+    return index
+
+
+def _thumbnail(source: str | Path | TarMember | None) -> str | None:
+    """A WebP picture in base64; None where there is nothing to show."""
+    if source is None:
+        return None
+    try:
+        image = load_image(source.read() if isinstance(source, TarMember) else source, draft=SIDE)
+    except ValueError:
+        return None
+    image.thumbnail((SIDE, SIDE))
+    image.save(buffer := io.BytesIO(), "WEBP", quality=60)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _write_blocks(file: TextIO, cards: Iterator[tuple[dict, str | None]]) -> None:
+    while block := list(itertools.islice(cards, BLOCK)):
+        records, thumbnails = zip(*block, strict=True)
+        file.write(f'<script type="application/json" class="records">{_json(records)}</script>\n')
+        file.write(
+            f'<script type="application/json" class="thumbnails" data-size="{BLOCK}">{_json(thumbnails)}</script>\n'
+        )
+
+
+def _json(value: Any) -> str:
+    """JSON in which nothing can end a script element or begin a comment."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).translate(_INERT)
+
+
+def _clean(value: Any) -> str:
+    """A text that UTF-8 can hold, which file names need not be."""
+    return str(value).encode("utf-8", "backslashreplace").decode()
+
+
+def _number(value: Any) -> int | float | None:
+    return value if isinstance(value, int | float) and abs(value) < 1e15 else None  # neither NaN nor infinite
+
+
+def _table(summary: dict[str, str]) -> str:
+    rows = (
+        f'<tr><th scope="row">{html.escape(_clean(label))}</th><td dir="auto">{html.escape(_clean(text))}</td></tr>\n'
+        for label, text in summary.items()
+    )
+    return f"<table>\n{''.join(rows)}</table>\n"
+
+
+# Throughput
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Pictures per second in bins of equal length, and where, in seconds, a pause was cut out."""
+
+    rates: np.ndarray
+    bin_s: float
+    pauses: np.ndarray
+
+
+def measure_throughput(times: array) -> Throughput | None:
+    """The curve over the `times`, in seconds, at which pictures were done; None if they are too few for one.
+
+    A pause of more than PAUSE_S between two pictures, as between two runs, counts like the usual time between two.
+    """
+    gaps = np.diff(np.sort(np.asarray(times, dtype=np.float64)))
+    num_bins = min(MAX_BINS, len(gaps) // PICTURES_PER_BIN)
+    if num_bins < 2:
+        return None
+    is_pause = gaps > PAUSE_S
+    gaps[is_pause] = np.median(gaps)
+    seconds = np.concatenate([[0.0], np.cumsum(gaps)])
+    if seconds[-1] == 0:
+        return None
+    # Between two moments at which pictures were done the count grows evenly: bins need not be wider than a batch.
+    moments, counts = np.unique(seconds, return_counts=True)
+    edges = np.linspace(0, seconds[-1], num_bins + 1)
+    done = np.interp(edges, moments, np.cumsum(counts))
+    return Throughput(np.diff(done) / edges[1], float(edges[1]), seconds[1:][is_pause])
+
+
+LEFT, TOP, RIGHT, BOTTOM = 64, 12, 708, 168  # of the plot, in a picture of 720 x 204
+UNITS = ((1, "s"), (60, "min"), (3600, "h"))
+
+
+def draw_throughput(curve: Throughput) -> str:
+    """A figure with the curve as inline SVG."""
+    total_s = curve.bin_s * len(curve.rates)
+    unit_s, unit = [each for each in UNITS if each[0] == 1 or total_s > 2 * each[0]][-1]
+    top = 1.1 * float(curve.rates.max())
+
+    def x(seconds: float) -> str:
+        return f"{LEFT + (RIGHT - LEFT) * seconds / total_s:.1f}"
+
+    def y(rate: float) -> str:
+        return f"{BOTTOM - (BOTTOM - TOP) * rate / top:.1f}"
+
+    rates = curve.rates.tolist()
+    places = [0.0, *((i + 0.5) * curve.bin_s for i in range(len(rates))), total_s]
+    line = " ".join(f"{x(at)},{y(rate)}" for at, rate in zip(places, [rates[0], *rates, rates[-1]], strict=True))
+    rows = "".join(
+        f'<path class="grid" d="M{LEFT} {y(tick)}H{RIGHT}"/>'
+        f'<text x="{LEFT - 8}" y="{y(tick)}" dy=".35em" text-anchor="end">{tick:,g}</text>\n'
+        for tick in _ticks(top, 4)
+    )
+    columns = "".join(
+        f'<text x="{x(tick * unit_s)}" y="{BOTTOM + 28}" text-anchor="middle">{tick:,g} {unit}</text>\n'
+        for tick in _ticks(total_s / unit_s, 6)
+    )
+    pauses = "".join(f'<path class="pause" d="M{x(at)} {TOP}V{BOTTOM}"/>\n' for at in curve.pauses.tolist())
+    mean = float(curve.rates.mean())
+    told = f"Pictures per second over {total_s / unit_s:.3g} {unit}"
+    cut = "; dotted: a pause was cut out" if pauses else ""
+    return (
+        f"<figure>\n<figcaption>{told}, {mean:.3g} on average{cut}</figcaption>\n"
+        f'<svg viewBox="0 0 720 204" role="img" aria-label="{told}: '
+        f'from {min(rates):.3g} to {max(rates):.3g}, {mean:.3g} on average">\n'
+        f'{rows}{columns}{pauses}<polygon class="area" points="{LEFT},{BOTTOM} {line} {RIGHT},{BOTTOM}"/>\n'
+        f'<polyline class="line" points="{line}"/>\n</svg>\n</figure>\n'
+    )
+
+
+def _ticks(top: float, most: int) -> list[float]:
+    """Round numbers from 0 to `top`."""
+    power = 10.0 ** math.floor(math.log10(top / most))
+    step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if step * most >= top)
+    return [i * step for i in range(most + 1) if i * step <= top]

@@ -1,0 +1,163 @@
+"""Pictures in folders and by patterns: depth first, however deep, and no folder held whole."""
+
+import os
+import re
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from itertools import islice, takewhile
+from operator import attrgetter
+from pathlib import Path, PurePath
+
+from mmvllm.captioning.items import Item
+from mmvllm.captioning.names import folder_name, is_picture_name, relative_path
+from mmvllm.captioning.tars import tar_members
+
+CHUNK = 4096  # folder entries that are sorted together
+MAGIC = re.compile(r"[*?[]")
+_NO_PATH = re.compile(r"(https?|file|data):|~", re.IGNORECASE)  # what `load_image` takes for something else
+
+# What may follow below a folder, as alternatives: the names of a path, each a pattern. After () everything may.
+Pattern = frozenset[tuple[str, ...]]
+EVERYTHING: Pattern = frozenset({()})
+
+
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    """A folder on the way down, partly read."""
+
+    path: str
+    relative: str
+    pattern: Pattern
+    identity: tuple[int, int] | None
+    entries: Generator[os.DirEntry, None, None]
+
+
+def _entries(path: str) -> Generator[os.DirEntry, None, None]:
+    with os.scandir(path or ".") as entries:
+        while chunk := sorted(islice(entries, CHUNK), key=attrgetter("name")):
+            if len(chunk) < CHUNK:
+                entries.close()  # before anything is done about them: that may take hours
+            yield from chunk
+
+
+class Walk:
+    """Depth first through a folder, where links are not followed upwards, nor twice to the same place (`followed`)."""
+
+    def __init__(self, root: str, relative: str, pattern: Pattern, followed: set[tuple]):
+        self.is_answered = False  # has seen what matches, or what cannot be looked into
+        self._above = {_identity(parent) for parent in Path(os.path.realpath(root)).parents}
+        self._followed = followed
+        self._stack = [_Folder(root, relative, pattern, _identity(root), _entries(root))]
+
+    def items(self) -> Iterator[Item]:
+        try:
+            while self._stack:
+                folder = self._stack[-1]
+                try:
+                    entry = next(folder.entries, None)
+                except OSError as error:
+                    self.is_answered, entry = True, None
+                    yield _unreadable(folder, error)
+                if entry is None:
+                    self._stack.pop()
+                else:
+                    yield from self._visit(folder, entry)
+        finally:
+            for folder in self._stack:
+                folder.entries.close()
+
+    def _visit(self, folder: _Folder, entry: os.DirEntry) -> Iterator[Item]:
+        pattern = _advance(folder.pattern, entry.name)
+        self.is_answered |= () in pattern
+        path = os.path.join(folder.path, entry.name)
+        relative = f"{folder.relative}/{entry.name}" if folder.relative else entry.name
+        if _is_folder(entry):
+            if pattern and self._may_enter(entry, pattern):
+                self._stack.append(_Folder(path, relative, pattern, _identity(path), _entries(path)))
+        elif () in pattern:
+            yield from _file(path, relative)
+
+    def _may_enter(self, entry: os.DirEntry, pattern: Pattern) -> bool:
+        if not entry.is_symlink():
+            return True
+        identity = _identity(entry.path)
+        is_above = identity in self._above or any(folder.identity == identity for folder in self._stack)
+        if is_above or (identity, pattern) in self._followed:
+            return False
+        self._followed.add((identity, pattern))
+        return True
+
+
+def _unreadable(folder: _Folder, error: OSError) -> Item:
+    relative = folder.relative or relative_path(folder_name(folder.path))
+    return Item(folder.path, relative, None, error=f"folder cannot be read ({error.strerror})")
+
+
+def _file(path: str, relative: str) -> Iterator[Item]:
+    if is_picture_name(path):
+        yield Item(path, relative, os.path.join(".", path) if _NO_PATH.match(path) else path)
+    elif path.lower().endswith(".tar"):
+        yield from in_tar(path, relative)
+
+
+def _is_folder(entry: os.DirEntry) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself, say
+        return False
+
+
+def _identity(path: str | Path) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path or ".")
+    except OSError:  # gone; that is said when it is read
+        return None
+    return status.st_dev, status.st_ino
+
+
+def match_pattern(path: str, followed: set[tuple]) -> Iterator[Item]:
+    # Not glob.iglob: it holds folders whole, recurses, and runs for ever in links that lead to each other.
+    parts = PurePath(path).parts
+    if path.endswith(("/", "**")):  # what is in front must be a folder
+        parts += ("*",)
+    fixed = list(takewhile(lambda part: not MAGIC.search(part), parts))
+    root = os.path.join("", *fixed)
+    if os.path.isdir(root or "."):
+        walk = Walk(root, "", _with_skipped({parts[len(fixed) :]}), followed)
+        yield from walk.items()
+        if walk.is_answered:
+            return
+    yield Item(path, relative_path(path), None, error="nothing matches this pattern")
+
+
+def _advance(pattern: Pattern, name: str) -> Pattern:
+    """What may follow below `name`; a hidden one is only matched by a pattern with a dot."""
+    is_hidden = name.startswith(".")
+    after = set()
+    for rest in pattern:
+        if not rest or rest[0] == "**":
+            after |= set() if is_hidden else {rest}
+        elif fnmatch(name, rest[0]) and (not is_hidden or rest[0].startswith(".")):
+            after.add(rest[1:])
+    return _with_skipped(after)
+
+
+def _with_skipped(pattern: set[tuple[str, ...]]) -> Pattern:
+    """`**` may also stand for no folder at all."""
+    after = set(pattern)
+    for rest in pattern:
+        while rest and rest[0] == "**":
+            rest = rest[1:]
+            after.add(rest)
+    return frozenset(after)
+
+
+def in_tar(tar: str, relative: str) -> Iterator[Item]:
+    try:
+        with closing(tar_members(tar)) as members:
+            for name, member in members:
+                yield Item(f"{tar}/{name}", relative_path(relative[: -len(".tar")], name), member)
+    except ValueError as error:
+        yield Item(tar, relative, None, error=str(error).removeprefix(f"{tar}: "))
