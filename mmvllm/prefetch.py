@@ -62,7 +62,7 @@ class Prefetcher:
     def get(self, wait: bool) -> Prepared | None:
         """The next prepared request; None if there is none yet and `wait` is false, or none will ever come.
 
-        Raises what the caller's iterable raised.
+        Raises what the caller's iterable raised, once all before that has been given, if `wait` is true.
         """
         with self._changed:
             start = time.perf_counter()
@@ -73,7 +73,7 @@ class Prefetcher:
             elif self._started is not None:
                 self._waited += time.perf_counter() - start
             if not self._is_head_ready():
-                if self._failure is not None and not self._items:
+                if wait and self._failure is not None and not self._items:
                     raise self._failure
                 return None
             item = self._items.popleft()
@@ -92,6 +92,12 @@ class Prefetcher:
         """Share of the time, since the first request was ready, that was spent waiting for others, in [0, 1]."""
         return 0.0 if self._started is None else self._waited / (time.perf_counter() - self._started)
 
+    def finish(self) -> None:
+        """Take no more requests; those that have been taken are still given."""
+        with self._changed:
+            self._exhausted = True
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Stop preparing; what has been prepared is dropped."""
         with self._changed:
@@ -104,8 +110,8 @@ class Prefetcher:
         try:
             for index, request in enumerate(self._requests):
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closed or self._has_room())
-                    if self._closed:
+                    self._changed.wait_for(lambda: self._closed or self._exhausted or self._has_room())
+                    if self._closed or self._exhausted:
                         return
                     future = self._submit(request)
                     self._num_preparing += 1

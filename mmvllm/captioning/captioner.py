@@ -31,21 +31,25 @@ class Captioner:
         self._num_workers = num_workers or NUM_WORKERS
         self._in_processes = in_processes
         self._prefetcher: Prefetcher | None = None
+        self._is_stopped = False
 
     @property
     def engine_wait_share(self) -> float:
         """Share of the time since the first picture was ready in which the engine had none to work on, in [0, 1]."""
         return 0.0 if self._prefetcher is None else self._prefetcher.wait_share
 
-    def records(
-        self, tasks: Iterable[Task], index: Index, is_stopped: Callable[[], bool] = lambda: False
-    ) -> Iterator[dict]:
+    def stop(self) -> None:
+        """Finish what the engine has begun, and drop the rest; may be called from a signal handler."""
+        self._is_stopped = True
+        if self._prefetcher is not None:
+            self._prefetcher.finish()
+
+    def records(self, tasks: Iterable[Task], index: Index) -> Iterator[dict]:
         """A record for every task, as they finish; what fails is a record with `error`.
 
-        The tasks are walked in a thread of their own; captions that `index` has are copied. Once `is_stopped`, what the
-        engine has begun is finished and the rest dropped.
+        The tasks are walked in a thread of their own; captions that `index` has are copied.
         """
-        under_way = _UnderWay(self.settings, index, is_stopped)
+        under_way = _UnderWay(self.settings, index, lambda: self._is_stopped)
         self._prefetcher = self._prefetch(under_way.requests(tasks))
         params = self.settings.sampling_params
         for _, output in self.llm.stream_prepared(self._prefetcher, params, "return", under_way.check):
@@ -128,37 +132,35 @@ class _UnderWay:
         error = output.error
         if error is not None:  # without the words that say which picture it is about: the path already does
             error = error.removeprefix("image 0: ").removeprefix(f"{work.task.item.path:.200}: ")
-        return (
-            dict.fromkeys(COLUMNS)
-            | self._describe(work)
-            | {
-                "caption": self._settings.caption(output.text) if error is None else None,
-                "error": error,
-                "prompt_tokens": output.num_prompt_tokens,
-                "image_tokens": output.num_image_tokens,
-                "completion_tokens": len(output.token_ids),
-                "finish_reason": output.finish_reason,
-                "seconds": None if error is not None else round(output.finish_time - output.arrival_time, 3),
-            }
-        )
+        made = {
+            "caption": self._settings.caption(output.text) if error is None else None,
+            "prompt_tokens": output.num_prompt_tokens,
+            "image_tokens": output.num_image_tokens,
+            "completion_tokens": len(output.token_ids),
+            "finish_reason": output.finish_reason,
+            "seconds": None if error is not None else round(output.finish_time - output.arrival_time, 3),
+        }
+        return dict.fromkeys(COLUMNS) | self._describe(work, error) | made
 
     def _copy(self, work: _Work, original: dict) -> dict:
         """The original's caption or error for a picture that equals it."""
-        return original | self._describe(work) | {"duplicate_of": original["path"], "seconds": 0.0}
+        own = {"duplicate_of": original["path"], "seconds": 0.0}
+        return original | self._describe(work, original["error"]) | own
 
-    def _describe(self, work: _Work) -> dict:
+    def _describe(self, work: _Work, error: str | None) -> dict:
         """What a record says of the picture itself."""
         item = work.task.item
         return {
             "path": item.path,
             "id": item.id,
             "digest": work.digest,
+            "error": error,
             "width": work.width,
             "height": work.height,
             "time": round(time.time(), 3),
             "model": self._settings.model,
             "prompt": self._settings.prompt_for(item),
-            "file": work.task.file,
+            "file": None if error is not None else work.task.file,
             "settings": self._settings.fingerprint,
             "key": work.task.key,
         }

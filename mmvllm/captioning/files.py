@@ -2,7 +2,10 @@
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
+
+import xxhash
 
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item
@@ -29,17 +32,23 @@ class CaptionFiles:
 
     def skips(self, item: Item) -> bool:
         """Whether a picture is left alone because its caption file is there."""
-        path = self.path(item)
-        return self.skip_existing and path is not None and path.exists()
+        with suppress(OSError, ValueError):  # no place for it, which `claim` says
+            path = self.path(item)
+            return self.skip_existing and path is not None and path.exists()
+        return False
 
     def claim(self, item: Item, index: Index) -> Path:
         """The path for this item and no other; raises ValueError where there is none to be had."""
         path = self.path(item)
         if path is None:
             raise ValueError("its caption has no place beside it; give --output-dir")
-        if not index.claim(f"file {path}"):
+        try:
+            is_there = path.exists()
+        except OSError as error:
+            raise ValueError(f"{path}: its caption cannot be written ({error.strerror})") from None
+        if not index.claim(_key(path)):
             raise ValueError(f"{path} is the caption of another picture with this name; rename one, or use jsonl")
-        if path.exists() and not self.overwrite:
+        if is_there and not self.overwrite:
             raise ValueError(f"{path} is there already; --overwrite replaces it, --skip-existing leaves the picture")
         return path
 
@@ -54,6 +63,10 @@ class CaptionFiles:
 
     def restore(self, record: dict, index: Index) -> None:
         """Write a file that a killed run, or its user, took away from under its record; its path is taken."""
-        index.claim(f"file {record['file']}")
-        if record["error"] is None and not Path(record["file"]).exists():
+        index.claim(_key(Path(record["file"])))
+        if not Path(record["file"]).exists():
             self.write(record)
+
+
+def _key(path: Path) -> str:
+    return f"file {xxhash.xxh3_128_hexdigest(os.fsencode(path))}"

@@ -8,6 +8,7 @@ import sqlite3
 import threading
 
 BEGUN, RECORDED, FAILED = range(3)
+KEY_BYTES = 16
 
 
 class Index:
@@ -43,6 +44,23 @@ class Index:
         """The last line of the output that speaks of it."""
         row = self._one("SELECT line FROM work WHERE key = ?", key)
         return None if row is None else row[0]
+
+    def dump(self, retry: bool) -> bytes:
+        """The keys that a claim is refused, or with `retry` those that it is given; for `load` in another process."""
+        keys = bytearray()
+        with self._lock:
+            query = "SELECT key FROM work WHERE state >= ?"
+            for (key,) in self._database.execute(query, (FAILED if retry else RECORDED,)):
+                keys += bytes.fromhex(key)
+        return bytes(keys)
+
+    def load(self, keys: bytes) -> None:
+        """Take over what `dump` gave."""
+        rows = ((keys[i : i + KEY_BYTES].hex(), FAILED) for i in range(0, len(keys), KEY_BYTES))
+        with self._lock:
+            self._database.execute("BEGIN")
+            self._database.executemany("INSERT INTO work VALUES (?, ?, NULL)", rows)
+            self._database.execute("COMMIT")
 
     def keep_caption(self, content: str, record: dict) -> None:
         """The record that other pictures of the same content copy; the first one stays."""

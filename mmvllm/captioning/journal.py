@@ -9,6 +9,7 @@ import fcntl
 import json
 import logging
 import os
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -37,10 +38,11 @@ class Journal:
     def __init__(self, path: Path, settings: CaptionSettings, overwrite: bool = False, append_anyway: bool = False):
         self.path, self.index = path, Index()
         self._settings, self._overwrite = settings, overwrite
-        self._settings_path = path.with_name(f"{path.name}.settings")
+        self._target = Path(os.path.realpath(path))  # a link stays one
+        self._settings_path = self._target.with_name(f"{self._target.name}.settings")
         self._num_lines, self._size, self._synced = 0, 0, time.monotonic()
         self._has_superseded = False
-        self._file = _open_locked(path)
+        self._file = _open_locked(self._target, path)
         try:
             self._known = {} if overwrite or self._is_empty() else self._read_settings(append_anyway)
         except BaseException:
@@ -84,7 +86,7 @@ class Journal:
         if self._has_superseded:
             self._drop_superseded()
         if self._is_empty():
-            self.path.unlink(missing_ok=True)
+            self._target.unlink(missing_ok=True)
             self._settings_path.unlink(missing_ok=True)
         else:
             self._sync()
@@ -123,23 +125,20 @@ class Journal:
         """Read what is recorded, and cut off a last line that was not written to its end."""
         self._num_lines = self._size = 0
         self._has_superseded = False
-        torn = None
         for line in self._lines():
-            if torn is not None:
+            if not line.endswith(b"\n"):
+                logger.warning("%s: its last line was not written to the end, and is done again", self.path)
+                os.ftruncate(self._file, self._size)
+                return
+            record = _parse(line)
+            if record is None:
                 raise ValueError(
                     f"{self.path}: line {self._num_lines + 1} is not a record of a caption; mend it or take it out, "
                     "or --overwrite to begin anew"
                 )
-            record = _parse(line)
-            if record is None:
-                torn = line
-            else:
-                self._size += len(line)
-                self._note(record)
-                self._settings.keep_caption(record, self.index)
-        if torn is not None:
-            logger.warning("%s: its last line was not written to the end, and is done again", self.path)
-            os.ftruncate(self._file, self._size)
+            self._size += len(line)
+            self._note(record)
+            self._settings.keep_caption(record, self.index)
 
     def _note(self, record: dict) -> None:
         is_new = self.index.note(record["key"], record["error"] is not None, self._num_lines)
@@ -148,14 +147,14 @@ class Journal:
 
     def _drop_superseded(self) -> None:
         """Write the file anew without the failures that were done again."""
-        temporary = self.path.with_name(f"{self.path.name}.tmp")
+        temporary = self._target.with_name(f"{self._target.name}.tmp")
         temporary.unlink(missing_ok=True)
-        file = _open_locked(temporary)
+        file = _open_locked(temporary, temporary)
         for number, line in enumerate(self._lines()):
             if self.index.line(json.loads(line)["key"]) == number:
                 _write_all(file, line)
         os.fsync(file)
-        temporary.replace(self.path)
+        temporary.replace(self._target)
         os.close(self._file)
         self._file = file
         self.index = Index()
@@ -176,9 +175,7 @@ class Journal:
 
 
 def _parse(line: bytes) -> dict | None:
-    """A record, or None for what is none: without its end, most likely."""
-    if not line.endswith(b"\n"):
-        return None
+    """A record, or None for what is none."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -188,18 +185,21 @@ def _parse(line: bytes) -> dict | None:
     )
 
 
-def _open_locked(path: Path) -> int:
-    """Open for appending, for this process alone."""
+def _open_locked(path: Path, name: Path) -> int:
+    """Open for appending, for this process alone; `name` is what its user calls it."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(file)
-            raise ValueError(f"{path}: another run is writing to it; wait for it, or choose another output") from None
+            raise ValueError(f"{name}: another run is writing to it; wait for it, or choose another output") from None
         except OSError as error:  # some network file systems have no locks
-            logger.warning("%s cannot be locked (%s); see to it that no other run writes to it", path, error.strerror)
+            logger.warning("%s cannot be locked (%s); see to it that no other run writes to it", name, error.strerror)
             return file
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
+            raise ValueError(f"{name} is not a plain file; records must go into one")
         if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
             return file
         os.close(file)  # replaced or taken away between the two calls

@@ -2,9 +2,7 @@
 
 import json
 import os
-import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, BinaryIO
@@ -26,11 +24,16 @@ class _Line:
 def in_list(path: str) -> Iterator[Item]:
     item = _json_item if path.lower().endswith(".jsonl") else _text_item
     folder, stem = os.path.dirname(path), "stdin" if path == "-" else PurePath(path).stem
-    with nullcontext(sys.stdin.buffer) if path == "-" else open_list(path) as file:
+    with _open_stdin() if path == "-" else open_list(path) as file:
         for number, text in enumerate(file, 1):
             text = (text.removeprefix(b"\xef\xbb\xbf") if number == 1 else text).removesuffix(b"\n").removesuffix(b"\r")
             if text.strip():
                 yield item(_Line(text, folder, f"{path}:{number}", relative_path(f"{stem}-{number}")))
+
+
+def _open_stdin() -> BinaryIO:
+    # Not sys.stdin.buffer: who waits for a line in a thread holds its lock, without which Python cannot end.
+    return open(0, "rb", closefd=False)
 
 
 def open_list(path: str) -> BinaryIO:

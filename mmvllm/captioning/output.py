@@ -28,6 +28,7 @@ class Output:
         overwrite: bool = False,
         append_anyway: bool = False,
         skip_existing: bool = False,
+        retry_failed: bool = False,
     ):
         self.path, self.format = path, format or _format_of(path)
         _check(self.path, self.format, output_dir, overwrite, skip_existing)
@@ -36,7 +37,9 @@ class Output:
             self.files = CaptionFiles(self.format, output_dir, overwrite, skip_existing)
             self.path = path or (output_dir or Path()) / DEFAULT_JOURNAL
         self.journal = None
-        if self.path is not None:
+        if self.path is None:
+            _check_unrecorded(overwrite=overwrite, append_anyway=append_anyway, retry_failed=retry_failed)
+        else:
             self.journal = Journal(self._journal_path(), settings, overwrite, append_anyway)
 
     @property
@@ -68,7 +71,7 @@ class Output:
         if self.journal is None:
             return
         self.journal.append(record)
-        if record["file"] is not None and record["error"] is None:
+        if record["file"] is not None:
             try:
                 self.files.write(record)
             except OSError as error:
@@ -111,6 +114,12 @@ def _check(path: Path | None, format: str, output_dir: Path | None, overwrite: b
                 raise ValueError(f"--{name} is for caption files (txt, webdataset-json), the format is {format}")
     if format in TABLES:
         _check_table(path, format, overwrite)
+
+
+def _check_unrecorded(**options: bool) -> None:
+    for name, value in options.items():
+        if value:
+            raise ValueError(f"--{name.replace('_', '-')} is about what is recorded; give --output too")
 
 
 def _check_table(path: Path | None, format: str, overwrite: bool) -> None:

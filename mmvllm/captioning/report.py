@@ -11,7 +11,6 @@ import html
 import io
 import itertools
 import json
-import math
 import os
 import re
 import urllib.parse
@@ -20,14 +19,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TextIO
 
-import numpy as np
-
 from mmvllm.captioning.tars import TarMember, tar_members
+from mmvllm.captioning.throughput import draw_throughput, measure_throughput
 from mmvllm.processors.load import load_image
 
 MAX_PICTURES = 10_000  # shown with a caption
@@ -36,10 +33,6 @@ BLOCK = 100  # records in one piece of JSON
 SIDE = 160  # pixels, the longer side of a thumbnail
 NUM_WORKERS = min(4, os.cpu_count() or 1)
 LOOKAHEAD = 8 * NUM_WORKERS
-
-MAX_BINS = 120
-PICTURES_PER_BIN = 10  # at least, on average
-PAUSE_S = 600.0
 
 _URL = re.compile(r"https?://", re.IGNORECASE)
 _TEXTS = ("path", "id", "caption", "error", "duplicate_of", "finish_reason")
@@ -247,84 +240,3 @@ def _table(summary: dict[str, str]) -> str:
         for label, text in summary.items()
     )
     return f"<table>\n{''.join(rows)}</table>\n"
-
-
-# Throughput
-
-
-@dataclass(frozen=True, slots=True)
-class Throughput:
-    """Pictures per second in bins of equal length, and where, in seconds, a pause was cut out."""
-
-    rates: np.ndarray
-    bin_s: float
-    pauses: np.ndarray
-
-
-def measure_throughput(times: array) -> Throughput | None:
-    """The curve over the `times`, in seconds, at which pictures were done; None if they are too few for one.
-
-    A pause of more than PAUSE_S between two pictures, as between two runs, counts like the usual time between two.
-    """
-    gaps = np.diff(np.sort(np.asarray(times, dtype=np.float64)))
-    num_bins = min(MAX_BINS, len(gaps) // PICTURES_PER_BIN)
-    if num_bins < 2:
-        return None
-    is_pause = gaps > PAUSE_S
-    gaps[is_pause] = np.median(gaps)
-    seconds = np.concatenate([[0.0], np.cumsum(gaps)])
-    if seconds[-1] == 0:
-        return None
-    # Between two moments at which pictures were done the count grows evenly: bins need not be wider than a batch.
-    moments, counts = np.unique(seconds, return_counts=True)
-    edges = np.linspace(0, seconds[-1], num_bins + 1)
-    done = np.interp(edges, moments, np.cumsum(counts))
-    return Throughput(np.diff(done) / edges[1], float(edges[1]), seconds[1:][is_pause])
-
-
-LEFT, TOP, RIGHT, BOTTOM = 64, 12, 708, 168  # of the plot, in a picture of 720 x 204
-UNITS = ((1, "s"), (60, "min"), (3600, "h"))
-
-
-def draw_throughput(curve: Throughput) -> str:
-    """A figure with the curve as inline SVG."""
-    total_s = curve.bin_s * len(curve.rates)
-    unit_s, unit = [each for each in UNITS if each[0] == 1 or total_s > 2 * each[0]][-1]
-    top = 1.1 * float(curve.rates.max())
-
-    def x(seconds: float) -> str:
-        return f"{LEFT + (RIGHT - LEFT) * seconds / total_s:.1f}"
-
-    def y(rate: float) -> str:
-        return f"{BOTTOM - (BOTTOM - TOP) * rate / top:.1f}"
-
-    rates = curve.rates.tolist()
-    places = [0.0, *((i + 0.5) * curve.bin_s for i in range(len(rates))), total_s]
-    line = " ".join(f"{x(at)},{y(rate)}" for at, rate in zip(places, [rates[0], *rates, rates[-1]], strict=True))
-    rows = "".join(
-        f'<path class="grid" d="M{LEFT} {y(tick)}H{RIGHT}"/>'
-        f'<text x="{LEFT - 8}" y="{y(tick)}" dy=".35em" text-anchor="end">{tick:,g}</text>\n'
-        for tick in _ticks(top, 4)
-    )
-    columns = "".join(
-        f'<text x="{x(tick * unit_s)}" y="{BOTTOM + 28}" text-anchor="middle">{tick:,g} {unit}</text>\n'
-        for tick in _ticks(total_s / unit_s, 6)
-    )
-    pauses = "".join(f'<path class="pause" d="M{x(at)} {TOP}V{BOTTOM}"/>\n' for at in curve.pauses.tolist())
-    mean = float(curve.rates.mean())
-    told = f"Pictures per second over {total_s / unit_s:.3g} {unit}"
-    cut = "; dotted: a pause was cut out" if pauses else ""
-    return (
-        f"<figure>\n<figcaption>{told}, {mean:.3g} on average{cut}</figcaption>\n"
-        f'<svg viewBox="0 0 720 204" role="img" aria-label="{told}: '
-        f'from {min(rates):.3g} to {max(rates):.3g}, {mean:.3g} on average">\n'
-        f'{rows}{columns}{pauses}<polygon class="area" points="{LEFT},{BOTTOM} {line} {RIGHT},{BOTTOM}"/>\n'
-        f'<polyline class="line" points="{line}"/>\n</svg>\n</figure>\n'
-    )
-
-
-def _ticks(top: float, most: int) -> list[float]:
-    """Round numbers from 0 to `top`."""
-    power = 10.0 ** math.floor(math.log10(top / most))
-    step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if step * most >= top)
-    return [i * step for i in range(most + 1) if i * step <= top]

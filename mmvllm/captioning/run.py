@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import xxhash
 
@@ -21,6 +21,9 @@ from mmvllm.captioning.progress import Progress
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.llm import LLM
 from mmvllm.models.weights import model_name
+
+if TYPE_CHECKING:
+    from mmvllm.captioning.ray_source import RayOptions
 
 
 def caption_images(
@@ -41,6 +44,7 @@ def caption_images(
     shard: tuple[int, int] | None = None,
     workers: int | None = None,
     worker_processes: bool = False,
+    ray: "RayOptions | None" = None,
     **settings: Any,
 ) -> "CaptionRun":
     """Caption pictures as `mmvllm caption` does; returns an iterator of records, dicts with the keys of `COLUMNS`.
@@ -62,19 +66,31 @@ def caption_images(
         shard: (i, n) with 1 <= i <= n: the i-th of n parts, by a hash of each path.
         workers: threads that prepare pictures, by default as many as there are cores, at most 8.
         worker_processes: prepare in processes instead, which one interpreter's lock does not hold up.
+        ray: caption on Ray Data, with engines of their own made of `model` and `engine_args`.
         settings: of `CaptionSettings`: prompt, system, max_tokens, temperature, seed, min_pixels, max_pixels, prefix,
             suffix, trigger_word, dtype.
 
     Raises ValueError for arguments that do not fit together, and for an output that belongs to another run.
     """
+    if llm is not None and ray is not None:
+        raise ValueError(
+            "llm stays in this process, Ray's actors make engines of their own; give model and engine_args"
+        )
     paths = [paths] if isinstance(paths, str | PathLike) else list(paths)
     name = llm.model if llm is not None else model_name(model)
     job = CaptionSettings(model=name, **settings)
     selection = Selection(paths, retry_failed, limit, shard)
     output, output_dir = (None if path is None else Path(path) for path in (output, output_dir))
     with ExitStack() as stack:
-        out = Output(job, output, format, output_dir, overwrite, append_anyway, skip_existing)
+        out = Output(job, output, format, output_dir, overwrite, append_anyway, skip_existing, retry_failed)
         stack.callback(out.close)
+        if ray is not None:
+            from mmvllm.captioning.ray_source import RaySource
+
+            engine_args = {"dtype": job.dtype, **(engine_args or {})}
+            source = RaySource(job, selection, model, engine_args, out.files, workers, worker_processes, ray)
+            stack.callback(source.close)
+            return CaptionRun(job, selection, source, out, fail_fast, stack.pop_all().close)
         if llm is None:
             llm = LLM(model, dtype=job.dtype, **(engine_args or {}))
             stack.callback(llm.exit)
@@ -115,7 +131,7 @@ class Worklist:
 
     def __init__(self, settings: CaptionSettings, selection: Selection, output: Output, progress: Progress):
         self.settings, self.selection = settings, selection
-        self._output, self._progress = output, progress
+        self._output, self.progress = output, progress
         self.under_way: dict[str, str] = {}  # key -> path of what has been given and is not recorded yet
 
     @property
@@ -136,7 +152,7 @@ class Worklist:
         """The task of captioning an item; None if that is recorded or given already, or its caption file is there."""
         key = self.settings.key(item)
         if self._output.skips(item) or not self.index.claim(key, self.selection.retry_failed):
-            self._progress.num_skipped += 1
+            self.progress.num_skipped += 1
             return None
         self.under_way[key] = item.path
         try:
@@ -150,7 +166,9 @@ class Source(Protocol):
 
     engine_wait_share: float
 
-    def records(self, tasks: Worklist, index: Index, is_stopped: Callable[[], bool]) -> Iterator[dict]: ...
+    def records(self, tasks: Worklist, index: Index) -> Iterator[dict]: ...
+
+    def stop(self) -> None: ...
 
 
 class CaptionRun:
@@ -168,16 +186,17 @@ class CaptionRun:
         self.settings, self.output, self.progress = settings, output, Progress()
         self._worklist = Worklist(settings, selection, output, self.progress)
         self._selection, self._source, self._fail_fast, self._on_close = selection, source, fail_fast, on_close
-        self.is_stopped = False
         self._records = self._run()
 
     def stop(self) -> None:
         """Take no further pictures; those that the engine has begun are finished. May be called from anywhere."""
-        self.is_stopped = True
+        self._source.stop()
 
     def count(self) -> int | None:
-        """How many pictures there are to find, walked anew; None where that cannot be known."""
-        return None if "-" in self._selection.paths else sum(1 for _ in self._selection.items())
+        """How many pictures there are to find, walked anew; None for a list that can be read but once."""
+        if any(path == Path("-") or path.is_fifo() for path in map(Path, self._selection.paths)):
+            return None
+        return sum(1 for _ in self._selection.items())
 
     def close(self) -> None:
         """End the run now and let go of output and engine; safe to call twice."""
@@ -202,7 +221,7 @@ class CaptionRun:
 
     def _run(self) -> Iterator[dict]:
         self.output.begin()
-        for record in self._source.records(self._worklist, self._worklist.index, lambda: self.is_stopped):
+        for record in self._source.records(self._worklist, self._worklist.index):
             self._write(record)
             self.progress.add(record)
             self.progress.engine_wait_share = self._source.engine_wait_share

@@ -41,6 +41,7 @@ def write_parquet(path: Path, records: Iterable[dict]) -> None:
 
 
 def _replace(path: Path, write: Callable[[Path], None]) -> None:
+    path = Path(os.path.realpath(path))  # a link stays one
     temporary = path.with_name(f"{path.name}.tmp")
     write(temporary)
     with temporary.open("rb") as file:

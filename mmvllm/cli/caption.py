@@ -6,13 +6,18 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 from mmvllm.captioning.output import FORMATS
 from mmvllm.captioning.settings import DEFAULT_PROMPT, PRESETS
 from mmvllm.cli.common import add_model_arguments, at_least_one
 from mmvllm.cli.progress import MODES, Display
+
+if TYPE_CHECKING:
+    from mmvllm.captioning.ray_source import RayOptions
 
 SETTINGS = ("system", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels", "prefix", "suffix")
 
@@ -34,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--worker-processes", action="store_true", help="prepare in processes instead: for many cores and a fast GPU"
     )
+    _add_engine(parser.add_argument_group("where to run"))
     parser.add_argument(
         "--progress", choices=MODES, default="auto", help="bar on a terminal, lines elsewhere (default: %(default)s)"
     )
@@ -84,6 +90,16 @@ def _add_selection(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--fail-fast", action="store_true", help="stop at the first failure")
 
 
+def _add_engine(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--engine", choices=("local", "ray"), default="local", help="one engine here, or Ray Data with one per actor"
+    )
+    group.add_argument("--address", help="a Ray cluster: auto, HOST:PORT or ray://...; local (the default) starts Ray")
+    group.add_argument("--actors", type=at_least_one, metavar="N", dest="num_actors", help="engines (default: 1)")
+    group.add_argument("--cpus-per-actor", type=at_least_one, metavar="N", help="cores of each engine (default: 1)")
+    group.add_argument("--gpus-per-actor", type=float, metavar="F", help="default: 1 where there is a GPU, else 0")
+
+
 def run(args: argparse.Namespace) -> int:
     from mmvllm.captioning.journal import OutputError
     from mmvllm.captioning.run import caption_images
@@ -98,15 +114,16 @@ def run(args: argparse.Namespace) -> int:
         model=args.model,
         engine_args={"device": args.device},
         prompt=_prompt(args),
+        ray=_ray_options(args),
         **settings,
         **{name: getattr(args, name) for name in (*options, *selection)},
     )
     shows_json = args.format == "jsonl"
     try:
-        with job, _stopping(job) as signals, Display(args.progress, job.progress, job.count):
+        with job, _stopping(job) as signals, Display(args.progress, job.progress, job.count), _own_stdout(args) as out:
             for record in job:
                 if job.output.journal is None:
-                    _print(record, shows_json)
+                    _print(record, shows_json, out)
     except OutputError as error:
         print(f"mmvllm caption: {error}", file=sys.stderr)
         return 1
@@ -117,8 +134,23 @@ def run(args: argparse.Namespace) -> int:
     if args.report:
         from mmvllm.captioning.report import write_report
 
-        write_report(args.report, job.output.journal.records(), summary)
+        write_report(args.report, job.output.journal.records(), summary, f"Captions in {job.output.path.name}")
     return 128 + signals[0] if signals else 3 if job.progress.num_failed else 0
+
+
+def _ray_options(args: argparse.Namespace) -> "RayOptions | None":
+    names = ("address", "num_actors", "cpus_per_actor", "gpus_per_actor")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.engine == "ray":
+        if find_spec("ray") is None:
+            raise ValueError("--engine ray needs Ray Data: pip install 'mmvllm[ray]'")
+        from mmvllm.captioning.ray_source import RayOptions
+
+        return RayOptions(**given)
+    if given:
+        options = ", ".join(f"--{name.removeprefix('num_').replace('_', '-')}" for name in given)
+        raise ValueError(f"{options} needs --engine ray")
+    return None
 
 
 @contextmanager
@@ -148,13 +180,21 @@ def _prompt(args: argparse.Namespace) -> str:
     return PRESETS[args.preset] if args.preset else args.prompt or DEFAULT_PROMPT
 
 
-def _print(record: dict, as_json: bool) -> None:
+@contextmanager
+def _own_stdout(args: argparse.Namespace) -> Iterator[TextIO]:
+    """Where captions go: a standard output on which Ray, which reports lost workers there, does not write too."""
+    out = sys.stdout
+    with redirect_stdout(sys.stderr if args.engine == "ray" and not out.isatty() else out):
+        yield out
+
+
+def _print(record: dict, as_json: bool, out: TextIO) -> None:
     from tqdm import tqdm  # its print keeps lines and bar apart
 
     if as_json:
-        tqdm.write(json.dumps(record), file=sys.stdout)
+        tqdm.write(json.dumps(record), file=out)
     elif record["error"] is None:
-        tqdm.write(f"{record['path']}: {record['caption']}", file=sys.stdout)
+        tqdm.write(f"{record['path']}: {record['caption']}", file=out)
     else:
         tqdm.write(f"{record['path']}: {record['error']}", file=sys.stderr)
 

@@ -3,10 +3,10 @@
 import io
 import json
 import os
-import sys
 import tarfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -612,10 +612,25 @@ def test_lists_of_other_systems_are_read(tmp_path):
     assert relatives(tmp_path / "list.jsonl") == ["a.png", "b.png"]
 
 
-def test_standard_input_is_a_text_list(monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"a.png\n{DATA}\n".encode())))
-    assert list(find_items(["-"])) == [Item("a.png", "a.png", "a.png"), Item("-:2", "stdin-2", DATA)]
-    assert not sys.stdin.closed
+@pytest.fixture
+def stdin():
+    """The end of a pipe whose other end is standard input."""
+    before, (end, start) = os.dup(0), os.pipe()
+    os.dup2(end, 0)
+    os.close(end)
+    with open(start, "wb", buffering=0) as pipe:
+        yield pipe
+    os.dup2(before, 0)
+    os.close(before)
+
+
+def test_standard_input_is_a_text_list(stdin):
+    stdin.write(f"a.png\n{DATA}\n".encode())
+    found = find_items(["-"])
+    assert next(found) == Item("a.png", "a.png", "a.png")  # while more may come
+    stdin.close()
+    assert list(found) == [Item("-:2", "stdin-2", DATA)]
+    os.fstat(0)  # it is still open
 
 
 def test_lines_are_taken_as_they_are_written(tmp_path):
@@ -637,17 +652,20 @@ def test_lines_are_taken_as_they_are_written(tmp_path):
     writer.join()
 
 
-def test_an_endless_list_is_read_line_by_line(monkeypatch):
-    class Endless(io.RawIOBase):
-        def readable(self):
-            return True
+def test_an_endless_list_is_read_line_by_line(tmp_path):
+    os.mkfifo(tmp_path / "list.txt")
 
-        def readinto(self, buffer):
-            buffer[:] = (b"picture.png\n" * (len(buffer) // 12 + 1))[: len(buffer)]
-            return len(buffer) // 12 * 12
+    def write():
+        with suppress(BrokenPipeError), open(tmp_path / "list.txt", "wb") as pipe:
+            while True:
+                pipe.write(b"picture.png\n" * 1000)
 
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Endless())))
-    assert {item.relative for item in islice(find_items(["-"]), 5000)} == {"picture.png"}
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    found = find_items([tmp_path / "list.txt"])
+    assert {item.relative for item in islice(found, 5000)} == {"picture.png"}
+    found.close()
+    writer.join()
 
 
 def test_a_jsonl_list_may_have_prompts_contexts_and_ids(tmp_path):

@@ -22,7 +22,8 @@ import pytest
 from PIL import Image
 
 from mmvllm.captioning import report
-from mmvllm.captioning.report import measure_throughput, write_report
+from mmvllm.captioning.report import write_report
+from mmvllm.captioning.throughput import measure_throughput
 from tests.conftest import picture
 
 HOSTILE = [

@@ -1,0 +1,294 @@
+"""The journal holds whole records whatever happens to it, and the index gives each piece of work once."""
+
+import errno
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from xxhash import xxh3_128_hexdigest
+
+from mmvllm.captioning import journal as journal_module
+from mmvllm.captioning.index import Index
+from mmvllm.captioning.journal import Journal, OutputError
+from mmvllm.captioning.record import COLUMNS
+from mmvllm.captioning.settings import CaptionSettings
+
+SETTINGS = CaptionSettings()
+OTHER = CaptionSettings(prompt="Count!", max_tokens=7)
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    return tmp_path / "out.jsonl"
+
+
+def record(name: str, made_with: CaptionSettings = SETTINGS, **values) -> dict:
+    known = {
+        "path": name,
+        "key": xxh3_128_hexdigest(ascii(name).encode()),
+        "caption": 'a "cat"\n😺 é',
+        "digest": ascii(name),
+    }
+    return dict.fromkeys(COLUMNS) | known | {"settings": made_with.fingerprint, "prompt": made_with.prompt} | values
+
+
+def write(path: Path, *records: dict, settings: CaptionSettings = SETTINGS, **options) -> None:
+    journal = Journal(path, settings, **options)
+    journal.begin()
+    for one in records:
+        journal.append(one)
+    journal.close()
+
+
+def read(path: Path) -> list[dict]:
+    with path.open(encoding="utf-8", newline="\n") as lines:
+        return [json.loads(line) for line in lines]
+
+
+THREE = [record("a.png"), record("b.png", error="is empty", caption=None), record("c\n\udcff😺.png", id="\u2028 \x85")]
+
+
+def test_records_are_read_back_as_they_were(path):
+    write(path, *THREE[:2])
+    write(path, THREE[2])
+    assert read(path) == THREE
+    journal = Journal(path, SETTINGS)
+    journal.begin()
+    assert list(journal.records()) == THREE
+    journal.close()
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_a_last_line_that_is_cut_anywhere_is_taken_away_and_written_anew(num_before, path, caplog):
+    write(path, *THREE[:num_before])
+    start = path.stat().st_size if num_before else 0
+    write(path, THREE[2])
+    whole = path.read_bytes()
+    for length in range(start, len(whole)):
+        path.write_bytes(whole[:length])
+        journal = Journal(path, SETTINGS)
+        journal.begin()
+        assert path.read_bytes() == whole[:start]
+        assert journal.index.line(THREE[2]["key"]) is None
+        assert journal.index.caption(SETTINGS.content_key(THREE[2]["digest"], SETTINGS.prompt)) is None
+        journal.append(THREE[2])
+        journal.close()
+        assert path.read_bytes() == whole
+    assert f"{path}: its last line was not written to the end" in caplog.text
+
+
+def test_zeros_behind_the_last_record_are_taken_away(path):
+    write(path, *THREE)  # what a file system may leave after a power failure
+    whole = path.read_bytes()
+    path.write_bytes(whole + bytes(700))
+    write(path)
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"not JSON", b'{"path": "a.png"', b"[1, 2]", b'{"path": "a.png"}', b"\xff\xfe", b"7", b"\0\0\0", b"null"],
+)
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_damaged_line_before_the_end_is_refused_with_its_number(damage, at, path):
+    write(path, *THREE)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:at], damage + b"\n", *lines[at + 1 :]]))
+    before = path.read_bytes()
+    journal = Journal(path, SETTINGS)
+    with pytest.raises(ValueError, match=f"{path}: line {at + 1} is not a record of a caption"):
+        journal.begin()
+    journal.close()
+    assert path.read_bytes() == before
+
+
+def test_a_whole_line_at_the_end_that_is_no_record_is_not_thrown_away(path):
+    write(path, *THREE)
+    with path.open("a") as file:
+        file.write('{"note": "mine"}\n')
+    before = path.read_bytes()
+    journal = Journal(path, SETTINGS)
+    try:
+        journal.begin()
+    except ValueError:
+        pass
+    finally:
+        journal.close()
+    assert path.read_bytes() == before
+
+
+def test_a_file_without_settings_is_foreign(path):
+    path.write_text('{"path": "mine"}\n')
+    with pytest.raises(ValueError, match="exists and was not made by this command"):
+        Journal(path, SETTINGS)
+    assert path.read_text() == '{"path": "mine"}\n' and os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize("text", ["", "{", "\0", '{"a"'])
+def test_damaged_settings_are_named(text, path):
+    write(path, *THREE)
+    path.with_name("out.jsonl.settings").write_text(text)
+    with pytest.raises(ValueError, match=r"out\.jsonl\.settings is damaged .* --overwrite begins anew"):
+        Journal(path, SETTINGS)
+    write(path, THREE[0], overwrite=True)
+    assert read(path) == THREE[:1]
+
+
+def test_other_settings_are_refused_with_what_differs_alone(path):
+    write(path, *THREE)
+    with pytest.raises(ValueError) as raised:
+        Journal(path, OTHER)
+    message = str(raised.value)
+    assert "prompt was 'Describe this image.', is 'Count!'" in message and "max_tokens was 256, is 7" in message
+    assert "temperature" not in message and "model" not in message
+    write(path)  # and the file was let go of
+
+
+def test_append_anyway_makes_both_settings_known(path):
+    write(path, *THREE)
+    write(path, record("a.png", OTHER, key="00" * 16), settings=OTHER, append_anyway=True)
+    for settings in (SETTINGS, OTHER):
+        write(path, settings=settings)
+    assert len(read(path)) == 4
+
+
+def test_overwrite_changes_nothing_before_it_begins(path):
+    write(path, *THREE)
+    before = path.read_bytes(), path.with_name("out.jsonl.settings").read_bytes()
+    Journal(path, OTHER, overwrite=True).close()
+    assert (path.read_bytes(), path.with_name("out.jsonl.settings").read_bytes()) == before
+    write(path, record("a.png", OTHER), settings=OTHER, overwrite=True)
+    assert len(read(path)) == 1
+    with pytest.raises(ValueError, match="was made with other settings"):
+        Journal(path, SETTINGS)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_second_journal_on_the_file_is_refused(overwrite, path):
+    first = Journal(path, SETTINGS)
+    first.begin()
+    first.append(THREE[0])
+    with pytest.raises(ValueError, match="another run is writing to it"):
+        Journal(path, SETTINGS, overwrite=overwrite)
+    first.append(THREE[1])
+    first.close()
+    first.close()
+    write(path, THREE[2])
+    assert read(path) == THREE
+
+
+def test_the_file_stays_locked_when_failures_were_done_again(path):
+    write(path, *THREE)
+    write(path, record("b.png"))
+    path.write_bytes(b"".join(json.dumps(one).encode() + b"\n" for one in [*THREE, record("b.png")]))
+    journal = Journal(path, SETTINGS)
+    journal.begin()  # which writes the file anew
+    with pytest.raises(ValueError, match="another run is writing to it"):
+        Journal(path, SETTINGS)
+    journal.append(record("d.png"))
+    journal.close()
+    assert [one["path"] for one in read(path)] == ["a.png", THREE[2]["path"], "b.png", "d.png"]
+
+
+def test_an_output_that_stayed_empty_is_taken_away(path):
+    write(path)
+    assert os.listdir(path.parent) == []
+
+
+def test_a_failure_that_is_done_again_leaves_one_record(path):
+    write(path, *THREE)
+    journal = Journal(path, SETTINGS)
+    journal.begin()
+    again = record("b.png")
+    assert journal.index.claim(again["key"], retry=True) and not journal.index.claim(again["key"], retry=True)
+    journal.append(again)
+    assert list(journal.records()) == [THREE[0], THREE[2], again]
+    journal.close()
+    assert read(path) == [THREE[0], THREE[2], again]
+
+
+@pytest.mark.parametrize("written", [0, 1, 40])
+def test_half_a_record_is_taken_back_when_the_disk_is_full(written, path, monkeypatch):
+    journal = Journal(path, SETTINGS)
+    journal.begin()
+    journal.append(THREE[0])
+    real, calls = os.write, []
+
+    def fail(file: int, data: bytes) -> int:
+        calls.append(data)
+        if len(calls) == 1 and written:
+            return real(file, data[:written])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(journal_module.os, "write", fail)
+    with pytest.raises(OutputError, match=r"out\.jsonl cannot be written: No space left on device"):
+        journal.append(THREE[1])
+    assert read(path) == THREE[:1]
+    monkeypatch.undo()
+    journal.append(THREE[2])
+    journal.close()
+    assert read(path) == [THREE[0], THREE[2]]
+
+
+def test_a_write_that_takes_only_parts_is_gone_on_with(path, monkeypatch):
+    real = os.write
+    monkeypatch.setattr(journal_module.os, "write", lambda file, data: real(file, data[:7]))
+    write(path, *THREE)
+    assert read(path) == THREE
+
+
+@pytest.mark.parametrize(
+    ("settings", "values", "is_kept"),
+    [
+        (SETTINGS, {}, True),
+        (CaptionSettings(temperature=1.0, seed=3), {}, True),
+        (CaptionSettings(temperature=1.0), {}, False),
+        (SETTINGS, {"error": "is empty"}, False),
+        (SETTINGS, {"duplicate_of": "b.png"}, False),
+        (OTHER, {"settings": SETTINGS.fingerprint}, False),
+    ],
+)
+def test_captions_are_kept_for_equal_pictures_where_they_would_come_out_again(settings, values, is_kept, path):
+    one = record("a.png", settings, **values)
+    write(path, one, settings=settings)
+    journal = Journal(path, settings, append_anyway=True)
+    journal.begin()
+    kept = journal.index.caption(settings.content_key(one["digest"], one["prompt"]))
+    journal.close()
+    assert kept == (one if is_kept else None)
+
+
+# Index
+
+
+def test_each_piece_of_work_is_given_once_to_any_number_of_threads():
+    index = Index()
+    with ThreadPoolExecutor(8) as pool:
+        given = list(pool.map(lambda i: index.claim(str(i % 300)), range(2400)))
+    assert sum(given) == 300
+
+
+def test_only_what_failed_is_claimed_for_a_retry():
+    index = Index()
+    index.note("good", failed=False, line=0)
+    index.note("bad", failed=True, line=1)
+    assert not index.claim("good") and not index.claim("bad")
+    assert [index.claim(key, retry=True) for key in ("good", "new", "bad", "bad")] == [False, False, True, False]
+
+
+def test_the_last_line_that_speaks_of_a_piece_of_work_counts():
+    index = Index()
+    index.claim("a")
+    assert index.line("a") is None and index.line("b") is None
+    assert index.note("a", failed=True, line=3)
+    assert not index.note("a", failed=False, line=5)
+    assert index.line("a") == 5
+
+
+def test_the_first_caption_of_a_content_stays():
+    index = Index()
+    index.keep_caption("content", THREE[2])
+    index.keep_caption("content", THREE[0])
+    assert index.caption("content") == THREE[2] and index.caption("other") is None

@@ -1,0 +1,327 @@
+"""What is recorded is read back by the ordinary readers of each format, and caption files are where they belong."""
+
+import csv
+import json
+import os
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mmvllm import LLM
+from mmvllm.captioning import caption_images
+from mmvllm.captioning.output import FORMATS
+from mmvllm.captioning.record import COLUMNS
+from mmvllm.captioning.run import Selection
+from tests.conftest import picture
+
+NAMES = [
+    "plain",
+    "with space",
+    "line\nbreak",
+    'quote"s, comma',
+    "日本語 😺",
+    "semi;colon\ttab\rreturn",
+    "\u2028\x85",
+    "50%",
+]
+AROUND = {"prefix": 'He said "hé" 🐈,\n', "suffix": "\r\n\u2028;\t'end'"}
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    llm = LLM(checkpoint, device="cpu", dtype="float32", num_kvcache_blocks=256, skip_warmup=True)
+    yield llm
+    llm.exit()
+
+
+@pytest.fixture
+def caption(llm) -> Callable[..., list[dict]]:
+    """`caption_images` to its end -> the records it made."""
+
+    def caption(*paths, **options) -> list[dict]:
+        with caption_images(paths, llm=llm, **{"max_tokens": 4} | options) as run:
+            return list(run)
+
+    return caption
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Pictures with names of all kinds, and one that is broken."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for i, name in enumerate(NAMES):
+        picture(40 + i, 40, seed=i).save(folder / f"{name}.png")
+    (folder / os.fsdecode(b"latin-\xe9.png")).write_bytes((folder / "plain.png").read_bytes())
+    (folder / "broken.png").write_text("none")
+    return folder
+
+
+@pytest.fixture
+def two(tmp_path) -> Path:
+    """Two pictures, one in a folder of its own."""
+    folder = tmp_path / "two"
+    (folder / "deep").mkdir(parents=True)
+    picture(40, 40, seed=1).save(folder / "a.png")
+    picture(40, 44, seed=2).save(folder / "deep/b.png")
+    return folder
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def read_csv(path: Path) -> list[dict]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def files_below(folder: Path, suffix: str) -> dict[str, str]:
+    found = sorted(folder.rglob(f"*{suffix}"))
+    return {str(path.relative_to(folder)): path.read_bytes().decode() for path in found}
+
+
+def shown(value) -> str:
+    """As a text file has it."""
+    return "" if value is None else str(value).encode("utf-8", "backslashreplace").decode()
+
+
+# Formats
+
+
+def test_json_lines_hold_every_record(caption, folder, tmp_path):
+    made = caption(folder, output=tmp_path / "out.jsonl", **AROUND)
+    assert read_jsonl(tmp_path / "out.jsonl") == made
+    assert len(made) == len(NAMES) + 2 and {os.path.basename(record["path"]) for record in made} == {
+        path.name for path in folder.iterdir()
+    }
+    assert all(list(record) == list(COLUMNS) for record in made)
+    assert all(
+        r["caption"].startswith(AROUND["prefix"]) and r["caption"].endswith("'end'") for r in made if not r["error"]
+    )
+
+
+def test_csv_is_read_back_by_the_csv_module(caption, folder, tmp_path):
+    made = caption(folder, output=tmp_path / "out.csv", **AROUND)
+    rows = read_csv(tmp_path / "out.csv")
+    assert rows == [{name: shown(value) for name, value in record.items()} for record in made]
+    assert list(rows[0]) == list(COLUMNS)
+
+
+def test_parquet_is_read_back_by_pyarrow_with_its_types(caption, folder, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    made = caption(folder, output=tmp_path / "out.parquet", **AROUND)
+    table = parquet.read_table(tmp_path / "out.parquet")
+    assert table.column_names == list(COLUMNS)
+    kinds = {"string": str, "int64": int, "double": float}
+    assert {field.name: kinds[str(field.type)] for field in table.schema} == COLUMNS
+    assert table.to_pylist() == [
+        {name: shown(value) if isinstance(value, str) else value for name, value in record.items()} for record in made
+    ]
+
+
+def test_txt_files_are_the_captions(caption, folder, tmp_path):
+    made = caption(folder, output=tmp_path / "out.jsonl", format="txt", **AROUND)
+    good = [record for record in made if record["error"] is None]
+    assert len(good) == len(NAMES) + 1, [record["error"] for record in made]
+    for record in good:
+        path = Path(record["path"]).with_suffix(".txt")
+        assert record["file"] == str(path) and path.read_bytes().decode() == record["caption"] + "\n"
+    assert len(list(folder.glob("*.txt"))) == len(good)
+
+
+def test_json_files_are_the_records(caption, folder, tmp_path):
+    made = caption(folder, output=tmp_path / "out.jsonl", format="webdataset-json", **AROUND)
+    good = [record for record in made if record["error"] is None]
+    assert len(good) == len(NAMES) + 1, [record["error"] for record in made]
+    assert [json.loads(Path(record["path"]).with_suffix(".json").read_bytes()) for record in good] == good
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_table_has_what_all_runs_recorded(suffix, caption, two, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    out = tmp_path / f"out.{suffix}"
+    (two / "c.png").write_text("none")
+    caption(two, output=out, limit=2)
+    caption(two, output=out)
+    picture(40, 40, seed=3).save(two / "c.png")
+    caption(two, output=out, retry_failed=True)
+    rows = read_csv(out) if suffix == "csv" else parquet.read_table(out).to_pylist()
+    assert sorted(os.path.basename(row["path"]) for row in rows) == ["a.png", "b.png", "c.png"]
+    assert all(row["caption"] and not row["error"] for row in rows)
+    out.unlink()
+    assert caption(two, output=out) == [] and out.exists()
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_table_that_is_not_ours_is_refused(suffix, caption, two, tmp_path):
+    out = tmp_path / f"out.{suffix}"
+    out.write_text("mine")
+    with pytest.raises(ValueError, match="exists and was not made by this command"):
+        caption(two, output=out)
+    assert out.read_text() == "mine"
+    assert len(caption(two, output=out, overwrite=True)) == 2
+
+
+def test_formats_go_by_the_name_of_the_output_unless_they_are_given(caption, two, tmp_path):
+    caption(two, output=tmp_path / "a.CSV")
+    assert len(read_csv(tmp_path / "a.CSV")) == 2
+    caption(two, output=tmp_path / "b.csv", format="jsonl")
+    assert len(read_jsonl(tmp_path / "b.csv")) == 2
+    with pytest.raises(ValueError, match=f"format is 'xml', must be one of {', '.join(FORMATS)}"):
+        caption(two, format="xml")
+
+
+# Caption files
+
+
+def test_pictures_of_one_name_do_not_share_a_caption_file(caption, two, tmp_path):
+    options = {"output": tmp_path / "out.jsonl", "format": "txt"}
+    picture(40, 40, seed=5).save(two / "a.jpg")
+    made = {os.path.basename(record["path"]): record for record in caption(two, **options)}
+    assert made["a.jpg"]["error"] is None and made["b.png"]["error"] is None
+    assert made["a.png"]["error"].startswith(f"{two / 'a.txt'} is the caption of another picture with this name")
+    assert (two / "a.txt").read_text() == f"{made['a.jpg']['caption']}\n"
+    picture(40, 40, seed=6).save(two / "a.bmp")  # found first now, but the name is taken
+    (later,) = caption(two, **options)
+    assert "another picture with this name" in later["error"]
+    assert (two / "a.txt").read_text() == f"{made['a.jpg']['caption']}\n"
+
+
+@pytest.mark.parametrize("format, suffix", [("txt", ".txt"), ("webdataset-json", ".json")])
+def test_a_caption_file_that_is_there_stays_unless_told(format, suffix, caption, two, tmp_path):
+    options = {"output": tmp_path / "out.jsonl", "format": format}
+    (two / f"a{suffix}").write_text("mine")
+    errors = {os.path.basename(record["path"]): record["error"] for record in caption(two, **options)}
+    assert "is there already; --overwrite replaces it, --skip-existing" in errors["a.png"] and not errors["b.png"]
+    assert (two / f"a{suffix}").read_text() == "mine"
+    assert caption(two, **options, overwrite=True, skip_existing=True) == []
+    (two / f"deep/b{suffix}").unlink()
+    (left,) = caption(two, **options, skip_existing=True)
+    assert left["path"] == str(two / "deep/b.png") and (two / f"a{suffix}").read_text() == "mine"
+    assert [record["error"] for record in caption(two, **options, overwrite=True)] == [None, None]
+    assert (two / f"a{suffix}").read_text() != "mine"
+
+
+def test_a_caption_file_that_was_taken_away_comes_back_and_a_changed_one_stays(caption, two, tmp_path):
+    options = {"output": tmp_path / "out.jsonl", "format": "txt"}
+    caption(two, **options)
+    before = files_below(two, ".txt")
+    (two / "a.txt").unlink()
+    (two / "deep/b.txt").write_text("better")
+    assert caption(two, **options) == []
+    assert files_below(two, ".txt") == before | {"deep/b.txt": "better"}
+
+
+@pytest.mark.parametrize("format, suffix", [("txt", ".txt"), ("webdataset-json", ".json")])
+def test_an_output_folder_mirrors_the_pictures(format, suffix, caption, two, tmp_path):
+    (tmp_path / "captions").mkdir()
+    made = caption(two, format=format, output_dir=tmp_path / "captions")
+    assert list(files_below(tmp_path / "captions", suffix)) == [f"a{suffix}", f"deep/b{suffix}"]
+    assert [record["file"] for record in made] == [
+        str(tmp_path / "captions" / name) for name in (f"a{suffix}", f"deep/b{suffix}")
+    ]
+    assert read_jsonl(tmp_path / "captions/captions.jsonl") == made
+    assert not list(two.rglob(f"*{suffix}"))
+
+
+def test_pictures_that_are_no_files_need_an_output_folder(caption, two, tmp_path):
+    with tarfile.open(tmp_path / "shard.tar", "w") as tar:
+        tar.add(two / "a.png", "x/a.png")
+    address = "http://127.0.0.1:1/dir/b.png"
+    data = "data:image/png;base64,AAAA"
+    (tmp_path / "list.jsonl").write_text(json.dumps({"image": data}))
+    paths = (tmp_path / "shard.tar", address, tmp_path / "list.jsonl")
+    made = caption(*paths, output=tmp_path / "out.jsonl", format="txt")
+    assert [record["error"] for record in made] == ["its caption has no place beside it; give --output-dir"] * 3
+    (tmp_path / "captions").mkdir()
+    made = caption(*paths, format="txt", output_dir=tmp_path / "captions")
+    assert {record["path"] for record in made if record["error"] is None} == {f"{tmp_path}/shard.tar/x/a.png"}
+    assert list(files_below(tmp_path / "captions", ".txt")) == ["shard/x/a.txt"]
+
+
+def test_a_failed_picture_gets_its_caption_file_when_it_is_done_again(caption, two, tmp_path):
+    options = {"output": tmp_path / "out.jsonl", "format": "txt"}
+    (two / "c.png").write_text("none yet")
+    assert sum(record["error"] is not None for record in caption(two, **options)) == 1
+    picture(40, 40, seed=7).save(two / "c.png")
+    (made,) = caption(two, **options, retry_failed=True)
+    assert made["error"] is None
+    assert (two / "c.txt").read_text() == f"{made['caption']}\n"
+
+
+def test_another_prompt_writes_its_own_caption_files_where_told(caption, two, tmp_path):
+    options = {"output": tmp_path / "out.jsonl", "format": "txt", "append_anyway": True}
+    caption(two, **options)
+    (tmp_path / "captions").mkdir()
+    made = caption(two, **options, prompt="Count!", output_dir=tmp_path / "captions")
+    assert [record["error"] for record in made] == [None, None]
+    assert list(files_below(tmp_path / "captions", ".txt")) == ["a.txt", "deep/b.txt"]
+
+
+@pytest.mark.parametrize("format", ["txt", "webdataset-json"])
+@pytest.mark.parametrize("line", ["/", ".", "..", "{name}", "https://x.test/{name}"])
+def test_a_line_that_names_no_picture_does_not_end_the_run(line, format, caption, two, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mmvllm.processors.load._download", lambda url: b"")
+    (tmp_path / "captions").mkdir()
+    line = line.format(name="x" * 300 + ".png")
+    (tmp_path / "list.txt").write_text(f"{line}\n{two / 'a.png'}\n")
+    output_dir = tmp_path / "captions" if line.startswith("https") else None
+    made = caption(tmp_path / "list.txt", output=tmp_path / "out.jsonl", format=format, output_dir=output_dir)
+    good = [record["path"] for record in made if record["error"] is None]
+    assert (len(made), good) == (2, [str(two / "a.png")])
+
+
+def test_a_caption_file_name_that_is_too_long_is_the_pictures_own_failure(caption, two, tmp_path):
+    name = "x" * 251
+    shutil.copy(two / "a.png", two / f"{name}.png")
+    made = caption(two, output=tmp_path / "out.jsonl", format="webdataset-json")
+    errors = {os.path.basename(record["path"]): record["error"] for record in made}
+    assert errors["a.png"] is None and errors[f"{name}.png"] is not None
+
+
+@pytest.mark.parametrize("start", ["file://", "file:", "FILE://"])
+def test_a_file_url_makes_no_folders_of_its_name(start, caption, two, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "list.txt").write_text(f"{start}{two / 'a.png'}\n")
+    (made,) = caption(tmp_path / "list.txt", output=tmp_path / "out.jsonl", format="txt")
+    assert made["error"] == "its caption has no place beside it; give --output-dir"
+    assert sorted(os.listdir(tmp_path)) == ["list.txt", "out.jsonl", "out.jsonl.settings", "two"]
+    (made,) = caption(tmp_path / "list.txt", output=tmp_path / "plain.jsonl")
+    assert made["error"] is None
+
+
+def test_options_that_do_nothing_for_a_format_are_refused(caption, two, tmp_path):
+    for options in ({"output_dir": tmp_path}, {"skip_existing": True}):
+        with pytest.raises(ValueError, match=r"is for caption files \(txt, webdataset-json\), the format is csv"):
+            caption(two, output=tmp_path / "out.csv", **options)
+    with pytest.raises(ValueError, match=r"csv needs --output FILE\.csv"):
+        caption(two, format="csv")
+    with pytest.raises(ValueError, match="is no folder; make it first"):
+        caption(two, format="txt", output_dir=tmp_path / "absent")
+    assert os.listdir(tmp_path) == ["two"]
+
+
+# Shards
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
+def test_shards_are_disjoint_complete_and_stay_when_pictures_come(number, tmp_path):
+    names = [f"{i}.png" for i in range(60)]
+    for name in names:
+        (tmp_path / name).touch()
+
+    def shards() -> list[set[str]]:
+        return [{item.path for item in Selection([tmp_path], shard=(i, number)).items()} for i in range(1, number + 1)]
+
+    before = shards()
+    assert sum(map(len, before)) == 60 and set.union(*before) == {str(tmp_path / name) for name in names}
+    assert all(60 / number / 3 < len(shard) for shard in before)
+    for i in range(60, 90):
+        (tmp_path / f"{i}.png").touch()
+    assert all(earlier <= later for earlier, later in zip(before, shards(), strict=True))

@@ -1,0 +1,297 @@
+"""`--engine ray`: the same records from engines in Ray's actors as from one here, whatever becomes of an actor."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mmvllm.captioning import CaptionSettings, caption_images
+from mmvllm.captioning.captioner import Captioner, Task
+from mmvllm.captioning.files import CaptionFiles
+from mmvllm.captioning.index import Index
+from mmvllm.captioning.items import Item
+from mmvllm.captioning.record import COLUMNS
+from mmvllm.captioning.run import Selection
+from mmvllm.cli.main import main
+from tests.conftest import picture
+
+ray = pytest.importorskip("ray")
+pytest.importorskip("ray.data")
+ray_source = import_module("mmvllm.captioning.ray_source")
+ray_worker = import_module("mmvllm.captioning.ray_worker")
+
+take_over, CHUNK = ray_source._take_over, ray_worker.CHUNK
+ENGINE = {"device": "cpu", "num_kvcache_blocks": 256, "skip_warmup": True}
+TWO = ray_source.RayOptions(num_actors=2)
+DIFFERS = dict.fromkeys(("time", "seconds", "duplicate_of"))  # from run to run
+
+
+@pytest.fixture(scope="module")
+def joined():
+    """Ray, started once for all tests that do not start it themselves."""
+    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=128 * 1024 * 1024, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A relative path to six pictures: c equals a, x is broken, and one name is not UTF-8."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("pictures")
+    folder.mkdir()
+    for i, name in enumerate(("a.png", "b.png", "d.png", os.fsdecode(b"\xff.png"))):
+        picture(60 + i, 64, seed=i).save(folder / name)
+    picture(60, 64, seed=0).save(folder / "c.bmp")
+    (folder / "x.png").write_bytes(b"nothing")
+    return folder
+
+
+def run(paths, checkpoint, **options):
+    return caption_images(paths, model=checkpoint, engine_args=ENGINE, max_tokens=4, **options)
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def many(folder: Path, number: int) -> Path:
+    folder.mkdir()
+    for i in range(number):
+        picture(60 + i % 5, 64, seed=i).save(folder / f"{i:03}.png")
+    return folder
+
+
+def job(paths, files: CaptionFiles | None = None, **selection) -> ray_worker.Job:
+    what = (CaptionSettings(), Selection(list(paths), **selection))
+    return ray_worker.Job(*what, None, {}, files, None, worker_processes=False, num_threads=1, folder=os.getcwd())
+
+
+def chunks(job, recorded: bytes = b"") -> list:
+    tables = ray_worker.walk(None, job, ray.put(recorded))
+    return [chunk for table in tables for chunk in ray_worker.Chunk.unpack(table)]
+
+
+def test_actors_make_the_records_that_a_local_engine_makes(joined, folder, checkpoint):
+    rows = [{"image": "a.png", "id": 7, "prompt": "Count!"}, {"image": "b.png", "context": "a cat"}, {"text": "none"}]
+    (folder / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    paths = [folder, folder / "list.jsonl"]
+    local = {record["key"]: record for record in run(paths, checkpoint)}
+    with run(paths, checkpoint, ray=TWO, output="out.jsonl") as remote:
+        made = list(remote)
+    assert len(made) == 9 and all(list(record) == list(COLUMNS) for record in made)
+    assert {record["key"]: record | DIFFERS for record in made} == {
+        key: record | DIFFERS for key, record in local.items()
+    }
+    assert lines(Path("out.jsonl")) == made
+    equal = [record for record in made if record["path"] in ("pictures/a.png", "pictures/c.bmp") and not record["id"]]
+    assert {record["duplicate_of"] for record in equal} in ({None, "pictures/a.png"}, {None, "pictures/c.bmp"})
+    p = remote.progress
+    assert (p.num_captioned, p.num_duplicates, p.num_failed, p.num_skipped) == (6, 1, 2, 0)
+    assert 0 <= p.engine_wait_share <= 1
+
+
+@pytest.mark.slow
+def test_another_run_adds_only_what_is_new(joined, folder, checkpoint):
+    with run(folder, checkpoint, ray=TWO, output="out.jsonl") as first:
+        before = list(first)
+    picture(70, 64, seed=9).save(folder / "new.png")
+    with run(folder, checkpoint, ray=TWO, output="out.jsonl") as second:
+        assert [record["path"] for record in second] == ["pictures/new.png"]
+    assert second.progress.num_skipped == 6 and len(lines(Path("out.jsonl"))) == len(before) + 1 == 7
+    picture(70, 64, seed=10).save(folder / "x.png")
+    with run(folder, checkpoint, ray=TWO, output="out.jsonl", retry_failed=True) as third:
+        assert [(record["path"], record["error"]) for record in third] == [("pictures/x.png", None)]
+    assert len({record["key"] for record in lines(Path("out.jsonl"))}) == len(lines(Path("out.jsonl"))) == 7
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_or_fails_fast_ends_its_actors(joined, tmp_path, checkpoint):
+    folder = many(tmp_path / "pictures", 6 * CHUNK)
+    (folder / "000.png").write_bytes(b"nothing")
+    with run(folder, checkpoint, ray=TWO, fail_fast=True) as failing:
+        made = list(failing)
+    assert any(record["error"] for record in made) and len(made) < 6 * CHUNK
+    with run(folder, checkpoint, ray=TWO) as stopped:
+        next(stopped)
+        stopped.stop()
+        assert len(list(stopped)) < 5 * CHUNK
+    deadline = time.monotonic() + 30
+    while actors(psutil.Process()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not actors(psutil.Process())
+
+
+@pytest.mark.slow
+def test_what_is_wrong_with_the_model_is_told_once(joined, folder):
+    with run(folder, "no/model/here", ray=TWO) as job, pytest.raises(ValueError, match="no/model/here"):
+        next(job)
+
+
+def test_the_command_records_every_picture_once_though_an_actor_is_killed(tmp_path, checkpoint):
+    folder, out = many(tmp_path / "pictures", 8 * CHUNK), tmp_path / "out.jsonl"
+    (folder / "000.png").write_bytes((folder / "001.png").read_bytes())
+    command = [sys.executable, "-m", "mmvllm", "caption", folder, "--model", checkpoint, "--device", "cpu"]
+    command += ["--output", out, "--max-tokens", "200", "--engine", "ray", "--address", "local", "--actors", "2"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(list(map(str, command)), text=True, **pipes) as process:
+        while process.poll() is None and not (out.exists() and out.stat().st_size):
+            time.sleep(0.05)
+        both = actors(psutil.Process(process.pid))
+        victim = next(actor for actor in both if "submit" in actor.name())  # at work
+        num_before = len(lines(out))
+        victim.send_signal(signal.SIGKILL)
+        printed, err = process.communicate()
+    made = lines(out)
+    assert process.returncode == 0, err
+    assert len(both) == 2
+    assert num_before < 8 * CHUNK == len(made)
+    assert {record["path"] for record in made} == set(map(str, folder.iterdir()))
+    assert sum(record["duplicate_of"] is not None for record in made) == 1
+    assert printed == "" and "captioned" in err and "Traceback" not in err
+
+
+def actors(process: psutil.Process) -> list[psutil.Process]:
+    def is_actor(child: psutil.Process) -> bool:
+        try:
+            return "CaptionActor" in " ".join(child.cmdline())
+        except psutil.Error:
+            return False
+
+    return [child for child in process.children(recursive=True) if is_actor(child)]
+
+
+def test_the_walk_comes_in_chunks_as_they_are_asked_for(joined, tmp_path, monkeypatch):
+    folder = many(tmp_path / "pictures", CHUNK + 3)
+    found = []
+    monkeypatch.setattr(Selection, "items", lambda self: (found.append(i) or Item(i, i, i) for i in os.listdir(folder)))
+    tables = ray_worker.walk(None, job([folder]), ray.put(b""))
+    (first,) = ray_worker.Chunk.unpack(next(tables))
+    assert len(first.items) == len(found) == CHUNK
+    assert [len(chunk.items) for table in tables for chunk in ray_worker.Chunk.unpack(table)] == [3, 0]
+
+
+def test_the_walk_leaves_out_what_is_recorded_and_counts_it(joined, folder):
+    here, index = job([folder]), Index()
+    items = chunks(here)[0].items
+    for number, item in enumerate(items[:4]):
+        index.note(here.settings.key(item), failed=number == 0, line=number)
+    assert index.claim("file pictures/a.txt")
+    (left, end) = chunks(here, index.dump(retry=False))
+    assert (left.items, end.num_skipped) == (items[4:], 4)
+    (again, end) = chunks(job([folder], retry_failed=True), index.dump(retry=True))
+    assert (again.items, end.num_skipped) == (items[:1], 5)
+
+
+def test_the_walk_ends_at_the_limit_of_what_is_not_recorded(joined, folder):
+    here, index = job([folder], limit=2), Index()
+    items = chunks(job([folder]))[0].items
+    index.note(here.settings.key(items[0]), failed=False, line=0)
+    assert chunks(here, index.dump(retry=False))[0].items == items[1:3]
+
+
+def test_the_walk_leaves_pictures_with_a_caption_file_and_refuses_to_overwrite_it(joined, folder):
+    (folder / "b.txt").write_text("there")
+    here = job([folder], CaptionFiles("txt", None, overwrite=False, skip_existing=True))
+    assert "pictures/b.png" not in {item.path for item in chunks(here)[0].items}
+    here = job([folder], CaptionFiles("txt", None, overwrite=False, skip_existing=False))
+    errors = {item.path: item.error for item in chunks(here)[0].items if item.error}
+    assert "pictures/a.png" not in errors and "is there already" in errors["pictures/b.png"]
+
+
+def test_a_walk_that_finds_nothing_says_so(joined, tmp_path):
+    (chunk,) = chunks(job([tmp_path]))
+    assert "has no pictures" in chunk.error
+
+
+def test_an_actor_whose_engine_ends_fails_its_chunks_instead_of_waiting(joined, folder, checkpoint, monkeypatch):
+    def lose_device(self, tasks, index):
+        next(iter(tasks))
+        raise RuntimeError("the device is lost")
+        yield
+
+    monkeypatch.setattr(Captioner, "records", lose_device)
+    actor = ray_worker.CaptionActor(replace(job([folder]), model=checkpoint, engine_args=ENGINE))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="device is lost"):
+            list(actor(chunks(job([folder]))[0].pack()))
+
+
+def record(path: str, **changes) -> dict:
+    counts = dict.fromkeys(("prompt_tokens", "image_tokens", "completion_tokens", "width", "height"), 5)
+    known = {"path": path, "digest": "d", "caption": f"of {path}", "finish_reason": "eos", "prompt": "p", "key": "3"}
+    return dict.fromkeys(COLUMNS) | counts | known | {"settings": CaptionSettings().fingerprint} | changes
+
+
+def task(path: str, error: str | None = None) -> Task:
+    return Task(Item(path, path, path, error=error), f"key of {path}", f"{path}.txt")
+
+
+def test_of_equal_pictures_from_several_actors_the_first_that_comes_is_the_original():
+    settings, index = CaptionSettings(), Index()
+    copy = record("a", duplicate_of="b", seconds=0.0)
+    taken = [take_over(task(r["path"]), r, settings, index) for r in (copy, record("b"), record("c"))]
+    assert [r["duplicate_of"] for r in taken] == [None, "a", "a"]
+    assert {r["caption"] for r in taken} == {"of a"}
+    assert [(r["key"], r["file"]) for r in taken] == [(f"key of {path}", f"{path}.txt") for path in "abc"]
+
+
+def test_captions_that_would_not_come_out_again_are_not_copied():
+    settings, index = CaptionSettings(temperature=1.0), Index()
+    taken = [take_over(task(path), record(path), settings, index) for path in "ab"]
+    assert [(r["caption"], r["duplicate_of"]) for r in taken] == [("of a", None), ("of b", None)]
+
+
+def test_a_caption_that_has_no_place_to_go_is_a_failure():
+    taken = take_over(task("a", "a.txt is there already"), record("a"), CaptionSettings(), Index())
+    assert (taken["caption"], taken["error"], taken["finish_reason"]) == (None, "a.txt is there already", "error")
+    assert (taken["path"], taken["completion_tokens"], list(taken)) == ("a", 0, list(COLUMNS))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--actors", "2"], "--actors needs --engine ray"),
+        (["--gpus-per-actor", "0", "--address", "auto"], "--address, --gpus-per-actor needs --engine ray"),
+        (["--engine", "ray", "--gpus-per-actor", "2"], "from 0 to 1"),
+        (["--engine", "ray", "--gpus-per-actor", "0.5"], "num_kvcache_blocks"),
+        (["--engine", "ray", "--device", "cuda:1"], "Ray chooses each actor's GPU"),
+    ],
+)
+def test_options_that_do_not_fit_together_are_usage_errors(folder, capsys, options, words):
+    assert main(["caption", str(folder), *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_standard_input_is_refused_because_workers_cannot_read_it(capsys):
+    assert main(["caption", "-", "--engine", "ray"]) == 2
+    assert "standard input" in capsys.readouterr().err
+
+
+def test_an_address_without_a_cluster_is_told_at_once(folder, capsys, monkeypatch):
+    monkeypatch.setattr(ray_source.ray, "is_initialized", lambda: False)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # and nobody listens
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        assert main(["caption", str(folder), "--engine", "ray", "--address", address]) == 2
+    assert f"{address}: no Ray cluster answers there" in capsys.readouterr().err
+
+
+def test_without_ray_the_command_says_how_to_get_it(folder, capsys, monkeypatch):
+    monkeypatch.setattr("mmvllm.cli.caption.find_spec", lambda name: None)
+    assert main(["caption", str(folder), "--engine", "ray"]) == 2
+    assert "pip install 'mmvllm[ray]'" in capsys.readouterr().err
+
+
+def test_an_engine_of_this_process_cannot_go_to_ray(folder, make_llm, checkpoint):
+    with pytest.raises(ValueError, match="engines of their own"):
+        caption_images(folder, llm=make_llm(checkpoint), ray=TWO)

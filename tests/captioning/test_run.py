@@ -1,0 +1,225 @@
+"""`caption_images`: the job from Python, in one process with one tiny engine."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from mmvllm import LLM, SamplingParams
+from mmvllm.captioning import caption_images
+from mmvllm.captioning.record import COLUMNS
+from tests.conftest import ask, picture
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    made = LLM(checkpoint, device="cpu", dtype="float32", num_kvcache_blocks=256, skip_warmup=True, max_num_seqs=4)
+    yield made
+    made.exit()
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Six pictures; c equals a in its pixels but not in its bytes, and x is broken."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for i, name in enumerate(("a.png", "b.png", "d.png", "e.png")):
+        picture(60 + i, 64, seed=i).save(folder / name)
+    picture(60, 64, seed=0).save(folder / "c.bmp")
+    (folder / "x.png").write_bytes((folder / "b.png").read_bytes()[:100])
+    return folder
+
+
+def by_name(records) -> dict[str, dict]:
+    made = {Path(record["path"]).name: record for record in records}
+    return made
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run(folder, llm, **options):
+    return caption_images(folder, llm=llm, max_tokens=4, **options)
+
+
+def test_every_picture_is_a_record_and_its_caption_is_what_the_library_answers(folder, llm):
+    job = run(folder, llm, prompt="Count!")
+    made = by_name(job)
+    assert list(made) != [] and set(made) == {"a.png", "b.png", "c.bmp", "d.png", "e.png", "x.png"}
+    assert all(list(record) == list(COLUMNS) for record in made.values())
+    (answer,) = llm.generate_multimodal([ask(folder / "d.png", "Count!")], SamplingParams(max_tokens=4))
+    assert made["d.png"]["caption"] == answer.text.strip()
+    assert (made["d.png"]["width"], made["d.png"]["height"]) == (62, 64)
+    assert made["d.png"]["prompt_tokens"] == answer.num_prompt_tokens
+    assert made["d.png"]["completion_tokens"] == len(answer.token_ids)
+    assert made["x.png"]["caption"] is None and "damaged or truncated" in made["x.png"]["error"]
+    p = job.progress
+    assert (p.num_captioned, p.num_duplicates, p.num_failed, p.num_skipped) == (4, 1, 1, 0)
+    assert 0 <= p.engine_wait_share <= 1
+
+
+@pytest.mark.parametrize("worker_processes", [False, True])
+def test_equal_pictures_are_captioned_once_however_they_are_prepared(worker_processes, folder, llm):
+    made = by_name(run(folder, llm, worker_processes=worker_processes, workers=2))
+    original, copy = made["a.png"], made["c.bmp"]
+    assert original["duplicate_of"] is None and copy["duplicate_of"] == original["path"]
+    assert copy["caption"] == original["caption"] and copy["digest"] == original["digest"]
+    assert made["b.png"]["duplicate_of"] is None and made["b.png"]["digest"] != original["digest"]
+
+
+def test_pictures_that_are_asked_something_else_are_no_duplicates(folder, llm, tmp_path):
+    names = [folder / "a.png", folder / "a.png", folder / "c.bmp"]
+    prompts = ["One?", "Two?", "One?"]
+    entries = [{"image": str(n), "prompt": p, "id": i} for i, (n, p) in enumerate(zip(names, prompts, strict=True))]
+    (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, entries)))
+    made = {record["id"]: record for record in run(tmp_path / "list.jsonl", llm)}
+    assert made["0"]["duplicate_of"] is None and made["1"]["duplicate_of"] is None
+    assert made["2"]["duplicate_of"] == str(folder / "a.png")
+    assert [made[id]["prompt"] for id in "012"] == prompts
+
+
+@pytest.mark.parametrize(("seed", "duplicates"), [(None, 0), (7, 1)])
+def test_sampled_captions_are_shared_only_with_a_seed(seed, duplicates, folder, llm):
+    job = run(folder, llm, temperature=1.0, seed=seed)
+    assert len(list(job)) == 6
+    assert job.progress.num_duplicates == duplicates
+
+
+def test_a_job_goes_on_where_it_was_left(folder, llm, tmp_path):
+    out = tmp_path / "out.jsonl"
+    with run(folder, llm, output=out) as job:
+        first = [next(job) for _ in range(3)]
+    assert lines(out) == first
+    job = run(folder, llm, output=out)
+    rest = list(job)
+    assert job.progress.num_skipped == 3 and len(rest) == 3
+    assert sorted(record["path"] for record in lines(out)) == sorted(str(path) for path in folder.iterdir())
+
+
+def test_a_duplicate_is_found_across_runs(folder, llm, tmp_path):
+    out = tmp_path / "out.jsonl"
+    list(run(folder / "a.png", llm, output=out))
+    (copy,) = run(folder / "c.bmp", llm, output=out)
+    assert copy["duplicate_of"] == str(folder / "a.png")
+
+
+def test_stop_finishes_what_is_under_way_and_takes_nothing_more(folder, llm, tmp_path):
+    for i in range(60):
+        picture(56, 56, seed=100 + i).save(folder / f"more-{i}.png")
+    out = tmp_path / "out.jsonl"
+    job = run(folder, llm, output=out)
+    made = [next(job)]
+    job.stop()
+    made += list(job)
+    assert 1 <= len(made) < 40
+    assert lines(out) == made
+    assert not llm.engine.scheduler.groups
+    assert len(made) + len(list(run(folder, llm, output=out))) == 66
+
+
+def test_fail_fast_stops_and_retry_failed_takes_what_failed(folder, llm, tmp_path):
+    out = tmp_path / "out.jsonl"
+    job = run([folder / "x.png", folder], llm, output=out, fail_fast=True)
+    assert by_name(job)["x.png"]["error"] and job.progress.num_failed == 1
+    list(run(folder, llm, output=out))
+    picture(80, 70, seed=9).save(folder / "x.png")
+    assert list(run(folder, llm, output=out)) == []
+    (again,) = run(folder, llm, output=out, retry_failed=True)
+    assert again["error"] is None
+    assert len(lines(out)) == 6 and by_name(lines(out))["x.png"] == again
+
+
+def test_a_limit_counts_pictures_that_are_not_recorded_yet(folder, llm, tmp_path):
+    out = tmp_path / "out.jsonl"
+    sizes = [len(list(run(folder, llm, output=out, limit=4))) for _ in range(3)]
+    assert sizes == [4, 2, 0] and len(lines(out)) == 6
+
+
+def test_shards_are_disjoint_and_complete(folder, llm):
+    parts = [{record["path"] for record in run(folder, llm, shard=(i, 3))} for i in (1, 2, 3)]
+    assert sum(map(len, parts)) == 6 and len(set.union(*parts)) == 6
+
+
+def test_closing_a_job_ends_it_and_lets_another_have_the_output(folder, llm, tmp_path):
+    out = tmp_path / "out.jsonl"
+    job = run(folder, llm, output=out)
+    next(job)
+    with pytest.raises(ValueError, match="another run is writing to it"):
+        run(folder, llm, output=out)
+    job.close()
+    job.close()
+    assert not llm.engine.scheduler.groups
+    assert len(list(run(folder, llm, output=out))) == 5
+
+
+def test_an_error_of_the_walk_reaches_the_caller_and_what_is_recorded_stays(folder, llm, tmp_path, monkeypatch):
+    from mmvllm.captioning import run as run_module
+
+    def broken(paths, find=run_module.find_items):
+        for number, item in enumerate(find(paths)):
+            if number == 4:
+                raise RuntimeError("the walk broke")
+            yield item
+
+    monkeypatch.setattr(run_module, "find_items", broken)
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(RuntimeError, match="the walk broke"):
+        list(run(folder, llm, output=out))
+    assert len(lines(out)) == 4
+
+
+def test_out_of_memory_goes_on_with_half_and_no_picture_is_lost(folder, llm, monkeypatch):
+    calm = {name: record["caption"] for name, record in by_name(run(folder, llm)).items()}
+    whole, sizes = llm.engine.model_runner.run, []
+
+    def runs_out(batch, *args):
+        sizes.append(len(batch.cu_seqlens_q) - 1)
+        if sizes[-1] > 2:
+            raise MemoryError("no room")
+        return whole(batch, *args)
+
+    monkeypatch.setattr(llm.engine.model_runner, "run", runs_out)
+    assert {name: record["caption"] for name, record in by_name(run(folder, llm)).items()} == calm
+    assert max(sizes) > 2
+
+
+def test_words_around_a_caption(folder, llm):
+    (plain,) = run(folder / "a.png", llm)
+    (dressed,) = run(folder / "a.png", llm, prefix="<", suffix=">", trigger_word="ohwx")
+    assert dressed["caption"] == f"<ohwx, {plain['caption']}>"
+
+
+def test_pixel_bounds_change_the_tokens_of_a_picture(folder, llm):
+    (small,) = run(folder / "a.png", llm, max_pixels=56 * 56)
+    (large,) = run(folder / "a.png", llm, min_pixels=140 * 140)
+    assert small["image_tokens"] < large["image_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"limit": 0}, "limit is 0, must be at least 1"),
+        ({"shard": (3, 2)}, "shard is 3/2, must be I/N with 1 <= I <= N"),
+        ({"min_pixels": 9, "max_pixels": 4}, "min_pixels is 9, above max_pixels 4"),
+        ({"format": "xml"}, "format is 'xml', must be one of jsonl, csv, parquet, txt, webdataset-json"),
+        ({"format": "csv"}, "csv needs --output FILE.csv"),
+        ({"skip_existing": True}, "--skip-existing is for caption files"),
+        ({"output": "/no/such/folder/out.jsonl"}, "there is no folder /no/such/folder"),
+        ({"retry_failed": True}, "--retry-failed is about what is recorded; give --output too"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_arguments_that_do_not_fit_are_refused_before_anything_is_done(options, message, folder, llm):
+    with pytest.raises(ValueError, match=message.replace("|", r"\|")):
+        caption_images(folder, llm=llm, **{"max_tokens": 4} | options)
+
+
+def test_records_come_from_any_thread_that_takes_them(folder, llm):
+    made = []
+    thread = threading.Thread(target=lambda: made.extend(run(folder, llm)))
+    thread.start()
+    thread.join()
+    assert len(made) == 6
