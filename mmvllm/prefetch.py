@@ -1,7 +1,7 @@
 """Requests prepared in workers, ahead of the engine and bounded.
 
-A feeder thread walks the caller's iterable, which may be endless or slow, and hands requests to a pool; results come
-out in order. The workers are threads: Pillow, numpy and torch let go of the interpreter lock in their loops, so
+A feeder thread walks the caller's iterable, which may be endless or slow, and hands requests to a pool. Its workers are
+threads, unless the caller has processes made: Pillow, numpy and torch let go of the interpreter lock in their loops, so
 preparation runs beside the model. At most `max_requests` are held, and no new one is begun while those held take
 `max_bytes`.
 """
@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 
 from mmvllm.processors.chat import Prompt
 
@@ -22,7 +23,7 @@ MAX_BYTES = 256 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request in the caller's order; `prompt.result()` gives the prompt or raises what was wrong."""
+    """A request, its place in the caller's order; `prompt.result()` gives the prompt or raises what was wrong."""
 
     index: int
     request: dict
@@ -34,7 +35,10 @@ def worker_threads(num_workers: int) -> Executor:
 
 
 class Prefetcher:
-    """`make_pool` makes the workers, and makes them anew if one has died: a process that a damaged picture killed."""
+    """Args, beside those that say how much:
+    in_order: give requests in the caller's order, rather than each as soon as it is prepared.
+    make_pool: makes the workers; anew if one has died, a process that a damaged picture killed.
+    """
 
     def __init__(
         self,
@@ -43,6 +47,7 @@ class Prefetcher:
         max_requests: int,
         max_bytes: int = MAX_BYTES,
         num_workers: int = NUM_WORKERS,
+        in_order: bool = True,
         make_pool: Callable[[int], Executor] = worker_threads,
     ):
         self._started: float | None = None  # when `get` first gave something
@@ -55,7 +60,9 @@ class Prefetcher:
         self._num_bytes = 0
         self._exhausted = self._closed = False
         self._failure: BaseException | None = None
+        self._in_order = in_order
         self._make_pool, self._pool = make_pool, make_pool(num_workers)
+        self._has_prepared = False
         # A daemon, because an endless iterable may never let it look at `_closed` again.
         threading.Thread(target=self._feed, name="mmvllm-feed", daemon=True).start()
 
@@ -67,19 +74,20 @@ class Prefetcher:
         with self._changed:
             start = time.perf_counter()
             if wait:
-                self._changed.wait_for(lambda: self._is_head_ready() or (self._exhausted and not self._items))
-            if self._started is None and self._is_head_ready():
-                self._started = time.perf_counter()
-            elif self._started is not None:
+                self._changed.wait_for(lambda: self._ready() is not None or (self._exhausted and not self._items))
+            place = self._ready()
+            if self._started is not None:
                 self._waited += time.perf_counter() - start
-            if not self._is_head_ready():
+            if place is None:
                 if wait and self._failure is not None and not self._items:
                     raise self._failure
                 return None
-            item = self._items.popleft()
+            self._started = self._started or time.perf_counter()
+            item = self._items[place]
+            del self._items[place]
             self._num_bytes -= _num_bytes(item.prompt)
             self._changed.notify_all()
-            return item
+        return self._alone(item) if _has_died(item.prompt) else item
 
     @property
     def is_exhausted(self) -> bool:
@@ -113,8 +121,10 @@ class Prefetcher:
                     self._changed.wait_for(lambda: self._closed or self._exhausted or self._has_room())
                     if self._closed or self._exhausted:
                         return
-                    future = self._submit(request)
                     self._num_preparing += 1
+                # Not under our lock: a pool that breaks holds its own while it calls `_on_done`.
+                future = self._submit(request)
+                with self._changed:
                     self._items.append(Prepared(index, request, future))
                 future.add_done_callback(self._on_done)
         except BaseException as error:  # it is the caller's, and is raised again in `get`
@@ -131,6 +141,14 @@ class Prefetcher:
             self._pool = self._make_pool(self._num_workers)
             return self._pool.submit(self._prepare, request)
 
+    def _alone(self, item: Prepared) -> Prepared:
+        """Prepare again, in a worker of its own, what was there when a worker died: one of these is to blame."""
+        with self._make_pool(1) as pool:
+            future = pool.submit(self._prepare, item.request)
+        if _has_died(future) and not self._has_prepared:
+            raise RuntimeError(f"workers that prepare pictures end as soon as they begin: {future.exception()}")
+        return Prepared(item.index, item.request, future)
+
     def _has_room(self) -> bool:
         # Only as many are begun as there are workers: how many bytes one takes is known when it is done.
         return (
@@ -143,10 +161,17 @@ class Prefetcher:
         with self._changed:
             self._num_preparing -= 1
             self._num_bytes += _num_bytes(future)
+            self._has_prepared |= not _has_died(future)
             self._changed.notify_all()
 
-    def _is_head_ready(self) -> bool:
-        return bool(self._items) and self._items[0].prompt.done()
+    def _ready(self) -> int | None:
+        """The place of a request that can be given."""
+        candidates = islice(self._items, 1) if self._in_order else self._items
+        return next((place for place, item in enumerate(candidates) if item.prompt.done()), None)
+
+
+def _has_died(future: "Future[Prompt]") -> bool:
+    return not future.cancelled() and isinstance(future.exception(), BrokenExecutor)
 
 
 def _num_bytes(future: "Future[Prompt]") -> int:

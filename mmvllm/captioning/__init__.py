@@ -6,7 +6,7 @@ _EXPORTS = {
     "caption_images": "mmvllm.captioning.run",
     "CaptionRun": "mmvllm.captioning.run",
     "CaptionSettings": "mmvllm.captioning.settings",
-    "OutputError": "mmvllm.captioning.journal",
+    "JobError": "mmvllm.captioning.errors",
     "PRESETS": "mmvllm.captioning.settings",
 }
 __all__ = [*_EXPORTS]

@@ -4,9 +4,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from mmvllm.captioning.index import Index
+from mmvllm.captioning.errors import JobError
+from mmvllm.captioning.index import Index, keep_caption
 from mmvllm.captioning.items import Item
-from mmvllm.captioning.preparation import Preparer, WorkerProcesses, prepare_here
+from mmvllm.captioning.preparation import Preparer, WorkerProcesses, prepare_in_worker
 from mmvllm.captioning.record import COLUMNS
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.llm import LLM
@@ -16,11 +17,15 @@ from mmvllm.prefetch import NUM_WORKERS, Prefetcher, Prepared, worker_threads
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """An item to be captioned; `key` names its record, `file` is where its caption goes besides."""
+    """An item to be captioned; `key` names its record, `file` is where its caption goes besides.
+
+    What is no picture, but a place that could not be looked into, gets a record of its error too.
+    """
 
     item: Item
     key: str
     file: str | None = None
+    is_picture: bool = True
 
 
 class Captioner:
@@ -51,17 +56,26 @@ class Captioner:
         """
         under_way = _UnderWay(self.settings, index, lambda: self._is_stopped)
         self._prefetcher = self._prefetch(under_way.requests(tasks))
-        params = self.settings.sampling_params
-        for _, output in self.llm.stream_prepared(self._prefetcher, params, "return", under_way.check):
-            yield from under_way.finish(output)
+        params, num_failures = self.settings.sampling_params, 0
+        for number, output in self.llm.stream_prepared(self._prefetcher, params, "return", under_way.check):
+            yield from under_way.finish(number, output)
+            if output.arrival_time is not None:  # else it never came to the engine
+                num_failures = num_failures + 1 if output.error is not None else 0
+            if num_failures > 2 * self.llm.window:  # more than any step, or any few, can have
+                raise JobError(f"the engine fails every time, now with: {output.error}")
 
     def _prefetch(self, requests: Iterator[dict]) -> Prefetcher:
         processor = self.llm.processor
         prepare, make_pool = Preparer(processor), worker_threads
         if self._in_processes:
-            prepare, make_pool = prepare_here, WorkerProcesses(processor)
+            prepare, make_pool = prepare_in_worker, WorkerProcesses(processor)
         return Prefetcher(
-            requests, prepare, max_requests=self.llm.window, num_workers=self._num_workers, make_pool=make_pool
+            requests,
+            prepare,
+            max_requests=self.llm.window,
+            num_workers=self._num_workers,
+            in_order=False,
+            make_pool=make_pool,
         )
 
 
@@ -79,23 +93,23 @@ class _Work:
 
 
 class _UnderWay:
-    """The tasks between finding and recording, by request id."""
+    """The tasks between finding and recording, by their number."""
 
     def __init__(self, settings: CaptionSettings, index: Index, is_stopped: Callable[[], bool]):
         self._settings, self._index, self._is_stopped = settings, index, is_stopped
-        self._works: dict[str, _Work] = {}
+        self._works: dict[int, _Work] = {}
         self._twins: dict[str, list[_Work]] = {}  # by content: who waits for the caption of one that is in the engine
 
     def requests(self, tasks: Iterable[Task]) -> Iterator[dict]:
         for number, task in enumerate(tasks):
             if self._is_stopped():
                 return
-            self._works[str(number)] = _Work(task)
-            yield self._settings.request(task.item, str(number))
+            self._works[number] = _Work(task)
+            yield self._settings.request(task.item)
 
     def check(self, prepared: Prepared) -> None:
         """Keep from the engine what is stopped, and what it has seen already."""
-        work, prompt = self._works[prepared.request["request_id"]], prepared.prompt.result()
+        work, prompt = self._works[prepared.index], prepared.prompt.result()
         work.digest, work.width, work.height = prompt.digest, prompt.width, prompt.height
         if self._is_stopped():
             work.is_dropped = True
@@ -113,9 +127,9 @@ class _UnderWay:
         work.is_duplicate = True
         raise ValueError("duplicate")
 
-    def finish(self, output: RequestOutput) -> Iterator[dict]:
+    def finish(self, number: int, output: RequestOutput) -> Iterator[dict]:
         """The records that an output of the engine, or its refusal, leads to."""
-        work = self._works.pop(output.request_id)
+        work = self._works.pop(number)
         if work.is_dropped:
             return
         if work.is_duplicate:
@@ -123,7 +137,7 @@ class _UnderWay:
                 yield self._copy(work, original)
             return
         record = self._record(work, output)
-        self._settings.keep_caption(record, self._index)
+        keep_caption(self._settings, self._index, record)
         yield record
         for twin in self._twins.pop(work.content, ()):
             yield self._copy(twin, record)
@@ -137,7 +151,7 @@ class _UnderWay:
             "prompt_tokens": output.num_prompt_tokens,
             "image_tokens": output.num_image_tokens,
             "completion_tokens": len(output.token_ids),
-            "finish_reason": output.finish_reason,
+            "finish_reason": output.finish_reason if work.task.is_picture else None,
             "seconds": None if error is not None else round(output.finish_time - output.arrival_time, 3),
         }
         return dict.fromkeys(COLUMNS) | self._describe(work, error) | made

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import xxhash
 
+from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item
+from mmvllm.captioning.replacing import replacing
 
 SUFFIXES = {"txt": ".txt", "webdataset-json": ".json"}
 
@@ -42,29 +44,36 @@ class CaptionFiles:
         path = self.path(item)
         if path is None:
             raise ValueError("its caption has no place beside it; give --output-dir")
-        try:
-            is_there = path.exists()
-        except OSError as error:
-            raise ValueError(f"{path}: its caption cannot be written ({error.strerror})") from None
         if not index.claim(_key(path)):
             raise ValueError(f"{path} is the caption of another picture with this name; rename one, or use jsonl")
-        if is_there and not self.overwrite:
-            raise ValueError(f"{path} is there already; --overwrite replaces it, --skip-existing leaves the picture")
+        try:
+            if path.exists() and not self.overwrite:
+                raise ValueError(
+                    f"{path} is there already; --overwrite replaces it, --skip-existing leaves the picture"
+                )
+        except OSError as error:
+            raise ValueError(f"{path}: its caption cannot be written ({error.strerror})") from None
+        if path.parent.is_dir() and not os.access(path.parent, os.W_OK | os.X_OK):
+            raise ValueError(f"{path.parent} cannot be written to; give --output-dir")
         return path
 
     def write(self, record: dict) -> None:
-        """Write a record's file, whole or not at all."""
+        """Write a record's file, whole or not at all; raises JobError where that fails."""
         path = Path(record["file"])
         text = record["caption"] if self.format == "txt" else json.dumps(record, ensure_ascii=False, indent=1)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".mmvllm-{os.getpid()}.tmp")
-        temporary.write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
-        os.replace(temporary, path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as temporary:
+                temporary.write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            raise JobError(f"{path} cannot be written: {error.strerror}") from error
 
     def restore(self, record: dict, index: Index) -> None:
-        """Write a file that a killed run, or its user, took away from under its record; its path is taken."""
-        index.claim(_key(Path(record["file"])))
-        if not Path(record["file"]).exists():
+        """Write a file that its record says should be there, and that a killed run or its user took away."""
+        path = Path(record["file"])
+        index.claim(_key(path))
+        # Empty after a power failure, say. Without the folder, the job was started from another place.
+        if path.parent.is_dir() and not (path.exists() and path.stat().st_size):
             self.write(record)
 
 

@@ -1,5 +1,6 @@
 """One picture to caption, found and not read yet."""
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,4 +40,6 @@ class Item:
     @property
     def file(self) -> Path | None:
         """The file that it is, if it is one of its own."""
-        return Path(self.source) if isinstance(self.source, str) and not _NO_FILE.match(self.source) else None
+        if not isinstance(self.source, str) or _NO_FILE.match(self.source):
+            return None
+        return Path(os.path.expanduser(self.source))  # as `load_image` does

@@ -15,21 +15,20 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from mmvllm.captioning.index import Index
+from mmvllm.captioning.errors import JobError
+from mmvllm.captioning.index import Index, keep_caption
+from mmvllm.captioning.record import COLUMNS
+from mmvllm.captioning.replacing import replacing, sync
 from mmvllm.captioning.settings import CaptionSettings
 
 logger = logging.getLogger(__name__)
 SYNC_SECONDS = 1.0
 
 
-class OutputError(RuntimeError):
-    """The output cannot be written any further; what is in it is whole."""
-
-
 class Journal:
     """Args:
         path: the file; it is locked as long as the journal is open.
-        overwrite: begin anew; what is there goes when `begin` is called, not before.
+        overwrite: begin anew; what is there goes when the first record comes, not before.
         append_anyway: add to a file that was made with other settings.
 
     Raises ValueError where another run has the file, or made it with other settings; OSError where it cannot be opened.
@@ -41,7 +40,8 @@ class Journal:
         self._target = Path(os.path.realpath(path))  # a link stays one
         self._settings_path = self._target.with_name(f"{self._target.name}.settings")
         self._num_lines, self._size, self._synced = 0, 0, time.monotonic()
-        self._has_superseded = False
+        self.is_synced = True
+        self._has_begun = self._has_superseded = False
         self._file = _open_locked(self._target, path)
         try:
             self._known = {} if overwrite or self._is_empty() else self._read_settings(append_anyway)
@@ -50,30 +50,38 @@ class Journal:
             raise
 
     def begin(self) -> None:
-        """Make the file ready to be appended to, and learn what is in it."""
-        if self._overwrite:
-            os.ftruncate(self._file, 0)
-        self._learn()
-        if self._has_superseded:  # an earlier run that did failures again was killed
-            self._drop_superseded()
-        self._write_settings()
+        """Learn what is recorded; nothing, where it is to be overwritten."""
+        if not self._overwrite:
+            self._learn()
+            if self._has_superseded:
+                self._drop_superseded()
 
     def append(self, record: dict) -> None:
-        """Write one record; raises OutputError, and leaves no half of it, where that fails."""
+        """Write one record; raises JobError, and leaves no half of it, where that fails."""
         # What UTF-8 cannot hold (file names need not be Unicode), backslashreplace writes as JSON's own escapes.
         line = f"{json.dumps(record, ensure_ascii=False)}\n".encode("utf-8", "backslashreplace")
         try:
+            if not self._has_begun:
+                self._make_ready()
             _write_all(self._file, line)
+            self.is_synced = False
             if time.monotonic() - self._synced >= SYNC_SECONDS:
-                self._sync()
+                self.sync()
         except OSError as error:
             os.ftruncate(self._file, self._size)
-            raise OutputError(f"{self.path} cannot be written: {error.strerror}") from error
+            raise JobError(f"{self.path} cannot be written: {error.strerror}") from error
         self._size += len(line)
         self._note(record)
 
+    def sync(self) -> None:
+        """Have all records on the disk."""
+        os.fsync(self._file)
+        self._synced, self.is_synced = time.monotonic(), True
+
     def records(self) -> Iterator[dict]:
         """All records, one for each piece of work: the last, where a failure was done again."""
+        if self._overwrite and not self._has_begun:
+            return
         for number, line in enumerate(self._lines()):
             record = json.loads(line)
             if self.index.line(record["key"]) == number:
@@ -83,15 +91,29 @@ class Journal:
         """Let go of the file; one that stayed empty is taken away."""
         if self._file is None:
             return
-        if self._has_superseded:
-            self._drop_superseded()
-        if self._is_empty():
-            self._target.unlink(missing_ok=True)
-            self._settings_path.unlink(missing_ok=True)
-        else:
-            self._sync()
-        os.close(self._file)
-        self._file = None
+        try:
+            if self._has_superseded:
+                self._drop_superseded()
+            if self._is_empty():
+                self._settings_path.unlink(missing_ok=True)
+                self._target.unlink(missing_ok=True)
+            else:
+                self.sync()
+        except OSError as error:  # failures that were done again stand there twice; the next run sees to it
+            logger.warning("%s cannot be put in order: %s", self.path, error.strerror)
+        finally:
+            os.close(self._file)
+            self._file = None
+
+    def _make_ready(self) -> None:
+        if self._overwrite:
+            os.ftruncate(self._file, 0)
+        known = self._known | {self._settings.fingerprint: asdict(self._settings)}
+        with replacing(self._settings_path) as temporary:
+            with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
+                json.dump(known, file, ensure_ascii=False, indent=1)
+            sync(temporary)
+        self._has_begun = True
 
     def _read_settings(self, append_anyway: bool) -> dict[str, dict]:
         """The settings that this file was made with, by fingerprint; refuses those that differ."""
@@ -112,15 +134,6 @@ class Journal:
             )
         return known
 
-    def _write_settings(self) -> None:
-        known = self._known | {self._settings.fingerprint: asdict(self._settings)}
-        temporary = self._settings_path.with_name(f"{self._settings_path.name}.tmp")
-        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            json.dump(known, file, ensure_ascii=False, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self._settings_path)
-
     def _learn(self) -> None:
         """Read what is recorded, and cut off a last line that was not written to its end."""
         self._num_lines = self._size = 0
@@ -132,13 +145,18 @@ class Journal:
                 return
             record = _parse(line)
             if record is None:
+                self._has_superseded = False  # the file stays as it is
                 raise ValueError(
                     f"{self.path}: line {self._num_lines + 1} is not a record of a caption; mend it or take it out, "
                     "or --overwrite to begin anew"
                 )
             self._size += len(line)
-            self._note(record)
-            self._settings.keep_caption(record, self.index)
+            if record["error"] is not None and record["finish_reason"] is None:
+                # No picture but a place that could not be read: every run looks again, and says what it finds.
+                self._num_lines, self._has_superseded = self._num_lines + 1, True
+            else:
+                self._note(record)
+                keep_caption(self._settings, self.index, record)
 
     def _note(self, record: dict) -> None:
         is_new = self.index.note(record["key"], record["error"] is not None, self._num_lines)
@@ -146,7 +164,7 @@ class Journal:
         self._num_lines += 1
 
     def _drop_superseded(self) -> None:
-        """Write the file anew without the failures that were done again."""
+        """Write the file anew without the failures that were, or will be, looked at again."""
         temporary = self._target.with_name(f"{self._target.name}.tmp")
         temporary.unlink(missing_ok=True)
         file = _open_locked(temporary, temporary)
@@ -169,10 +187,6 @@ class Journal:
     def _is_empty(self) -> bool:
         return os.fstat(self._file).st_size == 0
 
-    def _sync(self) -> None:
-        os.fsync(self._file)
-        self._synced = time.monotonic()
-
 
 def _parse(line: bytes) -> dict | None:
     """A record, or None for what is none."""
@@ -180,9 +194,7 @@ def _parse(line: bytes) -> dict | None:
         record = json.loads(line)
     except ValueError:
         return None
-    return (
-        record if isinstance(record, dict) and {"key", "error", "duplicate_of", "settings"} <= record.keys() else None
-    )
+    return record if isinstance(record, dict) and record.keys() >= COLUMNS.keys() else None
 
 
 def _open_locked(path: Path, name: Path) -> int:

@@ -1,16 +1,21 @@
 """Where records go: the journal, and what is made of it for other readers."""
 
+import logging
+import os
+from collections import deque
 from importlib.util import find_spec
 from pathlib import Path
 
 from mmvllm.captioning import files
+from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.files import CaptionFiles
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item
-from mmvllm.captioning.journal import Journal, OutputError
+from mmvllm.captioning.journal import Journal
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.captioning.tables import write_csv, write_parquet
 
+logger = logging.getLogger(__name__)
 TABLES = {"csv": write_csv, "parquet": write_parquet}
 FORMATS = ("jsonl", *TABLES, *files.SUFFIXES)
 DEFAULT_JOURNAL = "captions.jsonl"
@@ -30,9 +35,11 @@ class Output:
         skip_existing: bool = False,
         retry_failed: bool = False,
     ):
+        self._settings = settings
         self.path, self.format = path, format or _format_of(path)
         _check(self.path, self.format, output_dir, overwrite, skip_existing)
         self.files = None
+        self._unwritten: deque[dict] = deque()  # records whose files are to be written
         if self.format in files.SUFFIXES:
             self.files = CaptionFiles(self.format, output_dir, overwrite, skip_existing)
             self.path = path or (output_dir or Path()) / DEFAULT_JOURNAL
@@ -55,8 +62,14 @@ class Output:
         self.journal.begin()
         if self.files is not None:
             for record in self.journal.records():
-                if record["file"] is not None:
-                    self.files.restore(record, self.index)
+                if record["file"] is not None and record["settings"] == self._settings.fingerprint:
+                    self._restore(record)
+
+    def _restore(self, record: dict) -> None:
+        try:
+            self.files.restore(record, self.index)
+        except (JobError, OSError) as error:
+            logger.warning("%s", error)
 
     def skips(self, item: Item) -> bool:
         """Whether a picture is left alone because its caption file is there."""
@@ -67,33 +80,46 @@ class Output:
         return None if self.files is None or item.error else str(self.files.claim(item, self.index))
 
     def write(self, record: dict) -> None:
-        """Record it, first of all in the journal; raises OutputError where that fails."""
+        """Record it, in the journal first of all; raises JobError where that fails."""
         if self.journal is None:
             return
         self.journal.append(record)
         if record["file"] is not None:
-            try:
-                self.files.write(record)
-            except OSError as error:
-                raise OutputError(f"{record['file']} cannot be written: {error.strerror}") from error
+            self._unwritten.append(record)
+        if self.journal.is_synced:
+            self._write_files()
+
+    def _write_files(self) -> None:
+        """Write them once the journal is on the disk: a file without its record would be taken for someone else's."""
+        while self._unwritten:
+            self.files.write(self._unwritten.popleft())
 
     def finish(self) -> None:
         """Make the table, if one is wanted, of all that is recorded."""
+        self._flush()
         if self.format in TABLES:
             try:
                 TABLES[self.format](self.path, self.journal.records())
             except OSError as error:
-                raise OutputError(
+                raise JobError(
                     f"{self.path} cannot be written: {error.strerror}; all records are in {self.journal.path}"
                 ) from error
 
     def close(self) -> None:
-        """Let go of the journal."""
-        if self.journal is not None:
-            self.journal.close()
+        """Write what is left, and let go of the journal."""
+        try:
+            self._flush()
+        finally:
+            if self.journal is not None:
+                self.journal.close()
+
+    def _flush(self) -> None:
+        if self._unwritten:
+            self.journal.sync()
+            self._write_files()
 
     def _journal_path(self) -> Path:
-        return self.path.with_name(f"{self.path.name}.journal.jsonl") if self.format in TABLES else self.path
+        return _journal_of(self.path) if self.format in TABLES else self.path
 
 
 def _format_of(path: Path | None) -> str:
@@ -108,6 +134,8 @@ def _check(path: Path | None, format: str, output_dir: Path | None, overwrite: b
         raise ValueError(f"--output {path}: there is no folder {path.parent}; make it first")
     if output_dir is not None and not output_dir.is_dir():
         raise ValueError(f"--output-dir {output_dir} is no folder; make it first")
+    if output_dir is not None and not os.access(output_dir, os.W_OK | os.X_OK):
+        raise ValueError(f"--output-dir {output_dir} cannot be written to")
     if format not in files.SUFFIXES:
         for name, value in (("output-dir", output_dir), ("skip-existing", skip_existing)):
             if value:
@@ -127,6 +155,9 @@ def _check_table(path: Path | None, format: str, overwrite: bool) -> None:
         raise ValueError(f"{format} needs --output FILE.{format}")
     if format == "parquet" and find_spec("pyarrow") is None:
         raise ValueError("parquet needs pyarrow: pip install 'mmvllm[parquet]'")
-    journal = path.with_name(f"{path.name}.journal.jsonl")
-    if path.exists() and not journal.exists() and not overwrite:
+    if path.exists() and not _journal_of(path).exists() and not overwrite:
         raise ValueError(f"{path} exists and was not made by this command; choose another output, or --overwrite")
+
+
+def _journal_of(table: Path) -> Path:
+    return table.with_name(f"{table.name}.journal.jsonl")

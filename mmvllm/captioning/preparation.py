@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import signal
+import threading
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +49,9 @@ class Preparer:
         def load(item: Item) -> Image:
             image = load_image(item.read())
             seen.update(width=image.width, height=image.height)
-            seen["digest"] = xxhash.xxh3_128_hexdigest(f"{image.size}".encode() + image.tobytes())
+            digest = xxhash.xxh3_128(f"{image.size}".encode())
+            digest.update(image.tobytes())
+            seen["digest"] = digest.hexdigest()
             return image
 
         prompt = self._processor(request, load)
@@ -55,7 +59,7 @@ class Preparer:
 
 
 class WorkerProcesses:
-    """Makes pools of processes for requests that `prepare_here` prepares: past what one interpreter lock allows."""
+    """Makes pools of processes in which `prepare_in_worker` works: for more than one interpreter lock allows."""
 
     def __init__(self, processor: Processor):
         self._processor = processor
@@ -71,11 +75,19 @@ _prepare: Preparer | None = None  # of a worker process
 
 def _begin(processor: Processor) -> None:
     global _prepare
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches all processes; the first one finishes what is begun
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.nice(5)  # the engine comes first
     _prepare = Preparer(processor)
 
 
-def prepare_here(request: dict) -> PicturePrompt:
-    """In a worker process: prepare a request."""
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def prepare_in_worker(request: dict) -> PicturePrompt:
+    """Prepare a request in one of the `WorkerProcesses`."""
     return _prepare(request)

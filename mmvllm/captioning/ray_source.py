@@ -19,8 +19,9 @@ import ray.data
 import torch
 
 from mmvllm.captioning.captioner import Task
+from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.files import CaptionFiles
-from mmvllm.captioning.index import Index
+from mmvllm.captioning.index import Index, keep_caption
 from mmvllm.captioning.ray_worker import CaptionActor, Chunk, Job, walk
 from mmvllm.captioning.run import Selection, Worklist
 from mmvllm.captioning.settings import CaptionSettings
@@ -97,7 +98,7 @@ class RaySource:
     def records(self, tasks: Worklist, index: Index) -> Iterator[dict]:
         """A record for every item that the worklist admits.
 
-        Raises ValueError for what was wrong with paths or model, RuntimeError where Ray gives up.
+        Raises ValueError for what was wrong with paths or model, JobError where Ray gives up.
         """
         shares: dict[str, float] = {}  # by actor
         with closing(self._chunks(index)) as chunks:
@@ -147,7 +148,7 @@ class RaySource:
             for table in data.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
                 yield from Chunk.unpack(table)
         except ray.exceptions.RayError as error:
-            raise RuntimeError(
+            raise JobError(
                 f"Ray gave up: {error}. What is recorded stays, and the same again goes on; an engine that is lost "
                 f"{MAX_RETRIES + 1} times may be short of memory, or have a picture that ends it"
             ) from error
@@ -167,6 +168,8 @@ class RaySource:
 def _take_over(task: Task, record: dict, settings: CaptionSettings, index: Index) -> dict:
     """The actor's record as the output has it. Of equal pictures, the first that comes is the one that others copy."""
     record = record | {"key": task.key, "file": None if record["error"] is not None else task.file}
+    if not task.is_picture:
+        return record | {"finish_reason": None}
     if task.item.error is not None and record["error"] is None:  # its caption has no place to go
         nothing = dict.fromkeys(("digest", "caption", "duplicate_of", "width", "height", "seconds"))
         counts = dict.fromkeys(("prompt_tokens", "image_tokens", "completion_tokens"), 0)
@@ -176,7 +179,7 @@ def _take_over(task: Task, record: dict, settings: CaptionSettings, index: Index
     original = index.caption(settings.content_key(record["digest"], record["prompt"]))
     if original is None:
         record |= {"duplicate_of": None}
-        settings.keep_caption(record, index)
+        keep_caption(settings, index, record)
         return record
     same = ("caption", "prompt_tokens", "image_tokens", "completion_tokens", "finish_reason")
     return record | {name: original[name] for name in same} | {"duplicate_of": original["path"], "seconds": 0.0}

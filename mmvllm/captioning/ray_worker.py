@@ -102,7 +102,7 @@ class CaptionActor:
             self._error = str(error)
             return
         self._id = ray.get_runtime_context().get_actor_id()
-        self._captioner = Captioner(llm, job.settings, job.num_workers, job.worker_processes)
+        self._captioner = Captioner(llm, job.settings, job.num_workers or job.num_threads, job.worker_processes)
         self._tickets = map(str, count())
         self._tasks: SimpleQueue[Task] = SimpleQueue()
         self._replies: dict[str, Future[dict]] = {}

@@ -12,7 +12,7 @@ COLUMNS = {
     "prompt_tokens": int,
     "image_tokens": int,  # of the prompt's
     "completion_tokens": int,
-    "finish_reason": str,  # "eos", "length" or "error"
+    "finish_reason": str,  # "eos", "length" or "error"; None for a folder, tar or line that could not be read
     "seconds": float,  # in the engine
     "time": float,  # when it was recorded, in seconds since the epoch
     "model": str,

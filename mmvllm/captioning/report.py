@@ -18,11 +18,12 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TextIO
 
+from mmvllm.captioning.replacing import replacing
 from mmvllm.captioning.tars import TarMember, tar_members
 from mmvllm.captioning.throughput import draw_throughput, measure_throughput
 from mmvllm.processors.load import load_image
@@ -49,7 +50,8 @@ def write_report(path: Path, records: Iterable[dict], summary: dict[str, str], t
     path = Path(path)
     head, body = _template().split("{{records}}")
     tally = _Tally()
-    with _replacing(path) as file:
+    check_place(path)
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
         file.write(_fill(head, title=html.escape(_clean(title)), policy=_policy(head + body)))
         with closing(_cards(filter(tally.add, records), Path(path.parent).absolute())) as cards:
             _write_blocks(file, cards)
@@ -86,20 +88,12 @@ def _policy(template: str) -> str:
     )
 
 
-@contextmanager
-def _replacing(path: Path) -> Iterator[TextIO]:
-    """A file that takes the place of `path` once it is written."""
+def check_place(path: Path) -> None:
+    """Raise ValueError if no page can lie at `path`."""
     if not path.parent.is_dir():
         raise ValueError(f"report {path}: there is no folder {path.parent}; make it first")
     if path.is_dir():
         raise ValueError(f"report {path}: is a folder; give the name of a file")
-    temporary = path.with_name(f".report-{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            yield file
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 class _Tally:

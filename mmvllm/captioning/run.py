@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import xxhash
 
 from mmvllm.captioning.captioner import Captioner, Task
+from mmvllm.captioning.errors import JobError
+from mmvllm.captioning.files import SUFFIXES as FILE_SUFFIXES
 from mmvllm.captioning.find import find_items
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item
-from mmvllm.captioning.journal import OutputError
 from mmvllm.captioning.names import SUFFIXES
 from mmvllm.captioning.output import Output
 from mmvllm.captioning.progress import Progress
@@ -72,31 +73,53 @@ def caption_images(
 
     Raises ValueError for arguments that do not fit together, and for an output that belongs to another run.
     """
-    if llm is not None and ray is not None:
-        raise ValueError(
-            "llm stays in this process, Ray's actors make engines of their own; give model and engine_args"
-        )
     paths = [paths] if isinstance(paths, str | PathLike) else list(paths)
-    name = llm.model if llm is not None else model_name(model)
-    job = CaptionSettings(model=name, **settings)
-    selection = Selection(paths, retry_failed, limit, shard)
     output, output_dir = (None if path is None else Path(path) for path in (output, output_dir))
+    engine_args = dict(engine_args or {})
+    _check_arguments(paths, llm, model, engine_args, output, ray)
+    job = CaptionSettings(
+        model=llm.model if llm is not None else model_name(model),
+        caption_files=None if format not in FILE_SUFFIXES else f"{format} {output_dir or 'beside the pictures'}",
+        **settings,
+    )
+    selection = Selection(paths, retry_failed, limit, shard)
     with ExitStack() as stack:
         out = Output(job, output, format, output_dir, overwrite, append_anyway, skip_existing, retry_failed)
         stack.callback(out.close)
         if ray is not None:
             from mmvllm.captioning.ray_source import RaySource
 
-            engine_args = {"dtype": job.dtype, **(engine_args or {})}
+            engine_args["dtype"] = job.dtype
             source = RaySource(job, selection, model, engine_args, out.files, workers, worker_processes, ray)
             stack.callback(source.close)
-            return CaptionRun(job, selection, source, out, fail_fast, stack.pop_all().close)
-        if llm is None:
-            llm = LLM(model, dtype=job.dtype, **(engine_args or {}))
-            stack.callback(llm.exit)
-        return CaptionRun(
-            job, selection, Captioner(llm, job, workers, worker_processes), out, fail_fast, stack.pop_all().close
+        else:
+            if llm is None:
+                llm = LLM(model, dtype=job.dtype, **engine_args)
+                stack.callback(llm.exit)
+            source = Captioner(llm, job, workers, worker_processes)
+        return CaptionRun(job, selection, source, out, fail_fast, stack.pop_all().close)
+
+
+def _check_arguments(
+    paths: list[str | PathLike],
+    llm: LLM | None,
+    model: str | PathLike | None,
+    engine_args: dict[str, Any],
+    output: Path | None,
+    ray: "RayOptions | None",
+) -> None:
+    if llm is not None and (model is not None or engine_args):
+        raise ValueError("give either llm, or model and engine_args to make one of")
+    if llm is not None and ray is not None:
+        raise ValueError(
+            "llm stays in this process, Ray's actors make engines of their own; give model and engine_args"
         )
+    if "dtype" in engine_args:
+        raise ValueError("dtype is one of the job's settings; give it outside engine_args")
+    if output is not None and output.is_file():
+        for path in map(Path, paths):
+            if path.is_file() and path.samefile(output):
+                raise ValueError(f"{output} is to be read; choose another output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +173,13 @@ class Worklist:
 
     def admit(self, item: Item) -> Task | None:
         """The task of captioning an item; None if that is recorded or given already, or its caption file is there."""
-        key = self.settings.key(item)
-        if self._output.skips(item) or not self.index.claim(key, self.selection.retry_failed):
+        key, is_picture = self.settings.key(item), item.error is None
+        if self._output.skips(item) or not self.index.claim(key, self.selection.retry_failed and is_picture):
             self.progress.num_skipped += 1
             return None
         self.under_way[key] = item.path
         try:
-            return Task(item, key, self._output.claim_file(item))
+            return Task(item, key, self._output.claim_file(item), is_picture)
         except ValueError as error:
             return Task(dataclasses.replace(item, source=None, error=str(error)), key)
 
@@ -172,7 +195,10 @@ class Source(Protocol):
 
 
 class CaptionRun:
-    """An iterator of records, each of them written to the output before it is given; made by `caption_images`."""
+    """An iterator of records, made by `caption_images`.
+
+    Each is in the output before it is given; its caption file, if one is wanted, follows within about a second.
+    """
 
     def __init__(
         self,
@@ -189,8 +215,16 @@ class CaptionRun:
         self._records = self._run()
 
     def stop(self) -> None:
-        """Take no further pictures; those that the engine has begun are finished. May be called from anywhere."""
+        """Take no further pictures; those that the engine has begun are finished, but not those of Ray's actors.
+
+        May be called from a signal handler.
+        """
         self._source.stop()
+
+    @property
+    def num_failed(self) -> int:
+        """Pictures whose record says that they failed, in this run or an earlier one."""
+        return self.progress.num_failed if self.output.journal is None else self.output.index.count_failed()
 
     def count(self) -> int | None:
         """How many pictures there are to find, walked anew; None for a list that can be read but once."""
@@ -198,10 +232,17 @@ class CaptionRun:
             return None
         return sum(1 for _ in self._selection.items())
 
+    @property
+    def limit(self) -> int | None:
+        """How many pictures the run takes at most, besides those it skips."""
+        return self._selection.limit
+
     def close(self) -> None:
         """End the run now and let go of output and engine; safe to call twice."""
-        self._records.close()
-        self._on_close()
+        try:
+            self._records.close()
+        finally:
+            self._on_close()
 
     def __iter__(self) -> Iterator[dict]:
         return self
@@ -234,10 +275,11 @@ class CaptionRun:
     def _write(self, record: dict) -> None:
         try:
             self.output.write(record)
-        except OutputError as error:
-            names = list(self._worklist.under_way.values())
+        except JobError as error:
+            under_way, index = self._worklist.under_way, self.output.index
+            names = [path for key, path in under_way.items() if index.line(key) is None]
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise OutputError(
+            raise JobError(
                 f"{error}. Not recorded, though begun: {', '.join(names[:3])}{more}; mend it and run the same again"
             ) from error
         del self._worklist.under_way[record["key"]]

@@ -7,7 +7,6 @@ from typing import Any
 
 import xxhash
 
-from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item
 from mmvllm.sampling_params import SamplingParams
 
@@ -28,6 +27,7 @@ class CaptionSettings:
     """Settings of one job; two runs write into the same output only if theirs are equal.
 
     `prefix`, `suffix` and `trigger_word` are put around what the model says: prefix, "trigger_word, ", text, suffix.
+    `caption_files` says which files are written besides, and where.
     """
 
     model: str = "bundled"
@@ -42,6 +42,7 @@ class CaptionSettings:
     prefix: str = ""
     suffix: str = ""
     trigger_word: str | None = None
+    caption_files: str | None = None
 
     def __post_init__(self):
         _ = self.sampling_params  # which checks its values
@@ -77,26 +78,21 @@ class CaptionSettings:
 
     def key(self, item: Item) -> str:
         """32 hex digits that name one piece of work: this picture, asked this, with these settings."""
-        return _digest("\0".join((self.fingerprint, item.path, item.id or "", self.prompt_for(item))))
+        data = item.source if isinstance(item.source, str) and item.source[:5].lower() == "data:" else ""
+        return _digest("\0".join((self.fingerprint, item.path, item.id or "", self.prompt_for(item), data)))
 
     def content_key(self, digest: str, prompt: str) -> str:
         """The same for all pictures with this digest of their pixels that are asked the same."""
         return _digest("\0".join((self.fingerprint, digest, prompt)))
 
-    def keep_caption(self, record: dict, index: Index) -> None:
-        """Let pictures of the same content copy this record, if it is a caption of its own and would come out again."""
-        is_original = record["error"] is None and record["duplicate_of"] is None
-        if is_original and self.is_repeatable and record["settings"] == self.fingerprint:
-            index.keep_caption(self.content_key(record["digest"], record["prompt"]), record)
-
-    def request(self, item: Item, request_id: str) -> dict:
+    def request(self, item: Item) -> dict:
         """The chat request, with the item itself as its picture."""
         content = [{"type": "image", "image": item}, {"type": "text", "text": self.prompt_for(item)}]
         messages = [{"role": "user", "content": content}]
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
         bounds = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
-        return {"request_id": request_id, "messages": messages, **bounds}
+        return {"messages": messages, **bounds}
 
     def caption(self, text: str) -> str:
         """The model's words as they are recorded."""

@@ -1,12 +1,12 @@
 """The records of a journal as one table, for spreadsheets and dataframes."""
 
 import csv
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
 from mmvllm.captioning.record import COLUMNS
+from mmvllm.captioning.replacing import replacing, sync
 
 ROWS_PER_GROUP = 8192
 
@@ -14,13 +14,12 @@ ROWS_PER_GROUP = 8192
 def write_csv(path: Path, records: Iterable[dict]) -> None:
     """Write a header and a row per record, UTF-8; replaces the file at once or not at all."""
 
-    def write(temporary: Path) -> None:
+    with replacing(path) as temporary:
         with temporary.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
             table = csv.DictWriter(file, COLUMNS)
             table.writeheader()
             table.writerows(records)
-
-    _replace(path, write)
+        sync(temporary)
 
 
 def write_parquet(path: Path, records: Iterable[dict]) -> None:
@@ -31,22 +30,12 @@ def write_parquet(path: Path, records: Iterable[dict]) -> None:
     types = {str: pa.string(), int: pa.int64(), float: pa.float64()}
     schema = pa.schema([(name, types[kind]) for name, kind in COLUMNS.items()])
 
-    def write(temporary: Path) -> None:
+    with replacing(path) as temporary:
         with parquet.ParquetWriter(temporary, schema) as table:
             rows = map(_as_unicode, records)
             while group := list(islice(rows, ROWS_PER_GROUP)):
                 table.write_table(pa.Table.from_pylist(group, schema))
-
-    _replace(path, write)
-
-
-def _replace(path: Path, write: Callable[[Path], None]) -> None:
-    path = Path(os.path.realpath(path))  # a link stays one
-    temporary = path.with_name(f"{path.name}.tmp")
-    write(temporary)
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
+        sync(temporary)
 
 
 def _as_unicode(record: dict) -> dict:

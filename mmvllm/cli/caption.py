@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from mmvllm.captioning.files import SUFFIXES as FILE_SUFFIXES
 from mmvllm.captioning.output import FORMATS
 from mmvllm.captioning.settings import DEFAULT_PROMPT, PRESETS
 from mmvllm.cli.common import add_model_arguments, at_least_one
@@ -19,7 +20,12 @@ from mmvllm.cli.progress import MODES, Display
 if TYPE_CHECKING:
     from mmvllm.captioning.ray_source import RayOptions
 
-SETTINGS = ("system", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels", "prefix", "suffix")
+# Arguments that go to `caption_images` as they are, under the same names.
+PASSED_ON = (
+    *("system", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels", "prefix", "suffix", "trigger_word"),
+    *("dtype", "output", "format", "output_dir", "overwrite", "append_anyway", "skip_existing", "retry_failed"),
+    *("fail_fast", "limit", "shard", "workers", "worker_processes"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,41 +107,43 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mmvllm.captioning.journal import OutputError
+    from mmvllm.captioning.errors import JobError
     from mmvllm.captioning.run import caption_images
 
-    if args.report and args.output is None and args.output_dir is None:
-        raise ValueError("--report shows what is recorded; give --output too")
-    settings = {name: getattr(args, name) for name in (*SETTINGS, "trigger_word", "dtype")}
-    options = ("output", "format", "output_dir", "overwrite", "append_anyway", "skip_existing")
-    selection = ("retry_failed", "fail_fast", "limit", "shard", "workers", "worker_processes")
+    if args.report is not None:
+        from mmvllm.captioning.report import check_place, write_report
+
+        check_place(args.report)
+        if args.output is None and args.format not in FILE_SUFFIXES:
+            raise ValueError("--report shows what is recorded; give --output too")
     job = caption_images(
         args.paths,
         model=args.model,
         engine_args={"device": args.device},
         prompt=_prompt(args),
         ray=_ray_options(args),
-        **settings,
-        **{name: getattr(args, name) for name in (*options, *selection)},
+        **{name: getattr(args, name) for name in PASSED_ON},
     )
     shows_json = args.format == "jsonl"
     try:
-        with job, _stopping(job) as signals, Display(args.progress, job.progress, job.count), _own_stdout(args) as out:
+        with job, _stopping(job) as signals, Display(args.progress, job), _own_stdout(args) as out:
             for record in job:
                 if job.output.journal is None:
                     _print(record, shows_json, out)
-    except OutputError as error:
+    except JobError as error:
         print(f"mmvllm caption: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 128 + signals[-1]
     summary = _summary(job)
     if args.progress != "none":
         width = max(map(len, summary))
         print(*(f"{label:<{width}}  {text}" for label, text in summary.items()), sep="\n", file=sys.stderr)
-    if args.report:
-        from mmvllm.captioning.report import write_report
-
+    if args.report is not None:
         write_report(args.report, job.output.journal.records(), summary, f"Captions in {job.output.path.name}")
-    return 128 + signals[0] if signals else 3 if job.progress.num_failed else 0
+    if signals:
+        return 128 + signals[0]
+    return 3 if job.num_failed else 0
 
 
 def _ray_options(args: argparse.Namespace) -> "RayOptions | None":
@@ -177,7 +185,9 @@ def _stopping(job) -> Iterator[list[int]]:
 def _prompt(args: argparse.Namespace) -> str:
     if args.prompt_file is not None:
         return args.prompt_file.read_text(encoding="utf-8").strip()
-    return PRESETS[args.preset] if args.preset else args.prompt or DEFAULT_PROMPT
+    if args.preset is not None:
+        return PRESETS[args.preset]
+    return DEFAULT_PROMPT if args.prompt is None else args.prompt
 
 
 @contextmanager
@@ -206,7 +216,8 @@ def _summary(job) -> dict[str, str]:
         "captioned": f"{p.num_captioned:,}",
         "duplicates": f"{p.num_duplicates:,} (the caption of an equal picture)",
         "failed": f"{p.num_failed:,} (--retry-failed takes these again)",
-        "skipped": f"{p.num_skipped:,} (recorded before)",
+        "skipped": f"{p.num_skipped:,} (done before, or not asked for)",
+        "failed before": f"{job.num_failed - p.num_failed:,} (--retry-failed takes these again)",
     }
     rows = {label: text for label, text in rows.items() if not text.startswith("0 ")}
     rows["time"] = (

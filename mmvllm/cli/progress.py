@@ -2,12 +2,15 @@
 
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from mmvllm.captioning.progress import Progress
+
+if TYPE_CHECKING:
+    from mmvllm.captioning.run import CaptionRun
 
 MODES = ("auto", "bar", "log", "none")
 BAR_SECONDS, LOG_SECONDS = 0.25, 10.0
@@ -16,13 +19,13 @@ BAR_SECONDS, LOG_SECONDS = 0.25, 10.0
 class Display:
     """Shows a job's counters from a thread of its own, as long as the `with` lasts.
 
-    `count` tells how many pictures there are in all. It runs in a thread too, and until it is done nobody knows.
+    How many pictures there are in all is counted in a thread too, and until it is done nobody knows.
     """
 
-    def __init__(self, mode: str, progress: Progress, count: Callable[[], int | None]):
+    def __init__(self, mode: str, job: "CaptionRun"):
         self._mode = ("bar" if sys.stderr.isatty() else "log") if mode == "auto" else mode
-        self._progress, self._count = progress, count
-        self._total: int | None = None
+        self._job, self._progress = job, job.progress
+        self._found: int | None = None
         self._ended = threading.Event()
         self._bar = None
 
@@ -46,7 +49,12 @@ class Display:
 
     def _find_total(self) -> None:
         with suppress(OSError, ValueError):  # the job itself meets them too, and tells
-            self._total = self._count()
+            self._found = self._job.count()
+
+    @property
+    def _total(self) -> int | None:
+        limit = None if self._job.limit is None else self._job.limit + self._progress.num_skipped
+        return min((number for number in (self._found, limit) if number is not None), default=None)
 
     def _show(self) -> None:
         while not self._ended.wait(BAR_SECONDS if self._bar is not None else LOG_SECONDS):

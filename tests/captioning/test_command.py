@@ -257,7 +257,7 @@ def test_a_run_that_is_done_does_nothing_when_repeated(caption, folder, out):
     before = out.read_bytes(), out.stat().st_mtime_ns
     done = caption(folder, "--output", out)
     assert (done.code, done.out) == (0, "")
-    assert "skipped" in done.err and "4 (recorded before)" in done.err
+    assert "skipped" in done.err and "4 (done before, or not asked for)" in done.err
     assert (out.read_bytes(), out.stat().st_mtime_ns) == before
 
 
@@ -513,7 +513,7 @@ def test_retry_failed_takes_only_those_and_leaves_one_record_of_each(caption, fo
         picture(30, 30, seed=92).save(folder / name)
     (folder / "locked").rmdir()
     assert caption(folder, "--output", out, "--retry-failed").code == 0
-    assert {name for name, record in by_name(out).items() if record["error"]} == {"locked"}
+    assert by_name(out).keys() == before.keys() - {"locked"}  # a place that can be looked into is no failure
 
 
 def test_a_killed_retry_is_cleaned_up_by_the_next_run(start, tmp_path, out):
@@ -577,11 +577,12 @@ def test_equal_pictures_are_captioned_once(caption, folder, out):
     done = caption(folder, "--output", out)
     made = by_name(out)
     assert done.code == 0 and "3 (the caption of an equal picture)" in done.err
-    first = made["000.png"]
-    for name in ("copy.png", "encoded.png", "other.bmp"):
-        assert made[name]["duplicate_of"] == first["path"]
-        assert (made[name]["caption"], made[name]["digest"]) == (first["caption"], first["digest"])
-    assert [name for name in made if made[name]["duplicate_of"] is None] == [f"{i:03}.png" for i in range(4)]
+    equal = [made.pop(name) for name in ("000.png", "copy.png", "encoded.png", "other.bmp")]
+    (first,) = [record for record in equal if record["duplicate_of"] is None]  # whichever was prepared first
+    for record in equal:
+        assert record["duplicate_of"] in (None, first["path"])
+        assert (record["caption"], record["digest"]) == (first["caption"], first["digest"])
+    assert [record["duplicate_of"] for record in made.values()] == [None] * 3
 
 
 def test_equal_pictures_are_found_when_a_run_goes_on(caption, folder, out):
@@ -650,8 +651,9 @@ def test_lists_name_pictures(kind, start, folder, out, tmp_path):
         path.write_text(text)
         run = start(*(("-",) if kind == "stdin" else (path,)), "--output", out, stdin=path)
     assert run.end(10).code == 0
-    assert [record["path"] for record in records(out)] == names
-    assert [record["id"] for record in records(out)] == (["0", "1", "2", "3"] if kind == "jsonl" else [None] * 4)
+    made = sorted(records(out), key=lambda record: record["path"])
+    assert [record["path"] for record in made] == names
+    assert [record["id"] for record in made] == (["0", "1", "2", "3"] if kind == "jsonl" else [None] * 4)
 
 
 def test_pictures_of_a_tar_are_named_by_shard_and_member(caption, folder, out, tmp_path):
@@ -702,7 +704,7 @@ def test_a_full_disk_ends_the_run_and_the_same_command_finishes_it(suffix, capti
 
 
 def test_a_disk_that_is_full_at_once_is_said_in_a_line(caption, folder, out, tmp_path):
-    done = caption(folder, "--output", out, max_bytes=100)
+    done = caption(folder, "--output", out, max_bytes=250)
     assert done.code in (1, 2) and "Traceback" not in done.err and "File too large" in done.err
     assert caption(folder, "--output", out).code == 0
     assert len(by_name(out)) == 4

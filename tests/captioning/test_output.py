@@ -199,7 +199,8 @@ def test_a_caption_file_that_is_there_stays_unless_told(format, suffix, caption,
     errors = {os.path.basename(record["path"]): record["error"] for record in caption(two, **options)}
     assert "is there already; --overwrite replaces it, --skip-existing" in errors["a.png"] and not errors["b.png"]
     assert (two / f"a{suffix}").read_text() == "mine"
-    assert caption(two, **options, overwrite=True, skip_existing=True) == []
+    options["output"] = tmp_path / "other.jsonl"
+    assert caption(two, **options, skip_existing=True) == []
     (two / f"deep/b{suffix}").unlink()
     (left,) = caption(two, **options, skip_existing=True)
     assert left["path"] == str(two / "deep/b.png") and (two / f"a{suffix}").read_text() == "mine"
