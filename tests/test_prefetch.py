@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -121,3 +122,68 @@ def test_closing_stops_the_feeder():
     before = len(taken)
     time.sleep(0.05)
     assert len(taken) == before
+
+
+def test_out_of_order_a_slow_request_holds_up_no_other():
+    can_go_on = threading.Event()
+
+    def prepare(request):
+        assert request["i"] or can_go_on.wait(10)
+        return prompt_of(0)
+
+    prefetcher = Prefetcher(({"i": i} for i in range(6)), prepare, max_requests=9, num_workers=2, in_order=False)
+    assert [prefetcher.get(wait=True).index for _ in range(5)] == [1, 2, 3, 4, 5]
+    can_go_on.set()
+    assert prefetcher.get(wait=True).index == 0
+    prefetcher.close()
+
+
+def test_finish_takes_no_more_and_gives_what_was_taken():
+    prefetcher = Prefetcher(({} for _ in iter(int, 1)), lambda request: prompt_of(0), max_requests=4, num_workers=2)
+    settle(lambda: len(prefetcher._items) == 4)
+    prefetcher.finish()
+    assert 4 <= len(drain(prefetcher)) <= 5  # one may have been in the feeder's hand
+
+
+def test_finish_ends_a_wait_for_an_iterable_that_gives_nothing():
+    blocked = threading.Event()
+
+    def requests():
+        blocked.wait(10)
+        yield {}
+
+    prefetcher = Prefetcher(requests(), lambda request: prompt_of(0), max_requests=4)
+    threading.Timer(0.05, prefetcher.finish).start()
+    assert prefetcher.get(wait=True) is None and prefetcher.is_exhausted
+    blocked.set()
+
+
+class Mortal(ThreadPoolExecutor):
+    """Workers that a request with `kills` ends, with all that is under way, as a process pool's do."""
+
+    def submit(self, function, request):
+        if getattr(self, "is_broken", False):
+            raise BrokenExecutor("a worker died")
+        future = super().submit(function, request)
+        if request.get("kills"):
+            self.is_broken = True
+            future.cancel()
+            future = Future()
+            future.set_exception(BrokenExecutor("a worker died"))
+        return future
+
+
+def test_a_request_that_kills_its_worker_fails_alone():
+    requests = [{"i": i, "kills": i == 3} for i in range(8)]
+    prefetcher = Prefetcher(requests, lambda request: prompt_of(1), max_requests=9, num_workers=2, make_pool=Mortal)
+    items = drain(prefetcher)
+    assert [item.index for item in items] == list(range(8))
+    assert [item.index for item in items if item.prompt.exception() is not None] == [3]
+
+
+def test_workers_that_never_live_end_the_run():
+    requests = [{"kills": True}] * 3
+    prefetcher = Prefetcher(requests, lambda request: prompt_of(1), max_requests=9, make_pool=Mortal)
+    with pytest.raises(RuntimeError, match="end as soon as they begin: a worker died"):
+        drain(prefetcher)
+    prefetcher.close()

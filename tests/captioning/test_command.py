@@ -662,9 +662,9 @@ def test_pictures_of_a_tar_are_named_by_shard_and_member(caption, folder, out, t
             tar.add(folder / f"{i:03}.png", f"a/{i}.png")
     assert caption(folder, "--output", tmp_path / "files.jsonl").code == 0
     assert caption(tmp_path / "shard.tar", "--output", out).code == 0
-    made = records(out)
-    assert [record["path"] for record in made] == [f"{tmp_path}/shard.tar/a/{i}.png" for i in range(4)]
-    assert [r["caption"] for r in made] == [r["caption"] for r in records(tmp_path / "files.jsonl")]
+    made, files = by_name(out), by_name(tmp_path / "files.jsonl")
+    assert {record["path"] for record in made.values()} == {f"{tmp_path}/shard.tar/a/{i}.png" for i in range(4)}
+    assert all(made[f"{i}.png"]["caption"] == files[f"{i:03}.png"]["caption"] for i in range(4))
 
 
 # Where records cannot go

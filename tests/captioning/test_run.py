@@ -1,5 +1,6 @@
 """`caption_images`: the job from Python, in one process with one tiny engine."""
 
+import base64
 import json
 import threading
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmvllm import LLM, SamplingParams
-from mmvllm.captioning import caption_images
+from mmvllm.captioning import JobError, caption_images
 from mmvllm.captioning.record import COLUMNS
 from tests.conftest import ask, picture
 
@@ -224,3 +225,60 @@ def test_records_come_from_any_thread_that_takes_them(folder, llm):
     thread.start()
     thread.join()
     assert len(made) == 6
+
+
+def test_two_runs_share_one_engine(folder, llm):
+    one, two = run(folder, llm, prompt="One?"), run(folder, llm, prompt="Two?")
+    made = [next(one), next(two), *one, *two]
+    assert len(made) == 12 and sum(record["error"] is not None for record in made) == 2
+
+
+def test_overwriting_with_nothing_leaves_what_was_there(folder, llm, tmp_path):
+    out = tmp_path / "out.jsonl"
+    list(run(folder, llm, output=out))
+    before = out.read_bytes()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="has no pictures"):
+        list(run(tmp_path / "empty", llm, output=out, overwrite=True))
+    assert out.read_bytes() == before
+    assert len(list(run(folder / "a.png", llm, output=out, overwrite=True))) == 1
+    assert len(lines(out)) == 1
+
+
+def test_another_picture_in_the_same_line_is_other_work(folder, llm, tmp_path):
+    out, entries = tmp_path / "out.jsonl", tmp_path / "list.jsonl"
+    for name in ("a.png", "b.png", "b.png"):
+        data = base64.b64encode((folder / name).read_bytes()).decode()
+        entries.write_text(json.dumps({"image": f"data:image/png;base64,{data}"}))
+        list(run(entries, llm, output=out))
+    assert [record["width"] for record in lines(out)] == [60, 61]
+
+
+def test_an_engine_that_fails_every_time_ends_the_run(folder, llm, tmp_path, monkeypatch):
+    for i in range(30):
+        picture(56, 56, seed=100 + i).save(folder / f"more-{i}.png")
+
+    def fails(*args):
+        raise RuntimeError("device lost")
+
+    out = tmp_path / "out.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.model_runner, "run", fails)
+        with pytest.raises(JobError, match=r"the engine fails every time, now with: .*device lost"):
+            list(run(folder, llm, output=out))
+    assert len(lines(out)) < 36
+    list(run(folder, llm, output=out, retry_failed=True))
+    list(run(folder, llm, output=out))
+    assert [name for name, record in by_name(lines(out)).items() if record["error"]] == ["x.png"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "some/model"}, "give either llm, or model and engine_args"),
+        ({"llm": None, "engine_args": {"dtype": "float32"}}, "dtype is one of the job's settings"),
+    ],
+)
+def test_engines_are_given_or_made(options, message, folder, llm):
+    with pytest.raises(ValueError, match=message):
+        caption_images(folder, **{"llm": llm} | options)
