@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.index import Index, keep_caption
 from mmvllm.captioning.items import Item
-from mmvllm.captioning.preparation import Preparer, WorkerProcesses, prepare_in_worker
+from mmvllm.captioning.preparation import Preparer, WorkerProcesses, prepare_in_worker, without_signals
 from mmvllm.captioning.record import COLUMNS
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.llm import LLM
@@ -69,6 +69,7 @@ class Captioner:
         prepare, make_pool = Preparer(processor), worker_threads
         if self._in_processes:
             prepare, make_pool = prepare_in_worker, WorkerProcesses(processor)
+            requests = without_signals(requests)
         return Prefetcher(
             requests,
             prepare,

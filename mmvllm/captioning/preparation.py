@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from PIL.Image import Image
 from mmvllm.captioning.items import Item
 from mmvllm.processors.chat import Processor, Prompt
 from mmvllm.processors.load import load_image
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +73,21 @@ class WorkerProcesses:
         return ProcessPoolExecutor(num_workers, context, initializer=_begin, initargs=(self._processor,))
 
 
+def without_signals(requests: Iterator[dict]) -> Iterator[dict]:
+    """Walk them in a thread that signals do not reach, and so none of the processes that are begun from it.
+
+    Ctrl-C in a terminal is sent to all processes of a job, and the first one finishes what has been begun.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    yield from requests
+
+
 _prepare: Preparer | None = None  # of a worker process
 
 
 def _begin(processor: Processor) -> None:
     global _prepare
-    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches all processes; the first one finishes what is begun
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)

@@ -1,12 +1,12 @@
 """What Ray's workers do in a captioning job: one finds the pictures, the others have an engine each."""
 
+import json
 import os
-import pickle
 import threading
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import count, islice
 from queue import SimpleQueue
 from typing import Any
@@ -23,6 +23,7 @@ from mmvllm.captioning.output import Output
 from mmvllm.captioning.progress import Progress
 from mmvllm.captioning.run import Selection, Worklist
 from mmvllm.captioning.settings import CaptionSettings
+from mmvllm.captioning.tars import TarMember
 from mmvllm.llm import LLM
 
 CHUNK = 16  # pictures that travel together, and that are done again when their actor is lost
@@ -59,11 +60,18 @@ class Chunk:
     error: str | None = None  # the job's, not that of a picture
 
     def pack(self) -> pyarrow.Table:
-        return pyarrow.table({"chunk": pyarrow.array([pickle.dumps(self)], pyarrow.binary())})
+        return pyarrow.table({"chunk": [json.dumps(asdict(self))]})
 
     @classmethod
     def unpack(cls, table: pyarrow.Table) -> "list[Chunk]":
-        return [pickle.loads(row.as_py()) for row in table["chunk"]]
+        chunks = [cls(**json.loads(row.as_py())) for row in table["chunk"]]
+        for chunk in chunks:
+            chunk.items = [_item(**item) for item in chunk.items]
+        return chunks
+
+
+def _item(source: str | dict | None, **others: str | None) -> Item:
+    return Item(source=TarMember(**source) if isinstance(source, dict) else source, **others)
 
 
 class _RecordedElsewhere(Output):
