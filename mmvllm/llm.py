@@ -146,17 +146,20 @@ class LLM:
         sampling_params: Params = None,
         on_error: str = "raise",
         check: Callable[[Prepared], None] | None = None,
+        is_stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Like `stream_multimodal`, for requests that the caller's own prefetcher prepares; yields (index, output).
 
-        `check` sees every request that could be prepared, in order, right before the engine gets it, and refuses it by
-        raising ValueError.
+        `check` sees every request that could be prepared right before the engine gets it, and refuses it by raising
+        ValueError. Once `is_stopped`, requests that wait in the engine are dropped, and those that run are finished.
         """
         call = _Call(self)
         try:
             if on_error not in ("raise", "return"):
                 raise ValueError(f"on_error is {on_error!r}, must be 'raise' or 'return'")
             while True:
+                if is_stopped():
+                    call.abort_waiting()
                 # Keep the engine fed, but wait for preparation only when there is nothing else to do.
                 while self._has_room(call):
                     item = prefetcher.get(wait=not call.indices and not call.finished)
@@ -255,6 +258,16 @@ class _Call:
     def outputs(self) -> Iterator[tuple[int, RequestOutput]]:
         while self.indices or self.finished:
             yield from self.step()
+
+    def abort_waiting(self) -> None:
+        """End what the engine has not begun."""
+        with self.llm._lock:
+            for request_id in [*self.indices]:
+                group = self.llm.engine.scheduler.groups.get(request_id)
+                if group is not None and not group.has_begun:
+                    self.llm.engine.abort_request(request_id)
+                    self.llm._calls.pop(request_id)
+                    del self.indices[request_id]
 
     def abort(self) -> None:
         with self.llm._lock:

@@ -57,7 +57,8 @@ class Captioner:
         under_way = _UnderWay(self.settings, index, lambda: self._is_stopped)
         self._prefetcher = self._prefetch(under_way.requests(tasks))
         params, num_failures = self.settings.sampling_params, 0
-        for number, output in self.llm.stream_prepared(self._prefetcher, params, "return", under_way.check):
+        stream = self.llm.stream_prepared(self._prefetcher, params, "return", under_way.check, lambda: self._is_stopped)
+        for number, output in stream:
             yield from under_way.finish(number, output)
             if output.arrival_time is not None:  # else it never came to the engine
                 num_failures = num_failures + 1 if output.error is not None else 0

@@ -25,6 +25,7 @@ class CaptionFiles:
     def __init__(self, format: str, output_dir: Path | None, overwrite: bool, skip_existing: bool):
         self.format, self.output_dir = format, output_dir
         self.overwrite, self.skip_existing = overwrite, skip_existing
+        self.reserved: set[str] = set()  # real paths that are no place for a caption
 
     def path(self, item: Item) -> Path | None:
         """Where an item's caption goes; None if it would be beside a picture that is no file of its own."""
@@ -44,6 +45,8 @@ class CaptionFiles:
         path = self.path(item)
         if path is None:
             raise ValueError("its caption has no place beside it; give --output-dir")
+        if os.path.realpath(path) in self.reserved:
+            raise ValueError(f"{path} is read or written by the job itself; give --output-dir, or rename one")
         if not index.claim(_key(path)):
             raise ValueError(f"{path} is the caption of another picture with this name; rename one, or use jsonl")
         try:

@@ -10,7 +10,7 @@ from pathlib import PurePath
 from mmvllm.captioning import lists
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.lists import in_list, open_list
-from mmvllm.captioning.names import URL, folder_name, relative_of_url, relative_path
+from mmvllm.captioning.names import URL, folder_name, is_picture_name, relative_of_url, relative_path
 from mmvllm.captioning.tars import PACKED
 from mmvllm.captioning.walk import EVERYTHING, MAGIC, Walk, in_tar, match_pattern
 
@@ -19,13 +19,15 @@ def find_items(paths: Sequence[str | os.PathLike]) -> Iterator[Item]:
     """Find the pictures in folders, glob patterns, tar shards, lists ("-" is standard input), and URLs and files.
 
     Folders come depth first and sorted, in chunks of `CHUNK` entries. What cannot be looked into is an item with an
-    error. Raises ValueError, at once, for a list that cannot be read.
+    error. Raises ValueError, at once, for a list that cannot be read, and a path that is nothing.
     """
     given = [os.fsdecode(path) for path in paths]
     for path in given:
         is_pipe = os.path.exists(path) and not os.path.isfile(path)  # what writes to it would see it closed
         if path != "-" and _kind(path) == "list" and not is_pipe:
             open_list(path).close()
+        if _kind(path) == "file" and not is_picture_name(path) and not os.path.lexists(path):
+            raise ValueError(f"{path}: there is no such file or folder")
     return _find(given)
 
 

@@ -49,6 +49,11 @@ class Journal:
             self.close()
             raise
 
+    @property
+    def paths(self) -> tuple[Path, Path]:
+        """What it writes."""
+        return self._target, self._settings_path
+
     def begin(self) -> None:
         """Learn what is recorded; nothing, where it is to be overwritten."""
         if not self._overwrite:

@@ -3,7 +3,9 @@
 import logging
 import os
 from collections import deque
+from collections.abc import Iterable
 from importlib.util import find_spec
+from os import PathLike
 from pathlib import Path
 
 from mmvllm.captioning import files
@@ -38,6 +40,8 @@ class Output:
         self._settings = settings
         self.path, self.format = path, format or _format_of(path)
         _check(self.path, self.format, output_dir, overwrite, skip_existing)
+        if overwrite and (skip_existing or retry_failed):
+            raise ValueError("--overwrite begins anew: nothing is there to be skipped or done again; leave one out")
         self.files = None
         self._unwritten: deque[dict] = deque()  # records whose files are to be written
         if self.format in files.SUFFIXES:
@@ -48,6 +52,12 @@ class Output:
             _check_unrecorded(overwrite=overwrite, append_anyway=append_anyway, retry_failed=retry_failed)
         else:
             self.journal = Journal(self._journal_path(), settings, overwrite, append_anyway)
+            self.reserve(self.journal.paths)
+
+    def reserve(self, paths: Iterable[str | PathLike]) -> None:
+        """Let no caption file take the place of these: what the job reads and writes besides."""
+        if self.files is not None:
+            self.files.reserved |= {os.path.realpath(path) for path in paths}
 
     @property
     def index(self) -> Index:
@@ -132,6 +142,8 @@ def _check(path: Path | None, format: str, output_dir: Path | None, overwrite: b
         raise ValueError(f"format is {format!r}, must be one of {', '.join(FORMATS)}")
     if path is not None and not path.parent.is_dir():
         raise ValueError(f"--output {path}: there is no folder {path.parent}; make it first")
+    if path is not None and path.is_dir():
+        raise ValueError(f"--output {path} is a folder; name a file")
     if output_dir is not None and not output_dir.is_dir():
         raise ValueError(f"--output-dir {output_dir} is no folder; make it first")
     if output_dir is not None and not os.access(output_dir, os.W_OK | os.X_OK):

@@ -28,6 +28,7 @@ from mmvllm.captioning.tars import TarMember, tar_members
 from mmvllm.captioning.throughput import draw_throughput, measure_throughput
 from mmvllm.processors.load import load_image
 
+GENERATOR = b'<meta name="generator" content="mmvllm caption">'
 MAX_PICTURES = 10_000  # shown with a caption
 MAX_FAILURES = 2_000  # shown with a reason
 BLOCK = 100  # records in one piece of JSON
@@ -89,11 +90,13 @@ def _policy(template: str) -> str:
 
 
 def check_place(path: Path) -> None:
-    """Raise ValueError if no page can lie at `path`."""
+    """Raise ValueError if no page can lie at `path`, or something else lies there."""
     if not path.parent.is_dir():
         raise ValueError(f"report {path}: there is no folder {path.parent}; make it first")
     if path.is_dir():
         raise ValueError(f"report {path}: is a folder; give the name of a file")
+    if path.exists() and GENERATOR not in path.open("rb").read(4096):
+        raise ValueError(f"report {path}: is there, and is not an earlier report; choose another name")
 
 
 class _Tally:

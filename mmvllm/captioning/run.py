@@ -1,6 +1,7 @@
 """A captioning job from start to end: find pictures, leave out what is recorded, caption the rest, record it."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ def caption_images(
     with ExitStack() as stack:
         out = Output(job, output, format, output_dir, overwrite, append_anyway, skip_existing, retry_failed)
         stack.callback(out.close)
+        out.reserve(path for path in paths if os.path.isfile(path))
         if ray is not None:
             from mmvllm.captioning.ray_source import RaySource
 
@@ -116,6 +118,7 @@ def _check_arguments(
         )
     if "dtype" in engine_args:
         raise ValueError("dtype is one of the job's settings; give it outside engine_args")
+    find_items(paths)  # which checks them, and finds nothing yet
     if output is not None and output.is_file():
         for path in map(Path, paths):
             if path.is_file() and path.samefile(output):
@@ -210,9 +213,9 @@ class CaptionRun:
         on_close: Callable[[], None],
     ):
         self.settings, self.output, self.progress = settings, output, Progress()
-        self._worklist = Worklist(settings, selection, output, self.progress)
-        self._selection, self._source, self._fail_fast, self._on_close = selection, source, fail_fast, on_close
-        self._records = self._run()
+        self._selection, self._source, self._on_close = selection, source, on_close
+        worklist = Worklist(settings, selection, output, self.progress)
+        self._records = _recorded(source, worklist, output, self.progress, fail_fast)
 
     def stop(self) -> None:
         """Take no further pictures; those that the engine has begun are finished, but not those of Ray's actors.
@@ -260,29 +263,36 @@ class CaptionRun:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self) -> Iterator[dict]:
-        self.output.begin()
-        for record in self._source.records(self._worklist, self._worklist.index):
-            self._write(record)
-            self.progress.add(record)
-            self.progress.engine_wait_share = self._source.engine_wait_share
-            if self._fail_fast and record["error"] is not None:
-                self.stop()
-            yield record
-        self.output.finish()
-        self.progress.end()
+    def __del__(self):
+        self.close()
 
-    def _write(self, record: dict) -> None:
-        try:
-            self.output.write(record)
-        except JobError as error:
-            under_way, index = self._worklist.under_way, self.output.index
-            names = [path for key, path in under_way.items() if index.line(key) is None]
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise JobError(
-                f"{error}. Not recorded, though begun: {', '.join(names[:3])}{more}; mend it and run the same again"
-            ) from error
-        del self._worklist.under_way[record["key"]]
+
+def _recorded(
+    source: Source, worklist: Worklist, output: Output, progress: Progress, fail_fast: bool
+) -> Iterator[dict]:
+    # No method of the run: it would keep alive what nobody needs any more, and with it the lock on the output.
+    output.begin()
+    for record in source.records(worklist, worklist.index):
+        _write(record, worklist, output)
+        progress.add(record)
+        progress.engine_wait_share = source.engine_wait_share
+        if fail_fast and record["error"] is not None:
+            source.stop()
+        yield record
+    output.finish()
+    progress.end()
+
+
+def _write(record: dict, worklist: Worklist, output: Output) -> None:
+    try:
+        output.write(record)
+    except JobError as error:
+        names = [path for key, path in worklist.under_way.items() if output.index.line(key) is None]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise JobError(
+            f"{error}. Not recorded, though begun: {', '.join(names[:3])}{more}; mend it and run the same again"
+        ) from error
+    del worklist.under_way[record["key"]]
 
 
 def _shard_of(path: str, num_shards: int) -> int:

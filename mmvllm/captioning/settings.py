@@ -8,6 +8,7 @@ from typing import Any
 import xxhash
 
 from mmvllm.captioning.items import Item
+from mmvllm.processors.load import MAX_SOURCE_PIXELS
 from mmvllm.sampling_params import SamplingParams
 
 DEFAULT_PROMPT = "Describe this image."
@@ -46,6 +47,10 @@ class CaptionSettings:
 
     def __post_init__(self):
         _ = self.sampling_params  # which checks its values
+        if not self.prompt.strip():
+            raise ValueError("the prompt is empty; say what to ask")
+        if self.min_pixels and self.min_pixels > MAX_SOURCE_PIXELS:
+            raise ValueError(f"min_pixels is {self.min_pixels}, must be at most {MAX_SOURCE_PIXELS}")
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
             raise ValueError(f"min_pixels is {self.min_pixels}, above max_pixels {self.max_pixels}")
 
@@ -73,8 +78,8 @@ class CaptionSettings:
 
     def prompt_for(self, item: Item) -> str:
         """The item's own prompt or that of the job, behind the item's context."""
-        prompt = self.prompt if item.prompt is None else item.prompt
-        return prompt if item.context is None else f"Context: {item.context}\n\n{prompt}"
+        prompt = item.prompt or self.prompt
+        return f"Context: {item.context}\n\n{prompt}" if item.context else prompt
 
     def key(self, item: Item) -> str:
         """32 hex digits that name one piece of work: this picture, asked this, with these settings."""

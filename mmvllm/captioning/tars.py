@@ -41,8 +41,8 @@ class TarMember:
         return data
 
 
-def tar_members(path: str | os.PathLike) -> Iterator[tuple[str, TarMember]]:
-    """Find the pictures in an uncompressed tar by name, one by one.
+def tar_members(path: str | os.PathLike) -> Iterator[tuple[str, TarMember | None]]:
+    """Find the pictures in an uncompressed tar by name, one by one; None for one that is a link to another member.
 
     Raises ValueError if it cannot be opened or is compressed, or is damaged: then after the members before the damage.
     """
@@ -52,8 +52,11 @@ def tar_members(path: str | os.PathLike) -> Iterator[tuple[str, TarMember]]:
             if PACKED.search(tar) or file.read(6).startswith(_PACKED_STARTS):
                 raise ValueError(f"{tar}: is compressed, pictures cannot be reached by seeking; decompress it first")
             for header in _headers(file, tar):
-                if _is_plain(header) and not _is_hidden(header.name) and is_picture_name(header.name):
-                    yield header.name, TarMember(tar, header.offset_data, header.size)
+                if not _is_hidden(header.name) and is_picture_name(header.name):
+                    if _is_plain(header):
+                        yield header.name, TarMember(tar, header.offset_data, header.size)
+                    elif header.islnk() or header.issym():
+                        yield header.name, None
     except OSError as error:
         raise ValueError(f"{tar}: cannot be read ({error.strerror})") from None
 

@@ -158,6 +158,7 @@ def in_tar(tar: str, relative: str) -> Iterator[Item]:
     try:
         with closing(tar_members(tar)) as members:
             for name, member in members:
-                yield Item(f"{tar}/{name}", relative_path(relative[: -len(".tar")], name), member)
+                error = None if member else "is a link, which cannot be followed within a tar; write it without links"
+                yield Item(f"{tar}/{name}", relative_path(relative[: -len(".tar")], name), member, error=error)
     except ValueError as error:
         yield Item(tar, relative, None, error=str(error).removeprefix(f"{tar}: "))

@@ -140,7 +140,11 @@ def run(args: argparse.Namespace) -> int:
         width = max(map(len, summary))
         print(*(f"{label:<{width}}  {text}" for label, text in summary.items()), sep="\n", file=sys.stderr)
     if args.report is not None:
-        write_report(args.report, job.output.journal.records(), summary, f"Captions in {job.output.path.name}")
+        try:
+            write_report(args.report, job.output.journal.records(), summary, f"Captions in {job.output.path.name}")
+        except OSError as error:
+            print(f"mmvllm caption: {args.report} cannot be written: {error.strerror}", file=sys.stderr)
+            return 1
     if signals:
         return 128 + signals[0]
     return 3 if job.num_failed else 0
@@ -223,7 +227,7 @@ def _summary(job) -> dict[str, str]:
     rows["time"] = (
         f"{p.seconds:.1f} s, {p.num_done / p.seconds:.2f} pictures/s, {p.num_tokens / p.seconds:.0f} tokens/s"
     )
-    rows["engine waited"] = f"{p.engine_wait_share:.1%} of the time for pictures"
+    rows["engine waited"] = f"{p.engine_wait_share:.1%} of the time since the first picture was ready"
     rows["model"] = job.settings.model
     rows["prompt"] = job.settings.prompt
     if job.output.path is not None:

@@ -181,5 +181,10 @@ class SequenceGroup:
         return self.leader.request_id
 
     @property
+    def has_begun(self) -> bool:
+        """Whether one of them runs, or has and waits for its next turn."""
+        return any(seq.status is not SequenceStatus.WAITING or seq.num_completion_tokens for seq in self.seqs)
+
+    @property
     def is_finished(self) -> bool:
         return all(seq.is_finished for seq in self.seqs)

@@ -420,7 +420,8 @@ def test_time_is_told_in_fitting_units(length, last, tmp_path):
 
 def test_a_failure_leaves_no_half_page(tmp_path):
     path = tmp_path / "report.html"
-    path.write_text("an earlier report")
+    write_report(path, [], {}, "an earlier report")
+    earlier = path.read_text()
 
     def records():
         yield from (record("gone.png") for _ in range(500))
@@ -428,12 +429,12 @@ def test_a_failure_leaves_no_half_page(tmp_path):
 
     with pytest.raises(OSError, match="the list broke off"):
         write_report(path, records(), {})
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("report.html", "an earlier report")]
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("report.html", earlier)]
 
 
 def test_a_page_takes_the_place_of_an_earlier_one(tmp_path):
     path = tmp_path / "report.html"
-    path.write_text("an earlier report")
+    write_report(path, [], {}, "an earlier report")
     write_report(path, [record("gone.png")], {})
     assert "an earlier report" not in path.read_text() and list(tmp_path.iterdir()) == [path]
 
@@ -669,3 +670,13 @@ def test_every_width_and_scheme_fits(scheme, dark, width, chromium, tmp_path):
         assert (max(map(int, re.findall(r"\d+", colour))) < 60) == dark
         tab.evaluate("scrollTo(0, 2000)")
         assert tab.locator(".bar").bounding_box()["y"] == 0
+
+
+def test_what_is_no_report_is_not_replaced(tmp_path):
+    (tmp_path / "mine.html").write_text("<p>mine</p>")
+    with pytest.raises(ValueError, match=r"mine\.html: is there, and is not an earlier report"):
+        write_report(tmp_path / "mine.html", [], {})
+    assert (tmp_path / "mine.html").read_text() == "<p>mine</p>"
+    write_report(tmp_path / "report.html", [], {}, "First")
+    write_report(tmp_path / "report.html", [], {}, "Second")
+    assert "Second" in (tmp_path / "report.html").read_text()

@@ -214,6 +214,9 @@ def test_pixel_bounds_change_the_tokens_of_a_picture(folder, llm):
         ({"format": "csv"}, "csv needs --output FILE.csv"),
         ({"skip_existing": True}, "--skip-existing is for caption files"),
         ({"output": "/no/such/folder/out.jsonl"}, "there is no folder /no/such/folder"),
+        ({"prompt": " "}, "the prompt is empty"),
+        ({"min_pixels": 10**12}, "min_pixels is 1000000000000, must be at most"),
+        ({"overwrite": True, "skip_existing": True, "format": "txt"}, "--overwrite begins anew"),
         ({"retry_failed": True}, "--retry-failed is about what is recorded; give --output too"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -221,6 +224,14 @@ def test_pixel_bounds_change_the_tokens_of_a_picture(folder, llm):
 def test_arguments_that_do_not_fit_are_refused_before_anything_is_done(options, message, folder, llm):
     with pytest.raises(ValueError, match=message.replace("|", r"\|")):
         caption_images(folder, llm=llm, **{"max_tokens": 4} | options)
+
+
+def test_a_path_that_is_nothing_is_refused_before_anything_is_done(folder, llm, tmp_path):
+    out = tmp_path / "out.jsonl"
+    list(run(folder, llm, output=out))
+    with pytest.raises(ValueError, match="nosuch: there is no such file or folder"):
+        run([folder, tmp_path / "nosuch"], llm, output=out, overwrite=True)
+    assert len(lines(out)) == 6
 
 
 def test_records_come_from_any_thread_that_takes_them(folder, llm):
@@ -286,3 +297,31 @@ def test_an_engine_that_fails_every_time_ends_the_run(folder, llm, tmp_path, mon
 def test_engines_are_given_or_made(options, message, folder, llm):
     with pytest.raises(ValueError, match=message):
         caption_images(folder, **{"llm": llm} | options)
+
+
+def test_a_run_that_is_dropped_lets_go_of_its_output(folder, llm, tmp_path):
+    out = tmp_path / "out.jsonl"
+    for record in run(folder, llm, output=out):
+        assert record["path"]
+        break
+    assert not llm.engine.scheduler.groups
+    assert len(list(run(folder, llm, output=out))) == 5
+
+
+def test_stop_drops_what_the_engine_has_not_begun(folder, llm):
+    for i in range(60):
+        picture(56, 56, seed=100 + i).save(folder / f"more-{i}.png")
+    job = caption_images(folder, llm=llm, max_tokens=40, fail_fast=False)
+    made = [next(job)]
+    most = len(llm.engine.scheduler.running)
+    job.stop()
+    made += job
+    assert len(made) <= 1 + most + 3  # of one step, that were done and not yet taken
+
+
+def test_caption_files_take_no_place_of_what_the_job_reads_or_writes(folder, llm, tmp_path):
+    (folder / "a.txt").write_text(f"{folder / 'a.png'}\n{folder / 'b.png'}\n")
+    options = {"format": "txt", "overwrite": True}
+    made = by_name(run(folder / "a.txt", llm, output=folder / "b.txt", **options))
+    assert all("is read or written by the job itself" in record["error"] for record in made.values())
+    assert (folder / "a.txt").read_text().startswith(str(folder)) and len(lines(folder / "b.txt")) == 2
