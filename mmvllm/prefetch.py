@@ -35,9 +35,11 @@ def worker_threads(num_workers: int) -> Executor:
 
 
 class Prefetcher:
-    """Args, beside those that say how much:
-    in_order: give requests in the caller's order, rather than each as soon as it is prepared.
-    make_pool: makes the workers; anew if one has died, a process that a damaged picture killed.
+    """Walks `requests` and has `prepare` make prompts of them, so many at a time and so many ahead.
+
+    Args:
+        in_order: give requests in the caller's order, rather than each as soon as it is prepared.
+        make_pool: makes the workers; anew if one has died, a process that a damaged picture killed.
     """
 
     def __init__(

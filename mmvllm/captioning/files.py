@@ -16,10 +16,12 @@ SUFFIXES = {"txt": ".txt", "webdataset-json": ".json"}
 
 
 class CaptionFiles:
-    """Args:
-    format: "txt" (the caption) or "webdataset-json" (the whole record).
-    output_dir: mirror the pictures' folders there; None is beside each picture.
-    overwrite: replace files that are there; without it such a picture is refused, or with `skip_existing` left.
+    """Writes a file for each record that names one, and says where it goes.
+
+    Args:
+        format: "txt" (the caption) or "webdataset-json" (the whole record).
+        output_dir: mirror the pictures' folders there; None is beside each picture.
+        overwrite: replace files that are there; without it such a picture is refused, or with `skip_existing` left.
     """
 
     def __init__(self, format: str, output_dir: Path | None, overwrite: bool, skip_existing: bool):

@@ -26,7 +26,9 @@ SYNC_SECONDS = 1.0
 
 
 class Journal:
-    """Args:
+    """The records of one file, and the index of what they say.
+
+    Args:
         path: the file; it is locked as long as the journal is open.
         overwrite: begin anew; what is there goes when the first record comes, not before.
         append_anyway: add to a file that was made with other settings.

@@ -24,7 +24,7 @@ DEFAULT_JOURNAL = "captions.jsonl"
 
 
 class Output:
-    """Args: as `caption_images` has them; the settings are those of the job. Nothing is changed before `begin`."""
+    """Everything that a job writes; arguments as `caption_images` has them. Nothing is changed before `begin`."""
 
     def __init__(
         self,

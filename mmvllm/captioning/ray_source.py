@@ -58,7 +58,7 @@ class RayOptions:
 
 
 class RaySource:
-    """Args: as `caption_images` has them; `files` are those of the output. Ray is started or joined at once.
+    """Makes records of a worklist on Ray, which is started or joined at once; arguments as `caption_images` has them.
 
     Raises ValueError for options that do not fit the job or this machine, ConnectionError where there is no cluster.
     """
