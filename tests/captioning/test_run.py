@@ -38,7 +38,8 @@ def by_name(records) -> dict[str, dict]:
 
 
 def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    with path.open(encoding="utf-8", newline="\n") as file:
+        return [json.loads(line) for line in file]
 
 
 def run(folder, llm, **options):

@@ -44,7 +44,8 @@ def pictures(tmp_path) -> Path:
 
 
 def records(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    with path.open(encoding="utf-8", newline="\n") as file:
+        return [json.loads(line) for line in file]
 
 
 def test_a_folder_is_searched_and_every_picture_gets_a_record(caption, pictures, tmp_path):
