@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import xxhash
@@ -49,10 +50,9 @@ class CaptionSettings:
         _ = self.sampling_params  # which checks its values
         if not self.prompt.strip():
             raise ValueError("the prompt is empty; say what to ask")
-        if self.min_pixels and self.min_pixels > MAX_SOURCE_PIXELS:
-            raise ValueError(f"min_pixels is {self.min_pixels}, must be at most {MAX_SOURCE_PIXELS}")
-        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
-            raise ValueError(f"min_pixels is {self.min_pixels}, above max_pixels {self.max_pixels}")
+        from mmvllm.processors.image import pixel_bounds  # and torch, for which `--help` need not wait
+
+        pixel_bounds(self.min_pixels, self.max_pixels, 1, MAX_SOURCE_PIXELS)
 
     @property
     def sampling_params(self) -> SamplingParams:
@@ -61,7 +61,7 @@ class CaptionSettings:
     @property
     def fingerprint(self) -> str:
         """16 hex digits, the same for the same settings in every run."""
-        return _digest(json.dumps(dataclasses.asdict(self), sort_keys=True))[:16]
+        return _fingerprint(self)
 
     @property
     def is_repeatable(self) -> bool:
@@ -103,6 +103,11 @@ class CaptionSettings:
         """The model's words as they are recorded."""
         trigger = f"{self.trigger_word}, " if self.trigger_word else ""
         return f"{self.prefix}{trigger}{text.strip()}{self.suffix}"
+
+
+@cache  # it is asked for with every picture that is found
+def _fingerprint(settings: CaptionSettings) -> str:
+    return _digest(json.dumps(dataclasses.asdict(settings), sort_keys=True))[:16]
 
 
 def _digest(text: str) -> str:
