@@ -14,10 +14,12 @@ if (_root / "pyproject.toml").is_file():
 
 _EXPORTS = {
     "LLM": "mmvllm.llm",
+    "AsyncLLM": "mmvllm.async_llm",
     "LLMEngine": "mmvllm.engine.llm_engine",
     "SamplingParams": "mmvllm.sampling_params",
     "RequestOutput": "mmvllm.outputs",
     "CompletionOutput": "mmvllm.outputs",
+    "Delta": "mmvllm.outputs",
 }
 __all__ = [*_EXPORTS, "__version__"]
 

@@ -84,7 +84,7 @@ class LLM:
         try:
             for index, prompt in enumerate(prompts):
                 try:
-                    call.add(index, prompt, _params_for(sampling_params, index))
+                    call.add(index, prompt, params_for(sampling_params, index))
                 except ValueError as error:
                     raise ValueError(f"prompt {index}: {error}") from error
             outputs = dict(_progress(call.outputs(), len(prompts), use_tqdm))
@@ -211,7 +211,7 @@ class LLM:
             raise ValueError(f"preparation failed: {type(error).__name__}: {error}") from error
         if check is not None:
             check(item)
-        params = _params_for(sampling_params, item.index, item.request.get("sampling_params"))
+        params = params_for(sampling_params, item.index, item.request.get("sampling_params"))
         options = {key: item.request.get(key) for key in ("request_id", "cache_salt")}
         options["priority"] = item.request.get("priority") or 0
         call.add(item.index, prompt.token_ids, params, **options, **prompt.multimodal)
@@ -277,7 +277,7 @@ class _Call:
             self.indices = {}
 
 
-def _params_for(sampling_params: Params, index: int, own: SamplingParams | dict | None = None) -> SamplingParams:
+def params_for(sampling_params: Params, index: int, own: SamplingParams | dict | None = None) -> SamplingParams:
     """A request's own parameters, else those of the call: one for all, or a list with one per request."""
     params = sampling_params if own is None else own
     if isinstance(params, list | tuple):

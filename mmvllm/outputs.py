@@ -57,3 +57,20 @@ class RequestOutput:
             return getattr(self, name)
         except AttributeError:
             raise KeyError(name) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new of one answer, while it is generated. All texts of an answer, joined, are its final text.
+
+    The text is of whole characters, and never part of a stop string. There is always some, except in the answer's last
+    delta. `logprobs` has, per token of `token_ids`, what `CompletionOutput.logprobs` has.
+    """
+
+    request_id: str
+    index: int  # which of SamplingParams.n answers
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, float]] | None = None
+    finish_reason: str | None = None  # "eos", "stop", "length" or "aborted", in the answer's last delta
+    output: RequestOutput | None = None  # in the last delta of all: the whole request

@@ -1,19 +1,21 @@
-"""Stop strings, found while the answer is being generated."""
+"""Token ids to text while an answer forms: whole characters, and the stop strings among them."""
 
 from collections.abc import Sequence
+from functools import cache
 
 from tokenizers.decoders import DecodeStream
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 
-class StopStrings:
-    """Follows one answer's text. `found` is where in it the stop string that was completed last begins, or None."""
+class AnswerText:
+    """Follows one answer. `stop_at` is where in `text` the stop string that was completed last begins, or None."""
 
-    def __init__(self, tokenizer, stop: Sequence[str]):
+    def __init__(self, tokenizer, stop: Sequence[str] = ()):
         self._backend = tokenizer.backend_tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)  # gives whole characters only
         self._stop = stop
         self.text = ""
-        self.found: int | None = None
+        self.stop_at: int | None = None
 
     def append(self, token_id: int) -> bool:
         """Add a token; True if its text completes a stop string."""
@@ -22,5 +24,29 @@ class StopStrings:
         self.text += added
         # A stop string that ends in the added text begins at most its own length before it.
         starts = [self.text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stop]
-        self.found = min((start for start in starts if start >= 0), default=None) if added else None
-        return self.found is not None
+        self.stop_at = min((start for start in starts if start >= 0), default=None) if added else None
+        return self.stop_at is not None
+
+    @property
+    def num_settled(self) -> int:
+        """Length of the beginning of `text` that no stop string can take back, whatever comes next."""
+        size = len(self.text)
+        for start in range(max(0, size - max(map(len, self._stop), default=0) + 1), size):
+            if any(stop.startswith(self.text[start:]) for stop in self._stop):
+                return start
+        return size
+
+
+def token_bytes(tokenizer, token_id: int) -> bytes:
+    """The UTF-8 bytes that a token of a byte-level vocabulary stands for; they may be part of a character."""
+    token, byte_of = tokenizer.convert_ids_to_tokens(token_id), _byte_of_character()
+    if token is None:  # ids beyond the vocabulary, up to the padded size of the model's head
+        return b""
+    if token_id in tokenizer.added_tokens_decoder or not all(char in byte_of for char in token):
+        return token.encode()
+    return bytes(byte_of[char] for char in token)
+
+
+@cache
+def _byte_of_character() -> dict[str, int]:
+    return {char: byte for byte, char in bytes_to_unicode().items()}

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from mmvllm.config import EngineConfig, ModelConfig
 from mmvllm.engine.batch import build_batch
 from mmvllm.engine.block_manager import BlockManager
-from mmvllm.engine.detokenizer import StopStrings
+from mmvllm.engine.detokenizer import AnswerText
 from mmvllm.engine.encoder_cache import EncoderCache
 from mmvllm.engine.model_runner import ModelRunner
 from mmvllm.engine.sampler import Sampled, Sampler
@@ -171,7 +171,7 @@ class LLMEngine:
                 priority=priority,
                 cache_salt=cache_salt,
                 arrival_time=arrival_time,
-                stop_strings=StopStrings(self.tokenizer, params.stop) if params.stop else None,
+                answer_text=AnswerText(self.tokenizer, params.stop) if params.stop else None,
             )
             for i in range(params.n)
         ]
@@ -404,12 +404,12 @@ class LLMEngine:
         )
 
     def _completion(self, seq: Sequence) -> CompletionOutput:
-        stop_at = seq.stop_strings.found if seq.stop_strings and seq.finish_reason is FinishReason.STOP else None
+        stop_at = seq.answer_text.stop_at if seq.answer_text and seq.finish_reason is FinishReason.STOP else None
         wants_logprobs = seq.sampling_params.logprobs is not None
         return CompletionOutput(
             text=self.tokenizer.decode(seq.completion_token_ids, skip_special_tokens=True)
             if stop_at is None
-            else seq.stop_strings.text[:stop_at],
+            else seq.answer_text.text[:stop_at],
             token_ids=seq.completion_token_ids,
             finish_reason=seq.finish_reason.value,
             cumulative_logprob=seq.cumulative_logprob if wants_logprobs else None,

@@ -262,7 +262,7 @@ class Scheduler:
 
     def _finish_reason(self, seq: Sequence) -> FinishReason | None:
         params, token_id = seq.sampling_params, seq.token_ids[-1]
-        stop_string = seq.stop_strings is not None and seq.stop_strings.append(token_id)
+        stop_string = seq.answer_text is not None and seq.answer_text.append(token_id)
         if seq.num_completion_tokens >= params.min_tokens:
             if token_id in self.eos_token_ids and not params.ignore_eos:
                 return FinishReason.EOS

@@ -13,7 +13,7 @@ from mmvllm.engine.vision_inputs import VisionInputs
 from mmvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from mmvllm.engine.detokenizer import StopStrings
+    from mmvllm.engine.detokenizer import AnswerText
 
 
 class SequenceStatus(Enum):
@@ -56,7 +56,7 @@ class Sequence:
         priority: int = 0,
         cache_salt: str | None = None,
         arrival_time: float | None = None,
-        stop_strings: "StopStrings | None" = None,
+        answer_text: "AnswerText | None" = None,
     ):
         self.seq_id = next(self._seq_ids)
         self.request_id = request_id
@@ -66,7 +66,7 @@ class Sequence:
         self.cache_salt = cache_salt
         self.arrival_time = time.time() if arrival_time is None else arrival_time
         self.block_size = block_size
-        self.stop_strings = stop_strings
+        self.answer_text = answer_text  # followed where there are stop strings
 
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = len(token_ids)

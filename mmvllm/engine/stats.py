@@ -1,12 +1,18 @@
 """What a step did, and how long its parts took."""
 
+import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from mmvllm.engine.scheduler import Schedule, Scheduler
+from mmvllm.engine.sequence import SequenceGroup
+from mmvllm.outputs import RequestOutput
+
+RATE_WINDOW_S = 10.0
 
 
 class Stopwatch:
@@ -71,3 +77,92 @@ def step_stats(step: Schedule, scheduler: Scheduler, seconds: dict[str, float]) 
         num_waiting=len(scheduler.waiting),
         num_used_blocks=scheduler.block_manager.num_blocks - scheduler.block_manager.num_free_blocks,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What an engine does now, and totals since it started."""
+
+    num_preparing: int  # requests: admitted, and not in the engine yet
+    num_waiting: int  # sequences
+    num_running: int
+    num_used_blocks: int
+    num_blocks: int
+    prompt_tokens_per_s: float  # computed, over the last seconds
+    output_tokens_per_s: float
+    num_finished: int  # requests
+    num_prompt_tokens: int  # of finished requests
+    num_cached_tokens: int  # of these
+    num_output_tokens: int
+    num_images: int  # asked about
+    num_encoded_images: int
+    num_preemptions: int
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV cache's blocks that sequences hold, in [0, 1]."""
+        return self.num_used_blocks / self.num_blocks
+
+    @property
+    def prefix_hit_rate(self) -> float | None:
+        """Share of prompt tokens that were not computed; None before the first request has finished."""
+        return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else None
+
+    @property
+    def image_hit_rate(self) -> float | None:
+        """Share of pictures that were not encoded, because their rows or the prompt's KV were there already."""
+        return max(0.0, 1 - self.num_encoded_images / self.num_images) if self.num_images else None
+
+
+class Meter:
+    """Counts what an engine does; read from any thread."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._started = time.perf_counter()
+        self._recent: deque[tuple[float, int, int]] = deque()  # (when, prompt tokens, output tokens)
+        self._finished = self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
+        self._images = self._encoded_images = 0
+
+    def add_request(self, group: SequenceGroup) -> None:
+        with self._lock:
+            self._images += len(group.leader.vision_placeholders)
+
+    def add_finished(self, output: RequestOutput) -> None:
+        with self._lock:
+            self._finished += 1
+            self._prompt_tokens += output.num_prompt_tokens
+            self._cached_tokens += output.num_cached_tokens
+
+    def add_step(self, step: StepStats, num_output_tokens: int) -> None:
+        with self._lock:
+            self._encoded_images += step.num_images
+            self._output_tokens += num_output_tokens
+            self._recent.append((step.end, step.num_prefill_tokens, num_output_tokens))
+            self._forget()
+
+    def stats(self, scheduler: Scheduler, num_preparing: int) -> EngineStats:
+        blocks = scheduler.block_manager
+        with self._lock:
+            self._forget()
+            seconds = max(1e-3, min(RATE_WINDOW_S, time.perf_counter() - self._started))
+            return EngineStats(
+                num_preparing=num_preparing,
+                num_waiting=len(scheduler.waiting),
+                num_running=len(scheduler.running),
+                num_used_blocks=blocks.num_blocks - blocks.num_free_blocks,
+                num_blocks=blocks.num_blocks,
+                prompt_tokens_per_s=sum(step[1] for step in self._recent) / seconds,
+                output_tokens_per_s=sum(step[2] for step in self._recent) / seconds,
+                num_finished=self._finished,
+                num_prompt_tokens=self._prompt_tokens,
+                num_cached_tokens=self._cached_tokens,
+                num_output_tokens=self._output_tokens,
+                num_images=self._images,
+                num_encoded_images=self._encoded_images,
+                num_preemptions=scheduler.num_preemptions,
+            )
+
+    def _forget(self) -> None:
+        while self._recent and self._recent[0][0] < time.perf_counter() - RATE_WINDOW_S:
+            self._recent.popleft()

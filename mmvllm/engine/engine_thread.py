@@ -1,0 +1,198 @@
+"""The thread that owns an engine: it takes requests, steps while there is work, and hands out what is new."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Protocol
+
+from mmvllm.engine.detokenizer import AnswerText
+from mmvllm.engine.llm_engine import LLMEngine
+from mmvllm.engine.sequence import Sequence, SequenceGroup
+from mmvllm.engine.stats import EngineStats, Meter, StepStats
+from mmvllm.errors import RequestFailed
+from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
+from mmvllm.processors.chat import Prompt
+from mmvllm.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class Receiver(Protocol):
+    """Who waits for a request; `has_begun` is written here, once the request runs."""
+
+    request_id: str
+    has_begun: bool
+
+
+Event = tuple[Receiver, Delta | Exception]
+
+
+class _Answer:
+    """One sequence, and how much of it has been handed out."""
+
+    def __init__(self, seq: Sequence, index: int, tokenizer):
+        self._seq, self._index = seq, index
+        self._text = AnswerText(tokenizer, seq.sampling_params.stop)
+        self._num_read = 0  # tokens whose text is in _text
+        self._num_sent, self._num_sent_chars = 0, 0
+
+    def read(self) -> int:
+        """Look at tokens that are new; return how many there are."""
+        new = self._seq.token_ids[self._seq.num_prompt_tokens + self._num_read :]
+        for token_id in new:
+            self._text.append(token_id)
+        self._num_read += len(new)
+        return len(new)
+
+    def delta(self) -> Delta | None:
+        """What can be said of an answer that goes on."""
+        settled = self._text.num_settled
+        if self._seq.is_finished or settled <= self._num_sent_chars:
+            return None
+        return self._take(self._text.text[:settled])
+
+    def last_delta(self, completion: CompletionOutput, output: RequestOutput | None) -> Delta:
+        return self._take(completion.text, finish_reason=completion.finish_reason, output=output)
+
+    def _take(self, text: str, **rest: Any) -> Delta:
+        seq, start = self._seq, self._num_sent
+        token_ids = seq.token_ids[seq.num_prompt_tokens + start :]
+        logprobs = None if seq.sampling_params.logprobs is None else seq.logprobs[start:]
+        new = text[self._num_sent_chars :]
+        self._num_sent, self._num_sent_chars = start + len(token_ids), len(text)
+        return Delta(seq.request_id, self._index, new, token_ids, logprobs, **rest)
+
+
+class _Request:
+    """A request in the engine."""
+
+    def __init__(self, receiver: Receiver, group: SequenceGroup, tokenizer):
+        self.receiver, self._group = receiver, group
+        self._answers = [_Answer(seq, index, tokenizer) for index, seq in enumerate(group.seqs)]
+
+    def read(self) -> int:
+        """Look at what the last step did; return the number of new tokens."""
+        self.receiver.has_begun |= self._group.has_begun
+        return sum(answer.read() for answer in self._answers)
+
+    def events(self, output: RequestOutput | None) -> Iterator[Event]:
+        """What is new, all that is left if the request has its `output`."""
+        if output is None:
+            deltas = filter(None, (answer.delta() for answer in self._answers))
+        elif output.error is not None:
+            deltas = [RequestFailed(output.error)]
+        else:
+            deltas = self._last_deltas(output)
+        return ((self.receiver, delta) for delta in deltas)
+
+    def _last_deltas(self, output: RequestOutput) -> Iterator[Delta]:
+        last = len(self._answers) - 1
+        for i, (answer, completion) in enumerate(zip(self._answers, output.completions, strict=True)):
+            yield answer.last_delta(completion, output if i == last else None)
+
+
+class EngineThread:
+    """Runs an engine, which nobody else may touch from then on.
+
+    Args:
+        deliver: takes what is new after a step; called in the thread.
+        on_failure: told what broke the engine, or the thread; nothing is delivered any more.
+    """
+
+    def __init__(
+        self,
+        engine: LLMEngine,
+        deliver: Callable[[list[Event]], None],
+        on_failure: Callable[[BaseException], None],
+    ):
+        self.failing: str | None = None  # why requests failed in the last step
+        self._engine, self._deliver, self._on_failure = engine, deliver, on_failure
+        self._scheduler = engine.scheduler
+        self._requests: dict[str, _Request] = {}
+        self._meter = Meter()
+        self._step: StepStats | None = None  # the last one
+        engine.on_step = partial(setattr, self, "_step")
+        self._changed = threading.Condition()
+        self._commands: list[Callable[[], None]] = []
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="mmvllm-engine", daemon=True)
+        self._thread.start()
+
+    def add(self, receiver: Receiver, prompt: Prompt, params: SamplingParams, **options: Any) -> None:
+        """Give the engine a request; what is wrong with it is delivered."""
+        self._post(partial(self._add, receiver, prompt, params, options))
+
+    def abort(self, receiver: Receiver) -> None:
+        """End a request before the next step, and deliver what it has so far."""
+        self._post(partial(self._abort, receiver))
+
+    def stop(self) -> None:
+        """End the thread after the step that runs."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        self._thread.join()
+
+    def stats(self, num_preparing: int) -> EngineStats:
+        return self._meter.stats(self._scheduler, num_preparing)
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._changed:
+            self._commands.append(command)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                if not self._engine.is_finished():
+                    self._advance()
+        except BaseException as error:
+            logger.exception("the engine broke")
+            self._on_failure(error)
+
+    def _obey(self) -> bool:
+        """Wait for something to do and do what was asked; False once that was to stop."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._commands or self._stopped or not self._engine.is_finished())
+            commands, self._commands = self._commands, []
+            stopped = self._stopped
+        for command in commands:
+            command()
+        return not stopped
+
+    def _add(self, receiver: Receiver, prompt: Prompt, params: SamplingParams, options: dict[str, Any]) -> None:
+        request_id = receiver.request_id
+        try:
+            self._engine.add_request(prompt.token_ids, params, request_id, **options, **prompt.multimodal)
+        except Exception as error:  # none of them is the affair of other requests
+            self._deliver([(receiver, error)])
+            return
+        group = self._scheduler.groups[request_id]
+        self._requests[request_id] = _Request(receiver, group, self._engine.tokenizer)
+        self._meter.add_request(group)
+
+    def _abort(self, receiver: Receiver) -> None:
+        request = self._requests.get(receiver.request_id)
+        if request is None or request.receiver is not receiver:  # not here yet, or no more
+            output = RequestOutput(receiver.request_id, error="aborted")
+            self._deliver([(receiver, Delta(receiver.request_id, 0, "", [], finish_reason="aborted", output=output))])
+            return
+        del self._requests[receiver.request_id]
+        output = self._engine.abort_request(receiver.request_id)
+        self._deliver([*request.events(output)])
+
+    def _advance(self) -> None:
+        outputs, _ = self._engine.step()
+        finished = {output.request_id: output for output in outputs}
+        events, num_new = [], 0
+        for request_id, request in [*self._requests.items()]:
+            num_new += request.read()
+            output = finished.get(request_id)
+            events += request.events(output)
+            if output is not None:
+                self._meter.add_finished(output)
+                del self._requests[request_id]
+        self.failing = next((output.error for output in outputs if output.error is not None), None)
+        self._meter.add_step(self._step, num_new)
+        self._deliver(events)
