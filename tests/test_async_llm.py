@@ -1,0 +1,488 @@
+"""Many at once on one engine: streams equal to offline answers, and every way in which a request can end."""
+
+import asyncio
+import contextlib
+import random
+import subprocess
+import sys
+import threading
+import time
+from functools import wraps
+from itertools import chain
+
+import pytest
+
+from mmvllm import AsyncLLM, SamplingParams, async_llm
+from mmvllm.errors import DeadlineExceeded, EngineBusy, EngineFailed, EngineStopped, RequestFailed
+from mmvllm.processors.load import load_image
+from tests.conftest import ask, picture
+from tests.test_invariance import assert_idle
+
+SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
+ENDLESS = SamplingParams(max_tokens=900, ignore_eos=True)
+QUESTION = ask(picture(80, 60), "Describe this image.")
+REQUESTS = [
+    (QUESTION, SamplingParams(max_tokens=40)),
+    (ask("Count the shapes."), SamplingParams(max_tokens=40, ignore_eos=True)),
+    (ask("One ", picture(60, 90, 1), " two ", picture(70, 70, 2)), SamplingParams(max_tokens=30, ignore_eos=True, n=3)),
+    (ask("And?"), SamplingParams(max_tokens=30, temperature=1.0, seed=5, n=2, logprobs=2, ignore_eos=True)),
+    (ask("Again"), SamplingParams(max_tokens=30, temperature=1.5, seed=7, top_p=0.9, ignore_eos=True)),
+]
+
+
+def in_a_loop(test):
+    """Run an async test; a hang fails it."""
+
+    @wraps(test)
+    def run(*args, **kwargs):
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def shared(checkpoint):
+    engine = AsyncLLM(checkpoint, **options(max_num_seqs=4), max_waiting=8)
+    yield engine
+    asyncio.run(engine.shutdown())
+
+
+@pytest.fixture
+def engine(shared):
+    """The module's engine, with nothing left in it afterwards."""
+    yield shared
+    wait_until_idle(shared)
+
+
+@pytest.fixture
+def make(checkpoint):
+    """AsyncLLM(...) that is shut down after the test."""
+    made = []
+
+    def make(**engine_args) -> AsyncLLM:
+        made.append(AsyncLLM(checkpoint, **options(**engine_args)))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        asyncio.run(engine.shutdown(drain=False))
+
+
+def options(**engine_args) -> dict:
+    return {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 256, "skip_warmup": True} | engine_args
+
+
+def wait_until(condition, what: str) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, f"never {what}"
+        time.sleep(0.005)
+
+
+async def until(condition, what: str) -> None:
+    await asyncio.to_thread(wait_until, condition, what)
+
+
+def wait_until_idle(engine: AsyncLLM) -> None:
+    scheduler = engine._llm.engine.scheduler
+    wait_until(lambda: not engine._streams and not scheduler.groups, "idle")
+    assert_idle(engine._llm)
+    assert not engine._thread._requests
+
+
+async def answer(engine: AsyncLLM, request, params=None, **keys):
+    """All deltas of a request, and the texts of its answers."""
+    deltas = [delta async for delta in engine.generate(request, params, **keys)]
+    indices = sorted({delta.index for delta in deltas})
+    return deltas, ["".join(delta.text for delta in deltas if delta.index == index) for index in indices]
+
+
+class Gate:
+    """A `load` that waits until it may."""
+
+    def __init__(self):
+        self.is_reached, self.is_open = threading.Event(), threading.Event()
+
+    def __call__(self, source):
+        self.is_reached.set()
+        assert self.is_open.wait(20)
+        return load_image(source)
+
+
+@in_a_loop
+async def test_streams_together_equal_the_offline_answers(engine, checkpoint, make_llm):
+    expected = make_llm(checkpoint).generate_multimodal([r for r, _ in REQUESTS], [p for _, p in REQUESTS])
+    results = await asyncio.gather(*(answer(engine, request, params) for request, params in REQUESTS))
+    for want, (deltas, texts) in zip(expected, results, strict=True):
+        output = deltas[-1].output
+        assert [c.token_ids for c in output.completions] == [c.token_ids for c in want.completions]
+        assert texts == [c.text for c in want.completions] == [c.text for c in output.completions]
+        for index, completion in enumerate(want.completions):
+            own = [delta for delta in deltas if delta.index == index]
+            assert [*chain(*(delta.token_ids for delta in own))] == completion.token_ids
+            assert all(delta.text for delta in own[:-1])
+            assert [delta.finish_reason for delta in own] == [None] * (len(own) - 1) + [completion.finish_reason]
+            if completion.logprobs is not None:
+                assert [*chain(*(delta.logprobs for delta in own))] == output.completions[index].logprobs
+        assert len(deltas) > 2 and all(delta.output is None for delta in deltas[:-1])
+
+
+@in_a_loop
+async def test_a_stop_string_never_shows_not_even_half(engine, checkpoint, make_llm):
+    text = make_llm(checkpoint).generate_multimodal([QUESTION], ENDLESS)[0].text
+    for start in range(5, 40, 7):
+        stop = text[start : start + 5]
+        deltas, (whole,) = await answer(
+            engine, QUESTION, SamplingParams(max_tokens=200, ignore_eos=True, stop=[stop, "never there"])
+        )
+        assert whole == text[: text.index(stop)] and deltas[-1].finish_reason == "stop"
+
+
+@in_a_loop
+async def test_raw_prompts_are_strings_or_token_ids(engine, checkpoint, make_llm):
+    prompt = "Count the shapes."
+    want = make_llm(checkpoint).generate([prompt], SHORT)[0]
+    for given in (prompt, engine.tokenizer(prompt)["input_ids"]):
+        deltas, _ = await answer(engine, given, SHORT)
+        assert deltas[-1].output.token_ids == want.token_ids
+
+
+@in_a_loop
+async def test_a_request_brings_its_own_settings(engine):
+    request = {**QUESTION, "request_id": "mine", "sampling_params": {"max_tokens": 2, "ignore_eos": True}}
+    deltas, _ = await answer(engine, request, ENDLESS)
+    assert deltas[-1].request_id == "mine" and len(deltas[-1].output.token_ids) == 2
+
+
+@pytest.mark.parametrize(
+    ("request_", "keys", "message"),
+    [
+        (ask("x", colour="red"), {}, "unknown keys colour"),
+        (ask(b"not a picture", "x"), {}, "image 0: .*not a picture"),
+        (ask(7, "x"), {}, "image 0: cannot load a picture from int"),
+        (7, {}, "must be a dict"),
+        ("", {}, "at least one token"),
+        ([1, 10**9], {}, "token ids are integers"),
+        (QUESTION, {"request_id": 5}, "request_id is 5"),
+        (QUESTION, {"params": {"temperature": -1}}, "temperature is -1"),
+        (QUESTION, {"params": {"heat": 1}}, "sampling_params"),
+        (ask("word " * 2000), {}, "max_model_len is"),
+        ({**QUESTION, "priority": "high"}, {}, "priority is 'high'"),
+        (QUESTION, {"load": lambda source: 1 / 0}, "preparation failed: ZeroDivisionError"),
+    ],
+)
+@in_a_loop
+async def test_a_bad_request_fails_alone(engine, request_, keys, message):
+    good = asyncio.create_task(answer(engine, QUESTION, SHORT))
+    with pytest.raises(ValueError, match=message):
+        await answer(engine, request_, keys.pop("params", SHORT), **keys)
+    deltas, _ = await good
+    assert len(deltas[-1].output.token_ids) == 6
+
+
+@in_a_loop
+async def test_an_id_in_flight_is_refused_and_free_again_afterwards(engine):
+    stream = engine.generate(QUESTION, ENDLESS, "twice")
+    await anext(stream)
+    with pytest.raises(ValueError, match="'twice' is already in flight"):
+        await answer(engine, QUESTION, SHORT, request_id="twice")
+    await stream.aclose()
+    deltas, _ = await answer(engine, QUESTION, SHORT, request_id="twice")
+    assert len(deltas[-1].output.token_ids) == 6
+
+
+async def _at_stage(engine: AsyncLLM, stage: str, others: contextlib.AsyncExitStack):
+    """A task whose request "it" has come so far, and no farther for now."""
+    gate = Gate()
+    others.callback(gate.is_open.set)
+    if stage in ("queued for preparation", "waiting in the engine"):
+        for _ in range(8 if stage == "queued for preparation" else 4):
+            load = gate if stage == "queued for preparation" else load_image
+            blocker = engine.generate(QUESTION, ENDLESS, load=load)
+            task = asyncio.create_task(anext(blocker))
+            others.push_async_callback(_close, task, blocker)
+            if stage == "waiting in the engine":
+                await task
+    load = gate if stage == "while it is prepared" else load_image
+    task = asyncio.create_task(answer(engine, QUESTION, ENDLESS, request_id="it", load=load))
+    stats = engine._llm.engine.scheduler.groups
+    if stage == "while it is prepared":
+        await until(gate.is_reached.is_set, "prepared")
+    elif stage == "waiting in the engine":
+        await until(lambda: "it" in stats, "in the engine")
+    elif stage == "in mid-answer":
+        await until(lambda: "it" in stats and stats["it"].leader.num_completion_tokens > 3, "answered")
+    else:
+        await until(lambda: "it" in engine._streams, "admitted")
+    return task
+
+
+async def _close(task, stream) -> None:
+    task.cancel()
+    with contextlib.suppress(BaseException):
+        await task
+    await stream.aclose()
+
+
+STAGES = pytest.mark.parametrize(
+    "stage", ["queued for preparation", "while it is prepared", "waiting in the engine", "in mid-answer"]
+)
+
+
+@STAGES
+@in_a_loop
+async def test_cancelling_the_task_frees_all_at_once(engine, stage):
+    async with contextlib.AsyncExitStack() as others:
+        task = await _at_stage(engine, stage, others)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert "it" not in engine._streams
+        await until(lambda: "it" not in engine._llm.engine.scheduler.groups, "aborted")
+
+
+@STAGES
+@in_a_loop
+async def test_abort_ends_the_stream_with_what_there_is(engine, stage):
+    async with contextlib.AsyncExitStack() as others:
+        task = await _at_stage(engine, stage, others)
+        assert await engine.abort("it")
+        assert "it" not in engine._llm.engine.scheduler.groups and "it" not in engine._streams
+        deltas = (await task)[0]
+        assert deltas[-1].finish_reason == "aborted" and not await engine.abort("it")
+        if stage == "in mid-answer":
+            completion = deltas[-1].output.completions[0]
+            assert "".join(delta.text for delta in deltas) == completion.text
+            assert len(completion.token_ids) > 3
+
+
+@pytest.mark.parametrize("stage", ["while it is prepared", "waiting in the engine", "in mid-answer"])
+@in_a_loop
+async def test_the_deadline_holds_at_every_stage(engine, stage):
+    gate, blockers = Gate(), []
+    if stage == "waiting in the engine":
+        blockers = [engine.generate(QUESTION, ENDLESS) for _ in range(4)]
+        await asyncio.gather(*(anext(blocker) for blocker in blockers))
+    load = gate if stage == "while it is prepared" else load_image
+    with pytest.raises(DeadlineExceeded, match=r"not complete after 0\.1 seconds"):
+        await answer(engine, QUESTION, ENDLESS, timeout=0.1, load=load)
+    gate.is_open.set()
+    for blocker in blockers:
+        await blocker.aclose()
+
+
+@in_a_loop
+async def test_leaving_the_loop_early_aborts(engine):
+    async with contextlib.aclosing(engine.generate(QUESTION, ENDLESS)) as stream:
+        async for _ in stream:
+            break
+    assert not engine._streams
+
+
+@in_a_loop
+async def test_more_than_may_wait_is_refused_and_positions_are_known(make):
+    engine = make(max_num_seqs=1, max_waiting=2)
+    streams = [engine.generate(QUESTION, ENDLESS, name) for name in ("a", "b", "c")]
+    tasks = [asyncio.create_task(anext(streams[0]))]
+    await tasks[0]
+    for stream, name in zip(streams[1:], "bc", strict=True):
+        tasks.append(asyncio.create_task(anext(stream)))
+        await until(lambda name=name: name in engine._streams, "admitted")
+    assert [engine.position(name) for name in ("a", "b", "c", "d")] == [0, 0, 1, None]
+    with pytest.raises(EngineBusy, match="3 requests are being served or wait"):
+        engine.check_room()
+    with pytest.raises(EngineBusy):
+        await answer(engine, QUESTION, SHORT)
+    await streams[0].aclose()
+    engine.check_room()
+    deltas, _ = await asyncio.gather(answer(engine, QUESTION, SHORT), engine.abort("b"))
+    await engine.abort("c")
+    assert len(deltas[0][-1].output.token_ids) == 6
+    await asyncio.gather(*tasks)
+
+
+@in_a_loop
+async def test_pictures_prepared_ahead_are_bounded_and_all_are_answered(make, monkeypatch):
+    monkeypatch.setattr(async_llm, "MAX_BYTES", 1)
+    engine = make(max_num_seqs=2)
+    results = await asyncio.gather(*(answer(engine, ask(picture(60, 60, i), "?"), SHORT) for i in range(12)))
+    assert all(len(deltas[-1].output.token_ids) == 6 for deltas, _ in results)
+
+
+@in_a_loop
+async def test_a_failed_step_fails_its_requests_and_the_next_is_well(make, monkeypatch):
+    engine = make()
+    real, calls = engine._llm.engine.model_runner.run, []
+
+    def fail_once(*args):
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("the device said no")
+        return real(*args)
+
+    monkeypatch.setattr(engine._llm.engine.model_runner, "run", fail_once)
+    with pytest.raises(RequestFailed, match="the device said no"):
+        await answer(engine, QUESTION, SHORT)
+    assert engine.health().status == "failing" and "said no" in engine.health().reason
+    assert engine.health().is_ready
+    await answer(engine, QUESTION, SHORT)
+    assert engine.health() == async_llm.Health("ok")
+
+
+@in_a_loop
+async def test_a_broken_engine_fails_all_and_says_why(make, monkeypatch):
+    engine = make(max_num_seqs=2)
+    gate = Gate()
+    tasks = [asyncio.create_task(answer(engine, ask("go on"), ENDLESS)) for _ in range(3)]
+    tasks.append(asyncio.create_task(answer(engine, QUESTION, ENDLESS, load=gate)))
+    await until(lambda: engine.stats().num_running == 2 and gate.is_reached.is_set(), "under way")
+
+    def broken():
+        raise AssertionError("block 3 is held twice")
+
+    monkeypatch.setattr(engine._llm.engine.scheduler, "schedule", broken)
+    for task in tasks:
+        with pytest.raises(EngineFailed, match="AssertionError: block 3 is held twice"):
+            await task
+    gate.is_open.set()
+    health = engine.health()
+    assert health.status == "failed" and "block 3" in health.reason and not health.is_live and not health.is_ready
+    with pytest.raises(EngineFailed, match="block 3"):
+        await answer(engine, QUESTION, SHORT)
+    assert not await engine.abort("request-1") and not engine._streams
+    await engine.shutdown()
+    assert engine.health().status == "failed"
+
+
+@in_a_loop
+async def test_a_drained_shutdown_finishes_what_is_in_flight(make):
+    engine = make(max_num_seqs=2)
+    tasks = [asyncio.create_task(answer(engine, ask(f"q{i}"), SamplingParams(max_tokens=50))) for i in range(6)]
+    await until(lambda: engine.stats().num_running, "running")
+    closing = asyncio.create_task(engine.shutdown())
+    await until(lambda: engine.health().status != "ok", "draining")
+    with pytest.raises(EngineStopped, match="shutting down"):
+        await answer(engine, QUESTION, SHORT)
+    for deltas, _ in await asyncio.gather(*tasks):
+        assert deltas[-1].finish_reason in ("eos", "length")
+    await closing
+    assert engine.health().status == "stopped"
+    await engine.shutdown()  # again
+
+
+@pytest.mark.parametrize("how", [{"drain": False}, {"drain": True, "timeout": 0.05}], ids=["at once", "impatient"])
+@in_a_loop
+async def test_a_shutdown_that_does_not_wait_ends_all_with_an_error(make, how):
+    engine = make(max_num_seqs=1)
+    tasks = [asyncio.create_task(answer(engine, ask("go on"), ENDLESS)) for _ in range(3)]
+    await until(lambda: engine.stats().num_running, "running")
+    await engine.shutdown(**how)
+    for task in tasks:
+        with pytest.raises(EngineStopped, match="shut down before the answer was complete"):
+            await task
+    assert engine.health().status == "stopped" and not engine.health().is_live
+
+
+@in_a_loop
+async def test_a_second_shutdown_cuts_a_patient_one_short(make):
+    engine = make()
+    task = asyncio.create_task(answer(engine, ask("go on"), ENDLESS))
+    await until(lambda: engine.stats().num_running, "running")
+    patient = asyncio.create_task(engine.shutdown())
+    await until(lambda: engine.health().status == "draining", "draining")
+    await engine.shutdown(drain=False)
+    await patient
+    with pytest.raises(EngineStopped):
+        await task
+
+
+def test_loops_in_several_threads_share_an_engine(engine, checkpoint, make_llm):
+    want = make_llm(checkpoint).generate_multimodal([QUESTION], SHORT)[0].text
+    texts = []
+    threads = [
+        threading.Thread(target=lambda: texts.append(asyncio.run(answer(engine, QUESTION, SHORT))[1][0]))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert texts == [want] * 4
+
+
+def test_a_loop_that_is_gone_leaves_nothing_running(engine):
+    loop = asyncio.new_event_loop()
+    stream = engine.generate(QUESTION, ENDLESS)
+    loop.run_until_complete(anext(stream))
+    loop.close()  # nobody closes the generator
+    wait_until_idle(engine)
+    asyncio.run(stream.aclose())
+
+
+@pytest.mark.parametrize("seed", range(3))
+@in_a_loop
+async def test_whoever_leaves_in_whatever_way_the_others_get_the_right_answer(engine, checkpoint, make_llm, seed):
+    """Random crowds, of whom some hang up, are aborted, run out of time or bring a bad picture."""
+    rng = random.Random(seed)
+    wanted = make_llm(checkpoint).generate_multimodal([r for r, _ in REQUESTS], [p for _, p in REQUESTS])
+
+    async def visit(number: int) -> bool:
+        which, fate = rng.randrange(len(REQUESTS)), rng.choice(["stay", "stay", "leave", "abort", "late", "bad"])
+        request, params = REQUESTS[which]
+        await asyncio.sleep(rng.random() * 0.5)
+        patience, name = rng.random() * 0.2, f"visitor-{number}"
+        keys = {"timeout": patience} if fate == "late" else {}
+        if fate == "bad":
+            request = ask(b"no picture", "?")
+        task = asyncio.create_task(answer(engine, request, params, request_id=name, **keys))
+        if fate in ("leave", "abort"):
+            await asyncio.sleep(patience)
+            task.cancel() if fate == "leave" else await engine.abort(name)
+        try:
+            deltas, texts = await task
+        except EngineBusy:
+            return False
+        except (asyncio.CancelledError, DeadlineExceeded, ValueError):
+            assert fate in ("leave", "late", "bad")
+            return False
+        if deltas[-1].finish_reason == "aborted":
+            return False
+        assert texts == [completion.text for completion in wanted[which].completions]
+        return True
+
+    right = await asyncio.gather(*(visit(number) for number in range(40)))
+    assert any(right) and not all(right)
+
+
+@in_a_loop
+async def test_statistics_count_what_was_done(make):
+    engine = make()
+    assert engine.stats().prefix_hit_rate is None and engine.stats().image_hit_rate is None
+    for _ in range(2):
+        await answer(engine, QUESTION, SHORT)
+    stats = engine.stats()
+    assert (stats.num_finished, stats.num_output_tokens) == (2, 12)
+    assert (stats.num_images, stats.num_encoded_images, stats.image_hit_rate) == (2, 1, 0.5)
+    assert 0 < stats.num_cached_tokens < stats.num_prompt_tokens and 0 < stats.prefix_hit_rate < 1
+    assert stats.output_tokens_per_s > 0 and stats.prompt_tokens_per_s > 0
+    assert (stats.num_preparing, stats.num_waiting, stats.num_running, stats.kv_usage) == (0, 0, 0, 0.0)
+    stream = engine.generate(QUESTION, ENDLESS)
+    await anext(stream)
+    assert engine.stats().num_running == 1 and 0 < engine.stats().kv_usage <= 1
+    await stream.aclose()
+
+
+def test_a_program_that_forgets_to_shut_down_still_ends(checkpoint):
+    code = f"""
+import asyncio
+from mmvllm import AsyncLLM, SamplingParams
+engine = AsyncLLM({str(checkpoint)!r}, num_kvcache_blocks=64, device="cpu")
+async def main():
+    async for delta in engine.generate("go on", SamplingParams(max_tokens=900, ignore_eos=True)):
+        print("begun")
+        break
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "begun\n"), done.stderr
+    assert "Traceback" not in done.stderr
