@@ -6,9 +6,11 @@ import http.client
 import io
 import os
 import stat
+import string
 import threading
 import urllib.parse
 import urllib.request
+from collections.abc import Collection
 from functools import cache
 from typing import Any
 
@@ -34,28 +36,38 @@ _UPRIGHT = {
     8: Transpose.ROTATE_90,
 }
 
+_WHITESPACE = string.whitespace.encode()
+
 # A lazily opened PIL image that several requests share must not be read by two threads at once.
 _SHARED = threading.Lock()
 
 
-def load_image(source: Any, draft: int | None = None) -> Image.Image:
+def load_image(
+    source: Any,
+    draft: int | None = None,
+    max_source_pixels: int | None = None,
+    formats: Collection[str] | None = None,
+) -> Image.Image:
     """Load a picture from a PIL image, path, bytes, file/http(s) URL or data URI, as upright 8-bit RGB.
 
     EXIF rotation is applied, transparency is laid over white (as qwen-vl-utils does), grey levels of more than 8 bits
     are scaled to 8, and of an animation the first frame is taken (of a PIL image the one it stands at). The result is
     the caller's own. With `draft` an encoded JPEG is decoded at the smallest of its scales (1/8, 1/4, 1/2, 1) that is
-    at least this many pixels on each side: faster, other pixel values. Raises ValueError that says what came and what
-    was wrong with it.
+    at least this many pixels on each side: faster, other pixel values. A picture of more than `max_source_pixels`
+    (default: MAX_SOURCE_PIXELS) is refused before it is decoded, an encoded one also if it is in none of the `formats`
+    (Pillow's names; default: all that Pillow reads by itself). Raises ValueError that says what came and what was wrong
+    with it.
     """
+    max_pixels = MAX_SOURCE_PIXELS if max_source_pixels is None else max_source_pixels
     if isinstance(source, Image.Image):
         name = "the PIL image"
         with _SHARED:
-            image = _decode(source, name)  # without a draft, which would stay with the caller's image
+            image = _decode(source, name, max_pixels)  # without a draft, which would stay with the caller's image
     else:
         data, name = _read(source)
         if not data:
             raise ValueError(f"{name}: is empty (0 bytes)")
-        image = _decode(data, name, draft)
+        image = _decode(data, name, max_pixels, formats, draft)
     if 0 in image.size:
         raise ValueError(f"{name}: has no pixels, it is {image.width}x{image.height}")
     return image
@@ -69,7 +81,7 @@ def _read(source: Any) -> tuple[bytes, str]:
     if scheme in ("http", "https"):
         return _download(source), f"the picture at {source}"
     if scheme == "data":
-        return _data_uri(source), "the picture in the data URI"
+        return decode_data_uri(source), "the picture in the data URI"
     if scheme == "file":
         return _read_file(_file_url_path(source))
     if isinstance(source, os.PathLike) or (isinstance(source, str) and "://" not in source):
@@ -126,7 +138,8 @@ def _download(url: str) -> bytes:
     return data
 
 
-def _data_uri(uri: str) -> bytes:
+def decode_data_uri(uri: str) -> bytes:
+    """What a data URI holds; raises ValueError that shows how it begins."""
     header, comma, payload = uri.partition(",")
     if not comma:
         raise ValueError(f"data URI without a comma: {uri[:40]!r}; write data:image/png;base64,<data>")
@@ -134,22 +147,30 @@ def _data_uri(uri: str) -> bytes:
         data = urllib.parse.unquote_to_bytes(payload)
         if not header.lower().endswith(";base64"):
             return data
-        return base64.b64decode(b"".join(data.split()), validate=True)  # encoders wrap their lines
+        return base64.b64decode(data.translate(None, _WHITESPACE), validate=True)  # encoders wrap their lines
     except ValueError as error:
         raise ValueError(f"data URI is not valid base64 ({error}): {uri[:40]!r}") from None
 
 
-def _decode(data: Image.Image | bytes, name: str, draft: int | None = None) -> Image.Image:
+def _decode(
+    data: Image.Image | bytes,
+    name: str,
+    max_pixels: int,
+    formats: Collection[str] | None = None,
+    draft: int | None = None,
+) -> Image.Image:
+    known = _formats() if formats is None else [one for one in formats if one in _formats()]
     try:
-        image = Image.open(io.BytesIO(data), formats=_formats()) if isinstance(data, bytes) else data
-        if image.width * image.height > MAX_SOURCE_PIXELS:
+        image = Image.open(io.BytesIO(data), formats=known) if isinstance(data, bytes) else data
+        if image.width * image.height > max_pixels:
             raise Image.DecompressionBombError(f"it is {image.width}x{image.height} pixels")
         if draft is not None:
             image.draft(None, (draft, draft))
         image.load()
         return _to_rgb(_upright(image))
     except UnidentifiedImageError:
-        raise ValueError(f"{name}: not a picture that Pillow can read") from None
+        wanted = "a picture that Pillow can read" if formats is None else f"a picture in {', '.join(known)}"
+        raise ValueError(f"{name}: not {wanted}") from None
     except Image.DecompressionBombError as error:
         raise ValueError(f"{name}: too large to decode ({error}); shrink it first") from None
     except Exception as error:  # on a damaged file Pillow's readers raise anything
