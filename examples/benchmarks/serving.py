@@ -1,0 +1,290 @@
+"""Many clients at once on `mmvllm serve`: is every answer right, is anything left behind, and how fast is it?
+
+    pip install ".[serve,test]" && python examples/benchmarks/serving.py
+
+Starts the server with the bundled model on this machine and lets 64 clients (the `openai` package) ask without pause:
+about one picture or two, or none; streamed or not; chats and plain completions. One in ten hangs up in mid-stream, one
+in twenty sends a picture that is none. Every answer is compared with that of `LLM`, computed before; then the server
+must hold no request, no KV block, no connection and no temporary file, and its memory must not have grown in the second
+half. The clients run on the same cores as the server. Exits with 1 if anything is wrong.
+"""
+
+import argparse
+import asyncio
+import base64
+import io
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import quantiles
+from tempfile import TemporaryDirectory
+
+import openai
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from mmvllm import LLM, SamplingParams
+from mmvllm.cli.common import at_least_one
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from scenes import draw, questions, random_scene
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+NO_PICTURE = "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n no more than a signature").decode()
+HANG_UP, BAD = 0.10, 0.05
+SAMPLE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a client asks, and the answer of the offline engine."""
+
+    kind: str  # "picture", "two pictures", "text" or "completion"
+    request: dict  # of the client's call, without model and stream
+    answer: str = ""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the clients saw."""
+
+    outcomes: Counter = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    first_token: list[float] = field(default_factory=list)  # seconds
+    per_token: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+def make_cases(count: int, seed: int) -> list[Case]:
+    rng = random.Random(seed)
+    makers = (one_picture, one_picture, one_picture, two_pictures, text_only, completion)
+    return [makers[i % len(makers)](rng) for i in range(count)]
+
+
+def one_picture(rng: random.Random) -> Case:
+    scene = random_scene(rng)
+    _, question, _ = rng.choice(questions(scene, rng))
+    return Case("picture", chat(picture_part(scene, rng), text_part(question)))
+
+
+def two_pictures(rng: random.Random) -> Case:
+    parts = [picture_part(random_scene(rng), rng) for _ in range(2)]
+    return Case("two pictures", chat(*parts, text_part("Describe this image.")))
+
+
+def text_only(rng: random.Random) -> Case:
+    words = " ".join(
+        rng.choice(("count", "shapes", "red", "star", "where", "digit")) for _ in range(rng.randint(1, 40))
+    )
+    return Case("text", chat(text_part(words)) | {"max_tokens": 48, "extra_body": {"ignore_eos": True}})
+
+
+def completion(rng: random.Random) -> Case:
+    return Case("completion", {"prompt": f"There are {rng.randint(0, 9)} ", "max_tokens": 32, "temperature": 0})
+
+
+def chat(*parts: dict) -> dict:
+    return {"messages": [{"role": "user", "content": list(parts)}], "temperature": 0, "max_tokens": 64}
+
+
+def text_part(text: str) -> dict:
+    return {"type": "text", "text": text}
+
+
+def picture_part(scene, rng: random.Random) -> dict:
+    buffer, format = io.BytesIO(), rng.choice(FORMATS)
+    draw(scene, rng).save(buffer, format)
+    data = base64.b64encode(buffer.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/{format.lower()};base64,{data}"}}
+
+
+def answered(cases: list[Case]) -> list[Case]:
+    """With the answers of the offline engine."""
+    llm = LLM()
+    prompts = [
+        {"text": c.request["prompt"]} if c.kind == "completion" else {"messages": c.request["messages"]} for c in cases
+    ]
+    params = [SamplingParams(max_tokens=c.request["max_tokens"], **c.request.get("extra_body", {})) for c in cases]
+    outputs = llm.generate_multimodal(prompts, params)
+    llm.exit()
+    return [Case(c.kind, c.request, output.text) for c, output in zip(cases, outputs, strict=True)]
+
+
+class ServerProcess:
+    """`mmvllm serve` with the bundled model on a free port, temporary files in a folder of its own."""
+
+    def __init__(self, folder: str):
+        self.folder = folder
+        command = [sys.executable, "-m", "mmvllm", "serve", "--port", "0", "--num-kvcache-blocks", "1024"]
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": folder}
+        )
+        line = self._process.stdout.readline()
+        self.url = re.search(r"http://\S+?:\d+", line)[0]
+        self.memory: list[int] = []
+        self._watched = psutil.Process(self._process.pid)
+
+    def metrics(self) -> dict[str, float]:
+        with urllib.request.urlopen(f"{self.url}/metrics") as response:
+            families = text_string_to_metric_families(response.read().decode())
+            return {sample.name: sample.value for family in families for sample in family.samples}
+
+    async def watch_memory(self) -> None:
+        while True:
+            self.memory.append(self._watched.memory_info().rss)
+            await asyncio.sleep(SAMPLE_S)
+
+    def num_connections(self) -> int:
+        return sum(c.status == psutil.CONN_ESTABLISHED for c in self._watched.net_connections())
+
+    def leaks(self) -> list[str]:
+        """What is left once the clients have gone; empty if nothing is."""
+        found = []
+        for _ in range(100):
+            metrics = self.metrics()
+            names = ("requests_preparing", "sequences_waiting", "sequences_running", "kv_cache_usage_ratio")
+            found = [f"{name} is {metrics[f'mmvllm_{name}']:g}" for name in names if metrics[f"mmvllm_{name}"]]
+            found += [f"{n} connections" for n in [self.num_connections()] if n]
+            found += [f"file {path}" for path in Path(self.folder).rglob("*") if path.is_file()]
+            if not found:
+                break
+            time.sleep(0.1)
+        second, last = (
+            self.memory[len(self.memory) // 4 : len(self.memory) // 2],
+            self.memory[len(self.memory) * 3 // 4 :],
+        )
+        if max(last) > 1.05 * max(second):
+            found.append(f"memory grew from {max(second) >> 20} to {max(last) >> 20} MiB")
+        return found
+
+    def stop(self) -> int:
+        self._process.terminate()
+        return self._process.wait(60)
+
+
+async def be_a_client(
+    client: openai.AsyncOpenAI, cases: list[Case], rng: random.Random, end: float, tally: Tally
+) -> None:
+    while time.perf_counter() < end:
+        case, fate = rng.choice(cases), rng.random()
+        if fate < BAD:
+            await ask_badly(client, tally)
+        elif fate < BAD + HANG_UP:
+            await hang_up(client, case, rng.randint(0, 6), tally)
+        elif rng.random() < 0.6:
+            await ask_streaming(client, case, tally)
+        else:
+            response = await create(client, case)
+            check(tally, case, text_of(case, response.choices[0]), response.usage.completion_tokens)
+
+
+def create(client: openai.AsyncOpenAI, case: Case, **options):
+    endpoint = client.completions if case.kind == "completion" else client.chat.completions
+    return endpoint.create(model="bundled", **case.request, **options)
+
+
+def text_of(case: Case, choice) -> str:
+    return choice.text if case.kind == "completion" else choice.message.content
+
+
+def new_text(case: Case, choice) -> str:
+    return (choice.text if case.kind == "completion" else choice.delta.content) or ""
+
+
+def check(tally: Tally, case: Case, text: str, num_tokens: int) -> None:
+    tally.outcomes[case.kind] += 1
+    tally.num_tokens += num_tokens
+    if text != case.answer:
+        tally.wrong.append(f"{case.kind}: {text!r} instead of {case.answer!r}")
+
+
+async def ask_streaming(client: openai.AsyncOpenAI, case: Case, tally: Tally) -> None:
+    start, text, times, usage = time.perf_counter(), "", [], None
+    async for chunk in await create(client, case, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        if chunk.choices and (new := new_text(case, chunk.choices[0])):
+            text += new
+            times.append(time.perf_counter())
+    check(tally, case, text, usage.completion_tokens)
+    if times:
+        tally.first_token.append(times[0] - start)
+    if usage.completion_tokens > 1 and len(times) > 1:
+        tally.per_token.append((times[-1] - times[0]) / (usage.completion_tokens - 1))
+
+
+async def hang_up(client: openai.AsyncOpenAI, case: Case, num_chunks: int, tally: Tally) -> None:
+    stream = await create(client, case, stream=True)
+    for _ in range(num_chunks):
+        await anext(stream, None)
+    await stream.close()
+    tally.outcomes["hung up"] += 1
+
+
+async def ask_badly(client: openai.AsyncOpenAI, tally: Tally) -> None:
+    parts = ({"type": "image_url", "image_url": {"url": NO_PICTURE}}, text_part("What is this?"))
+    try:
+        await client.chat.completions.create(model="bundled", **chat(*parts))
+        tally.wrong.append("a picture that is none was answered")
+    except openai.BadRequestError:
+        tally.outcomes["bad picture, refused"] += 1
+
+
+async def load(
+    server: ServerProcess, cases: list[Case], clients: int, seconds: float, seed: int
+) -> tuple[Tally, float]:
+    """Let the clients loose; what they saw, and the seconds that it took."""
+    tally, start = Tally(), time.perf_counter()
+    watching = asyncio.create_task(server.watch_memory())
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        rngs = [random.Random(f"{seed}:{i}") for i in range(clients)]
+        await asyncio.gather(*(be_a_client(client, cases, rng, start + seconds, tally) for rng in rngs))
+    watching.cancel()
+    return tally, time.perf_counter() - start
+
+
+def percentiles(seconds: list[float]) -> str:
+    marks = quantiles(seconds, n=100, method="inclusive")
+    return f"p50 {1000 * marks[49]:.0f} ms, p99 {1000 * marks[98]:.0f} ms"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=at_least_one, default=64)
+    parser.add_argument("--seconds", type=at_least_one, default=60)
+    parser.add_argument("--cases", type=at_least_one, default=300, help="different requests (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    cases = answered(make_cases(args.cases, args.seed))
+    with TemporaryDirectory() as folder:
+        server = ServerProcess(folder)
+        try:
+            tally, seconds = asyncio.run(load(server, cases, args.clients, args.seconds, args.seed))
+            leaks, metrics = server.leaks(), server.metrics()
+        finally:
+            code = server.stop()
+    num_right = sum(tally.outcomes[kind] for kind in {case.kind for case in cases}) - len(tally.wrong)
+    print(f"{args.clients} clients for {seconds:.0f} s: {dict(tally.outcomes)}")
+    print(f"right answers {num_right}, wrong {len(tally.wrong)}; left behind: {', '.join(leaks) or 'nothing'}")
+    print(f"memory at the end {server.memory[-1] >> 20} MiB; server's exit code {code}")
+    print(f"time to first token: {percentiles(tally.first_token)}; per token: {percentiles(tally.per_token)}")
+    print(f"{sum(tally.outcomes.values()) / seconds:.1f} requests/s, {tally.num_tokens / seconds:.0f} tokens/s")
+    print(*tally.wrong[:5], sep="\n")
+    summary = {"requests": sum(tally.outcomes.values()), "right": num_right, "wrong": len(tally.wrong), "leaks": leaks}
+    print(
+        json.dumps(
+            summary | {"seconds": round(seconds, 1), "prefix_hit_ratio": round(metrics["mmvllm_prefix_hit_ratio"], 3)}
+        )
+    )
+    return 1 if tally.wrong or leaks or code else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
