@@ -12,7 +12,9 @@ import mmvllm
 COMMANDS = {
     "bench": "measure throughput, latency, preparation or kernels",
     "caption": "describe pictures: files and folders in, a caption per picture out",
+    "demo": "a page to talk about pictures with a model, in the browser",
     "info": "versions, devices, usable attention paths, and the KV cache that fits",
+    "serve": "answer over HTTP, as OpenAI's API does",
 }
 
 

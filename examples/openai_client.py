@@ -1,0 +1,54 @@
+"""Ask a server about pictures with OpenAI's own client; the answer appears while it forms.
+
+    pip install ".[serve]" openai
+    mmvllm serve &
+    python examples/openai_client.py examples/images/scene-04.png "How many stars are there?"
+
+OPENAI_BASE_URL names another server, OPENAI_API_KEY its key.
+"""
+
+import argparse
+import base64
+import mimetypes
+import os
+from pathlib import Path
+
+from openai import OpenAI
+
+
+def image_part(path: Path) -> dict:
+    kind = mimetypes.guess_type(path)[0] or "image/png"
+    data = base64.b64encode(path.read_bytes()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pictures", type=Path, nargs="+")
+    parser.add_argument("question")
+    args = parser.parse_args()
+    client = OpenAI(
+        base_url=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1"),
+        api_key=os.environ.get("OPENAI_API_KEY", "none"),
+    )
+    stream = client.chat.completions.create(
+        model=client.models.list().data[0].id,
+        messages=[
+            {
+                "role": "user",
+                "content": [*map(image_part, args.pictures), {"type": "text", "text": args.question}],
+            }
+        ],
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    for chunk in stream:
+        if chunk.choices:
+            print(chunk.choices[0].delta.content or "", end="", flush=True)
+        if chunk.usage:
+            print(f"\n({chunk.usage.prompt_tokens} tokens in, {chunk.usage.completion_tokens} out)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""`mmvllm demo`: a page to talk about pictures with a model."""
+
+import argparse
+import asyncio
+import signal
+import threading
+from importlib.util import find_spec
+from pathlib import Path
+
+from mmvllm.cli.common import add_model_arguments, at_least_one
+
+MIB = 1024 * 1024
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in (default: %(default)s)")
+    parser.add_argument("--port", type=at_least_one, metavar="N", help="default: the first free one from 7860 on")
+    parser.add_argument("--share", action="store_true", help="also a public address, through Gradio's servers")
+    auth = parser.add_mutually_exclusive_group()
+    auth.add_argument("--auth", metavar="USER:PASSWORD", help="ask for them; other users here can read command lines")
+    auth.add_argument("--auth-file", type=Path, metavar="FILE", help="a file with USER:PASSWORD, one to a line")
+    limits = parser.add_argument_group("limits")
+    limits.add_argument(
+        "--max-file-size", type=at_least_one, default=20, metavar="MIB", help="of a picture (default: %(default)s)"
+    )
+    limits.add_argument(
+        "--max-image-pixels", type=at_least_one, default=64_000_000, metavar="N", help="(default: %(default)s)"
+    )
+    limits.add_argument(
+        "--max-pictures", type=at_least_one, default=8, metavar="N", help="in one question (default: %(default)s)"
+    )
+    limits.add_argument(
+        "--max-waiting",
+        type=at_least_one,
+        default=256,
+        metavar="N",
+        help="questions that may wait (default: %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    auth = _users(args)
+    if find_spec("gradio") is None:
+        raise ValueError('the page needs Gradio: pip install "mmvllm[demo]"')
+    from mmvllm.async_llm import AsyncLLM
+    from mmvllm.demo.handlers import DemoSettings
+    from mmvllm.demo.look import LOOK
+    from mmvllm.demo.page import build_page
+    from mmvllm.media import MediaPolicy
+
+    policy = MediaPolicy(max_bytes=args.max_file_size * MIB, max_pixels=args.max_image_pixels)
+    engine = AsyncLLM(args.model, device=args.device, dtype=args.dtype, max_waiting=args.max_waiting)
+    try:
+        page = build_page(engine, DemoSettings(policy, args.max_pictures))
+        page.launch(
+            server_name=args.host,
+            server_port=args.port,
+            share=args.share,
+            auth=auth,
+            max_file_size=policy.max_bytes,
+            prevent_thread_lock=True,
+            quiet=True,
+            inbrowser=False,
+            **LOOK,
+        )
+        print(f"mmvllm demo: {page.share_url or page.local_url} (Ctrl-C ends it)", flush=True)
+        _wait_for_signal()
+        page.close(verbose=False)
+    finally:
+        asyncio.run(engine.shutdown(drain=False))
+    return 0
+
+
+def _wait_for_signal() -> None:
+    came = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: came.set())
+    came.wait()
+
+
+def _users(args: argparse.Namespace) -> list[tuple[str, str]] | None:
+    """Who may come in; None is everybody."""
+    lines = [args.auth] if args.auth is not None else []
+    if args.auth_file is not None:
+        lines = [line for line in args.auth_file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if not lines:
+            raise ValueError(f"{args.auth_file} is empty; write USER:PASSWORD, one to a line")
+    for line in lines:
+        user, _, password = line.partition(":")
+        if not (user and password):
+            raise ValueError("--auth takes USER:PASSWORD, neither of them empty")
+    return [tuple(line.split(":", 1)) for line in lines] or None

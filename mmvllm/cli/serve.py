@@ -1,0 +1,184 @@
+"""`mmvllm serve`: an OpenAI-compatible HTTP server."""
+
+import argparse
+import os
+from importlib.util import find_spec
+
+from mmvllm.cli.common import add_model_arguments, at_least_one
+from mmvllm.media import MediaPolicy
+from mmvllm.media import add_arguments as add_media_arguments
+
+MiB = 1024 * 1024
+KEY_VARIABLE = "MMVLLM_API_KEY"
+NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+
+# Arguments that go to the engine under the same names; None leaves its default.
+ENGINE_ARGUMENTS = (
+    *("device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kvcache_blocks"),
+    *("gpu_memory_utilization", "quantization", "attention_backend", "load_format", "enforce_eager", "seed"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    _add_http(parser.add_argument_group("who may call, and from where"))
+    _add_limits(parser.add_argument_group("limits of a request"))
+    add_media_arguments(parser.add_argument_group("where pictures may come from"))
+    _add_engine(parser.add_argument_group("engine"))
+
+
+def _add_http(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine)")
+    group.add_argument("--port", type=_port, default=8000, metavar="N", help="default: %(default)s; 0: any free one")
+    group.add_argument("--served-model-name", metavar="NAME", help="what requests call the model (default: as --model)")
+    group.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help=f"ask for this key (or another: repeat it) on /v1; others on this machine can see it, unless it is in the "
+        f"environment variable {KEY_VARIABLE} instead",
+    )
+    group.add_argument(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="let pages from there call, such as https://example.org, or * for all; may be repeated",
+    )
+    group.add_argument("--demo", action="store_true", help="serve the demo page too, at /demo, which asks for no key")
+    group.add_argument("--access-log", action="store_true", help="a line for each request, on standard error")
+    group.add_argument(
+        "--drain-timeout",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="seconds for what is in flight when the server is told to stop (default: %(default)g)",
+    )
+
+
+def _add_limits(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--request-timeout", type=_seconds, metavar="S", help="seconds to answer in (default: no limit)")
+    group.add_argument(
+        "--max-waiting",
+        type=_count,
+        default=256,
+        metavar="N",
+        help="requests that may wait beside those that run; more get status 429 (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-images", type=at_least_one, default=16, metavar="N", help="pictures in one (default: %(default)s)"
+    )
+    group.add_argument(
+        "--max-pixels",
+        type=at_least_one,
+        metavar="N",
+        help='of a picture with detail "auto", as most clients send (default: the checkpoint\'s, but no more '
+        "than 1280 tokens)",
+    )
+    group.add_argument(
+        "--max-body-bytes", type=at_least_one, default=32 * MiB, metavar="N", help="default: %(default)s"
+    )
+    group.add_argument(
+        "--body-timeout",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="seconds in which a body must have come (default: %(default)g)",
+    )
+    group.add_argument(
+        "--max-bodies-bytes",
+        type=at_least_one,
+        default=512 * MiB,
+        metavar="N",
+        help="of all bodies and pictures held at once (default: %(default)s)",
+    )
+
+
+def _add_engine(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--max-model-len", type=at_least_one, metavar="N", help="longest prompt with answer, in tokens")
+    group.add_argument("--max-num-seqs", type=at_least_one, metavar="N", help="answers that are generated at once")
+    group.add_argument("--max-num-batched-tokens", type=at_least_one, metavar="N", help="tokens computed in one step")
+    group.add_argument("--num-kvcache-blocks", type=at_least_one, metavar="N", help="default: what fits")
+    group.add_argument("--gpu-memory-utilization", type=float, metavar="F", help="share of the GPU's memory to use")
+    group.add_argument("--quantization", choices=("int8",), help="8 bits, on a CPU")
+    group.add_argument("--attention-backend", choices=("auto", "flash", "triton", "torch"), help="default: auto")
+    group.add_argument("--load-format", choices=("auto", "safetensors", "dummy"), help="dummy makes random weights")
+    group.add_argument("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
+    group.add_argument("--seed", type=int, metavar="N", help="of requests that bring none (default: 0)")
+
+
+def run(args: argparse.Namespace) -> int:
+    _check_installed(args)
+    media = MediaPolicy.from_args(args)
+
+    from mmvllm.async_llm import AsyncLLM
+    from mmvllm.server.app import build_app
+    from mmvllm.server.run import listen, make_server
+
+    keys = _api_keys(args)
+    with listen(args.host, args.port) as listener:
+        given = {name: value for name in ENGINE_ARGUMENTS if (value := getattr(args, name)) is not None}
+        engine = AsyncLLM(args.model, max_waiting=args.max_waiting, **given)
+        settings = _settings(args, engine.model, keys, media)
+
+        def tell(url: str) -> None:
+            page = f", with a page at {url}/demo/" if args.demo else ""
+            print(f"{settings.model_name} is served at {url}/v1{page}")
+
+        app = build_app(engine, settings)
+        server = make_server(app, engine, args.drain_timeout, args.access_log, tell)
+        server.run([listener])
+    return 0
+
+
+def _settings(args: argparse.Namespace, model: str, keys: tuple[str, ...], media: MediaPolicy):
+    from mmvllm.server.settings import ServerSettings
+
+    return ServerSettings(
+        model_name=args.served_model_name or model,
+        api_keys=keys,
+        cors_origins=tuple(args.cors_origin),
+        max_pixels=args.max_pixels,
+        max_images=args.max_images,
+        request_timeout=args.request_timeout,
+        max_body_bytes=args.max_body_bytes,
+        body_timeout=args.body_timeout,
+        max_bodies_bytes=args.max_bodies_bytes,
+        media=media,
+        has_demo=args.demo,
+    )
+
+
+def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:
+    keys = (*args.api_key, *filter(None, [os.environ.get(KEY_VARIABLE)]))
+    if any(not key.strip() for key in keys):
+        raise ValueError("--api-key is empty; leave it out to serve everyone")
+    return keys
+
+
+def _check_installed(args: argparse.Namespace) -> None:
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise ValueError(f'{", ".join(missing)} is not installed; pip install "mmvllm[serve]"')
+    if args.demo and find_spec("gradio") is None:
+        raise ValueError('--demo needs gradio; pip install "mmvllm[demo]"')
+
+
+def _port(text: str) -> int:
+    """An argparse type."""
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    """An argparse type."""
+    return 0 if text == "0" else at_least_one(text)
+
+
+def _seconds(text: str) -> float:
+    """An argparse type; its name is in argparse's message about what is no number."""
+    if not 0 < float(text) < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return float(text)

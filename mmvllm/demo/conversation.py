@@ -1,0 +1,111 @@
+"""A conversation: what was asked and answered, as the engine and as the page want it."""
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mmvllm.demo.pictures import Picture
+from mmvllm.outputs import RequestOutput
+from mmvllm.sampling_params import SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A question with its pictures, and the answer as far as it has come; `note` is the small print under it."""
+
+    question: str
+    pictures: tuple[Picture, ...] = ()
+    answer: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the page's controls say, in their order; a seed below 0 is none."""
+
+    system: str
+    temperature: float
+    top_p: float
+    max_tokens: int
+    seed: int
+    min_pixels: int
+    max_pixels: int
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """Raises ValueError for what no control of the page would say."""
+        seed = None if self.seed is None or self.seed < 0 else self.seed
+        return SamplingParams(temperature=self.temperature, top_p=self.top_p, max_tokens=self.max_tokens, seed=seed)
+
+
+def to_request(turns: Sequence[Turn], options: Options) -> dict:
+    """The engine's request for an answer to the last turn. Turns that were stopped before any answer are left out."""
+    messages = [{"role": "system", "content": options.system}] if options.system.strip() else []
+    for turn in turns:
+        if turn is not turns[-1] and not turn.answer:
+            continue
+        pictures = [{"type": "image", "image": picture} for picture in turn.pictures]
+        messages.append({"role": "user", "content": [*pictures, {"type": "text", "text": turn.question}]})
+        if turn is not turns[-1]:
+            messages.append({"role": "assistant", "content": turn.answer})
+    return {"messages": messages, "min_pixels": options.min_pixels, "max_pixels": options.max_pixels}
+
+
+def pictures_in(turns: Sequence[Turn]) -> list[Picture]:
+    """Those that the request for the last turn has."""
+    return [picture for turn in turns if turn.answer or turn is turns[-1] for picture in turn.pictures]
+
+
+def to_chat(turns: Sequence[Turn]) -> list[dict]:
+    """Messages for gradio's Chatbot: each picture, the question, and the answer with its note."""
+    messages = []
+    for turn in turns:
+        note = f'<span class="note">{html.escape(turn.note)}</span>'
+        messages += [{"role": "user", "content": {"path": str(picture.path)}} for picture in turn.pictures]
+        messages.append({"role": "user", "content": _text(turn.question)})
+        messages.append({"role": "assistant", "content": [_text(turn.answer), _text(note)]})
+    return messages
+
+
+def turn_at(turns: Sequence[Turn], message: int) -> int:
+    """The place of the turn that has a message of `to_chat`; raises ValueError if none has."""
+    owners = [place for place, turn in enumerate(turns) for _ in range(len(turn.pictures) + 2)]
+    if not 0 <= message < len(owners):
+        raise ValueError("this conversation is no longer here; start anew")
+    return owners[message]
+
+
+def _text(text: str) -> dict:
+    return {"type": "text", "text": text}
+
+
+def answer_note(output: RequestOutput, picture_tokens: Sequence[int]) -> str:
+    """What an answer took: time to first token, tokens per second, cached of prompt tokens, tokens of each picture."""
+    ends = {"length": "cut at the longest answer", "aborted": "stopped"}
+    parts = [ends[output.finish_reason]] if output.finish_reason in ends else []
+    if output.first_token_time is not None:
+        parts.append(f"first token after {output.first_token_time - output.arrival_time:.2f} s")
+        parts += _rate(len(output.token_ids), output.finish_time - output.first_token_time)
+        parts.append(f"{output.num_cached_tokens:,} of {output.num_prompt_tokens:,} prompt tokens cached")
+    if picture_tokens:
+        parts.append(picture_note(picture_tokens))
+    note = " · ".join(parts)
+    return note[:1].upper() + note[1:]
+
+
+def _rate(num_tokens: int, seconds: float) -> list[str]:
+    """Of the tokens after the first; nothing where there is none to measure."""
+    return [f"{(num_tokens - 1) / seconds:.0f} tokens/s"] if num_tokens > 1 and seconds > 0 else []
+
+
+def picture_note(tokens: Sequence[int]) -> str:
+    """The tokens of each picture, and of all."""
+    total = f" = {sum(tokens):,}" if len(tokens) > 1 else ""
+    return f"{' + '.join(f'{count:,}' for count in tokens)}{total} picture tokens"
+
+
+def queue_note(position: int | None) -> str:
+    """What is shown until the first token comes."""
+    if not position:
+        return "Looking …"
+    return f"Waiting, {position} ahead of you"

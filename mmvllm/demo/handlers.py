@@ -1,0 +1,184 @@
+"""What happens when somebody does something on the page.
+
+Every handler that changes the conversation gives a `View`: what the page then shows. It is made of what the server
+knows alone; of what the page sends, only texts, numbers and names of uploaded files count.
+"""
+
+import asyncio
+import html
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import gradio as gr
+
+from mmvllm.demo.conversation import Options, Turn, picture_note, to_chat, turn_at
+from mmvllm.demo.pictures import Picture, PictureError
+from mmvllm.demo.session import Session, Sessions
+from mmvllm.demo.uploads import Uploads
+from mmvllm.errors import DeadlineExceeded, EngineBusy, EngineUnavailable, RequestFailed
+from mmvllm.media import MediaPolicy
+
+if TYPE_CHECKING:
+    from mmvllm.async_llm import AsyncLLM
+
+DEFAULT_QUESTION = "Describe this image."
+
+View = tuple[Any, Any, Any, Any]  # messages, message box, gallery, and the accordion around it
+UNCHANGED = gr.skip()
+WAITING_BOX = gr.update(submit_btn=True, stop_btn=False)
+
+
+@dataclass(frozen=True, slots=True)
+class DemoSettings:
+    """What the page allows: the size of a picture, and how many go into one question."""
+
+    policy: MediaPolicy = field(default_factory=MediaPolicy)
+    max_pictures: int = 8
+
+
+class Handlers:
+    """The page's handlers; `examples` are the turns that are one click away."""
+
+    def __init__(self, engine: "AsyncLLM", settings: DemoSettings, uploads: Uploads, examples: list[Turn]):
+        self.engine, self.settings, self.examples = engine, settings, examples
+        self.uploads, self.sessions = uploads, Sessions(engine, uploads)
+        self.ask, self.example = self._asking(self._typed), self._asking(self._chosen)
+        self.retry, self.edit = self._asking(self._same), self._asking(self._edited)
+
+    async def undo(self, request: gr.Request, data: gr.UndoData) -> View:
+        """Take the last turn back into the message box."""
+        session = self._session(request)
+        try:
+            return self._view(session, _box_with(await self._take_back(session, data.index)))
+        except ValueError as error:
+            _warn(error)
+            return self._view(session, WAITING_BOX)
+
+    async def clear(self, request: gr.Request) -> View:
+        session = self._session(request)
+        await self.sessions.stop(session)
+        session.turns.clear()
+        self.sessions.tidy(session)
+        return self._view(session, WAITING_BOX)
+
+    async def stop(self, request: gr.Request) -> None:
+        await self.sessions.stop(self._session(request))
+
+    async def leave(self, request: gr.Request) -> None:
+        await self.sessions.end(request.session_hash)
+
+    async def take_photo(self, photo: dict | None, draft: dict) -> tuple[Any, Any]:
+        """Put a photo beside the other pictures of the question at hand."""
+        if photo is None:
+            return UNCHANGED, UNCHANGED
+        paths = [file["path"] for file in (*draft["files"], photo)]
+        return None, gr.update(value={"text": draft["text"], "files": paths})
+
+    async def count(self, request: gr.Request, paths: str, *values: Any) -> str:
+        """What the pictures of the question at hand will cost, or what is wrong with them."""
+        options = Options(*values)
+        try:
+            pictures = await self._pictures(self._session(request), json.loads(paths))
+            tokens = [p.num_tokens(self.engine.image_config, options.min_pixels, options.max_pixels) for p in pictures]
+        except ValueError as error:
+            return f'<span class="bad">{html.escape(str(error))}</span>'
+        return picture_note(tokens) if tokens else self.limits
+
+    @property
+    def limits(self) -> str:
+        size = self.settings.policy.max_bytes / 2**20
+        each = f"{size:.3g} MB" if size >= 1 else f"{size * 1024:.0f} KB"
+        return f"Up to {self.settings.max_pictures} pictures of {each}"
+
+    def _session(self, request: gr.Request) -> Session:
+        return self.sessions.get(request.session_hash)
+
+    def _asking(
+        self, find: Callable[[Session, Any, dict], Awaitable[Turn]]
+    ) -> Callable[..., AsyncGenerator[View, None]]:
+        """A handler that asks the question which `find` makes of an event and of what is in the message box."""
+
+        async def handler(request: gr.Request, event: gr.EventData, draft: dict, *values: Any):
+            session = self._session(request)
+            try:
+                turn = await find(session, event, draft)
+            except ValueError as error:
+                _warn(error)
+                yield self._view(session, UNCHANGED)
+                return
+            async with aclosing(self._answer(session, turn, Options(*values))) as views:
+                async for view in views:
+                    yield view
+
+        return handler
+
+    async def _typed(self, session: Session, event: gr.EventData, draft: dict) -> Turn:
+        pictures = await self._pictures(session, [file["path"] for file in draft["files"]])
+        question = draft["text"].strip()
+        if not question and not pictures:
+            raise ValueError("Add a picture, or write a question")
+        return Turn(question or DEFAULT_QUESTION, tuple(pictures))
+
+    async def _chosen(self, session: Session, event: gr.EventData, draft: dict) -> Turn:
+        example = self.examples[event.index]
+        return Turn(example.question, example.pictures)
+
+    async def _same(self, session: Session, event: gr.EventData, draft: dict) -> Turn:
+        old = await self._take_back(session, event.index)
+        return Turn(old.question, old.pictures)
+
+    async def _edited(self, session: Session, event: gr.EventData, draft: dict) -> Turn:
+        old = await self._take_back(session, event.index)
+        return Turn(event.value, old.pictures)
+
+    async def _pictures(self, session: Session, paths: list[str]) -> list[Picture]:
+        session.draft = [self.uploads.claim(session.id, path) for path in paths]
+        if len(paths) > self.settings.max_pictures:
+            raise ValueError(f"{len(paths)} pictures; at most {self.settings.max_pictures} go into one question")
+        return await asyncio.to_thread(lambda: [Picture.read(path, self.settings.policy) for path in session.draft])
+
+    async def _take_back(self, session: Session, message: int) -> Turn:
+        """Remove the turn that has this message of the chat, and all after it; raises ValueError if none has."""
+        await self.sessions.stop(session)
+        place = turn_at(session.turns, message)
+        turn = session.turns[place]
+        del session.turns[place:]
+        return turn
+
+    async def _answer(self, session: Session, turn: Turn, options: Options) -> AsyncGenerator[View, None]:
+        """Ask the session's next question, and show the answer while it forms."""
+        if session.request_id is not None:
+            _warn(ValueError("The last answer is still being written; stop it first"))
+            return
+        box = gr.update(value={"text": "", "files": []}, submit_btn=False, stop_btn=True)
+        try:
+            async with aclosing(self.sessions.answer(session, turn, options, self.settings.policy)) as ticks:
+                async for _ in ticks:
+                    yield to_chat(session.turns), box, UNCHANGED, UNCHANGED
+                    box = UNCHANGED
+            box = WAITING_BOX
+        except (ValueError, EngineUnavailable, RequestFailed, DeadlineExceeded) as error:
+            _warn(error)
+            box = WAITING_BOX if turn.answer else _box_with(turn)
+        if session.request_id is None:  # else another question has been asked meanwhile, and shows itself
+            self.sessions.tidy(session)
+            yield self._view(session, box)
+
+    def _view(self, session: Session, box: Any) -> View:
+        gallery = [(str(picture.path), caption) for picture, caption in session.gallery]
+        return to_chat(session.turns), box, gallery, gr.update(visible=bool(gallery))
+
+
+def _box_with(turn: Turn) -> dict:
+    files = [str(picture.path) for picture in turn.pictures]
+    return gr.update(value={"text": turn.question, "files": files}, submit_btn=True, stop_btn=False)
+
+
+def _warn(error: Exception) -> None:
+    if isinstance(error.__cause__, PictureError):  # the engine counts pictures, we know their names
+        error = error.__cause__
+    busy = isinstance(error, EngineBusy)
+    gr.Warning("Many people are asking right now; try again in a moment" if busy else html.escape(str(error)))

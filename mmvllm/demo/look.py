@@ -1,0 +1,26 @@
+"""How the page looks: arguments of gradio's `launch` and `mount_gradio_app`."""
+
+from pathlib import Path
+
+import gradio as gr
+
+FONTS = ("sans-serif",)  # none that would have to be fetched; page.css names those of the system
+# Whatever an answer says, the browser fetches nothing from elsewhere.
+POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; form-action 'self'; base-uri 'self'"
+LOOK = {
+    "theme": gr.themes.Base(
+        primary_hue="blue", neutral_hue="stone", font=FONTS, font_mono=("monospace",), radius_size="lg"
+    ).set(
+        body_text_color_subdued="*neutral_500",
+        body_text_color_subdued_dark="*neutral_400",
+        button_primary_background_fill="*primary_600",
+    ),
+    "css": (Path(__file__).parent / "page.css").read_text(encoding="utf-8"),
+    "head": f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+    "footer_links": [],
+    "run_history": False,
+    "ssr_mode": False,
+    "mcp_server": False,
+    "pwa": False,
+    "enable_monitoring": False,
+}

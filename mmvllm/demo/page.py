@@ -1,0 +1,153 @@
+"""The page: what is on it, and which handler belongs to what."""
+
+import html
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gradio as gr
+from gradio_client import utils as client_utils
+
+from mmvllm.demo.conversation import Turn
+from mmvllm.demo.handlers import DemoSettings, Handlers
+from mmvllm.demo.pictures import Picture
+from mmvllm.demo.uploads import Uploads, upload_folder
+
+if TYPE_CHECKING:
+    from mmvllm.async_llm import AsyncLLM
+
+HERE = Path(__file__).parent
+EXAMPLES = {
+    "scene-06.png": "Describe this image.",
+    "scene-03.png": "What color is the star?",
+    "scene-09.png": "How many shapes are there?",
+    "scene-07.png": "What is at the right?",
+}
+NAME_FILES = "(box) => JSON.stringify((box?.files ?? []).map((file) => file.path))"
+BUNDLED_NOTE = "The small bundled model knows scenes of coloured shapes and digits; --model takes others."
+
+
+class _Page(gr.Blocks):
+    """Blocks that take no files but uploaded ones: gradio itself would fetch a URL that is given for one."""
+
+    async def preprocess_data(self, block_fn: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        client_utils.traverse(inputs, _refuse_url, client_utils.is_file_obj_with_meta)
+        return await super().preprocess_data(block_fn, inputs, *args, **kwargs)
+
+
+def _refuse_url(file: dict) -> dict:
+    if "://" in str(file["path"]):
+        raise gr.Error("Only uploaded pictures can be asked about")
+    return file
+
+
+def build_page(engine: "AsyncLLM", settings: DemoSettings) -> gr.Blocks:
+    """The page, to be launched or mounted with `**LOOK`."""
+    uploads = Uploads(upload_folder())
+    handlers = Handlers(engine, settings, uploads, _examples(uploads, settings))
+    with _Page(title="mmvllm", analytics_enabled=False, fill_width=True) as page:
+        gr.HTML(_heading(engine.model), elem_id="heading", padding=False)
+        chat = _chat(handlers.examples)
+        box = gr.MultimodalTextbox(
+            file_types=["image"],
+            file_count="multiple",
+            placeholder="Ask about a picture",
+            show_label=False,
+            max_plain_text_length=100_000,
+            elem_id="box",
+            autofocus=True,
+        )
+        cost = gr.HTML(handlers.limits, elem_id="cost", padding=False)
+        files = gr.Textbox("[]", visible="hidden")
+        with gr.Accordion("Settings", open=False, elem_classes="folded"):
+            options = _controls(engine)
+        with gr.Accordion("Camera", open=False, elem_classes="folded"):
+            camera = gr.Image(
+                sources=["webcam"], type="filepath", format="png", show_label=False, height=280, elem_id="camera"
+            )
+        with gr.Accordion("Last answers", open=True, visible=False, elem_classes="folded") as answers:
+            gallery = gr.Gallery(
+                show_label=False,
+                columns=4,
+                object_fit="contain",
+                buttons=[],
+                interactive=False,
+                elem_id="gallery",
+            )
+
+        quiet = {"show_progress": "hidden", "api_visibility": "private"}
+        shown = {"outputs": [chat, box, gallery, answers], **quiet}
+        # Without gradio's own preprocessing, which would only turn names of files into other names of them.
+        asked = {"inputs": [box, *options], "preprocess": False, **shown}
+        box.submit(handlers.ask, **asked)
+        chat.example_select(handlers.example, **asked)
+        chat.retry(handlers.retry, **asked)
+        chat.edit(handlers.edit, **asked)
+        chat.undo(handlers.undo, **shown)
+        chat.clear(handlers.clear, **shown)
+        box.stop(handlers.stop, queue=False, **quiet)
+        # The server is told of pictures that come and go, but not of every key.
+        told = {"fn": None, "inputs": box, "outputs": files, "js": NAME_FILES}
+        box.change(**told)
+        photo = camera.input(handlers.take_photo, [camera, box], [camera, box], preprocess=False, **quiet)
+        photo.then(**told)  # a change of pictures alone that the server makes is no `change` to gradio
+        counted = {"fn": handlers.count, "inputs": [files, *options], "outputs": cost, **quiet}
+        for trigger in (files.change, options[-2].change, options[-1].change):
+            trigger(**counted)
+        page.unload(handlers.leave)
+    return page.queue(default_concurrency_limit=None, api_open=False)
+
+
+def _heading(model: str) -> str:
+    note = BUNDLED_NOTE if model == "bundled" else model
+    return f"<h1>Ask about a picture</h1><p>{html.escape(note)}</p>"
+
+
+def _examples(uploads: Uploads, settings: DemoSettings) -> list[Turn]:
+    """The packaged pictures, put where gradio serves files from."""
+    folder = uploads.folder / "examples"
+    shutil.copytree(HERE / "examples", folder, dirs_exist_ok=True)
+    paths = [uploads.claim("examples", str(folder / name)) for name in EXAMPLES]
+    pictures = [Picture.read(path, settings.policy) for path in paths]
+    return [Turn(question, (picture,)) for question, picture in zip(EXAMPLES.values(), pictures, strict=True)]
+
+
+def _chat(examples: list[Turn]) -> gr.Chatbot:
+    cards = [
+        {"text": turn.question, "icon": str(turn.pictures[0].path), "files": [str(turn.pictures[0].path)]}
+        for turn in examples
+    ]
+    return gr.Chatbot(
+        show_label=False,
+        height="calc(100dvh - 19rem)",
+        min_height=340,
+        editable="user",
+        buttons=["copy"],
+        layout="bubble",
+        examples=cards,
+        allow_file_downloads=False,
+        latex_delimiters=[],
+        allow_tags=False,
+        elem_id="chat",
+        group_consecutive_messages=False,
+        feedback_options=None,
+    )
+
+
+def _controls(engine: "AsyncLLM") -> list[gr.components.Component]:
+    """In the order of `Options`."""
+    config = engine.image_config
+    token = config.factor**2
+    largest = min(4 * config.max_pixels, engine.max_model_len * token) // token * token
+    pixels = {"minimum": 4 * token, "maximum": largest, "step": 1, "min_width": 240}
+    system = gr.Textbox("", label="System prompt", lines=2)
+    with gr.Row():
+        temperature = gr.Slider(0, 2, 0, step=0.05, min_width=240, label="Temperature")
+        top_p = gr.Slider(0.05, 1, 1, step=0.05, min_width=240, label="Top-p")
+    with gr.Row():
+        max_tokens = gr.Slider(1, engine.max_model_len, 256, step=1, min_width=240, label="Longest answer, in tokens")
+        seed = gr.Number(-1, label="Seed, or -1 for none", min_width=240, precision=0)
+    with gr.Row():
+        low = gr.Slider(value=config.min_pixels, label="Fewest pixels of a picture", **pixels)
+        high = gr.Slider(value=config.max_pixels, label="Most pixels of a picture", **pixels)
+    return [system, temperature, top_p, max_tokens, seed, low, high]

@@ -1,0 +1,140 @@
+"""What one visitor has: a conversation, uploaded pictures, and at most one request in the engine."""
+
+import asyncio
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmvllm.demo.conversation import Options, Turn, answer_note, pictures_in, queue_note, to_request
+from mmvllm.demo.pictures import Picture
+from mmvllm.demo.uploads import Uploads
+from mmvllm.media import MediaPolicy
+from mmvllm.outputs import Delta, RequestOutput
+
+if TYPE_CHECKING:
+    from mmvllm.async_llm import AsyncLLM
+
+TICK_SECONDS = 0.05  # the page is told of new text this often
+MAX_SESSIONS = 1000  # beyond it, who has been away longest is forgotten
+GALLERY_SIZE = 12
+
+
+@dataclass(slots=True)
+class Session:
+    """One open tab."""
+
+    id: str
+    turns: list[Turn] = field(default_factory=list)
+    gallery: deque[tuple[Picture, str]] = field(default_factory=lambda: deque(maxlen=GALLERY_SIZE))  # newest first
+    draft: list[Path] = field(default_factory=list)  # pictures of the question that is being written
+    request_id: str | None = None
+
+    @property
+    def files(self) -> set[Path]:
+        """Those that may still be shown or asked about."""
+        shown = [picture for turn in self.turns for picture in turn.pictures] + [picture for picture, _ in self.gallery]
+        return {picture.path for picture in shown} | {*self.draft}
+
+
+class Sessions:
+    """The visitors, by gradio's session hash; used from gradio's event loop only."""
+
+    def __init__(self, engine: "AsyncLLM", uploads: Uploads):
+        self.engine, self.uploads = engine, uploads
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
+
+    def get(self, session_id: str) -> Session:
+        session = self._sessions.setdefault(session_id, Session(session_id))
+        self._sessions.move_to_end(session_id)
+        if len(self._sessions) > MAX_SESSIONS:
+            oldest = next((old for old in self._sessions.values() if old.request_id is None), None)
+            if oldest is not None:
+                self._forget(oldest)
+        return session
+
+    async def stop(self, session: Session) -> None:
+        """End the answer that is being written, if one is."""
+        request_id, session.request_id = session.request_id, None
+        if request_id is not None:
+            await self.engine.abort(request_id)
+
+    async def end(self, session_id: str) -> None:
+        """The visitor has left: end what runs, and remove the pictures."""
+        if (session := self._sessions.get(session_id)) is not None:
+            await self.stop(session)
+            self._forget(session)
+
+    def tidy(self, session: Session) -> None:
+        """Remove pictures that can no longer be seen or asked about."""
+        self.uploads.release(session.id, keep=session.files)
+
+    def _forget(self, session: Session) -> None:
+        self._sessions.pop(session.id, None)
+        self.uploads.release(session.id)
+        self.uploads.remove_orphans()
+
+    async def answer(
+        self, session: Session, turn: Turn, options: Options, policy: MediaPolicy
+    ) -> AsyncGenerator[None, None]:
+        """Add a turn and write its answer, yielding whenever there is something new to show.
+
+        Raises what `AsyncLLM.generate` raises; without any answer the turn is taken away again.
+        """
+        session.turns.append(turn)
+        session.request_id = request_id = f"demo-{uuid.uuid4().hex}"
+        try:
+            async with aclosing(self._deltas(session, options, policy)) as ticks:
+                async for deltas in ticks:
+                    turn.answer += "".join(delta.text for delta in deltas)
+                    turn.note = "" if turn.answer else queue_note(self.engine.position(request_id))
+                    if deltas and (output := deltas[-1].output) is not None:
+                        self._finish(session, turn, options, output)
+                    yield
+        except Exception as error:
+            turn.note = str(error)
+            if not turn.answer and turn in session.turns:
+                session.turns.remove(turn)
+            raise
+        finally:
+            if session.request_id == request_id:
+                session.request_id = None
+
+    def _deltas(self, session: Session, options: Options, policy: MediaPolicy) -> AsyncGenerator[list[Delta], None]:
+        request, params = to_request(session.turns, options), options.sampling_params
+        stream = self.engine.generate(request, params, session.request_id, load=lambda picture: picture.load(policy))
+        return in_ticks(stream, TICK_SECONDS)
+
+    def _finish(self, session: Session, turn: Turn, options: Options, output: RequestOutput) -> None:
+        if turn not in session.turns:  # it has been taken back meanwhile
+            return
+        config, pictures = self.engine.image_config, pictures_in(session.turns)
+        turn.note = answer_note(
+            output, [p.num_tokens(config, options.min_pixels, options.max_pixels) for p in pictures]
+        )
+        if pictures and turn.answer:
+            session.gallery.appendleft((pictures[-1], f"{turn.question} {turn.answer}"))
+
+
+async def in_ticks(stream: AsyncGenerator[Delta, None], seconds: float) -> AsyncGenerator[list[Delta], None]:
+    """What has come since the last tick, also when it is nothing; closing this closes the stream."""
+    deltas: list[Delta] = []
+
+    async def collect() -> None:
+        async with aclosing(stream):
+            async for delta in stream:
+                deltas.append(delta)
+
+    task = asyncio.create_task(collect())
+    try:
+        while deltas or not task.done():
+            await asyncio.wait([task], timeout=seconds)
+            new, deltas[:] = deltas[:], []
+            yield new
+        await task  # raises what ended the stream
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,109 @@
+"""Whatever goes wrong, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+
+import json
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from mmvllm.errors import DeadlineExceeded, EngineBusy, EngineUnavailable, RequestFailed
+
+TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+class ApiError(HTTPException):
+    """An error for the client: `param` names the field that is to blame, `code` is for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(status, message, headers)
+        self.param, self.code = param, code
+
+    def body(self) -> bytes:
+        kind = TYPES.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
+        error = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode()  # in ASCII: a message may quote half a surrogate pair
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status_code, self.headers, media_type="application/json")
+
+
+def no_such_model(name: str, served: str) -> ApiError:
+    message = f"there is no model {name!r:.100} here, only {served!r}"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def from_engine(error: Exception) -> ApiError:
+    """What the client is told when the engine, or the time, ended its request."""
+    if isinstance(error, EngineBusy):
+        return ApiError(429, str(error), code="engine_busy", headers={"Retry-After": "1"})
+    if isinstance(error, EngineUnavailable):
+        return ApiError(503, str(error), code="engine_unavailable")
+    if isinstance(error, TimeoutError):
+        message = str(error) if isinstance(error, DeadlineExceeded) else "the request took too long"
+        return ApiError(504, message, code="deadline_exceeded")
+    assert isinstance(error, RequestFailed), error
+    return ApiError(500, str(error), code="request_failed")
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error that reaches the app in OpenAI's shape."""
+
+    async def from_http(request: Request, error: HTTPException) -> Response:
+        if isinstance(error, ApiError):
+            return error.response()
+        message = {
+            404: f"there is no {request.url.path} here",
+            405: f"{request.url.path} does not take {request.method}",
+        }.get(error.status_code, str(error.detail))
+        return ApiError(error.status_code, message, headers=error.headers).response()
+
+    async def from_validation(_: Request, error: RequestValidationError) -> Response:
+        if isinstance(error.body, bytes):
+            return ApiError(415, "the body must be JSON, with the header Content-Type: application/json").response()
+        param, message = blame(error.errors(), error.body)
+        return ApiError(400, f"{param}: {message}" if param else message, param=param).response()
+
+    async def from_bug(_request: Request, _error: Exception) -> Response:
+        return ApiError(500, "internal error; the server's log says more").response()
+
+    app.add_exception_handler(HTTPException, from_http)
+    app.add_exception_handler(RequestValidationError, from_validation)
+    app.add_exception_handler(Exception, from_bug)
+
+
+def blame(errors: list[dict], body: Any) -> tuple[str | None, str]:
+    """The field that pydantic's errors are about, and what is wrong with it.
+
+    A value that fits none of several shapes has errors for each; the deepest are those of the shape that was meant.
+    """
+    found = [(_path(error, body), error["msg"]) for error in errors]
+    deepest = max(len(path) for path, _ in found)
+    path = next(path for path, _ in found if len(path) == deepest)
+    messages = dict.fromkeys(message for other, message in found if other == path)
+    return _spelled(path) or None, ", or ".join(messages)
+
+
+def _path(error: dict, body: Any) -> tuple[str | int, ...]:
+    """Keys and indices from the body to the field, without the names of shapes that pydantic puts between them."""
+    path, value, location = [], body, error["loc"][1:]
+    for i, step in enumerate(location):
+        if (isinstance(value, dict) and step in value) or (isinstance(value, list) and isinstance(step, int)):
+            value = value[step]
+        elif error["type"] != "missing" or i + 1 < len(location):
+            continue
+        path.append(step)
+    return tuple(path)
+
+
+def _spelled(path: tuple[str | int, ...]) -> str:
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")

@@ -1,0 +1,137 @@
+"""What Prometheus reads from /metrics."""
+
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mmvllm.async_llm import AsyncLLM
+from mmvllm.outputs import Delta, RequestOutput
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2)
+CLIENT_GONE = 499
+PATHS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/models"),
+    *("/health", "/health/live", "/health/ready", "/metrics", "/version"),
+)
+
+
+class Metrics:
+    """The metrics of one server, in a registry of their own."""
+
+    def __init__(self, engine: AsyncLLM):
+        self.registry = registry = CollectorRegistry()
+        registry.register(_EngineCollector(engine))
+        self.responses = Counter(
+            "mmvllm_http_responses",
+            "By path and status; 499: the client hung up.",
+            ["path", "status"],
+            registry=registry,
+        )
+        self.http_seconds = Histogram(
+            "mmvllm_http_seconds",
+            "From a request's head to its answer's end.",
+            ["path"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.answers = Counter("mmvllm_answers", "Ended answers by reason.", ["finish_reason"], registry=registry)
+        self.first_token = _histogram(registry, "first_token", "From admission to the first token.", SECONDS)
+        self.per_token = _histogram(registry, "per_token", "Between one token and the next, on average.", TOKEN_SECONDS)
+        self.end_to_end = _histogram(registry, "end_to_end", "From admission to the last token.", SECONDS)
+
+    def observe(self, delta: Delta) -> None:
+        """Count what ends with a delta."""
+        if delta.finish_reason is not None:
+            self.answers.labels(delta.finish_reason).inc()
+        if delta.output is not None:
+            self._observe_request(delta.output)
+
+    def _observe_request(self, output: RequestOutput) -> None:
+        begin, first, end = output.arrival_time, output.first_token_time, output.finish_time
+        if first is None or end is None:
+            return
+        self.first_token.observe(first - begin)
+        self.end_to_end.observe(end - begin)
+        num_tokens = max(len(answer.token_ids) for answer in output.completions)
+        if num_tokens > 1:
+            self.per_token.observe((end - first) / (num_tokens - 1))
+
+
+def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+    return Histogram(f"mmvllm_{name}_seconds", text, buckets=buckets, registry=registry)
+
+
+class _EngineCollector:
+    """The engine's own counts, read when they are asked for."""
+
+    def __init__(self, engine: AsyncLLM):
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        gauges = {
+            "requests_preparing": (stats.num_preparing, "Requests whose pictures and text are being prepared."),
+            "sequences_waiting": (stats.num_waiting, "Sequences that wait in the engine."),
+            "sequences_running": (stats.num_running, "Sequences that run."),
+            "kv_cache_usage_ratio": (stats.kv_usage, "Share of KV blocks in use."),
+            "prefix_hit_ratio": (stats.prefix_hit_rate or 0.0, "Share of prompt tokens that were not computed."),
+            "image_hit_ratio": (stats.image_hit_rate or 0.0, "Share of pictures that were not encoded."),
+            "prompt_tokens_per_second": (stats.prompt_tokens_per_s, "Over the last seconds."),
+            "output_tokens_per_second": (stats.output_tokens_per_s, "Over the last seconds."),
+            "ready": (self._engine.health().is_ready, "1 while the engine takes requests."),
+        }
+        counters = {
+            "requests_finished": (stats.num_finished, "Requests that were finished."),
+            "prompt_tokens": (stats.num_prompt_tokens, "Prompt tokens of finished requests."),
+            "cached_tokens": (stats.num_cached_tokens, "Those of them that were not computed."),
+            "output_tokens": (stats.num_output_tokens, "Tokens generated."),
+            "images": (stats.num_images, "Pictures asked about."),
+            "encoded_images": (stats.num_encoded_images, "Pictures encoded."),
+            "preemptions": (stats.num_preemptions, "Sequences that had to make room and compute again."),
+        }
+        for name, (value, text) in gauges.items():
+            yield GaugeMetricFamily(f"mmvllm_{name}", text, value=float(value))
+        for name, (value, text) in counters.items():
+            yield CounterMetricFamily(f"mmvllm_{name}", text, value=value)
+
+
+class CountingMiddleware:
+    """Counts HTTP responses by path and status, a client that hung up before the end as 499."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics):
+        self.app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        status, is_complete, is_gone, start = 500, False, False, time.perf_counter()
+
+        async def watched_receive() -> Message:
+            nonlocal is_gone
+            message = await receive()
+            is_gone |= message["type"] == "http.disconnect" and not is_complete
+            return message
+
+        async def watched_send(message: Message) -> None:
+            nonlocal status, is_complete
+            status = message.get("status", status)
+            is_complete |= message["type"] == "http.response.body" and not message.get("more_body", False)
+            await send(message)
+
+        try:
+            await self.app(scope, watched_receive, watched_send)
+        finally:
+            path = _label(scope["path"])
+            self._metrics.responses.labels(path, CLIENT_GONE if is_gone else status).inc()
+            self._metrics.http_seconds.labels(path).observe(time.perf_counter() - start)
+
+
+def _label(path: str) -> str:
+    """One of few: whoever asks for a thousand paths makes no thousand series."""
+    if path.startswith("/v1/models/"):
+        return "/v1/models"
+    return path if path in PATHS else "other"

@@ -1,0 +1,210 @@
+"""The engine's deltas -> OpenAI's answers, whole or in chunks."""
+
+import codecs
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmvllm.engine.detokenizer import token_bytes
+from mmvllm.outputs import Delta, RequestOutput
+from mmvllm.server.responses import ChatCompletion, Completion, Usage
+
+FINISH_REASONS = {None: None, "eos": "stop", "stop": "stop", "length": "length"}
+NO_LOGPROB = -9999.0  # JSON knows no infinity
+
+
+def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
+    """Tokens of all prompts and all answers together."""
+    prompt = sum(output.num_prompt_tokens for output in outputs)
+    completion = sum(len(answer.token_ids) for output in outputs for answer in output.completions)
+    details = {
+        "cached_tokens": sum(output.num_cached_tokens for output in outputs),
+        "image_tokens": sum(output.num_image_tokens for output in outputs),
+    }
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=details,
+    )
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer, as far as it has come."""
+
+    index: int
+    text: list[str] = field(default_factory=list)
+    logprobs: list[dict] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text.append(delta.text)
+        self.logprobs += delta.logprobs or []
+        self.finish_reason = FINISH_REASONS[delta.finish_reason]
+
+
+class Reply:
+    """What chat and completion answers have in common; one for each HTTP request."""
+
+    kind: str
+    chunk_kind: str
+    id_prefix: str
+    prompt_field: str  # of the request
+
+    def __init__(self, model: str, tokenizer: Any, top_logprobs: int | None):
+        """`top_logprobs` most likely tokens are shown beside each chosen one; None shows no log-probabilities."""
+        self._head = {
+            "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
+            "object": self.kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._tokenizer, self._top_logprobs = tokenizer, top_logprobs
+
+    def usage_chunk(self, usage: Usage) -> dict:
+        """A stream's last chunk."""
+        return self._head | {"object": self.chunk_kind, "choices": [], "usage": usage.model_dump()}
+
+    def _chunk(self, choice: dict) -> dict:
+        return self._head | {"object": self.chunk_kind, "choices": [choice]}
+
+    def _top(self, logprobs: dict[int, float]) -> list[tuple[int, float]]:
+        """The most likely tokens, as many as were asked for; the chosen one need not be among them."""
+        ranked = sorted(logprobs.items(), key=lambda item: -item[1])
+        return ranked[: self._top_logprobs]
+
+
+class ChatReply(Reply):
+    """Answers of /v1/chat/completions."""
+
+    kind, chunk_kind, id_prefix, prompt_field = "chat.completion", "chat.completion.chunk", "chatcmpl", "messages"
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> ChatCompletion:
+        """The answer to a request that is not streamed."""
+        made = [
+            {
+                "index": choice.index,
+                "message": {"role": "assistant", "content": "".join(choice.text)},
+                "logprobs": self._logprobs(choice.logprobs),
+                "finish_reason": choice.finish_reason,
+            }
+            for choice in choices
+        ]
+        return ChatCompletion(**self._head, choices=made, usage=usage)
+
+    def opening(self, num_choices: int) -> list[dict]:
+        """A stream's first chunks."""
+        first = {"role": "assistant", "content": ""}
+        return [
+            self._chunk({"index": index, "delta": first, "logprobs": None, "finish_reason": None})
+            for index in range(num_choices)
+        ]
+
+    def chunk(self, index: int, delta: Delta) -> dict:
+        """What is new of one answer."""
+        content = {"content": delta.text} if delta.text else {}
+        logprobs = self._logprobs(delta.logprobs or [])
+        return self._chunk(
+            {
+                "index": index,
+                "delta": content,
+                "logprobs": logprobs,
+                "finish_reason": FINISH_REASONS[delta.finish_reason],
+            }
+        )
+
+    def _logprobs(self, entries: Sequence[dict[int, float]]) -> dict | None:
+        if self._top_logprobs is None:
+            return None
+        made = []
+        for logprobs in entries:
+            chosen, logprob = next(iter(logprobs.items()))
+            top = [self._entry(*item) for item in self._top(logprobs)]
+            made.append(self._entry(chosen, logprob) | {"top_logprobs": top})
+        return {"content": made}
+
+    def _entry(self, token_id: int, logprob: float) -> dict:
+        data = token_bytes(self._tokenizer, token_id)
+        return {"token": shown(data), "logprob": max(logprob, NO_LOGPROB), "bytes": list(data)}
+
+
+class CompletionReply(Reply):
+    """Answers of /v1/completions."""
+
+    kind, chunk_kind, id_prefix, prompt_field = "text_completion", "text_completion", "cmpl", "prompt"
+
+    def __init__(self, model: str, tokenizer: Any, top_logprobs: int | None):
+        super().__init__(model, tokenizer, top_logprobs)
+        self._offsets: dict[int, _Offset] = {}  # by choice
+        self._special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> Completion:
+        """The answer to a request that is not streamed."""
+        made = [
+            {
+                "index": choice.index,
+                "text": "".join(choice.text),
+                "logprobs": self._logprobs(choice.index, choice.logprobs),
+                "finish_reason": choice.finish_reason,
+            }
+            for choice in choices
+        ]
+        return Completion(**self._head, choices=made, usage=usage)
+
+    def opening(self, _num_choices: int) -> list[dict]:
+        """A stream's first chunks: none."""
+        return []
+
+    def chunk(self, index: int, delta: Delta) -> dict:
+        """What is new of one answer."""
+        logprobs = self._logprobs(index, delta.logprobs or [])
+        return self._chunk(
+            {
+                "index": index,
+                "text": delta.text,
+                "logprobs": logprobs,
+                "finish_reason": FINISH_REASONS[delta.finish_reason],
+            }
+        )
+
+    def _logprobs(self, index: int, entries: Sequence[dict[int, float]]) -> dict | None:
+        if self._top_logprobs is None:
+            return None
+        offset = self._offsets.setdefault(index, _Offset(self._special))
+        chosen = [(next(iter(entry)), entry) for entry in entries]
+        return {
+            "tokens": [self._shown(token_id) for token_id, _ in chosen],
+            "token_logprobs": [max(entry[token_id], NO_LOGPROB) for token_id, entry in chosen],
+            "top_logprobs": [
+                {self._shown(token_id): max(logprob, NO_LOGPROB) for token_id, logprob in self._top(entry)}
+                for entry in entries
+            ],
+            "text_offset": [offset.advance(token_id, token_bytes(self._tokenizer, token_id)) for token_id, _ in chosen],
+        }
+
+    def _shown(self, token_id: int) -> str:
+        return shown(token_bytes(self._tokenizer, token_id))
+
+
+class _Offset:
+    """Where in an answer's text each of its tokens begins, in characters; special ones leave nothing in it."""
+
+    def __init__(self, special_ids: frozenset[int]):
+        self._decoder, self._at, self._special_ids = codecs.getincrementaldecoder("utf-8")("replace"), 0, special_ids
+
+    def advance(self, token_id: int, data: bytes) -> int:
+        before = self._at
+        if token_id not in self._special_ids:
+            self._at += len(self._decoder.decode(data))
+        return before
+
+
+def shown(data: bytes) -> str:
+    """A token as text; part of a character as OpenAI writes it, "bytes:\\xf0\\x9f"."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

@@ -1,0 +1,159 @@
+"""OpenAI's requests -> the engine's."""
+
+import pytest
+from PIL import Image
+
+from mmvllm import SamplingParams
+from mmvllm.processors.image import ImageProcessorConfig
+from mmvllm.server.convert import Bounds, caps, chat_params, chat_request, completion_params, pictures, prompts
+from mmvllm.server.errors import ApiError
+from mmvllm.server.protocol import ChatRequest, CompletionRequest
+from mmvllm.server.reply import shown
+from tests.server.conftest import chat, image_part, user
+
+TOKEN = 28 * 28
+BOUNDS = Bounds.of(ImageProcessorConfig(max_pixels=16384 * TOKEN))
+
+
+def request(*parts, **keys) -> ChatRequest:
+    return ChatRequest(**chat(*parts, **keys))
+
+
+def engine_request(*parts, **keys) -> dict:
+    body = request(*parts, **keys)
+    return chat_request(body, [picture.url.encode() for picture in pictures(body)], caps(body, BOUNDS))
+
+
+def images(made: dict) -> list[dict]:
+    return [part for message in made["messages"] for part in message["content"] if part["type"] == "image"]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "auto", "expected"),
+    [
+        (16384, None, (256, 1280, 16384)),
+        (600, None, (256, 600, 600)),
+        (49, None, (49, 49, 49)),
+        (16384, 100, (100, 100, 16384)),
+        (600, 2000, (256, 2000, 2000)),
+    ],
+)
+def test_details_have_bounds_in_order(checkpoint, auto, expected):
+    config = ImageProcessorConfig(min_pixels=TOKEN, max_pixels=checkpoint * TOKEN)
+    bounds = Bounds.of(config, auto and auto * TOKEN)
+    assert (bounds.low, bounds.auto, bounds.high) == tuple(tokens * TOKEN for tokens in expected)
+
+
+@pytest.mark.parametrize(("detail", "tokens"), [("low", 256), ("auto", 1280), (None, 1280), ("high", 16384)])
+def test_pictures_of_one_detail_bring_it_as_the_requests_own_bound(detail, tokens):
+    made = engine_request(image_part("a", detail=detail), "Hi", image_part("b", detail=detail))
+    assert made["max_pixels"] == tokens * TOKEN
+    assert images(made) == [{"type": "image", "image": b"a"}, {"type": "image", "image": b"b"}]
+
+
+def test_a_picture_of_less_detail_than_another_brings_its_own_bound():
+    made = engine_request(image_part("a", detail="low"), image_part("b", detail="high"), image_part("c"))
+    assert made["max_pixels"] == 16384 * TOKEN
+    assert [image.get("max_pixels") for image in images(made)] == [256 * TOKEN, None, 1280 * TOKEN]
+
+
+def test_a_bound_of_the_request_stands_for_those_of_auto_and_high():
+    made = engine_request(
+        image_part("a", detail="low"), image_part("b", detail="high"), image_part("c"), max_pixels=TOKEN * 300
+    )
+    assert made["max_pixels"] == 300 * TOKEN
+    assert [image.get("max_pixels") for image in images(made)] == [256 * TOKEN, None, None]
+
+
+def test_text_alone_has_no_bounds():
+    made = engine_request("Hi", min_pixels=5, cache_salt="x")
+    assert made.keys() == {"messages", "cache_salt"}
+
+
+def test_messages_keep_their_order_and_developers_speak_as_the_system():
+    body = ChatRequest(
+        model="m",
+        messages=[
+            {"role": "developer", "content": "Be brief."},
+            user("a", image_part("1"), "b"),
+            {"role": "assistant", "content": [{"type": "text", "text": "c"}]},
+            user(image_part("2")),
+        ],
+    )
+    assert [picture.param for picture in pictures(body)] == [
+        "messages[1].content[1].image_url.url",
+        "messages[3].content[0].image_url.url",
+    ]
+    made = chat_request(body, [b"1", b"2"], caps(body, BOUNDS))["messages"]
+    assert made == [
+        {"role": "system", "content": "Be brief."},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "a"},
+                {"type": "image", "image": b"1"},
+                {"type": "text", "text": "b"},
+            ],
+        },
+        {"role": "assistant", "content": [{"type": "text", "text": "c"}]},
+        {"role": "user", "content": [{"type": "image", "image": b"2"}]},
+    ]
+
+
+def test_parameters_are_openais_by_default():
+    del (body := chat("Hi"))["temperature"]
+    assert chat_params(ChatRequest(**body), 99) == SamplingParams(temperature=1.0, max_tokens=99)
+    assert completion_params(CompletionRequest(model="m", prompt="Hi")) == SamplingParams(
+        temperature=1.0, max_tokens=16
+    )
+
+
+def test_every_parameter_reaches_the_engine():
+    given = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "presence_penalty": 1.5,
+        "frequency_penalty": -1.5,
+        "repetition_penalty": 1.1,
+        "n": 3,
+        "seed": -4,
+        "stop": ["a", "b"],
+        "stop_token_ids": [7],
+        "min_tokens": 2,
+        "max_tokens": 10,
+        "ignore_eos": True,
+    }
+    assert chat_params(request("Hi", **given, logprobs=True, top_logprobs=4), 99) == SamplingParams(**given, logprobs=4)
+    assert completion_params(CompletionRequest(model="m", prompt="", **given)) == SamplingParams(**given)
+
+
+def test_equal_bounds_under_both_names_are_taken():
+    assert chat_params(request("Hi", max_tokens=5, max_completion_tokens=5), 99).max_tokens == 5
+    with pytest.raises(ApiError):
+        chat_params(request("Hi", max_tokens=5, max_completion_tokens=6), 99)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"), [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])]
+)
+def test_prompts_come_in_four_shapes(prompt, expected):
+    assert prompts(CompletionRequest(model="m", prompt=prompt)) == expected
+
+
+def test_tokens_that_are_part_of_a_character_are_shown_as_bytes():
+    assert shown("é".encode()) == "é" and shown("é".encode()[:1]) == "bytes:\\xc3"
+
+
+def test_one_kind_of_detail_is_prepared_as_the_engine_does_with_that_bound(engine):
+    """Only what is smaller than another picture of the request is resized twice."""
+    process = engine._llm.processor
+    image = Image.effect_noise((300, 200), 90).convert("RGB")
+    body = request(image_part("x", detail="low"), "Hi")
+    bounds = Bounds.of(engine.image_config, 28 * 28 * 30)
+    made = process(chat_request(body, [image], caps(body, bounds)))
+    messages = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "Hi"}]}]
+    reference = process({"messages": messages, "max_pixels": 28 * 28 * 30})
+    assert made.token_ids == reference.token_ids
+    assert made.multimodal["image_digests"] == reference.multimodal["image_digests"]

@@ -1,0 +1,42 @@
+"""The demo page beside the API, on one engine."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from mmvllm.async_llm import AsyncLLM
+from tests.server.conftest import CHAT, ENGINE, chat, error_of, serving
+
+pytest.importorskip("gradio")
+
+
+@pytest.fixture(scope="module")
+def with_demo():
+    engine = AsyncLLM(**ENGINE)
+    with serving(engine, has_demo=True, api_keys=("secret",), max_body_bytes=1000) as running:
+        yield running
+    asyncio.run(engine.shutdown(drain=False))
+
+
+def test_the_root_leads_to_the_page_which_asks_for_no_key(with_demo):
+    answer = httpx.get(f"{with_demo.url}/", follow_redirects=True)
+    assert answer.status_code == 200 and str(answer.url) == f"{with_demo.url}/demo/"
+    assert "gradio" in answer.text
+
+
+def test_the_api_beside_it_keeps_its_key_and_its_errors(with_demo):
+    assert httpx.post(f"{with_demo.url}{CHAT}", json=chat("Hello")).status_code == 401
+    keyed = {"Authorization": "Bearer secret"}
+    body = chat("Hello", max_tokens=1)
+    assert httpx.post(f"{with_demo.url}{CHAT}", json=body, headers=keyed).status_code == 200
+    assert error_of(httpx.get(f"{with_demo.url}/v1/nothing", headers=keyed))
+
+
+def test_uploads_have_the_limits_of_pictures_not_of_requests(with_demo):
+    files = {"files": ("a.png", b"x" * 5000)}
+    assert httpx.post(f"{with_demo.url}/demo/gradio_api/upload", files=files).status_code == 200
+
+
+def test_without_it_there_is_no_page_and_no_way_around_the_limits(running):
+    assert running.get("/").status_code == running.get("/demo/").status_code == 404

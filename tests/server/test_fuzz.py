@@ -1,0 +1,111 @@
+"""Whatever is sent: an answer or an error of ours, and never a failure; what is answered is as the schema says."""
+
+import json
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import response_schema_conformance
+
+from mmvllm.server.app import build_app
+from mmvllm.server.protocol import ChatRequest, CompletionRequest
+from mmvllm.server.settings import ServerSettings
+from tests.server.conftest import CHAT, COMPLETIONS, call, data_uri, error_of, image_part, is_idle, png, user, wait_for
+
+BOUNDED = settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],
+)
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just(10**400)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+parts = (
+    st.sampled_from([{"type": "text", "text": "Hi"}, image_part(data_uri(png(30, 40))), image_part("http://10.0.0.1/")])
+    | values
+)
+messages = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "user", "assistant"]), "content": st.lists(parts, max_size=3)}
+    )
+    | st.just(user("Hi"))
+    | values,
+    max_size=3,
+)
+prompts = st.text(max_size=20) | st.lists(st.integers(0, 800), max_size=9) | values
+
+
+def fields(model) -> st.SearchStrategy[dict]:
+    """Some of a request's own fields, with anything in them."""
+    names = sorted(set(model.model_fields) - {"model", "messages", "prompt", "max_tokens"})
+    likely = st.sampled_from([None, 0, 1, 2, 0.5, True, "stop", [], [3], {}])
+    return st.dictionaries(st.sampled_from(names) | st.text(max_size=3), likely | values, max_size=3)
+
+
+@pytest.fixture(scope="module")
+def app(engine):
+    return build_app(engine, ServerSettings(model_name="bundled", request_timeout=20))
+
+
+def check(app, path: str, body) -> None:
+    answer = call(app, "POST", path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 200 or 400 <= answer.status_code < 500, answer.text
+    if answer.status_code != 200:
+        error_of(answer)
+
+
+@BOUNDED
+@given(messages=messages, keys=fields(ChatRequest))
+def test_any_chat_request_is_answered_or_refused(app, messages, keys):
+    check(app, CHAT, {"model": "bundled", "messages": messages, "max_tokens": 2} | keys)
+
+
+@BOUNDED
+@given(prompt=prompts, keys=fields(CompletionRequest))
+def test_any_completion_request_is_answered_or_refused(app, prompt, keys):
+    check(app, COMPLETIONS, {"model": "bundled", "prompt": prompt, "max_tokens": 2} | keys)
+
+
+@BOUNDED
+@given(body=values, path=st.sampled_from([CHAT, COMPLETIONS]))
+def test_any_json_is_refused(app, body, path):
+    check(app, path, body)
+
+
+@BOUNDED
+@given(body=st.binary(max_size=60) | st.text(alphabet='{}[]",:\\u d8 0', max_size=40).map(str.encode))
+def test_any_bytes_are_refused(app, body):
+    answer = call(app, "POST", CHAT, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    error_of(answer)
+
+
+@pytest.mark.parametrize(
+    "path", [CHAT, COMPLETIONS, "/v1/models", "/v1/models/{model}", "/health", "/metrics", "/version"]
+)
+def test_the_served_specification_is_true(running, path):
+    operations = schemathesis.openapi.from_url(f"{running.url}/openapi.json")[path]
+    [operation] = operations.values()
+
+    @settings(BOUNDED, max_examples=25)
+    @given(case=operation.as_strategy())
+    def validate(case):
+        if isinstance(case.body, dict):
+            case.body |= {"max_tokens": 2, "min_tokens": None, "max_completion_tokens": None, "model": "bundled"}
+        case.call_and_validate(checks=[not_a_server_error, response_schema_conformance])
+
+    validate()
+
+
+def test_afterwards_nothing_is_left(engine):
+    wait_for(lambda: is_idle(engine))
+    assert engine.health().status == "ok"

@@ -1,0 +1,167 @@
+"""The gate before the application: keys, sizes, times."""
+
+import asyncio
+import json
+
+import pytest
+
+from mmvllm.server.limits import ByteBudget, Gate
+
+
+class Exchange:
+    """One request to a gate whose app echoes the body; pieces of the body are sent, then nothing."""
+
+    def __init__(self, *pieces: bytes, path: str = "/v1/x", ends: bool = True, **headers: str):
+        self._pieces, self._ends = list(pieces), ends
+        self.sent: list[dict] = []
+        encoded = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        self.scope = {"type": "http", "path": path, "headers": encoded}
+
+    async def receive(self) -> dict:
+        if self._pieces:
+            body = self._pieces.pop(0)
+            return {"type": "http.request", "body": body, "more_body": bool(self._pieces) or not self._ends}
+        await asyncio.sleep(60)
+
+    async def send(self, message: dict) -> None:
+        self.sent.append(message)
+
+    @property
+    def status(self) -> int:
+        return self.sent[0]["status"]
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message["body"] for message in self.sent[1:])
+
+
+def gate(app=None, budget: ByteBudget | None = None, **keys) -> Gate:
+    async def echo(scope, receive, send):
+        message = await receive()
+        assert not message["more_body"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": message["body"]})
+
+    limits = {"api_keys": (), "max_bytes": 100, "timeout": 0.05, "open_paths": ("/demo",)}
+    return Gate(app or echo, budget=budget or ByteBudget(1000), **limits | keys)
+
+
+def run(gate: Gate, *exchanges: Exchange) -> None:
+    async def all_of_them() -> None:
+        await asyncio.gather(*(gate(one.scope, one.receive, one.send) for one in exchanges))
+
+    asyncio.run(all_of_them())
+
+
+def test_the_app_gets_the_body_in_one_piece():
+    exchange = Exchange(b"a" * 40, b"", b"b" * 60)
+    run(gate(), exchange)
+    assert (exchange.status, exchange.body) == (200, b"a" * 40 + b"b" * 60)
+
+
+@pytest.mark.parametrize(
+    "exchange", [Exchange(b"a" * 101), Exchange(b"a" * 60, b"a" * 60), Exchange(content_length="101")]
+)
+def test_a_body_over_the_limit_is_refused(monkeypatch, exchange):
+    monkeypatch.setattr("mmvllm.server.limits.LINGER_SECONDS", 0.01)
+    run(gate(), exchange)
+    assert exchange.status == 413 and b"at most 100 bytes" in exchange.body
+
+
+def test_a_body_that_does_not_come_in_time_is_refused(monkeypatch):
+    monkeypatch.setattr("mmvllm.server.limits.LINGER_SECONDS", 0.01)
+    exchange = Exchange(b"a", ends=False)
+    run(gate(), exchange)
+    assert exchange.status == 408
+
+
+def test_bodies_that_are_held_together_are_bounded(monkeypatch):
+    """While the app works on one, another is refused; afterwards there is room again."""
+    monkeypatch.setattr("mmvllm.server.limits.LINGER_SECONDS", 0.01)
+    is_working, may_end = asyncio.Event(), asyncio.Event()
+
+    async def app(scope, receive, send):
+        is_working.set()
+        await may_end.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    first, second, third = (Exchange(b"a" * 60) for _ in range(3))
+    limited = gate(app, ByteBudget(100))
+
+    async def talk() -> None:
+        working = asyncio.create_task(limited(first.scope, first.receive, first.send))
+        await is_working.wait()
+        await limited(second.scope, second.receive, second.send)
+        may_end.set()
+        await working
+        await limited(third.scope, third.receive, third.send)
+
+    asyncio.run(talk())
+    assert [first.status, second.status, third.status] == [200, 429, 200]
+    assert dict(second.sent[0]["headers"])[b"retry-after"] == b"1"
+
+
+def test_what_else_a_request_holds_counts_until_it_ends():
+    budget = ByteBudget(100)
+
+    async def app(scope, receive, send):
+        scope["state"]["held"].take(50)
+        with pytest.raises(Exception, match="as many bytes"):
+            scope["state"]["held"].take(1)
+
+    run(gate(app, budget), Exchange(b"a" * 50))
+    run(gate(app, budget), Exchange(b"a" * 50))
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        ("Bearer one", 200),
+        ("bearer  two", 200),
+        ("Bearer three", 401),
+        ("Bearer", 401),
+        ("Basic one", 401),
+        ("one", 401),
+        ("Bearer öne", 401),
+        (None, 401),
+    ],
+)
+def test_v1_is_open_only_to_who_has_a_key(header, status):
+    exchange = Exchange(b"hi", **({} if header is None else {"authorization": header}))
+    run(gate(api_keys=("one", "two")), exchange)
+    assert exchange.status == status
+    if status == 401:
+        assert dict(exchange.sent[0]["headers"])[b"www-authenticate"] == b"Bearer"
+        error = json.loads(exchange.body)["error"]
+        assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+
+
+def test_other_paths_need_no_key():
+    exchange = Exchange(b"", path="/health")
+    run(gate(api_keys=("one",)), exchange)
+    assert exchange.status == 200
+
+
+def test_who_is_refused_for_the_key_is_not_read():
+    pieces = [b"a" * 50] * 2
+    exchange = Exchange(*pieces, content_length="100")
+    budget = ByteBudget(10)  # too little for a single piece
+    run(gate(api_keys=("one",), budget=budget), exchange)
+    assert exchange.status == 401
+
+
+def test_the_demo_reads_its_own_bodies():
+    exchange = Exchange(b"a" * 1000, path="/demo/upload")
+    run(gate(), exchange)
+    assert (exchange.status, len(exchange.body)) == (200, 1000)
+
+
+def test_who_hangs_up_before_the_body_is_whole_gets_nothing():
+    exchange = Exchange()
+
+    async def receive() -> dict:
+        return {"type": "http.disconnect"}
+
+    exchange.receive = receive
+    run(gate(), exchange)
+    assert exchange.sent == []

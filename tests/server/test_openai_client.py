@@ -1,0 +1,249 @@
+"""The real `openai` client against a real server."""
+
+import asyncio
+import math
+from pathlib import Path
+
+import openai
+import pytest
+
+from mmvllm import LLM, SamplingParams
+from mmvllm.server.app import build_app
+from mmvllm.server.settings import ServerSettings
+from tests.conftest import ask
+from tests.server.conftest import ENGINE, SCENES, call, chat, data_uri, image_part, user
+
+QUESTION = "Describe this image."
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    with running.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def offline():
+    """Greedy answers of the offline engine."""
+    llm = LLM(**ENGINE)
+
+    def answer(*requests: dict, **params) -> list:
+        return llm.generate_multimodal(requests, SamplingParams(**params), use_tqdm=False)
+
+    yield answer
+    llm.exit()
+
+
+def create(client, *parts, **keys):
+    body = chat(*parts, **keys)
+    extras = {name: body.pop(name) for name in ("top_k", "min_p", "ignore_eos", "max_pixels") if name in body}
+    return client.chat.completions.create(**body, extra_body=extras)
+
+
+def streamed(stream) -> tuple[list[str], list[str | None], list]:
+    """Texts and finish reasons by choice, and all usages."""
+    texts, reasons, usages = {}, {}, []
+    for chunk in stream:
+        assert chunk.object == "chat.completion.chunk" and chunk.model == "bundled"
+        usages.append(chunk.usage)
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+            reasons[choice.index] = choice.finish_reason or reasons.get(choice.index)
+    return [texts[i] for i in sorted(texts)], [reasons[i] for i in sorted(reasons)], usages
+
+
+def test_an_answer_is_the_offline_engines_streamed_or_not(client, offline):
+    [expected] = offline(ask(SCENES[0], QUESTION))
+    part = image_part(data_uri())
+    whole = create(client, part, QUESTION)
+    [choice] = whole.choices
+    assert whole.object == "chat.completion" and whole.id.startswith("chatcmpl-") and whole.model == "bundled"
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", expected.text, "stop")
+    assert whole.usage.prompt_tokens == expected.num_prompt_tokens
+    assert whole.usage.completion_tokens == len(expected.token_ids)
+    assert whole.usage.total_tokens == expected.num_prompt_tokens + len(expected.token_ids)
+    assert whole.usage.prompt_tokens_details.image_tokens == expected.num_image_tokens > 0
+    texts, reasons, usages = streamed(create(client, part, QUESTION, stream=True))
+    assert (texts, reasons) == ([expected.text], ["stop"])
+    assert not any(usages)
+
+
+def test_a_stream_ends_with_its_usage_if_asked(client):
+    stream = create(client, "Hello", stream=True, stream_options={"include_usage": True}, max_tokens=5, ignore_eos=True)
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 5
+    assert all(chunk.usage is None and chunk.choices for chunk in chunks[:-1])
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_many_at_once_each_get_their_own_answer(running, offline):
+    expected = [output.text for output in offline(*(ask(scene, QUESTION) for scene in SCENES[:6]))]
+
+    async def ask_all() -> list[str]:
+        options = {"base_url": f"{running.url}/v1", "api_key": "none", "max_retries": 0}
+        async with openai.AsyncOpenAI(**options) as client:
+            return await asyncio.gather(*(answer(client, scene) for scene in SCENES[:6]))
+
+    async def answer(client, scene: Path) -> str:
+        stream = await client.chat.completions.create(**chat(image_part(data_uri(scene)), QUESTION), stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    assert asyncio.run(ask_all()) == expected
+    assert len(set(expected)) > 1
+
+
+def test_a_conversation_goes_on_with_its_answers(client, offline):
+    question = ask(SCENES[0], QUESTION)["messages"][0]
+    turns = [question, {"role": "assistant", "content": "A star."}, {"role": "user", "content": "How many stars?"}]
+    [expected] = offline({"messages": [{"role": "system", "content": "Be brief."}, *turns]})
+    first = user(image_part(data_uri()), QUESTION)
+    answer = client.chat.completions.create(
+        model="bundled", messages=[{"role": "developer", "content": "Be brief."}, first, *turns[1:]], temperature=0
+    )
+    assert answer.choices[0].message.content == expected.text
+    again = client.chat.completions.create(
+        model="bundled",
+        messages=[first, answer.choices[0].message, {"role": "user", "content": "And now?"}],
+        temperature=0,
+    )
+    assert again.choices[0].finish_reason == "stop"
+
+
+def test_several_answers_differ_and_a_seed_repeats_them(client):
+    keys = {"n": 3, "temperature": 2.0, "seed": 7, "max_tokens": 12, "ignore_eos": True}
+    first, second = (create(client, "Hello", **keys) for _ in range(2))
+    texts = [choice.message.content for choice in first.choices]
+    assert [choice.index for choice in first.choices] == [0, 1, 2] and len(set(texts)) > 1
+    assert texts == [choice.message.content for choice in second.choices]
+    assert first.usage.completion_tokens == 36
+    assert streamed(create(client, "Hello", **keys, stream=True))[0] == texts
+    assert texts != [choice.message.content for choice in create(client, "Hello", **keys | {"seed": 8}).choices]
+
+
+def test_sampling_is_random_by_default_and_top_k_reaches_the_engine(client):
+    body = chat("Hello", max_tokens=24, ignore_eos=True)
+    del body["temperature"]
+    extras = {"ignore_eos": body.pop("ignore_eos")}
+    drawn = {
+        client.chat.completions.create(**body, seed=seed, extra_body=extras).choices[0].message.content
+        for seed in range(4)
+    }
+    greedy = {
+        client.chat.completions.create(**body, seed=seed, extra_body=extras | {"top_k": 1}).choices[0].message.content
+        for seed in range(2)
+    }
+    assert len(drawn) > 1 and len(greedy) == 1
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_answer_ends_before_a_stop_string(client, offline, streams):
+    part = image_part(data_uri())
+    text = offline(ask(SCENES[0], QUESTION))[0].text
+    stop = text[len(text) // 2 :][:4]
+    answer = create(client, part, QUESTION, stop=["never said", stop], stream=streams)
+    got = streamed(answer)[:2] if streams else ([answer.choices[0].message.content], [answer.choices[0].finish_reason])
+    assert got == ([text[: text.index(stop)]], ["stop"])
+    assert create(client, part, QUESTION, stop=stop).choices[0].message.content == text[: text.index(stop)]
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_an_answer_may_be_cut_at_a_number_of_tokens(client, name):
+    answer = create(client, "Hello", **{name: 3}, ignore_eos=True)
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (3, "length")
+
+
+def test_without_a_bound_an_answer_is_as_long_as_the_model_allows(checkpoint):
+    from mmvllm.async_llm import AsyncLLM
+
+    engine = AsyncLLM(checkpoint, **ENGINE | {"max_model_len": 64})
+    app = build_app(engine, ServerSettings(model_name="bundled"))
+    answer = call(app, "POST", "/v1/chat/completions", json=chat("Hello", ignore_eos=True)).json()
+    asyncio.run(engine.shutdown())
+    assert answer["usage"]["total_tokens"] == 64 and answer["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_logprobs_come_with_every_token(client, offline, streams):
+    [expected] = offline(ask(SCENES[0], QUESTION), logprobs=2)
+    answer = create(client, image_part(data_uri()), QUESTION, logprobs=True, top_logprobs=2, stream=streams)
+    if streams:
+        logprobs = [chunk.choices[0].logprobs for chunk in answer]
+        entries = [entry for one in logprobs if one is not None for entry in one.content]
+    else:
+        entries = answer.choices[0].logprobs.content
+    assert len(entries) == len(expected.token_ids)
+    for entry, reference in zip(entries, expected.logprobs, strict=True):
+        assert entry.logprob == pytest.approx(next(iter(reference.values())), abs=1e-3)
+        assert [top.logprob for top in entry.top_logprobs] == sorted(top.logprob for top in entry.top_logprobs)[::-1]
+        assert len(entry.top_logprobs) == 2 and entry.top_logprobs[0].token == entry.token  # it is greedy
+        assert bytes(entry.bytes).decode() == entry.token
+    assert "".join(entry.token for entry in entries[:-1]) == expected.text  # the last one ends the answer
+
+
+def test_logprobs_without_top_logprobs_are_of_the_chosen_tokens_alone(client):
+    [choice] = create(client, "Hello", logprobs=True, max_tokens=4, ignore_eos=True).choices
+    assert [entry.top_logprobs for entry in choice.logprobs.content] == [[]] * 4
+    assert all(-math.inf < entry.logprob <= 0 for entry in choice.logprobs.content)
+
+
+def test_completions_go_on_from_prompts_of_any_shape(client, running):
+    ids = running.engine.tokenizer("A small", add_special_tokens=False)["input_ids"]
+    keys = {"model": "bundled", "temperature": 0, "max_tokens": 6, "extra_body": {"ignore_eos": True}}
+    [text] = [choice.text for choice in client.completions.create(prompt="A small", **keys).choices]
+    assert client.completions.create(prompt=ids, **keys).choices[0].text == text
+    for prompt in (["A large", "A small"], [running.engine.tokenizer("A large")["input_ids"], ids]):
+        answer = client.completions.create(prompt=prompt, n=2, **keys)
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+        assert [choice.text for choice in answer.choices[2:]] == [text, text] != [answer.choices[0].text] * 2
+        assert answer.usage.completion_tokens == 24 and {choice.finish_reason for choice in answer.choices} == {
+            "length"
+        }
+    streamed_texts = ["", ""]
+    for chunk in client.completions.create(prompt=["A large", "A small"], stream=True, **keys):
+        streamed_texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed_texts == [answer.choices[0].text, text]
+
+
+def test_a_completion_has_16_tokens_by_default_and_logprobs_with_offsets(client):
+    [choice] = client.completions.create(
+        model="bundled", prompt="A small", temperature=0, logprobs=3, extra_body={"ignore_eos": True}
+    ).choices
+    logprobs = choice.logprobs
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset) == 16
+    assert all(
+        len(top) == 3 and token in top for token, top in zip(logprobs.tokens, logprobs.top_logprobs, strict=True)
+    )
+    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+        assert token.startswith("<|") or choice.text[offset:].startswith(token)
+
+
+def test_the_model_is_listed(client):
+    [model] = client.models.list().data
+    assert model.id == "bundled" and client.models.retrieve("bundled").id == "bundled"
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4' here, only 'bundled'"):
+        client.models.retrieve("gpt-4")
+
+
+def test_errors_have_the_class_field_and_text_that_clients_expect(client):
+    with pytest.raises(openai.NotFoundError) as missing:
+        create(client, "Hello", model="gpt-4")
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError) as bad:
+        create(client, image_part(data_uri()), image_part("data:image/png;base64,AAAA"), "Hello")
+    assert bad.value.param == "messages[0].content[1].image_url.url" and "not a picture" in bad.value.message
+    with pytest.raises(openai.BadRequestError, match="temperature: Input should be less than or equal to 2"):
+        create(client, "Hello", temperature=3)
+    with pytest.raises(openai.BadRequestError, match=r"fetches no URLs.*--allowed-media-domains"):
+        create(client, image_part("http://127.0.0.1/a.png"), "Hello")
+    with pytest.raises(openai.BadRequestError, match=r"prompt has .* tokens") as long:
+        create(client, "Hello " * 2000)
+    assert long.value.param == "messages"
+
+
+def test_helpers_of_the_client_that_stream_find_what_they_need(client):
+    with client.chat.completions.stream(
+        model="bundled", messages=[user("Hello")], temperature=0, max_tokens=4
+    ) as stream:
+        events = list(stream)
+    assert events[-1].type == "content.done" or stream.get_final_completion().choices[0].message.content is not None

@@ -1,0 +1,186 @@
+"""Starting, stopping, and the command line."""
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import httpx
+import openai
+import pytest
+
+from mmvllm.async_llm import AsyncLLM
+from mmvllm.cli import serve
+from mmvllm.cli.main import main
+from mmvllm.server.run import listen
+from tests.server.conftest import CHAT, ENGINE, LONG, chat, post, receive_all, receive_until, serving, wait_for
+
+
+@pytest.fixture
+def own_engine():
+    engine = AsyncLLM(**ENGINE)
+    yield engine
+    asyncio.run(engine.shutdown(drain=False))
+
+
+def stop(running) -> None:
+    running.server.handle_exit(signal.SIGTERM, None)
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
+def test_what_is_in_flight_is_finished_before_the_end(own_engine, streams):
+    body = chat("Hello", max_tokens=300, ignore_eos=True, stream=streams)
+    with serving(own_engine) as running, running.connect() as connection:
+        connection.sendall(post(CHAT, body))
+        wait_for(lambda: own_engine.stats().num_running == 1)
+        stop(running)
+        answer = receive_all(connection)
+        assert b"HTTP/1.1 200" in answer and b'"finish_reason":"length"' in answer
+        assert (b"data: [DONE]" in answer) == streams
+        running.thread.join(20)
+        assert not running.thread.is_alive()
+        with pytest.raises(ConnectionRefusedError):
+            running.connect()
+    assert own_engine.health().status == "stopped"
+
+
+def test_what_is_not_finished_in_time_ends_with_an_error_that_clients_raise(own_engine):
+    body = {name: value for name, value in LONG.items() if name != "ignore_eos"}
+    with serving(own_engine, drain_seconds=0.2) as running, running.client() as client:
+        stream = client.chat.completions.create(**body, stream=True, extra_body={"ignore_eos": True})
+        next(stream)
+        stop(running)
+        with pytest.raises(openai.APIError, match="shut down before the answer was complete") as ended:
+            list(stream)
+        assert ended.value.code == "engine_unavailable"
+    assert own_engine.health().status == "stopped"
+
+
+def test_a_second_signal_ends_everything_now(own_engine):
+    with serving(own_engine, drain_seconds=600) as running, running.connect() as connection:
+        connection.sendall(post(CHAT, LONG))
+        wait_for(lambda: own_engine.stats().num_running == 1)
+        stop(running)
+        wait_for(lambda: own_engine.health().status == "draining")
+        stop(running)
+        answer = receive_all(connection)
+        assert b"HTTP/1.1 503" in answer and b"shut down before the answer was complete" in answer
+        running.thread.join(5)
+        assert not running.thread.is_alive()
+
+
+def test_a_client_that_does_not_read_cannot_hold_up_the_end(own_engine, monkeypatch):
+    from mmvllm.server import run
+
+    monkeypatch.setattr(run, "SEND_SECONDS", 0.2)
+    with serving(own_engine, drain_seconds=0.2) as running, running.connect() as connection:
+        connection.sendall(post("/v1/completions", {})[:-1])  # and never the last byte
+        wait_for(lambda: any(one.cycle is not None for one in running.server.server_state.connections))
+        stop(running)
+        running.thread.join(10)
+        assert not running.thread.is_alive()
+
+
+def test_while_draining_it_says_so_and_takes_nothing_new(own_engine):
+    with serving(own_engine) as running:
+        closing = threading.Thread(target=asyncio.run, args=(own_engine.shutdown(),))
+        with running.connect() as connection, running.client() as client:
+            connection.sendall(post(CHAT, LONG | {"stream": True}))
+            receive_until(connection, b'"content":"A')
+            closing.start()
+            wait_for(lambda: own_engine.health().status == "draining")
+            answer = running.get("/health")
+            assert (answer.status_code, answer.json()["status"]) == (503, "draining")
+            assert running.get("/health/live").status_code == 200
+            with pytest.raises(openai.InternalServerError) as refused:
+                client.chat.completions.create(**chat("Hello"))
+            assert refused.value.status_code == 503 and refused.value.code == "engine_unavailable"
+        closing.join()
+        assert running.get("/health/live").status_code == 503
+
+
+def test_a_taken_port_is_reported_before_a_model_is_loaded(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--port", str(port), "--model", "/nowhere/at/all"]) == 2
+    error = capsys.readouterr().err
+    assert f"cannot listen on 127.0.0.1:{port}" in error and "--port" in error
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
+def test_it_listens_on_ipv6_too():
+    try:
+        listener = listen("::1", 0)
+    except OSError:
+        pytest.skip("no IPv6 address here")
+    with listener:
+        assert listener.family == socket.AF_INET6
+
+
+@pytest.mark.parametrize("name", ["fastapi", "uvicorn", "prometheus_client"])
+def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys, name):
+    monkeypatch.setattr(serve, "find_spec", lambda wanted: None if wanted == name else object())
+    assert main(["serve"]) == 2
+    assert f'{name} is not installed; pip install "mmvllm[serve]"' in capsys.readouterr().err
+
+
+def test_the_demo_needs_its_own_extra(monkeypatch, capsys):
+    monkeypatch.setattr(serve, "find_spec", lambda wanted: None if wanted == "gradio" else object())
+    assert main(["serve", "--demo"]) == 2
+    assert 'pip install "mmvllm[demo]"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--drain-timeout", "-1"], "not a number of seconds above 0"),
+        (["--port", "70000"], "not a port"),
+        (["--max-waiting", "-1"], "not a whole number"),
+        (["--host", "no host"], "cannot listen on no host:0"),
+        (["--max-images", "0"], "not a whole number of at least 1"),
+        (["--api-key", ""], "--api-key is empty"),
+        (["--allowed-media-networks", "everything"], "--allowed-media-networks"),
+    ],
+)
+def test_wrong_arguments_are_named(capsys, arguments, message):
+    try:
+        code = main(["serve", "--port", "0", *arguments])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2 and message in capsys.readouterr().err
+
+
+def test_keys_come_from_the_command_line_and_the_environment(monkeypatch):
+    monkeypatch.setenv(serve.KEY_VARIABLE, "from-env")
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    assert serve._api_keys(parser.parse_args(["--api-key", "a", "--api-key", "b"])) == ("a", "b", "from-env")
+    monkeypatch.delenv(serve.KEY_VARIABLE)
+    assert serve._api_keys(parser.parse_args([])) == ()
+
+
+def test_the_command_serves_until_a_signal_and_ends_well():
+    command = [sys.executable, "-m", "mmvllm", "serve", "--port", "0", "--device", "cpu", "--num-kvcache-blocks", "64"]
+    command += ["--served-model-name", "shapes", "--access-log"]
+    environment = os.environ | {serve.KEY_VARIABLE: "secret"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            line = process.stdout.readline()
+            assert line.startswith("shapes is served at http://127.0.0.1:") and line.endswith("/v1\n")
+            url = line.split()[-1]
+            assert httpx.get(f"{url}/models").status_code == 401
+            with openai.OpenAI(base_url=url, api_key="secret") as client:
+                answer = client.completions.create(model="shapes", prompt="A small", max_tokens=4)
+            assert answer.choices[0].finish_reason in ("length", "stop")
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert out == "" and '"POST /v1/completions HTTP/1.1" 200' in err and "Traceback" not in err

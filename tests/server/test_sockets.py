@@ -1,0 +1,238 @@
+"""Clients that stall, hang up, send garbage or far too much, over raw sockets."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import struct
+import time
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from mmvllm.async_llm import AsyncLLM
+from mmvllm.server import limits, run
+from tests.server.conftest import (
+    CHAT,
+    COMPLETIONS,
+    ENGINE,
+    LONG,
+    SCENES,
+    chat,
+    data_uri,
+    head,
+    image_part,
+    is_idle,
+    post,
+    receive_all,
+    receive_until,
+    serving,
+    wait_for,
+)
+
+MAX_BODY = 1 << 20
+BRIEF = {"model": "bundled", "prompt": "Hello", "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def running():
+    """A server with little patience."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "HEADER_SECONDS", 0.5)
+        patch.setattr(limits, "LINGER_SECONDS", 0.5)
+        engine = AsyncLLM(**ENGINE)
+        with serving(engine, max_body_bytes=MAX_BODY, body_timeout=0.5) as running:
+            yield running
+
+
+@pytest.fixture
+def connection(running):
+    with running.connect() as connection:
+        yield connection
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+def count_of(running, path: str, code: int) -> float:
+    for family in text_string_to_metric_families(running.get("/metrics").text):
+        for sample in family.samples:
+            if sample.name == "mmvllm_http_responses_total" and sample.labels == {"path": path, "status": str(code)}:
+                return sample.value
+    return 0.0
+
+
+@pytest.mark.parametrize("begun", [b"", b"POST /v1/chat/comp", b"POST / HTTP/1.1\r\nHost: x\r\nX-Slow: "])
+def test_who_never_ends_the_head_is_hung_up_on(connection, begun):
+    connection.sendall(begun)
+    start = time.monotonic()
+    with contextlib.suppress(OSError):
+        while time.monotonic() < start + 5:  # drop by drop: a byte in between buys no time
+            connection.sendall(b"x" if begun else b"")
+            connection.settimeout(0.1)
+            with contextlib.suppress(TimeoutError):
+                if not connection.recv(1):
+                    break
+    assert 0.3 < time.monotonic() - start < 4
+
+
+def test_a_second_request_must_end_its_head_in_time_too(connection):
+    connection.sendall(post(COMPLETIONS, BRIEF))
+    assert status(receive_until(connection, b"}}}")) == 200
+    connection.sendall(b"POST /v1")
+    start = time.monotonic()
+    assert connection.recv(1) == b""
+    assert 0.3 < time.monotonic() - start < 4
+
+
+def test_a_body_that_stalls_gets_408(connection):
+    connection.sendall(head(CHAT, 1000) + b'{"model"')
+    answer = receive_all(connection)
+    assert status(answer) == 408 and b"did not arrive within 0.5 seconds" in answer
+    assert b"connection: close" in answer.lower()
+
+
+def test_a_body_that_announces_a_gigabyte_is_refused_unread(connection):
+    connection.sendall(head(CHAT, 1 << 30))
+    answer = receive_all(connection)
+    assert status(answer) == 413 and b"at most 1048576 bytes" in answer
+
+
+def test_a_client_that_waits_for_leave_to_send_too_much_does_not_get_it(connection):
+    connection.sendall(head(CHAT, 1 << 30, "Expect: 100-continue"))
+    answer = receive_all(connection)
+    assert status(answer) == 413 and b"100 Continue" not in answer.split(b"413")[0]
+
+
+@pytest.mark.parametrize("announced", [None, 1 << 30], ids=["chunked", "announced"])
+def test_a_gigabyte_of_body_is_stopped_at_the_limit(connection, announced):
+    piece = b" " * 65536
+    chunk = piece if announced else b"10000\r\n" + piece + b"\r\n"
+    connection.sendall(head(CHAT, announced))
+    sent = 0
+    with contextlib.suppress(OSError):
+        while sent < 1 << 30:
+            connection.sendall(chunk)
+            sent += len(piece)
+    # What lies in the sockets' buffers has left us too.
+    assert sent < MAX_BODY + limits.LINGER_BYTES + (32 << 20)
+
+
+def test_a_client_that_sends_all_before_it_reads_sees_why_it_was_refused(connection):
+    connection.sendall(head(CHAT, 2 * MAX_BODY) + b" " * 2 * MAX_BODY)
+    assert status(receive_all(connection)) == 413
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),  # TLS
+        b"GET\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 200_000,
+    ],
+    ids=["tls", "no-version", "negative-length", "endless-length", "bad-chunk", "endless-header"],
+)
+def test_garbage_gets_400_or_nothing_and_harms_nobody(running, connection, garbage):
+    with contextlib.suppress(OSError):
+        connection.sendall(garbage)
+    with contextlib.suppress(ConnectionResetError):
+        answer = receive_all(connection)
+        assert not answer or 400 <= status(answer) < 500
+    assert running.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("resets", [False, True], ids=["closes", "resets"])
+def test_who_hangs_up_has_the_request_aborted(running, streams, resets):
+    before = count_of(running, CHAT, 499)
+    with running.connect() as connection:
+        connection.sendall(post(CHAT, LONG | {"stream": streams}))
+        if streams:
+            receive_until(connection, b'"content":"A')
+        wait_for(lambda: running.engine.stats().num_running == 1)
+        if resets:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    wait_for(lambda: is_idle(running.engine), 2)
+    wait_for(lambda: count_of(running, CHAT, 499) == before + 1)
+
+
+def test_who_hangs_up_while_pictures_are_sent_leaves_nothing(running):
+    with running.connect() as connection:
+        connection.sendall(post(CHAT, chat(image_part(data_uri(SCENES[0]))))[:-10])
+    wait_for(lambda: count_of(running, CHAT, 499) > 0)
+    assert is_idle(running.engine)
+
+
+def test_several_prompts_are_aborted_together(running):
+    with running.connect() as connection:
+        body = {"model": "bundled", "prompt": ["Hello", "a", "b"], "n": 2, "max_tokens": 1900, "ignore_eos": True}
+        connection.sendall(post(COMPLETIONS, body))
+        wait_for(lambda: running.engine.stats().num_running == 6)
+    wait_for(lambda: is_idle(running.engine), 2)
+
+
+def test_a_connection_serves_one_request_after_another(connection):
+    for _ in range(3):
+        connection.sendall(post(COMPLETIONS, BRIEF))
+        assert status(receive_until(connection, b"}}}")) == 200
+
+
+def test_requests_sent_ahead_are_answered_in_turn(connection):
+    connection.sendall(post(COMPLETIONS, BRIEF) + post("/nowhere", {}) + post(COMPLETIONS, BRIEF, "Connection: close"))
+    answers = receive_all(connection).split(b"HTTP/1.1 ")[1:]
+    assert [answer[:3] for answer in answers] == [b"200", b"404", b"200"]
+
+
+def test_a_body_that_comes_in_pieces_is_put_together(connection):
+    for piece in (request := post(COMPLETIONS, BRIEF, "Connection: close"))[:40], request[40:-5], request[-5:]:
+        connection.sendall(piece)
+        time.sleep(0.02)
+    assert status(receive_all(connection)) == 200
+
+
+def test_a_stream_says_what_it_is_and_is_well_formed(connection):
+    connection.sendall(post(CHAT, chat("Hello", stream=True, max_tokens=3), "Connection: close"))
+    answer_head, _, rest = receive_all(connection).partition(b"\r\n\r\n")
+    lines = answer_head.lower().split(b"\r\n")
+    assert b"content-type: text/event-stream; charset=utf-8" in lines
+    assert b"cache-control: no-cache" in lines and b"x-accel-buffering: no" in lines
+    events = [line for line in rest.decode().splitlines() if line.startswith("data: ")]
+    assert events[-1] == "data: [DONE]"
+    assert all(json.loads(event[6:])["object"] == "chat.completion.chunk" for event in events[:-1])
+
+
+def test_a_silent_stream_is_kept_alive_with_comments(monkeypatch):
+    from mmvllm.server import sse
+
+    monkeypatch.setattr(sse, "PING_SECONDS", 0.02)
+    sent = []
+
+    async def say_nothing():
+        async with sse.EventStream(send) as events:
+            await events.open()
+            await asyncio.sleep(0.1)
+
+    async def send(message):
+        sent.append(message.get("body"))
+
+    asyncio.run(say_nothing())
+    assert len(sent) > 2 and set(sent[1:-1]) == {b": ping\n\n"} and sent[-1] == b""
+
+
+def test_who_reads_nothing_is_given_up(monkeypatch):
+    from mmvllm.server import sse
+
+    monkeypatch.setattr(sse, "STALL_SECONDS", 0.05)
+
+    async def stall():
+        async def send(message):
+            await asyncio.sleep(10)
+
+        await sse.EventStream(send).data("x")
+
+    with pytest.raises(limits.ClientGone):
+        asyncio.run(stall())
