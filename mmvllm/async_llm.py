@@ -23,7 +23,7 @@ from PIL.Image import Image
 
 from mmvllm.engine.engine_thread import EngineThread, Event
 from mmvllm.engine.stats import EngineStats
-from mmvllm.errors import DeadlineExceeded, EngineBusy, EngineFailed, EngineStopped, EngineUnavailable
+from mmvllm.errors import DeadlineExceeded, EngineBusy, EngineFailed, EngineStopped, EngineUnavailable, RequestFailed
 from mmvllm.llm import LLM, params_for
 from mmvllm.outputs import Delta
 from mmvllm.prefetch import MAX_BYTES, NUM_WORKERS, worker_threads
@@ -118,8 +118,8 @@ class AsyncLLM:
             load: reads the request's pictures, in a thread; `mmvllm.media.MediaPolicy.load` for those of strangers.
 
         Raises ValueError for a bad request, `EngineBusy`, `EngineStopped` or `EngineFailed` if it cannot be taken or
-        finished, `RequestFailed` if the device fails, and `DeadlineExceeded`. An aborted request ends with a delta
-        whose `finish_reason` is "aborted".
+        finished, `RequestFailed` if it fails through no fault of its own, and `DeadlineExceeded`. An aborted request
+        ends with a delta whose `finish_reason` is "aborted".
         """
         own = request if isinstance(request, dict) else {}
         params = params_for(sampling_params, 0, own.get("sampling_params"))
@@ -216,8 +216,8 @@ class AsyncLLM:
             options = {"priority": own.get("priority") or 0, "cache_salt": own.get("cache_salt")}
         except ValueError as error:
             self._end(stream, error)
-        except Exception as error:  # a mistake of ours, or of the caller's `load`: the request's own affair
-            self._end(stream, ValueError(f"preparation failed: {type(error).__name__}: {error}"))
+        except Exception as error:  # a mistake of ours, or of the caller's `load`: still the request's own affair
+            self._end(stream, RequestFailed(f"preparation failed: {type(error).__name__}: {error}"))
         else:
             with self._changed:
                 stream.is_prepared, stream.num_bytes = True, prompt.num_bytes

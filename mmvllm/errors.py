@@ -18,7 +18,7 @@ class EngineFailed(EngineUnavailable):
 
 
 class RequestFailed(RuntimeError):
-    """The device failed in a step of this request; others may do well."""
+    """The device failed in a step of this request, or the engine in preparing it; others may do well."""
 
 
 class DeadlineExceeded(TimeoutError):

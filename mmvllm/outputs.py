@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One answer. `logprobs` has, per token, {token id: log-probability} of the chosen and the most likely tokens."""
+    """One answer. `logprobs` has, per token, {token id: log-probability}: the chosen token, then the most likely."""
 
     text: str
     token_ids: list[int]

@@ -168,7 +168,6 @@ async def test_a_request_brings_its_own_settings(engine):
         (QUESTION, {"params": {"heat": 1}}, "sampling_params"),
         (ask("word " * 2000), {}, "max_model_len is"),
         ({**QUESTION, "priority": "high"}, {}, "priority is 'high'"),
-        (QUESTION, {"load": lambda source: 1 / 0}, "preparation failed: ZeroDivisionError"),
     ],
 )
 @in_a_loop
@@ -178,6 +177,17 @@ async def test_a_bad_request_fails_alone(engine, request_, keys, message):
         await answer(engine, request_, keys.pop("params", SHORT), **keys)
     deltas, _ = await good
     assert len(deltas[-1].output.token_ids) == 6
+
+
+@in_a_loop
+async def test_a_mistake_in_preparation_is_no_fault_of_the_request(engine, monkeypatch):
+    with pytest.raises(RequestFailed, match="preparation failed: ZeroDivisionError"):
+        await answer(engine, QUESTION, SHORT, load=lambda source: 1 / 0)
+    monkeypatch.setattr(engine._llm.engine, "add_request", lambda *args, **keys: 1 / 0)
+    with pytest.raises(RequestFailed, match="preparation failed: ZeroDivisionError"):
+        await answer(engine, QUESTION, SHORT)
+    monkeypatch.undo()
+    await answer(engine, QUESTION, SHORT)
 
 
 @in_a_loop

@@ -30,7 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_http(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine)")
     group.add_argument("--port", type=_port, default=8000, metavar="N", help="default: %(default)s; 0: any free one")
-    group.add_argument("--served-model-name", metavar="NAME", help="what requests call the model (default: as --model)")
+    group.add_argument(
+        "--served-model-name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="what requests call the model; may be repeated, for programs that insist on a name (default: as --model)",
+    )
     group.add_argument(
         "--api-key",
         action="append",
@@ -124,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
 
         def tell(url: str) -> None:
             page = f", with a page at {url}/demo/" if args.demo else ""
-            print(f"{settings.model_name} is served at {url}/v1{page}")
+            print(f"{settings.model_names[0]} is served at {url}/v1{page}")
 
         app = build_app(engine, settings)
         server = make_server(app, engine, args.drain_timeout, args.access_log, tell)
@@ -136,7 +142,7 @@ def _settings(args: argparse.Namespace, model: str, keys: tuple[str, ...], media
     from mmvllm.server.settings import ServerSettings
 
     return ServerSettings(
-        model_name=args.served_model_name or model,
+        model_names=tuple(args.served_model_name) or (model,),
         api_keys=keys,
         cors_origins=tuple(args.cors_origin),
         max_pixels=args.max_pixels,

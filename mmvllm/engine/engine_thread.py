@@ -165,8 +165,11 @@ class EngineThread:
         request_id = receiver.request_id
         try:
             self._engine.add_request(prompt.token_ids, params, request_id, **options, **prompt.multimodal)
-        except Exception as error:  # none of them is the affair of other requests
+        except ValueError as error:
             self._deliver([(receiver, error)])
+            return
+        except Exception as error:  # a mistake of ours, and not the affair of other requests
+            self._deliver([(receiver, RequestFailed(f"preparation failed: {type(error).__name__}: {error}"))])
             return
         group = self._scheduler.groups[request_id]
         self._requests[request_id] = _Request(receiver, group, self._engine.tokenizer)

@@ -19,6 +19,7 @@ from mmvllm.server.jobs import Jobs
 from mmvllm.server.limits import ByteBudget, Gate
 from mmvllm.server.metrics import CountingMiddleware, Metrics
 from mmvllm.server.protocol import ChatRequest, CompletionRequest
+from mmvllm.server.request_id import RequestIdMiddleware
 from mmvllm.server.responses import ChatCompletion, Completion, ErrorResponse, Health, ModelCard, ModelList, Version
 from mmvllm.server.settings import ServerSettings
 
@@ -54,6 +55,7 @@ def build_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
             CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
     app.add_middleware(CountingMiddleware, metrics=metrics)
+    app.add_middleware(RequestIdMiddleware)
     return app
 
 
@@ -86,19 +88,22 @@ def _answers(engine: AsyncLLM, settings: ServerSettings, metrics: Metrics) -> AP
 
 def _models(engine: AsyncLLM, settings: ServerSettings) -> APIRouter:
     router = APIRouter(prefix="/v1/models", tags=["models"], responses=FAILS)
-    card = ModelCard(id=settings.model_name, created=int(time.time()), max_model_len=engine.max_model_len)
+    created = int(time.time())
+    cards = {
+        name: ModelCard(id=name, created=created, max_model_len=engine.max_model_len) for name in settings.model_names
+    }
 
     @router.get("")
     async def models() -> ModelList:
-        """The model that is served."""
-        return ModelList(data=[card])
+        """The model that is served, by each of its names."""
+        return ModelList(data=[*cards.values()])
 
     @router.get("/{model:path}")
     async def model(model: str) -> ModelCard:
-        """One model; 404 for any but the one that is served."""
-        if model != settings.model_name:
-            raise no_such_model(model, settings.model_name)
-        return card
+        """The model by one name; 404 for one that it does not have."""
+        if model not in cards:
+            raise no_such_model(model, settings.model_names)
+        return cards[model]
 
     return router
 

@@ -1,6 +1,7 @@
 """Whatever goes wrong, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -37,8 +38,8 @@ class ApiError(HTTPException):
         return Response(self.body(), self.status_code, self.headers, media_type="application/json")
 
 
-def no_such_model(name: str, served: str) -> ApiError:
-    message = f"there is no model {name!r:.100} here, only {served!r}"
+def no_such_model(name: str, served: Sequence[str]) -> ApiError:
+    message = f"there is no model {name!r:.100} here, only {' and '.join(map(repr, served))}"
     return ApiError(404, message, param="model", code="model_not_found")
 
 

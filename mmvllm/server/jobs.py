@@ -54,8 +54,8 @@ class Jobs:
         return Job(prepare, params, reply, num_prompts=len(prompts), **_streaming(body))
 
     def _check_model(self, body: SamplingRequest) -> None:
-        if body.model != self._settings.model_name:
-            raise no_such_model(body.model, self._settings.model_name)
+        if body.model not in self._settings.model_names:
+            raise no_such_model(body.model, self._settings.model_names)
 
     def _check_number(self, pictures: Sequence[Picture]) -> None:
         if len(pictures) > self._settings.max_images:

@@ -12,7 +12,7 @@ class ServerSettings:
     """The limits and names of one server; times are in seconds.
 
     Args:
-        model_name: what requests call the model.
+        model_names: what requests may call the model.
         api_keys: any of these opens /v1; none: /v1 is open.
         cors_origins: pages from these origins may call the server ("*": from any).
         max_pixels: of a picture with detail "auto"; by default the checkpoint's, but no more than 1280 tokens.
@@ -25,7 +25,7 @@ class ServerSettings:
         has_demo: serve the demo page at /demo too, to everyone.
     """
 
-    model_name: str
+    model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     max_pixels: int | None = None

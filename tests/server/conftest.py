@@ -53,7 +53,7 @@ class Running:
 @contextmanager
 def serving(engine: AsyncLLM, drain_seconds: float = 20.0, **settings) -> Iterator[Running]:
     """Ends as on a signal: what is in flight is finished, and the engine shut down."""
-    app = build_app(engine, ServerSettings(model_name="bundled", **settings))
+    app = build_app(engine, ServerSettings(model_names=("bundled",), **settings))
     told: list[str] = []
     is_ready = threading.Event()
     server = make_server(app, engine, drain_seconds, False, lambda url: (told.append(url), is_ready.set()))

@@ -36,7 +36,7 @@ from tests.server.conftest import (
 
 
 def make_app(engine, **settings):
-    return build_app(engine, ServerSettings(model_name="bundled", **settings))
+    return build_app(engine, ServerSettings(model_names=("bundled",), **settings))
 
 
 @pytest.fixture(scope="module")
@@ -395,8 +395,23 @@ def test_what_the_server_is(app):
 
 
 def test_models_with_slashes_in_their_names_are_found(engine):
-    app = build_app(engine, ServerSettings(model_name="Qwen/Qwen2-VL-2B"))
+    app = build_app(engine, ServerSettings(model_names=("Qwen/Qwen2-VL-2B", "gpt-4o")))
     assert call(app, "GET", "/v1/models/Qwen/Qwen2-VL-2B").json()["id"] == "Qwen/Qwen2-VL-2B"
+
+
+def test_a_model_may_have_several_names(engine):
+    app = build_app(engine, ServerSettings(model_names=("ours", "gpt-4o")))
+    assert [model["id"] for model in call(app, "GET", "/v1/models").json()["data"]] == ["ours", "gpt-4o"]
+    for name in ("ours", "gpt-4o"):
+        assert call(app, "POST", "/v1/completions", json={"model": name, "prompt": "x"}).json()["model"] == name
+    refused = call(app, "POST", "/v1/completions", json={"model": "gpt-4", "prompt": "x"})
+    assert refused.status_code == 404 and "only 'ours' and 'gpt-4o'" in refused.json()["error"]["message"]
+
+
+def test_every_response_has_an_id_of_its_own(app):
+    paths = ("/version", "/nowhere", "/v1/models/none", "/version")
+    ids = [call(app, "GET", path).headers["x-request-id"] for path in paths]
+    assert all(len(one) > 20 for one in ids) and len(set(ids)) == 4
 
 
 def samples(app) -> dict[tuple, float]:

@@ -53,7 +53,7 @@ def fields(model) -> st.SearchStrategy[dict]:
 
 @pytest.fixture(scope="module")
 def app(engine):
-    return build_app(engine, ServerSettings(model_name="bundled", request_timeout=20))
+    return build_app(engine, ServerSettings(model_names=("bundled",), request_timeout=20))
 
 
 def check(app, path: str, body) -> None:

@@ -157,7 +157,7 @@ def test_without_a_bound_an_answer_is_as_long_as_the_model_allows(checkpoint):
     from mmvllm.async_llm import AsyncLLM
 
     engine = AsyncLLM(checkpoint, **ENGINE | {"max_model_len": 64})
-    app = build_app(engine, ServerSettings(model_name="bundled"))
+    app = build_app(engine, ServerSettings(model_names=("bundled",)))
     answer = call(app, "POST", "/v1/chat/completions", json=chat("Hello", ignore_eos=True)).json()
     asyncio.run(engine.shutdown())
     assert answer["usage"]["total_tokens"] == 64 and answer["choices"][0]["finish_reason"] == "length"
