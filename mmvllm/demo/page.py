@@ -11,7 +11,7 @@ from gradio_client import utils as client_utils
 from mmvllm.demo.conversation import Turn
 from mmvllm.demo.handlers import DemoSettings, Handlers
 from mmvllm.demo.pictures import Picture
-from mmvllm.demo.uploads import Uploads, upload_folder
+from mmvllm.demo.uploads import Uploads, process_uploads
 
 if TYPE_CHECKING:
     from mmvllm.async_llm import AsyncLLM
@@ -24,7 +24,9 @@ EXAMPLES = {
     "scene-07.png": "What is at the right?",
 }
 NAME_FILES = "(box) => JSON.stringify((box?.files ?? []).map((file) => file.path))"
-BUNDLED_NOTE = "The small bundled model knows scenes of coloured shapes and digits; --model takes others."
+BUNDLED_NOTE = (
+    "The small bundled model knows scenes of coloured shapes and digits, one at a time; --model takes others."
+)
 
 
 class _Page(gr.Blocks):
@@ -43,7 +45,7 @@ def _refuse_url(file: dict) -> dict:
 
 def build_page(engine: "AsyncLLM", settings: DemoSettings) -> gr.Blocks:
     """The page, to be launched or mounted with `**LOOK`."""
-    uploads = Uploads(upload_folder())
+    uploads = process_uploads()
     handlers = Handlers(engine, settings, uploads, _examples(uploads, settings))
     with _Page(title="mmvllm", analytics_enabled=False, fill_width=True) as page:
         gr.HTML(_heading(engine.model), elem_id="heading", padding=False)
@@ -70,6 +72,7 @@ def build_page(engine: "AsyncLLM", settings: DemoSettings) -> gr.Blocks:
                 show_label=False,
                 columns=4,
                 object_fit="contain",
+                allow_preview=False,
                 buttons=[],
                 interactive=False,
                 elem_id="gallery",

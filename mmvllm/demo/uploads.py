@@ -12,15 +12,6 @@ from pathlib import Path
 ORPHAN_SECONDS = 600.0  # an upload that no session has claimed by then is removed
 
 
-@cache
-def upload_folder() -> Path:
-    """The folder into which this process takes uploads; it goes when the process does."""
-    folder = Path(tempfile.mkdtemp(prefix="mmvllm-demo-")).resolve()
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    os.environ["GRADIO_TEMP_DIR"] = str(folder)  # gradio has no other way to be told
-    return folder
-
-
 class Uploads:
     """Which session holds which file. Gradio names a file by its content, so that several may hold the same one."""
 
@@ -55,6 +46,15 @@ class Uploads:
 
     def _in_use(self) -> set[Path]:
         return set().union(*self._held.values())
+
+
+@cache
+def process_uploads() -> Uploads:
+    """The uploads of this process, all its pages taken together; their folder goes when the process does."""
+    folder = Path(tempfile.mkdtemp(prefix="mmvllm-demo-")).resolve()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["GRADIO_TEMP_DIR"] = str(folder)  # gradio has no other way to be told
+    return Uploads(folder)
 
 
 def _remove(path: Path) -> None:

@@ -1,0 +1,75 @@
+"""Pages that are served, and a browser that opens them."""
+
+import asyncio
+import shutil
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from mmvllm.async_llm import AsyncLLM
+from mmvllm.media import MediaPolicy
+
+
+@dataclass
+class Site:
+    """A page that is served, and the engine behind it."""
+
+    url: str
+    engine: AsyncLLM
+
+
+def elsewhere(coroutine: Coroutine) -> None:
+    """Run it in another thread: in that of the tests the browser's driver may have an event loop."""
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(asyncio.run, coroutine).result()
+
+
+@contextmanager
+def served(model=None, policy: MediaPolicy | None = None, max_pictures: int = 8, **engine_args) -> Iterator[Site]:
+    from mmvllm.demo.handlers import DemoSettings
+    from mmvllm.demo.look import LOOK
+    from mmvllm.demo.page import build_page
+
+    policy = policy or MediaPolicy()
+    small = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 1024, "skip_warmup": True}
+    engine = AsyncLLM(model, **small | engine_args)
+    page = build_page(engine, DemoSettings(policy, max_pictures))
+    page.launch(prevent_thread_lock=True, quiet=True, share=False, max_file_size=policy.max_bytes, **LOOK)
+    try:
+        yield Site(page.local_url, engine)
+    finally:
+        page.close(verbose=False)
+        elsewhere(engine.shutdown(drain=False))
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    """The bundled model; pictures of at most 500 KB, three to a question."""
+    pytest.importorskip("gradio")
+    with served(policy=MediaPolicy(max_bytes=500_000), max_pictures=3) as site:
+        yield site
+
+
+@pytest.fixture(scope="module")
+def chatty_site(checkpoint) -> Iterator[Site]:
+    """A random model, which talks nonsense for long."""
+    pytest.importorskip("gradio")
+    with served(checkpoint) as site:
+        yield site
+
+
+@pytest.fixture(scope="package")
+def chromium():
+    sync_api = pytest.importorskip("playwright.sync_api")
+    executable = shutil.which("chromium")
+    if executable is None:
+        pytest.skip("there is no chromium")
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
+    flags += ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable, args=flags, headless=True)
+        yield browser
+        browser.close()

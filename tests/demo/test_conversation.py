@@ -1,0 +1,101 @@
+"""What is asked of the engine, and what the page is told, follow from the turns alone."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mmvllm.demo.conversation import Options, Turn, answer_note, pictures_in, queue_note, to_chat, to_request, turn_at
+from mmvllm.demo.pictures import Picture
+from mmvllm.outputs import CompletionOutput, RequestOutput
+from mmvllm.sampling_params import SamplingParams
+
+A, B = Picture(Path("/up/a.png"), 100, 80), Picture(Path("/up/b.png"), 30, 40)
+OPTIONS = Options("", 0, 1, 256, -1, 19600, 38416)
+
+
+def parts(message: dict) -> list:
+    return [part.get("text", part.get("image")) for part in message["content"]]
+
+
+def test_earlier_turns_come_with_their_pictures_and_answers():
+    turns = [Turn("What is this?", (A, B), "A star.", "note"), Turn("And there?")]
+    request = to_request(turns, OPTIONS)
+    first, answer, last = request["messages"]
+    assert (parts(first), parts(last)) == ([A, B, "What is this?"], ["And there?"])
+    assert answer == {"role": "assistant", "content": "A star."}
+    assert (request["min_pixels"], request["max_pixels"]) == (19600, 38416)
+
+
+def test_a_turn_that_was_stopped_before_any_answer_is_not_sent_again():
+    turns = [Turn("Stopped", (A,), "", "Stopped"), Turn("Again", (B,))]
+    assert [parts(message) for message in to_request(turns, OPTIONS)["messages"]] == [[B, "Again"]]
+    assert pictures_in(turns) == [B]
+
+
+def test_a_system_prompt_comes_first_and_an_empty_one_not_at_all():
+    messages = to_request([Turn("Hello")], replace(OPTIONS, system="Be brief."))["messages"]
+    assert messages[0] == {"role": "system", "content": "Be brief."}
+    assert len(to_request([Turn("Hello")], replace(OPTIONS, system=" \n"))["messages"]) == 1
+
+
+@pytest.mark.parametrize("seed, want", [(-1, None), (None, None), (0, 0), (7, 7)])
+def test_the_controls_become_sampling_params(seed, want):
+    params = Options("", 0.5, 0.9, 99, seed, 1, 2).sampling_params
+    assert params == SamplingParams(temperature=0.5, top_p=0.9, max_tokens=99, seed=want)
+
+
+def test_every_message_of_the_chat_leads_back_to_its_turn():
+    turns = [Turn("one", (A, B), "1"), Turn("two", (), "2"), Turn("three", (A,), "3")]
+    messages = to_chat(turns)
+    owners = [turns[turn_at(turns, i)] for i in range(len(messages))]
+    questions = [(owner, m) for owner, m in zip(owners, messages, strict=True) if m["role"] == "user"]
+    assert [m["content"]["text"] for owner, m in questions if "text" in m["content"]] == ["one", "two", "three"]
+    for owner, message in questions:
+        content = message["content"]
+        assert content.get("text") == owner.question or content.get("path") in [str(p.path) for p in owner.pictures]
+    answers = [
+        (owner.answer, m["content"][0]["text"])
+        for owner, m in zip(owners, messages, strict=True)
+        if m["role"] == "assistant"
+    ]
+    assert answers == [("1", "1"), ("2", "2"), ("3", "3")]
+
+
+@pytest.mark.parametrize("message", [-1, 2, 100])
+def test_a_message_of_a_conversation_that_is_gone_is_refused(message):
+    with pytest.raises(ValueError, match="no longer here"):
+        turn_at([Turn("one", (), "1")], message)
+
+
+def test_a_note_is_only_text():
+    note = to_chat([Turn("q", (), "a", "<b>bold</b>")])[1]["content"][1]["text"]
+    assert "<b>" not in note and "&lt;b&gt;" in note
+
+
+def output(reason: str = "eos", tokens: int = 11, first: float | None = 10.5) -> RequestOutput:
+    completion = CompletionOutput("text", list(range(tokens)), reason)
+    return RequestOutput("id", [completion], 1200, 1000, 84, arrival_time=10, first_token_time=first, finish_time=12.5)
+
+
+@pytest.mark.parametrize(
+    "given, tokens, note",
+    [
+        (output(), [], "First token after 0.50 s · 5 tokens/s · 1,000 of 1,200 prompt tokens cached"),
+        (output(tokens=1), [42], "First token after 0.50 s · 1,000 of 1,200 prompt tokens cached · 42 picture tokens"),
+        (
+            output("length"),
+            [42, 1000],
+            "Cut at the longest answer · first token after 0.50 s · 5 tokens/s · 1,000 of 1,200 prompt tokens cached"
+            " · 42 + 1,000 = 1,042 picture tokens",
+        ),
+        (output("aborted", 0, None), [], "Stopped"),
+    ],
+)
+def test_the_note_under_an_answer_says_what_it_took(given, tokens, note):
+    assert answer_note(given, tokens) == note
+
+
+@pytest.mark.parametrize("position, note", [(None, "Looking …"), (0, "Looking …"), (3, "Waiting, 3 ahead of you")])
+def test_who_waits_is_told_how_many_are_ahead(position, note):
+    assert queue_note(position) == note

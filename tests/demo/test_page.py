@@ -1,0 +1,135 @@
+"""What a page gives to who does not use a browser, and the command that serves it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from mmvllm.cli.main import main
+
+pytest.importorskip("gradio")
+from gradio import processing_utils
+
+from mmvllm.demo.uploads import process_uploads
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:gradio")
+CONTROLS = ["", 0, 1, 20, -1, 19600, 38416]
+META = {"_type": "gradio.FileData"}
+
+
+def event(site, component: str, kind: str, data: list) -> tuple[dict, list]:
+    """Send an event as the page's script does; returns how it ended, and the last output that came before."""
+    config = httpx.get(f"{site.url}config").json()
+    ids = {part["id"]: part["props"].get("elem_id") for part in config["components"]}
+    index = next(
+        call["id"]
+        for call in config["dependencies"]
+        if call["backend_fn"] and any(ids.get(i) == component and name == kind for i, name in call["targets"])
+    )
+    body = {"data": data, "fn_index": index, "session_hash": "crafted"}
+    httpx.post(f"{site.url}gradio_api/queue/join", json=body).raise_for_status()
+    messages = []
+    with httpx.stream("GET", f"{site.url}gradio_api/queue/data", params={"session_hash": "crafted"}, timeout=30) as got:
+        for line in got.iter_lines():
+            if line.startswith("data: "):
+                messages.append(json.loads(line[6:]))
+                if messages[-1]["msg"] == "process_completed":
+                    break
+    return messages[-1], [m["log"] for m in messages if m["msg"] == "log"]
+
+
+@pytest.mark.parametrize("with_meta", [True, False])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/etc/hostname",
+        "https://example.com/a.png",
+        "http://127.0.0.1:1/a.png",
+        "{folder}/../secret.png",
+        "file:///etc/hostname",
+    ],
+)
+def test_a_crafted_call_reads_no_other_file_and_fetches_nothing(path, with_meta, site, monkeypatch):
+    fetched = []
+
+    async def fetch(url, **_):
+        fetched.append(url)
+        return "/etc/hostname"
+
+    monkeypatch.setattr(processing_utils, "async_ssrf_protected_download", fetch)
+    before = site.engine.stats().num_finished
+    file = {"path": path.format(folder=process_uploads().folder), **({"meta": META} if with_meta else {})}
+    end, log = event(site, "box", "submit", [{"text": "What is this?", "files": [file]}, *CONTROLS])
+    assert not end["success"] or log == ["only pictures that were uploaded here can be asked about"]
+    assert (fetched, site.engine.stats().num_finished) == ([], before)
+
+
+def test_a_plain_question_needs_no_browser(site):
+    end, log = event(site, "box", "submit", [{"text": "What is written?", "files": []}, *CONTROLS])
+    assert (end["success"], log) == (True, [])
+    assert site.engine.stats().num_finished >= 1
+
+
+def test_there_is_no_public_api(site):
+    info = httpx.get(f"{site.url}gradio_api/info").json()
+    assert (info["named_endpoints"], info["unnamed_endpoints"]) == ({}, {})
+
+
+@pytest.mark.parametrize("path", ["/etc/hostname", "{folder}/../secret.png", "https://example.com/"])
+def test_no_other_file_is_served(path, site):
+    answer = httpx.get(
+        f"{site.url}gradio_api/file={path.format(folder=process_uploads().folder)}", follow_redirects=False
+    )
+    assert answer.status_code in (403, 404)
+
+
+def test_the_command_serves_who_may_come_in_and_leaves_no_file(tmp_path):
+    (tmp_path / "users").write_text("ann:secret\n")
+    command = [sys.executable, "-m", "mmvllm", "demo", "--device", "cpu", "--auth-file", str(tmp_path / "users")]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        url = process.stdout.readline().split()[2]
+        assert url.startswith("http://127.0.0.1:")
+        assert httpx.get(f"{url}config").status_code == 401
+        with httpx.Client() as client:
+            client.post(f"{url}login", data={"username": "ann", "password": "secret"}).raise_for_status()
+            assert client.get(f"{url}config").json()["title"] == "mmvllm"
+        assert [*tmp_path.glob("mmvllm-demo-*")]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    assert [*tmp_path.glob("mmvllm-demo-*")] == []
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--auth", "ann"], "--auth takes USER:PASSWORD"),
+        (["--auth", ":secret"], "--auth takes USER:PASSWORD"),
+        (["--auth-file", "{folder}/empty"], "is empty; write USER:PASSWORD"),
+        (["--auth-file", "{folder}/none"], "No such file"),
+        (["--max-image-pixels", "999999999999"], "--max-image-pixels is 999999999999"),
+    ],
+)
+def test_wrong_options_are_refused_before_a_model_is_loaded(options, message, tmp_path, capsys):
+    (tmp_path / "empty").write_text("\n")
+    assert main(["demo", "--model", "/no/such/model", *(option.format(folder=tmp_path) for option in options)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_gradio_the_command_says_how_to_get_it(monkeypatch, capsys):
+    monkeypatch.setattr("mmvllm.cli.demo.find_spec", lambda name: None)
+    assert main(["demo"]) == 2
+    assert 'pip install "mmvllm[demo]"' in capsys.readouterr().err
+
+
+def test_the_packaged_examples_are_those_of_the_repository():
+    root = Path(__file__).parents[2]
+    packaged = [*(root / "mmvllm" / "demo" / "examples").iterdir()]
+    assert packaged
+    for path in packaged:
+        assert path.read_bytes() == (root / "examples" / "images" / path.name).read_bytes()

@@ -1,0 +1,187 @@
+"""A visitor's questions go through the engine, and nothing of them stays behind."""
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from mmvllm.async_llm import AsyncLLM
+from mmvllm.demo import session as session_module
+from mmvllm.demo.conversation import Options, Turn
+from mmvllm.demo.pictures import Picture
+from mmvllm.demo.session import Sessions, in_ticks
+from mmvllm.demo.uploads import Uploads
+from mmvllm.errors import EngineBusy
+from mmvllm.media import MediaPolicy
+from mmvllm.outputs import Delta
+from tests.conftest import picture
+from tests.demo.conftest import elsewhere
+
+POLICY = MediaPolicy()
+OPTIONS = Options("", 0, 1, 900, -1, 3136, 20_000)
+SMALL = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 256, "skip_warmup": True}
+
+
+@pytest.fixture
+def uploads(tmp_path) -> Uploads:
+    (tmp_path / "up").mkdir()
+    return Uploads(tmp_path / "up")
+
+
+def sent(uploads: Uploads, session_id: str, name: str = "a.png") -> Picture:
+    path = uploads.folder / "hash" / name
+    path.parent.mkdir(exist_ok=True)
+    picture(100, 80).save(path)
+    return Picture.read(uploads.claim(session_id, str(path)), POLICY)
+
+
+def with_engine(checkpoint: Path, work, **engine_args) -> None:
+    """Run `work(engine)`, after which the engine must have nothing left."""
+
+    async def run() -> None:
+        async with AsyncLLM(checkpoint, **SMALL | engine_args) as engine:
+            await work(engine)
+            while sum(_load(engine)):  # the engine lets go within a step
+                await asyncio.sleep(0.01)
+
+    elsewhere(asyncio.wait_for(run(), 60))
+
+
+def _load(engine: AsyncLLM) -> tuple[int, int, int]:
+    stats = engine.stats()
+    return stats.num_preparing, stats.num_waiting, stats.num_running
+
+
+async def told(sessions: Sessions, session, turn: Turn, options: Options = OPTIONS) -> list[str]:
+    """The answer as it grew."""
+    seen = []
+    async with aclosing(sessions.answer(session, turn, options, POLICY)) as ticks:
+        async for _ in ticks:
+            seen.append(turn.answer)
+    return seen
+
+
+def test_an_answer_grows_and_says_in_the_end_what_it_took(checkpoint, uploads):
+    async def work(engine):
+        sessions = Sessions(engine, uploads)
+        session = sessions.get("one")
+        turn = Turn("What is this?", (sent(uploads, "one"),))
+        seen = await told(sessions, session, turn)
+        assert len(set(seen)) > 2 and all(later.startswith(sooner) for sooner, later in pairwise(seen))
+        assert turn.note.startswith("Cut at the longest answer · first token after")
+        assert turn.note.endswith("12 picture tokens")
+        assert (session.request_id, session.turns) == (None, [turn])
+        assert session.gallery[0] == (turn.pictures[0], f"What is this? {turn.answer}")
+
+    with_engine(checkpoint, work)
+
+
+def test_stop_ends_the_answer_where_it_is(checkpoint, uploads):
+    async def work(engine):
+        sessions = Sessions(engine, uploads)
+        session, turn = sessions.get("one"), Turn("talk")
+        async with aclosing(sessions.answer(session, turn, OPTIONS, POLICY)) as ticks:
+            async for _ in ticks:
+                if turn.answer:
+                    await sessions.stop(session)
+                    assert engine.stats().num_running == 0
+        assert turn.answer and turn.note.startswith("Stopped · first token after")
+
+    with_engine(checkpoint, work)
+
+
+def test_who_stops_listening_ends_the_request(checkpoint, uploads):
+    async def work(engine):
+        sessions = Sessions(engine, uploads)
+        session = sessions.get("one")
+        async with aclosing(sessions.answer(session, Turn("talk"), OPTIONS, POLICY)) as ticks:
+            async for _ in ticks:
+                break
+        assert session.request_id is None
+
+    with_engine(checkpoint, work)
+
+
+def test_who_leaves_ends_the_request_and_takes_the_pictures_along(checkpoint, uploads):
+    async def work(engine):
+        sessions = Sessions(engine, uploads)
+        session = sessions.get("one")
+        turn = Turn("talk", (sent(uploads, "one"),))
+        task = asyncio.create_task(told(sessions, session, turn))
+        while not turn.answer:
+            await asyncio.sleep(0.01)
+        await sessions.end("one")
+        assert engine.stats().num_running == 0
+        assert [*uploads.folder.iterdir()] == []
+        await task
+        assert sessions.get("one").turns == []
+
+    with_engine(checkpoint, work)
+
+
+def test_a_question_that_cannot_be_asked_leaves_no_turn(checkpoint, uploads):
+    async def work(engine):
+        sessions = Sessions(engine, uploads)
+        session, held, good = sessions.get("one"), sent(uploads, "one"), sent(uploads, "one", "b.png")
+        held.path.write_bytes(held.path.read_bytes()[:100])
+        for turn, options, message in (
+            (Turn("q", (held,)), OPTIONS, r"a\.png cannot be read"),
+            (Turn("word " * 2000), OPTIONS, "max_model_len is 1024"),
+            (Turn("q"), replace(OPTIONS, temperature=-1), "temperature is -1"),
+            (Turn("q", (good,)), replace(OPTIONS, min_pixels=9000, max_pixels=8000), "min_pixels is 9000, above"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                await told(sessions, session, turn, options)
+            assert (session.turns, session.request_id) == ([], None)
+
+    with_engine(checkpoint, work)
+
+
+def test_a_full_engine_says_so_and_takes_the_question_later(checkpoint, uploads):
+    async def work(engine):
+        sessions = Sessions(engine, uploads)
+        one, two = sessions.get("one"), sessions.get("two")
+        turn = Turn("talk")
+        task = asyncio.create_task(told(sessions, one, turn))
+        while not turn.answer:
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineBusy):
+            await told(sessions, two, Turn("me too"))
+        await sessions.stop(one)
+        await task
+        assert (await told(sessions, two, Turn("me too"), replace(OPTIONS, max_tokens=5)))[-1]
+
+    with_engine(checkpoint, work, max_num_seqs=1, max_waiting=0)
+
+
+def test_many_sessions_are_not_kept_for_ever(uploads, monkeypatch):
+    monkeypatch.setattr(session_module, "MAX_SESSIONS", 3)
+    sessions = Sessions(None, uploads)
+    held = sent(uploads, "old")
+    sessions.get("old").turns.append(Turn("q", (held,)))
+    sessions.get("busy").request_id = "runs"
+    for i in range(3):
+        sessions.get(f"new-{i}")
+    assert not held.path.exists()
+    assert sessions.get("busy").request_id == "runs"
+
+
+def test_ticks_lose_nothing_and_raise_what_ended_the_stream():
+    async def stream():
+        for i in range(5):
+            yield Delta("id", 0, str(i), [i])
+            await asyncio.sleep(0.004 * i)
+        raise ValueError("it broke")
+
+    async def run():
+        got = []
+        with pytest.raises(ValueError, match="it broke"):
+            async for deltas in in_ticks(stream(), 0.005):
+                got += [delta.text for delta in deltas]
+                await asyncio.sleep(0.003)
+        assert got == ["0", "1", "2", "3", "4"]
+
+    elsewhere(run())

@@ -1,0 +1,121 @@
+"""Uploaded files belong to who uploaded them, and go when nobody needs them; their size is known from the header."""
+
+import os
+import struct
+import time
+import zlib
+
+import pytest
+
+from mmvllm.demo.pictures import Picture, PictureError
+from mmvllm.demo.uploads import ORPHAN_SECONDS, Uploads
+from mmvllm.media import MediaPolicy
+from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig
+from tests.conftest import picture
+
+POLICY = MediaPolicy(max_bytes=1_000_000, max_pixels=1_000_000)
+
+
+@pytest.fixture
+def uploads(tmp_path) -> Uploads:
+    (tmp_path / "up").mkdir()
+    return Uploads(tmp_path / "up")
+
+
+def upload(uploads: Uploads, name: str):
+    path = uploads.folder / f"hash-of-{name}" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"picture")
+    return path
+
+
+def test_a_file_stays_until_the_last_who_has_it_lets_go(uploads):
+    path = upload(uploads, "a.png")
+    assert uploads.claim("one", str(path)) == uploads.claim("two", str(path)) == path
+    uploads.release("one")
+    assert path.exists()
+    uploads.release("two")
+    assert not path.parent.exists()
+    with pytest.raises(ValueError, match=r"a\.png is no longer here; add it again"):
+        uploads.claim("one", str(path))
+
+
+def test_a_session_keeps_what_it_still_shows(uploads):
+    kept, gone = upload(uploads, "a.png"), upload(uploads, "b.png")
+    for path in (kept, gone):
+        uploads.claim("one", str(path))
+    uploads.release("one", keep=[kept])
+    assert (kept.exists(), gone.exists()) == (True, False)
+    uploads.release("one")
+    assert not kept.exists()
+
+
+def test_only_what_was_uploaded_can_be_claimed(uploads, tmp_path):
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(b"secret")
+    link = uploads.folder / "link.png"
+    link.symlink_to(secret)
+    for path in (
+        secret,
+        link,
+        uploads.folder / ".." / "secret.png",
+        "secret.png",
+        "/no/such.png",
+        "",
+        "http://a/b.png",
+    ):
+        with pytest.raises(ValueError, match="only pictures that were uploaded here"):
+            uploads.claim("one", str(path))
+    uploads.release("one")
+    assert secret.exists()
+
+
+def test_what_nobody_claimed_goes_after_a_while(uploads):
+    old, new, held = (upload(uploads, name) for name in ("old.png", "new.png", "held.png"))
+    uploads.claim("one", str(held))
+    before = time.time() - ORPHAN_SECONDS - 1
+    for path in (old, held):
+        os.utime(path, (before, before))
+    uploads.remove_orphans()
+    assert (old.exists(), new.exists(), held.exists()) == (False, True, True)
+
+
+@pytest.mark.parametrize("size", [(200, 100), (1000, 30), (28, 28), (640, 480)])
+@pytest.mark.parametrize("bounds", [(3136, 1_003_520), (20_000, 40_000), (100_000, 100_000)])
+def test_the_tokens_that_the_header_promises_are_those_that_come(size, bounds, tmp_path):
+    picture(*size).save(tmp_path / "a.png")
+    found, config = Picture.read(tmp_path / "a.png", POLICY), ImageProcessorConfig()
+    grid = ImageProcessor(config)(found.load(POLICY), *bounds).grid_thw
+    assert found.num_tokens(config, *bounds) == grid[1] * grid[2] // 4
+
+
+def header_of(width: int, height: int) -> bytes:
+    """A PNG that claims this size, and has nothing else."""
+    chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">II", zlib.crc32(chunk), 9) + b"IDAT"
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        (b"", r"a\.png is not a picture that can be read"),
+        (b"text", r"a\.png is not a picture that can be read"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", r"a\.png is not a picture that can be read"),
+        (header_of(50_000, 50_000), r"a\.png has too many pixels; at most 1,000,000"),
+        (header_of(1001, 1000), r"a\.png has 1,001,000 pixels; at most 1,000,000"),
+    ],
+)
+def test_a_bad_file_is_named_from_its_header_alone(data, message, tmp_path):
+    (tmp_path / "a.png").write_bytes(data)
+    with pytest.raises(PictureError, match=message):
+        Picture.read(tmp_path / "a.png", POLICY)
+
+
+def test_a_file_that_breaks_later_is_named_too(tmp_path):
+    (tmp_path / "a.png").write_bytes(header_of(100, 100))
+    found = Picture.read(tmp_path / "a.png", POLICY)
+    with pytest.raises(PictureError, match=r"a\.png cannot be read; it may be damaged"):
+        found.load(POLICY)
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(PictureError, match=r"a\.png cannot be read"):
+        found.load(POLICY)
