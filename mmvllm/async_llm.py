@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from mmvllm.errors import DeadlineExceeded, EngineBusy, EngineFailed, EngineStop
 from mmvllm.llm import LLM, params_for
 from mmvllm.outputs import Delta
 from mmvllm.prefetch import MAX_BYTES, NUM_WORKERS, worker_threads
-from mmvllm.processors.chat import Prompt
+from mmvllm.processors.chat import Prompt, parse_request
 from mmvllm.processors.load import load_image
 from mmvllm.sampling_params import SamplingParams
 
@@ -55,8 +56,8 @@ class Health:
 class _Stream:
     """A request from its admission to its end. `get` belongs to the event loop that asked."""
 
-    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop):
-        self.request_id, self.loop = request_id, loop
+    def __init__(self, request_id: str, num_answers: int, loop: asyncio.AbstractEventLoop):
+        self.request_id, self.num_answers, self.loop = request_id, num_answers, loop
         self.arrival_time = time.time()
         self.has_begun = False  # written by the engine's thread
         self.is_prepared = False
@@ -94,6 +95,8 @@ class AsyncLLM:
         self._capacity = self.max_num_seqs + max_waiting
         self._changed = threading.Condition()  # guards what follows
         self._streams: dict[str, _Stream] = {}  # those that have not ended, in order of arrival
+        self._queued: dict[_Stream, Callable[[], None]] = {}  # of these, who bring pictures that nobody prepares yet
+        self._num_preparing = 0  # pictures, in the pool
         self._status, self._reason = "ok", None
         self._pool = worker_threads(NUM_WORKERS)
         self._thread = EngineThread(engine, self._deliver, self._fail)
@@ -123,15 +126,13 @@ class AsyncLLM:
         """
         own = request if isinstance(request, dict) else {}
         params = params_for(sampling_params, 0, own.get("sampling_params"))
-        stream = self._admit(own.get("request_id") if request_id is None else request_id)
+        stream = self._admit(own.get("request_id") if request_id is None else request_id, params.n)
         timer = None
         try:
             if timeout is not None:
                 error = DeadlineExceeded(f"the answer was not complete after {timeout:g} seconds")
                 timer = stream.loop.call_later(timeout, self._end, stream, error)
-            with self._changed:  # the pool goes only after all have ended
-                if not stream.ended.done():
-                    self._pool.submit(self._prepare, stream, request, params, load)
+            self._queue(stream, partial(self._prepare, stream, request, params, load), _has_pictures(request))
             while True:
                 delta = await stream.get()
                 yield delta
@@ -149,7 +150,7 @@ class AsyncLLM:
         if stream is None:
             return False
         self._thread.abort(stream)
-        await asyncio.wrap_future(stream.ended)
+        await asyncio.shield(asyncio.wrap_future(stream.ended))  # it is not ours to cancel
         return True
 
     def check_room(self) -> None:
@@ -163,11 +164,13 @@ class AsyncLLM:
                 raise EngineBusy(f"{len(self._streams)} requests are being served or wait; try again later")
 
     def position(self, request_id: str) -> int | None:
-        """How many requests wait before this one; 0 if it runs, None if it is not here."""
+        """Its place among those that wait, by arrival: 1 if it is the next, 0 if it runs; None if it is not here."""
         with self._changed:
-            waiting = [stream.request_id for stream in self._streams.values() if not stream.has_begun]
-            is_here = request_id in self._streams
-        return waiting.index(request_id) if request_id in waiting else 0 if is_here else None
+            stream = self._streams.get(request_id)
+            if stream is None or stream.has_begun:
+                return None if stream is None else 0
+            waiting = (other for other in self._streams.values() if not other.has_begun)
+            return 1 + next(place for place, other in enumerate(waiting) if other is stream)
 
     def stats(self) -> EngineStats:
         """What it does now, and totals."""
@@ -195,7 +198,7 @@ class AsyncLLM:
     async def __aexit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         await self.shutdown(drain=error is None)
 
-    def _admit(self, request_id: str | None) -> _Stream:
+    def _admit(self, request_id: str | None, num_answers: int) -> _Stream:
         request_id = f"request-{uuid.uuid4().hex}" if request_id is None else request_id
         if not isinstance(request_id, str):
             raise ValueError(f"request_id is {request_id!r:.100}, must be str or None")
@@ -203,14 +206,36 @@ class AsyncLLM:
             self.check_room()
             if request_id in self._streams:
                 raise ValueError(f"request_id {request_id!r} is already in flight")
-            stream = self._streams[request_id] = _Stream(request_id, asyncio.get_running_loop())
+            stream = self._streams[request_id] = _Stream(request_id, num_answers, asyncio.get_running_loop())
         return stream
+
+    def _queue(self, stream: _Stream, prepare: Callable[[], None], has_pictures: bool) -> None:
+        with self._changed:
+            if stream.ended.done():  # and with the last one the pool goes
+                return
+            if has_pictures:
+                self._queued[stream] = prepare
+                self._prepare_next()
+            else:
+                self._pool.submit(prepare)
+
+    def _prepare_next(self) -> None:
+        """Have pictures prepared while those of requests that wait for the engine leave room for more."""
+        while self._queued and self._num_preparing < NUM_WORKERS:
+            if sum(stream.num_bytes for stream in self._streams.values() if not stream.has_begun) >= MAX_BYTES:
+                return
+            prepare = self._queued.pop(next(iter(self._queued)))
+            self._num_preparing += 1
+            self._pool.submit(prepare).add_done_callback(self._on_prepared)
+
+    def _on_prepared(self, _: Future) -> None:
+        with self._changed:
+            self._num_preparing -= 1
+            self._prepare_next()
 
     def _prepare(self, stream: _Stream, request: Request, params: SamplingParams, load: Callable[[Any], Image]) -> None:
         """Make a prompt of a request and give it to the engine; in a thread of the pool."""
         try:
-            if not self._has_room(stream):
-                return
             prompt = self._prompt(request, load)
             own = request if isinstance(request, dict) else {}
             options = {"priority": own.get("priority") or 0, "cache_salt": own.get("cache_salt")}
@@ -229,14 +254,6 @@ class AsyncLLM:
             return Prompt(request)
         return self._llm.processor({"text": request} if isinstance(request, str) else request, load)
 
-    def _has_room(self, stream: _Stream) -> bool:
-        """Wait until prepared pictures leave room for more; False if the request has ended meanwhile."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: stream.ended.done() or sum(other.num_bytes for other in self._streams.values()) < MAX_BYTES
-            )
-            return not stream.ended.done()
-
     def _deliver(self, events: list[Event]) -> None:
         """Hand out what is new, with one wake-up for each event loop."""
         by_loop = defaultdict(list)
@@ -246,6 +263,7 @@ class AsyncLLM:
                     by_loop[stream.loop].append((stream, item))
                     if isinstance(item, Exception) or item.output is not None:
                         self._forget(stream)
+            self._prepare_next()  # requests that begin make room
         for loop, items in by_loop.items():
             self._send(loop, items)
 
@@ -261,6 +279,7 @@ class AsyncLLM:
 
     def _forget(self, stream: _Stream) -> None:
         del self._streams[stream.request_id]
+        self._queued.pop(stream, None)
         stream.ended.set_result(None)
         self._changed.notify_all()
 
@@ -296,6 +315,13 @@ class AsyncLLM:
         with self._changed:
             if self._status == "draining":
                 self._status = "stopped"
+
+
+def _has_pictures(request: Request) -> bool:
+    try:
+        return isinstance(request, dict) and bool(parse_request(request)[1])
+    except ValueError:  # which it will say itself when it is prepared
+        return False
 
 
 def _put_all(items: list[tuple[_Stream, Delta | Exception]]) -> None:

@@ -260,6 +260,8 @@ async def test_abort_ends_the_stream_with_what_there_is(engine, stage):
         assert "it" not in engine._llm.engine.scheduler.groups and "it" not in engine._streams
         deltas = (await task)[0]
         assert deltas[-1].finish_reason == "aborted" and not await engine.abort("it")
+        assert [c.finish_reason for c in deltas[-1].output.completions] == ["aborted"]
+        assert deltas[-1].output.error is None and deltas[-1].output.arrival_time < deltas[-1].output.finish_time
         if stage == "in mid-answer":
             completion = deltas[-1].output.completions[0]
             assert "".join(delta.text for delta in deltas) == completion.text
@@ -298,7 +300,7 @@ async def test_more_than_may_wait_is_refused_and_positions_are_known(make):
     for stream, name in zip(streams[1:], "bc", strict=True):
         tasks.append(asyncio.create_task(anext(stream)))
         await until(lambda name=name: name in engine._streams, "admitted")
-    assert [engine.position(name) for name in ("a", "b", "c", "d")] == [0, 0, 1, None]
+    assert [engine.position(name) for name in ("a", "b", "c", "d")] == [0, 1, 2, None]
     with pytest.raises(EngineBusy, match="3 requests are being served or wait"):
         engine.check_room()
     with pytest.raises(EngineBusy):
@@ -317,6 +319,49 @@ async def test_pictures_prepared_ahead_are_bounded_and_all_are_answered(make, mo
     engine = make(max_num_seqs=2)
     results = await asyncio.gather(*(answer(engine, ask(picture(60, 60, i), "?"), SHORT) for i in range(12)))
     assert all(len(deltas[-1].output.token_ids) == 6 for deltas, _ in results)
+
+
+@in_a_loop
+async def test_text_does_not_wait_for_pictures_that_have_no_room(make, monkeypatch):
+    monkeypatch.setattr(async_llm, "MAX_BYTES", 1)
+    engine = make(max_num_seqs=1)
+    running = engine.generate(ask("go on"), ENDLESS)
+    await anext(running)
+    requests = [QUESTION, ask(picture(70, 70), "?"), ask(picture(70, 70), "?"), ask("text")]
+    tasks = [asyncio.create_task(answer(engine, r, SHORT, request_id=f"r{i}")) for i, r in enumerate(requests)]
+    await until(lambda: "r3" in engine._streams and engine._streams["r3"].is_prepared, "prepared")
+    assert engine.stats().num_preparing >= 1  # the first picture may be prepared, the others find no room
+    tasks[2].cancel()
+    await until(lambda: "r2" not in engine._streams, "cancelled")
+    assert len(engine._queued) <= 1
+    await running.aclose()
+    for task in (tasks[0], tasks[1], tasks[3]):
+        assert len((await task)[0][-1].output.token_ids) == 6
+
+
+@in_a_loop
+async def test_an_abort_before_the_engine_has_it_ends_every_answer(engine):
+    gate = Gate()
+    params = SamplingParams(n=3, max_tokens=5)
+    task = asyncio.create_task(answer(engine, QUESTION, params, request_id="it", load=gate))
+    await until(gate.is_reached.is_set, "prepared")
+    await engine.abort("it")
+    deltas, texts = await task
+    gate.is_open.set()
+    assert texts == ["", "", ""] and [delta.finish_reason for delta in deltas] == ["aborted"] * 3
+
+
+@in_a_loop
+async def test_pictures_that_wait_are_no_hits(make):
+    engine = make(max_num_seqs=1)
+    running = engine.generate(ask(picture(60, 60, 9), "go on"), ENDLESS)
+    await anext(running)
+    tasks = [asyncio.create_task(answer(engine, ask(picture(60, 60, i), "?"), SHORT)) for i in range(4)]
+    await until(lambda: engine.stats().num_waiting == 4, "waiting")
+    assert engine.stats().image_hit_rate == 0.0
+    await running.aclose()
+    await asyncio.gather(*tasks)
+    assert engine.stats().image_hit_rate == 0.0 and engine.stats().num_images == 5
 
 
 @in_a_loop

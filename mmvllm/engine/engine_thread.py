@@ -2,14 +2,16 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
 from mmvllm.engine.detokenizer import AnswerText
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.sequence import Sequence, SequenceGroup
-from mmvllm.engine.stats import EngineStats, Meter, StepStats
+from mmvllm.engine.stats import EngineStats, Meter
 from mmvllm.errors import RequestFailed
 from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
 from mmvllm.processors.chat import Prompt
@@ -19,10 +21,13 @@ logger = logging.getLogger(__name__)
 
 
 class Receiver(Protocol):
-    """Who waits for a request; `has_begun` is written here, once the request runs."""
+    """Who waits for the `num_answers` answers to a request; `has_begun` is written here, once it runs."""
 
     request_id: str
+    arrival_time: float
+    num_answers: int
     has_begun: bool
+    ended: Future[None]  # done once nobody waits any more
 
 
 Event = tuple[Receiver, Delta | Exception]
@@ -71,9 +76,11 @@ class _Request:
         self.receiver, self._group = receiver, group
         self._answers = [_Answer(seq, index, tokenizer) for index, seq in enumerate(group.seqs)]
 
-    def read(self) -> int:
+    def read(self, meter: Meter) -> int:
         """Look at what the last step did; return the number of new tokens."""
-        self.receiver.has_begun |= self._group.has_begun
+        if not self.receiver.has_begun and self._group.has_begun:
+            self.receiver.has_begun = True
+            meter.add_begun(self._group)
         return sum(answer.read() for answer in self._answers)
 
     def events(self, output: RequestOutput | None) -> Iterator[Event]:
@@ -111,8 +118,7 @@ class EngineThread:
         self._scheduler = engine.scheduler
         self._requests: dict[str, _Request] = {}
         self._meter = Meter()
-        self._step: StepStats | None = None  # the last one
-        engine.on_step = partial(setattr, self, "_step")
+        engine.on_step = self._meter.add_step
         self._changed = threading.Condition()
         self._commands: list[Callable[[], None]] = []
         self._stopped = False
@@ -162,6 +168,8 @@ class EngineThread:
         return not stopped
 
     def _add(self, receiver: Receiver, prompt: Prompt, params: SamplingParams, options: dict[str, Any]) -> None:
+        if receiver.ended.done():  # aborted while this was on its way
+            return
         request_id = receiver.request_id
         try:
             self._engine.add_request(prompt.token_ids, params, request_id, **options, **prompt.multimodal)
@@ -173,13 +181,11 @@ class EngineThread:
             return
         group = self._scheduler.groups[request_id]
         self._requests[request_id] = _Request(receiver, group, self._engine.tokenizer)
-        self._meter.add_request(group)
 
     def _abort(self, receiver: Receiver) -> None:
         request = self._requests.get(receiver.request_id)
         if request is None or request.receiver is not receiver:  # not here yet, or no more
-            output = RequestOutput(receiver.request_id, error="aborted")
-            self._deliver([(receiver, Delta(receiver.request_id, 0, "", [], finish_reason="aborted", output=output))])
+            self._deliver(_aborted(receiver))
             return
         del self._requests[receiver.request_id]
         output = self._engine.abort_request(receiver.request_id)
@@ -190,12 +196,25 @@ class EngineThread:
         finished = {output.request_id: output for output in outputs}
         events, num_new = [], 0
         for request_id, request in [*self._requests.items()]:
-            num_new += request.read()
+            num_new += request.read(self._meter)
             output = finished.get(request_id)
             events += request.events(output)
             if output is not None:
                 self._meter.add_finished(output)
                 del self._requests[request_id]
         self.failing = next((output.error for output in outputs if output.error is not None), None)
-        self._meter.add_step(self._step, num_new)
+        self._meter.add_output_tokens(num_new)
         self._deliver(events)
+
+
+def _aborted(receiver: Receiver) -> list[Event]:
+    """The end of a request that the engine does not have."""
+    completions = [CompletionOutput("", [], "aborted") for _ in range(receiver.num_answers)]
+    output = RequestOutput(
+        receiver.request_id, completions, arrival_time=receiver.arrival_time, finish_time=time.time()
+    )
+    last = receiver.num_answers - 1
+    return [
+        (receiver, Delta(receiver.request_id, i, "", [], finish_reason="aborted", output=output if i == last else None))
+        for i in range(receiver.num_answers)
+    ]

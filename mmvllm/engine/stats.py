@@ -1,4 +1,4 @@
-"""What a step did, and how long its parts took."""
+"""What a step did, and how long its parts took; what an engine does now, and totals."""
 
 import threading
 import time
@@ -94,7 +94,7 @@ class EngineStats:
     num_prompt_tokens: int  # of finished requests
     num_cached_tokens: int  # of these
     num_output_tokens: int
-    num_images: int  # asked about
+    num_images: int  # of requests that have begun
     num_encoded_images: int
     num_preemptions: int
 
@@ -124,7 +124,7 @@ class Meter:
         self._finished = self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
         self._images = self._encoded_images = 0
 
-    def add_request(self, group: SequenceGroup) -> None:
+    def add_begun(self, group: SequenceGroup) -> None:
         with self._lock:
             self._images += len(group.leader.vision_placeholders)
 
@@ -134,17 +134,21 @@ class Meter:
             self._prompt_tokens += output.num_prompt_tokens
             self._cached_tokens += output.num_cached_tokens
 
-    def add_step(self, step: StepStats, num_output_tokens: int) -> None:
+    def add_step(self, step: StepStats) -> None:
         with self._lock:
             self._encoded_images += step.num_images
-            self._output_tokens += num_output_tokens
-            self._recent.append((step.end, step.num_prefill_tokens, num_output_tokens))
-            self._forget()
+            self._recent.append((step.end, step.num_prefill_tokens, 0))
+            self._drop_old()
+
+    def add_output_tokens(self, count: int) -> None:
+        with self._lock:
+            self._output_tokens += count
+            self._recent.append((time.perf_counter(), 0, count))
 
     def stats(self, scheduler: Scheduler, num_preparing: int) -> EngineStats:
-        blocks = scheduler.block_manager
+        blocks = scheduler.block_manager  # counts, which another thread may read while they change
         with self._lock:
-            self._forget()
+            self._drop_old()
             seconds = max(1e-3, min(RATE_WINDOW_S, time.perf_counter() - self._started))
             return EngineStats(
                 num_preparing=num_preparing,
@@ -163,6 +167,6 @@ class Meter:
                 num_preemptions=scheduler.num_preemptions,
             )
 
-    def _forget(self) -> None:
+    def _drop_old(self) -> None:
         while self._recent and self._recent[0][0] < time.perf_counter() - RATE_WINDOW_S:
             self._recent.popleft()
