@@ -23,6 +23,7 @@ from typing import Any
 from PIL.Image import Image
 
 from mmvllm.engine.engine_thread import EngineThread, Event
+from mmvllm.engine.sequence import SequenceGroup
 from mmvllm.engine.stats import EngineStats
 from mmvllm.errors import DeadlineExceeded, EngineBusy, EngineFailed, EngineStopped, EngineUnavailable, RequestFailed
 from mmvllm.llm import LLM, params_for
@@ -59,11 +60,15 @@ class _Stream:
     def __init__(self, request_id: str, num_answers: int, loop: asyncio.AbstractEventLoop):
         self.request_id, self.num_answers, self.loop = request_id, num_answers, loop
         self.arrival_time = time.time()
-        self.has_begun = False  # written by the engine's thread
+        self.group: SequenceGroup | None = None  # written by the engine's thread
         self.is_prepared = False
         self.num_bytes = 0  # of its pictures, prepared
         self.ended: Future[None] = Future()
         self._items: asyncio.Queue[Delta | Exception] = asyncio.Queue()
+
+    @property
+    def has_begun(self) -> bool:
+        return self.group is not None and self.group.has_begun
 
     def put(self, item: Delta | Exception) -> None:
         self._items.put_nowait(item)

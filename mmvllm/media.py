@@ -1,6 +1,5 @@
 """Where pictures that strangers name may come from, and how large they may be: what is not allowed is refused."""
 
-import argparse
 import asyncio
 import errno
 import ipaddress
@@ -14,7 +13,6 @@ from pathlib import Path
 
 from PIL import Image
 
-from mmvllm.cli.common import at_least_one
 from mmvllm.processors.load import MAX_SOURCE_PIXELS, decode_data_uri, load_image
 
 # What browsers show and clients send. Pillow reads more, some of it in Python loops that few bytes keep busy for long.
@@ -39,7 +37,7 @@ class MediaPolicy:
         max_bytes: of one encoded picture.
         max_pixels: of one picture, checked before it is decoded.
         max_redirects: of one picture; each is checked like the first URL.
-        connect_timeout: seconds to find and reach a host.
+        connect_timeout: seconds to look a host up, and as many to reach it.
         read_timeout: seconds without a byte.
         total_timeout: seconds for one picture, redirects included.
 
@@ -57,6 +55,14 @@ class MediaPolicy:
     total_timeout: float = 30.0
 
     def __post_init__(self):
+        for name in ("allowed_domains", "allowed_networks"):
+            if isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} is one string, {getattr(self, name)!r}; give a tuple of them")
+        for name in ("max_bytes", "connect_timeout", "read_timeout", "total_timeout"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, must be above 0")
+        if self.max_redirects < 0:
+            raise ValueError(f"max_redirects is {self.max_redirects!r}, must be at least 0")
         for domain in self.allowed_domains:
             _check_domain(domain)
         for network in self.allowed_networks:
@@ -65,17 +71,6 @@ class MediaPolicy:
             raise ValueError(f"--allowed-local-media-path: {self.allowed_local_path} is not a folder")
         if not 1 <= self.max_pixels <= MAX_SOURCE_PIXELS:
             raise ValueError(f"--max-image-pixels is {self.max_pixels}, must be from 1 to {MAX_SOURCE_PIXELS}")
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> "MediaPolicy":
-        """The policy that the options of `add_arguments` say."""
-        return cls(
-            allowed_domains=args.allowed_media_domains,
-            allowed_networks=args.allowed_media_networks,
-            allowed_local_path=args.allowed_local_media_path,
-            max_bytes=args.max_image_bytes,
-            max_pixels=args.max_image_pixels,
-        )
 
     async def fetch(self, url: str) -> bytes:
         """The encoded picture behind an http(s), data or file URL.
@@ -90,13 +85,14 @@ class MediaPolicy:
         except TimeoutError:
             raise MediaError(f"{_shown(url)}: took longer than {self.total_timeout:g} s") from None
 
-    def load(self, source: bytes | str | Path) -> Image.Image:
-        """Decode a picture, given as its bytes or a path, to upright 8-bit RGB; a string is a path, never a URL.
+    def load(self, data: bytes) -> Image.Image:
+        """Decode a picture, given as its bytes, to upright 8-bit RGB.
 
-        A path is read wherever it leads: give only those of files that were made here, uploads for one. Raises
-        MediaError for what is over the limits or cannot be read, ValueError for what is no picture.
+        Raises MediaError for what is no bytes (a path, say, which a stranger might have chosen) or over the limits,
+        ValueError for what is no picture.
         """
-        data = source if isinstance(source, bytes) else self._read_upload(source)
+        if not isinstance(data, bytes):
+            raise MediaError(f"a picture must come as its bytes, not as {type(data).__name__}")
         if len(data) > self.max_bytes:
             raise MediaError(f"the picture of {len(data)} bytes: {self._too_large()}")
         return load_image(data, max_source_pixels=self.max_pixels, formats=FORMATS)
@@ -143,16 +139,6 @@ class MediaPolicy:
             reason = error if isinstance(error, MediaError) else "no such file in the allowed folder"
             raise MediaError(str(reason)) from None
 
-    def _read_upload(self, path: str | Path) -> bytes:
-        name = f"{Path(path).name:.100}"
-        try:
-            with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
-                return self._read(file)
-        except MediaError as error:
-            raise MediaError(f"{name}: {error}") from None
-        except (OSError, ValueError):
-            raise MediaError(f"{name}: cannot be read") from None
-
     def _read(self, file) -> bytes:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device might never end
@@ -164,51 +150,6 @@ class MediaPolicy:
 
     def _too_large(self) -> str:
         return f"too large, at most {self.max_bytes} bytes are taken; shrink it (--max-image-bytes)"
-
-
-def add_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """The options that `MediaPolicy.from_args` reads."""
-    default = MediaPolicy()
-    parser.add_argument(
-        "--allowed-media-domains",
-        type=_names,
-        default=(),
-        metavar="HOST,HOST",
-        help="hosts to fetch pictures from, with commas between them: example.org, *.example.org for all below it, or "
-        "* for any host with a public address (default: none, pictures come as data: URIs)",
-    )
-    parser.add_argument(
-        "--allowed-media-networks",
-        type=_names,
-        default=(),
-        metavar="CIDR,CIDR",
-        help="private networks in which these hosts may be, with commas between them, such as 10.1.0.0/16 "
-        "(default: none)",
-    )
-    parser.add_argument(
-        "--allowed-local-media-path",
-        type=Path,
-        metavar="DIR",
-        help="let clients read pictures in and below this folder with file:// URLs (default: none)",
-    )
-    parser.add_argument(
-        "--max-image-bytes",
-        type=at_least_one,
-        default=default.max_bytes,
-        metavar="N",
-        help="largest encoded picture (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-image-pixels",
-        type=at_least_one,
-        default=default.max_pixels,
-        metavar="N",
-        help="largest picture as it comes; larger ones are refused undecoded (default: %(default)s)",
-    )
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _check_domain(domain: str) -> None:

@@ -268,6 +268,50 @@ async def test_abort_ends_the_stream_with_what_there_is(engine, stage):
             assert len(completion.token_ids) > 3
 
 
+@contextlib.asynccontextmanager
+async def _in_mid_step(engine: AsyncLLM, monkeypatch):
+    """The engine is in a step, which lasts until the end of this."""
+    real, begun, may_end = engine._llm.engine.step, threading.Event(), threading.Event()
+
+    def step():
+        begun.set()
+        assert may_end.wait(20)
+        return real()
+
+    async with contextlib.aclosing(engine.generate("go on", ENDLESS)) as stream:
+        await anext(stream)
+        monkeypatch.setattr(engine._llm.engine, "step", step)
+        await until(begun.is_set, "in a step")
+        try:
+            yield
+        finally:
+            may_end.set()
+
+
+@in_a_loop
+async def test_who_tires_of_waiting_for_an_abort_leaves_it_to_happen(engine, monkeypatch):
+    task = asyncio.create_task(answer(engine, QUESTION, ENDLESS, request_id="it"))
+    await until(lambda: "it" in engine._llm.engine.scheduler.groups, "in the engine")
+    async with _in_mid_step(engine, monkeypatch):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.abort("it"), 0.01)
+    assert (await task)[0][-1].finish_reason == "aborted" and "it" not in engine._streams
+
+
+@in_a_loop
+async def test_what_is_aborted_on_its_way_to_the_engine_does_not_arrive(engine, monkeypatch):
+    gate = Gate()
+    task = asyncio.create_task(answer(engine, QUESTION, ENDLESS, request_id="it", load=gate))
+    await until(gate.is_reached.is_set, "prepared")
+    async with _in_mid_step(engine, monkeypatch):
+        aborting = asyncio.create_task(engine.abort("it"))
+        await until(lambda: len(engine._thread._commands) == 1, "asked for the abort")
+        gate.is_open.set()
+        await until(lambda: len(engine._thread._commands) == 2, "prepared")
+    assert await aborting and (await task)[0][-1].finish_reason == "aborted"
+    assert "it" not in engine._llm.engine.scheduler.groups
+
+
 @pytest.mark.parametrize("stage", ["while it is prepared", "waiting in the engine", "in mid-answer"])
 @in_a_loop
 async def test_the_deadline_holds_at_every_stage(engine, stage):

@@ -8,27 +8,22 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mmvllm.cli.common import add_model_arguments, at_least_one
-
-MIB = 1024 * 1024
+from mmvllm.cli.media import add_picture_arguments
+from mmvllm.cli.ports import listen, port
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in (default: %(default)s)")
-    parser.add_argument("--port", type=at_least_one, metavar="N", help="default: the first free one from 7860 on")
+    parser.add_argument("--port", type=port, metavar="N", help="default: the first free one from 7860 on")
     parser.add_argument("--share", action="store_true", help="also a public address, through Gradio's servers")
     auth = parser.add_mutually_exclusive_group()
     auth.add_argument("--auth", metavar="USER:PASSWORD", help="ask for them; other users here can read command lines")
     auth.add_argument("--auth-file", type=Path, metavar="FILE", help="a file with USER:PASSWORD, one to a line")
     limits = parser.add_argument_group("limits")
+    add_picture_arguments(limits)
     limits.add_argument(
-        "--max-file-size", type=at_least_one, default=20, metavar="MIB", help="of a picture (default: %(default)s)"
-    )
-    limits.add_argument(
-        "--max-image-pixels", type=at_least_one, default=64_000_000, metavar="N", help="(default: %(default)s)"
-    )
-    limits.add_argument(
-        "--max-pictures", type=at_least_one, default=8, metavar="N", help="in one question (default: %(default)s)"
+        "--max-images", type=at_least_one, default=8, metavar="N", help="in one question (default: %(default)s)"
     )
     limits.add_argument(
         "--max-waiting",
@@ -44,15 +39,17 @@ def run(args: argparse.Namespace) -> int:
     if find_spec("gradio") is None:
         raise ValueError('the page needs Gradio: pip install "mmvllm[demo]"')
     from mmvllm.async_llm import AsyncLLM
-    from mmvllm.demo.handlers import DemoSettings
     from mmvllm.demo.look import LOOK
     from mmvllm.demo.page import build_page
+    from mmvllm.demo.settings import DemoSettings
     from mmvllm.media import MediaPolicy
 
-    policy = MediaPolicy(max_bytes=args.max_file_size * MIB, max_pixels=args.max_image_pixels)
+    policy = MediaPolicy(max_bytes=args.max_image_bytes, max_pixels=args.max_image_pixels)
+    if args.port is not None:
+        listen(args.host, args.port).close()  # before a model is loaded for nothing
     engine = AsyncLLM(args.model, device=args.device, dtype=args.dtype, max_waiting=args.max_waiting)
     try:
-        page = build_page(engine, DemoSettings(policy, args.max_pictures))
+        page = build_page(engine, DemoSettings(policy, args.max_images))
         page.launch(
             server_name=args.host,
             server_port=args.port,
@@ -61,7 +58,6 @@ def run(args: argparse.Namespace) -> int:
             max_file_size=policy.max_bytes,
             prevent_thread_lock=True,
             quiet=True,
-            inbrowser=False,
             **LOOK,
         )
         print(f"mmvllm demo: {page.share_url or page.local_url} (Ctrl-C ends it)", flush=True)
@@ -86,8 +82,8 @@ def _users(args: argparse.Namespace) -> list[tuple[str, str]] | None:
         lines = [line for line in args.auth_file.read_text(encoding="utf-8").splitlines() if line.strip()]
         if not lines:
             raise ValueError(f"{args.auth_file} is empty; write USER:PASSWORD, one to a line")
-    for line in lines:
-        user, _, password = line.partition(":")
-        if not (user and password):
-            raise ValueError("--auth takes USER:PASSWORD, neither of them empty")
-    return [tuple(line.split(":", 1)) for line in lines] or None
+    users = [line.partition(":")[::2] for line in lines]
+    if not all(user and password for user, password in users):
+        where = "--auth" if args.auth_file is None else f"{args.auth_file}: a line"
+        raise ValueError(f"{where} is not USER:PASSWORD, neither of them empty")
+    return users or None

@@ -5,17 +5,20 @@ import os
 from importlib.util import find_spec
 
 from mmvllm.cli.common import add_model_arguments, at_least_one
+from mmvllm.cli.media import add_picture_arguments, add_source_arguments, media_policy
+from mmvllm.cli.ports import listen, port
 from mmvllm.media import MediaPolicy
-from mmvllm.media import add_arguments as add_media_arguments
+from mmvllm.server.settings import ServerSettings
 
-MiB = 1024 * 1024
+DEFAULTS = ServerSettings(model_names=())
 KEY_VARIABLE = "MMVLLM_API_KEY"
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 # Arguments that go to the engine under the same names; None leaves its default.
 ENGINE_ARGUMENTS = (
     *("device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kvcache_blocks"),
-    *("gpu_memory_utilization", "quantization", "attention_backend", "load_format", "enforce_eager", "seed"),
+    *("encoder_cache_bytes", "gpu_memory_utilization", "quantization", "attention_backend", "load_format"),
+    *("enforce_eager", "seed"),
 )
 
 
@@ -23,13 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     _add_http(parser.add_argument_group("who may call, and from where"))
     _add_limits(parser.add_argument_group("limits of a request"))
-    add_media_arguments(parser.add_argument_group("where pictures may come from"))
+    pictures = parser.add_argument_group("where pictures may come from, and how large they may be")
+    add_source_arguments(pictures)
+    add_picture_arguments(pictures)
     _add_engine(parser.add_argument_group("engine"))
 
 
 def _add_http(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine)")
-    group.add_argument("--port", type=_port, default=8000, metavar="N", help="default: %(default)s; 0: any free one")
+    group.add_argument("--port", type=port, default=8000, metavar="N", help="default: %(default)s; 0: any free one")
     group.add_argument(
         "--served-model-name",
         action="append",
@@ -73,7 +78,11 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         help="requests that may wait beside those that run; more get status 429 (default: %(default)s)",
     )
     group.add_argument(
-        "--max-images", type=at_least_one, default=16, metavar="N", help="pictures in one (default: %(default)s)"
+        "--max-images",
+        type=at_least_one,
+        default=DEFAULTS.max_images,
+        metavar="N",
+        help="pictures in one (default: %(default)s)",
     )
     group.add_argument(
         "--max-pixels",
@@ -83,19 +92,19 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "than 1280 tokens)",
     )
     group.add_argument(
-        "--max-body-bytes", type=at_least_one, default=32 * MiB, metavar="N", help="default: %(default)s"
+        "--max-body-bytes", type=at_least_one, default=DEFAULTS.max_body_bytes, metavar="N", help="default: %(default)s"
     )
     group.add_argument(
         "--body-timeout",
         type=_seconds,
-        default=30.0,
+        default=DEFAULTS.body_timeout,
         metavar="S",
         help="seconds in which a body must have come (default: %(default)g)",
     )
     group.add_argument(
         "--max-bodies-bytes",
         type=at_least_one,
-        default=512 * MiB,
+        default=DEFAULTS.max_bodies_bytes,
         metavar="N",
         help="of all bodies and pictures held at once (default: %(default)s)",
     )
@@ -106,6 +115,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-num-seqs", type=at_least_one, metavar="N", help="answers that are generated at once")
     group.add_argument("--max-num-batched-tokens", type=at_least_one, metavar="N", help="tokens computed in one step")
     group.add_argument("--num-kvcache-blocks", type=at_least_one, metavar="N", help="default: what fits")
+    group.add_argument("--encoder-cache-bytes", type=at_least_one, metavar="N", help="for encoded pictures")
     group.add_argument("--gpu-memory-utilization", type=float, metavar="F", help="share of the GPU's memory to use")
     group.add_argument("--quantization", choices=("int8",), help="8 bits, on a CPU")
     group.add_argument("--attention-backend", choices=("auto", "flash", "triton", "torch"), help="default: auto")
@@ -116,11 +126,11 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _check_installed(args)
-    media = MediaPolicy.from_args(args)
+    media = media_policy(args)
 
     from mmvllm.async_llm import AsyncLLM
     from mmvllm.server.app import build_app
-    from mmvllm.server.run import listen, make_server
+    from mmvllm.server.run import make_server
 
     keys = _api_keys(args)
     with listen(args.host, args.port) as listener:
@@ -138,9 +148,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(args: argparse.Namespace, model: str, keys: tuple[str, ...], media: MediaPolicy):
-    from mmvllm.server.settings import ServerSettings
-
+def _settings(args: argparse.Namespace, model: str, keys: tuple[str, ...], media: MediaPolicy) -> ServerSettings:
     return ServerSettings(
         model_names=tuple(args.served_model_name) or (model,),
         api_keys=keys,
@@ -157,10 +165,12 @@ def _settings(args: argparse.Namespace, model: str, keys: tuple[str, ...], media
 
 
 def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:
-    keys = (*args.api_key, *filter(None, [os.environ.get(KEY_VARIABLE)]))
-    if any(not key.strip() for key in keys):
-        raise ValueError("--api-key is empty; leave it out to serve everyone")
-    return keys
+    given = [("--api-key", key) for key in args.api_key]
+    given += [(KEY_VARIABLE, key) for key in [os.environ.get(KEY_VARIABLE)] if key is not None]
+    for source, key in given:
+        if not key.strip():
+            raise ValueError(f"{source} is empty; leave it out to serve everyone")
+    return tuple(key for _, key in given)
 
 
 def _check_installed(args: argparse.Namespace) -> None:
@@ -171,20 +181,16 @@ def _check_installed(args: argparse.Namespace) -> None:
         raise ValueError('--demo needs gradio; pip install "mmvllm[demo]"')
 
 
-def _port(text: str) -> int:
-    """An argparse type."""
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
-    return int(text)
-
-
 def _count(text: str) -> int:
     """An argparse type."""
     return 0 if text == "0" else at_least_one(text)
 
 
 def _seconds(text: str) -> float:
-    """An argparse type; its name is in argparse's message about what is no number."""
-    if not 0 < float(text) < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return float(text)
+    """An argparse type."""
+    try:
+        if 0 < float(text) < 1e6:
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")

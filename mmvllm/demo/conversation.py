@@ -27,7 +27,7 @@ class Options:
     temperature: float
     top_p: float
     max_tokens: int
-    seed: int
+    seed: int | None
     min_pixels: int
     max_pixels: int
 
@@ -108,4 +108,4 @@ def queue_note(position: int | None) -> str:
     """What is shown until the first token comes."""
     if not position:
         return "Looking …"
-    return f"Waiting, {position} ahead of you"
+    return "Waiting, next in line" if position == 1 else f"Waiting, {position - 1} ahead of you"

@@ -9,7 +9,6 @@ import html
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import gradio as gr
@@ -17,9 +16,9 @@ import gradio as gr
 from mmvllm.demo.conversation import Options, Turn, picture_note, to_chat, turn_at
 from mmvllm.demo.pictures import Picture, PictureError
 from mmvllm.demo.session import Session, Sessions
+from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
 from mmvllm.errors import DeadlineExceeded, EngineBusy, EngineUnavailable, RequestFailed
-from mmvllm.media import MediaPolicy
 
 if TYPE_CHECKING:
     from mmvllm.async_llm import AsyncLLM
@@ -31,20 +30,12 @@ UNCHANGED = gr.skip()
 WAITING_BOX = gr.update(submit_btn=True, stop_btn=False)
 
 
-@dataclass(frozen=True, slots=True)
-class DemoSettings:
-    """What the page allows: the size of a picture, and how many go into one question."""
-
-    policy: MediaPolicy = field(default_factory=MediaPolicy)
-    max_pictures: int = 8
-
-
 class Handlers:
     """The page's handlers; `examples` are the turns that are one click away."""
 
     def __init__(self, engine: "AsyncLLM", settings: DemoSettings, uploads: Uploads, examples: list[Turn]):
         self.engine, self.settings, self.examples = engine, settings, examples
-        self.uploads, self.sessions = uploads, Sessions(engine, uploads)
+        self.uploads, self.sessions = uploads, Sessions(engine, uploads, settings)
         self.ask, self.example = self._asking(self._typed), self._asking(self._chosen)
         self.retry, self.edit = self._asking(self._same), self._asking(self._edited)
 
@@ -81,7 +72,7 @@ class Handlers:
         """What the pictures of the question at hand will cost, or what is wrong with them."""
         options = Options(*values)
         try:
-            pictures = await self._pictures(self._session(request), json.loads(paths))
+            pictures = await self._claimed(self._session(request), json.loads(paths))
             tokens = [p.num_tokens(self.engine.image_config, options.min_pixels, options.max_pixels) for p in pictures]
         except ValueError as error:
             return f'<span class="bad">{html.escape(str(error))}</span>'
@@ -90,8 +81,8 @@ class Handlers:
     @property
     def limits(self) -> str:
         size = self.settings.policy.max_bytes / 2**20
-        each = f"{size:.3g} MB" if size >= 1 else f"{size * 1024:.0f} KB"
-        return f"Up to {self.settings.max_pictures} pictures of {each}"
+        each = f"{size:.3g} MiB" if size >= 1 else f"{size * 1024:.0f} KiB"
+        return f"Up to {self.settings.max_images} pictures of {each}"
 
     def _session(self, request: gr.Request) -> Session:
         return self.sessions.get(request.session_hash)
@@ -116,7 +107,7 @@ class Handlers:
         return handler
 
     async def _typed(self, session: Session, event: gr.EventData, draft: dict) -> Turn:
-        pictures = await self._pictures(session, [file["path"] for file in draft["files"]])
+        pictures = await self._claimed(session, [file["path"] for file in draft["files"]])
         question = draft["text"].strip()
         if not question and not pictures:
             raise ValueError("Add a picture, or write a question")
@@ -134,10 +125,11 @@ class Handlers:
         old = await self._take_back(session, event.index)
         return Turn(event.value, old.pictures)
 
-    async def _pictures(self, session: Session, paths: list[str]) -> list[Picture]:
+    async def _claimed(self, session: Session, paths: list[str]) -> list[Picture]:
+        """The pictures of the question at hand, which become the session's."""
         session.draft = [self.uploads.claim(session.id, path) for path in paths]
-        if len(paths) > self.settings.max_pictures:
-            raise ValueError(f"{len(paths)} pictures; at most {self.settings.max_pictures} go into one question")
+        if len(paths) > self.settings.max_images:
+            raise ValueError(f"{len(paths)} pictures; at most {self.settings.max_images} go into one question")
         return await asyncio.to_thread(lambda: [Picture.read(path, self.settings.policy) for path in session.draft])
 
     async def _take_back(self, session: Session, message: int) -> Turn:
@@ -155,7 +147,7 @@ class Handlers:
             return
         box = gr.update(value={"text": "", "files": []}, submit_btn=False, stop_btn=True)
         try:
-            async with aclosing(self.sessions.answer(session, turn, options, self.settings.policy)) as ticks:
+            async with aclosing(self.sessions.answer(session, turn, options)) as ticks:
                 async for _ in ticks:
                     yield to_chat(session.turns), box, UNCHANGED, UNCHANGED
                     box = UNCHANGED

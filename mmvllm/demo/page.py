@@ -9,8 +9,9 @@ import gradio as gr
 from gradio_client import utils as client_utils
 
 from mmvllm.demo.conversation import Turn
-from mmvllm.demo.handlers import DemoSettings, Handlers
+from mmvllm.demo.handlers import Handlers
 from mmvllm.demo.pictures import Picture
+from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads, process_uploads
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ EXAMPLES = {
     "scene-07.png": "What is at the right?",
 }
 NAME_FILES = "(box) => JSON.stringify((box?.files ?? []).map((file) => file.path))"
+MOST_TOKENS = 1280  # of a picture, unless the visitor asks for more
 BUNDLED_NOTE = (
     "The small bundled model knows scenes of coloured shapes and digits, one at a time; --model takes others."
 )
@@ -152,5 +154,6 @@ def _controls(engine: "AsyncLLM") -> list[gr.components.Component]:
         seed = gr.Number(-1, label="Seed, or -1 for none", min_width=240, precision=0)
     with gr.Row():
         low = gr.Slider(value=config.min_pixels, label="Fewest pixels of a picture", **pixels)
-        high = gr.Slider(value=config.max_pixels, label="Most pixels of a picture", **pixels)
+        most = min(config.max_pixels, MOST_TOKENS * token, largest)
+        high = gr.Slider(value=most, label="Most pixels of a picture", **pixels)
     return [system, temperature, top_p, max_tokens, seed, low, high]

@@ -34,6 +34,8 @@ class Picture:
             raise PictureError(f"{path.name} has too many pixels; at most {policy.max_pixels:,} are taken") from None
         except Exception:  # on a damaged file Pillow's readers raise anything
             raise PictureError(f"{path.name} is not a picture that can be read") from None
+        if (size := path.stat().st_size) > policy.max_bytes:
+            raise PictureError(f"{path.name} has {size:,} bytes; at most {policy.max_bytes:,} are taken")
         if width * height > policy.max_pixels:
             raise PictureError(f"{path.name} has {width * height:,} pixels; at most {policy.max_pixels:,} are taken")
         return cls(path, width, height)
@@ -41,8 +43,8 @@ class Picture:
     def load(self, policy: MediaPolicy) -> Image.Image:
         """Decode it within the policy's limits; raises PictureError."""
         try:
-            return policy.load(self.path)
-        except ValueError as error:
+            return policy.load(self.path.read_bytes())
+        except (OSError, ValueError) as error:
             raise PictureError(f"{self.path.name} cannot be read; it may be damaged, add it again") from error
 
     def num_tokens(self, config: ImageProcessorConfig, min_pixels: int, max_pixels: int) -> int:

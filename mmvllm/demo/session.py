@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from mmvllm.demo.conversation import Options, Turn, answer_note, pictures_in, queue_note, to_request
 from mmvllm.demo.pictures import Picture
+from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
-from mmvllm.media import MediaPolicy
 from mmvllm.outputs import Delta, RequestOutput
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ class Session:
 class Sessions:
     """The visitors, by gradio's session hash; used from gradio's event loop only."""
 
-    def __init__(self, engine: "AsyncLLM", uploads: Uploads):
-        self.engine, self.uploads = engine, uploads
+    def __init__(self, engine: "AsyncLLM", uploads: Uploads, settings: DemoSettings):
+        self.engine, self.uploads, self.settings = engine, uploads, settings
         self._sessions: OrderedDict[str, Session] = OrderedDict()
 
     def get(self, session_id: str) -> Session:
@@ -77,9 +77,7 @@ class Sessions:
         self.uploads.release(session.id)
         self.uploads.remove_orphans()
 
-    async def answer(
-        self, session: Session, turn: Turn, options: Options, policy: MediaPolicy
-    ) -> AsyncGenerator[None, None]:
+    async def answer(self, session: Session, turn: Turn, options: Options) -> AsyncGenerator[None, None]:
         """Add a turn and write its answer, yielding whenever there is something new to show.
 
         Raises what `AsyncLLM.generate` raises; without any answer the turn is taken away again.
@@ -87,13 +85,15 @@ class Sessions:
         session.turns.append(turn)
         session.request_id = request_id = f"demo-{uuid.uuid4().hex}"
         try:
-            async with aclosing(self._deltas(session, options, policy)) as ticks:
+            async with aclosing(self._deltas(session, options)) as ticks:
                 async for deltas in ticks:
+                    before = turn.answer, turn.note
                     turn.answer += "".join(delta.text for delta in deltas)
                     turn.note = "" if turn.answer else queue_note(self.engine.position(request_id))
                     if deltas and (output := deltas[-1].output) is not None:
                         self._finish(session, turn, options, output)
-                    yield
+                    if (turn.answer, turn.note) != before:
+                        yield
         except Exception as error:
             turn.note = str(error)
             if not turn.answer and turn in session.turns:
@@ -103,9 +103,15 @@ class Sessions:
             if session.request_id == request_id:
                 session.request_id = None
 
-    def _deltas(self, session: Session, options: Options, policy: MediaPolicy) -> AsyncGenerator[list[Delta], None]:
+    def _deltas(self, session: Session, options: Options) -> AsyncGenerator[list[Delta], None]:
         request, params = to_request(session.turns, options), options.sampling_params
-        stream = self.engine.generate(request, params, session.request_id, load=lambda picture: picture.load(policy))
+        stream = self.engine.generate(
+            request,
+            params,
+            session.request_id,
+            timeout=self.settings.timeout,
+            load=lambda picture: picture.load(self.settings.policy),
+        )
         return in_ticks(stream, TICK_SECONDS)
 
     def _finish(self, session: Session, turn: Turn, options: Options, output: RequestOutput) -> None:

@@ -16,6 +16,7 @@ class AnswerText:
         self._stop = stop
         self.text = ""
         self.stop_at: int | None = None
+        self._settled = 0
 
     def append(self, token_id: int) -> bool:
         """Add a token; True if its text completes a stop string."""
@@ -30,11 +31,17 @@ class AnswerText:
     @property
     def num_settled(self) -> int:
         """Length of the beginning of `text` that no stop string can take back, whatever comes next."""
-        size = len(self.text)
-        for start in range(max(0, size - max(map(len, self._stop), default=0) + 1), size):
-            if any(stop.startswith(self.text[start:]) for stop in self._stop):
-                return start
-        return size
+        size, longest = len(self.text), max(map(len, self._stop), default=0)
+        # What was settled stays so; to look again would take longer with every token.
+        self._settled = next(
+            (
+                start
+                for start in range(max(self._settled, size - longest + 1), size)
+                if any(stop.startswith(self.text[start:]) for stop in self._stop)
+            ),
+            size,
+        )
+        return self._settled
 
 
 def token_bytes(tokenizer, token_id: int) -> bytes:

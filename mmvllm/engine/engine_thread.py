@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 class Receiver(Protocol):
-    """Who waits for the `num_answers` answers to a request; `has_begun` is written here, once it runs."""
+    """Who waits for the `num_answers` answers to a request; `group` is written here, once the engine has it."""
 
     request_id: str
     arrival_time: float
     num_answers: int
-    has_begun: bool
+    group: SequenceGroup | None
     ended: Future[None]  # done once nobody waits any more
 
 
@@ -74,12 +74,13 @@ class _Request:
 
     def __init__(self, receiver: Receiver, group: SequenceGroup, tokenizer):
         self.receiver, self._group = receiver, group
+        self._is_counted = False
         self._answers = [_Answer(seq, index, tokenizer) for index, seq in enumerate(group.seqs)]
 
     def read(self, meter: Meter) -> int:
         """Look at what the last step did; return the number of new tokens."""
-        if not self.receiver.has_begun and self._group.has_begun:
-            self.receiver.has_begun = True
+        if not self._is_counted and self._group.has_begun:
+            self._is_counted = True
             meter.add_begun(self._group)
         return sum(answer.read() for answer in self._answers)
 
@@ -180,6 +181,7 @@ class EngineThread:
             self._deliver([(receiver, RequestFailed(f"preparation failed: {type(error).__name__}: {error}"))])
             return
         group = self._scheduler.groups[request_id]
+        receiver.group = group
         self._requests[request_id] = _Request(receiver, group, self._engine.tokenizer)
 
     def _abort(self, receiver: Receiver) -> None:

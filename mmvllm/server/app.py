@@ -65,7 +65,7 @@ def _mount_demo(app: FastAPI, engine: AsyncLLM, settings: ServerSettings) -> Seq
         return ()
     from mmvllm.server import demo  # only who wants it needs gradio
 
-    demo.mount(app, engine, settings.media)
+    demo.mount(app, engine, settings)
     return (f"{demo.PATH}/",)
 
 

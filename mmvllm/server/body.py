@@ -13,6 +13,7 @@ from mmvllm.server.errors import ApiError
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 MAX_KEYS = 1000  # of one object; every unknown one becomes an error
 MAX_COMMAS = 2_000_000  # small items take thirty times their size, and the event loop's time
+MAX_BRACKETS = 100_000  # each list or object takes as long as dozens of numbers
 
 
 class StrictRequest(Request):
@@ -38,6 +39,8 @@ def parse(body: bytes) -> Any:
     """Raises ApiError for what is no JSON, is nested too deep, or has NaN, a key twice or half a surrogate pair."""
     if body.count(b",") > MAX_COMMAS:
         raise ApiError(400, f"the body has more than {MAX_COMMAS} items")
+    if body.count(b"{") + body.count(b"[") > MAX_BRACKETS:
+        raise ApiError(400, f"the body has more than {MAX_BRACKETS} lists and objects, or brackets in its texts")
     try:
         text = body.decode()
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)

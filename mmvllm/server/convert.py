@@ -100,10 +100,10 @@ class LengthLimit:
     def of(cls, tokenizer: Any, max_model_len: int) -> "LengthLimit":
         return cls(max_model_len, max(map(len, tokenizer.get_vocab())))
 
-    def check(self, param: str, prompts: Iterable[str | list[int]]) -> None:
-        """Raises ApiError for a prompt that is too long however its text is cut into tokens."""
+    def check(self, param: str, prompts: Iterable[str | list[int]], num_more: int = 0) -> None:
+        """Raises ApiError for a prompt that is too long however its text is cut into tokens, with `num_more` others."""
         for prompt in prompts:
-            least = -(-len(prompt) // self.max_token_length) if isinstance(prompt, str) else len(prompt)
+            least = num_more + (-(-len(prompt) // self.max_token_length) if isinstance(prompt, str) else len(prompt))
             if least >= self.max_model_len:
                 message = f"the prompt has at least {least} tokens, max_model_len is {self.max_model_len}; shorten it"
                 raise ApiError(400, message, param=param, code="context_length_exceeded")

@@ -2,12 +2,15 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 MAX_ANSWERS = 16  # of one prompt
 MAX_PROMPTS = 64  # of one completion
 MAX_LOGPROBS = 20
+MAX_STOPS = 64
+MAX_STOP_IDS = 1024  # each token is compared with all of them
+MAX_SALT = 1024  # characters; the cache keeps it
 INT64 = 2**63
 
 
@@ -18,9 +21,9 @@ def _empty(value: Any) -> Any:
 
 
 # fail_fast: a long list that is wrong all over would otherwise make an error of every item.
-Strings = Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True, max_length=64)]
+Strings = Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True, max_length=MAX_STOPS)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=INT64)]], Field(fail_fast=True, min_length=1)]
-Ignored = Annotated[Any, Field(description="Accepted and ignored.")]
+Ignored = Annotated[Any, BeforeValidator(lambda _: None), Field(description="Accepted and ignored.")]
 Unsupported = Annotated[
     Any,
     AfterValidator(_empty),
@@ -87,7 +90,7 @@ class SamplingRequest(Model):
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
     stop: Annotated[str, Field(min_length=1)] | Strings | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] | None = None
     min_tokens: int | None = Field(None, ge=0, lt=INT64)
     max_tokens: int | None = Field(None, ge=1, lt=INT64)
     ignore_eos: bool | None = None
@@ -105,7 +108,9 @@ class ChatRequest(SamplingRequest):
     max_tokens: int | None = Field(None, ge=1, lt=INT64, description="The same, by its older name.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    cache_salt: str | None = Field(None, description="Cached prompts are shared only among requests with the same.")
+    cache_salt: str | None = Field(
+        None, max_length=MAX_SALT, description="Cached prompts are shared only among requests with the same."
+    )
     min_pixels: int | None = Field(None, ge=1, lt=INT64)
     max_pixels: int | None = Field(None, ge=1, lt=INT64, description="Of pictures with detail auto or high.")
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None

@@ -14,16 +14,20 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mmvllm.async_llm import AsyncLLM
 
 HEADER_SECONDS = 10.0
+STALL_SECONDS = 60.0  # that a client may take to read what was sent
 SEND_SECONDS = 5.0  # for answers to be sent whose requests have ended
 
 
 class Protocol(H11Protocol):
-    """Hangs up on who has not sent a whole head `HEADER_SECONDS` after connecting, or after its first byte."""
+    """Hangs up on who has not sent a whole head `HEADER_SECONDS` after connecting, or after its first byte, and on who
+    does not read: what a client leaves unread is kept for ever otherwise, and its connection too."""
 
     _header_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # so that `pause_writing` tells of all that is left unread
         self._expect_header()
 
     def data_received(self, data: bytes) -> None:
@@ -33,8 +37,17 @@ class Protocol(H11Protocol):
         elif self._header_timer is None:
             self._expect_header()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall_timer = self.loop.call_later(STALL_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._forget_stall()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_header()
+        self._forget_stall()
         super().connection_lost(exc)
 
     def _expect_header(self) -> None:
@@ -44,6 +57,11 @@ class Protocol(H11Protocol):
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
+
+    def _forget_stall(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
 
 
 class Server(uvicorn.Server):
@@ -104,20 +122,3 @@ def make_server(
     if access_log:
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     return Server(config, engine, drain_seconds, on_ready)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket, which refuses connections until it is served on; raises OSError before a model is loaded."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, proto)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        message = f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
-        raise OSError(message) from None
-    return listener

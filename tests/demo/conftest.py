@@ -28,15 +28,15 @@ def elsewhere(coroutine: Coroutine) -> None:
 
 
 @contextmanager
-def served(model=None, policy: MediaPolicy | None = None, max_pictures: int = 8, **engine_args) -> Iterator[Site]:
-    from mmvllm.demo.handlers import DemoSettings
+def served(model=None, policy: MediaPolicy | None = None, max_images: int = 8, **engine_args) -> Iterator[Site]:
     from mmvllm.demo.look import LOOK
     from mmvllm.demo.page import build_page
+    from mmvllm.demo.settings import DemoSettings
 
     policy = policy or MediaPolicy()
     small = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 1024, "skip_warmup": True}
     engine = AsyncLLM(model, **small | engine_args)
-    page = build_page(engine, DemoSettings(policy, max_pictures))
+    page = build_page(engine, DemoSettings(policy, max_images))
     page.launch(prevent_thread_lock=True, quiet=True, share=False, max_file_size=policy.max_bytes, **LOOK)
     try:
         yield Site(page.local_url, engine)
@@ -49,7 +49,7 @@ def served(model=None, policy: MediaPolicy | None = None, max_pictures: int = 8,
 def site() -> Iterator[Site]:
     """The bundled model; pictures of at most 500 KB, three to a question."""
     pytest.importorskip("gradio")
-    with served(policy=MediaPolicy(max_bytes=500_000), max_pictures=3) as site:
+    with served(policy=MediaPolicy(max_bytes=500_000), max_images=3) as site:
         yield site
 
 

@@ -19,9 +19,9 @@ gr = pytest.importorskip("gradio")
 import fastapi  # noqa: E402 - gradio brings these
 import uvicorn  # noqa: E402
 
-from mmvllm.demo.handlers import DemoSettings  # noqa: E402
 from mmvllm.demo.look import LOOK  # noqa: E402
 from mmvllm.demo.page import build_page  # noqa: E402
+from mmvllm.demo.settings import DemoSettings  # noqa: E402
 
 pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("ignore::DeprecationWarning:gradio")]
 

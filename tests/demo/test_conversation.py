@@ -96,6 +96,9 @@ def test_the_note_under_an_answer_says_what_it_took(given, tokens, note):
     assert answer_note(given, tokens) == note
 
 
-@pytest.mark.parametrize("position, note", [(None, "Looking …"), (0, "Looking …"), (3, "Waiting, 3 ahead of you")])
+@pytest.mark.parametrize(
+    "position, note",
+    [(None, "Looking …"), (0, "Looking …"), (1, "Waiting, next in line"), (3, "Waiting, 2 ahead of you")],
+)
 def test_who_waits_is_told_how_many_are_ahead(position, note):
     assert queue_note(position) == note

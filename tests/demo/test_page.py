@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -108,8 +109,8 @@ def test_the_command_serves_who_may_come_in_and_leaves_no_file(tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--auth", "ann"], "--auth takes USER:PASSWORD"),
-        (["--auth", ":secret"], "--auth takes USER:PASSWORD"),
+        (["--auth", "ann"], "--auth is not USER:PASSWORD"),
+        (["--auth", ":secret"], "--auth is not USER:PASSWORD"),
         (["--auth-file", "{folder}/empty"], "is empty; write USER:PASSWORD"),
         (["--auth-file", "{folder}/none"], "No such file"),
         (["--max-image-pixels", "999999999999"], "--max-image-pixels is 999999999999"),
@@ -119,6 +120,13 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(options, message, tm
     (tmp_path / "empty").write_text("\n")
     assert main(["demo", "--model", "/no/such/model", *(option.format(folder=tmp_path) for option in options)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_taken_port_is_reported_before_a_model_is_loaded(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        assert main(["demo", "--model", "/no/such/model", "--port", str(number)]) == 2
+    assert f"cannot listen on 127.0.0.1:{number}" in capsys.readouterr().err
 
 
 def test_without_gradio_the_command_says_how_to_get_it(monkeypatch, capsys):

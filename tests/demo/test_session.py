@@ -13,6 +13,7 @@ from mmvllm.demo import session as session_module
 from mmvllm.demo.conversation import Options, Turn
 from mmvllm.demo.pictures import Picture
 from mmvllm.demo.session import Sessions, in_ticks
+from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
 from mmvllm.errors import EngineBusy
 from mmvllm.media import MediaPolicy
@@ -58,7 +59,7 @@ def _load(engine: AsyncLLM) -> tuple[int, int, int]:
 async def told(sessions: Sessions, session, turn: Turn, options: Options = OPTIONS) -> list[str]:
     """The answer as it grew."""
     seen = []
-    async with aclosing(sessions.answer(session, turn, options, POLICY)) as ticks:
+    async with aclosing(sessions.answer(session, turn, options)) as ticks:
         async for _ in ticks:
             seen.append(turn.answer)
     return seen
@@ -66,7 +67,7 @@ async def told(sessions: Sessions, session, turn: Turn, options: Options = OPTIO
 
 def test_an_answer_grows_and_says_in_the_end_what_it_took(checkpoint, uploads):
     async def work(engine):
-        sessions = Sessions(engine, uploads)
+        sessions = Sessions(engine, uploads, DemoSettings(POLICY))
         session = sessions.get("one")
         turn = Turn("What is this?", (sent(uploads, "one"),))
         seen = await told(sessions, session, turn)
@@ -81,9 +82,9 @@ def test_an_answer_grows_and_says_in_the_end_what_it_took(checkpoint, uploads):
 
 def test_stop_ends_the_answer_where_it_is(checkpoint, uploads):
     async def work(engine):
-        sessions = Sessions(engine, uploads)
+        sessions = Sessions(engine, uploads, DemoSettings(POLICY))
         session, turn = sessions.get("one"), Turn("talk")
-        async with aclosing(sessions.answer(session, turn, OPTIONS, POLICY)) as ticks:
+        async with aclosing(sessions.answer(session, turn, OPTIONS)) as ticks:
             async for _ in ticks:
                 if turn.answer:
                     await sessions.stop(session)
@@ -95,9 +96,9 @@ def test_stop_ends_the_answer_where_it_is(checkpoint, uploads):
 
 def test_who_stops_listening_ends_the_request(checkpoint, uploads):
     async def work(engine):
-        sessions = Sessions(engine, uploads)
+        sessions = Sessions(engine, uploads, DemoSettings(POLICY))
         session = sessions.get("one")
-        async with aclosing(sessions.answer(session, Turn("talk"), OPTIONS, POLICY)) as ticks:
+        async with aclosing(sessions.answer(session, Turn("talk"), OPTIONS)) as ticks:
             async for _ in ticks:
                 break
         assert session.request_id is None
@@ -107,7 +108,7 @@ def test_who_stops_listening_ends_the_request(checkpoint, uploads):
 
 def test_who_leaves_ends_the_request_and_takes_the_pictures_along(checkpoint, uploads):
     async def work(engine):
-        sessions = Sessions(engine, uploads)
+        sessions = Sessions(engine, uploads, DemoSettings(POLICY))
         session = sessions.get("one")
         turn = Turn("talk", (sent(uploads, "one"),))
         task = asyncio.create_task(told(sessions, session, turn))
@@ -124,7 +125,7 @@ def test_who_leaves_ends_the_request_and_takes_the_pictures_along(checkpoint, up
 
 def test_a_question_that_cannot_be_asked_leaves_no_turn(checkpoint, uploads):
     async def work(engine):
-        sessions = Sessions(engine, uploads)
+        sessions = Sessions(engine, uploads, DemoSettings(POLICY))
         session, held, good = sessions.get("one"), sent(uploads, "one"), sent(uploads, "one", "b.png")
         held.path.write_bytes(held.path.read_bytes()[:100])
         for turn, options, message in (
@@ -142,7 +143,7 @@ def test_a_question_that_cannot_be_asked_leaves_no_turn(checkpoint, uploads):
 
 def test_a_full_engine_says_so_and_takes_the_question_later(checkpoint, uploads):
     async def work(engine):
-        sessions = Sessions(engine, uploads)
+        sessions = Sessions(engine, uploads, DemoSettings(POLICY))
         one, two = sessions.get("one"), sessions.get("two")
         turn = Turn("talk")
         task = asyncio.create_task(told(sessions, one, turn))
@@ -159,7 +160,7 @@ def test_a_full_engine_says_so_and_takes_the_question_later(checkpoint, uploads)
 
 def test_many_sessions_are_not_kept_for_ever(uploads, monkeypatch):
     monkeypatch.setattr(session_module, "MAX_SESSIONS", 3)
-    sessions = Sessions(None, uploads)
+    sessions = Sessions(None, uploads, DemoSettings(POLICY))
     held = sent(uploads, "old")
     sessions.get("old").turns.append(Turn("q", (held,)))
     sessions.get("busy").request_id = "runs"

@@ -82,6 +82,22 @@ def settled_by_trying(text: str, stop: list[str]) -> int:
     return min(held, default=len(text))
 
 
+def test_long_stop_strings_cost_no_more_with_every_token(bundled):
+    num_looks = 0
+
+    class Watched(str):
+        def startswith(self, *args) -> bool:
+            nonlocal num_looks
+            num_looks += 1
+            return super().startswith(*args)
+
+    answer = AnswerText(bundled, [Watched("b" * 5000)])
+    for token_id in bundled("a", add_special_tokens=False)["input_ids"] * 300:
+        answer.append(token_id)
+        assert answer.num_settled == len(answer.text)
+    assert num_looks == 300
+
+
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(text=st.text("ab\n", max_size=12), stop=st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3))
 def test_what_could_begin_a_stop_string_is_not_settled(bundled, text, stop):

@@ -18,8 +18,9 @@ import pytest
 from fastapi import FastAPI
 
 from mmvllm.async_llm import AsyncLLM
+from mmvllm.cli.ports import listen
 from mmvllm.server.app import build_app
-from mmvllm.server.run import Server, listen, make_server
+from mmvllm.server.run import Server, make_server
 from mmvllm.server.settings import ServerSettings
 from tests.conftest import picture
 

@@ -6,6 +6,7 @@ import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -107,6 +108,9 @@ def own_engine():
         (chat("Hi", min_pixels=10**9), "min_pixels", "at most"),
         (chat(image_part(data_uri()), min_pixels=30000, max_pixels=20000), "min_pixels", "above"),
         (chat("Hi " * 30000), "messages", "max_model_len is 2048"),
+        (chat(messages=[user("")] * 2048), "messages", "at least 2048 tokens"),
+        (chat("Hi", cache_salt="x" * 1025), "cache_salt", "at most 1024 characters"),
+        (chat("Hi", stop_token_ids=[1] * 1025), "stop_token_ids", "at most 1024 items"),
         (chat("Hi", cache_salt="\ud800"), None, "not valid Unicode"),
         (chat("Hi <|image_pad|>"), "messages", "placeholders"),
         (chat(*[image_part(data_uri())] * 17), "messages", "--max-images"),
@@ -167,6 +171,8 @@ def test_what_changes_no_answer_is_taken(app):
         b'{"messages": [' + b"[]," * 2_100_000 + b"[]]}",
         b"{" + b",".join(b'"%d": 1' % i for i in range(50_000)) + b"}",
         b'{"messages": [' + b"{}," * 100_000 + b"{}]}",
+        json.dumps(chat("Hi", metadata=[[]] * 100_000, max_tokens=1)).encode(),
+        json.dumps(completion(user=[{}] * 100_000, max_tokens=1)).encode(),
         b'{"model": "bundled", "prompt": [' + b"[-1]," * 60 + b"[-1]]}",
     ],
 )
@@ -309,6 +315,29 @@ def test_over_capacity_is_a_429_and_passes(own_engine):
         connection.close()
         wait_for(lambda: is_idle(engine))
         assert call(app, "POST", CHAT, json=chat("Hello", max_tokens=1)).status_code == 200
+
+
+def test_a_picture_that_is_sent_along_waits_for_no_slow_host(engine, monkeypatch):
+    real, is_asked = MediaPolicy.fetch, asyncio.Event()
+
+    async def fetch(policy, url):
+        if url.startswith("data:"):
+            return await real(policy, url)
+        is_asked.set()
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(MediaPolicy, "fetch", fetch)
+    transport = httpx.ASGITransport(make_app(engine))
+
+    async def ask() -> int:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            slow = asyncio.create_task(client.post(CHAT, json=chat(*[image_part("http://slow/")] * 16)))
+            await is_asked.wait()
+            answer = await asyncio.wait_for(client.post(CHAT, json=chat(image_part(data_uri()), max_tokens=1)), 20)
+            slow.cancel()
+        return answer.status_code
+
+    assert asyncio.run(ask()) == 200
 
 
 def test_when_full_no_picture_is_fetched_for_nothing(engine, monkeypatch):

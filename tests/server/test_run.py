@@ -16,7 +16,7 @@ import pytest
 from mmvllm.async_llm import AsyncLLM
 from mmvllm.cli import serve
 from mmvllm.cli.main import main
-from mmvllm.server.run import listen
+from mmvllm.cli.ports import listen
 from tests.server.conftest import CHAT, ENGINE, LONG, chat, post, receive_all, receive_until, serving, wait_for
 
 

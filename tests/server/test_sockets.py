@@ -39,6 +39,7 @@ def running():
     """A server with little patience."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "HEADER_SECONDS", 0.5)
+        patch.setattr(run, "STALL_SECONDS", 0.5)
         patch.setattr(limits, "LINGER_SECONDS", 0.5)
         engine = AsyncLLM(**ENGINE)
         with serving(engine, max_body_bytes=MAX_BODY, body_timeout=0.5) as running:
@@ -223,16 +224,21 @@ def test_a_silent_stream_is_kept_alive_with_comments(monkeypatch):
     assert len(sent) > 2 and set(sent[1:-1]) == {b": ping\n\n"} and sent[-1] == b""
 
 
-def test_who_reads_nothing_is_given_up(monkeypatch):
-    from mmvllm.server import sse
-
-    monkeypatch.setattr(sse, "STALL_SECONDS", 0.05)
-
-    async def stall():
-        async def send(message):
-            await asyncio.sleep(10)
-
-        await sse.EventStream(send).data("x")
-
-    with pytest.raises(limits.ClientGone):
-        asyncio.run(stall())
+@pytest.mark.parametrize(
+    "asked",
+    [
+        b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 20,
+        post(CHAT, LONG | {"stream": True}),
+        post(COMPLETIONS, BRIEF | {"max_tokens": 30, "n": 4, "logprobs": 20, "ignore_eos": True}),
+    ],
+    ids=["sent-ahead", "stream", "whole"],
+)
+def test_who_does_not_read_is_hung_up_on(running, connection, asked, caplog):
+    connections = running.server.server_state.connections
+    wait_for(lambda: len(connections) == 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    next(iter(connections)).transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+    connection.sendall(asked)
+    wait_for(lambda: not connections, 10)
+    wait_for(lambda: is_idle(running.engine))
+    assert not caplog.records
