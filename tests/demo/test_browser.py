@@ -148,7 +148,7 @@ def test_the_true_answer_comes_and_the_next_one_uses_the_caches(chromium, site, 
 def test_the_cost_of_pictures_is_shown_before_asking_and_follows_the_resolution(chromium, site):
     with opened(chromium, site) as tab:
         cost = tab.page.locator("#cost")
-        assert cost.inner_text() == "Up to 3 pictures of 488 KB"
+        assert cost.inner_text() == "Up to 3 pictures of 488 KiB"
         tab.add(SCENE, OTHER)
         until(lambda: cost.inner_text() == "42 + 42 = 84 picture tokens")
         tab.page.get_by_role("button", name="Settings").click()
