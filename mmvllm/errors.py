@@ -1,6 +1,10 @@
 """What can go wrong with a request that was in order; one that was not is a ValueError."""
 
 
+class PromptTooLong(ValueError):
+    """A prompt that leaves no room for an answer."""
+
+
 class EngineUnavailable(RuntimeError):
     """The engine takes no request now."""
 

@@ -194,9 +194,10 @@ class LLM:
         return 2 * self.engine.config.max_num_seqs
 
     def _has_room(self, call: "_Call") -> bool:
-        """Whether the engine should take another request: by their number, and by the bytes of their pictures."""
+        """Whether the engine should take another request: by their number, and by the bytes of pictures that wait."""
         with self._lock:  # another thread's step may take requests away meanwhile
-            held = sum(group.leader.vision.num_bytes for group in self.engine.scheduler.groups.values())
+            groups = self.engine.scheduler.groups.values()
+            held = sum(group.leader.vision.num_bytes for group in groups if not group.has_begun)
         return not call.indices or (len(call.indices) < self.window and held < MAX_BYTES)
 
     def _add(

@@ -28,6 +28,7 @@ from mmvllm.engine.scheduler import RECOVERY_STEPS, Schedule, Scheduler
 from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup
 from mmvllm.engine.stats import StepStats, Stopwatch, step_stats
 from mmvllm.engine.vision_inputs import VisionInputs
+from mmvllm.errors import PromptTooLong
 from mmvllm.layers.attention import AttentionBackend, choose_attention
 from mmvllm.layers.linear import pack_weights
 from mmvllm.layers.transfer import current_device
@@ -328,7 +329,7 @@ class LLMEngine:
 
     def _refuse_what_never_fits(self, token_ids: list[int], vision: VisionInputs) -> None:
         if len(token_ids) >= self.max_model_len:
-            raise ValueError(
+            raise PromptTooLong(
                 f"prompt has {len(token_ids)} tokens ({vision.num_tokens} of them from images), max_model_len is "
                 f"{self.max_model_len} including the answer; shorten it, lower max_pixels or raise max_model_len"
             )
@@ -336,7 +337,7 @@ class LLMEngine:
             if not self.encoder_cache.fits(length):
                 needed = length * self.encoder_cache.bytes_per_row
                 raise ValueError(
-                    f"image {i} has {length} tokens, which take {needed} bytes of the encoder cache; "
+                    f"image {i}: has {length} tokens, which take {needed} bytes of the encoder cache; "
                     f"encoder_cache_bytes is {self.encoder_cache.capacity_bytes}; raise it or lower max_pixels"
                 )
 

@@ -10,11 +10,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mmvllm.async_llm import AsyncLLM, Request
-from mmvllm.errors import EngineUnavailable, RequestFailed
+from mmvllm.errors import EngineUnavailable, PromptTooLong, RequestFailed
 from mmvllm.outputs import Delta
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.convert import Picture
-from mmvllm.server.errors import ApiError, from_engine
+from mmvllm.server.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, from_engine
 from mmvllm.server.limits import ClientGone
 from mmvllm.server.metrics import Metrics
 from mmvllm.server.reply import ChatReply, Choice, CompletionReply, usage_of
@@ -115,7 +115,8 @@ class Answer(Response):
         except (EngineUnavailable, RequestFailed, TimeoutError) as error:
             raise from_engine(error) from error
         except ValueError as error:
-            raise ApiError(400, str(error), param=self._param(str(error))) from error
+            code = CONTEXT_LENGTH_EXCEEDED if isinstance(error, PromptTooLong) else None
+            raise ApiError(400, str(error), param=self._param(str(error)), code=code) from error
 
     def _param(self, message: str) -> str:
         """Which field the engine's refusal is about."""

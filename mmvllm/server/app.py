@@ -11,6 +11,7 @@ from prometheus_client.exposition import choose_encoder
 
 import mmvllm
 from mmvllm.async_llm import AsyncLLM
+from mmvllm.async_llm import Health as EngineHealth
 from mmvllm.server import errors
 from mmvllm.server.answer import Answer
 from mmvllm.server.body import StrictRoute
@@ -42,13 +43,14 @@ def build_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     app.include_router(_models(engine, settings))
     app.include_router(_state(engine, metrics))
     errors.install(app)
+    open_paths = _mount_demo(app, engine, settings) if settings.has_demo else ()
     app.add_middleware(
         Gate,
         api_keys=settings.api_keys,
         max_bytes=settings.max_body_bytes,
         timeout=settings.body_timeout,
         budget=ByteBudget(settings.max_bodies_bytes),
-        open_paths=_mount_demo(app, engine, settings),
+        open_paths=open_paths,
     )
     if settings.cors_origins:
         app.add_middleware(
@@ -60,9 +62,7 @@ def build_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
 
 
 def _mount_demo(app: FastAPI, engine: AsyncLLM, settings: ServerSettings) -> Sequence[str]:
-    """The paths where the demo, if there is to be one, reads bodies itself."""
-    if not settings.has_demo:
-        return ()
+    """Returns the paths below which the demo reads bodies itself."""
     from mmvllm.server import demo  # only who wants it needs gradio
 
     demo.mount(app, engine, settings)
@@ -115,16 +115,17 @@ def _state(engine: AsyncLLM, metrics: Metrics) -> APIRouter:
     @router.get("/health/live", response_model=Health, responses=unhealthy)
     async def live() -> Response:
         """Whether the engine still serves what it has; if not, only a new start helps."""
-        return _health(engine.health().is_live)
+        health = engine.health()
+        return _health(health, health.is_live)
 
     @router.get("/health", response_model=Health, responses=unhealthy)
     @router.get("/health/ready", response_model=Health, responses=unhealthy)
     async def ready() -> Response:
         """Whether the engine takes requests."""
-        return _health(engine.health().is_ready)
-
-    def _health(is_well: bool) -> Response:
         health = engine.health()
+        return _health(health, health.is_ready)
+
+    def _health(health: EngineHealth, is_well: bool) -> Response:
         return JSONResponse({"status": health.status, "reason": health.reason}, 200 if is_well else 503)
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}} | FAILS)

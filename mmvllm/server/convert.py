@@ -6,7 +6,7 @@ from typing import Any
 
 from mmvllm.processors.image import ImageProcessorConfig
 from mmvllm.sampling_params import SamplingParams
-from mmvllm.server.errors import ApiError
+from mmvllm.server.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
 from mmvllm.server.protocol import ChatRequest, CompletionRequest, ImagePart, Message, SamplingRequest, TextPart
 
 LOW_TOKENS, AUTO_TOKENS = 256, 1280  # image tokens of a picture with this detail, at most
@@ -106,7 +106,7 @@ class LengthLimit:
             least = num_more + (-(-len(prompt) // self.max_token_length) if isinstance(prompt, str) else len(prompt))
             if least >= self.max_model_len:
                 message = f"the prompt has at least {least} tokens, max_model_len is {self.max_model_len}; shorten it"
-                raise ApiError(400, message, param=param, code="context_length_exceeded")
+                raise ApiError(400, message, param=param, code=CONTEXT_LENGTH_EXCEEDED)
 
 
 def texts(body: ChatRequest) -> Iterator[str]:

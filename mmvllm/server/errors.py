@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from mmvllm.errors import DeadlineExceeded, EngineBusy, EngineUnavailable, RequestFailed
 
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 

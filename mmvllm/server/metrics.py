@@ -13,10 +13,6 @@ from mmvllm.outputs import Delta, RequestOutput
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2)
 CLIENT_GONE = 499
-PATHS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/models"),
-    *("/health", "/health/live", "/health/ready", "/metrics", "/version"),
-)
 
 
 class Metrics:
@@ -125,13 +121,11 @@ class CountingMiddleware:
         try:
             await self.app(scope, watched_receive, watched_send)
         finally:
-            path = _label(scope["path"])
+            path = _label(scope)
             self._metrics.responses.labels(path, CLIENT_GONE if is_gone else status).inc()
             self._metrics.http_seconds.labels(path).observe(time.perf_counter() - start)
 
 
-def _label(path: str) -> str:
-    """One of few: whoever asks for a thousand paths makes no thousand series."""
-    if path.startswith("/v1/models/"):
-        return "/v1/models"
-    return path if path in PATHS else "other"
+def _label(scope: Scope) -> str:
+    """The route, one of few: whoever asks for a thousand paths makes no thousand series."""
+    return getattr(scope.get("route"), "path", None) or "other"

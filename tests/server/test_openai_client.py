@@ -238,7 +238,7 @@ def test_errors_have_the_class_field_and_text_that_clients_expect(client):
         create(client, image_part("http://127.0.0.1/a.png"), "Hello")
     with pytest.raises(openai.BadRequestError, match=r"prompt has .* tokens") as long:
         create(client, "Hello " * 2000)
-    assert long.value.param == "messages"
+    assert (long.value.param, long.value.code) == ("messages", "context_length_exceeded")
 
 
 def test_helpers_of_the_client_that_stream_find_what_they_need(client):
