@@ -57,6 +57,7 @@ class Tally:
     """What the clients saw."""
 
     outcomes: Counter = field(default_factory=Counter)
+    num_right: int = 0
     wrong: list[str] = field(default_factory=list)
     first_token: list[float] = field(default_factory=list)  # seconds
     per_token: list[float] = field(default_factory=list)
@@ -127,8 +128,10 @@ class ServerProcess:
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": folder}
         )
-        line = self._process.stdout.readline()
-        self.url = re.search(r"http://\S+?:\d+", line)[0]
+        found = re.search(r"http://\S+?:\d+", self._process.stdout.readline())
+        if found is None:
+            raise SystemExit(f"the server did not start; its exit code is {self._process.wait(60)}")
+        self.url = found[0]
         self.memory: list[int] = []
         self._watched = psutil.Process(self._process.pid)
 
@@ -202,7 +205,9 @@ def new_text(case: Case, choice) -> str:
 def check(tally: Tally, case: Case, text: str, num_tokens: int) -> None:
     tally.outcomes[case.kind] += 1
     tally.num_tokens += num_tokens
-    if text != case.answer:
+    if text == case.answer:
+        tally.num_right += 1
+    else:
         tally.wrong.append(f"{case.kind}: {text!r} instead of {case.answer!r}")
 
 
@@ -251,6 +256,8 @@ async def load(
 
 
 def percentiles(seconds: list[float]) -> str:
+    if len(seconds) < 2:
+        return "too few answers to say"
     marks = quantiles(seconds, n=100, method="inclusive")
     return f"p50 {1000 * marks[49]:.0f} ms, p99 {1000 * marks[98]:.0f} ms"
 
@@ -270,14 +277,18 @@ def main() -> int:
             leaks, metrics = server.leaks(), server.metrics()
         finally:
             code = server.stop()
-    num_right = sum(tally.outcomes[kind] for kind in {case.kind for case in cases}) - len(tally.wrong)
     print(f"{args.clients} clients for {seconds:.0f} s: {dict(tally.outcomes)}")
-    print(f"right answers {num_right}, wrong {len(tally.wrong)}; left behind: {', '.join(leaks) or 'nothing'}")
+    print(f"right answers {tally.num_right}, wrong {len(tally.wrong)}; left behind: {', '.join(leaks) or 'nothing'}")
     print(f"memory at the end {server.memory[-1] >> 20} MiB; server's exit code {code}")
     print(f"time to first token: {percentiles(tally.first_token)}; per token: {percentiles(tally.per_token)}")
     print(f"{sum(tally.outcomes.values()) / seconds:.1f} requests/s, {tally.num_tokens / seconds:.0f} tokens/s")
     print(*tally.wrong[:5], sep="\n")
-    summary = {"requests": sum(tally.outcomes.values()), "right": num_right, "wrong": len(tally.wrong), "leaks": leaks}
+    summary = {
+        "requests": sum(tally.outcomes.values()),
+        "right": tally.num_right,
+        "wrong": len(tally.wrong),
+        "leaks": leaks,
+    }
     print(
         json.dumps(
             summary | {"seconds": round(seconds, 1), "prefix_hit_ratio": round(metrics["mmvllm_prefix_hit_ratio"], 3)}
