@@ -103,7 +103,7 @@ class AsyncLLM:
         self._queued: dict[_Stream, Callable[[], None]] = {}  # of these, who bring pictures that nobody prepares yet
         self._num_preparing = 0  # pictures, in the pool
         self._status, self._reason = "ok", None
-        self._pool = worker_threads(NUM_WORKERS)
+        self._pool = worker_threads(NUM_WORKERS + 1)  # one more than pictures may have: text waits for none
         self._thread = EngineThread(engine, self._deliver, self._fail)
         self._closing = threading.Lock()
         # After the engine's own, so before it: those run in reverse order, and the thread still uses the engine.

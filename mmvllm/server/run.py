@@ -1,4 +1,4 @@
-"""uvicorn, with a limit on how long a request's head may take, and a shutdown that finishes what was begun."""
+"""uvicorn, with a shutdown that finishes what was begun."""
 
 import asyncio
 import logging
@@ -6,62 +6,13 @@ import socket
 from collections.abc import Callable
 from types import FrameType
 
-import h11
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mmvllm.async_llm import AsyncLLM
+from mmvllm.server.connection import Protocol
 
-HEADER_SECONDS = 10.0
-STALL_SECONDS = 60.0  # that a client may take to read what was sent
 SEND_SECONDS = 5.0  # for answers to be sent whose requests have ended
-
-
-class Protocol(H11Protocol):
-    """Hangs up on who has not sent a whole head `HEADER_SECONDS` after connecting, or after its first byte, and on who
-    does not read: what a client leaves unread is kept for ever otherwise, and its connection too."""
-
-    _header_timer: asyncio.TimerHandle | None = None
-    _stall_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # so that `pause_writing` tells of all that is left unread
-        self._expect_header()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
-            self._forget_header()
-        elif self._header_timer is None:
-            self._expect_header()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._stall_timer = self.loop.call_later(STALL_SECONDS, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._forget_stall()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._forget_header()
-        self._forget_stall()
-        super().connection_lost(exc)
-
-    def _expect_header(self) -> None:
-        self._header_timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
-
-    def _forget_header(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
-
-    def _forget_stall(self) -> None:
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._stall_timer = None
 
 
 class Server(uvicorn.Server):

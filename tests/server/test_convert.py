@@ -100,6 +100,11 @@ def test_messages_keep_their_order_and_developers_speak_as_the_system():
     ]
 
 
+def test_what_is_ignored_is_not_kept():
+    body = request("Hi", user="x", metadata={"a": "b"})
+    assert body.user is None and body.metadata is None
+
+
 def test_parameters_are_openais_by_default():
     del (body := chat("Hi"))["temperature"]
     assert chat_params(ChatRequest(**body), 99) == SamplingParams(temperature=1.0, max_tokens=99)

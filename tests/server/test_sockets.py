@@ -11,7 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mmvllm.async_llm import AsyncLLM
-from mmvllm.server import limits, run
+from mmvllm.server import connection as protocol
+from mmvllm.server import limits
 from tests.server.conftest import (
     CHAT,
     COMPLETIONS,
@@ -38,8 +39,8 @@ BRIEF = {"model": "bundled", "prompt": "Hello", "max_tokens": 2}
 def running():
     """A server with little patience."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "HEADER_SECONDS", 0.5)
-        patch.setattr(run, "STALL_SECONDS", 0.5)
+        patch.setattr(protocol, "HEADER_SECONDS", 0.5)
+        patch.setattr(protocol, "STALL_SECONDS", 0.5)
         patch.setattr(limits, "LINGER_SECONDS", 0.5)
         engine = AsyncLLM(**ENGINE)
         with serving(engine, max_body_bytes=MAX_BODY, body_timeout=0.5) as running:
@@ -137,13 +138,35 @@ def test_a_client_that_sends_all_before_it_reads_sees_why_it_was_refused(connect
     ],
     ids=["tls", "no-version", "negative-length", "endless-length", "bad-chunk", "endless-header"],
 )
-def test_garbage_gets_400_or_nothing_and_harms_nobody(running, connection, garbage):
+def test_garbage_gets_400_or_nothing_and_harms_nobody(running, connection, garbage, caplog):
     with contextlib.suppress(OSError):
         connection.sendall(garbage)
     with contextlib.suppress(ConnectionResetError):
         answer = receive_all(connection)
         assert not answer or 400 <= status(answer) < 500
-    assert running.get("/health").status_code == 200
+    assert running.get("/health").status_code == 200 and not caplog.records
+
+
+def test_garbage_after_an_answer_has_begun_ends_it_quietly(connection, caplog):
+    size = 2 * MAX_BODY
+    connection.sendall(head(CHAT, None) + b"%x\r\n" % size + b" " * size)
+    assert status(receive_until(connection)) == 413
+    with contextlib.suppress(OSError):
+        connection.sendall(b"zz\r\n")
+        receive_all(connection)
+    assert not caplog.records
+
+
+def test_a_body_in_crumbs_is_refused(connection, caplog):
+    connection.sendall(head(COMPLETIONS, None) + b"1\r\n \r\n" * (protocol.MAX_CRUMBS + 1))
+    assert status(receive_all(connection)) == 400 and not caplog.records
+
+
+def test_a_body_in_many_chunks_is_taken(connection):
+    data = json.dumps(BRIEF).encode()
+    body = b"".join(b"1\r\n%c\r\n" % byte for byte in data + b" " * (protocol.MAX_CRUMBS - len(data)))
+    connection.sendall(head(COMPLETIONS, None, "Connection: close") + body + b"0\r\n\r\n")
+    assert status(receive_all(connection)) == 200
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
