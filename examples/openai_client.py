@@ -27,6 +27,9 @@ def main() -> None:
     parser.add_argument("pictures", type=Path, nargs="+")
     parser.add_argument("question")
     args = parser.parse_args()
+    for path in args.pictures:
+        if not path.is_file():
+            parser.error(f"{path}: no such file")
     client = OpenAI(
         base_url=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1"),
         api_key=os.environ.get("OPENAI_API_KEY", "none"),

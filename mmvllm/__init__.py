@@ -20,6 +20,11 @@ _EXPORTS = {
     "RequestOutput": "mmvllm.outputs",
     "CompletionOutput": "mmvllm.outputs",
     "Delta": "mmvllm.outputs",
+    "EngineBusy": "mmvllm.errors",
+    "EngineStopped": "mmvllm.errors",
+    "EngineFailed": "mmvllm.errors",
+    "RequestFailed": "mmvllm.errors",
+    "DeadlineExceeded": "mmvllm.errors",
 }
 __all__ = [*_EXPORTS, "__version__"]
 

@@ -163,7 +163,7 @@ def _decode(
     try:
         image = Image.open(io.BytesIO(data), formats=known) if isinstance(data, bytes) else data
         if image.width * image.height > max_pixels:
-            raise Image.DecompressionBombError(f"it is {image.width}x{image.height} pixels")
+            raise Image.DecompressionBombError(f"it is {image.width}x{image.height}, more than {max_pixels} pixels")
         if draft is not None:
             image.draft(None, (draft, draft))
         image.load()

@@ -45,8 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from mmvllm.media import MediaPolicy
 
     policy = MediaPolicy(max_bytes=args.max_image_bytes, max_pixels=args.max_image_pixels)
-    if args.port is not None:
-        listen(args.host, args.port).close()  # before a model is loaded for nothing
+    listen(args.host, args.port or 0).close()  # before a model is loaded for nothing
     engine = AsyncLLM(args.model, device=args.device, dtype=args.dtype, max_waiting=args.max_waiting)
     try:
         page = build_page(engine, DemoSettings(policy, args.max_images))
@@ -79,7 +78,7 @@ def _users(args: argparse.Namespace) -> list[tuple[str, str]] | None:
     """Who may come in; None is everybody."""
     lines = [args.auth] if args.auth is not None else []
     if args.auth_file is not None:
-        lines = [line for line in args.auth_file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in _read(args.auth_file).splitlines() if line.strip()]
         if not lines:
             raise ValueError(f"{args.auth_file} is empty; write USER:PASSWORD, one to a line")
     users = [line.partition(":")[::2] for line in lines]
@@ -87,3 +86,10 @@ def _users(args: argparse.Namespace) -> list[tuple[str, str]] | None:
         where = "--auth" if args.auth_file is None else f"{args.auth_file}: a line"
         raise ValueError(f"{where} is not USER:PASSWORD, neither of them empty")
     return users or None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--auth-file {path} cannot be read: {error}") from None

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from importlib.util import find_spec
 
 from mmvllm.cli.common import add_model_arguments, at_least_one
@@ -133,6 +134,7 @@ def run(args: argparse.Namespace) -> int:
     from mmvllm.server.run import make_server
 
     keys = _api_keys(args)
+    _check_origins(args.cors_origin)
     with listen(args.host, args.port) as listener:
         given = {name: value for name in ENGINE_ARGUMENTS if (value := getattr(args, name)) is not None}
         engine = AsyncLLM(args.model, max_waiting=args.max_waiting, **given)
@@ -171,6 +173,12 @@ def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:
         if not key.strip():
             raise ValueError(f"{source} is empty; leave it out to serve everyone")
     return tuple(key for _, key in given)
+
+
+def _check_origins(origins: list[str]) -> None:
+    for origin in origins:
+        if origin != "*" and not re.fullmatch(r"https?://[^/]+", origin):
+            raise ValueError(f"--cors-origin: {origin!r} is not an origin; write https://example.org, or * for all")
 
 
 def _check_installed(args: argparse.Namespace) -> None:

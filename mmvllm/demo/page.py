@@ -143,7 +143,7 @@ def _controls(engine: "AsyncLLM") -> list[gr.components.Component]:
     """In the order of `Options`."""
     config = engine.image_config
     token = config.factor**2
-    largest = min(4 * config.max_pixels, engine.max_model_len * token) // token * token
+    largest = min(config.max_pixels, engine.max_model_len * token) // token * token
     pixels = {"minimum": 4 * token, "maximum": largest, "step": 1, "min_width": 240}
     system = gr.Textbox("", label="System prompt", lines=2)
     with gr.Row():
@@ -154,6 +154,6 @@ def _controls(engine: "AsyncLLM") -> list[gr.components.Component]:
         seed = gr.Number(-1, label="Seed, or -1 for none", min_width=240, precision=0)
     with gr.Row():
         low = gr.Slider(value=config.min_pixels, label="Fewest pixels of a picture", **pixels)
-        most = min(config.max_pixels, MOST_TOKENS * token, largest)
+        most = min(MOST_TOKENS * token, largest)
         high = gr.Slider(value=most, label="Most pixels of a picture", **pixels)
     return [system, temperature, top_p, max_tokens, seed, low, high]

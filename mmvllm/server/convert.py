@@ -35,7 +35,7 @@ class Bounds:
         return cls(min(LOW_TOKENS * token, auto), auto, max(config.max_pixels, auto))
 
     def cap(self, detail: str | None, asked: int | None) -> int:
-        """`asked` is the request's own bound, which stands for that of auto and high."""
+        """`asked` is the request's own bound: instead of that of auto and high, and no less strict than that of low."""
         if detail == "low":
             return min(self.low, asked or self.low)
         return asked or (self.high if detail == "high" else self.auto)
@@ -61,13 +61,13 @@ def pictures(body: ChatRequest) -> list[Picture]:
     ]
 
 
-def caps(body: ChatRequest, bounds: Bounds) -> list[int]:
-    """The most pixels of each of `pictures(body)`; raises ApiError for bounds that cannot be kept."""
+def caps(body: ChatRequest, pictures: Sequence[Picture], bounds: Bounds) -> list[int]:
+    """The most pixels of each picture; raises ApiError for bounds that cannot be kept."""
     for name in ("min_pixels", "max_pixels"):
         value = getattr(body, name)
         if value is not None and value > bounds.high:  # nobody may have small pictures made huge
             raise ApiError(400, f"{name} is {value}, must be at most {bounds.high} here", param=name)
-    found = [bounds.cap(picture.detail, body.max_pixels) for picture in pictures(body)]
+    found = [bounds.cap(picture.detail, body.max_pixels) for picture in pictures]
     if body.min_pixels is not None and found and body.min_pixels > min(found):
         message = f"min_pixels is {body.min_pixels}, above the {min(found)} that detail and max_pixels allow"
         raise ApiError(400, message, param="min_pixels")

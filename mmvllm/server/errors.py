@@ -12,6 +12,7 @@ from starlette.responses import Response
 from mmvllm.errors import DeadlineExceeded, EngineBusy, EngineUnavailable, RequestFailed
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+MESSAGES = {"extra_forbidden": "is not a field of this request", "missing": "is missing"}  # instead of pydantic's
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -64,12 +65,14 @@ def install(app: FastAPI) -> None:
         if isinstance(error, ApiError):
             return error.response()
         message = {
-            404: f"there is no {request.url.path} here",
+            404: f"there is no {request.url.path} here; OpenAI's API begins with /v1",
             405: f"{request.url.path} does not take {request.method}",
         }.get(error.status_code, str(error.detail))
         return ApiError(error.status_code, message, headers=error.headers).response()
 
     async def from_validation(_: Request, error: RequestValidationError) -> Response:
+        if error.body is None:
+            return ApiError(400, "the body is empty; send the request as JSON").response()
         if isinstance(error.body, bytes):
             return ApiError(415, "the body must be JSON, with the header Content-Type: application/json").response()
         param, message = blame(error.errors(), error.body)
@@ -88,7 +91,7 @@ def blame(errors: list[dict], body: Any) -> tuple[str | None, str]:
 
     A value that fits none of several shapes has errors for each; the deepest are those of the shape that was meant.
     """
-    found = [(_path(error, body), error["msg"]) for error in errors]
+    found = [(_path(error, body), MESSAGES.get(error["type"], error["msg"])) for error in errors]
     deepest = max(len(path) for path, _ in found)
     path = next(path for path, _ in found if len(path) == deepest)
     messages = dict.fromkeys(message for other, message in found if other == path)

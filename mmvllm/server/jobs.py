@@ -33,8 +33,9 @@ class Jobs:
         params = convert.chat_params(body, self._engine.max_model_len)
         num_turns = len(body.messages)  # the chat template begins each with a token at least
         self._lengths.check("messages", ["".join(convert.texts(body))], num_turns)
-        pictures, caps = convert.pictures(body), convert.caps(body, self._bounds)
+        pictures = convert.pictures(body)
         self._check_number(pictures)
+        caps = convert.caps(body, pictures, self._bounds)
 
         async def prepare() -> list[Request]:
             self._engine.check_room()

@@ -92,7 +92,6 @@ class SamplingRequest(Model):
     stop: Annotated[str, Field(min_length=1)] | Strings | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] | None = None
     min_tokens: int | None = Field(None, ge=0, lt=INT64)
-    max_tokens: int | None = Field(None, ge=1, lt=INT64)
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -112,7 +111,7 @@ class ChatRequest(SamplingRequest):
         None, max_length=MAX_SALT, description="Cached prompts are shared only among requests with the same."
     )
     min_pixels: int | None = Field(None, ge=1, lt=INT64)
-    max_pixels: int | None = Field(None, ge=1, lt=INT64, description="Of pictures with detail auto or high.")
+    max_pixels: int | None = Field(None, ge=1, lt=INT64, description="Instead of the bound of detail auto or high.")
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     response_format: TextFormat | None = None
     tool_choice: Literal["none", "auto"] | None = None

@@ -572,7 +572,7 @@ def test_a_huge_declared_size_is_refused_undecoded(pillow_limit, monkeypatch):
 
 def test_a_huge_image_of_the_caller_is_refused(monkeypatch):
     monkeypatch.setattr(load_module, "MAX_SOURCE_PIXELS", 99)
-    with pytest.raises(ValueError, match=r"the PIL image: too large to decode \(it is 10x10 pixels\)"):
+    with pytest.raises(ValueError, match=r"the PIL image: too large to decode \(it is 10x10, more than \d+ pixels\)"):
         load_image(Image.new("RGB", (10, 10)))
 
 

@@ -66,20 +66,20 @@ def own_engine():
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"messages": [user("Hi")]}, "model", "required"),
-        ({"model": "bundled"}, "messages", "required"),
+        ({"messages": [user("Hi")]}, "model", "is missing"),
+        ({"model": "bundled"}, "messages", "is missing"),
         (chat(messages=[]), "messages", "at least 1"),
         (chat(messages="Hi"), "messages", "valid list"),
-        (chat(messages=[{"role": "user"}]), "messages[0].content", "required"),
+        (chat(messages=[{"role": "user"}]), "messages[0].content", "is missing"),
         (chat(messages=[{"role": "user", "content": None}]), "messages[0].content", "valid string"),
         (chat(messages=[user("Hi"), {"role": "tool", "content": "x"}]), "messages[1].role", "'assistant'"),
         (chat(messages=[{"role": "user", "content": []}]), "messages[0].content", "at least 1"),
-        (chat({"type": "text"}), "messages[0].content[0].text", "required"),
+        (chat({"type": "text"}), "messages[0].content[0].text", "is missing"),
         (chat("Hi", {"type": "text", "text": 5}), "messages[0].content[1].text", "valid string"),
-        (chat("Hi", {"type": "image_url"}), "messages[0].content[1].image_url", "required"),
+        (chat("Hi", {"type": "image_url"}), "messages[0].content[1].image_url", "is missing"),
         (chat(image_part(5)), "messages[0].content[0].image_url.url", "valid string"),
         (chat(image_part("data:,", detail="huge")), "messages[0].content[0].image_url.detail", "'low'"),
-        (chat(image_part("data:,", size=1)), "messages[0].content[0].image_url.size", "not permitted"),
+        (chat(image_part("data:,", size=1)), "messages[0].content[0].image_url.size", "is not a field of this request"),
         (chat({"type": "input_audio"}), "messages[0].content[0]", "'image_url'"),
         (chat(image_part("ftp://x/y.png")), "messages[0].content[0].image_url.url", "URL"),
         (chat("Hi", temperature=-1), "temperature", "greater than or equal to 0"),
@@ -98,12 +98,12 @@ def own_engine():
         (chat("Hi", logprobs=True, top_logprobs=21), "top_logprobs", "20"),
         (chat("Hi", stream_options={"include_usage": True}), "stream_options", "stream: true"),
         (chat("Hi", tools=[{"type": "function"}]), "tools", "not supported"),
-        (chat("Hi", tool_choice="required"), "tool_choice", "'none' or 'auto'"),
+        (chat("Hi", tool_choice="is missing"), "tool_choice", "'none' or 'auto'"),
         (chat("Hi", response_format={"type": "json_object"}), "response_format.type", "'text'"),
         (chat("Hi", logit_bias={"5": 1}), "logit_bias", "not supported"),
         (chat("Hi", modalities=["text", "audio"]), "modalities", ""),
         (chat("Hi", reasoning_effort="low"), "reasoning_effort", "not supported"),
-        (chat("Hi", no_such_thing=1), "no_such_thing", "not permitted"),
+        (chat("Hi", no_such_thing=1), "no_such_thing", "is not a field of this request"),
         (chat("Hi", max_pixels=10**9), "max_pixels", "at most"),
         (chat("Hi", min_pixels=10**9), "min_pixels", "at most"),
         (chat(image_part(data_uri()), min_pixels=30000, max_pixels=20000), "min_pixels", "above"),
@@ -183,6 +183,11 @@ def test_odd_json_is_a_400(app, path, content):
     assert len(error_of(answer)["message"]) < 1000
 
 
+def test_an_empty_body_is_told_to_be_one(app):
+    answer = call(app, "POST", CHAT, content="", headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400 and error_of(answer)["message"] == "the body is empty; send the request as JSON"
+
+
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
 def test_a_body_that_is_not_said_to_be_json_is_a_415(app, kind):
     """A page from elsewhere may send the others without asking."""
@@ -192,7 +197,10 @@ def test_a_body_that_is_not_said_to_be_json_is_a_415(app, kind):
 
 def test_unknown_paths_and_methods_have_errors_of_the_same_shape(app):
     answer = call(app, "GET", "/v1/embeddings")
-    assert (answer.status_code, error_of(answer)["message"]) == (404, "there is no /v1/embeddings here")
+    assert (answer.status_code, error_of(answer)["message"]) == (
+        404,
+        "there is no /v1/embeddings here; OpenAI's API begins with /v1",
+    )
     answer = call(app, "GET", CHAT)
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
     error_of(answer)

@@ -21,7 +21,7 @@ def request(*parts, **keys) -> ChatRequest:
 
 def engine_request(*parts, **keys) -> dict:
     body = request(*parts, **keys)
-    return chat_request(body, [picture.url.encode() for picture in pictures(body)], caps(body, BOUNDS))
+    return chat_request(body, [picture.url.encode() for picture in pictures(body)], caps(body, pictures(body), BOUNDS))
 
 
 def images(made: dict) -> list[dict]:
@@ -84,7 +84,7 @@ def test_messages_keep_their_order_and_developers_speak_as_the_system():
         "messages[1].content[1].image_url.url",
         "messages[3].content[0].image_url.url",
     ]
-    made = chat_request(body, [b"1", b"2"], caps(body, BOUNDS))["messages"]
+    made = chat_request(body, [b"1", b"2"], caps(body, pictures(body), BOUNDS))["messages"]
     assert made == [
         {"role": "system", "content": "Be brief."},
         {
@@ -157,7 +157,7 @@ def test_one_kind_of_detail_is_prepared_as_the_engine_does_with_that_bound(engin
     image = Image.effect_noise((300, 200), 90).convert("RGB")
     body = request(image_part("x", detail="low"), "Hi")
     bounds = Bounds.of(engine.image_config, 28 * 28 * 30)
-    made = process(chat_request(body, [image], caps(body, bounds)))
+    made = process(chat_request(body, [image], caps(body, pictures(body), bounds)))
     messages = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "Hi"}]}]
     reference = process({"messages": messages, "max_pixels": 28 * 28 * 30})
     assert made.token_ids == reference.token_ids

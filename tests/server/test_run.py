@@ -143,6 +143,9 @@ def test_the_demo_needs_its_own_extra(monkeypatch, capsys):
         (["--host", "no host"], "cannot listen on no host:0"),
         (["--max-images", "0"], "not a whole number of at least 1"),
         (["--api-key", ""], "--api-key is empty"),
+        (["--cors-origin", "example.org"], "--cors-origin: 'example.org' is not an origin"),
+        (["--cors-origin", "https://example.org/"], "is not an origin"),
+        (["--drain-timeout", "soon"], "'soon' is not a number of seconds"),
         (["--allowed-media-networks", "everything"], "--allowed-media-networks"),
     ],
 )
