@@ -1,5 +1,6 @@
 """Whatever is sent: an answer or an error of ours, and never a failure; what is answered is as the schema says."""
 
+import contextlib
 import json
 
 import pytest
@@ -12,7 +13,19 @@ from schemathesis.specs.openapi.checks import response_schema_conformance
 from mmvllm.server.app import build_app
 from mmvllm.server.protocol import ChatRequest, CompletionRequest
 from mmvllm.server.settings import ServerSettings
-from tests.server.conftest import CHAT, COMPLETIONS, call, data_uri, error_of, image_part, is_idle, png, user, wait_for
+from tests.server.conftest import (
+    CHAT,
+    COMPLETIONS,
+    call,
+    data_uri,
+    error_of,
+    image_part,
+    is_idle,
+    png,
+    receive_until,
+    user,
+    wait_for,
+)
 
 BOUNDED = settings(
     max_examples=60,
@@ -42,6 +55,31 @@ messages = st.lists(
     max_size=3,
 )
 prompts = st.text(max_size=20) | st.lists(st.integers(0, 800), max_size=9) | values
+
+
+header_names = st.sampled_from(
+    [
+        *("Content-Length", "Transfer-Encoding", "Content-Type", "Content-Encoding", "Expect", "Connection", "Host"),
+        *("Authorization", "Accept", "Accept-Encoding", "Origin", "Range", "Upgrade", "Cookie", "X-Forwarded-For"),
+    ]
+) | st.text("aZ-_0", min_size=1, max_size=8)
+header_values = st.sampled_from(
+    [
+        "",
+        "0",
+        "2",
+        "5",
+        "-1",
+        "9" * 30,
+        "chunked",
+        "gzip",
+        "100-continue",
+        "close",
+        "application/json",
+        "websocket",
+        "*",
+    ]
+) | st.text(st.characters(max_codepoint=255, exclude_characters="\r\n"), max_size=20)
 
 
 def fields(model) -> st.SearchStrategy[dict]:
@@ -104,6 +142,25 @@ def test_the_served_specification_is_true(running, path):
         case.call_and_validate(checks=[not_a_server_error, response_schema_conformance])
 
     validate()
+
+
+@settings(BOUNDED, max_examples=80)
+@given(
+    st.sampled_from(["POST", "GET", "PUT", "HEAD", "OPTIONS", "TRACE", "get", "PRI"]),
+    st.sampled_from(
+        [CHAT, "/health", "/v1/models", "//v1/models", "*", "http://x/version", "/%00", "/v1/%2e%2e/x", "/?a"]
+    ),
+    st.lists(st.tuples(header_names, header_values), max_size=5),
+)
+def test_any_head_is_answered_or_refused(running, method, target, headers):
+    lines = [f"{method} {target} HTTP/1.1", "Host: x", *(f"{name}: {value}" for name, value in headers), "", "{}"]
+    with running.connect() as connection:
+        connection.settimeout(0.1)
+        with contextlib.suppress(TimeoutError, ConnectionResetError):  # it may wait for more of the body
+            connection.sendall("\r\n".join(lines).encode("latin-1"))
+            answer = receive_until(connection)
+            assert not answer or 100 <= int(answer.split(b" ", 2)[1]) < 500, answer
+    assert running.get("/health").status_code == 200
 
 
 def test_afterwards_nothing_is_left(engine):
