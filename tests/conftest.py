@@ -168,3 +168,18 @@ def reference(checkpoints):
         return made[shape]
 
     return get
+
+
+@pytest.fixture(scope="module")  # no longer: its driver keeps an event loop in the thread of the tests
+def chromium():
+    """Debian's browser without a window, with a camera that films a test card."""
+    sync_api = pytest.importorskip("playwright.sync_api")
+    executable = shutil.which("chromium")
+    if executable is None:
+        pytest.skip("there is no chromium")
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
+    flags += ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable, args=flags, headless=True)
+        yield browser
+        browser.close()

@@ -19,3 +19,17 @@ def at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def add_max_waiting_argument(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--max-waiting",
+        type=_whole_number,
+        default=256,
+        metavar="N",
+        help="requests that may wait beside those that run; more are told that the engine is busy (default: %(default)s)",
+    )
+
+
+def _whole_number(text: str) -> int:
+    return 0 if text == "0" else at_least_one(text)

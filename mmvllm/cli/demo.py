@@ -7,7 +7,7 @@ import threading
 from importlib.util import find_spec
 from pathlib import Path
 
-from mmvllm.cli.common import add_model_arguments, at_least_one
+from mmvllm.cli.common import add_max_waiting_argument, add_model_arguments, at_least_one
 from mmvllm.cli.media import add_picture_arguments
 from mmvllm.cli.ports import listen, port
 
@@ -25,13 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits.add_argument(
         "--max-images", type=at_least_one, default=8, metavar="N", help="in one question (default: %(default)s)"
     )
-    limits.add_argument(
-        "--max-waiting",
-        type=at_least_one,
-        default=256,
-        metavar="N",
-        help="questions that may wait (default: %(default)s)",
-    )
+    add_max_waiting_argument(limits)
 
 
 def run(args: argparse.Namespace) -> int:

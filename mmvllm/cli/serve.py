@@ -5,7 +5,7 @@ import os
 import re
 from importlib.util import find_spec
 
-from mmvllm.cli.common import add_model_arguments, at_least_one
+from mmvllm.cli.common import add_max_waiting_argument, add_model_arguments, at_least_one
 from mmvllm.cli.media import add_picture_arguments, add_source_arguments, media_policy
 from mmvllm.cli.ports import listen, port
 from mmvllm.media import MediaPolicy
@@ -71,13 +71,7 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--request-timeout", type=_seconds, metavar="S", help="seconds to answer in (default: no limit)")
-    group.add_argument(
-        "--max-waiting",
-        type=_count,
-        default=256,
-        metavar="N",
-        help="requests that may wait beside those that run; more get status 429 (default: %(default)s)",
-    )
+    add_max_waiting_argument(group)
     group.add_argument(
         "--max-images",
         type=at_least_one,
@@ -187,11 +181,6 @@ def _check_installed(args: argparse.Namespace) -> None:
         raise ValueError(f'{", ".join(missing)} is not installed; pip install "mmvllm[serve]"')
     if args.demo and find_spec("gradio") is None:
         raise ValueError('--demo needs gradio; pip install "mmvllm[demo]"')
-
-
-def _count(text: str) -> int:
-    """An argparse type."""
-    return 0 if text == "0" else at_least_one(text)
 
 
 def _seconds(text: str) -> float:

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import shutil
 import tarfile
 import time
 import urllib.parse
@@ -450,19 +449,6 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_work(tmp_path):
 
 
 # In a browser
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    sync_api = pytest.importorskip("playwright.sync_api")
-    executable = shutil.which("chromium")
-    if executable is None:
-        pytest.skip("there is no chromium")
-    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=executable, args=flags, headless=True)
-        yield browser
-        browser.close()
 
 
 @contextmanager

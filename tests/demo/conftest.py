@@ -1,7 +1,6 @@
-"""Pages that are served, and a browser that opens them."""
+"""Pages that are served."""
 
 import asyncio
-import shutil
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -59,17 +58,3 @@ def chatty_site(checkpoint) -> Iterator[Site]:
     pytest.importorskip("gradio")
     with served(checkpoint) as site:
         yield site
-
-
-@pytest.fixture(scope="package")
-def chromium():
-    sync_api = pytest.importorskip("playwright.sync_api")
-    executable = shutil.which("chromium")
-    if executable is None:
-        pytest.skip("there is no chromium")
-    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
-    flags += ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=executable, args=flags, headless=True)
-        yield browser
-        browser.close()
