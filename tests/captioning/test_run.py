@@ -317,7 +317,8 @@ def test_stop_drops_what_the_engine_has_not_begun(folder, llm):
     most = len(llm.engine.scheduler.running)
     job.stop()
     made += job
-    assert len(made) <= 1 + most + 3  # of one step, that were done and not yet taken
+    # Beside those that ran: three of one step, done and not yet taken, and the two that need no engine.
+    assert len(made) <= 1 + most + 3 + 2
 
 
 def test_caption_files_take_no_place_of_what_the_job_reads_or_writes(folder, llm, tmp_path):
