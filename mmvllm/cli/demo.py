@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     if find_spec("gradio") is None:
         raise ValueError('the page needs Gradio: pip install "mmvllm[demo]"')
     from mmvllm.async_llm import AsyncLLM
-    from mmvllm.demo.look import LOOK
+    from mmvllm.demo.look import launch_options
     from mmvllm.demo.page import build_page
     from mmvllm.demo.settings import DemoSettings
     from mmvllm.media import MediaPolicy
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             max_file_size=policy.max_bytes,
             prevent_thread_lock=True,
             quiet=True,
-            **LOOK,
+            **launch_options(),
         )
         print(f"mmvllm demo: {page.share_url or page.local_url} (Ctrl-C ends it)", flush=True)
         _wait_for_signal()

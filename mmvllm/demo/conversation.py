@@ -1,6 +1,7 @@
 """A conversation: what was asked and answered, as the engine and as the page want it."""
 
 import html
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,12 +35,17 @@ class Options:
     @property
     def sampling_params(self) -> SamplingParams:
         """Raises ValueError for what no control of the page would say."""
-        seed = None if self.seed is None or self.seed < 0 else self.seed
+        seed = None if isinstance(self.seed, int) and self.seed < 0 else self.seed
         return SamplingParams(temperature=self.temperature, top_p=self.top_p, max_tokens=self.max_tokens, seed=seed)
 
 
 def to_request(turns: Sequence[Turn], options: Options) -> dict:
-    """The engine's request for an answer to the last turn. Turns that were stopped before any answer are left out."""
+    """The engine's request for an answer to the last turn. Turns that were stopped before any answer are left out.
+
+    Raises ValueError for a system prompt that is no text.
+    """
+    if not isinstance(options.system, str):
+        raise ValueError(f"the system prompt is {options.system!r}, must be text")
     messages = [{"role": "system", "content": options.system}] if options.system.strip() else []
     for turn in turns:
         if turn is not turns[-1] and not turn.answer:
@@ -63,8 +69,18 @@ def to_chat(turns: Sequence[Turn]) -> list[dict]:
         note = f'<span class="note">{html.escape(turn.note)}</span>'
         messages += [{"role": "user", "content": {"path": str(picture.path)}} for picture in turn.pictures]
         messages.append({"role": "user", "content": _text(turn.question)})
-        messages.append({"role": "assistant", "content": [_text(turn.answer), _text(note)]})
+        messages.append({"role": "assistant", "content": [_text(without_tags(turn.answer)), _text(note)]})
     return messages
+
+
+def without_tags(answer: str) -> str:
+    """Markdown in which HTML is only text, code in fences left as it is: a picture may make a model write anything.
+
+    A space of no width keeps `<` from what would make a tag of it; an entity would be shown as such in code.
+    """
+    pieces = re.split(r"(^```[^`\n]*\n.*?(?:^```|\Z))", answer, flags=re.MULTILINE | re.DOTALL)
+    pieces[::2] = [re.sub(r"<(?=[a-zA-Z/!?])", "<\u200b", piece) for piece in pieces[::2]]
+    return "".join(pieces)
 
 
 def turn_at(turns: Sequence[Turn], message: int) -> int:

@@ -6,7 +6,6 @@ knows alone; of what the page sends, only texts, numbers and names of uploaded f
 
 import asyncio
 import html
-import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import gradio as gr
 
 from mmvllm.demo.conversation import Options, Turn, picture_note, to_chat, turn_at
+from mmvllm.demo.events import read_draft, read_files, read_index, read_paths, read_text
 from mmvllm.demo.pictures import Picture, PictureError
 from mmvllm.demo.session import Session, Sessions
 from mmvllm.demo.settings import DemoSettings
@@ -39,11 +39,12 @@ class Handlers:
         self.ask, self.example = self._asking(self._typed), self._asking(self._chosen)
         self.retry, self.edit = self._asking(self._same), self._asking(self._edited)
 
-    async def undo(self, request: gr.Request, data: gr.UndoData) -> View:
+    async def undo(self, request: gr.Request, event: gr.EventData) -> View:
         """Take the last turn back into the message box."""
         session = self._session(request)
         try:
-            return self._view(session, _box_with(await self._take_back(session, data.index)))
+            turn = await self._take_back(session, read_index(event))
+            return self._view(session, _back_in_box(session, turn))
         except ValueError as error:
             _warn(error)
             return self._view(session, WAITING_BOX)
@@ -61,18 +62,25 @@ class Handlers:
     async def leave(self, request: gr.Request) -> None:
         await self.sessions.end(request.session_hash)
 
-    async def take_photo(self, photo: dict | None, draft: dict) -> tuple[Any, Any]:
+    async def take_photo(self, request: gr.Request, photo: dict | None, draft: dict) -> tuple[Any, Any]:
         """Put a photo beside the other pictures of the question at hand."""
         if photo is None:
             return UNCHANGED, UNCHANGED
-        paths = [file["path"] for file in (*draft["files"], photo)]
-        return None, gr.update(value={"text": draft["text"], "files": paths})
+        try:
+            text, paths = read_draft(draft)
+            paths += read_files([photo])
+            session = self._session(request)  # gradio would copy other files to where it serves them from
+            session.draft = [self.uploads.claim(session.id, path) for path in paths]
+        except ValueError as error:
+            _warn(error)
+            return UNCHANGED, UNCHANGED
+        return None, gr.update(value={"text": text, "files": paths})
 
     async def count(self, request: gr.Request, paths: str, *values: Any) -> str:
         """What the pictures of the question at hand will cost, or what is wrong with them."""
         options = Options(*values)
         try:
-            pictures = await self._claimed(self._session(request), json.loads(paths))
+            pictures = await self._claimed(self._session(request), read_paths(paths))
             tokens = [p.num_tokens(self.engine.image_config, options.min_pixels, options.max_pixels) for p in pictures]
         except ValueError as error:
             return f'<span class="bad">{html.escape(str(error))}</span>'
@@ -107,23 +115,28 @@ class Handlers:
         return handler
 
     async def _typed(self, session: Session, event: gr.EventData, draft: dict) -> Turn:
-        pictures = await self._claimed(session, [file["path"] for file in draft["files"]])
-        question = draft["text"].strip()
+        text, paths = read_draft(draft)
+        pictures = await self._claimed(session, paths)
+        question = text.strip()
         if not question and not pictures:
             raise ValueError("Add a picture, or write a question")
         return Turn(question or DEFAULT_QUESTION, tuple(pictures))
 
     async def _chosen(self, session: Session, event: gr.EventData, draft: dict) -> Turn:
-        example = self.examples[event.index]
+        place = read_index(event)
+        if not 0 <= place < len(self.examples):
+            raise ValueError("there is no such example")
+        example = self.examples[place]
         return Turn(example.question, example.pictures)
 
     async def _same(self, session: Session, event: gr.EventData, draft: dict) -> Turn:
-        old = await self._take_back(session, event.index)
+        old = await self._take_back(session, read_index(event))
         return Turn(old.question, old.pictures)
 
     async def _edited(self, session: Session, event: gr.EventData, draft: dict) -> Turn:
-        old = await self._take_back(session, event.index)
-        return Turn(event.value, old.pictures)
+        question = read_text(event)
+        old = await self._take_back(session, read_index(event))
+        return Turn(question, old.pictures)
 
     async def _claimed(self, session: Session, paths: list[str]) -> list[Picture]:
         """The pictures of the question at hand, which become the session's."""
@@ -154,7 +167,7 @@ class Handlers:
             box = WAITING_BOX
         except (ValueError, EngineUnavailable, RequestFailed, DeadlineExceeded) as error:
             _warn(error)
-            box = WAITING_BOX if turn.answer else _box_with(turn)
+            box = WAITING_BOX if turn.answer else _back_in_box(session, turn)
         if session.request_id is None:  # else another question has been asked meanwhile, and shows itself
             self.sessions.tidy(session)
             yield self._view(session, box)
@@ -164,8 +177,10 @@ class Handlers:
         return to_chat(session.turns), box, gallery, gr.update(visible=bool(gallery))
 
 
-def _box_with(turn: Turn) -> dict:
-    files = [str(picture.path) for picture in turn.pictures]
+def _back_in_box(session: Session, turn: Turn) -> dict:
+    """Put a question into the message box again; its pictures stay, though no turn has them now."""
+    session.draft = [picture.path for picture in turn.pictures]
+    files = [str(path) for path in session.draft]
     return gr.update(value={"text": turn.question, "files": files}, submit_btn=True, stop_btn=False)
 
 

@@ -1,8 +1,13 @@
-"""How the page looks: arguments of gradio's `launch` and `mount_gradio_app`."""
+"""How the page looks, and what comes through to it."""
 
 from pathlib import Path
+from typing import Any
 
 import gradio as gr
+from starlette.middleware import Middleware
+
+from mmvllm.demo.gate import Gate
+from mmvllm.demo.uploads import process_uploads
 
 FONTS = ("sans-serif",)  # none that would have to be fetched; page.css names those of the system
 # Whatever an answer says, the browser fetches nothing from elsewhere.
@@ -24,3 +29,8 @@ LOOK = {
     "pwa": False,
     "enable_monitoring": False,
 }
+
+
+def launch_options() -> dict[str, Any]:
+    """Arguments of gradio's `launch` and `mount_gradio_app`; made anew for each, since gradio changes `app_kwargs`."""
+    return LOOK | {"app_kwargs": {"middleware": [Middleware(Gate, uploads=process_uploads())]}}

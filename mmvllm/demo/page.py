@@ -9,6 +9,7 @@ import gradio as gr
 from gradio_client import utils as client_utils
 
 from mmvllm.demo.conversation import Turn
+from mmvllm.demo.events import RELOAD
 from mmvllm.demo.handlers import Handlers
 from mmvllm.demo.pictures import Picture
 from mmvllm.demo.settings import DemoSettings
@@ -36,17 +37,20 @@ class _Page(gr.Blocks):
 
     async def preprocess_data(self, block_fn: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
         client_utils.traverse(inputs, _refuse_url, client_utils.is_file_obj_with_meta)
-        return await super().preprocess_data(block_fn, inputs, *args, **kwargs)
+        try:
+            return await super().preprocess_data(block_fn, inputs, *args, **kwargs)
+        except (ValueError, OSError):  # strangers' garbage is no news
+            raise gr.Error(RELOAD, print_exception=False) from None
 
 
 def _refuse_url(file: dict) -> dict:
     if "://" in str(file["path"]):
-        raise gr.Error("Only uploaded pictures can be asked about")
+        raise gr.Error("Only uploaded pictures can be asked about", print_exception=False)
     return file
 
 
 def build_page(engine: "AsyncLLM", settings: DemoSettings) -> gr.Blocks:
-    """The page, to be launched or mounted with `**LOOK`."""
+    """The page, to be launched or mounted with `**launch_options()`."""
     uploads = process_uploads()
     handlers = Handlers(engine, settings, uploads, _examples(uploads, settings))
     with _Page(title="mmvllm", analytics_enabled=False, fill_width=True) as page:
@@ -112,7 +116,9 @@ def _examples(uploads: Uploads, settings: DemoSettings) -> list[Turn]:
     """The packaged pictures, put where gradio serves files from."""
     folder = uploads.folder / "examples"
     shutil.copytree(HERE / "examples", folder, dirs_exist_ok=True)
-    paths = [uploads.claim("examples", str(folder / name)) for name in EXAMPLES]
+    paths = [folder / name for name in EXAMPLES]
+    for path in paths:
+        uploads.keep(path)
     pictures = [Picture.read(path, settings.policy) for path in paths]
     return [Turn(question, (picture,)) for question, picture in zip(EXAMPLES.values(), pictures, strict=True)]
 

@@ -117,7 +117,8 @@ class Sessions:
     def _finish(self, session: Session, turn: Turn, options: Options, output: RequestOutput) -> None:
         if turn not in session.turns:  # it has been taken back meanwhile
             return
-        config, pictures = self.engine.image_config, pictures_in(session.turns)
+        asked = session.turns[: session.turns.index(turn) + 1]  # after a stop, the next question may be there already
+        config, pictures = self.engine.image_config, pictures_in(asked)
         turn.note = answer_note(
             output, [p.num_tokens(config, options.min_pixels, options.max_pixels) for p in pictures]
         )

@@ -5,11 +5,13 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 ORPHAN_SECONDS = 600.0  # an upload that no session has claimed by then is removed
+MAX_BYTES, MAX_FILES = 8 * 2**30, 20_000  # of all visitors together
 
 
 class Uploads:
@@ -18,13 +20,19 @@ class Uploads:
     def __init__(self, folder: Path):
         self.folder = folder
         self._held: dict[str, set[Path]] = {}
+        self._own: set[Path] = set()
+        self._num_coming = 0
+
+    def keep(self, path: Path) -> None:
+        """Keep a file of the page's own, which no visitor can let go of."""
+        self._own.add(path)
 
     def claim(self, session_id: str, path: str) -> Path:
         """Make a session a holder of an uploaded file; raises ValueError for any other file."""
         place = Path(path)
         if not place.is_relative_to(self.folder) or place.resolve() != place:
             raise ValueError("only pictures that were uploaded here can be asked about")
-        if not place.is_file():
+        if not os.path.isfile(place):
             raise ValueError(f"{place.name} is no longer here; add it again")
         self._held.setdefault(session_id, set()).add(place)
         return place
@@ -44,8 +52,23 @@ class Uploads:
             if path not in in_use and path.is_file() and path.stat().st_mtime < oldest:
                 _remove(path)
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so much more may be uploaded."""
+        self.remove_orphans()
+        sizes = [path.stat().st_size for path in self.folder.rglob("*") if path.is_file()]
+        return len(sizes) < MAX_FILES and sum(sizes) + self._num_coming + num_bytes <= MAX_BYTES
+
+    @contextmanager
+    def coming(self, num_bytes: int) -> Iterator[None]:
+        """Keep room for an upload while it comes."""
+        self._num_coming += num_bytes
+        try:
+            yield
+        finally:
+            self._num_coming -= num_bytes
+
     def _in_use(self) -> set[Path]:
-        return set().union(*self._held.values())
+        return self._own.union(*self._held.values())
 
 
 @cache

@@ -5,7 +5,7 @@ from fastapi import FastAPI
 from starlette.responses import RedirectResponse
 
 from mmvllm.async_llm import AsyncLLM
-from mmvllm.demo.look import LOOK
+from mmvllm.demo.look import launch_options
 from mmvllm.demo.page import build_page
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.server.settings import ServerSettings
@@ -21,4 +21,4 @@ def mount(app: FastAPI, engine: AsyncLLM, settings: ServerSettings) -> None:
         return RedirectResponse(f"{PATH}/")
 
     page = build_page(engine, DemoSettings(settings.media, settings.max_images, settings.request_timeout))
-    gradio.mount_gradio_app(app, page, PATH, max_file_size=settings.media.max_bytes, **LOOK)
+    gradio.mount_gradio_app(app, page, PATH, max_file_size=settings.media.max_bytes, **launch_options())

@@ -28,7 +28,7 @@ def elsewhere(coroutine: Coroutine) -> None:
 
 @contextmanager
 def served(model=None, policy: MediaPolicy | None = None, max_images: int = 8, **engine_args) -> Iterator[Site]:
-    from mmvllm.demo.look import LOOK
+    from mmvllm.demo.look import launch_options
     from mmvllm.demo.page import build_page
     from mmvllm.demo.settings import DemoSettings
 
@@ -36,7 +36,7 @@ def served(model=None, policy: MediaPolicy | None = None, max_images: int = 8, *
     small = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 1024, "skip_warmup": True}
     engine = AsyncLLM(model, **small | engine_args)
     page = build_page(engine, DemoSettings(policy, max_images))
-    page.launch(prevent_thread_lock=True, quiet=True, share=False, max_file_size=policy.max_bytes, **LOOK)
+    page.launch(prevent_thread_lock=True, quiet=True, share=False, max_file_size=policy.max_bytes, **launch_options())
     try:
         yield Site(page.local_url, engine)
     finally:

@@ -1,5 +1,6 @@
 """The page in a real browser, as people use it."""
 
+import os
 import re
 import socketserver
 import threading
@@ -19,7 +20,7 @@ gr = pytest.importorskip("gradio")
 import fastapi  # noqa: E402 - gradio brings these
 import uvicorn  # noqa: E402
 
-from mmvllm.demo.look import LOOK  # noqa: E402
+from mmvllm.demo.look import launch_options  # noqa: E402
 from mmvllm.demo.page import build_page  # noqa: E402
 from mmvllm.demo.settings import DemoSettings  # noqa: E402
 
@@ -117,7 +118,8 @@ def _is_foreign(url: str, site) -> bool:
 
 
 def uploaded() -> list[Path]:
-    return [path for path in process_uploads().folder.rglob("*") if path.is_file() and path.parent.name != "examples"]
+    walk = os.walk(process_uploads().folder)  # which does not mind that a folder goes meanwhile
+    return [Path(folder, name) for folder, _, names in walk for name in names if Path(folder).name != "examples"]
 
 
 @pytest.fixture(scope="module")
@@ -342,7 +344,7 @@ def test_nothing_that_is_said_makes_the_browser_ask_another_host(chromium, site)
 
 def test_the_page_works_where_a_server_mounts_it(chromium):
     app, engine = fastapi.FastAPI(), AsyncLLM(None, dtype="float32", device="cpu", num_kvcache_blocks=256)
-    gr.mount_gradio_app(app, build_page(engine, DemoSettings()), path="/demo", **LOOK)
+    gr.mount_gradio_app(app, build_page(engine, DemoSettings()), path="/demo", **launch_options())
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()

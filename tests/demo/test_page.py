@@ -23,7 +23,7 @@ CONTROLS = ["", 0, 1, 20, -1, 19600, 38416]
 META = {"_type": "gradio.FileData"}
 
 
-def event(site, component: str, kind: str, data: list) -> tuple[dict, list]:
+def event(site, component: str, kind: str, data: list, session: str = "crafted", about=None) -> tuple[dict, list]:
     """Send an event as the page's script does; returns how it ended, and the last output that came before."""
     config = httpx.get(f"{site.url}config").json()
     ids = {part["id"]: part["props"].get("elem_id") for part in config["components"]}
@@ -32,10 +32,10 @@ def event(site, component: str, kind: str, data: list) -> tuple[dict, list]:
         for call in config["dependencies"]
         if call["backend_fn"] and any(ids.get(i) == component and name == kind for i, name in call["targets"])
     )
-    body = {"data": data, "fn_index": index, "session_hash": "crafted"}
+    body = {"data": data, "fn_index": index, "session_hash": session, "event_data": about}
     httpx.post(f"{site.url}gradio_api/queue/join", json=body).raise_for_status()
     messages = []
-    with httpx.stream("GET", f"{site.url}gradio_api/queue/data", params={"session_hash": "crafted"}, timeout=30) as got:
+    with httpx.stream("GET", f"{site.url}gradio_api/queue/data", params={"session_hash": session}, timeout=30) as got:
         for line in got.iter_lines():
             if line.startswith("data: "):
                 messages.append(json.loads(line[6:]))
@@ -70,6 +70,52 @@ def test_a_crafted_call_reads_no_other_file_and_fetches_nothing(path, with_meta,
     assert (fetched, site.engine.stats().num_finished) == ([], before)
 
 
+def test_a_crafted_photo_brings_no_other_file_to_where_files_are_served_from(site, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # gradio trusts the working directory
+    (tmp_path / "secret.txt").write_text("secret")
+    for path in ("secret.txt", str(tmp_path / "secret.txt"), "/etc/hostname"):
+        for data in ([{"path": path}, {"text": "", "files": []}], [{"path": None}, {"text": "", "files": []}]):
+            _, log = event(site, "camera", "input", data)
+            assert len(log) == 1
+    assert [*process_uploads().folder.rglob("secret.txt")] == []
+
+
+@pytest.mark.parametrize(
+    "component, kind, data, about",
+    [
+        ("box", "submit", [None, *CONTROLS], None),
+        ("box", "submit", [[1], *CONTROLS], None),
+        ("box", "submit", [{"text": 5, "files": []}, *CONTROLS], None),
+        ("box", "submit", [{"text": "", "files": [{"path": "/" + "a" * 5000, "meta": META}]}, *CONTROLS], None),
+        ("box", "submit", [{"text": "Hello", "files": []}, 5, *CONTROLS[1:]], None),
+        ("box", "submit", [{"text": "Hello", "files": []}, *CONTROLS[:4], "x", *CONTROLS[5:]], None),
+        ("box", "submit", [], None),
+        *(
+            ("chat", kind, [{"text": "", "files": []}, *CONTROLS] if kind != "undo" else [], about)
+            for kind in ("retry", "edit", "undo", "example_select")
+            for about in (
+                None,
+                {},
+                {"index": "x", "value": "x"},
+                {"index": [0], "value": "x"},
+                {"index": -1, "value": "x"},
+            )
+        ),
+        ("chat", "edit", [{"text": "", "files": []}, *CONTROLS], {"index": 0, "value": ["x"]}),
+    ],
+)
+def test_garbage_gets_a_message_and_leaves_no_trace(component, kind, data, about, site, capsys):
+    end, log = event(site, component, kind, data, "garbage", about)
+    assert len(log) == 1 or "load it anew" in end["output"]["error"]
+    assert capsys.readouterr().err == ""
+
+
+def test_no_visitor_can_take_the_examples_away(site):
+    examples = [*(process_uploads().folder / "examples").iterdir()]
+    event(site, "chat", "clear", [], "examples")
+    assert examples and all(path.exists() for path in examples)
+
+
 def test_a_plain_question_needs_no_browser(site):
     end, log = event(site, "box", "submit", [{"text": "What is written?", "files": []}, *CONTROLS])
     assert (end["success"], log) == (True, [])
@@ -87,6 +133,15 @@ def test_no_other_file_is_served(path, site):
         f"{site.url}gradio_api/file={path.format(folder=process_uploads().folder)}", follow_redirects=False
     )
     assert answer.status_code in (403, 404)
+
+
+@pytest.mark.parametrize(
+    "route",
+    ["file=https://example.com/", "proxy=https://example.com/", "deep_link?session_hash=x", "call/stop", "runs"],
+)
+def test_of_gradio_only_what_the_page_needs_is_there(route, site):
+    answer = httpx.get(f"{site.url}gradio_api/{route}")
+    assert (answer.status_code, answer.text) == (404, "There is nothing here")
 
 
 def test_the_command_serves_who_may_come_in_and_leaves_no_file(tmp_path):

@@ -2,9 +2,10 @@
 
 import asyncio
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import astuple, replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -94,6 +95,22 @@ def test_stop_ends_the_answer_where_it_is(checkpoint, uploads):
     with_engine(checkpoint, work)
 
 
+def test_a_question_asked_right_after_a_stop_is_not_counted_under_the_stopped_answer(checkpoint, uploads):
+    async def work(engine):
+        sessions = Sessions(engine, uploads, DemoSettings(POLICY))
+        session, turn = sessions.get("one"), Turn("talk")
+        held = sent(uploads, "one")
+        async with aclosing(sessions.answer(session, turn, OPTIONS)) as ticks:
+            async for _ in ticks:
+                if turn.answer and len(session.turns) == 1:
+                    await sessions.stop(session)
+                    session.turns.append(Turn("next", (held,)))
+        assert turn.note.startswith("Stopped") and "picture" not in turn.note
+        assert not session.gallery
+
+    with_engine(checkpoint, work)
+
+
 def test_who_stops_listening_ends_the_request(checkpoint, uploads):
     async def work(engine):
         sessions = Sessions(engine, uploads, DemoSettings(POLICY))
@@ -119,6 +136,24 @@ def test_who_leaves_ends_the_request_and_takes_the_pictures_along(checkpoint, up
         assert [*uploads.folder.iterdir()] == []
         await task
         assert sessions.get("one").turns == []
+
+    with_engine(checkpoint, work)
+
+
+def test_a_question_that_is_taken_back_while_it_is_answered_keeps_its_pictures(checkpoint, uploads):
+    gradio = pytest.importorskip("gradio")
+    from mmvllm.demo.handlers import Handlers
+
+    async def work(engine):
+        handlers, held = Handlers(engine, DemoSettings(POLICY), uploads, []), sent(uploads, "one")
+        visitor, event = SimpleNamespace(session_hash="one"), gradio.EventData(None, {"index": 0})
+        session, values = handlers.sessions.get("one"), astuple(OPTIONS)
+        draft = {"text": "talk", "files": [{"path": str(held.path)}]}
+        async for _ in handlers.ask(visitor, event, draft, *values):
+            if session.turns and session.turns[0].answer:
+                await handlers.count(visitor, "[]", *values)  # the message box is empty now
+                await handlers.undo(visitor, event)
+        assert (session.turns, held.path.exists()) == ([], True)
 
     with_engine(checkpoint, work)
 

@@ -7,6 +7,7 @@ import zlib
 
 import pytest
 
+from mmvllm.demo import uploads as uploads_module
 from mmvllm.demo.pictures import Picture, PictureError
 from mmvllm.demo.uploads import ORPHAN_SECONDS, Uploads
 from mmvllm.media import MediaPolicy
@@ -38,6 +39,8 @@ def test_a_file_stays_until_the_last_who_has_it_lets_go(uploads):
     assert not path.parent.exists()
     with pytest.raises(ValueError, match=r"a\.png is no longer here; add it again"):
         uploads.claim("one", str(path))
+    with pytest.raises(ValueError, match="no longer here"):
+        uploads.claim("one", str(uploads.folder / ("a" * 5000)))
 
 
 def test_a_session_keeps_what_it_still_shows(uploads):
@@ -78,6 +81,35 @@ def test_what_nobody_claimed_goes_after_a_while(uploads):
         os.utime(path, (before, before))
     uploads.remove_orphans()
     assert (old.exists(), new.exists(), held.exists()) == (False, True, True)
+
+
+def test_what_is_the_pages_own_stays_whoever_lets_go_of_it(uploads):
+    path = upload(uploads, "a.png")
+    uploads.keep(path)
+    uploads.claim("one", str(path))
+    uploads.release("one")
+    os.utime(path, (0, 0))
+    uploads.remove_orphans()
+    assert path.exists()
+
+
+def test_there_is_room_for_so_many_bytes_those_that_are_coming_included(uploads, monkeypatch):
+    monkeypatch.setattr(uploads_module, "MAX_BYTES", 20)
+    path = upload(uploads, "a.png")  # of 7 bytes
+    assert (uploads.has_room(13), uploads.has_room(14)) == (True, False)
+    with uploads.coming(5):
+        assert (uploads.has_room(8), uploads.has_room(9)) == (True, False)
+    assert uploads.has_room(13)
+    os.utime(path, (0, 0))
+    assert uploads.has_room(20)  # what nobody claimed makes way
+
+
+def test_there_is_room_for_so_many_files(uploads, monkeypatch):
+    monkeypatch.setattr(uploads_module, "MAX_FILES", 2)
+    for name in ("a.png", "b.png"):
+        assert uploads.has_room(1)
+        upload(uploads, name)
+    assert not uploads.has_room(1)
 
 
 @pytest.mark.parametrize("size", [(200, 100), (1000, 30), (28, 28), (640, 480)])
