@@ -5,7 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from mmvllm.demo.conversation import Options, Turn, answer_note, pictures_in, queue_note, to_chat, to_request, turn_at
+from mmvllm.demo.conversation import (
+    Options,
+    Turn,
+    answer_note,
+    pictures_in,
+    queue_note,
+    to_chat,
+    to_request,
+    turn_at,
+    without_tags,
+)
 from mmvllm.demo.pictures import Picture
 from mmvllm.outputs import CompletionOutput, RequestOutput
 from mmvllm.sampling_params import SamplingParams
@@ -94,6 +104,22 @@ def output(reason: str = "eos", tokens: int = 11, first: float | None = 10.5) ->
 )
 def test_the_note_under_an_answer_says_what_it_took(given, tokens, note):
     assert answer_note(given, tokens) == note
+
+
+@pytest.mark.parametrize(
+    "answer, shown",
+    [
+        ('<svg><a href="javascript:x()">me</a>', '<\u200bsvg><\u200ba href="javascript:x()">me<\u200b/a>'),
+        ("1 < 2, a <b", "1 < 2, a <\u200bb"),
+        ("so:\n```html\n<p>hi</p>\n```\n<p>", "so:\n```html\n<p>hi</p>\n```\n<\u200bp>"),
+        ("```\n<p> is never", "```\n<p> is never"),
+        ("\\`<p>\\` and `<p>`", "\\`<\u200bp>\\` and `<\u200bp>`"),
+        (" x ```a`b\n<p>\n```", " x ```a`b\n<\u200bp>\n```"),
+        ("<!-- \n```\n<p>\n```\n-->", "<\u200b!-- \n```\n<p>\n```\n-->"),
+    ],
+)
+def test_html_in_an_answer_is_only_text(answer, shown):
+    assert without_tags(answer) == shown
 
 
 @pytest.mark.parametrize(
