@@ -78,12 +78,13 @@ class Run:
     def __init__(self, ask: Callable[..., int], streams: Path, **job):
         self._ask, self._streams = ask, streams
         self._code: int | None = None
+        for name in ("stdout", "stderr"):  # it may be killed before it has made them
+            (streams / name).touch()
         self.pid = ask(**job)
 
     @property
     def err(self) -> str:
-        path = self._streams / "stderr"
-        return path.read_text(errors="replace") if path.exists() else ""
+        return (self._streams / "stderr").read_text(errors="replace")
 
     def send(self, number: int) -> None:
         os.kill(self.pid, number)
