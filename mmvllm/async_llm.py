@@ -26,7 +26,7 @@ from mmvllm.engine.engine_thread import EngineThread, Event
 from mmvllm.engine.sequence import SequenceGroup
 from mmvllm.engine.stats import EngineStats
 from mmvllm.errors import DeadlineExceeded, EngineBusy, EngineFailed, EngineStopped, EngineUnavailable, RequestFailed
-from mmvllm.llm import LLM, params_for
+from mmvllm.llm import LLM, params_for, request_options
 from mmvllm.outputs import Delta
 from mmvllm.prefetch import MAX_BYTES, NUM_WORKERS, worker_threads
 from mmvllm.processors.chat import Prompt, parse_request
@@ -242,8 +242,7 @@ class AsyncLLM:
         """Make a prompt of a request and give it to the engine; in a thread of the pool."""
         try:
             prompt = self._prompt(request, load)
-            own = request if isinstance(request, dict) else {}
-            options = {"priority": own.get("priority") or 0, "cache_salt": own.get("cache_salt")}
+            options = request_options(request) if isinstance(request, dict) else {}
         except ValueError as error:
             self._end(stream, error)
         except Exception as error:  # a mistake of ours, or of the caller's `load`: still the request's own affair

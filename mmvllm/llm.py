@@ -213,8 +213,7 @@ class LLM:
         if check is not None:
             check(item)
         params = params_for(sampling_params, item.index, item.request.get("sampling_params"))
-        options = {key: item.request.get(key) for key in ("request_id", "cache_salt")}
-        options["priority"] = item.request.get("priority") or 0
+        options = {"request_id": item.request.get("request_id")} | request_options(item.request)
         call.add(item.index, prompt.token_ids, params, **options, **prompt.multimodal)
 
     def _deliver(self, output: RequestOutput) -> None:
@@ -276,6 +275,11 @@ class _Call:
                 self.llm.engine.abort_request(request_id)
                 self.llm._calls.pop(request_id)
             self.indices = {}
+
+
+def request_options(request: dict) -> dict[str, Any]:
+    """What a request says of its place in the queue and in the cache, for `LLMEngine.add_request`."""
+    return {"priority": request.get("priority") or 0, "cache_salt": request.get("cache_salt")}
 
 
 def params_for(sampling_params: Params, index: int, own: SamplingParams | dict | None = None) -> SamplingParams:
