@@ -128,4 +128,7 @@ class CountingMiddleware:
 
 def _label(scope: Scope) -> str:
     """The route, one of few: whoever asks for a thousand paths makes no thousand series."""
-    return getattr(scope.get("route"), "path", None) or "other"
+    path = getattr(scope.get("route"), "path", None)
+    if path is None and scope["path"] in scope["app"].openapi()["paths"]:  # it was refused before it was routed
+        path = scope["path"]
+    return path or "other"

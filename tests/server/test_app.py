@@ -460,6 +460,14 @@ def samples(app) -> dict[tuple, float]:
     }
 
 
+def test_who_is_refused_at_the_door_is_counted_under_the_path_that_was_asked_for(engine):
+    app = build_app(engine, ServerSettings(model_names=("bundled",), api_keys=("secret",)))
+    for path in (CHAT, "/v1/no-such-path"):
+        assert call(app, "POST", path, json={}).status_code == 401
+    counted = {key[1:]: value for key, value in samples(app).items() if key[0] == "mmvllm_http_responses_total"}
+    assert counted[("path", CHAT), ("status", "401")] == counted[("path", "other"), ("status", "401")] == 1
+
+
 def test_metrics_parse_and_move(app):
     before = samples(app)
     assert call(app, "POST", CHAT, json=chat(image_part(data_uri()), max_tokens=3, ignore_eos=True, n=2)).is_success
