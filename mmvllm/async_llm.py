@@ -13,10 +13,11 @@ import time
 import uuid
 import weakref
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ class AsyncLLM:
         self.model, self.tokenizer = self._llm.model, self._llm.tokenizer
         self.image_config = engine.image_config
         self.max_model_len, self.max_num_seqs = engine.max_model_len, engine.config.max_num_seqs
-        self._capacity = self.max_num_seqs + max_waiting
+        self.max_requests = self.max_num_seqs + max_waiting
         self._changed = threading.Condition()  # guards what follows
         self._streams: dict[str, _Stream] = {}  # those that have not ended, in order of arrival
         self._queued: dict[_Stream, Callable[[], None]] = {}  # of these, who bring pictures that nobody prepares yet
@@ -111,7 +112,7 @@ class AsyncLLM:
 
     async def generate(
         self,
-        request: Request,
+        request: Request | Callable[[], Awaitable[Request]],
         sampling_params: SamplingParams | dict | None = None,
         request_id: str | None = None,
         *,
@@ -121,31 +122,35 @@ class AsyncLLM:
         """Answer one request, piece by piece. Cancelling the task, or closing the generator, aborts the request.
 
         Args:
-            request: as for `LLM.generate_multimodal`; or a string or token ids, to which no chat template is applied.
+            request: as for `LLM.generate_multimodal`; or a string or token ids, to which no chat template is applied;
+                or an async function that gives one of these, called once there is a place for it: to fetch pictures.
             timeout: seconds from now until the answer must be complete.
             load: reads the request's pictures, in a thread; `mmvllm.media.MediaPolicy.load` for those of strangers.
 
         Raises ValueError for a bad request, `EngineBusy`, `EngineStopped` or `EngineFailed` if it cannot be taken or
-        finished, `RequestFailed` if it fails through no fault of its own, and `DeadlineExceeded`. An aborted request
-        ends with a delta whose `finish_reason` is "aborted".
+        finished, `RequestFailed` if it fails through no fault of its own, `DeadlineExceeded`, and whatever `request`
+        raises. An aborted request ends with a delta whose `finish_reason` is "aborted".
         """
         own = request if isinstance(request, dict) else {}
         params = params_for(sampling_params, 0, own.get("sampling_params"))
         stream = self._admit(own.get("request_id") if request_id is None else request_id, params.n)
-        timer = None
+        timer = coming = None
         try:
             if timeout is not None:
                 error = DeadlineExceeded(f"the answer was not complete after {timeout:g} seconds")
                 timer = stream.loop.call_later(timeout, self._end, stream, error)
-            self._queue(stream, partial(self._prepare, stream, request, params, load), _has_pictures(request))
+            if callable(request):
+                coming = asyncio.create_task(self._queue_when_here(stream, request, params, load))
+            else:
+                self._queue(stream, request, params, load)
             while True:
                 delta = await stream.get()
                 yield delta
                 if delta.output is not None:
                     return
         finally:
-            if timer is not None:
-                timer.cancel()
+            for begun in filter(None, (timer, coming)):
+                begun.cancel()
             self._end(stream)
 
     async def abort(self, request_id: str) -> bool:
@@ -158,24 +163,15 @@ class AsyncLLM:
         await asyncio.shield(asyncio.wrap_future(stream.ended))  # it is not ours to cancel
         return True
 
-    def check_room(self) -> None:
-        """Raise what `generate` would raise now if it took no request: to know before costly work."""
-        with self._changed:
-            if self._status == "failed":
-                raise EngineFailed(f"the engine broke: {self._reason}")
-            if self._status != "ok":
-                raise EngineStopped("the engine is shutting down and takes no more requests")
-            if len(self._streams) >= self._capacity:
-                raise EngineBusy(f"{len(self._streams)} requests are being served or wait; try again later")
-
     def position(self, request_id: str) -> int | None:
         """Its place among those that wait, by arrival: 1 if it is the next, 0 if it runs; None if it is not here."""
         with self._changed:
             stream = self._streams.get(request_id)
             if stream is None or stream.has_begun:
                 return None if stream is None else 0
-            waiting = (other for other in self._streams.values() if not other.has_begun)
-            return 1 + next(place for place, other in enumerate(waiting) if other is stream)
+            # One look at each: the engine's thread may begin any of them meanwhile.
+            earlier = takewhile(lambda other: other is not stream, self._streams.values())
+            return 1 + sum(not other.has_begun for other in earlier)
 
     def stats(self) -> EngineStats:
         """What it does now, and totals."""
@@ -208,13 +204,29 @@ class AsyncLLM:
         if not isinstance(request_id, str):
             raise ValueError(f"request_id is {request_id!r:.100}, must be str or None")
         with self._changed:
-            self.check_room()
+            self._check_room()
             if request_id in self._streams:
                 raise ValueError(f"request_id {request_id!r} is already in flight")
             stream = self._streams[request_id] = _Stream(request_id, num_answers, asyncio.get_running_loop())
         return stream
 
-    def _queue(self, stream: _Stream, prepare: Callable[[], None], has_pictures: bool) -> None:
+    def _check_room(self) -> None:
+        if self._status == "failed":
+            raise EngineFailed(f"the engine broke: {self._reason}")
+        if self._status != "ok":
+            raise EngineStopped("the engine is shutting down and takes no more requests")
+        if len(self._streams) >= self.max_requests:
+            raise EngineBusy(f"{len(self._streams)} requests are being served or wait; try again later")
+
+    async def _queue_when_here(self, stream: _Stream, request: Callable[[], Awaitable[Request]], *rest: Any) -> None:
+        try:
+            self._queue(stream, await request(), *rest)
+        except Exception as error:  # it is the caller's, and is raised again in `generate`
+            self._end(stream, error)
+
+    def _queue(self, stream: _Stream, request: Request, params: SamplingParams, load: Callable[[Any], Image]) -> None:
+        prepare = partial(self._prepare, stream, request, params, load)
+        has_pictures = _has_pictures(request)
         with self._changed:
             if stream.ended.done():  # and with the last one the pool goes
                 return

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 from math import prod
 from pathlib import Path
 
@@ -16,7 +17,7 @@ if not torch.cuda.is_available():
 from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from mmvllm import LLM
+from mmvllm import LLM, AsyncLLM
 from mmvllm.models.weights import BUNDLED
 
 # The models are tiny: a second thread only waits for the first, and badly so on a busy machine.
@@ -117,6 +118,18 @@ def ask(*parts, **keys) -> dict:
         {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
     ]
     return {"messages": [{"role": "user", "content": content}], **keys}
+
+
+def unhurried(engine: AsyncLLM) -> AsyncLLM:
+    """Make every step last 10 ms at least, and a long answer as many seconds as a test needs to look at it."""
+    real = engine._llm.engine.step
+
+    def step():
+        time.sleep(0.01)
+        return real()
+
+    engine._llm.engine.step = step
+    return engine
 
 
 class Reference:

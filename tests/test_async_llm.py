@@ -15,11 +15,11 @@ import pytest
 from mmvllm import AsyncLLM, SamplingParams, async_llm
 from mmvllm.errors import DeadlineExceeded, EngineBusy, EngineFailed, EngineStopped, RequestFailed
 from mmvllm.processors.load import load_image
-from tests.conftest import ask, picture
+from tests.conftest import ask, picture, unhurried
 from tests.test_invariance import assert_idle
 
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
-ENDLESS = SamplingParams(max_tokens=900, ignore_eos=True)
+ENDLESS = SamplingParams(max_tokens=900, ignore_eos=True)  # of 10 ms each
 QUESTION = ask(picture(80, 60), "Describe this image.")
 REQUESTS = [
     (QUESTION, SamplingParams(max_tokens=40)),
@@ -35,14 +35,14 @@ def in_a_loop(test):
 
     @wraps(test)
     def run(*args, **kwargs):
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 120))
 
     return run
 
 
 @pytest.fixture(scope="module")
 def shared(checkpoint):
-    engine = AsyncLLM(checkpoint, **options(max_num_seqs=4), max_waiting=8)
+    engine = unhurried(AsyncLLM(checkpoint, **options(max_num_seqs=4), max_waiting=8))
     yield engine
     asyncio.run(engine.shutdown())
 
@@ -60,7 +60,7 @@ def make(checkpoint):
     made = []
 
     def make(**engine_args) -> AsyncLLM:
-        made.append(AsyncLLM(checkpoint, **options(**engine_args)))
+        made.append(unhurried(AsyncLLM(checkpoint, **options(**engine_args))))
         return made[-1]
 
     yield make
@@ -346,15 +346,119 @@ async def test_more_than_may_wait_is_refused_and_positions_are_known(make):
         await until(lambda name=name: name in engine._streams, "admitted")
     assert [engine.position(name) for name in ("a", "b", "c", "d")] == [0, 1, 2, None]
     with pytest.raises(EngineBusy, match="3 requests are being served or wait"):
-        engine.check_room()
-    with pytest.raises(EngineBusy):
         await answer(engine, QUESTION, SHORT)
     await streams[0].aclose()
-    engine.check_room()
-    deltas, _ = await asyncio.gather(answer(engine, QUESTION, SHORT), engine.abort("b"))
-    await engine.abort("c")
-    assert len(deltas[0][-1].output.token_ids) == 6
+    (deltas, _), *_ = await asyncio.gather(answer(engine, QUESTION, SHORT), engine.abort("b"), engine.abort("c"))
+    assert len(deltas[-1].output.token_ids) == 6
     await asyncio.gather(*tasks)
+
+
+@in_a_loop
+async def test_a_position_is_known_while_requests_begin(make):
+    engine = make(max_num_seqs=1)
+
+    class Beginning:  # between one look and the next
+        looks = 0
+
+        @property
+        def has_begun(self) -> bool:
+            self.looks += 1
+            return self.looks > 1
+
+    engine._streams["it"] = Beginning()
+    assert engine.position("it") in (0, 1)
+    del engine._streams["it"]
+
+
+async def fetched() -> dict:
+    return QUESTION
+
+
+@in_a_loop
+async def test_a_request_may_still_have_to_be_fetched(engine):
+    deltas, _ = await answer(engine, fetched, SHORT)
+    assert len(deltas[-1].output.token_ids) == 6
+
+    async def fail():
+        raise KeyError("no such host")
+
+    with pytest.raises(KeyError, match="no such host"):
+        await answer(engine, fail, SHORT)
+
+
+@in_a_loop
+async def test_nothing_is_fetched_for_a_request_that_has_no_place(make, monkeypatch):
+    engine = make()
+    monkeypatch.setattr(engine, "max_requests", 0)
+    with pytest.raises(EngineBusy):
+        await answer(engine, None, SHORT)  # which cannot be called
+
+
+@pytest.mark.parametrize("how", ["deadline", "abort", "cancel", "shutdown", "drain"])
+@in_a_loop
+async def test_a_fetch_belongs_to_its_request(make, how):
+    engine = make()
+    is_here, is_begun, ends = asyncio.Event(), asyncio.Event(), []
+
+    async def fetch():
+        is_begun.set()
+        try:
+            await is_here.wait()
+        finally:
+            ends.append(how)
+        return QUESTION
+
+    timeout = 0.05 if how == "deadline" else None
+    task = asyncio.create_task(answer(engine, fetch, SHORT, request_id="it", timeout=timeout))
+    await is_begun.wait()
+    assert engine.stats().num_preparing == 1 and engine.position("it") == 1
+    if how == "deadline":
+        with pytest.raises(DeadlineExceeded, match=r"after 0\.05 seconds"):
+            await task
+    elif how == "abort":
+        assert await engine.abort("it")
+        assert (await task)[0][-1].finish_reason == "aborted"
+    elif how == "cancel":
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    elif how == "shutdown":
+        await engine.shutdown(drain=False)
+        with pytest.raises(EngineStopped):
+            await task
+    else:
+        closing = asyncio.create_task(engine.shutdown())
+        await until(lambda: engine.health().status == "draining", "draining")
+        is_here.set()
+        assert len((await task)[0][-1].output.token_ids) == 6
+        await closing
+    while not ends:
+        await asyncio.sleep(0)
+    assert not engine._streams
+
+
+@in_a_loop
+async def test_an_answer_that_ends_early_says_so_at_once(engine, checkpoint, make_llm):
+    """Of several answers to one request: each ends by itself."""
+    sampling = {"n": 3, "max_tokens": 60, "temperature": 1.0, "seed": 3, "ignore_eos": True, "logprobs": 1}
+    llm = make_llm(checkpoint)
+    whole = llm.generate_multimodal([QUESTION], sampling)[0].completions
+    # A token that only one of them has, and early.
+    stop = next(token_id for token_id in whole[1].token_ids if token_id not in whole[0].token_ids + whole[2].token_ids)
+    params = SamplingParams(**sampling, stop_token_ids=[stop])
+    want = llm.generate_multimodal([QUESTION], params)[0]
+    lengths = [len(completion.token_ids) for completion in want.completions]
+    assert lengths[0] == lengths[2] == 60 > lengths[1]
+    deltas, texts = await answer(engine, QUESTION, params)
+    assert texts == [completion.text for completion in want.completions]
+    assert [delta.index for delta in deltas if delta.finish_reason is not None] == [1, 0, 2]
+    assert [delta.output is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+    after = deltas[next(place for place, delta in enumerate(deltas) if delta.finish_reason is not None) + 1 :]
+    assert len(after) > 2 and 1 not in {delta.index for delta in after}
+    for index, completion in enumerate(want.completions):
+        own = [delta for delta in deltas if delta.index == index]
+        assert [*chain(*(delta.token_ids for delta in own))] == completion.token_ids
+        assert [*chain(*(delta.logprobs for delta in own))] == deltas[-1].output.completions[index].logprobs
 
 
 @in_a_loop
@@ -368,6 +472,7 @@ async def test_pictures_prepared_ahead_are_bounded_and_all_are_answered(make, mo
 @in_a_loop
 async def test_text_does_not_wait_for_pictures_that_have_no_room(make, monkeypatch):
     monkeypatch.setattr(async_llm, "MAX_BYTES", 1)
+    monkeypatch.setattr(async_llm, "NUM_WORKERS", 1)  # as many pictures are begun before the first is found too large
     engine = make(max_num_seqs=1)
     running = engine.generate(ask("go on"), ENDLESS)
     await anext(running)
@@ -457,7 +562,7 @@ async def test_a_broken_engine_fails_all_and_says_why(make, monkeypatch):
 async def test_a_drained_shutdown_finishes_what_is_in_flight(make):
     engine = make(max_num_seqs=2)
     tasks = [asyncio.create_task(answer(engine, ask(f"q{i}"), SamplingParams(max_tokens=50))) for i in range(6)]
-    await until(lambda: engine.stats().num_running, "running")
+    await until(lambda: engine.stats().num_running or engine.stats().num_finished, "running")
     closing = asyncio.create_task(engine.shutdown())
     await until(lambda: engine.health().status != "ok", "draining")
     with pytest.raises(EngineStopped, match="shutting down"):
@@ -582,6 +687,6 @@ async def main():
         break
 asyncio.run(main())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, "begun\n"), done.stderr
     assert "Traceback" not in done.stderr

@@ -3,12 +3,11 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
-from mmvllm.engine.detokenizer import AnswerText
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.sequence import Sequence, SequenceGroup
 from mmvllm.engine.stats import EngineStats, Meter
@@ -36,68 +35,59 @@ Event = tuple[Receiver, Delta | Exception]
 class _Answer:
     """One sequence, and how much of it has been handed out."""
 
-    def __init__(self, seq: Sequence, index: int, tokenizer):
-        self._seq, self._index = seq, index
-        self._text = AnswerText(tokenizer, seq.sampling_params.stop)
-        self._num_read = 0  # tokens whose text is in _text
+    def __init__(self, seq: Sequence, index: int):
+        self.seq, self.index = seq, index
+        self.has_ended = False  # whether its last delta has been handed out
         self._num_sent, self._num_sent_chars = 0, 0
-
-    def read(self) -> int:
-        """Look at tokens that are new; return how many there are."""
-        new = self._seq.token_ids[self._seq.num_prompt_tokens + self._num_read :]
-        for token_id in new:
-            self._text.append(token_id)
-        self._num_read += len(new)
-        return len(new)
 
     def delta(self) -> Delta | None:
         """What can be said of an answer that goes on."""
-        settled = self._text.num_settled
-        if self._seq.is_finished or settled <= self._num_sent_chars:
-            return None
-        return self._take(self._text.text[:settled])
+        text = self.seq.answer_text
+        settled = text.num_settled
+        return self._take(text.text[:settled]) if settled > self._num_sent_chars else None
 
     def last_delta(self, completion: CompletionOutput, output: RequestOutput | None) -> Delta:
+        self.has_ended = True
         return self._take(completion.text, finish_reason=completion.finish_reason, output=output)
 
     def _take(self, text: str, **rest: Any) -> Delta:
-        seq, start = self._seq, self._num_sent
+        seq, start = self.seq, self._num_sent
         token_ids = seq.token_ids[seq.num_prompt_tokens + start :]
         logprobs = None if seq.sampling_params.logprobs is None else seq.logprobs[start:]
         new = text[self._num_sent_chars :]
         self._num_sent, self._num_sent_chars = start + len(token_ids), len(text)
-        return Delta(seq.request_id, self._index, new, token_ids, logprobs, **rest)
+        return Delta(seq.request_id, self.index, new, token_ids, logprobs, **rest)
 
 
 class _Request:
     """A request in the engine."""
 
-    def __init__(self, receiver: Receiver, group: SequenceGroup, tokenizer):
-        self.receiver, self._group = receiver, group
-        self._is_counted = False
-        self._answers = [_Answer(seq, index, tokenizer) for index, seq in enumerate(group.seqs)]
+    def __init__(self, receiver: Receiver, group: SequenceGroup, complete: Callable[[Sequence], CompletionOutput]):
+        self.receiver, self._group, self._complete = receiver, group, complete
+        self._is_counted, self._num_tokens = False, 0
+        self._answers = [_Answer(seq, index) for index, seq in enumerate(group.seqs)]
 
-    def read(self, meter: Meter) -> int:
+    def count(self, meter: Meter) -> int:
         """Look at what the last step did; return the number of new tokens."""
         if not self._is_counted and self._group.has_begun:
             self._is_counted = True
             meter.add_begun(self._group)
-        return sum(answer.read() for answer in self._answers)
+        before, self._num_tokens = self._num_tokens, sum(seq.num_completion_tokens for seq in self._group.seqs)
+        return self._num_tokens - before
 
-    def events(self, output: RequestOutput | None) -> Iterator[Event]:
+    def events(self, output: RequestOutput | None) -> list[Event]:
         """What is new, all that is left if the request has its `output`."""
-        if output is None:
-            deltas = filter(None, (answer.delta() for answer in self._answers))
-        elif output.error is not None:
-            deltas = [RequestFailed(output.error)]
-        else:
-            deltas = self._last_deltas(output)
-        return ((self.receiver, delta) for delta in deltas)
+        if output is not None and output.error is not None:
+            return [(self.receiver, RequestFailed(output.error))]
+        answers = [answer for answer in self._answers if not answer.has_ended]
+        deltas = [self._delta(answer, output if answer is answers[-1] else None) for answer in answers]
+        return [(self.receiver, delta) for delta in deltas if delta is not None]
 
-    def _last_deltas(self, output: RequestOutput) -> Iterator[Delta]:
-        last = len(self._answers) - 1
-        for i, (answer, completion) in enumerate(zip(self._answers, output.completions, strict=True)):
-            yield answer.last_delta(completion, output if i == last else None)
+    def _delta(self, answer: _Answer, output: RequestOutput | None) -> Delta | None:
+        if not answer.seq.is_finished:
+            return answer.delta()
+        completion = self._complete(answer.seq) if output is None else output.completions[answer.index]
+        return answer.last_delta(completion, output)
 
 
 class EngineThread:
@@ -173,7 +163,9 @@ class EngineThread:
             return
         request_id = receiver.request_id
         try:
-            self._engine.add_request(prompt.token_ids, params, request_id, **options, **prompt.multimodal)
+            self._engine.add_request(
+                prompt.token_ids, params, request_id, **options, **prompt.multimodal, follow_text=True
+            )
         except ValueError as error:
             self._deliver([(receiver, error)])
             return
@@ -182,7 +174,7 @@ class EngineThread:
             return
         group = self._scheduler.groups[request_id]
         receiver.group = group
-        self._requests[request_id] = _Request(receiver, group, self._engine.tokenizer)
+        self._requests[request_id] = _Request(receiver, group, self._engine.completion)
 
     def _abort(self, receiver: Receiver) -> None:
         request = self._requests.get(receiver.request_id)
@@ -191,14 +183,14 @@ class EngineThread:
             return
         del self._requests[receiver.request_id]
         output = self._engine.abort_request(receiver.request_id)
-        self._deliver([*request.events(output)])
+        self._deliver(request.events(output))
 
     def _advance(self) -> None:
         outputs, _ = self._engine.step()
         finished = {output.request_id: output for output in outputs}
         events, num_new = [], 0
         for request_id, request in [*self._requests.items()]:
-            num_new += request.read(self._meter)
+            num_new += request.count(self._meter)
             output = finished.get(request_id)
             events += request.events(output)
             if output is not None:

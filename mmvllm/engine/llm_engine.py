@@ -124,6 +124,7 @@ class LLMEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         arrival_time: float | None = None,
+        follow_text: bool = False,
     ) -> str:
         """Queue a request and return its id; raises ValueError for one that can never run.
 
@@ -135,6 +136,7 @@ class LLMEngine:
             image_digests: 16 bytes that stand for each picture in the caches; computed where not given.
             priority: lower runs first; among equals, the earlier arrival.
             cache_salt: prefix cache entries are shared only among requests with the same salt.
+            follow_text: keep the text of each answer while it forms, in `Sequence.answer_text`.
         """
         self._refuse_after_exit()
         params = sampling_params or SamplingParams()
@@ -172,7 +174,7 @@ class LLMEngine:
                 priority=priority,
                 cache_salt=cache_salt,
                 arrival_time=arrival_time,
-                answer_text=AnswerText(self.tokenizer, params.stop) if params.stop else None,
+                answer_text=AnswerText(self.tokenizer, params.stop) if params.stop or follow_text else None,
             )
             for i in range(params.n)
         ]
@@ -270,6 +272,20 @@ class LLMEngine:
         group = self.scheduler.abort_seq_group(request_id, FinishReason.ABORTED)
         self._forget_ahead_if_idle()
         return None if group is None else self._output(group)
+
+    def completion(self, seq: Sequence) -> CompletionOutput:
+        """The answer of a sequence that has finished."""
+        stop_at = seq.answer_text.stop_at if seq.answer_text and seq.finish_reason is FinishReason.STOP else None
+        wants_logprobs = seq.sampling_params.logprobs is not None
+        return CompletionOutput(
+            text=self.tokenizer.decode(seq.completion_token_ids, skip_special_tokens=True)
+            if stop_at is None
+            else seq.answer_text.text[:stop_at],
+            token_ids=seq.completion_token_ids,
+            finish_reason=seq.finish_reason.value,
+            cumulative_logprob=seq.cumulative_logprob if wants_logprobs else None,
+            logprobs=seq.logprobs if wants_logprobs else None,
+        )
 
     def is_finished(self) -> bool:
         """Whether nothing is waiting or running."""
@@ -394,7 +410,7 @@ class LLMEngine:
         leader = group.leader
         return RequestOutput(
             request_id=group.request_id,
-            completions=[self._completion(seq) for seq in group.seqs],
+            completions=[self.completion(seq) for seq in group.seqs],
             num_prompt_tokens=leader.num_prompt_tokens,
             num_cached_tokens=leader.num_cached_tokens,
             num_image_tokens=leader.vision.num_tokens,
@@ -402,19 +418,6 @@ class LLMEngine:
             arrival_time=leader.arrival_time,
             first_token_time=leader.first_token_time,
             finish_time=time.time(),
-        )
-
-    def _completion(self, seq: Sequence) -> CompletionOutput:
-        stop_at = seq.answer_text.stop_at if seq.answer_text and seq.finish_reason is FinishReason.STOP else None
-        wants_logprobs = seq.sampling_params.logprobs is not None
-        return CompletionOutput(
-            text=self.tokenizer.decode(seq.completion_token_ids, skip_special_tokens=True)
-            if stop_at is None
-            else seq.answer_text.text[:stop_at],
-            token_ids=seq.completion_token_ids,
-            finish_reason=seq.finish_reason.value,
-            cumulative_logprob=seq.cumulative_logprob if wants_logprobs else None,
-            logprobs=seq.logprobs if wants_logprobs else None,
         )
 
 

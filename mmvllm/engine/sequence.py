@@ -66,7 +66,7 @@ class Sequence:
         self.cache_salt = cache_salt
         self.arrival_time = time.time() if arrival_time is None else arrival_time
         self.block_size = block_size
-        self.answer_text = answer_text  # followed where there are stop strings
+        self.answer_text = answer_text  # where there are stop strings, or somebody reads along
 
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = len(token_ids)

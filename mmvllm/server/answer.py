@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mmvllm.async_llm import AsyncLLM, Request
-from mmvllm.errors import EngineUnavailable, PromptTooLong, RequestFailed
+from mmvllm.errors import DeadlineExceeded, EngineUnavailable, PromptTooLong, RequestFailed
 from mmvllm.outputs import Delta
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.convert import Picture
@@ -24,25 +24,24 @@ from mmvllm.server.sse import EventStream
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be answered, and how: `prepare` makes the engine's `num_prompts` requests."""
+    """What is to be answered, and how."""
 
-    prepare: Callable[[], Awaitable[Sequence[Request]]]
+    requests: Sequence[Request | Callable[[], Awaitable[Request]]]  # as `AsyncLLM.generate` takes them
     params: SamplingParams
     reply: ChatReply | CompletionReply
-    num_prompts: int = 1
     pictures: Sequence[Picture] = ()
     streams: bool = False
     includes_usage: bool = False
 
     @property
     def num_choices(self) -> int:
-        return self.num_prompts * self.params.n
+        return len(self.requests) * self.params.n
 
 
 class Answer(Response):
     """The response to a job. It is worked on while it is sent; if the client hangs up, its requests are aborted.
 
-    Errors before the first token raise ApiError, and so get a status of their own; later ones are sent as an event.
+    Errors raise ApiError, and so get a status of their own; in a stream that has begun, they are sent as an event.
     """
 
     def __init__(self, job: Job, engine: AsyncLLM, settings: ServerSettings, metrics: Metrics):
@@ -70,7 +69,7 @@ class Answer(Response):
         await send({"type": "http.response.body", "body": content})
 
     async def _stream(self, send: Send) -> None:
-        async with EventStream(send) as events, aclosing(self._deltas()) as deltas:
+        async with aclosing(self._deltas()) as deltas, EventStream(send) as events:
             try:
                 await self._send_all(events, deltas)
             except ApiError as error:
@@ -81,11 +80,11 @@ class Answer(Response):
                 await events.data("[DONE]")
 
     async def _send_all(self, events: EventStream, deltas: AsyncGenerator[tuple[int, Delta], None]) -> None:
-        job, outputs = self._job, []
+        job, outputs, has_begun = self._job, [], False
         no_usage = {"usage": None} if job.includes_usage else {}
         async for index, delta in deltas:
-            if not events.is_open:  # only now is it sure that there is something to say
-                await events.open()
+            if not has_begun:  # only now is it sure that there is something to say
+                has_begun = True
                 for chunk in job.reply.opening(job.num_choices):
                     await events.data(chunk | no_usage)
             await events.data(job.reply.chunk(index, delta) | no_usage)
@@ -96,23 +95,18 @@ class Answer(Response):
 
     async def _deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta) of all prompts as they come; raises ApiError alone."""
-        job, timeout = self._job, self._settings.request_timeout
-        loop = asyncio.get_running_loop()
-        end = None if timeout is None else loop.time() + timeout
+        job, settings = self._job, self._settings
+        streams = [
+            self._engine.generate(request, job.params, timeout=settings.request_timeout, load=settings.media.load)
+            for request in job.requests
+        ]
         try:
-            async with asyncio.timeout_at(end):
-                requests = await job.prepare()
-            left = None if end is None else max(0.0, end - loop.time())
-            streams = [
-                self._engine.generate(request, job.params, timeout=left, load=self._settings.media.load)
-                for request in requests
-            ]
             async with aclosing(_merged(streams)) as deltas:
                 async for prompt, delta in deltas:
                     _check(delta)
                     self._metrics.observe(delta)
                     yield prompt * job.params.n + delta.index, delta
-        except (EngineUnavailable, RequestFailed, TimeoutError) as error:
+        except (EngineUnavailable, RequestFailed, DeadlineExceeded) as error:
             raise from_engine(error) from error
         except ValueError as error:
             code = CONTEXT_LENGTH_EXCEEDED if isinstance(error, PromptTooLong) else None

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.responses import Response
 
 from mmvllm.errors import DeadlineExceeded, EngineBusy, EngineUnavailable, RequestFailed
@@ -51,9 +52,8 @@ def from_engine(error: Exception) -> ApiError:
         return ApiError(429, str(error), code="engine_busy", headers={"Retry-After": "1"})
     if isinstance(error, EngineUnavailable):
         return ApiError(503, str(error), code="engine_unavailable")
-    if isinstance(error, TimeoutError):
-        message = str(error) if isinstance(error, DeadlineExceeded) else "the request took too long"
-        return ApiError(504, message, code="deadline_exceeded")
+    if isinstance(error, DeadlineExceeded):
+        return ApiError(504, str(error), code="deadline_exceeded")
     assert isinstance(error, RequestFailed), error
     return ApiError(500, str(error), code="request_failed")
 
@@ -83,7 +83,8 @@ def install(app: FastAPI) -> None:
 
     app.add_exception_handler(HTTPException, from_http)
     app.add_exception_handler(RequestValidationError, from_validation)
-    app.add_exception_handler(Exception, from_bug)
+    # Where fastapi would answer it, none of our own middleware is left to say whose answer it is.
+    app.add_middleware(ServerErrorMiddleware, handler=from_bug)
 
 
 def blame(errors: list[dict], body: Any) -> tuple[str | None, str]:

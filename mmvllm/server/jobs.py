@@ -37,24 +37,22 @@ class Jobs:
         self._check_number(pictures)
         caps = convert.caps(body, pictures, self._bounds)
 
-        async def prepare() -> list[Request]:
-            self._engine.check_room()
-            return [convert.chat_request(body, await self._fetch_all(pictures, held), caps)]
+        async def request() -> Request:
+            return convert.chat_request(body, await self._fetch_all(pictures, held), caps)
 
         reply = ChatReply(body.model, self._engine.tokenizer, params.logprobs)
-        return Job(prepare, params, reply, pictures=pictures, **_streaming(body))
+        return Job([request], params, reply, pictures, **_streaming(body))
 
     def completion(self, body: CompletionRequest) -> Job:
         """To go on from one prompt or several."""
         self._check_model(body)
         params, prompts = convert.completion_params(body), convert.prompts(body)
         self._lengths.check("prompt", prompts)
-
-        async def prepare() -> list[Request]:
-            return prompts
-
+        if len(prompts) > self._engine.max_requests:
+            message = f"{len(prompts)} prompts, at most {self._engine.max_requests} are taken (--max-waiting)"
+            raise ApiError(400, message, param="prompt")
         reply = CompletionReply(body.model, self._engine.tokenizer, params.logprobs)
-        return Job(prepare, params, reply, num_prompts=len(prompts), **_streaming(body))
+        return Job(prompts, params, reply, **_streaming(body))
 
     def _check_model(self, body: SamplingRequest) -> None:
         if body.model not in self._settings.model_names:

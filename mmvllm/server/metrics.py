@@ -104,7 +104,7 @@ class CountingMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        status, is_complete, is_gone, start = 500, False, False, time.perf_counter()
+        status, is_complete, is_gone, start = None, False, False, time.perf_counter()
 
         async def watched_receive() -> Message:
             nonlocal is_gone
@@ -122,7 +122,9 @@ class CountingMiddleware:
             await self.app(scope, watched_receive, watched_send)
         finally:
             path = _label(scope)
-            self._metrics.responses.labels(path, CLIENT_GONE if is_gone else status).inc()
+            if is_gone and status in (None, 200):  # who was refused has been answered
+                status = CLIENT_GONE
+            self._metrics.responses.labels(path, status or 500).inc()
             self._metrics.http_seconds.labels(path).observe(time.perf_counter() - start)
 
 

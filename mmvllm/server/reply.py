@@ -178,12 +178,17 @@ class CompletionReply(Reply):
         return {
             "tokens": [self._shown(token_id) for token_id, _ in chosen],
             "token_logprobs": [max(entry[token_id], NO_LOGPROB) for token_id, entry in chosen],
-            "top_logprobs": [
-                {self._shown(token_id): max(logprob, NO_LOGPROB) for token_id, logprob in self._top(entry)}
-                for entry in entries
-            ],
+            "top_logprobs": [self._top_by_text(entry) for entry in entries],
             "text_offset": [offset.advance(token_id, token_bytes(self._tokenizer, token_id)) for token_id, _ in chosen],
         }
+
+    def _top_by_text(self, logprobs: dict[int, float]) -> dict[str, float]:
+        """The chosen token is always among them; of tokens that look the same, the likeliest counts."""
+        chosen = next(iter(logprobs.items()))
+        made: dict[str, float] = {}
+        for token_id, logprob in [*self._top(logprobs), chosen]:
+            made.setdefault(self._shown(token_id), max(logprob, NO_LOGPROB))
+        return made
 
     def _shown(self, token_id: int) -> str:
         return shown(token_bytes(self._tokenizer, token_id))

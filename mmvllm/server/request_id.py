@@ -1,22 +1,30 @@
 """A name for every request, as OpenAI gives one: clients show it in their errors."""
 
+import logging
 import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+logger = logging.getLogger(__name__)
+
 
 class RequestIdMiddleware:
-    """Adds the header `x-request-id` to every response."""
+    """Adds the header `x-request-id` to every response, and logs the id where a mistake of ours is behind it."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        header = (b"x-request-id", f"req_{uuid.uuid4().hex}".encode())
+        request_id = f"req_{uuid.uuid4().hex}"
+        header = (b"x-request-id", request_id.encode())
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = message | {"headers": [*message.get("headers", ()), header]}
             await send(message)
 
-        await self.app(scope, receive, named)
+        try:
+            await self.app(scope, receive, named)
+        except Exception:  # whose traceback uvicorn prints
+            logger.error("request %s failed: %s %s", request_id, scope.get("method"), scope.get("path"))
+            raise

@@ -15,31 +15,24 @@ HEADERS = (
 
 
 class EventStream:
-    """A response of events, with a comment whenever nothing was said for a while; ended by the end of `async with`."""
+    """A response of events, with a comment whenever nothing was said for a while; ended by the end of `async with`.
+
+    It begins, with status 200, when there is something to say: the first event, or the first such comment.
+    """
 
     def __init__(self, send: Send):
         self._send = send
-        self._last = 0.0
-        self._pings: asyncio.Task | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the response has begun."""
-        return self._pings is not None
+        self.is_open = False  # whether the response has begun
 
     async def __aenter__(self) -> "EventStream":
+        self._last = asyncio.get_running_loop().time()
+        self._pings = asyncio.create_task(self._ping_while_quiet())
         return self
 
     async def __aexit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
-        if self._pings is not None:
-            self._pings.cancel()
-            if error is None:
-                await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def open(self) -> None:
-        """Begin the response, with status 200."""
-        self._pings = asyncio.create_task(self._ping_while_quiet())
-        await self._send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
+        self._pings.cancel()
+        if error is None:
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def data(self, payload: dict | str) -> None:
         """Send an event: an object as JSON, or a string as it is."""
@@ -48,7 +41,6 @@ class EventStream:
 
     async def _ping_while_quiet(self) -> None:
         loop = asyncio.get_running_loop()
-        self._last = loop.time()
         while True:
             await asyncio.sleep(max(0.0, self._last + PING_SECONDS - loop.time()))
             if loop.time() >= self._last + PING_SECONDS:
@@ -56,4 +48,7 @@ class EventStream:
 
     async def _write(self, text: str) -> None:
         self._last = asyncio.get_running_loop().time()
+        if not self.is_open:
+            self.is_open = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
         await self._send({"type": "http.response.body", "body": text.encode(), "more_body": True})

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
@@ -12,10 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import mmvllm
 from mmvllm.async_llm import AsyncLLM
-from mmvllm.errors import EngineBusy
 from mmvllm.media import MediaPolicy
+from mmvllm.server import sse
 from mmvllm.server.app import build_app
 from mmvllm.server.settings import ServerSettings
+from tests.conftest import unhurried
 from tests.server.conftest import (
     CHAT,
     COMPLETIONS,
@@ -30,6 +32,8 @@ from tests.server.conftest import (
     is_idle,
     png,
     post,
+    receive_all,
+    receive_until,
     serving,
     user,
     wait_for,
@@ -55,7 +59,7 @@ def own_engine():
     made = []
 
     def make(**keys) -> AsyncLLM:
-        made.append(AsyncLLM(**ENGINE | keys))
+        made.append(unhurried(AsyncLLM(**ENGINE | keys)))
         return made[-1]
 
     yield make
@@ -289,8 +293,9 @@ def test_pictures_count_among_what_is_held(engine, tmp_path):
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_request_that_takes_too_long_is_a_504_or_an_event(engine, streams):
-    app = make_app(engine, request_timeout=0.1)
+def test_a_request_that_takes_too_long_is_a_504_or_an_event(own_engine, streams):
+    engine = own_engine()
+    app = make_app(engine, request_timeout=3.0 if streams else 0.1)
     answer = call(app, "POST", CHAT, json=LONG | {"stream": streams})
     if streams:  # the first token was in time
         assert answer.status_code == 200 and "[DONE]" not in answer.text
@@ -298,6 +303,7 @@ def test_a_request_that_takes_too_long_is_a_504_or_an_event(engine, streams):
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
     else:
         assert answer.status_code == 504 and error_of(answer)["code"] == "deadline_exceeded"
+        assert error_of(answer)["message"] == "the answer was not complete after 0.1 seconds"
     wait_for(lambda: is_idle(engine))
 
 
@@ -307,7 +313,7 @@ def test_the_time_for_pictures_counts_too(engine, monkeypatch):
 
     monkeypatch.setattr(MediaPolicy, "fetch", never)
     answer = call(make_app(engine, request_timeout=0.05), "POST", CHAT, json=chat(image_part(data_uri())))
-    assert answer.status_code == 504
+    assert answer.status_code == 504 and "after 0.05 seconds" in error_of(answer)["message"]
 
 
 def test_over_capacity_is_a_429_and_passes(own_engine):
@@ -349,9 +355,18 @@ def test_a_picture_that_is_sent_along_waits_for_no_slow_host(engine, monkeypatch
 
 
 def test_when_full_no_picture_is_fetched_for_nothing(engine, monkeypatch):
-    monkeypatch.setattr(engine, "check_room", _raise(EngineBusy("full")))
+    monkeypatch.setattr(engine, "max_requests", 0)
     monkeypatch.setattr(MediaPolicy, "fetch", None)
     assert call(make_app(engine), "POST", CHAT, json=chat(image_part(data_uri()))).status_code == 429
+
+
+def test_more_prompts_than_there_is_ever_room_for_are_no_reason_to_try_again(engine, monkeypatch):
+    monkeypatch.setattr(engine, "max_requests", 2)
+    app = make_app(engine)
+    assert call(app, "POST", COMPLETIONS, json=completion(prompt=["a", "b"])).status_code == 200
+    answer = call(app, "POST", COMPLETIONS, json=completion(prompt=["a", "b", "c"]))
+    assert answer.status_code == 400 and error_of(answer)["param"] == "prompt"
+    assert "3 prompts, at most 2 are taken" in error_of(answer)["message"]
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -417,10 +432,38 @@ def test_an_answer_that_the_operator_cuts_off_is_no_success(own_engine):
     assert answers[0].status_code == 500 and "cut off" in error_of(answers[0])["message"]
 
 
-def test_a_mistake_of_ours_is_a_500_in_the_same_shape(engine, monkeypatch):
+def test_a_mistake_of_ours_is_a_500_in_the_same_shape(engine, monkeypatch, caplog):
     monkeypatch.setattr("mmvllm.server.convert.chat_params", _raise(ZeroDivisionError("secret")))
-    answer = call(make_app(engine), "POST", CHAT, json=chat("Hello"))
+    app = make_app(engine, cors_origins=("https://example.org",))
+    answer = call(app, "POST", CHAT, json=chat("Hello"), headers={"Origin": "https://example.org"})
     assert answer.status_code == 500 and "secret" not in error_of(answer)["message"]
+    assert answer.headers["access-control-allow-origin"] == "https://example.org"
+    assert f"request {answer.headers['x-request-id']} failed: POST {CHAT}" in caplog.text
+    assert samples(app)["mmvllm_http_responses_total", ("path", CHAT), ("status", "500")] == 1
+
+
+def test_a_long_wait_for_the_first_token_is_no_silence(own_engine, monkeypatch):
+    """Proxies cut a response that has not begun."""
+    monkeypatch.setattr(sse, "PING_SECONDS", 0.02)
+    engine = own_engine()
+    real, pings = engine._llm.engine.step, threading.Event()
+    monkeypatch.setattr(engine._llm.engine, "step", lambda: pings.wait(20) and real())
+    with serving(engine) as running, running.connect() as connection:
+        connection.sendall(post(CHAT, chat("Hello", stream=True, max_tokens=2, ignore_eos=True), "Connection: close"))
+        begun = receive_until(connection, b": ping")
+        assert b"HTTP/1.1 200" in begun and b"data: " not in begun
+        pings.set()
+        assert b'"role":"assistant"' in (rest := receive_all(connection)) and b"data: [DONE]" in rest
+
+
+def test_an_error_after_a_long_wait_is_an_event(own_engine, monkeypatch):
+    monkeypatch.setattr(sse, "PING_SECONDS", 0.02)
+    engine = own_engine()
+    monkeypatch.setattr(engine._llm.engine, "step", lambda: time.sleep(0.3) or _raise(KeyError("a mistake"))())
+    answer = call(make_app(engine), "POST", CHAT, json=chat("Hello", stream=True))
+    *pings, event = answer.text.strip().split("\n\n")
+    assert answer.status_code == 200 and set(pings) == {": ping"}
+    assert "a mistake" in json.loads(event.removeprefix("data: "))["error"]["message"]
 
 
 def test_what_the_server_is(app):

@@ -218,6 +218,16 @@ def test_a_completion_has_16_tokens_by_default_and_logprobs_with_offsets(client)
         assert token.startswith("<|") or choice.text[offset:].startswith(token)
 
 
+def test_a_completions_chosen_tokens_are_among_the_most_likely_ones_that_are_shown(client):
+    [choice] = client.completions.create(
+        model="bundled", prompt="A small", temperature=2, seed=1, logprobs=1, extra_body={"ignore_eos": True}
+    ).choices
+    shown = choice.logprobs.top_logprobs
+    assert {len(top) for top in shown} == {1, 2}  # the chosen one is the likeliest, or comes on top
+    for token, logprob, top in zip(choice.logprobs.tokens, choice.logprobs.token_logprobs, shown, strict=True):
+        assert logprob <= top[token] == max(top.values()) or top[token] == logprob
+
+
 def test_the_model_is_listed(client):
     [model] = client.models.list().data
     assert model.id == "bundled" and client.models.retrieve("bundled").id == "bundled"

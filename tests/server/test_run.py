@@ -17,12 +17,26 @@ from mmvllm.async_llm import AsyncLLM
 from mmvllm.cli import serve
 from mmvllm.cli.main import main
 from mmvllm.cli.ports import listen
-from tests.server.conftest import CHAT, ENGINE, LONG, chat, post, receive_all, receive_until, serving, wait_for
+from mmvllm.media import MediaPolicy
+from tests.conftest import unhurried
+from tests.server.conftest import (
+    CHAT,
+    ENGINE,
+    LONG,
+    SCENES,
+    chat,
+    image_part,
+    post,
+    receive_all,
+    receive_until,
+    serving,
+    wait_for,
+)
 
 
 @pytest.fixture
 def own_engine():
-    engine = AsyncLLM(**ENGINE)
+    engine = unhurried(AsyncLLM(**ENGINE))
     yield engine
     asyncio.run(engine.shutdown(drain=False))
 
@@ -33,10 +47,10 @@ def stop(running) -> None:
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
 def test_what_is_in_flight_is_finished_before_the_end(own_engine, streams):
-    body = chat("Hello", max_tokens=300, ignore_eos=True, stream=streams)
+    body = chat("Hello", max_tokens=100, ignore_eos=True, stream=streams)
     with serving(own_engine) as running, running.connect() as connection:
         connection.sendall(post(CHAT, body))
-        wait_for(lambda: own_engine.stats().num_running == 1)
+        wait_for(lambda: own_engine.stats().num_running or own_engine.stats().num_finished)
         stop(running)
         answer = receive_all(connection)
         assert b"HTTP/1.1 200" in answer and b'"finish_reason":"length"' in answer
@@ -46,6 +60,23 @@ def test_what_is_in_flight_is_finished_before_the_end(own_engine, streams):
         with pytest.raises(ConnectionRefusedError):
             running.connect()
     assert own_engine.health().status == "stopped"
+
+
+def test_pictures_that_are_being_fetched_are_in_flight_too(own_engine, monkeypatch):
+    is_here = threading.Event()
+
+    async def fetch(*_) -> bytes:
+        await asyncio.to_thread(is_here.wait, 20)
+        return SCENES[0].read_bytes()
+
+    monkeypatch.setattr(MediaPolicy, "fetch", fetch)
+    with serving(own_engine) as running, running.connect() as connection:
+        connection.sendall(post(CHAT, chat(image_part("https://example.org/a.png"), max_tokens=2)))
+        wait_for(lambda: own_engine.stats().num_preparing == 1)
+        stop(running)
+        wait_for(lambda: own_engine.health().status == "draining")
+        is_here.set()
+        assert b"HTTP/1.1 200" in receive_all(connection)
 
 
 def test_what_is_not_finished_in_time_ends_with_an_error_that_clients_raise(own_engine):
@@ -69,7 +100,7 @@ def test_a_second_signal_ends_everything_now(own_engine):
         stop(running)
         answer = receive_all(connection)
         assert b"HTTP/1.1 503" in answer and b"shut down before the answer was complete" in answer
-        running.thread.join(5)
+        running.thread.join(30)
         assert not running.thread.is_alive()
 
 
@@ -81,7 +112,7 @@ def test_a_client_that_does_not_read_cannot_hold_up_the_end(own_engine, monkeypa
         connection.sendall(post("/v1/completions", {})[:-1])  # and never the last byte
         wait_for(lambda: any(one.cycle is not None for one in running.server.server_state.connections))
         stop(running)
-        running.thread.join(10)
+        running.thread.join(30)
         assert not running.thread.is_alive()
 
 
@@ -177,12 +208,12 @@ def test_the_command_serves_until_a_signal_and_ends_well():
             line = process.stdout.readline()
             assert line.startswith("shapes is served at http://127.0.0.1:") and line.endswith("/v1\n")
             url = line.split()[-1]
-            assert httpx.get(f"{url}/models").status_code == 401
+            assert httpx.get(f"{url}/models", timeout=60).status_code == 401
             with openai.OpenAI(base_url=url, api_key="secret") as client:
                 answer = client.completions.create(model="shapes", prompt="A small", max_tokens=4)
             assert answer.choices[0].finish_reason in ("length", "stop")
             process.send_signal(signal.SIGTERM)
-            out, err = process.communicate(timeout=30)
+            out, err = process.communicate(timeout=60)
         finally:
             process.kill()
     assert process.returncode == 0
