@@ -86,7 +86,7 @@ class AsyncLLM:
 
     Args:
         model: as for `LLM`.
-        max_waiting: requests that may wait beside the `max_num_seqs` that run; one more is refused with `EngineBusy`.
+        max_waiting: how many requests more than `max_num_seqs` may be here; one more is refused with `EngineBusy`.
         engine_args: the arguments of `LLM`.
 
     Use it as `async with AsyncLLM(...) as engine`, or call `shutdown` in the end.

@@ -27,7 +27,7 @@ def add_max_waiting_argument(group: argparse._ArgumentGroup) -> None:
         type=_whole_number,
         default=256,
         metavar="N",
-        help="requests that may wait beside those that run; more are told to come again (default: %(default)s)",
+        help="requests taken beyond --max-num-seqs; more are told to come again (default: %(default)s)",
     )
 
 

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             max_file_size=policy.max_bytes,
             prevent_thread_lock=True,
             quiet=True,
-            **launch_options(),
+            **launch_options(page),
         )
         print(f"mmvllm demo: {page.share_url or page.local_url} (Ctrl-C ends it)", flush=True)
         _wait_for_signal()

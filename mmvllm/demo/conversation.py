@@ -40,26 +40,29 @@ class Options:
 
 
 def to_request(turns: Sequence[Turn], options: Options) -> dict:
-    """The engine's request for an answer to the last turn. Turns that were stopped before any answer are left out.
+    """The engine's request for an answer to the last turn.
 
+    Turns that were stopped before any answer are left out; their pictures go with the next question.
     Raises ValueError for a system prompt that is no text.
     """
     if not isinstance(options.system, str):
         raise ValueError(f"the system prompt is {options.system!r}, must be text")
     messages = [{"role": "system", "content": options.system}] if options.system.strip() else []
+    pictures = []
     for turn in turns:
+        pictures += [{"type": "image", "image": picture} for picture in turn.pictures]
         if turn is not turns[-1] and not turn.answer:
             continue
-        pictures = [{"type": "image", "image": picture} for picture in turn.pictures]
         messages.append({"role": "user", "content": [*pictures, {"type": "text", "text": turn.question}]})
+        pictures = []
         if turn is not turns[-1]:
             messages.append({"role": "assistant", "content": turn.answer})
     return {"messages": messages, "min_pixels": options.min_pixels, "max_pixels": options.max_pixels}
 
 
 def pictures_in(turns: Sequence[Turn]) -> list[Picture]:
-    """Those that the request for the last turn has."""
-    return [picture for turn in turns if turn.answer or turn is turns[-1] for picture in turn.pictures]
+    """Those that the request for the last turn has, in its order."""
+    return [picture for turn in turns for picture in turn.pictures]
 
 
 def to_chat(turns: Sequence[Turn]) -> list[dict]:

@@ -90,7 +90,8 @@ class Handlers:
     def limits(self) -> str:
         size = self.settings.policy.max_bytes / 2**20
         each = f"{size:.3g} MiB" if size >= 1 else f"{size * 1024:.0f} KiB"
-        return f"Up to {self.settings.max_images} pictures of {each}"
+        megapixels = self.settings.policy.max_pixels / 1e6
+        return f"Up to {self.settings.max_images} pictures of {each} and {megapixels:.3g} million pixels"
 
     def _session(self, request: gr.Request) -> Session:
         return self.sessions.get(request.session_hash)

@@ -1,13 +1,15 @@
 """How the page looks, and what comes through to it."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 from starlette.middleware import Middleware
 
 from mmvllm.demo.gate import Gate
-from mmvllm.demo.uploads import process_uploads
+
+if TYPE_CHECKING:
+    from mmvllm.demo.page import Page
 
 FONTS = ("sans-serif",)  # none that would have to be fetched; page.css names those of the system
 # Whatever an answer says, the browser fetches nothing from elsewhere.
@@ -31,6 +33,6 @@ LOOK = {
 }
 
 
-def launch_options() -> dict[str, Any]:
+def launch_options(page: "Page") -> dict[str, Any]:
     """Arguments of gradio's `launch` and `mount_gradio_app`; made anew for each, since gradio changes `app_kwargs`."""
-    return LOOK | {"app_kwargs": {"middleware": [Middleware(Gate, uploads=process_uploads())]}}
+    return LOOK | {"app_kwargs": {"middleware": [Middleware(Gate, sessions=page.sessions)]}}

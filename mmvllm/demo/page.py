@@ -12,6 +12,7 @@ from mmvllm.demo.conversation import Turn
 from mmvllm.demo.events import RELOAD
 from mmvllm.demo.handlers import Handlers
 from mmvllm.demo.pictures import Picture
+from mmvllm.demo.session import Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads, process_uploads
 
@@ -32,8 +33,10 @@ BUNDLED_NOTE = (
 )
 
 
-class _Page(gr.Blocks):
+class Page(gr.Blocks):
     """Blocks that take no files but uploaded ones: gradio itself would fetch a URL that is given for one."""
+
+    sessions: Sessions
 
     async def preprocess_data(self, block_fn: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
         client_utils.traverse(inputs, _refuse_url, client_utils.is_file_obj_with_meta)
@@ -49,11 +52,11 @@ def _refuse_url(file: dict) -> dict:
     return file
 
 
-def build_page(engine: "AsyncLLM", settings: DemoSettings) -> gr.Blocks:
-    """The page, to be launched or mounted with `**launch_options()`."""
+def build_page(engine: "AsyncLLM", settings: DemoSettings) -> Page:
+    """The page, to be launched or mounted with `**launch_options(page)`."""
     uploads = process_uploads()
     handlers = Handlers(engine, settings, uploads, _examples(uploads, settings))
-    with _Page(title="mmvllm", analytics_enabled=False, fill_width=True) as page:
+    with Page(title="mmvllm", analytics_enabled=False, fill_width=True) as page:
         gr.HTML(_heading(engine.model), elem_id="heading", padding=False)
         chat = _chat(handlers.examples)
         box = gr.MultimodalTextbox(
@@ -104,6 +107,7 @@ def build_page(engine: "AsyncLLM", settings: DemoSettings) -> gr.Blocks:
         for trigger in (files.change, options[-2].change, options[-1].change):
             trigger(**counted)
         page.unload(handlers.leave)
+    page.sessions = handlers.sessions
     return page.queue(default_concurrency_limit=None, api_open=False)
 
 

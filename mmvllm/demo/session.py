@@ -1,10 +1,11 @@
 """What one visitor has: a conversation, uploaded pictures, and at most one request in the engine."""
 
 import asyncio
+import time
 import uuid
-from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from mmvllm.demo.conversation import Options, Turn, answer_note, pictures_in, queue_note, to_request
 from mmvllm.demo.pictures import Picture
 from mmvllm.demo.settings import DemoSettings
-from mmvllm.demo.uploads import Uploads
+from mmvllm.demo.uploads import ORPHAN_SECONDS, Uploads
 from mmvllm.outputs import Delta, RequestOutput
 
 if TYPE_CHECKING:
@@ -20,18 +21,20 @@ if TYPE_CHECKING:
 
 TICK_SECONDS = 0.05  # the page is told of new text this often
 MAX_SESSIONS = 1000  # beyond it, who has been away longest is forgotten
+SWEEP_SECONDS = 60.0
 GALLERY_SIZE = 12
 
 
 @dataclass(slots=True)
 class Session:
-    """One open tab."""
+    """One visitor in one tab."""
 
     id: str
     turns: list[Turn] = field(default_factory=list)
     gallery: deque[tuple[Picture, str]] = field(default_factory=lambda: deque(maxlen=GALLERY_SIZE))  # newest first
     draft: list[Path] = field(default_factory=list)  # pictures of the question that is being written
     request_id: str | None = None
+    last_seen: float = 0.0  # on the monotonic clock
 
     @property
     def files(self) -> set[Path]:
@@ -46,9 +49,12 @@ class Sessions:
     def __init__(self, engine: "AsyncLLM", uploads: Uploads, settings: DemoSettings):
         self.engine, self.uploads, self.settings = engine, uploads, settings
         self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._open_tabs: Counter[str] = Counter()
+        self._sweeper: asyncio.Task | None = None
 
     def get(self, session_id: str) -> Session:
         session = self._sessions.setdefault(session_id, Session(session_id))
+        session.last_seen = time.monotonic()
         self._sessions.move_to_end(session_id)
         if len(self._sessions) > MAX_SESSIONS:
             oldest = next((old for old in self._sessions.values() if old.request_id is None), None)
@@ -68,6 +74,34 @@ class Sessions:
             await self.stop(session)
             self._forget(session)
 
+    @contextmanager
+    def open_tab(self, session_id: str) -> Iterator[None]:
+        """A session whose tab is open is kept, however long nothing happens there."""
+        self._open_tabs[session_id] += 1
+        try:
+            yield
+        finally:
+            self._open_tabs -= Counter([session_id])  # which drops what is 0
+
+    def sweep_regularly(self) -> None:
+        """Sweep every `SWEEP_SECONDS` for as long as the event loop runs."""
+        if self._sweeper is None or self._sweeper.done():
+            self._sweeper = asyncio.create_task(self._sweep_forever())
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            await self.sweep()
+
+    async def sweep(self) -> None:
+        """End what no `end` will come for: sessions that were heard of without a tab, or once more after it closed."""
+        oldest = time.monotonic() - ORPHAN_SECONDS
+        for session in [*self._sessions.values()]:
+            is_over = session.id not in self._open_tabs and session.request_id is None
+            if is_over and session.last_seen < oldest:
+                self._forget(session)
+        await self.uploads.remove_orphans()
+
     def tidy(self, session: Session) -> None:
         """Remove pictures that can no longer be seen or asked about."""
         self.uploads.release(session.id, keep=session.files)
@@ -75,7 +109,6 @@ class Sessions:
     def _forget(self, session: Session) -> None:
         self._sessions.pop(session.id, None)
         self.uploads.release(session.id)
-        self.uploads.remove_orphans()
 
     async def answer(self, session: Session, turn: Turn, options: Options) -> AsyncGenerator[None, None]:
         """Add a turn and write its answer, yielding whenever there is something new to show.

@@ -1,12 +1,13 @@
 """Pictures that visitors uploaded: whose they are, and when they go."""
 
+import asyncio
 import atexit
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -42,33 +43,46 @@ class Uploads:
         held = self._held.pop(session_id, set())
         if kept := held.intersection(keep):
             self._held[session_id] = kept
-        for path in held - self._in_use():
-            _remove(path)
-
-    def remove_orphans(self) -> None:
-        """Remove old uploads that no session has claimed."""
-        in_use, oldest = self._in_use(), time.time() - ORPHAN_SECONDS
-        for path in [*self.folder.rglob("*")]:
-            if path not in in_use and path.is_file() and path.stat().st_mtime < oldest:
+        for path in held:
+            if not self._is_in_use(path):
                 _remove(path)
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether so much more may be uploaded."""
-        self.remove_orphans()
-        sizes = [path.stat().st_size for path in self.folder.rglob("*") if path.is_file()]
-        return len(sizes) < MAX_FILES and sum(sizes) + self._num_coming + num_bytes <= MAX_BYTES
+    async def remove_orphans(self) -> None:
+        """Remove old uploads that no session has claimed; the event loop does other things meanwhile."""
+        for path in await asyncio.to_thread(self._old):
+            if not self._is_in_use(path):  # asked only now: it may have been claimed since
+                _remove(path)
+            await asyncio.sleep(0)
 
     @contextmanager
-    def coming(self, num_bytes: int) -> Iterator[None]:
-        """Keep room for an upload while it comes."""
+    def coming(self, num_bytes: int) -> Iterator[int]:
+        """Keep room for an upload while it comes; gives the bytes of all that are coming, this one included."""
         self._num_coming += num_bytes
         try:
-            yield
+            yield self._num_coming
         finally:
             self._num_coming -= num_bytes
 
-    def _in_use(self) -> set[Path]:
-        return self._own.union(*self._held.values())
+    def has_room(self, num_coming: int) -> bool:
+        """Whether so many bytes fit beside the files that are here. It reads the whole folder: call it in a thread.
+
+        An upload that arrives meanwhile counts as coming and as a file, rather than as neither.
+        """
+        sizes = [stat.st_size for _, stat in self._files()]
+        return len(sizes) < MAX_FILES and sum(sizes) + num_coming <= MAX_BYTES
+
+    def _old(self) -> list[Path]:
+        oldest = time.time() - ORPHAN_SECONDS
+        return [path for path, stat in self._files() if stat.st_mtime < oldest]
+
+    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
+        for folder, _, names in os.walk(self.folder):
+            for path in (Path(folder, name) for name in names):
+                with suppress(FileNotFoundError):  # it has just been removed
+                    yield path, path.lstat()
+
+    def _is_in_use(self, path: Path) -> bool:
+        return path in self._own or any(path in held for held in self._held.values())
 
 
 @cache
@@ -82,5 +96,5 @@ def process_uploads() -> Uploads:
 
 def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
-    if not any(path.parent.iterdir()):
+    with suppress(OSError):  # other files are there, or the folder has gone
         path.parent.rmdir()

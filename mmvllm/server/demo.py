@@ -1,7 +1,7 @@
 """The demo page on the server's engine; needs the extra `demo` too."""
 
 import gradio
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from starlette.responses import RedirectResponse
 
 from mmvllm.async_llm import AsyncLLM
@@ -17,8 +17,9 @@ def mount(app: FastAPI, engine: AsyncLLM, settings: ServerSettings) -> None:
     """Serve the page at `PATH` within the server's limits, and lead there from the root."""
 
     @app.get("/", include_in_schema=False)
-    async def root() -> RedirectResponse:
-        return RedirectResponse(f"{PATH}/")
+    @app.get("/favicon.ico", include_in_schema=False)  # browsers look for it nowhere else
+    async def root(request: Request) -> RedirectResponse:
+        return RedirectResponse(f"{PATH}{request.url.path}")
 
     page = build_page(engine, DemoSettings(settings.media, settings.max_images, settings.request_timeout))
-    gradio.mount_gradio_app(app, page, PATH, max_file_size=settings.media.max_bytes, **launch_options())
+    gradio.mount_gradio_app(app, page, PATH, max_file_size=settings.media.max_bytes, **launch_options(page))

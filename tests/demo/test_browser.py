@@ -4,7 +4,6 @@ import os
 import re
 import socketserver
 import threading
-import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -12,18 +11,13 @@ import pytest
 
 from mmvllm import LLM
 from mmvllm.async_llm import AsyncLLM
+from mmvllm.demo import uploads as uploads_module
 from mmvllm.demo.uploads import process_uploads
 from tests.conftest import ask, picture
-from tests.demo.conftest import elsewhere, served
+from tests.demo.conftest import Site, elsewhere, in_steps, served, until
+from tests.server.conftest import serving
 
-gr = pytest.importorskip("gradio")
-import fastapi  # noqa: E402 - gradio brings these
-import uvicorn  # noqa: E402
-
-from mmvllm.demo.look import launch_options  # noqa: E402
-from mmvllm.demo.page import build_page  # noqa: E402
-from mmvllm.demo.settings import DemoSettings  # noqa: E402
-
+pytest.importorskip("gradio")
 pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("ignore::DeprecationWarning:gradio")]
 
 IMAGES = Path(__file__).parents[2] / "examples" / "images"
@@ -92,17 +86,11 @@ class Tab:
         self.set_slider("Longest answer, in tokens", tokens)
 
 
-def until(condition, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
-
-
 @contextmanager
 def opened(chromium, site, **options):
     """The page in a tab of its own; that it complained or asked another host for something is an error."""
     context = chromium.new_context(**options)
+    context.set_default_timeout(60_000)
     page, complaints = context.new_page(), []
     page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -150,7 +138,7 @@ def test_the_true_answer_comes_and_the_next_one_uses_the_caches(chromium, site, 
 def test_the_cost_of_pictures_is_shown_before_asking_and_follows_the_resolution(chromium, site):
     with opened(chromium, site) as tab:
         cost = tab.page.locator("#cost")
-        assert cost.inner_text() == "Up to 3 pictures of 488 KiB"
+        assert cost.inner_text() == "Up to 3 pictures of 488 KiB and 64 million pixels"
         tab.add(SCENE, OTHER)
         until(lambda: cost.inner_text() == "42 + 42 = 84 picture tokens")
         tab.page.get_by_role("button", name="Settings").click()
@@ -201,53 +189,74 @@ def test_two_tabs_are_served_at_once_and_know_nothing_of_each_other(chromium, ch
         for tab, path in ((one, SCENE), (two, OTHER)):
             tab.set_longest(900)
             tab.add(path)
-        one.ask("first")
-        two.ask("second")
-        until(lambda: chatty_site.engine.stats().num_running == 2)
-        until(lambda: any(one.answers()))
-        before = one.answers()[0]
-        until(lambda: len(one.answers()[0]) > len(before))  # it streams
-        assert (one.questions(), two.questions()) == (["first"], ["second"])
+        with in_steps(chatty_site.engine) as make_steps:
+            one.ask("first")
+            until(lambda: one.notes() == ["Waiting, next in line"])
+            two.ask("second")
+            until(lambda: two.notes() == ["Waiting, 1 ahead of you"])
+            make_steps(40)
+            until(lambda: any(one.answers()) and any(two.answers()))
+            assert chatty_site.engine.stats().num_running == 2
+            before = one.answers()[0]
+            make_steps(40)
+            until(lambda: len(one.answers()[0]) > len(before))  # it streams
+            assert (one.questions(), two.questions()) == (["first"], ["second"])
         assert one.finished(1) != two.finished(1)
 
 
-def test_stop_ends_the_request_in_the_engine(chromium, chatty_site):
-    with opened(chromium, chatty_site) as tab:
+def test_stop_ends_the_request_in_the_engine_within_a_step(chromium, chatty_site):
+    engine = chatty_site.engine
+    with in_steps(engine) as make_steps, opened(chromium, chatty_site) as tab:
         tab.set_longest(900)
         tab.ask("talk")
+        make_steps(60)
         until(lambda: tab.answers() and len(tab.answers()[0]) > 20)
         tab.page.locator("#box .stop-button").click()
-        until(lambda: chatty_site.engine.stats().num_running == 0, seconds=2)
+        until(lambda: engine._thread._commands)  # the engine is told
+        make_steps(1)
+        until(lambda: engine.stats().num_running == 0)
         until(lambda: tab.notes()[0].startswith("Stopped · first token after"))
         tab.page.locator("#box .submit-button").wait_for()
         assert len(tab.answers()[0]) > 20
         tab.ask("again")
-        until(lambda: chatty_site.engine.stats().num_running == 1)
+        make_steps(5)
+        until(lambda: engine.stats().num_running == 1)
 
 
 def test_a_closed_tab_ends_its_request_and_takes_its_pictures_with_it(chromium, chatty_site):
+    engine = chatty_site.engine
     with opened(chromium, chatty_site) as stays, opened(chromium, chatty_site) as leaves:
         stays.add(SCENE)
         leaves.add(SCENE, OTHER)
         leaves.set_longest(900)
-        leaves.ask("talk")
-        until(lambda: chatty_site.engine.stats().num_running == 1)
-        leaves.page.close()
-        until(lambda: chatty_site.engine.stats().num_running == 0, seconds=5)
+        with in_steps(engine) as make_steps:
+            leaves.ask("talk")
+            make_steps(5)
+            until(lambda: engine.stats().num_running == 1)
+            leaves.page.close()
+            until(lambda: engine._thread._commands)
+            make_steps(1)
+            until(lambda: engine.stats().num_running == 0)
         until(lambda: [path.name for path in uploaded()] == [SCENE.name])  # which the other tab has too
         assert stays.told("here?").strip()
     until(lambda: uploaded() == [])
 
 
 def test_who_asks_while_the_engine_is_full_is_told_so_and_keeps_the_question(chromium, checkpoint):
-    with served(checkpoint, max_num_seqs=1, max_waiting=2) as site, ExitStack() as stack:
+    with (
+        served(checkpoint, max_num_seqs=1, max_waiting=2) as site,
+        ExitStack() as stack,
+        in_steps(site.engine) as make_steps,
+    ):
         tabs = [stack.enter_context(opened(chromium, site)) for _ in range(4)]
         for tab in tabs:
             tab.set_longest(1000)
-        for i, tab in enumerate(tabs[:3]):
-            tab.ask(f"question {i}")
-            until(lambda i=i: site.engine.stats().num_waiting == i)
-        until(lambda: tabs[2].notes() == ["Waiting, 1 ahead of you"])
+        tabs[0].ask("question 0")
+        make_steps(40)
+        until(lambda: any(tabs[0].answers()))
+        for tab, note in ((tabs[1], "Waiting, next in line"), (tabs[2], "Waiting, 1 ahead of you")):
+            tab.ask("question")
+            until(lambda tab=tab, note=note: tab.notes() == [note])
         tabs[3].ask("question 3")
         tabs[3].page.get_by_text("Many people are asking right now; try again in a moment").wait_for()
         assert (tabs[3].box.input_value(), tabs[3].questions()) == ("question 3", [])
@@ -342,21 +351,37 @@ def test_nothing_that_is_said_makes_the_browser_ask_another_host(chromium, site)
     assert asked == []
 
 
-def test_the_page_works_where_a_server_mounts_it(chromium):
-    app, engine = fastapi.FastAPI(), AsyncLLM(None, dtype="float32", device="cpu", num_kvcache_blocks=256)
-    gr.mount_gradio_app(app, build_page(engine, DemoSettings()), path="/demo", **launch_options())
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    until(lambda: server.started)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    try:
-        context = chromium.new_context()
-        page = context.new_page()
-        page.goto(f"http://127.0.0.1:{port}/demo")
-        assert Tab(page).told("What is written?", SCENE) == '"4".'
-        context.close()
-    finally:
-        server.should_exit = True
-        thread.join()
-        elsewhere(engine.shutdown(drain=False))
+def test_an_upload_that_is_refused_says_why_and_the_page_lives_on(chromium, site, tmp_path, monkeypatch):
+    for i in range(7):  # of 400 KB, where three of 500 KB go into a question
+        (tmp_path / f"{i}.png").write_bytes(SCENE.read_bytes() + bytes([i]) * 400_000)
+    context = chromium.new_context()
+    page = context.new_page()  # whose console may tell of the refusals
+    page.goto(site.url)
+    tab, says = Tab(page), page.locator(".toast-wrap").get_by_text
+    choose = page.locator("#box input[type=file]").set_input_files
+    choose([*tmp_path.iterdir()])
+    says("Too much for one question; at most 3 pictures of 500,000 bytes go into it").wait_for()
+    with monkeypatch.context() as patch:
+        patch.setattr(uploads_module, "MAX_BYTES", 0)
+        choose(OTHER)
+        says("There is no room for more pictures right now; try again later").wait_for()
+    assert tab.told("What is written?", SCENE) == '"4".'
+    context.close()
+
+
+@pytest.fixture
+def mounted():
+    """The page as `mmvllm serve --demo` has it."""
+    engine = AsyncLLM(None, dtype="float32", device="cpu", num_kvcache_blocks=256, skip_warmup=True)
+    with serving(engine, has_demo=True) as running:
+        yield Site(f"{running.url}/demo/", engine)
+    elsewhere(engine.shutdown(drain=False))
+
+
+def test_the_page_works_where_the_server_mounts_it(chromium, mounted):
+    with opened(chromium, mounted) as tab:
+        assert tab.page.locator("#cost").inner_text().startswith("Up to 16 pictures of 20 MiB")
+        assert tab.told("What is written?", SCENE) == '"4".'
+        assert tab.told("Describe this image.")
+        assert uploaded()
+    until(lambda: uploaded() == [])

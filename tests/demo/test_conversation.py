@@ -20,7 +20,7 @@ from mmvllm.demo.pictures import Picture
 from mmvllm.outputs import CompletionOutput, RequestOutput
 from mmvllm.sampling_params import SamplingParams
 
-A, B = Picture(Path("/up/a.png"), 100, 80), Picture(Path("/up/b.png"), 30, 40)
+A, B, C = (Picture(Path(f"/up/{name}.png"), 100, 80) for name in "abc")
 OPTIONS = Options("", 0, 1, 256, -1, 19600, 38416)
 
 
@@ -37,10 +37,17 @@ def test_earlier_turns_come_with_their_pictures_and_answers():
     assert (request["min_pixels"], request["max_pixels"]) == (19600, 38416)
 
 
-def test_a_turn_that_was_stopped_before_any_answer_is_not_sent_again():
-    turns = [Turn("Stopped", (A,), "", "Stopped"), Turn("Again", (B,))]
-    assert [parts(message) for message in to_request(turns, OPTIONS)["messages"]] == [[B, "Again"]]
-    assert pictures_in(turns) == [B]
+def test_a_turn_that_was_stopped_before_any_answer_leaves_its_pictures_to_the_next():
+    turns = [Turn("Stopped", (A,), "", "Stopped"), Turn("Stopped too", (B,)), Turn("And now?", (C,))]
+    assert [parts(message) for message in to_request(turns, OPTIONS)["messages"]] == [[A, B, C, "And now?"]]
+    assert pictures_in(turns) == [A, B, C]
+
+
+def test_pictures_keep_their_order_and_come_once():
+    turns = [Turn("one", (A,), "1"), Turn("Stopped", (B,)), Turn("two", (), "2"), Turn("three", (C,))]
+    one, _, two, _, three = to_request(turns, OPTIONS)["messages"]
+    assert [parts(one), parts(two), parts(three)] == [[A, "one"], [B, "two"], [C, "three"]]
+    assert pictures_in(turns) == [A, B, C]
 
 
 def test_a_system_prompt_comes_first_and_an_empty_one_not_at_all():

@@ -1,6 +1,7 @@
 """What a page gives to who does not use a browser, and the command that serves it."""
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ pytest.importorskip("gradio")
 from gradio import processing_utils
 
 from mmvllm.demo.uploads import process_uploads
+from tests.demo.conftest import until
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:gradio")
 CONTROLS = ["", 0, 1, 20, -1, 19600, 38416]
@@ -122,6 +124,23 @@ def test_a_plain_question_needs_no_browser(site):
     assert site.engine.stats().num_finished >= 1
 
 
+def test_who_hangs_up_in_mid_upload_leaves_no_traceback(site, caplog):
+    uploads, url = process_uploads(), httpx.URL(site.url)
+    logger = logging.getLogger("uvicorn.error")  # which passes nothing on to where caplog listens
+    logger.addHandler(caplog.handler)
+    try:
+        with socket.create_connection((url.host, url.port)) as connection:
+            head = "POST /gradio_api/upload HTTP/1.1", f"Host: {url.host}", "Content-Length: 1000"
+            form = "Content-Type: multipart/form-data; boundary=x"
+            connection.sendall("\r\n".join((*head, form, "", "--x\r\n")).encode())
+            until(lambda: uploads._num_coming == 1000)
+        until(lambda: uploads._num_coming == 0)
+        httpx.get(site.url)  # whatever was to be said has been said by now
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert caplog.text == ""
+
+
 def test_there_is_no_public_api(site):
     info = httpx.get(f"{site.url}gradio_api/info").json()
     assert (info["named_endpoints"], info["unnamed_endpoints"]) == ({}, {})
@@ -148,7 +167,8 @@ def test_the_command_serves_who_may_come_in_and_leaves_no_file(tmp_path):
     (tmp_path / "users").write_text("ann:secret\n")
     command = [sys.executable, "-m", "mmvllm", "demo", "--device", "cpu", "--auth-file", str(tmp_path / "users")]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, env=environment) as process:
         url = process.stdout.readline().split()[2]
         assert url.startswith("http://127.0.0.1:")
         assert httpx.get(f"{url}config").status_code == 401
@@ -157,7 +177,20 @@ def test_the_command_serves_who_may_come_in_and_leaves_no_file(tmp_path):
             assert client.get(f"{url}config").json()["title"] == "mmvllm"
         assert [*tmp_path.glob("mmvllm-demo-*")]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        said = process.communicate(timeout=60)[1]
+    assert (process.returncode, said) == (0, "")
+    assert [*tmp_path.glob("mmvllm-demo-*")] == []
+
+
+def test_a_server_with_the_page_ends_quietly(tmp_path):
+    command = [sys.executable, "-m", "mmvllm", "serve", "--demo", "--device", "cpu", "--port", "0"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, env={**os.environ, "TMPDIR": str(tmp_path)}) as process:
+        url = process.stdout.readline().split()[-1]
+        assert httpx.get(f"{url}config").json()["title"] == "mmvllm"
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=60)[1]
+    assert (process.returncode, said) == (0, "finishing what is in flight; once more to end now\n")
     assert [*tmp_path.glob("mmvllm-demo-*")] == []
 
 

@@ -1,6 +1,7 @@
 """A visitor's questions go through the engine, and nothing of them stays behind."""
 
 import asyncio
+import json
 from contextlib import aclosing
 from dataclasses import astuple, replace
 from itertools import pairwise
@@ -19,6 +20,7 @@ from mmvllm.demo.uploads import Uploads
 from mmvllm.errors import EngineBusy
 from mmvllm.media import MediaPolicy
 from mmvllm.outputs import Delta
+from mmvllm.processors.image import ImageProcessorConfig
 from tests.conftest import picture
 from tests.demo.conftest import elsewhere
 
@@ -203,6 +205,53 @@ def test_many_sessions_are_not_kept_for_ever(uploads, monkeypatch):
         sessions.get(f"new-{i}")
     assert not held.path.exists()
     assert sessions.get("busy").request_id == "runs"
+
+
+def sweep(sessions: Sessions) -> None:
+    elsewhere(sessions.sweep())
+
+
+def test_what_arrives_after_its_visitor_left_does_not_stay(uploads, monkeypatch):
+    pytest.importorskip("gradio")
+    from mmvllm.demo.handlers import Handlers
+
+    async def late() -> None:
+        await handlers.leave(visitor)
+        await handlers.count(visitor, json.dumps([str(held.path)]), *astuple(OPTIONS))
+
+    engine = SimpleNamespace(image_config=ImageProcessorConfig())
+    handlers, visitor = Handlers(engine, DemoSettings(POLICY), uploads, []), SimpleNamespace(session_hash="one")
+    handlers.sessions.get("one")
+    held = sent(uploads, "nobody")
+    elsewhere(late())
+    uploads.release("nobody")
+    sweep(handlers.sessions)
+    assert held.path.exists()  # somebody who is here may only have lost the connection for a moment
+    monkeypatch.setattr(session_module, "ORPHAN_SECONDS", -1)
+    sweep(handlers.sessions)
+    assert not held.path.exists()
+
+
+def test_an_open_tab_keeps_its_conversation_however_long_it_idles(uploads, monkeypatch):
+    monkeypatch.setattr(session_module, "ORPHAN_SECONDS", -1)
+    sessions, held = Sessions(None, uploads, DemoSettings(POLICY)), sent(uploads, "one")
+    session = sessions.get("one")
+    with sessions.open_tab("one"):
+        with sessions.open_tab("one"):  # a second heartbeat of the same session
+            pass
+        sweep(sessions)
+        assert (sessions.get("one"), held.path.exists()) == (session, True)
+    sweep(sessions)
+    assert (sessions.get("one") is session, held.path.exists()) == (False, False)
+
+
+def test_a_session_without_a_tab_is_not_ended_while_it_is_answered(uploads, monkeypatch):
+    monkeypatch.setattr(session_module, "ORPHAN_SECONDS", -1)
+    sessions, held = Sessions(None, uploads, DemoSettings(POLICY)), sent(uploads, "one")
+    session = sessions.get("one")
+    session.request_id = "runs"
+    sweep(sessions)
+    assert sessions.get("one") is session and held.path.exists()
 
 
 def test_ticks_lose_nothing_and_raise_what_ended_the_stream():

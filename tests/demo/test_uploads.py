@@ -1,6 +1,8 @@
 """Uploaded files belong to who uploaded them, and go when nobody needs them; their size is known from the header."""
 
+import asyncio
 import os
+import shutil
 import struct
 import time
 import zlib
@@ -79,8 +81,16 @@ def test_what_nobody_claimed_goes_after_a_while(uploads):
     before = time.time() - ORPHAN_SECONDS - 1
     for path in (old, held):
         os.utime(path, (before, before))
-    uploads.remove_orphans()
-    assert (old.exists(), new.exists(), held.exists()) == (False, True, True)
+    asyncio.run(uploads.remove_orphans())
+    assert (old.parent.exists(), new.exists(), held.exists()) == (False, True, True)
+
+
+def test_what_is_claimed_while_orphans_are_looked_for_stays(uploads, monkeypatch):
+    path, gone = upload(uploads, "a.png"), upload(uploads, "b.png")
+    monkeypatch.setattr(uploads, "_old", lambda: [uploads.claim("one", str(path)), gone])
+    shutil.rmtree(gone.parent)  # a session has let go of it meanwhile
+    asyncio.run(uploads.remove_orphans())
+    assert path.exists()
 
 
 def test_what_is_the_pages_own_stays_whoever_lets_go_of_it(uploads):
@@ -89,19 +99,22 @@ def test_what_is_the_pages_own_stays_whoever_lets_go_of_it(uploads):
     uploads.claim("one", str(path))
     uploads.release("one")
     os.utime(path, (0, 0))
-    uploads.remove_orphans()
+    asyncio.run(uploads.remove_orphans())
     assert path.exists()
 
 
-def test_there_is_room_for_so_many_bytes_those_that_are_coming_included(uploads, monkeypatch):
+def test_there_is_room_for_so_many_bytes_beside_the_files(uploads, monkeypatch):
     monkeypatch.setattr(uploads_module, "MAX_BYTES", 20)
-    path = upload(uploads, "a.png")  # of 7 bytes
+    upload(uploads, "a.png")  # of 7 bytes
     assert (uploads.has_room(13), uploads.has_room(14)) == (True, False)
-    with uploads.coming(5):
-        assert (uploads.has_room(8), uploads.has_room(9)) == (True, False)
-    assert uploads.has_room(13)
-    os.utime(path, (0, 0))
-    assert uploads.has_room(20)  # what nobody claimed makes way
+
+
+def test_uploads_that_come_at_once_are_counted_together(uploads):
+    with uploads.coming(5) as one:
+        with uploads.coming(8) as both:
+            assert (one, both) == (5, 13)
+        with uploads.coming(2) as both:
+            assert both == 7
 
 
 def test_there_is_room_for_so_many_files(uploads, monkeypatch):
