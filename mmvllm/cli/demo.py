@@ -53,19 +53,21 @@ def run(args: argparse.Namespace) -> int:
             quiet=True,
             **launch_options(page),
         )
+        signalled = _signalled()
         print(f"mmvllm demo: {page.share_url or page.local_url} (Ctrl-C ends it)", flush=True)
-        _wait_for_signal()
+        signalled.wait()
         page.close(verbose=False)
     finally:
         asyncio.run(engine.shutdown(drain=False))
     return 0
 
 
-def _wait_for_signal() -> None:
+def _signalled() -> threading.Event:
+    """Set once the process is told to end, from now on."""
     came = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: came.set())
-    came.wait()
+    return came
 
 
 def _users(args: argparse.Namespace) -> list[tuple[str, str]] | None:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -20,6 +21,9 @@ from gradio import processing_utils
 from mmvllm.demo.uploads import process_uploads
 from tests.demo.conftest import until
 
+get = partial(httpx.get, timeout=60)
+post = partial(httpx.post, timeout=60)
+
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:gradio")
 CONTROLS = ["", 0, 1, 20, -1, 19600, 38416]
 META = {"_type": "gradio.FileData"}
@@ -27,7 +31,7 @@ META = {"_type": "gradio.FileData"}
 
 def event(site, component: str, kind: str, data: list, session: str = "crafted", about=None) -> tuple[dict, list]:
     """Send an event as the page's script does; returns how it ended, and the last output that came before."""
-    config = httpx.get(f"{site.url}config").json()
+    config = get(f"{site.url}config").json()
     ids = {part["id"]: part["props"].get("elem_id") for part in config["components"]}
     index = next(
         call["id"]
@@ -35,7 +39,7 @@ def event(site, component: str, kind: str, data: list, session: str = "crafted",
         if call["backend_fn"] and any(ids.get(i) == component and name == kind for i, name in call["targets"])
     )
     body = {"data": data, "fn_index": index, "session_hash": session, "event_data": about}
-    httpx.post(f"{site.url}gradio_api/queue/join", json=body).raise_for_status()
+    post(f"{site.url}gradio_api/queue/join", json=body).raise_for_status()
     messages = []
     with httpx.stream("GET", f"{site.url}gradio_api/queue/data", params={"session_hash": session}, timeout=30) as got:
         for line in got.iter_lines():
@@ -135,22 +139,20 @@ def test_who_hangs_up_in_mid_upload_leaves_no_traceback(site, caplog):
             connection.sendall("\r\n".join((*head, form, "", "--x\r\n")).encode())
             until(lambda: uploads._num_coming == 1000)
         until(lambda: uploads._num_coming == 0)
-        httpx.get(site.url)  # whatever was to be said has been said by now
+        get(site.url)  # whatever was to be said has been said by now
     finally:
         logger.removeHandler(caplog.handler)
     assert caplog.text == ""
 
 
 def test_there_is_no_public_api(site):
-    info = httpx.get(f"{site.url}gradio_api/info").json()
+    info = get(f"{site.url}gradio_api/info").json()
     assert (info["named_endpoints"], info["unnamed_endpoints"]) == ({}, {})
 
 
 @pytest.mark.parametrize("path", ["/etc/hostname", "{folder}/../secret.png", "https://example.com/"])
 def test_no_other_file_is_served(path, site):
-    answer = httpx.get(
-        f"{site.url}gradio_api/file={path.format(folder=process_uploads().folder)}", follow_redirects=False
-    )
+    answer = get(f"{site.url}gradio_api/file={path.format(folder=process_uploads().folder)}", follow_redirects=False)
     assert answer.status_code in (403, 404)
 
 
@@ -159,7 +161,7 @@ def test_no_other_file_is_served(path, site):
     ["file=https://example.com/", "proxy=https://example.com/", "deep_link?session_hash=x", "call/stop", "runs"],
 )
 def test_of_gradio_only_what_the_page_needs_is_there(route, site):
-    answer = httpx.get(f"{site.url}gradio_api/{route}")
+    answer = get(f"{site.url}gradio_api/{route}")
     assert (answer.status_code, answer.text) == (404, "There is nothing here")
 
 
@@ -171,7 +173,7 @@ def test_the_command_serves_who_may_come_in_and_leaves_no_file(tmp_path):
     with subprocess.Popen(command, **pipes, env=environment) as process:
         url = process.stdout.readline().split()[2]
         assert url.startswith("http://127.0.0.1:")
-        assert httpx.get(f"{url}config").status_code == 401
+        assert get(f"{url}config").status_code == 401
         with httpx.Client() as client:
             client.post(f"{url}login", data={"username": "ann", "password": "secret"}).raise_for_status()
             assert client.get(f"{url}config").json()["title"] == "mmvllm"
@@ -187,7 +189,7 @@ def test_a_server_with_the_page_ends_quietly(tmp_path):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes, env={**os.environ, "TMPDIR": str(tmp_path)}) as process:
         url = process.stdout.readline().split()[-1]
-        assert httpx.get(f"{url}config").json()["title"] == "mmvllm"
+        assert get(f"{url}config").json()["title"] == "mmvllm"
         process.send_signal(signal.SIGTERM)
         said = process.communicate(timeout=60)[1]
     assert (process.returncode, said) == (0, "finishing what is in flight; once more to end now\n")

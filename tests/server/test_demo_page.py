@@ -1,12 +1,16 @@
 """The demo page beside the API, on one engine."""
 
 import asyncio
+from functools import partial
 
 import httpx
 import pytest
 
 from mmvllm.async_llm import AsyncLLM
 from tests.server.conftest import CHAT, ENGINE, chat, error_of, serving
+
+get = partial(httpx.get, timeout=60)
+post = partial(httpx.post, timeout=60)
 
 pytest.importorskip("gradio")
 
@@ -20,22 +24,22 @@ def with_demo():
 
 
 def test_the_root_leads_to_the_page_which_asks_for_no_key(with_demo):
-    answer = httpx.get(f"{with_demo.url}/", follow_redirects=True)
+    answer = get(f"{with_demo.url}/", follow_redirects=True)
     assert answer.status_code == 200 and str(answer.url) == f"{with_demo.url}/demo/"
     assert "gradio" in answer.text
 
 
 def test_the_api_beside_it_keeps_its_key_and_its_errors(with_demo):
-    assert httpx.post(f"{with_demo.url}{CHAT}", json=chat("Hello")).status_code == 401
+    assert post(f"{with_demo.url}{CHAT}", json=chat("Hello")).status_code == 401
     keyed = {"Authorization": "Bearer secret"}
     body = chat("Hello", max_tokens=1)
-    assert httpx.post(f"{with_demo.url}{CHAT}", json=body, headers=keyed).status_code == 200
-    assert error_of(httpx.get(f"{with_demo.url}/v1/nothing", headers=keyed))
+    assert post(f"{with_demo.url}{CHAT}", json=body, headers=keyed).status_code == 200
+    assert error_of(get(f"{with_demo.url}/v1/nothing", headers=keyed))
 
 
 def test_uploads_have_the_limits_of_pictures_not_of_requests(with_demo):
     files = {"files": ("a.png", b"x" * 5000)}
-    assert httpx.post(f"{with_demo.url}/demo/gradio_api/upload", files=files).status_code == 200
+    assert post(f"{with_demo.url}/demo/gradio_api/upload", files=files).status_code == 200
 
 
 def test_without_it_there_is_no_page_and_no_way_around_the_limits(running):
