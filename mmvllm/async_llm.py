@@ -123,7 +123,8 @@ class AsyncLLM:
 
         Args:
             request: as for `LLM.generate_multimodal`; or a string or token ids, to which no chat template is applied;
-                or an async function that gives one of these, called once there is a place for it: to fetch pictures.
+                or an async function that gives one of these, without parameters and id, called once there is a place
+                for it: to fetch pictures.
             timeout: seconds from now until the answer must be complete.
             load: reads the request's pictures, in a thread; `mmvllm.media.MediaPolicy.load` for those of strangers.
 
@@ -211,6 +212,7 @@ class AsyncLLM:
         return stream
 
     def _check_room(self) -> None:
+        self._end_lost()
         if self._status == "failed":
             raise EngineFailed(f"the engine broke: {self._reason}")
         if self._status != "ok":
@@ -220,9 +222,14 @@ class AsyncLLM:
 
     async def _queue_when_here(self, stream: _Stream, request: Callable[[], Awaitable[Request]], *rest: Any) -> None:
         try:
-            self._queue(stream, await request(), *rest)
+            fetched = await request()
+            _check_fetched(fetched)
+            self._queue(stream, fetched, *rest)
         except Exception as error:  # it is the caller's, and is raised again in `generate`
             self._end(stream, error)
+        except BaseException as error:  # cancelled, and not by `generate`, which would wait for ever
+            self._end(stream, RequestFailed(f"the request did not come: {type(error).__name__}"))
+            raise
 
     def _queue(self, stream: _Stream, request: Request, params: SamplingParams, load: Callable[[Any], Image]) -> None:
         prepare = partial(self._prepare, stream, request, params, load)
@@ -311,6 +318,12 @@ class AsyncLLM:
             self._status, self._reason = "failed", f"{type(error).__name__}: {error}"
         self._end_all(EngineFailed, f"the engine broke: {self._reason}")
 
+    def _end_lost(self) -> None:
+        """End requests whose loop was closed while they were fetched; those that go on end with their next delta."""
+        for stream in [*self._streams.values()]:
+            if stream.loop.is_closed():
+                self._end(stream)
+
     def _end_all(self, kind: type[EngineUnavailable], reason: str) -> None:
         with self._changed:
             for stream in [*self._streams.values()]:
@@ -321,6 +334,7 @@ class AsyncLLM:
             if self._status == "ok":
                 self._status = "draining"
             if drain:
+                self._end_lost()
                 self._changed.wait_for(lambda: not self._streams, timeout)
         self._end_all(EngineStopped, "the engine was shut down before the answer was complete")
         with self._changed:
@@ -331,6 +345,12 @@ class AsyncLLM:
         with self._changed:
             if self._status == "draining":
                 self._status = "stopped"
+
+
+def _check_fetched(request: Request) -> None:
+    for name in ("request_id", "sampling_params"):
+        if isinstance(request, dict) and request.get(name) is not None:
+            raise ValueError(f"a request that is fetched brings {name}, which is needed before; give it to `generate`")
 
 
 def _has_pictures(request: Request) -> bool:

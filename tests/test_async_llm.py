@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import random
 import subprocess
 import sys
@@ -392,6 +393,45 @@ async def test_nothing_is_fetched_for_a_request_that_has_no_place(make, monkeypa
     monkeypatch.setattr(engine, "max_requests", 0)
     with pytest.raises(EngineBusy):
         await answer(engine, None, SHORT)  # which cannot be called
+
+
+@in_a_loop
+async def test_a_fetch_that_another_cancels_fails_its_request(engine):
+    shared = asyncio.create_task(asyncio.sleep(60))
+    tasks = [asyncio.create_task(answer(engine, lambda: asyncio.wait_for(shared, None), SHORT)) for _ in range(2)]
+    await until(lambda: len(engine._streams) == 2, "admitted")
+    shared.cancel()
+    for task in tasks:
+        with pytest.raises(RequestFailed, match="did not come: CancelledError"):
+            await asyncio.wait_for(task, 20)
+
+
+@pytest.mark.parametrize("own", [{"request_id": "mine"}, {"sampling_params": {"max_tokens": 2}}])
+@in_a_loop
+async def test_a_fetched_request_comes_too_late_with_settings_of_its_own(engine, own):
+    async def fetch():
+        return QUESTION | own
+
+    with pytest.raises(ValueError, match=f"brings {next(iter(own))}, which is needed before"):
+        await answer(engine, fetch, SHORT)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the task that is left behind
+@pytest.mark.parametrize("how", ["the next request", "drain"])
+def test_a_loop_that_is_closed_while_it_fetches_keeps_no_place(make, how):
+    engine = make(max_num_seqs=1, max_waiting=0)
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(answer(engine, asyncio.Event().wait, SHORT))
+    loop.run_until_complete(until(lambda: engine._streams, "admitted"))
+    loop.close()
+    if how == "drain":
+        asyncio.run(asyncio.wait_for(engine.shutdown(timeout=20), 10))
+    else:
+        deltas, _ = asyncio.run(answer(engine, QUESTION, SHORT))
+        assert len(deltas[-1].output.token_ids) == 6
+    assert not engine._streams
+    del task
+    gc.collect()  # here, where its complaints are expected
 
 
 @pytest.mark.parametrize("how", ["deadline", "abort", "cancel", "shutdown", "drain"])

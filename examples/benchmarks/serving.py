@@ -3,10 +3,11 @@
     pip install ".[serve,test]" && python examples/benchmarks/serving.py
 
 Starts the server with the bundled model on this machine and lets 64 clients (the `openai` package) ask without pause:
-about one picture or two, or none; streamed or not; chats and plain completions. One in ten hangs up before its answer is
-complete, one in twenty sends a picture that is none. Every answer is compared with that of `LLM`, computed before; then
-the server must hold no request, no KV block, no temporary file and no more open files and sockets than at its start, and
-its memory must not have grown in the second half. The clients run on the same cores as the server. Exits with 1 if anything is wrong.
+about one picture or two, or none; streamed or not; chats and plain completions. One in ten hangs up before its answer
+is complete, one in twenty sends a picture that is none. Every answer is compared with that of `LLM`, computed before;
+then the server must hold no request, no KV block, no temporary file and no more open files and sockets than at its
+start, and its memory must not have grown in the second half. The clients run on the same cores as the server. Exits
+with 1 if anything is wrong.
 """
 
 import argparse

@@ -13,6 +13,7 @@ class AnswerText:
     def __init__(self, tokenizer, stop: Sequence[str] = ()):
         self._backend = tokenizer.backend_tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)  # gives whole characters only
+        self._special_ids = special_ids(tokenizer)
         self._stop = stop
         self.text = ""
         self.stop_at: int | None = None
@@ -20,7 +21,8 @@ class AnswerText:
 
     def append(self, token_id: int) -> bool:
         """Add a token; True if its text completes a stop string."""
-        added = self._stream.step(self._backend, token_id) or ""
+        # The stream would decode a special one, which leaves no text, with every token until there is some again.
+        added = "" if token_id in self._special_ids else self._stream.step(self._backend, token_id) or ""
         before = len(self.text)
         self.text += added
         # A stop string that ends in the added text begins at most its own length before it.
@@ -42,6 +44,11 @@ class AnswerText:
             size,
         )
         return self._settled
+
+
+def special_ids(tokenizer) -> frozenset[int]:
+    """The tokens that leave nothing in a text."""
+    return frozenset(token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
 
 
 def token_bytes(tokenizer, token_id: int) -> bytes:

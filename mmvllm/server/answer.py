@@ -14,7 +14,7 @@ from mmvllm.errors import DeadlineExceeded, EngineUnavailable, PromptTooLong, Re
 from mmvllm.outputs import Delta
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.convert import Picture
-from mmvllm.server.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, from_engine
+from mmvllm.server.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, from_bug, from_engine
 from mmvllm.server.limits import ClientGone
 from mmvllm.server.metrics import Metrics
 from mmvllm.server.reply import ChatReply, Choice, CompletionReply, usage_of
@@ -76,6 +76,10 @@ class Answer(Response):
                 if not events.is_open:
                     raise
                 await events.data(error.body().decode())
+            except Exception:
+                if events.is_open:
+                    await events.data(from_bug().body().decode())
+                raise  # into the log
             else:
                 await events.data("[DONE]")
 

@@ -58,6 +58,11 @@ def from_engine(error: Exception) -> ApiError:
     return ApiError(500, str(error), code="request_failed")
 
 
+def from_bug() -> ApiError:
+    """What the client is told of a mistake of ours."""
+    return ApiError(500, "internal error; the server's log says more")
+
+
 def install(app: FastAPI) -> None:
     """Answer every error that reaches the app in OpenAI's shape."""
 
@@ -78,13 +83,13 @@ def install(app: FastAPI) -> None:
         param, message = blame(error.errors(), error.body)
         return ApiError(400, f"{param}: {message}" if param else message, param=param).response()
 
-    async def from_bug(_request: Request, _error: Exception) -> Response:
-        return ApiError(500, "internal error; the server's log says more").response()
+    async def from_other(_request: Request, _error: Exception) -> Response:
+        return from_bug().response()
 
     app.add_exception_handler(HTTPException, from_http)
     app.add_exception_handler(RequestValidationError, from_validation)
     # Where fastapi would answer it, none of our own middleware is left to say whose answer it is.
-    app.add_middleware(ServerErrorMiddleware, handler=from_bug)
+    app.add_middleware(ServerErrorMiddleware, handler=from_other)
 
 
 def blame(errors: list[dict], body: Any) -> tuple[str | None, str]:

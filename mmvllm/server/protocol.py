@@ -8,8 +8,8 @@ from pydantic_core import PydanticCustomError
 MAX_ANSWERS = 16  # of one prompt
 MAX_PROMPTS = 64  # of one completion
 MAX_LOGPROBS = 20
-MAX_STOPS = 64
-MAX_STOP_IDS = 1024  # each token is compared with all of them
+MAX_STOPS, MAX_STOP_LENGTH = 64, 1000  # characters: each token is compared with all of them
+MAX_STOP_IDS = 1024
 MAX_SALT = 1024  # characters; the cache keeps it
 INT64 = 2**63
 
@@ -21,7 +21,8 @@ def _empty(value: Any) -> Any:
 
 
 # fail_fast: a long list that is wrong all over would otherwise make an error of every item.
-Strings = Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True, max_length=MAX_STOPS)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=INT64)]], Field(fail_fast=True, min_length=1)]
 Ignored = Annotated[Any, BeforeValidator(lambda _: None), Field(description="Accepted and ignored.")]
 Unsupported = Annotated[
@@ -89,7 +90,7 @@ class SamplingRequest(Model):
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
-    stop: Annotated[str, Field(min_length=1)] | Strings | None = None
+    stop: Stop | Stops | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] | None = None
     min_tokens: int | None = Field(None, ge=0, lt=INT64)
     ignore_eos: bool | None = None

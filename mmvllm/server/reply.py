@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmvllm.engine.detokenizer import token_bytes
+from mmvllm.engine.detokenizer import special_ids, token_bytes
 from mmvllm.outputs import Delta, RequestOutput
 from mmvllm.server.responses import ChatCompletion, Completion, Usage
 
@@ -139,7 +139,7 @@ class CompletionReply(Reply):
     def __init__(self, model: str, tokenizer: Any, top_logprobs: int | None):
         super().__init__(model, tokenizer, top_logprobs)
         self._offsets: dict[int, _Offset] = {}  # by choice
-        self._special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self._special_ids = special_ids(tokenizer)
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> Completion:
         """The answer to a request that is not streamed."""
@@ -173,7 +173,7 @@ class CompletionReply(Reply):
     def _logprobs(self, index: int, entries: Sequence[dict[int, float]]) -> dict | None:
         if self._top_logprobs is None:
             return None
-        offset = self._offsets.setdefault(index, _Offset(self._special))
+        offset = self._offsets.setdefault(index, _Offset(self._special_ids))
         chosen = [(next(iter(entry)), entry) for entry in entries]
         return {
             "tokens": [self._shown(token_id) for token_id, _ in chosen],

@@ -57,6 +57,15 @@ def test_random_tokens_special_ones_and_broken_bytes_included(tokenizer, data):
     follow(tokenizer, data.draw(st.lists(ids, max_size=30)))
 
 
+def test_special_tokens_are_not_decoded_again_with_every_one_that_follows(bundled):
+    """An answer that is to ignore its end may have thousands of them."""
+    answer = AnswerText(bundled)
+    answer._stream = None  # which would keep them
+    for _ in range(10):
+        assert not answer.append(bundled.eos_token_id)
+    assert (answer.text, answer.num_settled) == ("", 0)
+
+
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(text=st.text(max_size=30))
 def test_any_text_comes_back_whole_and_by_its_bytes(tokenizer, text):

@@ -98,6 +98,7 @@ def own_engine():
         (chat("Hi", seed=2**63), "seed", "less than"),
         (chat("Hi", stop=5), "stop", "valid string"),
         (chat("Hi", stop=["a", ""]), "stop[1]", "at least 1 character"),
+        (chat("Hi", stop="a" * 1001), "stop", "at most 1000 character"),
         (chat("Hi", top_logprobs=2), "top_logprobs", "logprobs: true"),
         (chat("Hi", logprobs=True, top_logprobs=21), "top_logprobs", "20"),
         (chat("Hi", stream_options={"include_usage": True}), "stream_options", "stream: true"),
@@ -464,6 +465,21 @@ def test_an_error_after_a_long_wait_is_an_event(own_engine, monkeypatch):
     *pings, event = answer.text.strip().split("\n\n")
     assert answer.status_code == 200 and set(pings) == {": ping"}
     assert "a mistake" in json.loads(event.removeprefix("data: "))["error"]["message"]
+
+
+def test_a_mistake_of_ours_after_a_long_wait_is_an_event_too(engine, monkeypatch, caplog):
+    async def fetch(*_):
+        await asyncio.sleep(0.2)
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr(sse, "PING_SECONDS", 0.02)
+    monkeypatch.setattr(MediaPolicy, "fetch", fetch)
+    answer = call(make_app(engine), "POST", CHAT, json=chat(image_part(data_uri()), stream=True))
+    *pings, event = answer.text.strip().split("\n\n")
+    assert answer.status_code == 200 and set(pings) == {": ping"}
+    error = json.loads(event.removeprefix("data: "))["error"]
+    assert error["type"] == "server_error" and "secret" not in error["message"]
+    assert f"request {answer.headers['x-request-id']} failed: POST {CHAT}" in caplog.text
 
 
 def test_what_the_server_is(app):
