@@ -15,6 +15,7 @@ import torch
 
 from mmvllm import LLM, LLMEngine, SamplingParams
 from mmvllm.models.weights import BUNDLED
+from mmvllm.prefetch import Prefetcher
 from tests.conftest import ask, picture
 from tests.test_invariance import assert_idle
 
@@ -431,6 +432,8 @@ def test_pictures_that_wait_in_the_engine_are_bounded_in_bytes(llm, monkeypatch)
     """Room for two that wait beside those that run: the others stay in the prefetcher, which is bounded too."""
     size = sum(pixels.nbytes for pixels in llm.processor(GOOD).multimodal["pixel_values"])
     monkeypatch.setattr("mmvllm.llm.MAX_BYTES", 2 * size)
+    # Before each step there come as many as there is room for, however slowly they are prepared.
+    monkeypatch.setattr(Prefetcher, "get", lambda self, wait, get=Prefetcher.get: get(self, wait=True))
     held, step = [], llm.engine.step
     groups = llm.engine.scheduler.groups
 

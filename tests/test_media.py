@@ -332,7 +332,7 @@ def test_an_endless_body_is_stopped_at_the_limit(network):
 
 async def stall(writer):
     writer.write(answer(b"abc", length=10))
-    await asyncio.sleep(5)
+    await asyncio.sleep(30)
 
 
 async def trickle(writer):
@@ -354,7 +354,7 @@ def test_a_slow_server_is_given_up(handler, limits, message, network):
     start = time.perf_counter()
     with pytest.raises(MediaError, match=message):
         fetch_from(Site({"/a.png": handler}), local(**limits))
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < 20
 
 
 def test_a_slow_lookup_is_given_up(network):
@@ -570,12 +570,22 @@ def test_a_folder_that_becomes_a_link_while_it_is_checked_is_not_followed(folder
     assert (folder / "sub").is_symlink()
 
 
+def open_below(folder: Path) -> list[str]:
+    """Other threads open and close files elsewhere meanwhile."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return [path for path in found if path.startswith(str(folder))]
+
+
 def test_a_refused_file_leaves_nothing_open(folder):
-    before = len(os.listdir("/dev/fd"))
+    with open(folder / "a.png", "rb"):
+        assert open_below(folder.parent) == [str(folder / "a.png")]
     for name in ("", "sub", "pipe.png", "sub/missing.png", "out.png"):
         with pytest.raises(MediaError):
             fetch(f"file://{folder}/{name}", MediaPolicy(allowed_local_path=folder))
-    assert len(os.listdir("/dev/fd")) <= before
+    assert open_below(folder.parent) == []
 
 
 # Loading

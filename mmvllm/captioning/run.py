@@ -287,7 +287,8 @@ def _write(record: dict, worklist: Worklist, output: Output) -> None:
     try:
         output.write(record)
     except JobError as error:
-        names = [path for key, path in worklist.under_way.items() if output.index.line(key) is None]
+        under_way = worklist.under_way.copy()  # to which the thread that finds pictures adds meanwhile
+        names = [path for key, path in under_way.items() if output.index.line(key) is None]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise JobError(
             f"{error}. Not recorded, though begun: {', '.join(names[:3])}{more}; mend it and run the same again"

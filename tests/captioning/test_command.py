@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -13,8 +14,8 @@ import tarfile
 import threading
 import time
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,7 +94,7 @@ class Run:
         """Also to its worker processes, as a terminal does."""
         os.killpg(self.pid, number)
 
-    def end(self, seconds: float = 60) -> Done:
+    def end(self, seconds: float = 120) -> Done:
         """Wait for the end; a run that takes longer is killed, and has the code -9."""
         if self._code is None:
             timer = threading.Timer(seconds, self.send, [signal.SIGKILL])
@@ -165,6 +166,24 @@ def out(tmp_path) -> Path:
     return tmp_path / "out.jsonl"
 
 
+@pytest.fixture
+def names(tmp_path) -> Path:
+    """A list that is read while it is written."""
+    path = tmp_path / "names.txt"
+    os.mkfifo(path)
+    return path
+
+
+@contextmanager
+def all_but_the_last(pictures: Path, names: Path) -> Iterator[None]:
+    """Name pictures to a run that reads `names`, the last one at the end of the `with`: until then it cannot finish."""
+    *first, last = sorted(pictures.iterdir())
+    with open(os.open(names, os.O_RDWR), "w") as lines:  # opened so, it waits for no reader
+        print(*first, sep="\n", file=lines, flush=True)
+        yield
+        print(last, file=lines, flush=True)
+
+
 def many(folder: Path, number: int) -> Path:
     folder.mkdir()
     for i in range(number):
@@ -190,7 +209,7 @@ def recorded(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def until(is_true: Callable[[], bool], seconds: float = 30) -> None:
+def until(is_true: Callable[[], bool], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not is_true():
         assert time.monotonic() < end, "it does not happen"
@@ -211,22 +230,22 @@ def stats(group: int) -> list[str]:
 # Killed, and going on
 
 
-def test_after_twenty_kills_every_picture_is_recorded_once(start, pictures, out):
+def test_after_twenty_kills_every_picture_is_recorded_once(start, pictures, names, out):
     moments = random.Random(0)
-    arguments = (pictures, "--output", out, "--progress", "none")
-    num_killed, before = 0, b""
+    options = ("--output", out, "--progress", "none")
+    before = b""
     for _ in range(20):
-        run = start(*arguments)
-        more = recorded(out) + moments.randrange(10)
-        until(lambda least=more: recorded(out) >= least or recorded(out) >= 300)
-        time.sleep(moments.random() * 0.02)
-        run.send(signal.SIGKILL)
-        num_killed += run.end().code == -signal.SIGKILL
+        run = start(names, *options)
+        with all_but_the_last(pictures, names):
+            more = min(299, recorded(out) + moments.randrange(10))
+            until(lambda least=more: recorded(out) >= least)
+            time.sleep(moments.random() * 0.02)
+            run.send(signal.SIGKILL)
+            assert run.end().code == -signal.SIGKILL
         after = out.read_bytes()
         assert after.startswith(before)  # what is recorded stays
         before = after[: after.rfind(b"\n") + 1]
-    assert num_killed >= 15
-    assert start(*arguments).end().code == 0
+    assert start(pictures, *options).end().code == 0
     assert out.read_bytes().startswith(before)
     assert sorted(by_name(out)) == [f"{i:03}.png" for i in range(300)]
     assert all(record["error"] is None for record in records(out))
@@ -332,22 +351,25 @@ def test_a_damaged_line_is_refused_with_its_number(caption, folder, out):
 # Stopped
 
 
-def test_ctrl_c_of_a_process_that_was_started_as_people_do(checkpoint, pictures, out):
-    command = [sys.executable, "-m", "mmvllm", "caption", pictures, "--model", checkpoint, *TINY, "--output", out]
+def test_ctrl_c_of_a_process_that_was_started_as_people_do(checkpoint, pictures, names, out):
+    command = [sys.executable, "-m", "mmvllm", "caption", names, "--model", checkpoint, *TINY, "--output", out]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
-        until(lambda: recorded(out) > 0, 60)
+    started = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    with started as process, all_but_the_last(pictures, names):
+        until(lambda: recorded(out) > 0, 180)
         process.send_signal(signal.SIGINT)
-        err = process.communicate(timeout=60)[1]
+        err = process.communicate(timeout=180)[1]
     assert process.returncode == 130 and "Traceback" not in err
     assert f"captioned      {len(by_name(out))}\n" in err
 
 
-def test_a_first_ctrl_c_finishes_what_is_begun(start, pictures, tmp_path, out):
+def test_a_first_ctrl_c_finishes_what_is_begun(start, pictures, names, tmp_path, out):
     whole = tmp_path / "whole.jsonl"
-    run = start(pictures, "--output", out)
-    until(lambda: recorded(out) > 0)
-    run.send(signal.SIGINT)
+    run = start(names, "--output", out)
+    with all_but_the_last(pictures, names):
+        until(lambda: recorded(out) > 0)
+        run.send(signal.SIGINT)
+        until(lambda: "stopping" in run.err)
     done = run.end()
     assert done.code == 130 and done.out == ""
     assert "stopping: what is under way is finished first" in done.err
@@ -355,7 +377,8 @@ def test_a_first_ctrl_c_finishes_what_is_begun(start, pictures, tmp_path, out):
     stopped = by_name(out)
     assert 0 < len(stopped) < 300
     assert f"captioned      {len(stopped)}" in done.err
-    assert start(pictures, "--output", whole, "--limit", len(stopped)).end().code == 0
+    finished = [record["path"] for record in stopped.values()]  # not the first ones: pictures finish in any order
+    assert start(*finished, "--output", whole).end().code == 0
     captions = {name: record["caption"] for name, record in by_name(whole).items()}
     assert {name: record["caption"] for name, record in stopped.items()} == captions
     assert start(pictures, "--output", out).end().code == 0
@@ -363,24 +386,27 @@ def test_a_first_ctrl_c_finishes_what_is_begun(start, pictures, tmp_path, out):
 
 
 def test_a_second_ctrl_c_stops_at_once(start, pictures, out):
-    run = start(pictures, "--output", out, "--max-tokens", "900")
-    until(lambda: out.with_name("out.jsonl.settings").exists())
-    time.sleep(0.2)
-    run.send(signal.SIGINT)
-    until(lambda: "once more to stop now" in run.err)
-    run.send(signal.SIGINT)
-    begin = time.monotonic()
-    done = run.end()
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # its picture is begun, and waited for twenty seconds
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}/silent.png"
+        run = start(address, pictures, "--output", out, "--max-tokens", "900", "--workers", "2")
+        until(lambda: out.with_name("out.jsonl.settings").exists())
+        time.sleep(0.2)
+        run.send(signal.SIGINT)
+        until(lambda: "once more to stop now" in run.err)
+        run.send(signal.SIGINT)
+        done = run.end(15)  # which ends, with another code, a run that waits for the picture after all
     assert done.code == 130 and "Traceback" not in done.err
-    assert time.monotonic() - begin < 5
-    assert not out.exists() or len(by_name(out)) < 300
+    assert "captioned  " not in done.err  # what a run says that has finished its work
+    assert not out.exists() or "silent.png" not in by_name(out)
 
 
-def test_sigterm_finishes_what_is_begun(start, pictures, out):
-    run = start(pictures, "--output", out.with_suffix(".csv"))
+def test_sigterm_finishes_what_is_begun(start, pictures, names, out):
+    run = start(names, "--output", out.with_suffix(".csv"))
     journal = out.with_name("out.csv.journal.jsonl")
-    until(lambda: recorded(journal) > 0)
-    run.send(signal.SIGTERM)
+    with all_but_the_last(pictures, names):
+        until(lambda: recorded(journal) > 0)
+        run.send(signal.SIGTERM)
+        until(lambda: "stopping" in run.err)
     assert run.end().code == 143
     with out.with_suffix(".csv").open(newline="") as file:
         table = [row["path"] for row in csv.DictReader(file)]
@@ -396,7 +422,7 @@ def test_a_stop_does_not_wait_for_the_next_line_of_standard_input(number, start,
         print(folder / "000.png", file=lines, flush=True)
         until(lambda: recorded(out) == 1)
         run.send(number)
-        assert run.end(10).code == 128 + number
+        assert run.end().code == 128 + number
 
 
 def test_two_signals_end_a_run_that_waits_for_standard_input(start, folder, out, tmp_path):
@@ -408,19 +434,22 @@ def test_two_signals_end_a_run_that_waits_for_standard_input(start, folder, out,
         run.send(signal.SIGINT)
         until(lambda: "once more to stop now" in run.err)
         run.send(signal.SIGINT)
-        done = run.end(10)
-    assert done.code == 130 and "Fatal" not in done.err
+        done = run.end()
+    # The first one ends the run already: a second one that is late meets a Python that no longer handles it.
+    assert done.code in (130, -signal.SIGINT) and "Fatal" not in done.err
     assert len(records(out)) == 1
 
 
-def test_ctrl_c_in_a_terminal_leaves_worker_processes_to_finish(start, tmp_path, out):
+def test_ctrl_c_in_a_terminal_leaves_worker_processes_to_finish(start, names, tmp_path, out):
     large = tmp_path / "large"
     large.mkdir()
     for i in range(40):
         picture(1200, 1200, seed=i).save(large / f"{i:02}.png", compress_level=1)
-    run = start(large, "--output", out, "--worker-processes")
-    until(lambda: recorded(out) >= 3)
-    run.send_all(signal.SIGINT)
+    run = start(names, "--output", out, "--worker-processes")
+    with all_but_the_last(large, names):
+        until(lambda: recorded(out) >= 3, 120)
+        run.send_all(signal.SIGINT)
+        until(lambda: "stopping" in run.err)
     done = run.end()
     assert done.code == 130 and "Traceback" not in done.err
     assert f"captioned      {len(by_name(out))}\n" in done.err  # DEFECT: what a worker had begun ends the run at once
@@ -428,7 +457,7 @@ def test_ctrl_c_in_a_terminal_leaves_worker_processes_to_finish(start, tmp_path,
 
 def test_worker_processes_do_not_outlive_a_killed_run(start, pictures, out):
     run = start(pictures, "--output", out, "--worker-processes")
-    until(lambda: recorded(out) > 0)
+    until(lambda: recorded(out) > 0, 120)
     run.send(signal.SIGKILL)
     run.end()
 
@@ -438,7 +467,7 @@ def test_worker_processes_do_not_outlive_a_killed_run(start, pictures, out):
             return all(" Z " in stat for stat in stats(run.pid))
         return True
 
-    until(are_gone, 5)  # DEFECT: they wait for work for ever
+    until(are_gone)  # DEFECT: they wait for work for ever
 
 
 # Bad pictures
@@ -517,7 +546,7 @@ def test_retry_failed_takes_only_those_and_leaves_one_record_of_each(caption, fo
     assert by_name(out).keys() == before.keys() - {"locked"}  # a place that can be looked into is no failure
 
 
-def test_a_killed_retry_is_cleaned_up_by_the_next_run(start, tmp_path, out):
+def test_a_killed_retry_is_cleaned_up_by_the_next_run(start, names, tmp_path, out):
     pictures = tmp_path / "pictures"
     pictures.mkdir()
     for i in range(150):
@@ -525,11 +554,13 @@ def test_a_killed_retry_is_cleaned_up_by_the_next_run(start, tmp_path, out):
     assert start(pictures, "--output", out).end().code == 3
     for i in range(150):
         picture(40, 40, seed=i).save(pictures / f"{i:03}.png")
-    run = start(pictures, "--output", out, "--retry-failed")
-    until(lambda: recorded(out) >= 160)
-    run.send(signal.SIGKILL)
-    assert run.end().code == -signal.SIGKILL
-    kept = records(out)[150:]
+    run = start(names, "--output", out, "--retry-failed")
+    with all_but_the_last(pictures, names):
+        until(lambda: recorded(out) >= 160)
+        run.send(signal.SIGKILL)
+        assert run.end().code == -signal.SIGKILL
+    whole = out.read_bytes().rpartition(b"\n")[0]  # the last line may be half there
+    kept = [json.loads(line) for line in whole.split(b"\n")[150:]]
     assert start(pictures, "--output", out, "--retry-failed").end().code == 0
     made = by_name(out)
     assert len(made) == 150 and all(record["error"] is None for record in made.values())
@@ -537,7 +568,7 @@ def test_a_killed_retry_is_cleaned_up_by_the_next_run(start, tmp_path, out):
 
 
 def test_fail_fast_stops_at_the_first_failure(caption, pictures, out):
-    assert caption("/absent.png", pictures, "--output", out, "--fail-fast").code == 3
+    assert caption("/absent.png", pictures, "--output", out, "--fail-fast", "--workers", "1").code == 3
     assert "absent.png" in by_name(out) and len(records(out)) < 300
 
 
@@ -620,12 +651,12 @@ def test_sampled_captions_are_shared_only_with_a_seed(seed, num_duplicates, capt
 
 
 def test_shards_together_are_all_pictures_and_none_twice(caption, tmp_path):
-    pictures = many(tmp_path / "many", 12)
+    pictures = many(tmp_path / "many", 60)  # so many that no shard is empty, wherever they are
     outs = [tmp_path / f"{i}.jsonl" for i in (1, 2, 3)]
     for i, out in enumerate(outs, 1):
         assert caption(pictures, "--output", out, "--shard", f"{i}/3").code == 0
     found = [name for out in outs for name in by_name(out)]
-    assert sorted(found) == [f"{i:03}.png" for i in range(12)]
+    assert sorted(found) == [f"{i:03}.png" for i in range(60)]
 
 
 def test_limit_makes_progress_when_a_run_goes_on(caption, folder, out):
@@ -651,7 +682,7 @@ def test_lists_name_pictures(kind, start, folder, out, tmp_path):
     else:
         path.write_text(text)
         run = start(*(("-",) if kind == "stdin" else (path,)), "--output", out, stdin=path)
-    assert run.end(10).code == 0
+    assert run.end().code == 0
     made = sorted(records(out), key=lambda record: record["path"])
     assert [record["path"] for record in made] == names
     assert [record["id"] for record in made] == (["0", "1", "2", "3"] if kind == "jsonl" else [None] * 4)
@@ -705,7 +736,7 @@ def test_a_full_disk_ends_the_run_and_the_same_command_finishes_it(suffix, capti
 
 
 def test_a_disk_that_is_full_at_once_is_said_in_a_line(caption, folder, out, tmp_path):
-    done = caption(folder, "--output", out, max_bytes=250)
+    done = caption(folder, "--output", out, max_bytes=150 + len(str(out)))  # which the message must fit into
     assert done.code in (1, 2) and "Traceback" not in done.err and "File too large" in done.err
     assert caption(folder, "--output", out).code == 0
     assert len(by_name(out)) == 4
@@ -739,7 +770,7 @@ def test_an_output_that_is_no_plain_file_is_refused_and_not_taken_away(kind, sta
         os.mkfifo(out)
     else:
         out.symlink_to("/dev/null")  # not the device itself: it would be taken away
-    done = start(folder, "--output", out).end(5)
+    done = start(folder, "--output", out).end()
     assert os.path.lexists(out)
     assert done.code == 2 and "is not a plain file" in done.err
 
@@ -778,7 +809,7 @@ def test_progress_is_shown_on_stderr_alone(mode, caption, folder, out):
     done = caption(folder, "--output", out, "--progress", mode)
     assert (done.code, done.out) == (0, "")
     assert ("captioned" in done.err) == (mode != "none")
-    assert ("100%" in done.err) == (mode == "bar")
+    assert ("%|" in done.err) == (mode == "bar")
 
 
 def test_presets_are_listed(caption):

@@ -6,7 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -33,6 +35,15 @@ take_over, CHUNK = ray_source._take_over, ray_worker.CHUNK
 ENGINE = {"device": "cpu", "num_kvcache_blocks": 256, "skip_warmup": True}
 TWO = ray_source.RayOptions(num_actors=2)
 DIFFERS = dict.fromkeys(("time", "seconds", "duplicate_of"))  # from run to run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_folder() -> Iterator[None]:
+    """Where Ray keeps its sockets, whose paths have at most 107 bytes."""
+    made = tempfile.TemporaryDirectory(dir="/tmp", prefix="ray", ignore_cleanup_errors=True)
+    with made as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", folder)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -145,10 +156,12 @@ def test_the_command_records_every_picture_once_though_an_actor_is_killed(tmp_pa
     command += ["--output", out, "--max-tokens", "200", "--engine", "ray", "--address", "local", "--actors", "2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(list(map(str, command)), text=True, **pipes) as process:
-        while process.poll() is None and not (out.exists() and out.stat().st_size):
+        both, at_work = [], []
+        while process.poll() is None and not (len(both) == 2 and at_work and out.exists() and out.stat().st_size):
             time.sleep(0.05)
-        both = actors(psutil.Process(process.pid))
-        victim = next(actor for actor in both if "submit" in actor.name())  # at work
+            both = actors(psutil.Process(process.pid))
+            at_work = [actor for actor in both if "submit" in name_of(actor)]
+        (victim, *_) = at_work
         num_before = out.read_bytes().count(b"\n")  # the last line may be half there
         victim.send_signal(signal.SIGKILL)
         printed, err = process.communicate()
@@ -159,6 +172,13 @@ def test_the_command_records_every_picture_once_though_an_actor_is_killed(tmp_pa
     assert {record["path"] for record in made} == set(map(str, folder.iterdir()))
     assert sum(record["duplicate_of"] is not None for record in made) == 1
     assert printed == "" and "captioned" in err and "Traceback" not in err
+
+
+def name_of(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.Error:  # it has ended
+        return ""
 
 
 def actors(process: psutil.Process) -> list[psutil.Process]:

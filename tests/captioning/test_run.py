@@ -10,6 +10,7 @@ import pytest
 from mmvllm import LLM, SamplingParams
 from mmvllm.captioning import JobError, caption_images
 from mmvllm.captioning.record import COLUMNS
+from mmvllm.prefetch import Prefetcher
 from tests.conftest import ask, picture
 
 
@@ -188,6 +189,8 @@ def test_out_of_memory_goes_on_with_half_and_no_picture_is_lost(folder, llm, mon
         return whole(batch, *args)
 
     monkeypatch.setattr(llm.engine.model_runner, "run", runs_out)
+    # Before each step there come as many as there is room for, however slowly they are prepared.
+    monkeypatch.setattr(Prefetcher, "get", lambda self, wait, get=Prefetcher.get: get(self, wait=True))
     assert captions() == calm
     assert max(sizes) > 2
 
