@@ -67,7 +67,8 @@ def tokenize(tokenizer, text: str) -> list[int]:
         text.encode()
     except UnicodeEncodeError as error:  # half a surrogate pair, from a file name or a broken JSON, say
         raise ValueError(f"the text is not valid Unicode ({error})") from None
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    # Not verbose: a text that is too long for the model is refused with a message of our own.
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 class Processor:

@@ -260,7 +260,11 @@ BAD = {
     ),
     "literal placeholder": (ask("look: <|image_pad|>"), "1 image placeholders but 0 images"),
     "empty prompt": ({"text": ""}, "prompt is empty"),
-    "too long": (ask("shape " * 2000), r"prompt has \d+ tokens .* max_model_len is 1024"),
+    "too long": (ask("shape " * 2000), r"prompt has \d+ tokens, max_model_len is 1024"),
+    "too long, with a picture": (
+        ask(picture(60, 60), "shape " * 2000),
+        r"prompt has \d+ tokens \(\d+ of them from images\), .* shorten it, lower max_pixels or raise max_model_len",
+    ),
     "unknown key": ({"message": "x"}, "unknown keys message"),
     "not a dict": ("describe", "must be a dict"),
     "bad parameters": (ask("x", sampling_params={"temprature": 1}), "temprature"),

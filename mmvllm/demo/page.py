@@ -91,10 +91,12 @@ def build_page(engine: "AsyncLLM", settings: DemoSettings) -> Page:
         shown = {"outputs": [chat, box, gallery, answers], **quiet}
         # Without gradio's own preprocessing, which would only turn names of files into other names of them.
         asked = {"inputs": [box, *options], "preprocess": False, **shown}
-        box.submit(handlers.ask, **asked)
-        chat.example_select(handlers.example, **asked)
-        chat.retry(handlers.retry, **asked)
-        chat.edit(handlers.edit, **asked)
+        answered = [
+            box.submit(handlers.ask, **asked),
+            chat.example_select(handlers.example, **asked),
+            chat.retry(handlers.retry, **asked),
+            chat.edit(handlers.edit, **asked),
+        ]
         chat.undo(handlers.undo, **shown)
         chat.clear(handlers.clear, **shown)
         box.stop(handlers.stop, queue=False, **quiet)
@@ -102,7 +104,8 @@ def build_page(engine: "AsyncLLM", settings: DemoSettings) -> Page:
         told = {"fn": None, "inputs": box, "outputs": files, "js": NAME_FILES}
         box.change(**told)
         photo = camera.input(handlers.take_photo, [camera, box], [camera, box], preprocess=False, **quiet)
-        photo.then(**told)  # a change of pictures alone that the server makes is no `change` to gradio
+        for event in (*answered, photo):
+            event.then(**told)  # a change of pictures alone that the server makes is no `change` to gradio
         counted = {"fn": handlers.count, "inputs": [files, *options], "outputs": cost, **quiet}
         for trigger in (files.change, options[-2].change, options[-1].change):
             trigger(**counted)

@@ -45,7 +45,8 @@ class Picture:
         try:
             return policy.load(self.path.read_bytes())
         except (OSError, ValueError) as error:
-            raise PictureError(f"{self.path.name} cannot be read; it may be damaged, add it again") from error
+            message = f"{self.path.name} cannot be read; it may be damaged: remove it, or add it again"
+            raise PictureError(message) from error
 
     def num_tokens(self, config: ImageProcessorConfig, min_pixels: int, max_pixels: int) -> int:
         """How many tokens it will be, between these bounds; raises ValueError for bounds or shapes that cannot be."""

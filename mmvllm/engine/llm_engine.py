@@ -345,9 +345,10 @@ class LLMEngine:
 
     def _refuse_what_never_fits(self, token_ids: list[int], vision: VisionInputs) -> None:
         if len(token_ids) >= self.max_model_len:
+            of_images = f" ({vision.num_tokens} of them from images)" if vision.num_tokens else ""
             raise PromptTooLong(
-                f"prompt has {len(token_ids)} tokens ({vision.num_tokens} of them from images), max_model_len is "
-                f"{self.max_model_len} including the answer; shorten it, lower max_pixels or raise max_model_len"
+                f"prompt has {len(token_ids)} tokens{of_images}, max_model_len is {self.max_model_len} including the "
+                f"answer; shorten it{', lower max_pixels' if of_images else ''} or raise max_model_len"
             )
         for i, (_, length) in enumerate(vision.vision_placeholders):
             if not self.encoder_cache.fits(length):

@@ -112,12 +112,15 @@ def _state(engine: AsyncLLM, metrics: Metrics) -> APIRouter:
     router = APIRouter(tags=["state"])
     unhealthy = {503: {"model": Health, "description": "Not so"}} | FAILS
 
+    @router.head("/health/live", include_in_schema=False)
     @router.get("/health/live", response_model=Health, responses=unhealthy)
     async def live() -> Response:
         """Whether the engine still serves what it has; if not, only a new start helps."""
         health = engine.health()
         return _health(health, health.is_live)
 
+    @router.head("/health", include_in_schema=False)
+    @router.head("/health/ready", include_in_schema=False)
     @router.get("/health", response_model=Health, responses=unhealthy)
     @router.get("/health/ready", response_model=Health, responses=unhealthy)
     async def ready() -> Response:

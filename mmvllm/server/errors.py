@@ -13,7 +13,18 @@ from starlette.responses import Response
 from mmvllm.errors import DeadlineExceeded, EngineBusy, EngineUnavailable, RequestFailed
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-MESSAGES = {"extra_forbidden": "is not a field of this request", "missing": "is missing"}  # instead of pydantic's
+# Instead of pydantic's; the names in braces are those of its contexts.
+MESSAGES = {
+    "extra_forbidden": "is not a field of this request",
+    "missing": "is missing",
+    "union_tag_invalid": "has the type {tag!r:.100}, must be {expected_tags}",
+    "literal_error": "must be {expected}; nothing else is supported",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "list_type": "must be a list",
+    "string_type": "must be a string",
+    "too_short": "must have at least {min_length} item",
+}
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -70,7 +81,7 @@ def install(app: FastAPI) -> None:
         if isinstance(error, ApiError):
             return error.response()
         message = {
-            404: f"there is no {request.url.path} here; OpenAI's API begins with /v1",
+            404: f"there is no {request.url.path} here; there are /v1/chat/completions, /v1/completions and /v1/models",
             405: f"{request.url.path} does not take {request.method}",
         }.get(error.status_code, str(error.detail))
         return ApiError(error.status_code, message, headers=error.headers).response()
@@ -97,11 +108,15 @@ def blame(errors: list[dict], body: Any) -> tuple[str | None, str]:
 
     A value that fits none of several shapes has errors for each; the deepest are those of the shape that was meant.
     """
-    found = [(_path(error, body), MESSAGES.get(error["type"], error["msg"])) for error in errors]
+    found = [(_path(error, body), _message(error)) for error in errors]
     deepest = max(len(path) for path, _ in found)
     path = next(path for path, _ in found if len(path) == deepest)
     messages = dict.fromkeys(message for other, message in found if other == path)
     return _spelled(path) or None, ", or ".join(messages)
+
+
+def _message(error: dict) -> str:
+    return MESSAGES[error["type"]].format(**error.get("ctx", {})) if error["type"] in MESSAGES else error["msg"]
 
 
 def _path(error: dict, body: Any) -> tuple[str | int, ...]:

@@ -150,6 +150,16 @@ def test_the_cost_of_pictures_is_shown_before_asking_and_follows_the_resolution(
         assert tab.notes()[0].endswith("9 + 9 = 18 picture tokens")
 
 
+def test_what_a_picture_will_cost_is_no_longer_said_once_it_has_been_asked_about(chromium, site):
+    with opened(chromium, site) as tab:
+        tab.add(SCENE)
+        cost = tab.page.locator("#cost")
+        until(lambda: cost.inner_text() == "42 picture tokens")
+        tab.box.press("Enter")  # no text, of whose change the page would tell
+        until(lambda: cost.inner_text().startswith("Up to 3 pictures"))
+        tab.finished(1)
+
+
 def test_an_example_is_one_click_away(chromium, site):
     with opened(chromium, site) as tab:
         tab.page.locator("#chat .example").nth(1).click()

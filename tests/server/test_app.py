@@ -73,15 +73,18 @@ def own_engine():
         ({"messages": [user("Hi")]}, "model", "is missing"),
         ({"model": "bundled"}, "messages", "is missing"),
         (chat(messages=[]), "messages", "at least 1"),
-        (chat(messages="Hi"), "messages", "valid list"),
+        (chat(messages="Hi"), "messages", "must be a list"),
         (chat(messages=[{"role": "user"}]), "messages[0].content", "is missing"),
-        (chat(messages=[{"role": "user", "content": None}]), "messages[0].content", "valid string"),
+        (chat(messages=[{"role": "user", "content": None}]), "messages[0].content", "must be a string"),
         (chat(messages=[user("Hi"), {"role": "tool", "content": "x"}]), "messages[1].role", "'assistant'"),
         (chat(messages=[{"role": "user", "content": []}]), "messages[0].content", "at least 1"),
         (chat({"type": "text"}), "messages[0].content[0].text", "is missing"),
-        (chat("Hi", {"type": "text", "text": 5}), "messages[0].content[1].text", "valid string"),
+        (chat("Hi", {"type": "text", "text": 5}), "messages[0].content[1].text", "must be a string"),
+        (chat("Hi", {"type": "input_audio"}), "messages[0].content[1]", "'input_audio', must be 'text', 'image_url'"),
+        (chat("Hi", {"type": "image_url", "image_url": "x"}), "messages[0].content[1].image_url", "must be an object"),
+        (chat("Hi", response_format={"type": "json_object"}), "response_format.type", "must be 'text'"),
         (chat("Hi", {"type": "image_url"}), "messages[0].content[1].image_url", "is missing"),
-        (chat(image_part(5)), "messages[0].content[0].image_url.url", "valid string"),
+        (chat(image_part(5)), "messages[0].content[0].image_url.url", "must be a string"),
         (chat(image_part("data:,", detail="huge")), "messages[0].content[0].image_url.detail", "'low'"),
         (chat(image_part("data:,", size=1)), "messages[0].content[0].image_url.size", "is not a field of this request"),
         (chat({"type": "input_audio"}), "messages[0].content[0]", "'image_url'"),
@@ -96,7 +99,7 @@ def own_engine():
         (chat("Hi", max_tokens=5, max_completion_tokens=6), "max_tokens", "two names"),
         (chat("Hi", min_tokens=6, max_tokens=5), "min_tokens", "max_tokens=5"),
         (chat("Hi", seed=2**63), "seed", "less than"),
-        (chat("Hi", stop=5), "stop", "valid string"),
+        (chat("Hi", stop=5), "stop", "must be a string"),
         (chat("Hi", stop=["a", ""]), "stop[1]", "at least 1 character"),
         (chat("Hi", stop="a" * 1001), "stop", "at most 1000 character"),
         (chat("Hi", top_logprobs=2), "top_logprobs", "logprobs: true"),
@@ -130,8 +133,8 @@ def own_engine():
         (completion(suffix="x"), "suffix", "not supported"),
         (completion(best_of=2), "best_of", "1"),
         (completion(logprobs=True), "logprobs", "valid integer"),
-        ([], None, "valid dictionary"),
-        ("Hi", None, "valid dictionary"),
+        ([], None, "must be an object"),
+        ("Hi", None, "must be an object"),
     ],
     ids=lambda value: "" if isinstance(value, dict | list) else None,
 )
@@ -204,7 +207,7 @@ def test_unknown_paths_and_methods_have_errors_of_the_same_shape(app):
     answer = call(app, "GET", "/v1/embeddings")
     assert (answer.status_code, error_of(answer)["message"]) == (
         404,
-        "there is no /v1/embeddings here; OpenAI's API begins with /v1",
+        "there is no /v1/embeddings here; there are /v1/chat/completions, /v1/completions and /v1/models",
     )
     answer = call(app, "GET", CHAT)
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
@@ -488,6 +491,12 @@ def test_what_the_server_is(app):
     [model] = call(app, "GET", "/v1/models").json()["data"]
     assert (model["id"], model["max_model_len"]) == ("bundled", 2048)
     assert call(app, "GET", "/v1/models/a/b").status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready"])
+def test_health_is_there_for_those_who_ask_for_the_head_alone(running, path):
+    answer = httpx.head(running.url + path, timeout=60)
+    assert (answer.status_code, answer.content) == (200, b"")
 
 
 def test_models_with_slashes_in_their_names_are_found(engine):
