@@ -205,6 +205,7 @@ class AsyncLLM:
         if not isinstance(request_id, str):
             raise ValueError(f"request_id is {request_id!r:.100}, must be str or None")
         with self._changed:
+            self._end_lost()
             self._check_room()
             if request_id in self._streams:
                 raise ValueError(f"request_id {request_id!r} is already in flight")
@@ -212,7 +213,6 @@ class AsyncLLM:
         return stream
 
     def _check_room(self) -> None:
-        self._end_lost()
         if self._status == "failed":
             raise EngineFailed(f"the engine broke: {self._reason}")
         if self._status != "ok":

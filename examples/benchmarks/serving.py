@@ -13,7 +13,6 @@ with 1 if anything is wrong.
 import argparse
 import asyncio
 import base64
-import contextlib
 import io
 import json
 import os
@@ -191,8 +190,7 @@ async def be_a_client(
         elif rng.random() < 0.6:
             await ask_streaming(client, case, tally)
         else:
-            response = await create(client, case)
-            check(tally, case, text_of(case, response.choices[0]), response.usage.completion_tokens)
+            await ask(client, case, tally)
 
 
 def create(client: openai.AsyncOpenAI, case: Case, **options):
@@ -217,6 +215,16 @@ def check(tally: Tally, case: Case, text: str, num_tokens: int) -> None:
         tally.wrong.append(f"{case.kind}: {text!r} instead of {case.answer!r}")
 
 
+async def ask(client: openai.AsyncOpenAI, case: Case, tally: Tally, patience: float | None = None) -> None:
+    """Ask for a whole answer; hang up after `patience` seconds."""
+    try:
+        response = await asyncio.wait_for(create(client, case), patience)
+    except TimeoutError:
+        tally.outcomes["hung up"] += 1
+    else:
+        check(tally, case, text_of(case, response.choices[0]), response.usage.completion_tokens)
+
+
 async def ask_streaming(client: openai.AsyncOpenAI, case: Case, tally: Tally) -> None:
     start, text, times, usage = time.perf_counter(), "", [], None
     async for chunk in await create(client, case, stream=True, stream_options={"include_usage": True}):
@@ -233,13 +241,12 @@ async def ask_streaming(client: openai.AsyncOpenAI, case: Case, tally: Tally) ->
 
 async def hang_up(client: openai.AsyncOpenAI, case: Case, rng: random.Random, tally: Tally) -> None:
     if rng.random() < 0.5:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(create(client, case), rng.random() * HANG_UP_S)
-    else:
-        stream = await create(client, case, stream=True)
-        for _ in range(rng.randint(0, 6)):
-            await anext(stream, None)
-        await stream.close()
+        await ask(client, case, tally, rng.random() * HANG_UP_S)
+        return
+    stream = await create(client, case, stream=True)
+    for _ in range(rng.randint(0, 6)):
+        await anext(stream, None)
+    await stream.close()
     tally.outcomes["hung up"] += 1
 
 
