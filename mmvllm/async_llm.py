@@ -218,7 +218,7 @@ class AsyncLLM:
         if self._status != "ok":
             raise EngineStopped("the engine is shutting down and takes no more requests")
         if len(self._streams) >= self.max_requests:
-            raise EngineBusy(f"{len(self._streams)} requests are being served or wait; try again later")
+            raise EngineBusy(len(self._streams), self.max_requests)
 
     async def _queue_when_here(self, stream: _Stream, request: Callable[[], Awaitable[Request]], *rest: Any) -> None:
         try:

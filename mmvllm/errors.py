@@ -1,8 +1,103 @@
-"""What can go wrong with a request that was in order; one that was not is a ValueError."""
+"""The errors that users see, with their facts as attributes; the messages are made from these facts."""
+
+from collections.abc import Callable
+from string import Formatter
+from typing import Any
 
 
-class PromptTooLong(ValueError):
-    """A prompt that leaves no room for an answer."""
+class RequestError(ValueError):
+    """A request that cannot be served as it is.
+
+    Args:
+        reason: what came, what was needed and what to do, without saying where.
+        request_index: which request of a call, from 0.
+        image_index: which image of the request, from 0.
+        param: the field or parameter of the request that is wrong.
+        value: what it was; `limit`: what it may be at most.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        request_index: int | None = None,
+        image_index: int | None = None,
+        param: str | None = None,
+        value: Any = None,
+        limit: Any = None,
+    ):
+        super().__init__(reason)
+        self.reason = reason
+        self.request_index, self.image_index = request_index, image_index
+        self.param, self.value, self.limit = param, value, limit
+
+    def __str__(self) -> str:
+        return f"{self._place}{self.reason}"
+
+    @property
+    def _place(self) -> str:
+        request = "" if self.request_index is None else f"request {self.request_index}: "
+        image = "" if self.image_index is None else f"image {self.image_index}: "
+        return request + image
+
+    def __reduce__(self):
+        """Worker processes send errors back: text and facts, no traceback."""
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(kind: type[RequestError], args: tuple, facts: dict[str, Any]) -> RequestError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(facts)
+    return error
+
+
+class ParameterError(RequestError):
+    """A sampling parameter, or another field of a request, with a value that it cannot have."""
+
+    def __init__(self, param: str, value: Any, required: str):
+        super().__init__(f"{param} is {value!r}, must be {required}", param=param, value=value)
+
+
+class ImageError(RequestError):
+    """An image that cannot be read or decoded; `source` is what messages call it."""
+
+    def __init__(self, source: str, reason: str):
+        super().__init__(reason)
+        self.source = source
+
+    def __str__(self) -> str:
+        return f"{self._place}{self.source}: {self.reason}"
+
+
+class PromptTooLong(RequestError):
+    """A prompt that leaves no room for an answer; `value` is its tokens, `limit` the model's."""
+
+
+class ArgumentError(ValueError):
+    """Arguments of a Python function that do not fit together, or do not fit what is on disk.
+
+    `template` names arguments in braces, `{overwrite}`, unless `values` has a value to put there. `str` spells them as
+    Python does, the command line as its options: `error.spelled(lambda name: "--" + name.replace("_", "-"))`.
+    """
+
+    def __init__(self, template: str, **values: Any):
+        super().__init__(template)
+        self.template, self.values = template, values
+
+    def __str__(self) -> str:
+        return self.spelled(lambda name: name)
+
+    def spelled(self, spell: Callable[[str], str]) -> str:
+        return Formatter().vformat(self.template, (), _Spelling(spell, self.values))
+
+
+class _Spelling(dict):
+    def __init__(self, spell: Callable[[str], str], values: dict[str, Any]):
+        super().__init__(values)
+        self._spell = spell
+
+    def __missing__(self, name: str) -> str:
+        return self._spell(name)
 
 
 class EngineUnavailable(RuntimeError):
@@ -10,7 +105,11 @@ class EngineUnavailable(RuntimeError):
 
 
 class EngineBusy(EngineUnavailable):
-    """As many requests wait as may; try again later."""
+    """As many requests are being served or wait (`value`) as may (`limit`); try again later."""
+
+    def __init__(self, value: int, limit: int):
+        super().__init__(f"{value} requests are being served or wait; try again later")
+        self.value, self.limit = value, limit
 
 
 class EngineStopped(EngineUnavailable):
@@ -22,7 +121,15 @@ class EngineFailed(EngineUnavailable):
 
 
 class RequestFailed(RuntimeError):
-    """The device failed in a step of this request, or the engine in preparing it; others may do well."""
+    """The device failed in a step of this request, or the engine in preparing it; other requests may succeed."""
+
+
+class RequestsAborted(RuntimeError):
+    """Requests of a call were aborted from outside; `outputs` are those of all requests, in their order."""
+
+    def __init__(self, message: str, outputs: list):
+        super().__init__(message)
+        self.outputs = outputs
 
 
 class DeadlineExceeded(TimeoutError):

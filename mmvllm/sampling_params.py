@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+from mmvllm.errors import ParameterError, RequestError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -62,14 +64,14 @@ class SamplingParams:
         self._tuple("stop_token_ids", "integers of at least 0", lambda v: _is_integer(v) and v >= 0)
         object.__setattr__(self, "stop_token_ids", tuple(map(int, self.stop_token_ids)))
         if self.ignore_eos not in (True, False):
-            raise ValueError(f"ignore_eos is {self.ignore_eos!r}, must be True or False")
+            raise ParameterError("ignore_eos", self.ignore_eos, "True or False")
         object.__setattr__(self, "ignore_eos", bool(self.ignore_eos))
 
     def _number(self, name: str, wanted: str, accept: Callable[[float], bool]) -> None:
         value = getattr(self, name)
         number = _as_float(value)
         if not accept(number):
-            raise ValueError(f"{name} is {value!r}, must be a number {wanted}")
+            raise ParameterError(name, value, f"a number {wanted}")
         object.__setattr__(self, name, number)
 
     def _integer(self, name: str, wanted: str, accept: Callable[[int], bool], optional: bool = False) -> None:
@@ -77,7 +79,7 @@ class SamplingParams:
         if optional and value is None:
             return
         if not _is_integer(value) or not accept(value):
-            raise ValueError(f"{name} is {value!r}, must be an integer {wanted}")
+            raise ParameterError(name, value, f"an integer {wanted}")
         object.__setattr__(self, name, int(value))
 
     def _tuple(self, name: str, wanted: str, accept: Callable[[Any], bool]) -> None:
@@ -89,7 +91,7 @@ class SamplingParams:
             items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
         for item in items:
             if not accept(item):
-                raise ValueError(f"{name} has {item!r}, must be {wanted}")
+                raise RequestError(f"{name} has {item!r}, must be {wanted}", param=name, value=item)
         object.__setattr__(self, name, items)
 
 

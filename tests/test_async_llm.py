@@ -16,16 +16,19 @@ import pytest
 from mmvllm import AsyncLLM, SamplingParams, async_llm
 from mmvllm.errors import DeadlineExceeded, EngineBusy, EngineFailed, EngineStopped, RequestFailed
 from mmvllm.processors.load import load_image
-from tests.conftest import ask, picture, unhurried
-from tests.test_invariance import assert_idle
+from tests.helpers.engines import assert_idle, unhurried
+from tests.helpers.requests import ask, noise_image
 
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
 ENDLESS = SamplingParams(max_tokens=900, ignore_eos=True)  # of 10 ms each
-QUESTION = ask(picture(80, 60), "Describe this image.")
+QUESTION = ask(noise_image(80, 60), "Describe this image.")
 REQUESTS = [
     (QUESTION, SamplingParams(max_tokens=40)),
     (ask("Count the shapes."), SamplingParams(max_tokens=40, ignore_eos=True)),
-    (ask("One ", picture(60, 90, 1), " two ", picture(70, 70, 2)), SamplingParams(max_tokens=30, ignore_eos=True, n=3)),
+    (
+        ask("One ", noise_image(60, 90, 1), " two ", noise_image(70, 70, 2)),
+        SamplingParams(max_tokens=30, ignore_eos=True, n=3),
+    ),
     (ask("And?"), SamplingParams(max_tokens=30, temperature=1.0, seed=5, n=2, logprobs=2, ignore_eos=True)),
     (ask("Again"), SamplingParams(max_tokens=30, temperature=1.5, seed=7, top_p=0.9, ignore_eos=True)),
 ]
@@ -505,7 +508,7 @@ async def test_an_answer_that_ends_early_says_so_at_once(engine, checkpoint, mak
 async def test_pictures_prepared_ahead_are_bounded_and_all_are_answered(make, monkeypatch):
     monkeypatch.setattr(async_llm, "MAX_BYTES", 1)
     engine = make(max_num_seqs=2)
-    results = await asyncio.gather(*(answer(engine, ask(picture(60, 60, i), "?"), SHORT) for i in range(12)))
+    results = await asyncio.gather(*(answer(engine, ask(noise_image(60, 60, i), "?"), SHORT) for i in range(12)))
     assert all(len(deltas[-1].output.token_ids) == 6 for deltas, _ in results)
 
 
@@ -516,7 +519,7 @@ async def test_text_does_not_wait_for_pictures_that_have_no_room(make, monkeypat
     engine = make(max_num_seqs=1)
     running = engine.generate(ask("go on"), ENDLESS)
     await anext(running)
-    requests = [QUESTION, ask(picture(70, 70), "?"), ask(picture(70, 70), "?"), ask("text")]
+    requests = [QUESTION, ask(noise_image(70, 70), "?"), ask(noise_image(70, 70), "?"), ask("text")]
     tasks = [asyncio.create_task(answer(engine, r, SHORT, request_id=f"r{i}")) for i, r in enumerate(requests)]
     await until(lambda: "r3" in engine._streams and engine._streams["r3"].is_prepared, "prepared")
     assert engine.stats().num_preparing >= 1  # the first picture may be prepared, the others find no room
@@ -543,9 +546,9 @@ async def test_an_abort_before_the_engine_has_it_ends_every_answer(engine):
 @in_a_loop
 async def test_pictures_that_wait_are_no_hits(make):
     engine = make(max_num_seqs=1)
-    running = engine.generate(ask(picture(60, 60, 9), "go on"), ENDLESS)
+    running = engine.generate(ask(noise_image(60, 60, 9), "go on"), ENDLESS)
     await anext(running)
-    tasks = [asyncio.create_task(answer(engine, ask(picture(60, 60, i), "?"), SHORT)) for i in range(4)]
+    tasks = [asyncio.create_task(answer(engine, ask(noise_image(60, 60, i), "?"), SHORT)) for i in range(4)]
     await until(lambda: engine.stats().num_waiting == 4, "waiting")
     assert engine.stats().image_hit_rate == 0.0
     await running.aclose()

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig
 
 from mmvllm import LLM
 from mmvllm.config import EngineConfig, ModelConfig, VisionConfig
+from tests.helpers.configs import DECODER, assert_equals_transformers
 
 FLAT = {  # the layout of the published checkpoints
     "architectures": ["Qwen2VLForConditionalGeneration"],
@@ -45,7 +45,6 @@ FLAT = {  # the layout of the published checkpoints
     },
     "vocab_size": 80,
 }
-DECODER = ("hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers")
 DECODER += ("num_key_value_heads", "rms_norm_eps", "vocab_size", "eos_token_id", "hidden_act")
 NESTED = {  # the layout that transformers 5 saves
     **{key: FLAT[key] for key in ("architectures", "model_type", "image_token_id", "tie_word_embeddings")},
@@ -92,25 +91,6 @@ def with_value(config: dict, value, *keys: str) -> dict:
     else:
         inner[keys[-1]] = value
     return config
-
-
-def assert_equals_transformers(folder) -> ModelConfig:
-    """Every value that transformers' own config has too."""
-    got, want = ModelConfig.from_pretrained(folder), AutoConfig.from_pretrained(folder)
-    text = want.get_text_config()
-    for name in set(DECODER) - {"eos_token_id", "hidden_act"}:
-        assert getattr(got, name) == getattr(text, name), name
-    assert got.architecture == want.architectures[0]
-    assert got.head_dim == (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-    assert got.rope_theta == text.rope_parameters["rope_theta"]
-    assert (got.mrope_section and list(got.mrope_section)) == text.rope_parameters.get("mrope_section")
-    assert got.tie_word_embeddings == want.tie_word_embeddings
-    assert got.dtype == want.dtype
-    assert got.image_token_id == getattr(want, "image_token_id", None)
-    assert (got.vision is None) == (getattr(want, "vision_config", None) is None)
-    for name in VisionConfig.__slots__ if got.vision else ():
-        assert getattr(got.vision, name) == getattr(want.vision_config, name), name
-    return got
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

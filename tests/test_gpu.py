@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mmvllm import SamplingParams
-from tests.test_invariance import run_at_once
-from tests.test_parity import GREEDY, REQUESTS
+from tests.helpers.engines import run_at_once
+from tests.helpers.parity import GREEDY, REQUESTS
 
 pytestmark = pytest.mark.gpu
 
@@ -101,13 +101,13 @@ def test_half_precision_runs(dtype, backend, checkpoint, make_llm):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("backend", ["flash", "triton", "torch"])
 def test_attention_errs_at_most_twice_as_much_as_plain_torch(dtype, backend, checkpoint, reference, make_llm):
-    from tests.test_parity import _double, _in_float64, assert_no_worse, first_logits
+    from tests.helpers.reference import assert_no_worse, first_logits, in_double, in_float64
 
     if backend == "flash":
         pytest.importorskip("flash_attn", reason="flash-attn is not installed")
     hf = reference("gqa2-tied")
     inputs = hf.inputs(REQUESTS["three"])
-    exact = _in_float64(hf.model, lambda model: model(**_double(inputs), use_cache=False).logits[:, -1])
+    exact = in_float64(hf.model, lambda model: model(**in_double(inputs), use_cache=False).logits[:, -1])
     options = {"device": "cuda", "dtype": dtype, "kvcache_block_size": 256, "num_kvcache_blocks": 8}
     got = first_logits(make_llm(checkpoint, attention_backend=backend, **options).engine, inputs).cpu()
     plain_engine = make_llm(checkpoint, attention_backend="torch", **options | {"kvcache_block_size": 16}).engine

@@ -5,11 +5,12 @@ from math import prod
 import pytest
 
 from mmvllm import SamplingParams
-from tests.conftest import ask, picture
+from tests.helpers.engines import assert_idle, run_at_once
+from tests.helpers.requests import ask, noise_image
 
 TOKENS = 12
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
-A, B, C = picture(91, 64, 1), picture(60, 133, 2), picture(200, 77, 3)
+A, B, C = noise_image(91, 64, 1), noise_image(60, 133, 2), noise_image(200, 77, 3)
 REQUESTS = {
     "text": ask("Count the shapes."),
     "one": ask(A, "Describe this image."),
@@ -36,24 +37,6 @@ def run(llm, names=tuple(REQUESTS), **keys) -> dict:
     outputs = llm.generate_multimodal([{**REQUESTS[name], **keys} for name in names], GREEDY)
     assert_idle(llm)
     return dict(zip(names, outputs, strict=True))
-
-
-def run_at_once(llm, requests: list[dict], params: SamplingParams = GREEDY) -> list[list[int]]:
-    """Tokens of requests that all wait before the first step, whatever their preparation took."""
-    order, outputs = [], {}
-    for request in requests:
-        prompt = llm.processor(request)
-        order.append(llm.engine.add_request(prompt.token_ids, params, **prompt.multimodal))
-    while not llm.engine.is_finished():
-        outputs |= {output.request_id: output.token_ids for output in llm.engine.step()[0]}
-    return [outputs[request_id] for request_id in order]
-
-
-def assert_idle(llm) -> None:
-    scheduler = llm.engine.scheduler
-    scheduler.check()
-    assert not scheduler.groups and not scheduler.running and not scheduler.waiting
-    assert scheduler.block_manager.num_free_blocks == scheduler.block_manager.num_blocks
 
 
 def tokens(outputs: dict) -> dict:

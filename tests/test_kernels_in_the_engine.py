@@ -7,14 +7,14 @@ import torch
 
 from mmvllm import SamplingParams
 from mmvllm.kernels import mrope, quick_gelu, rms_norm, sampling, silu_mul, splice, write_kv
-from tests.conftest import ask, picture
-from tests.test_invariance import run_at_once
+from tests.helpers.engines import run_at_once
+from tests.helpers.requests import ask, noise_image
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the gpu tests run the kernels natively")
 
 REQUESTS = [
-    ask(picture(60, 80, 1), "Count."),
-    ask("Is ", picture(90, 57, 2), " like ", picture(60, 80, 1), "?"),
+    ask(noise_image(60, 80, 1), "Count."),
+    ask("Is ", noise_image(90, 57, 2), " like ", noise_image(60, 80, 1), "?"),
     ask("Hello."),
 ]
 

@@ -16,11 +16,11 @@ import torch
 from mmvllm import LLM, LLMEngine, SamplingParams
 from mmvllm.models.weights import BUNDLED
 from mmvllm.prefetch import Prefetcher
-from tests.conftest import ask, picture
-from tests.test_invariance import assert_idle
+from tests.helpers.engines import assert_idle
+from tests.helpers.requests import ask, noise_image
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
-GOOD = ask(picture(80, 60), "Describe this image.")
+GOOD = ask(noise_image(80, 60), "Describe this image.")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_generate_takes_strings_and_token_ids(llm):
 def test_outputs_come_in_the_order_of_the_requests(llm):
     lengths = [7, 1, 5, 2, 6, 3, 4, 1, 2, 9, 3]
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
-    requests = [ask(picture(60 + i, 60), "What?") if i % 2 else ask("What?") for i in range(len(lengths))]
+    requests = [ask(noise_image(60 + i, 60), "What?") if i % 2 else ask("What?") for i in range(len(lengths))]
     outputs = llm.generate_multimodal(requests, params)
     assert [len(output.token_ids) for output in outputs] == lengths
 
@@ -143,7 +143,7 @@ def test_stream_yields_as_requests_finish_from_an_endless_iterator(llm):
 
     def endless():
         for i in taken:
-            yield ask(picture(40 + i % 5, 50), "What?", request_id=f"r{i}")
+            yield ask(noise_image(40 + i % 5, 50), "What?", request_id=f"r{i}")
 
     stream = llm.stream_multimodal(endless(), SHORT)
     outputs = list(itertools.islice(stream, 10))
@@ -248,21 +248,21 @@ BAD = {
         {"messages": [{"role": "user", "content": [{"type": "image", "image": "/no/such.png"}]}]},
         "image 0: .*no such file",
     ),
-    "second image": (ask(picture(50, 50), b"\x89PNG nonsense", "x"), "image 1: .*not a picture"),
-    "narrow": (ask(picture(1, 1000), "x"), "image 0: .*long side"),
+    "second image": (ask(noise_image(50, 50), b"\x89PNG nonsense", "x"), "image 1: .*not a picture"),
+    "narrow": (ask(noise_image(1, 1000), "x"), "image 0: .*long side"),
     "too many placeholders": (
-        {"text": "<|vision_start|><|image_pad|><|vision_end|><|image_pad|>", "images": [picture(50, 50)]},
+        {"text": "<|vision_start|><|image_pad|><|vision_end|><|image_pad|>", "images": [noise_image(50, 50)]},
         "2 image placeholders but 1 images",
     ),
     "too few placeholders": (
-        {"text": "<|image_pad|>", "images": [picture(50, 50), picture(60, 50)]},
+        {"text": "<|image_pad|>", "images": [noise_image(50, 50), noise_image(60, 50)]},
         "1 image placeholders but 2 images",
     ),
     "literal placeholder": (ask("look: <|image_pad|>"), "1 image placeholders but 0 images"),
     "empty prompt": ({"text": ""}, "prompt is empty"),
     "too long": (ask("shape " * 2000), r"prompt has \d+ tokens, max_model_len is 1024"),
     "too long, with a picture": (
-        ask(picture(60, 60), "shape " * 2000),
+        ask(noise_image(60, 60), "shape " * 2000),
         r"prompt has \d+ tokens \(\d+ of them from images\), .* shorten it, lower max_pixels or raise max_model_len",
     ),
     "unknown key": ({"message": "x"}, "unknown keys message"),
@@ -527,6 +527,6 @@ def test_unseeded_sampling_repeats_with_the_engine_seed(checkpoint, make_llm):
 def test_the_bundled_model_is_the_default():
     llm = LLM(skip_warmup=True, num_kvcache_blocks=256)
     assert llm.engine.model_config.architecture == "Qwen2VLForConditionalGeneration" and BUNDLED.is_dir()
-    output = llm.generate_multimodal([ask(picture(150, 150), "Describe this image.")])[0]
+    output = llm.generate_multimodal([ask(noise_image(150, 150), "Describe this image.")])[0]
     assert output.error is None and output.text
     llm.exit()

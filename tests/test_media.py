@@ -22,7 +22,7 @@ from PIL import Image
 from mmvllm.cli.media import add_picture_arguments, add_source_arguments, media_policy
 from mmvllm.fetching import is_allowed
 from mmvllm.media import MediaError, MediaPolicy
-from tests.conftest import picture
+from tests.helpers.requests import noise_image
 
 NAME = "pictures.example"
 PUBLIC = "93.184.216.34"
@@ -35,7 +35,7 @@ def encode(image: Image.Image, file_format: str = "PNG") -> bytes:
     return buffer.getvalue()
 
 
-PNG = encode(picture(13, 7, seed=0))
+PNG = encode(noise_image(13, 7, seed=0))
 
 
 class Network:
@@ -609,20 +609,20 @@ def test_a_picture_over_the_pixel_limit_is_refused_undecoded():
 
 
 def test_the_pixel_limit_itself_is_allowed():
-    assert MediaPolicy(max_pixels=13 * 7).load(PNG).tobytes() == picture(13, 7, seed=0).tobytes()
+    assert MediaPolicy(max_pixels=13 * 7).load(PNG).tobytes() == noise_image(13, 7, seed=0).tobytes()
     with pytest.raises(ValueError, match="13x7"):
         MediaPolicy(max_pixels=13 * 7 - 1).load(PNG)
 
 
 @pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP", "GIF"])
 def test_formats_of_the_web_are_loaded(file_format):
-    assert MediaPolicy().load(encode(picture(20, 10, seed=1), file_format)).size == (20, 10)
+    assert MediaPolicy().load(encode(noise_image(20, 10, seed=1), file_format)).size == (20, 10)
 
 
 @pytest.mark.parametrize("file_format", ["BMP", "TIFF", "ICO", "PPM", "EPS", "TGA"])
 def test_other_formats_are_refused_with_those_that_are_taken(file_format):
     with pytest.raises(ValueError, match="not a picture in PNG, JPEG"):
-        MediaPolicy().load(encode(picture(20, 10, seed=1), file_format))
+        MediaPolicy().load(encode(noise_image(20, 10, seed=1), file_format))
 
 
 def test_bytes_over_the_limit_are_refused():

@@ -3,29 +3,10 @@
 import pytest
 import torch
 
-from mmvllm import SamplingParams
 from mmvllm.models.weights import BUNDLED
-from tests.conftest import SHAPES, ask, picture
-
-GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
-A, B, C = picture(91, 64, 1), picture(60, 133, 2), picture(200, 77, 3)
-REQUESTS = {
-    "text": ask("Count the shapes."),
-    "one": ask(A, "Describe this image."),
-    "text first": ask("What is at the top? ", B),
-    "two": ask(A, B, "Which is larger?"),
-    "two apart": ask("First: ", B, " then: ", C, " what changed?"),
-    "three": ask(C, A, "and", B, "?"),
-    "same twice": ask(A, A, "equal?"),
-    "turns": {
-        "messages": [
-            {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
-            {"role": "user", "content": [{"type": "image", "image": A}, {"type": "text", "text": "What?"}]},
-            {"role": "assistant", "content": [{"type": "text", "text": "A red star."}]},
-            {"role": "user", "content": [{"type": "text", "text": "And here? "}, {"type": "image", "image": B}]},
-        ]
-    },
-}
+from tests.helpers.checkpoints import SHAPES
+from tests.helpers.parity import GREEDY, REQUESTS
+from tests.helpers.reference import assert_no_worse, first_logits, in_double, in_float64
 
 
 @pytest.mark.parametrize("shape", [None, *SHAPES], ids=lambda shape: shape or "bundled")
@@ -74,7 +55,7 @@ def test_vit_errs_at_most_twice_as_much_as_transformers(shape, checkpoints, refe
     with torch.inference_mode():
         got = ours(patches, [tuple(grid) for grid in grids.tolist()])
         plain = hf.model.model.visual(patches, grid_thw=grids).pooler_output
-        exact = _in_float64(hf.model.model.visual, lambda vit: vit(patches.double(), grid_thw=grids).pooler_output)
+        exact = in_float64(hf.model.model.visual, lambda vit: vit(patches.double(), grid_thw=grids).pooler_output)
     assert_no_worse(got, plain, exact)
 
 
@@ -85,36 +66,5 @@ def test_logits_err_at_most_twice_as_much_as_transformers(shape, name, checkpoin
     inputs = {**hf.inputs(REQUESTS[name]), "use_cache": False}
     with torch.inference_mode():
         plain = hf.model(**inputs).logits[:, -1]
-        exact = _in_float64(hf.model, lambda model: model(**_double(inputs)).logits[:, -1])
+        exact = in_float64(hf.model, lambda model: model(**in_double(inputs)).logits[:, -1])
     assert_no_worse(first_logits(engine, inputs), plain, exact)
-
-
-def first_logits(engine, inputs) -> torch.Tensor:
-    """Logits (1, V) after a prompt, as the sampler gets them."""
-    seen = []
-    sampler = engine.sampler
-    engine.sampler = lambda logits, *rest: seen.append(logits.clone()) or sampler(logits, *rest)
-    multimodal = {key: inputs[key] for key in ("pixel_values", "image_grid_thw") if key in inputs}
-    engine.add_request(inputs["input_ids"][0].tolist(), SamplingParams(max_tokens=1), **multimodal)
-    while not engine.is_finished():
-        engine.step()
-    engine.sampler = sampler
-    return seen[-1]
-
-
-def assert_no_worse(got, plain, exact, slack: float = 2.0) -> None:
-    """The error against float64 is at most `slack` times that of plain torch in the same dtype."""
-    error, allowed = ((x.double() - exact).abs().max().item() for x in (got, plain))
-    assert error <= slack * allowed, f"error {error:.2e}, plain torch {allowed:.2e}"
-
-
-def _double(inputs: dict) -> dict:
-    return {key: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for key, x in inputs.items()}
-
-
-def _in_float64(module, call):
-    module.double()
-    try:
-        return call(module)
-    finally:
-        module.float()

@@ -14,6 +14,11 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="checkpoint folder or hub id (default: the small bundled model)")
 
 
+def option_name(name: str) -> str:
+    """The option that sets a Python argument: "output_dir" -> "--output-dir"."""
+    return f"--{name.replace('_', '-')}"
+
+
 def at_least_one(text: str) -> int:
     """An argparse type."""
     if not text.isdecimal() or int(text) < 1:

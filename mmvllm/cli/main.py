@@ -8,6 +8,8 @@ import sys
 from importlib import import_module
 
 import mmvllm
+from mmvllm.cli.common import option_name
+from mmvllm.errors import ArgumentError
 
 COMMANDS = {
     "bench": "measure throughput, latency, preparation or kernels",
@@ -39,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError) as error:  # the user's to mend: a wrong argument, checkpoint or file
-        print(f"mmvllm {args.command}: {error}", file=sys.stderr)
+        message = error.spelled(option_name) if isinstance(error, ArgumentError) else str(error)
+        print(f"mmvllm {args.command}: {message}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -15,7 +15,7 @@ from mmvllm.bench.costs import (
 )
 from mmvllm.config import ModelConfig
 from mmvllm.models.weights import BUNDLED
-from tests.conftest import SHAPES
+from tests.helpers.checkpoints import SHAPES
 
 
 @pytest.fixture(params=[None, *SHAPES], ids=lambda shape: shape or "bundled")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import picture
+from tests.helpers.requests import noise_image
 
 TINY = ("--device", "cpu", "--max-tokens", "4")
 
@@ -187,7 +187,7 @@ def all_but_the_last(pictures: Path, names: Path) -> Iterator[None]:
 def many(folder: Path, number: int) -> Path:
     folder.mkdir()
     for i in range(number):
-        picture(40 + i % 7, 40, seed=i).save(folder / f"{i:03}.png")
+        noise_image(40 + i % 7, 40, seed=i).save(folder / f"{i:03}.png")
     return folder
 
 
@@ -284,7 +284,7 @@ def test_a_run_that_is_done_does_nothing_when_repeated(caption, folder, out):
 def test_pictures_that_come_later_are_added(caption, folder, out):
     caption(folder, "--output", out)
     before = out.read_bytes()
-    picture(50, 50, seed=9).save(folder / "0.png")
+    noise_image(50, 50, seed=9).save(folder / "0.png")
     assert caption(folder, "--output", out).code == 0
     assert out.read_bytes().startswith(before) and len(by_name(out)) == 5
 
@@ -444,7 +444,7 @@ def test_ctrl_c_in_a_terminal_leaves_worker_processes_to_finish(start, names, tm
     large = tmp_path / "large"
     large.mkdir()
     for i in range(40):
-        picture(1200, 1200, seed=i).save(large / f"{i:02}.png", compress_level=1)
+        noise_image(1200, 1200, seed=i).save(large / f"{i:02}.png", compress_level=1)
     run = start(names, "--output", out, "--worker-processes")
     with all_but_the_last(large, names):
         until(lambda: recorded(out) >= 3, 120)
@@ -529,8 +529,8 @@ def test_retry_failed_takes_only_those_and_leaves_one_record_of_each(caption, fo
     errors = bad_files(folder)
     caption(folder, "--output", out)
     before = by_name(out)
-    picture(30, 30, seed=90).save(folder / "new.png")
-    picture(30, 30, seed=91).save(folder / "text.png")
+    noise_image(30, 30, seed=90).save(folder / "new.png")
+    noise_image(30, 30, seed=91).save(folder / "text.png")
     (folder / "secret.png").chmod(0o600)
     done = caption(folder, "--output", out, "--retry-failed")
     after = by_name(out)
@@ -540,7 +540,7 @@ def test_retry_failed_takes_only_those_and_leaves_one_record_of_each(caption, fo
     assert all(after[name] == before[name] for name in before if before[name]["error"] is None)
     for name in ("empty.png", "cut.png", "huge.png", "fifo.png", "nowhere.png", "circle.png"):
         (folder / name).unlink()
-        picture(30, 30, seed=92).save(folder / name)
+        noise_image(30, 30, seed=92).save(folder / name)
     (folder / "locked").rmdir()
     assert caption(folder, "--output", out, "--retry-failed").code == 0
     assert by_name(out).keys() == before.keys() - {"locked"}  # a place that can be looked into is no failure
@@ -553,7 +553,7 @@ def test_a_killed_retry_is_cleaned_up_by_the_next_run(start, names, tmp_path, ou
         (pictures / f"{i:03}.png").write_text("none yet")
     assert start(pictures, "--output", out).end().code == 3
     for i in range(150):
-        picture(40, 40, seed=i).save(pictures / f"{i:03}.png")
+        noise_image(40, 40, seed=i).save(pictures / f"{i:03}.png")
     run = start(names, "--output", out, "--retry-failed")
     with all_but_the_last(pictures, names):
         until(lambda: recorded(out) >= 160)
@@ -604,8 +604,8 @@ def test_a_folder_may_change_while_it_is_read(start, tmp_path, out):
 
 def test_equal_pictures_are_captioned_once(caption, folder, out):
     shutil.copy(folder / "000.png", folder / "copy.png")
-    picture(40, 40, seed=0).save(folder / "encoded.png", compress_level=0)
-    picture(40, 40, seed=0).save(folder / "other.bmp")
+    noise_image(40, 40, seed=0).save(folder / "encoded.png", compress_level=0)
+    noise_image(40, 40, seed=0).save(folder / "other.bmp")
     done = caption(folder, "--output", out)
     made = by_name(out)
     assert done.code == 0 and "3 (the caption of an equal picture)" in done.err
@@ -779,7 +779,7 @@ def test_an_output_that_is_a_link_stays_one(caption, folder, out, tmp_path):
     out.symlink_to("elsewhere.jsonl")
     (folder / "000.png").write_text("none")
     assert caption(folder, "--output", out).code == 3
-    picture(30, 30).save(folder / "000.png")
+    noise_image(30, 30).save(folder / "000.png")
     assert caption(folder, "--output", out, "--retry-failed").code == 0
     assert len(by_name(out)) == 4
     assert out.is_symlink() and len(by_name(tmp_path / "elsewhere.jsonl")) == 4
@@ -842,7 +842,7 @@ def test_the_prompt_comes_from_the_command_a_file_or_a_preset(caption, folder, o
 
 def test_a_system_message_and_pixel_bounds_change_what_the_model_sees(caption, folder, out):
     tokens = []
-    picture(112, 112).save(folder / "large.png")
+    noise_image(112, 112).save(folder / "large.png")
     for options in ([], ["--system", "You are brief."], ["--min-pixels", "18000"], ["--max-pixels", "4000"]):
         path = out.with_name(f"{len(tokens)}.jsonl")
         assert caption(folder / "large.png", "--output", path, *options).code == 0

@@ -20,7 +20,7 @@ from mmvllm.captioning.items import Item
 from mmvllm.captioning.names import SUFFIXES
 from mmvllm.captioning.tars import TarMember, tar_members
 from mmvllm.processors.load import load_image
-from tests.conftest import picture
+from tests.helpers.requests import noise_image
 
 
 def put(folder: Path, *names: str) -> Path:
@@ -117,7 +117,7 @@ def test_a_found_name_that_looks_like_something_else_is_loaded_as_a_file(name, t
     put(tmp_path, f"{name}/a.png")
     monkeypatch.setenv("HOME", "/no/such/home")
     monkeypatch.chdir(tmp_path)
-    picture(60, 64).save(tmp_path / name / "a.png")
+    noise_image(60, 64).save(tmp_path / name / "a.png")
     (item,) = find_items([name])
     assert item.path == f"{name}/a.png"
     assert load_image(item.read()).size == (60, 64)
@@ -427,7 +427,7 @@ def test_a_tar_gives_its_pictures(format, tmp_path):
 
 def test_a_picture_in_a_tar_loads(tmp_path):
     buffer = io.BytesIO()
-    picture(60, 64).save(buffer, "PNG")
+    noise_image(60, 64).save(buffer, "PNG")
     (item,) = find_items([make_tar(tmp_path / "s.tar", {"a.png": buffer.getvalue()})])
     assert load_image(item.read()).size == (60, 64)
 

@@ -15,7 +15,7 @@ from mmvllm.captioning import caption_images
 from mmvllm.captioning.output import FORMATS
 from mmvllm.captioning.record import COLUMNS
 from mmvllm.captioning.run import Selection
-from tests.conftest import picture
+from tests.helpers.requests import noise_image
 
 NAMES = [
     "plain",
@@ -54,7 +54,7 @@ def folder(tmp_path) -> Path:
     folder = tmp_path / "pictures"
     folder.mkdir()
     for i, name in enumerate(NAMES):
-        picture(40 + i, 40, seed=i).save(folder / f"{name}.png")
+        noise_image(40 + i, 40, seed=i).save(folder / f"{name}.png")
     (folder / os.fsdecode(b"latin-\xe9.png")).write_bytes((folder / "plain.png").read_bytes())
     (folder / "broken.png").write_text("none")
     return folder
@@ -65,8 +65,8 @@ def two(tmp_path) -> Path:
     """Two pictures, one in a folder of its own."""
     folder = tmp_path / "two"
     (folder / "deep").mkdir(parents=True)
-    picture(40, 40, seed=1).save(folder / "a.png")
-    picture(40, 44, seed=2).save(folder / "deep/b.png")
+    noise_image(40, 40, seed=1).save(folder / "a.png")
+    noise_image(40, 44, seed=2).save(folder / "deep/b.png")
     return folder
 
 
@@ -148,7 +148,7 @@ def test_a_table_has_what_all_runs_recorded(suffix, caption, two, tmp_path):
     (two / "c.png").write_text("none")
     caption(two, output=out, limit=2)
     caption(two, output=out)
-    picture(40, 40, seed=3).save(two / "c.png")
+    noise_image(40, 40, seed=3).save(two / "c.png")
     caption(two, output=out, retry_failed=True)
     rows = read_csv(out) if suffix == "csv" else parquet.read_table(out).to_pylist()
     assert sorted(os.path.basename(row["path"]) for row in rows) == ["a.png", "b.png", "c.png"]
@@ -181,12 +181,12 @@ def test_formats_go_by_the_name_of_the_output_unless_they_are_given(caption, two
 
 def test_pictures_of_one_name_do_not_share_a_caption_file(caption, two, tmp_path):
     options = {"output": tmp_path / "out.jsonl", "format": "txt"}
-    picture(40, 40, seed=5).save(two / "a.jpg")
+    noise_image(40, 40, seed=5).save(two / "a.jpg")
     made = {os.path.basename(record["path"]): record for record in caption(two, **options)}
     assert made["a.jpg"]["error"] is None and made["b.png"]["error"] is None
     assert made["a.png"]["error"].startswith(f"{two / 'a.txt'} is the caption of another picture with this name")
     assert (two / "a.txt").read_text() == f"{made['a.jpg']['caption']}\n"
-    picture(40, 40, seed=6).save(two / "a.bmp")  # found first now, but the name is taken
+    noise_image(40, 40, seed=6).save(two / "a.bmp")  # found first now, but the name is taken
     (later,) = caption(two, **options)
     assert "another picture with this name" in later["error"]
     assert (two / "a.txt").read_text() == f"{made['a.jpg']['caption']}\n"
@@ -249,7 +249,7 @@ def test_a_failed_picture_gets_its_caption_file_when_it_is_done_again(caption, t
     options = {"output": tmp_path / "out.jsonl", "format": "txt"}
     (two / "c.png").write_text("none yet")
     assert sum(record["error"] is not None for record in caption(two, **options)) == 1
-    picture(40, 40, seed=7).save(two / "c.png")
+    noise_image(40, 40, seed=7).save(two / "c.png")
     (made,) = caption(two, **options, retry_failed=True)
     assert made["error"] is None
     assert (two / "c.txt").read_text() == f"{made['caption']}\n"

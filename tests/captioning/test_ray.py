@@ -24,7 +24,7 @@ from mmvllm.captioning.items import Item
 from mmvllm.captioning.record import COLUMNS
 from mmvllm.captioning.run import Selection
 from mmvllm.cli.main import main
-from tests.conftest import picture
+from tests.helpers.requests import noise_image
 
 ray = pytest.importorskip("ray")
 pytest.importorskip("ray.data")
@@ -61,8 +61,8 @@ def folder(tmp_path, monkeypatch) -> Path:
     folder = Path("pictures")
     folder.mkdir()
     for i, name in enumerate(("a.png", "b.png", "d.png", os.fsdecode(b"\xff.png"))):
-        picture(60 + i, 64, seed=i).save(folder / name)
-    picture(60, 64, seed=0).save(folder / "c.bmp")
+        noise_image(60 + i, 64, seed=i).save(folder / name)
+    noise_image(60, 64, seed=0).save(folder / "c.bmp")
     (folder / "x.png").write_bytes(b"nothing")
     return folder
 
@@ -79,7 +79,7 @@ def lines(path: Path) -> list[dict]:
 def many(folder: Path, number: int) -> Path:
     folder.mkdir()
     for i in range(number):
-        picture(60 + i % 5, 64, seed=i).save(folder / f"{i:03}.png")
+        noise_image(60 + i % 5, 64, seed=i).save(folder / f"{i:03}.png")
     return folder
 
 
@@ -116,11 +116,11 @@ def test_actors_make_the_records_that_a_local_engine_makes(joined, folder, check
 def test_another_run_adds_only_what_is_new(joined, folder, checkpoint):
     with run(folder, checkpoint, ray=TWO, output="out.jsonl") as first:
         before = list(first)
-    picture(70, 64, seed=9).save(folder / "new.png")
+    noise_image(70, 64, seed=9).save(folder / "new.png")
     with run(folder, checkpoint, ray=TWO, output="out.jsonl") as second:
         assert [record["path"] for record in second] == ["pictures/new.png"]
     assert second.progress.num_skipped == 6 and len(lines(Path("out.jsonl"))) == len(before) + 1 == 7
-    picture(70, 64, seed=10).save(folder / "x.png")
+    noise_image(70, 64, seed=10).save(folder / "x.png")
     with run(folder, checkpoint, ray=TWO, output="out.jsonl", retry_failed=True) as third:
         assert [(record["path"], record["error"]) for record in third] == [("pictures/x.png", None)]
     assert len({record["key"] for record in lines(Path("out.jsonl"))}) == len(lines(Path("out.jsonl"))) == 7

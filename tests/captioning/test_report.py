@@ -23,7 +23,7 @@ from PIL import Image
 from mmvllm.captioning import report
 from mmvllm.captioning.report import write_report
 from mmvllm.captioning.throughput import measure_throughput
-from tests.conftest import picture
+from tests.helpers.requests import noise_image
 
 HOSTILE = [
     "<script>window.hacked = 1</script>",
@@ -196,7 +196,7 @@ def test_every_record_has_its_own_thumbnail(tmp_path, colours):
 @pytest.mark.parametrize("size, want", [((1600, 1200), (160, 120)), ((300, 900), (53, 160)), ((30, 20), (30, 20))])
 @pytest.mark.parametrize("suffix", ["jpg", "png"])
 def test_thumbnails_are_small(size, want, suffix, tmp_path):
-    picture(*size).save(tmp_path / f"a.{suffix}")
+    noise_image(*size).save(tmp_path / f"a.{suffix}")
     (thumbnail,) = page(tmp_path / "report.html", [record(tmp_path / f"a.{suffix}")]).thumbnails
     assert pixels(thumbnail).shape == (*want[::-1], 3)
     assert len(thumbnail) < 8000
@@ -237,7 +237,7 @@ def test_odd_names_have_thumbnails_and_links(tmp_path, monkeypatch):
     ]
     for name in names:
         Path(name).parent.mkdir(exist_ok=True)
-        picture(20, 20).save(name, "PNG")
+        noise_image(20, 20).save(name, "PNG")
     shown = page(tmp_path / "report.html", map(record, names))
     assert all(shown.thumbnails)
     for name, card in zip(names, shown.records, strict=True):
@@ -574,7 +574,7 @@ def test_hostile_text_is_only_text(chromium, tmp_path):
     records = [record(tmp_path / "no.png", caption=text, id=text) for text in HOSTILE]
     records += [record(text, caption=None, error=text, duplicate_of=text) for text in HOSTILE]
     name = tmp_path / "<img src=x onerror=window.hacked=1>.png"
-    picture(20, 20).save(name)
+    noise_image(20, 20).save(name)
     records.append(record(name))
     write_report(tmp_path / "report.html", records, {text: text for text in HOSTILE}, title=HOSTILE[1])
     with opened(chromium, tmp_path / "report.html") as tab:

@@ -11,7 +11,7 @@ from mmvllm import LLM, SamplingParams
 from mmvllm.captioning import JobError, caption_images
 from mmvllm.captioning.record import COLUMNS
 from mmvllm.prefetch import Prefetcher
-from tests.conftest import ask, picture
+from tests.helpers.requests import ask, noise_image
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +27,8 @@ def folder(tmp_path) -> Path:
     folder = tmp_path / "pictures"
     folder.mkdir()
     for i, name in enumerate(("a.png", "b.png", "d.png", "e.png")):
-        picture(60 + i, 64, seed=i).save(folder / name)
-    picture(60, 64, seed=0).save(folder / "c.bmp")
+        noise_image(60 + i, 64, seed=i).save(folder / name)
+    noise_image(60, 64, seed=0).save(folder / "c.bmp")
     (folder / "x.png").write_bytes((folder / "b.png").read_bytes()[:100])
     return folder
 
@@ -111,7 +111,7 @@ def test_a_duplicate_is_found_across_runs(folder, llm, tmp_path):
 
 def test_stop_finishes_what_is_under_way_and_takes_nothing_more(folder, llm, tmp_path):
     for i in range(60):
-        picture(56, 56, seed=100 + i).save(folder / f"more-{i}.png")
+        noise_image(56, 56, seed=100 + i).save(folder / f"more-{i}.png")
     out = tmp_path / "out.jsonl"
     job = run(folder, llm, output=out)
     made = [next(job)]
@@ -128,7 +128,7 @@ def test_fail_fast_stops_and_retry_failed_takes_what_failed(folder, llm, tmp_pat
     job = run([folder / "x.png", folder], llm, output=out, fail_fast=True)
     assert by_name(job)["x.png"]["error"] and job.progress.num_failed == 1
     list(run(folder, llm, output=out))
-    picture(80, 70, seed=9).save(folder / "x.png")
+    noise_image(80, 70, seed=9).save(folder / "x.png")
     assert list(run(folder, llm, output=out)) == []
     (again,) = run(folder, llm, output=out, retry_failed=True)
     assert again["error"] is None
@@ -275,7 +275,7 @@ def test_another_picture_in_the_same_line_is_other_work(folder, llm, tmp_path):
 
 def test_an_engine_that_fails_every_time_ends_the_run(folder, llm, tmp_path, monkeypatch):
     for i in range(30):
-        picture(56, 56, seed=100 + i).save(folder / f"more-{i}.png")
+        noise_image(56, 56, seed=100 + i).save(folder / f"more-{i}.png")
 
     def fails(*args):
         raise RuntimeError("device lost")
@@ -314,7 +314,7 @@ def test_a_run_that_is_dropped_lets_go_of_its_output(folder, llm, tmp_path):
 
 def test_stop_drops_what_the_engine_has_not_begun(folder, llm):
     for i in range(60):
-        picture(56, 56, seed=100 + i).save(folder / f"more-{i}.png")
+        noise_image(56, 56, seed=100 + i).save(folder / f"more-{i}.png")
     job = caption_images(folder, llm=llm, max_tokens=40, fail_fast=False)
     made = [next(job)]
     most = len(llm.engine.scheduler.running)

@@ -12,7 +12,7 @@ import mmvllm
 from mmvllm import LLM, SamplingParams
 from mmvllm.captioning.record import COLUMNS
 from mmvllm.cli.main import main
-from tests.conftest import ask, picture
+from tests.helpers.requests import ask, noise_image
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = ("--device", "cpu", "--max-tokens", "4")
@@ -37,7 +37,7 @@ def pictures(tmp_path) -> Path:
     for i, name in enumerate(("b.png", "a.JPG", "deep/er/c.webp", "deep/a.bmp", "with space.gif")):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        picture(60 + i, 64, seed=i).save(path, format="JPEG" if name.endswith("JPG") else None)
+        noise_image(60 + i, 64, seed=i).save(path, format="JPEG" if name.endswith("JPG") else None)
     (folder / "notes.txt").write_text("no picture")
     (folder / "deep" / "folder.png").mkdir()
     return folder

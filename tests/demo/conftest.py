@@ -1,77 +1,11 @@
 """Pages that are served."""
 
-import asyncio
-import threading
-import time
-from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import pytest
 
-from mmvllm.async_llm import AsyncLLM
 from mmvllm.media import MediaPolicy
-
-
-@dataclass
-class Site:
-    """A page that is served, and the engine behind it."""
-
-    url: str
-    engine: AsyncLLM
-
-
-def elsewhere(coroutine: Coroutine) -> None:
-    """Run it in another thread: in that of the tests the browser's driver may have an event loop."""
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(asyncio.run, coroutine).result()
-
-
-def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
-    """Poll what another thread, or the browser, makes true."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
-
-
-@contextmanager
-def in_steps(engine: AsyncLLM) -> Iterator[Callable[[int], None]]:
-    """Until the end of this the engine makes only as many steps as it is told to, however slow who looks on is."""
-    core, steps = engine._llm.engine, threading.Semaphore(0)
-    real = core.step
-
-    def step():
-        assert steps.acquire(timeout=300)
-        return real()
-
-    core.step = step
-    try:
-        yield steps.release
-    finally:
-        core.step = real
-        steps.release()
-
-
-@contextmanager
-def served(model=None, policy: MediaPolicy | None = None, max_images: int = 8, **engine_args) -> Iterator[Site]:
-    from mmvllm.demo.look import launch_options
-    from mmvllm.demo.page import build_page
-    from mmvllm.demo.settings import DemoSettings
-
-    policy = policy or MediaPolicy()
-    small = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 1024, "skip_warmup": True}
-    engine = AsyncLLM(model, **small | engine_args)
-    page = build_page(engine, DemoSettings(policy, max_images))
-    page.launch(
-        prevent_thread_lock=True, quiet=True, share=False, max_file_size=policy.max_bytes, **launch_options(page)
-    )
-    try:
-        yield Site(page.local_url, engine)
-    finally:
-        page.close(verbose=False)
-        elsewhere(engine.shutdown(drain=False))
+from tests.helpers.pages import Site, served
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from mmvllm import LLM
 from mmvllm.async_llm import AsyncLLM
 from mmvllm.demo import uploads as uploads_module
 from mmvllm.demo.uploads import process_uploads
-from tests.conftest import ask, picture
-from tests.demo.conftest import Site, elsewhere, in_steps, served, until
-from tests.server.conftest import serving
+from tests.helpers.pages import Site, elsewhere, in_steps, served, until
+from tests.helpers.requests import ask, noise_image
+from tests.helpers.server import serving
 
 pytest.importorskip("gradio")
 pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("ignore::DeprecationWarning:gradio")]
@@ -312,7 +312,7 @@ def test_too_many_pictures_are_refused_with_a_message(chromium, site):
 
 
 def test_a_file_that_is_too_large_is_refused_with_a_message(chromium, site, tmp_path):
-    picture(900, 700).save(tmp_path / "large.bmp")
+    noise_image(900, 700).save(tmp_path / "large.bmp")
     with opened(chromium, site) as tab:
         tab.page.locator("#box input[type=file]").set_input_files(str(tmp_path / "large.bmp"))
         tab.page.locator(".toast-wrap").wait_for()

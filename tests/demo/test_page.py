@@ -19,7 +19,7 @@ pytest.importorskip("gradio")
 from gradio import processing_utils
 
 from mmvllm.demo.uploads import process_uploads
-from tests.demo.conftest import until
+from tests.helpers.pages import until
 
 get = partial(httpx.get, timeout=60)
 post = partial(httpx.post, timeout=60)

@@ -21,8 +21,8 @@ from mmvllm.errors import EngineBusy
 from mmvllm.media import MediaPolicy
 from mmvllm.outputs import Delta
 from mmvllm.processors.image import ImageProcessorConfig
-from tests.conftest import picture
-from tests.demo.conftest import elsewhere
+from tests.helpers.pages import elsewhere
+from tests.helpers.requests import noise_image
 
 POLICY = MediaPolicy()
 OPTIONS = Options("", 0, 1, 900, -1, 3136, 20_000)
@@ -38,7 +38,7 @@ def uploads(tmp_path) -> Uploads:
 def sent(uploads: Uploads, session_id: str, name: str = "a.png") -> Picture:
     path = uploads.folder / "hash" / name
     path.parent.mkdir(exist_ok=True)
-    picture(100, 80).save(path)
+    noise_image(100, 80).save(path)
     return Picture.read(uploads.claim(session_id, str(path)), POLICY)
 
 

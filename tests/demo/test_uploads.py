@@ -14,7 +14,7 @@ from mmvllm.demo.pictures import Picture, PictureError
 from mmvllm.demo.uploads import ORPHAN_SECONDS, Uploads
 from mmvllm.media import MediaPolicy
 from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig
-from tests.conftest import picture
+from tests.helpers.requests import noise_image
 
 POLICY = MediaPolicy(max_bytes=1_000_000, max_pixels=1_000_000)
 
@@ -128,7 +128,7 @@ def test_there_is_room_for_so_many_files(uploads, monkeypatch):
 @pytest.mark.parametrize("size", [(200, 100), (1000, 30), (28, 28), (640, 480)])
 @pytest.mark.parametrize("bounds", [(3136, 1_003_520), (20_000, 40_000), (100_000, 100_000)])
 def test_the_tokens_that_the_header_promises_are_those_that_come(size, bounds, tmp_path):
-    picture(*size).save(tmp_path / "a.png")
+    noise_image(*size).save(tmp_path / "a.png")
     found, config = Picture.read(tmp_path / "a.png", POLICY), ImageProcessorConfig()
     grid = ImageProcessor(config)(found.load(POLICY), *bounds).grid_thw
     assert found.num_tokens(config, *bounds) == grid[1] * grid[2] // 4

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from mmvllm import LLM, SamplingParams
 from mmvllm.engine.decode_graphs import DecodeGraphs
 from mmvllm.engine.sampler import Sampled
-from tests.conftest import ask, picture
-from tests.test_invariance import assert_idle
+from tests.helpers.engines import assert_idle
+from tests.helpers.requests import ask, noise_image
 
 TOKENS = 10
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
-PICTURES = [picture(91, 64, 1), picture(60, 133, 2)]
+PICTURES = [noise_image(91, 64, 1), noise_image(60, 133, 2)]
 PROMPTS = [
     ask("Count the shapes."),
     ask(PICTURES[0], "Describe this image."),

@@ -8,7 +8,7 @@ from mmvllm import SamplingParams
 from mmvllm.engine.block_manager import BlockManager
 from mmvllm.engine.sequence import Sequence
 from mmvllm.engine.vision_inputs import VisionInputs
-from tests.conftest import ask, picture
+from tests.helpers.requests import ask, noise_image
 
 ONE = SamplingParams(max_tokens=1, ignore_eos=True)
 
@@ -134,7 +134,7 @@ def blocks_of(llm, request) -> tuple[int, list]:
 
 def test_requests_share_blocks_exactly_if_their_pictures_are_the_same(checkpoint, make_llm, tmp_path):
     llm = make_llm(checkpoint, kvcache_block_size=4)
-    image = picture(120, 90, 1)
+    image = noise_image(120, 90, 1)
     image.save(tmp_path / "same.png")
     asked = "Describe this image."
     before = (
@@ -145,7 +145,7 @@ def test_requests_share_blocks_exactly_if_their_pictures_are_the_same(checkpoint
     assert cold == 0
     assert blocks_of(llm, ask(tmp_path / "same.png", asked)) == (whole, tokens)
     assert blocks_of(llm, ask(image, asked, cache_salt="other"))[0] == 0
-    assert blocks_of(llm, ask(picture(120, 90, 2), asked))[0] == before
+    assert blocks_of(llm, ask(noise_image(120, 90, 2), asked))[0] == before
     assert blocks_of(llm, ask(image, asked, max_pixels=60 * 60))[0] == before
     # Bounds that leave the size as it is are another treatment all the same.
     assert blocks_of(llm, ask(image, asked, max_pixels=200 * 200))[0] == before

@@ -5,8 +5,8 @@ import pytest
 from mmvllm import SamplingParams
 from mmvllm.engine import decode_graphs, llm_engine
 from mmvllm.engine.decode_graphs import DecodeGraphs, graph_sizes
-from tests.test_invariance import run_at_once
-from tests.test_parity import REQUESTS
+from tests.helpers.engines import run_at_once
+from tests.helpers.parity import REQUESTS
 
 
 @pytest.fixture

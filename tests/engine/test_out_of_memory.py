@@ -5,14 +5,14 @@ import torch
 
 from mmvllm import SamplingParams
 from mmvllm.engine.sampler import Sampled
-from tests.conftest import ask, picture
-from tests.test_invariance import assert_idle
+from tests.helpers.engines import assert_idle
+from tests.helpers.requests import ask, noise_image
 
 TOKENS = 8
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
 THREE = SamplingParams(max_tokens=TOKENS, ignore_eos=True, n=3)
-PICTURES = [picture(91, 64, 1), picture(60, 133, 2)]
-OVERSIZED = picture(140, 140, 3)
+PICTURES = [noise_image(91, 64, 1), noise_image(60, 133, 2)]
+OVERSIZED = noise_image(140, 140, 3)
 REQUESTS = [
     (ask("Count the shapes."), GREEDY),
     (ask(PICTURES[0], "Describe this image."), THREE),
@@ -276,7 +276,7 @@ def test_a_long_prompt_does_not_begin_for_ever(make, monkeypatch):
     monkeypatch.setattr("mmvllm.engine.scheduler.RECOVERY_STEPS", 2)
     llm = make(enable_prefix_caching=False, max_vision_patches=1, encoder_cache_bytes=24 * 64 * 4)
     sizes = starve(llm, more_than(1))
-    add(llm, [(ask(*(picture(91, 64, seed) for seed in range(6))), GREEDY), REQUESTS[0]])
+    add(llm, [(ask(*(noise_image(91, 64, seed) for seed in range(6))), GREEDY), REQUESTS[0]])
     for _ in range(100):
         llm.engine.step()
     assert llm.engine.is_finished() and 2 in sizes

@@ -6,9 +6,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mmvllm import LLM, SamplingParams
-from tests.conftest import ask, picture
+from tests.helpers.requests import ask, noise_image
 
-PICTURES = [picture(40, 56, 1), picture(91, 64, 2), picture(64, 91, 3)]
+PICTURES = [noise_image(40, 56, 1), noise_image(91, 64, 2), noise_image(64, 91, 3)]
 PROMPTS = [
     ask("Count the shapes."),
     ask(PICTURES[0], "What?"),

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from mmvllm.async_llm import AsyncLLM
-from tests.server.conftest import ENGINE, serving
+from tests.helpers.server import ENGINE, serving
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -9,7 +9,7 @@ from mmvllm.kernels.mrope import (
     mrope_write_kv_torch,
     mrope_write_kv_triton,
 )
-from tests.kernels.conftest import assert_no_worse
+from tests.helpers.kernels import assert_no_worse
 
 # Heads of the 2B and the 7B decoder, of the ViT, and odd ones: N, H, K, D.
 SHAPES = [(3, 12, 2, 128), (2, 28, 4, 128), (3, 16, 16, 80), (5, 5, 1, 16), (2, 3, 3, 256)]

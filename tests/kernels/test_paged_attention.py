@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmvllm.kernels.paged_attention import paged_attention, paged_attention_torch, paged_attention_triton
-from tests.kernels.conftest import assert_no_worse
+from tests.helpers.kernels import assert_no_worse
 
 
 class Step:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from mmvllm.kernels.silu_mul import silu_mul, silu_mul_torch, silu_mul_triton
-from tests.kernels.conftest import assert_no_worse
+from tests.helpers.kernels import assert_no_worse
 
 
 @pytest.mark.parametrize("N,width", [(1, 8960), (3, 1024), (5, 1027), (4, 7), (33, 64)])

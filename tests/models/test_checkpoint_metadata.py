@@ -17,8 +17,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from mmvllm import LLM, SamplingParams
 from mmvllm.config import ModelConfig, VisionConfig
 from mmvllm.models.weights import load_model
-from tests.conftest import ask, picture
-from tests.test_config import assert_equals_transformers
+from tests.helpers.configs import assert_equals_transformers
+from tests.helpers.requests import ask, noise_image
 
 VARIABLE = "MMVLLM_CHECKPOINT_METADATA"
 ROOT = Path(os.environ.get(VARIABLE) or "unset")
@@ -126,8 +126,8 @@ def reference_ids(name: str, request: dict) -> list[int]:
 
 REQUESTS = {
     "text": ask("What is the capital of France? 你好, naïve café 🙂 1234"),
-    "one": ask(picture(150, 90), "Describe this image."),
-    "two": ask("First: ", picture(60, 133), " then: ", picture(99, 64), " what changed?"),
+    "one": ask(noise_image(150, 90), "Describe this image."),
+    "two": ask("First: ", noise_image(60, 133), " then: ", noise_image(99, 64), " what changed?"),
 }
 
 

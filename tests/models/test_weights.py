@@ -17,7 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from mmvllm import LLM, SamplingParams
 from mmvllm.config import ModelConfig
 from mmvllm.models.weights import BUNDLED, load_model, resolve_folder
-from tests.conftest import ask, picture
+from tests.helpers.requests import ask, noise_image
 
 GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
 CPU = torch.device("cpu")
@@ -338,7 +338,7 @@ def bare(checkpoint, tmp_path) -> Path:
 def test_dummy_weights_need_only_config_and_tokenizer(bare, make_llm):
     options = {"load_format": "dummy", "seed": 3}
     first, second = (make_llm(bare, **options) for _ in range(2))
-    request = ask(picture(70, 60), "What?")
+    request = ask(noise_image(70, 60), "What?")
     outputs = [llm.generate_multimodal([request], GREEDY)[0].token_ids for llm in (first, second)]
     assert outputs[0] == outputs[1] and len(outputs[0]) == 32
     with pytest.raises(ValueError, match=r"no \*\.safetensors weights .* pass load_format='dummy'"):
@@ -378,7 +378,7 @@ def test_half_precision_weights_become_float32_exactly(dtype, copy_of):
 def test_half_precision_runs_on_a_cpu(dtype, checkpoint, make_llm):
     llm = make_llm(checkpoint, dtype=dtype)
     assert {p.dtype for p in llm.engine.model_runner.model.parameters()} == {getattr(torch, dtype)}
-    request = ask(picture(91, 64), "Describe this image.")
+    request = ask(noise_image(91, 64), "Describe this image.")
     (output,) = llm.generate_multimodal([request], SamplingParams(max_tokens=4, ignore_eos=True, logprobs=1))
     assert len(output.token_ids) == 4 and all(logprob <= 0 for step in output.logprobs for logprob in step.values())
 
@@ -425,8 +425,10 @@ def test_text_only_checkpoint_answers_chats_and_refuses_pictures(text_only, make
     (answer,) = llm.generate_multimodal([ask("Hello")], SamplingParams(max_tokens=3, ignore_eos=True))
     assert len(answer.token_ids) == 3
     with pytest.raises(ValueError, match="request 0: this checkpoint is text-only, it cannot take images"):
-        llm.generate_multimodal([ask(picture(64, 64), "What?")])
+        llm.generate_multimodal([ask(noise_image(64, 64), "What?")])
     refused, fine = llm.generate_multimodal(
-        [ask(picture(64, 64), "What?"), ask("Hello")], SamplingParams(max_tokens=3, ignore_eos=True), on_error="return"
+        [ask(noise_image(64, 64), "What?"), ask("Hello")],
+        SamplingParams(max_tokens=3, ignore_eos=True),
+        on_error="return",
     )
     assert "text-only" in refused.error and fine.token_ids == answer.token_ids

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +18,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from mmvllm.models.weights import BUNDLED
 from mmvllm.processors.chat import ForeignProcessor, Processor, Prompt, expand_placeholders, parse_request
 from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig, normalize_patches
-from tests.conftest import ask, picture
+from tests.helpers.requests import ask, noise_image
 
 IMAGE = json.loads((BUNDLED / "config.json").read_text())["image_token_id"]
 CONFIG = ImageProcessorConfig(min_pixels=112 * 112, max_pixels=196 * 196)
-A, B, C = picture(200, 120, 1), picture(133, 260, 2), picture(180, 180, 3)
+A, B, C = noise_image(200, 120, 1), noise_image(133, 260, 2), noise_image(180, 180, 3)
 ONE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
@@ -167,7 +168,7 @@ def test_order_is_kept_over_messages():
         ({"image": "a.png"}, ["a.png"]),
         ([{"image_url": {"url": "a.png"}}, {"type": "image", "image": "b.png"}, "c.png"], ["a.png", "b.png", "c.png"]),
     ],
-    ids=repr,
+    ids=lambda value: re.sub(" at 0x[0-9A-F]+", "", repr(value)),
 )
 def test_text_with_images_in_every_form(images, parts):
     assert parse_request({"text": "hi", "images": images}) == (None, [{"image": part} for part in parts])
@@ -349,7 +350,7 @@ REQUESTS = {
     ),
     "request bounds": ask(A, B, "?", min_pixels=28 * 28 * 18, max_pixels=28 * 28 * 30),
     "both": {**user({"image": B, "resized_height": 400, "resized_width": 150}, text("?")), "max_pixels": 28 * 28 * 25},
-    "tiny": ask(picture(1, 1), "?"),
+    "tiny": ask(noise_image(1, 1), "?"),
 }
 
 
@@ -455,7 +456,10 @@ def _broken_jpeg() -> bytes:
     [
         ("no/such.png", r"^image 1: no/such\.png: no such file$"),
         (_broken_jpeg(), r"^image 1: the picture of 700 bytes: cannot be decoded, damaged or truncated"),
-        (picture(1, 300), "^image 1: picture is 1x300 pixels: the long side may be at most 200 times the short one"),
+        (
+            noise_image(1, 300),
+            "^image 1: picture is 1x300 pixels: the long side may be at most 200 times the short one",
+        ),
         (3.5, "^image 1: cannot load a picture from float; give a PIL image, a path"),
     ],
     ids=["missing", "truncated", "thin", "type"],
@@ -471,7 +475,7 @@ def test_a_foreign_processors_bad_image_is_named(foreign):
     with pytest.raises(ValueError, match=r"^image 1: no/such\.png: no such file$"):
         foreign(user({"image": A}, {"image": "no/such.png"}))
     with pytest.raises(ValueError, match=r"^image 0: .*the long side may be at most 200 times"):
-        foreign({**ask(picture(1, 300)), "max_pixels": 9999})
+        foreign({**ask(noise_image(1, 300)), "max_pixels": 9999})
 
 
 def test_bounds_that_cross_are_refused(processor, foreign):

@@ -22,8 +22,8 @@ from mmvllm.processors.image import (
     smart_resize,
 )
 from mmvllm.processors.load import load_image
-from tests.conftest import picture
-from tests.processors.test_load import PNG, RGB, encode, noise
+from tests.helpers.images import PNG, RGB, encode, noise
+from tests.helpers.requests import noise_image
 
 steady = settings(derandomize=True, deadline=None)
 
@@ -85,12 +85,12 @@ def test_a_bound_given_alone_moves_the_other_where_they_would_cross():
 )
 def test_bad_bounds_are_refused(bounds, message):
     with pytest.raises(ValueError, match=message):
-        ImageProcessor(ImageProcessorConfig())(picture(50, 50), *bounds)
+        ImageProcessor(ImageProcessorConfig())(noise_image(50, 50), *bounds)
 
 
 def test_max_pixels_may_be_without_bound():
     process = ImageProcessor(ImageProcessorConfig(max_pixels=28 * 28 * 4))
-    assert process(picture(300, 200), max_pixels=2**63 - 1).grid_thw == (1, 14, 22)
+    assert process(noise_image(300, 200), max_pixels=2**63 - 1).grid_thw == (1, 14, 22)
 
 
 # Patches
@@ -115,12 +115,12 @@ def assert_equals_transformers(image: Image.Image, **settings) -> None:
 @given(st.integers(1, 400), st.integers(1, 400), st.integers(1, 300_000), st.integers(1, 300_000), st.integers(0, 99))
 def test_patches_equal_transformers(width, height, a, b, seed):
     width, height = min(width, 200 * height), min(height, 200 * width)
-    assert_equals_transformers(picture(width, height, seed), min_pixels=min(a, b), max_pixels=max(a, b))
+    assert_equals_transformers(noise_image(width, height, seed), min_pixels=min(a, b), max_pixels=max(a, b))
 
 
 @pytest.mark.parametrize("width, height", [(1, 1), (1, 200), (200, 1), (28, 28), (56, 84), (13, 2600), (1500, 900)])
 def test_patches_of_odd_sizes_equal_transformers(width, height):
-    assert_equals_transformers(picture(width, height))
+    assert_equals_transformers(noise_image(width, height))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_every_level_is_normalised_as_in_transformers():
 
 
 def test_requests_bounds_replace_the_checkpoints():
-    process, image = ImageProcessor(ImageProcessorConfig(min_pixels=10_000, max_pixels=20_000)), picture(300, 200)
+    process, image = ImageProcessor(ImageProcessorConfig(min_pixels=10_000, max_pixels=20_000)), noise_image(300, 200)
     for low, high in (
         (None, 50_000),
         (30_000, 50_000),
@@ -254,7 +254,7 @@ def qwen_smart_resize(height: int, width: int, low: int = 4 * 28 * 28, high: int
 )
 @pytest.mark.parametrize("width, height", [(300, 200), (60, 60), (2, 2), (1000, 9), (9, 1000), (28, 28)])
 def test_sizes_of_a_part_mean_what_they_mean_in_qwen_vl_utils(sizes, width, height):
-    image = picture(width, height)
+    image = noise_image(width, height)
     got, want = resize_for_part(image, sizes), fetch_image({"image": image, **sizes})
     assert got.size == want.size
     assert got.tobytes() == want.tobytes()
@@ -270,15 +270,15 @@ def test_bounds_of_a_part_mean_what_they_mean_in_qwen_vl_utils(width, height, a,
 
 
 def test_a_part_without_sizes_leaves_the_picture_alone():
-    image = picture(33, 44)
+    image = noise_image(33, 44)
     for part in ({}, {"image": image}, {"min_pixels": None, "max_pixels": None, "resized_height": None}):
         assert resize_for_part(image, part) is image
 
 
 def test_the_parts_default_bounds_go_by_the_tokens_size():
     part = {"resized_height": 16, "resized_width": 16}
-    assert resize_for_part(picture(50, 50), part, factor=32).size == (64, 64)
-    assert resize_for_part(picture(50, 50), part, factor=28).size == (56, 56)
+    assert resize_for_part(noise_image(50, 50), part, factor=32).size == (64, 64)
+    assert resize_for_part(noise_image(50, 50), part, factor=28).size == (56, 56)
 
 
 @pytest.mark.parametrize(
@@ -292,12 +292,12 @@ def test_the_parts_default_bounds_go_by_the_tokens_size():
 )
 def test_bad_sizes_of_a_part_are_refused(part, message):
     with pytest.raises(ValueError, match=message):
-        resize_for_part(picture(50, 50), part)
+        resize_for_part(noise_image(50, 50), part)
 
 
 def test_absurd_sizes_of_a_part_are_bounded():
     part = {"resized_height": 2**62, "resized_width": 2**62}
-    assert resize_for_part(picture(2, 2), part).size == (3584, 3584)
+    assert resize_for_part(noise_image(2, 2), part).size == (3584, 3584)
 
 
 # Settings of a checkpoint

@@ -18,20 +18,10 @@ from PIL import Image, ImageFile, ImageSequence, features
 
 from mmvllm.processors import load as load_module
 from mmvllm.processors.load import load_image
-from tests.conftest import picture
+from tests.helpers.images import PNG, RGB, encode, noise
+from tests.helpers.requests import noise_image
 
 steady = settings(derandomize=True, deadline=None)
-
-
-def noise(width: int, height: int, channels: int = 3, seed: int = 0) -> np.ndarray:
-    """(height, width, channels) uint8, all levels and every pixel another."""
-    return np.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=np.uint8)
-
-
-def encode(image: Image.Image, file_format: str = "PNG", **options) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, file_format, **options)
-    return buffer.getvalue()
 
 
 def levels(source) -> np.ndarray:
@@ -39,10 +29,6 @@ def levels(source) -> np.ndarray:
     loaded = load_image(source)
     assert loaded.mode == "RGB"
     return np.asarray(loaded)
-
-
-RGB = noise(13, 7)
-PNG = encode(Image.fromarray(RGB))
 
 
 # Forms
@@ -400,11 +386,11 @@ def test_a_cmyk_jpeg_has_its_colours():
 
 
 def test_a_progressive_jpeg_is_the_baseline_one():
-    smooth = picture(67, 45, seed=1)
+    smooth = noise_image(67, 45, seed=1)
     assert np.array_equal(levels(encode(smooth, "JPEG", progressive=True)), levels(encode(smooth, "JPEG")))
 
 
-LARGE_JPEG = encode(picture(640, 480, seed=6), "JPEG", quality=95)
+LARGE_JPEG = encode(noise_image(640, 480, seed=6), "JPEG", quality=95)
 
 
 @pytest.mark.parametrize(
@@ -435,7 +421,7 @@ def test_a_draft_is_upright(orientation):
 
 @pytest.mark.parametrize("file_format", ["PNG", "GIF", "TIFF", "WEBP", "BMP"])
 def test_a_draft_changes_nothing_but_a_jpeg(file_format):
-    data = encode(picture(320, 240, seed=7), file_format)
+    data = encode(noise_image(320, 240, seed=7), file_format)
     assert np.array_equal(np.asarray(load_image(data, draft=10)), levels(data))
 
 
@@ -476,7 +462,7 @@ def test_the_callers_image_is_never_modified(mode):
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "TIFF", "GIF"])
 def test_threads_may_share_a_lazily_opened_image(file_format):
     data = encode(
-        picture(160, 120, seed=4), file_format, **({} if file_format == "GIF" else {"exif": exif(rotated(6))})
+        noise_image(160, 120, seed=4), file_format, **({} if file_format == "GIF" else {"exif": exif(rotated(6))})
     )
     want = levels(data)
     with ThreadPoolExecutor(8) as pool:
@@ -488,7 +474,7 @@ def test_threads_may_share_a_lazily_opened_image(file_format):
 
 # Bad input
 
-JPEG = encode(picture(64, 48, seed=2), "JPEG")
+JPEG = encode(noise_image(64, 48, seed=2), "JPEG")
 LARGE_PNG = encode(Image.fromarray(noise(64, 48)))
 
 
@@ -593,7 +579,7 @@ FUZZED = {
 @pytest.mark.parametrize("file_format", FUZZED)
 def test_flipped_bytes_give_a_picture_or_a_value_error(file_format, monkeypatch):
     monkeypatch.setattr(load_module, "MAX_SOURCE_PIXELS", 10**6)  # a flipped size may ask for gigabytes
-    good = encode(picture(40, 30, seed=3), file_format, **FUZZED[file_format])
+    good = encode(noise_image(40, 30, seed=3), file_format, **FUZZED[file_format])
     random, outcomes = np.random.default_rng(0), {"picture": 0, "error": 0}
     for i in range(250):
         data = np.frombuffer(good, dtype=np.uint8).copy()

@@ -17,8 +17,8 @@ from mmvllm.media import MediaPolicy
 from mmvllm.server import sse
 from mmvllm.server.app import build_app
 from mmvllm.server.settings import ServerSettings
-from tests.conftest import unhurried
-from tests.server.conftest import (
+from tests.helpers.engines import unhurried
+from tests.helpers.server import (
     CHAT,
     COMPLETIONS,
     ENGINE,

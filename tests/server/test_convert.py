@@ -9,7 +9,7 @@ from mmvllm.server.convert import Bounds, caps, chat_params, chat_request, compl
 from mmvllm.server.errors import ApiError
 from mmvllm.server.protocol import ChatRequest, CompletionRequest
 from mmvllm.server.reply import shown
-from tests.server.conftest import chat, image_part, user
+from tests.helpers.server import chat, image_part, user
 
 TOKEN = 28 * 28
 BOUNDS = Bounds.of(ImageProcessorConfig(max_pixels=16384 * TOKEN))

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from mmvllm.async_llm import AsyncLLM
-from tests.server.conftest import CHAT, ENGINE, chat, error_of, serving
+from tests.helpers.server import CHAT, ENGINE, chat, error_of, serving
 
 get = partial(httpx.get, timeout=60)
 post = partial(httpx.post, timeout=60)

@@ -13,7 +13,7 @@ from schemathesis.specs.openapi.checks import response_schema_conformance
 from mmvllm.server.app import build_app
 from mmvllm.server.protocol import ChatRequest, CompletionRequest
 from mmvllm.server.settings import ServerSettings
-from tests.server.conftest import (
+from tests.helpers.server import (
     CHAT,
     COMPLETIONS,
     call,

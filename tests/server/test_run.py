@@ -18,8 +18,8 @@ from mmvllm.cli import serve
 from mmvllm.cli.main import main
 from mmvllm.cli.ports import listen
 from mmvllm.media import MediaPolicy
-from tests.conftest import unhurried
-from tests.server.conftest import (
+from tests.helpers.engines import unhurried
+from tests.helpers.server import (
     CHAT,
     ENGINE,
     LONG,

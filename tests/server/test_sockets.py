@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from mmvllm.async_llm import AsyncLLM
 from mmvllm.server import connection as protocol
 from mmvllm.server import limits
-from tests.conftest import unhurried
-from tests.server.conftest import (
+from tests.helpers.engines import unhurried
+from tests.helpers.server import (
     CHAT,
     COMPLETIONS,
     ENGINE,

@@ -1,0 +1,37 @@
+"""Engines driven and checked step by step."""
+
+import time
+
+from mmvllm import AsyncLLM, SamplingParams
+
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
+
+
+def unhurried(engine: AsyncLLM) -> AsyncLLM:
+    """Make every step last 10 ms at least, and a long answer as many seconds as a test needs to look at it."""
+    real = engine._llm.engine.step
+
+    def step():
+        time.sleep(0.01)
+        return real()
+
+    engine._llm.engine.step = step
+    return engine
+
+
+def run_at_once(llm, requests: list[dict], params: SamplingParams = GREEDY) -> list[list[int]]:
+    """Tokens of requests that all wait before the first step, whatever their preparation took."""
+    order, outputs = [], {}
+    for request in requests:
+        prompt = llm.processor(request)
+        order.append(llm.engine.add_request(prompt.token_ids, params, **prompt.multimodal))
+    while not llm.engine.is_finished():
+        outputs |= {output.request_id: output.token_ids for output in llm.engine.step()[0]}
+    return [outputs[request_id] for request_id in order]
+
+
+def assert_idle(llm) -> None:
+    scheduler = llm.engine.scheduler
+    scheduler.check()
+    assert not scheduler.groups and not scheduler.running and not scheduler.waiting
+    assert scheduler.block_manager.num_free_blocks == scheduler.block_manager.num_blocks

@@ -1,0 +1,23 @@
+"""Encoded images."""
+
+import io
+
+import numpy as np
+from PIL import Image
+
+
+def noise(width: int, height: int, channels: int = 3, seed: int = 0) -> np.ndarray:
+    """(height, width, channels) uint8, all levels and every pixel another."""
+    return np.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=np.uint8)
+
+
+def encode(image: Image.Image, file_format: str = "PNG", **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, file_format, **options)
+    return buffer.getvalue()
+
+
+RGB = noise(13, 7)
+
+
+PNG = encode(Image.fromarray(RGB))

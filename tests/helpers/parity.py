@@ -1,0 +1,28 @@
+"""Requests whose answers are compared with transformers' own."""
+
+from mmvllm import SamplingParams
+from tests.helpers.requests import ask, noise_image
+
+GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
+
+
+A, B, C = noise_image(91, 64, 1), noise_image(60, 133, 2), noise_image(200, 77, 3)
+
+
+REQUESTS = {
+    "text": ask("Count the shapes."),
+    "one": ask(A, "Describe this image."),
+    "text first": ask("What is at the top? ", B),
+    "two": ask(A, B, "Which is larger?"),
+    "two apart": ask("First: ", B, " then: ", C, " what changed?"),
+    "three": ask(C, A, "and", B, "?"),
+    "same twice": ask(A, A, "equal?"),
+    "turns": {
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+            {"role": "user", "content": [{"type": "image", "image": A}, {"type": "text", "text": "What?"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "A red star."}]},
+            {"role": "user", "content": [{"type": "text", "text": "And here? "}, {"type": "image", "image": B}]},
+        ]
+    },
+}
