@@ -1,9 +1,8 @@
-"""What the checkpoint says (`ModelConfig`) and what the user chose (`EngineConfig`): frozen, checked once."""
+"""What the user chose (`EngineConfig`), and what all checkpoints state (`ModelConfig`): frozen, checked once."""
 
-import json
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,20 +11,26 @@ MiB = 1024 * 1024
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
-    """The ViT. Defaults are those of transformers' class, because sparse configs rely on them."""
+    """What every ViT has in common; a family adds its own fields.
 
-    depth: int = 32
-    embed_dim: int = 1280
-    num_heads: int = 16
-    mlp_ratio: int = 4
-    in_channels: int = 3
-    patch_size: int = 14
-    temporal_patch_size: int = 2
-    spatial_merge_size: int = 2
-    hidden_size: int = 3584
-    hidden_act: str = "quick_gelu"
+    Args:
+        depth: number of blocks.
+        embed_dim: width of a block; num_heads divide it.
+        patch_size: pixels of a patch's side; `temporal_patch_size` frames deep, `in_channels` values a pixel.
+        spatial_merge_size: so many patches squared become one row.
+        hidden_size: width of a row, which is the decoder's.
+    """
+
+    depth: int
+    embed_dim: int
+    num_heads: int
+    in_channels: int
+    patch_size: int
+    temporal_patch_size: int
+    spatial_merge_size: int
+    hidden_size: int
 
     @property
     def head_dim(self) -> int:
@@ -36,8 +41,13 @@ class VisionConfig:
         """Values in one patch: channels * frames * height * width."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
+    @property
+    def row_size(self) -> int:
+        """Values in a row that the ViT makes of merged patches; more than the hidden size in some families."""
+        return self.hidden_size
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A decoder, with a ViT in front unless `vision` is None (a text-only checkpoint)."""
 
@@ -56,60 +66,11 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: torch.dtype
     eos_token_ids: frozenset[int]
-    image_token_id: int | None
     quantization: str | None
-    vision: VisionConfig | None
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path) -> "ModelConfig":
-        """Read `config.json` and `generation_config.json` of a checkpoint folder.
-
-        Understands the published flat layout, transformers 5's nested one (`text_config`, `rope_parameters`, `dtype`)
-        and configs that leave out vision values. Raises ValueError for a folder or a config that cannot be served.
-        """
-        path = Path(folder) / "config.json"
-        raw = _read_json(path)
-        if raw is None:
-            raise ValueError(f"{folder}: not a checkpoint folder, it has no config.json")
-        generation = _read_json(Path(folder) / "generation_config.json") or {}
-        try:
-            return cls._from_json(raw, generation)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: {error}") from None
-
-    @classmethod
-    def _from_json(cls, raw: dict, generation: dict) -> "ModelConfig":
-        from mmvllm.models.registry import model_class  # not above: the models import this module
-
-        architecture = (raw.get("architectures") or [raw.get("model_type", "unknown")])[0]
-        model_class(architecture)  # first: of an unknown architecture nothing else here need be true
-        text = {**raw, **_object("text_config", raw.get("text_config", {}))}
-        rope = _object("rope_parameters", text.get("rope_parameters") or text.get("rope_scaling") or {})
-        rope.setdefault("rope_theta", text.get("rope_theta"))
-        _check_decoder(text, rope)
-        quantization = _object("quantization_config", raw.get("quantization_config", {}))
-        heads, hidden_size = text["num_attention_heads"], text["hidden_size"]
-        is_text_only = architecture == "Qwen2ForCausalLM"
-        return cls(
-            architecture=architecture,
-            hidden_size=hidden_size,
-            intermediate_size=text["intermediate_size"],
-            num_hidden_layers=text["num_hidden_layers"],
-            num_attention_heads=heads,
-            num_key_value_heads=text.get("num_key_value_heads", heads),
-            head_dim=text.get("head_dim", hidden_size // heads),
-            vocab_size=text["vocab_size"],
-            max_position_embeddings=text.get("max_position_embeddings", 32768),
-            rms_norm_eps=float(text["rms_norm_eps"]),
-            rope_theta=float(rope["rope_theta"]),
-            mrope_section=None if is_text_only else tuple(rope.get("mrope_section", (16, 24, 24))),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings") or text.get("tie_word_embeddings")),
-            dtype=DTYPES.get(text.get("dtype") or text.get("torch_dtype"), torch.float32),
-            eos_token_ids=_eos_token_ids(generation.get("eos_token_id", text.get("eos_token_id"))),
-            image_token_id=None if is_text_only else raw.get("image_token_id", 151655),
-            quantization=quantization.get("quant_method", "unknown") if quantization else None,
-            vision=None if is_text_only else _vision_config(_object("vision_config", raw.get("vision_config", {}))),
-        )
+    vision: VisionConfig | None = None
+    image_token_id: int | None = None
+    vision_start_token_id: int | None = None
+    vision_end_token_id: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -128,55 +89,10 @@ class ModelConfig:
                 f"vision_config's hidden_size is {self.vision.hidden_size}, must be the decoder's, {self.hidden_size}"
             )
 
-
-def _check_decoder(text: dict, rope: dict) -> None:
-    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    given = {**text, "rope_theta": rope["rope_theta"]}
-    # Guessing these two would go unnoticed: the answers would just be worse.
-    if missing := [name for name in (*sizes, "rms_norm_eps", "rope_theta") if given.get(name) is None]:
-        raise ValueError(f"does not give {', '.join(missing)}")
-    for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
-        if name in text:
-            _check_int(name, text[name])
-    if text.get("use_sliding_window"):
-        raise ValueError("asks for sliding-window attention, which is not supported")
-    if text.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act is {text['hidden_act']!r}, only 'silu' is supported")
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    if rope_type not in ("default", "mrope"):
-        raise ValueError(f"asks for {rope_type!r} rotary scaling; supported: 'default', 'mrope'")
-
-
-def _vision_config(raw: dict) -> VisionConfig:
-    vision = VisionConfig(**{f.name: raw[f.name] for f in fields(VisionConfig) if f.name in raw})
-    for f in fields(VisionConfig):
-        if f.name != "hidden_act":
-            _check_int(f"vision_config's {f.name}", getattr(vision, f.name))
-    if vision.embed_dim % vision.num_heads:
-        raise ValueError(
-            f"vision_config's embed_dim is {vision.embed_dim}, must be a multiple of num_heads, {vision.num_heads}"
-        )
-    return vision
-
-
-def _eos_token_ids(eos: int | list[int] | None) -> frozenset[int]:
-    return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
-
-
-def _read_json(path: Path) -> dict | None:
-    """A JSON object without its nulls, which mean the same as leaving the name out; None if there is no such file."""
-    if not path.is_file():
-        return None
-    try:
-        return _object("it", json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}; download it again") from None
-
-
-def _object(name: str, value: Any) -> dict:
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} is {value!r:.50}, must be a JSON object")
-    return {key: item for key, item in value.items() if item is not None}
+    @property
+    def row_size(self) -> int:
+        """Values in a row that replaces a placeholder."""
+        return self.hidden_size if self.vision is None else self.vision.row_size
 
 
 def _check_int(name: str, value: Any, at_least: int = 1) -> None:
@@ -221,6 +137,17 @@ class EngineConfig:
             raise ValueError(f"load_format is {self.load_format!r}, must be 'auto', 'safetensors' or 'dummy'")
         if self.quantization not in (None, "int8"):
             raise ValueError(f"quantization is {self.quantization!r}, must be None or 'int8'")
+
+    @classmethod
+    def from_arguments(cls, owner: str, **engine_args: Any) -> "EngineConfig":
+        """The config of keyword arguments that a user gave to `owner`; unknown ones raise TypeError."""
+        known = [field.name for field in fields(cls)]
+        for name in engine_args:
+            if name not in known:
+                close = get_close_matches(name, known, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+                raise TypeError(f"{owner} has no argument {name!r}{hint}")
+        return cls(**engine_args)
 
     def resolve_device(self) -> torch.device:
         """The device to run on: 'auto' is CUDA where there is one."""

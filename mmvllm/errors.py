@@ -28,7 +28,7 @@ class RequestError(ValueError):
     ):
         super().__init__(reason)
         self.reason = reason
-        self.request_index, self.image_index = request_index, image_index
+        self.request_index, self.image_index, self.noun = request_index, image_index, "request"
         self.param, self.value, self.limit = param, value, limit
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class RequestError(ValueError):
 
     @property
     def _place(self) -> str:
-        request = "" if self.request_index is None else f"request {self.request_index}: "
+        request = "" if self.request_index is None else f"{self.noun} {self.request_index}: "
         image = "" if self.image_index is None else f"image {self.image_index}: "
         return request + image
 

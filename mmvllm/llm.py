@@ -1,140 +1,203 @@
-"""`LLM`: the offline front door."""
+"""`LLM`: one model for use from Python, a call at a time or from several threads."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
+import numpy as np
+from tqdm.auto import tqdm
 
 from mmvllm.config import EngineConfig
 from mmvllm.engine.llm_engine import LLMEngine
+from mmvllm.engine.output_processor import DeltaStream
+from mmvllm.engine.sequence import SequenceGroup
+from mmvllm.errors import RequestError, RequestsAborted
+from mmvllm.inputs import EngineInput
+from mmvllm.intake import (
+    AdmissionWindow,
+    Intake,
+    Params,
+    Prefetcher,
+    Prepared,
+    Request,
+    as_request,
+    has_media,
+    naming_request,
+    params_for,
+    request_options,
+)
 from mmvllm.models.weights import model_name
-from mmvllm.outputs import RequestOutput
-from mmvllm.prefetch import MAX_BYTES, Prefetcher, Prepared
-from mmvllm.processors.chat import ForeignProcessor, Processor
-from mmvllm.processors.image import ImageProcessor
+from mmvllm.outputs import Delta, RequestOutput
+from mmvllm.processors.requests import PROMPT_KEYS
+from mmvllm.processors.tensors import counted
 from mmvllm.sampling_params import SamplingParams
 
-Params = SamplingParams | list[SamplingParams] | None
+Outputs = Iterator[tuple[int, RequestOutput]]
 
 
 class LLM:
-    """A Qwen2-VL model and everything that serves it, for use from Python; threads that share it take turns.
+    """A vision-language model and everything that serves it, for use from Python; threads that share it take turns.
 
     Args:
         model: a local checkpoint folder or a hub id; None is the small bundled model.
-        device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
-        dtype: "auto" (the checkpoint's; float32 for a float16 one on a CPU), "float32", "float16" or "bfloat16".
-        load_format: "auto" or "safetensors"; "dummy" makes random weights from config and tokenizer alone.
-        max_model_len: longest prompt with answer, in tokens; by default the checkpoint's, or what the KV cache holds.
-        max_num_seqs: sequences that run at once; fewer for a while after a batch ran out of memory.
-        max_num_batched_tokens: tokens computed in one step; longer prompts are computed in chunks.
-        max_vision_patches: patches encoded in one step; one larger picture goes alone.
-        kvcache_block_size: tokens in a KV block, the unit of sharing; by default 256 where flash-attn, which takes no
-            fewer, serves the decoder, and 16 elsewhere.
-        num_kvcache_blocks: by default what `gpu_memory_utilization` leaves room for, or `cpu_kvcache_bytes` on a CPU,
-            but no more than `max_num_seqs` sequences of full length use.
-        gpu_memory_utilization: share of the GPU's memory to use for everything, in (0, 1].
-        cpu_kvcache_bytes: size of the KV cache on a CPU.
-        encoder_cache_bytes: ViT outputs kept on the device; a picture larger than this is refused.
-        enable_prefix_caching: share the KV blocks of equal beginnings, pictures included.
-        attention_backend: "auto" (flash-attn where it is installed and fits, then Triton, then torch; plain torch on a
-            CPU), "flash", "triton" or "torch".
-        quantization: "int8" quantises weights once and activations as they come, on a CPU; answers change a little.
-        enforce_eager: capture no CUDA graphs for decode steps; starts faster, and launches every kernel by itself.
-        skip_warmup: do not run a first batch at start.
-        seed: of requests that bring none of their own, and of dummy weights.
+        processor: None for mmvllm's own, or an object with the interface of transformers' Qwen2-VL processor.
+        engine_args: fields of `mmvllm.EngineConfig`, which documents them.
+
+    Use it in a `with`, or call `exit` to free its memory.
     """
 
-    def __init__(self, model: str | Path | None = None, **engine_args: Any):
-        known = [field.name for field in fields(EngineConfig)]
-        for name in engine_args:
-            if name not in known:
-                close = get_close_matches(name, known, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
-                raise TypeError(f"LLM has no argument {name!r}{hint}")
-        self.engine = LLMEngine(model, EngineConfig(**engine_args))
+    def __init__(self, model: str | Path | None = None, *, processor: Any = None, **engine_args: Any):
+        self.engine = LLMEngine(model, EngineConfig.from_arguments("LLM", **engine_args))
         self.model = model_name(model)
         self.tokenizer = self.engine.tokenizer
-        self.processor = Processor(
-            self.tokenizer, ImageProcessor(self.engine.image_config), self.engine.model_config.image_token_id
-        )
-        self._calls: dict[str, _Call] = {}  # who waits for which request
+        self._intake = Intake(self.engine, processor)
+        self.processor = self._intake.processor
+        # As many requests again wait in the engine as run, so that a step never lacks work.
+        self.admission = AdmissionWindow(2 * self.engine.config.max_num_seqs)
         self._lock = threading.RLock()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.exit()
+
+    def get_tokenizer(self):
+        """The tokenizer, by the name of vLLM's method."""
+        return self.tokenizer
 
     def generate(
         self,
-        prompts: str | list[int] | list[str | list[int]],
+        prompts: Request | list[Request],
         sampling_params: Params = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Continue raw prompts (strings, or lists of token ids); outputs come in the order of the prompts.
+        """Continue raw prompts, to which no chat template is applied; outputs come in the order of the prompts.
 
-        No chat template is applied. Raises ValueError that names the prompt's index, RuntimeError if the device fails;
-        both leave nothing behind.
+        A prompt is a string, token ids (a list, an array or a tensor), or, as vLLM takes them, a dict with `prompt` or
+        `prompt_token_ids` and `multi_modal_data` such as {"image": image or [image, ...]}.
+
+        Raises ValueError that names the prompt's index, RuntimeError if the device fails; both leave nothing behind.
         """
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        if prompts and isinstance(prompts[0], int):
-            prompts = [prompts]
+        prompts = _as_prompts(prompts)
+        _check_lengths(sampling_params, len(prompts))
+        stream = self._generate(prompts, sampling_params)
+        try:
+            outputs = dict(_progress(stream, len(prompts), use_tqdm))
+        except RequestError as error:
+            error.noun = "prompt"
+            raise
+        return _in_order(outputs, "prompt", "raise")
+
+    def _generate(self, prompts: list[Request], sampling_params: Params) -> Outputs:
+        """Prompts without media are all in the engine before its first step."""
+        if any(map(has_media, prompts)):
+            yield from self.stream_prepared(self._prefetch(prompts), sampling_params)
+            return
         call = _Call(self)
         try:
             for index, prompt in enumerate(prompts):
-                try:
-                    call.add(index, prompt, params_for(sampling_params, index))
-                except ValueError as error:
-                    raise ValueError(f"prompt {index}: {error}") from error
-            outputs = dict(_progress(call.outputs(), len(prompts), use_tqdm))
-            for index, output in outputs.items():
-                if output.error is not None:
-                    raise RuntimeError(f"prompt {index}: {output.error}")
+                with naming_request(index):
+                    call.add(index, self._intake.prepare(prompt), params_for(sampling_params, index))
+            while call.groups:
+                yield from _without_errors(call.step(), "prompt")
         finally:
             call.abort()
-        return [outputs[index] for index in range(len(prompts))]
 
     def generate_multimodal(
         self,
-        requests: Iterable[dict],
+        requests: dict | Iterable[dict],
         sampling_params: Params = None,
         processor: Any = None,
         use_tqdm: bool = True,
         on_error: str = "raise",
     ) -> list[RequestOutput]:
-        """Answer chat requests with pictures; outputs come in the order of the requests.
+        """Answer chat requests with images; outputs come in the order of the requests.
 
         Args:
-            requests: dicts with `messages` (chat format, image parts anywhere) or with `text` and `images`; optional
-                `min_pixels`, `max_pixels`, `request_id`, `priority`, `cache_salt`, `sampling_params`.
+            requests: dicts (or one) with `messages` (chat format, image parts anywhere), with `text` and `images`, or
+                prompts as `generate` takes them; optional `min_pixels`, `max_pixels`, `request_id`, `priority`,
+                `cache_salt`, `sampling_params`. They begin in the order of their priority, lower values first.
             sampling_params: for all, or a list with one per request; a request's own come first.
-            processor: None for mmvllm's own, or an object with the interface of transformers' Qwen2-VL processor.
+            processor: in place of the LLM's, for this call.
             on_error: "raise" raises ValueError that names the request's index (RuntimeError if the device fails), and
                 leaves nothing behind; "return" gives a bad request an output with `error` and leaves the others alone.
+
+        A request that is aborted meanwhile has an output with finish_reason "aborted" and the text so far; with
+        "raise", RequestsAborted is raised once the others have finished, with the outputs of all.
         """
-        requests = list(requests)
-        stream = self.stream_prepared(self._prefetch(requests, processor), sampling_params, on_error)
-        outputs = dict(_progress(stream, len(requests), use_tqdm))
-        return [outputs[index] for index in range(len(requests))]
+        requests = [requests] if isinstance(requests, dict) else list(requests)
+        _check_lengths(sampling_params, len(requests))
+        order = sorted(range(len(requests)), key=lambda index: _priority(requests[index]))
+        prefetcher = self._prefetch([requests[index] for index in order], processor, order)
+        stream = self.stream_prepared(prefetcher, sampling_params, on_error)
+        return _in_order(dict(_progress(stream, len(requests), use_tqdm)), "request", on_error)
+
+    def chat(
+        self,
+        messages: list[dict] | list[list[dict]],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several; `options` are those of `generate_multimodal`."""
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        requests = [{"messages": conversation} for conversation in conversations]
+        return self.generate_multimodal(requests, sampling_params, use_tqdm=use_tqdm, **options)
 
     def stream_multimodal(
         self,
-        requests: Iterable[dict],
+        requests: dict | Iterable[dict],
         sampling_params: Params = None,
         processor: Any = None,
         use_tqdm: bool = False,
         on_error: str = "raise",
-    ) -> Iterator[RequestOutput]:
-        """Like `generate_multimodal`, but yields outputs as they finish, and `requests` may be an endless iterator.
+        stream: bool = False,
+    ) -> Iterator[RequestOutput] | Iterator[Delta]:
+        """Like `generate_multimodal`, but yields each request's output when it finishes; `requests` may be endless.
 
-        Requests are taken a bounded number ahead, in a thread of their own. Outputs come in any order; give requests a
-        `request_id` to tell them apart. Closing the generator aborts what is left.
+        With `stream=True` it yields `Delta`s instead: the new text of every completion as it is generated; the last
+        delta of a request has its output.
+
+        Requests are taken a bounded number ahead, in a thread of their own. Outputs come in any order: give requests a
+        `request_id` to tell them apart. Priorities count among the requests that the engine holds. Closing the
+        generator aborts what is left.
         """
+        requests = [requests] if isinstance(requests, dict) else requests
         total = len(requests) if hasattr(requests, "__len__") else None
-        stream = self.stream_prepared(self._prefetch(requests, processor), sampling_params, on_error)
-        for _, output in _progress(stream, total, use_tqdm):
-            yield output
+        if total is not None:
+            _check_lengths(sampling_params, total)
+        prefetcher, call = self._prefetch(requests, processor), _StreamingCall(self) if stream else _Call(self)
+        aborted = {}
+        for index, event in _progress(self._stream(call, prefetcher, sampling_params, on_error), total, use_tqdm):
+            if (output := _output_of(event)) is not None and _is_aborted(output):
+                aborted[index] = output
+            yield event
+        if aborted and on_error == "raise":
+            raise RequestsAborted(_aborted_message("request", aborted), [*aborted.values()])
+
+    def add_request(self, prompt: Request | EngineInput, sampling_params: Params = None, **options: Any) -> str:
+        """Queue a request in any form; return its id. `options` are those of `LLMEngine.add_request`."""
+        if isinstance(prompt, dict):
+            options = request_options(prompt) | {"request_id": prompt.get("request_id")} | options
+            params = params_for(sampling_params, 0, prompt.get("sampling_params"))
+            prompt = self._intake.prepare(prompt)
+        else:
+            params = params_for(sampling_params, 0)
+        with self._lock:
+            return self.engine.add_request(prompt, params, **options)
+
+    def step(self) -> tuple[list[RequestOutput], int]:
+        """Run one batch: the requests that finished in it, and the number of tokens computed."""
+        with self._lock:
+            return self.engine.step()
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """End a request and return what it has so far; None if it is unknown or has finished."""
+        with self._lock:
+            return self.engine.abort_request(request_id)
 
     def exit(self) -> None:
         """Free the engine's memory; safe to call twice."""
@@ -145,169 +208,226 @@ class LLM:
         prefetcher: Prefetcher,
         sampling_params: Params = None,
         on_error: str = "raise",
-        check: Callable[[Prepared], None] | None = None,
+        select: Callable[[Prepared], bool] = lambda _: True,
         is_stopped: Callable[[], bool] = lambda: False,
-    ) -> Iterator[tuple[int, RequestOutput]]:
+    ) -> Iterator[tuple[int, RequestOutput | None]]:
         """Like `stream_multimodal`, for requests that the caller's own prefetcher prepares; yields (index, output).
 
-        `check` sees every request that could be prepared right before the engine gets it, and refuses it by raising
-        ValueError. Once `is_stopped`, requests that wait in the engine are dropped, and those that run are finished.
+        `select` sees every request that could be prepared before the engine gets it; one that it does not select gets
+        None for an output. Once `is_stopped`, waiting requests are dropped, and those that have begun are finished.
         """
-        call = _Call(self)
+        return self._stream(_Call(self), prefetcher, sampling_params, on_error, select, is_stopped)
+
+    def _stream(
+        self,
+        call: "_Call",
+        prefetcher: Prefetcher,
+        sampling_params: Params,
+        on_error: str,
+        select: Callable[[Prepared], bool] = lambda _: True,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> Iterator[tuple[int, Any]]:
         try:
             if on_error not in ("raise", "return"):
                 raise ValueError(f"on_error is {on_error!r}, must be 'raise' or 'return'")
             while True:
                 if is_stopped():
                     call.abort_waiting()
-                # Keep the engine fed, but wait for preparation only when there is nothing else to do.
-                while self._has_room(call):
-                    item = prefetcher.get(wait=not call.indices and not call.finished)
-                    if item is None:
-                        break
+                # Keep the engine supplied, but wait for preparation only when there is nothing else to do.
+                while self._has_room(call) and (item := prefetcher.get(wait=not call.groups)) is not None:
                     try:
-                        self._add(call, item, sampling_params, check)
-                    except ValueError as error:
+                        with naming_request(item.index):
+                            is_selected = self._add(call, item, sampling_params, select)
+                    except RequestError as error:
                         if on_error == "raise":
-                            raise ValueError(f"request {item.index}: {error}") from error
-                        yield item.index, self._refused(item, error)
-                if not call.indices and not call.finished and prefetcher.is_exhausted:
+                            raise
+                        yield item.index, call.refused(self._refused(item, error))
+                    else:
+                        if not is_selected:
+                            yield item.index, None
+                if not call.groups and prefetcher.is_exhausted:
                     return
-                for index, output in call.step():
-                    if output.error is not None and on_error == "raise":
-                        raise RuntimeError(f"request {index}: {output.error}")
-                    yield index, output
+                events = call.step()
+                yield from _without_errors(events, "request") if on_error == "raise" else events
         finally:
             prefetcher.close()
             call.abort()
 
-    def _prefetch(self, requests: Iterable[dict], processor: Any) -> Prefetcher:
-        prepare = self.processor
-        if processor is not None:
-            model_config = self.engine.model_config
-            prepare = ForeignProcessor(processor, model_config.image_token_id, self.engine.image_config.merge_size)
-        return Prefetcher(requests, prepare, max_requests=self.window)
-
-    @property
-    def window(self) -> int:
-        """Requests in the engine at once: as many again wait there as run, so that a step is never short of work."""
-        return 2 * self.engine.config.max_num_seqs
+    def _prefetch(
+        self, requests: Iterable[dict], processor: Any = None, indices: Iterable[int] | None = None
+    ) -> Prefetcher:
+        prepare = self._intake.prepare if processor is None else self._intake.adapt(processor)
+        return Prefetcher(requests, prepare, max_requests=self.admission.max_requests, indices=indices)
 
     def _has_room(self, call: "_Call") -> bool:
-        """Whether the engine should take another request: by their number, and by the bytes of pictures that wait."""
-        with self._lock:  # another thread's step may take requests away meanwhile
-            groups = self.engine.scheduler.groups.values()
-            held = sum(group.leader.vision.num_bytes for group in groups if not group.has_begun)
-        return not call.indices or (len(call.indices) < self.window and held < MAX_BYTES)
+        """Whether the engine should take another request; always one, however large."""
+        with self._lock:  # another thread's step may finish requests meanwhile
+            num_bytes = self.engine.scheduler.num_waiting_bytes
+        return not call.groups or self.admission.has_room(len(call.groups), num_bytes)
 
-    def _add(
-        self, call: "_Call", item: Prepared, sampling_params: Params, check: Callable[[Prepared], None] | None
-    ) -> None:
-        """Hand a prepared request to the engine; raises ValueError for what was wrong, with its preparation too."""
-        try:
-            prompt = item.prompt.result()
-        except ValueError:
-            raise
-        except Exception as error:  # of a processor that is not ours, or a mistake in ours: the request's own affair
-            raise ValueError(f"preparation failed: {type(error).__name__}: {error}") from error
-        if check is not None:
-            check(item)
-        params = params_for(sampling_params, item.index, item.request.get("sampling_params"))
-        options = {"request_id": item.request.get("request_id")} | request_options(item.request)
-        call.add(item.index, prompt.token_ids, params, **options, **prompt.multimodal)
+    def _add(self, call: "_Call", item: Prepared, sampling_params: Params, select: Callable[[Prepared], bool]) -> bool:
+        """Give a prepared request to the engine if it is selected."""
+        prompt = item.engine_input()
+        if not select(item):
+            return False
+        own = item.request if isinstance(item.request, dict) else {}
+        params = params_for(sampling_params, item.index, own.get("sampling_params"))
+        call.add(item.index, prompt, params, request_id=own.get("request_id"), **request_options(own))
+        return True
 
-    def _deliver(self, output: RequestOutput) -> None:
-        if call := self._calls.pop(output.request_id, None):
-            # In this order: a call that has nothing in flight and nothing finished is over.
-            call.finished.append((call.indices[output.request_id], output))
-            del call.indices[output.request_id]
-
-    def _refused(self, item: Prepared, error: ValueError) -> RequestOutput:
+    def _refused(self, item: Prepared, error: RequestError) -> RequestOutput:
         own_id = item.request.get("request_id") if isinstance(item.request, dict) else None
-        return RequestOutput(request_id=self.engine.new_request_id() if own_id is None else own_id, error=str(error))
+        request_id = self.engine.new_request_id() if own_id is None else own_id
+        error.request_index = None  # an output belongs to its request
+        return RequestOutput(request_id, error=str(error), exception=error)
 
 
 class _Call:
-    """The requests of one call: those in flight by id, and those that finished since it last looked.
+    """The requests of one call that are in flight, by their index.
 
-    Several calls may run interleaved, from open generators or from threads; whoever steps the engine delivers to all.
+    Several calls may be interleaved, from open generators or from threads: each finds its own requests finished,
+    whoever ran the step.
     """
 
+    follows_text = False
+
     def __init__(self, llm: LLM):
-        self.llm = llm
-        self.indices: dict[str, int] = {}
-        self.finished: list[tuple[int, RequestOutput]] = []
+        self._llm = llm
+        self.groups: dict[int, SequenceGroup] = {}
 
-    def add(self, index: int, prompt: str | list[int], params: SamplingParams | None, **options: Any) -> None:
-        with self.llm._lock:
-            request_id = self.llm.engine.add_request(prompt, params, **options)
-            self.indices[request_id] = index
-            self.llm._calls[request_id] = self
+    def add(self, index: int, prompt: EngineInput, params: SamplingParams, **options: Any) -> None:
+        with self._llm._lock:
+            self.groups[index] = self._llm.engine.add(prompt, params, follow_text=self.follows_text, **options)
 
-    def step(self) -> list[tuple[int, RequestOutput]]:
-        """Run the engine once and take what is finished of this call."""
-        with self.llm._lock:
-            if not self.finished:
-                for output in self.llm.engine.step()[0]:
-                    self.llm._deliver(output)
-                for request_id in self.indices.keys() - self.llm.engine.scheduler.groups.keys():
-                    self.llm._deliver(RequestOutput(request_id, error="aborted"))  # not by us
-            finished, self.finished = self.finished, []
-        return finished
-
-    def outputs(self) -> Iterator[tuple[int, RequestOutput]]:
-        while self.indices or self.finished:
-            yield from self.step()
+    def step(self) -> list[tuple[int, Any]]:
+        """Run the engine once, unless something of this call has finished already; what is new, by index."""
+        with self._llm._lock:
+            self._llm.engine.check_alive()
+            if all(group.output is None for group in self.groups.values()):
+                self._llm.engine.step()
+            return self._take_events()
 
     def abort_waiting(self) -> None:
-        """End what the engine has not begun."""
-        with self.llm._lock:
-            for request_id in [*self.indices]:
-                group = self.llm.engine.scheduler.groups.get(request_id)
-                if group is not None and not group.has_begun:
-                    self.llm.engine.abort_request(request_id)
-                    self.llm._calls.pop(request_id)
-                    del self.indices[request_id]
+        """Drop the requests that the engine has not begun."""
+        self._abort(index for index, group in [*self.groups.items()] if not group.has_begun)
 
     def abort(self) -> None:
-        with self.llm._lock:
-            for request_id in self.indices:
-                self.llm.engine.abort_request(request_id)
-                self.llm._calls.pop(request_id)
-            self.indices = {}
+        self._abort([*self.groups])
+
+    def refused(self, output: RequestOutput) -> Any:
+        """What this call yields for a request that the engine never got."""
+        return output
+
+    def _take_events(self) -> list[tuple[int, Any]]:
+        finished = [(index, group.output) for index, group in self.groups.items() if group.output is not None]
+        for index, _ in finished:
+            del self.groups[index]
+        return finished
+
+    def _abort(self, indices: Iterable[int]) -> None:
+        with self._llm._lock:
+            for index in indices:
+                self._llm.engine.abort_request(self.groups.pop(index).request_id)
 
 
-def request_options(request: dict) -> dict[str, Any]:
-    """What a request says of its place in the queue and in the cache, for `LLMEngine.add_request`."""
-    return {"priority": request.get("priority") or 0, "cache_salt": request.get("cache_salt")}
+class _StreamingCall(_Call):
+    """A call that yields deltas."""
+
+    follows_text = True
+
+    def __init__(self, llm: LLM):
+        super().__init__(llm)
+        self._streams: dict[int, DeltaStream] = {}
+
+    def add(self, index: int, prompt: EngineInput, params: SamplingParams, **options: Any) -> None:
+        super().add(index, prompt, params, **options)
+        self._streams[index] = self._llm.engine.delta_stream(self.groups[index])
+
+    def refused(self, output: RequestOutput) -> Delta:
+        return Delta(output.request_id, 0, "", [], finish_reason="error", output=output)
+
+    def _take_events(self) -> list[tuple[int, Delta]]:
+        events = [(index, delta) for index, stream in self._streams.items() for delta in stream.deltas()]
+        for index, _ in super()._take_events():
+            del self._streams[index]
+        return events
 
 
-def params_for(sampling_params: Params, index: int, own: SamplingParams | dict | None = None) -> SamplingParams:
-    """A request's own parameters, else those of the call: one for all, or a list with one per request."""
-    params = sampling_params if own is None else own
-    if isinstance(params, list | tuple):
-        if index >= len(params):
-            raise ValueError(f"{len(params)} sampling_params were given, none for this one; give one per request")
-        params = params[index]
-    if isinstance(params, dict):
-        try:
-            params = SamplingParams(**params)
-        except TypeError as error:
-            raise ValueError(f"sampling_params: {error}") from None
-    if not isinstance(params, SamplingParams | None):
-        raise ValueError(f"sampling_params must be SamplingParams or a dict, not {type(params).__name__}")
-    return params or SamplingParams()
+def _as_prompts(prompts: Any) -> list[Request]:
+    """One prompt or several, in any form that `generate` takes -> requests; raises RequestError."""
+    if isinstance(prompts, str | dict) or getattr(prompts, "ndim", 0) == 1:
+        prompts = [prompts]
+    prompts = list(prompts)
+    if prompts and isinstance(prompts[0], int | np.integer):
+        prompts = [prompts]
+    return [_as_prompt(index, prompt) for index, prompt in enumerate(prompts)]
 
 
-def _progress(
-    stream: Iterator[tuple[int, RequestOutput]], total: int | None, use_tqdm: bool
-) -> Iterator[tuple[int, RequestOutput]]:
-    """Pass the stream through, with a progress bar and token rates where there is a terminal."""
+def _as_prompt(index: int, prompt: Any) -> Request:
+    with naming_request(index):
+        if isinstance(prompt, dict):
+            if unknown := sorted(map(str, prompt.keys() - {*PROMPT_KEYS, "cache_salt"})):
+                raise RequestError(f"prompt has unknown keys {', '.join(unknown)}; known: {', '.join(PROMPT_KEYS)}")
+            return prompt
+        if isinstance(prompt, str | list | tuple) or hasattr(prompt, "shape"):
+            return as_request(prompt)
+        raise RequestError(f"prompt must be a string or a list of token ids, not {type(prompt).__name__}")
+
+
+def _priority(request: Any) -> int:
+    """By which requests are ordered; a bad one is refused later."""
+    priority = request.get("priority") if isinstance(request, dict) else None
+    return priority if isinstance(priority, int) else 0
+
+
+def _check_lengths(sampling_params: Params, num_requests: int) -> None:
+    if isinstance(sampling_params, list | tuple) and len(sampling_params) > num_requests:
+        raise RequestError(
+            f"{len(sampling_params)} sampling_params were given for {counted(num_requests, 'request')}; give one each",
+            param="sampling_params",
+            value=len(sampling_params),
+            limit=num_requests,
+        )
+
+
+def _output_of(event: RequestOutput | Delta | None) -> RequestOutput | None:
+    return event.output if isinstance(event, Delta) else event
+
+
+def _without_errors(events: Iterable[tuple[int, Any]], noun: str) -> Iterator[tuple[int, Any]]:
+    """Raises RuntimeError for a request that failed in the engine."""
+    for index, event in events:
+        output = _output_of(event)
+        if output is not None and output.error is not None:
+            raise RuntimeError(f"{noun} {index}: {output.error}")
+        yield index, event
+
+
+def _is_aborted(output: RequestOutput) -> bool:
+    return any(completion.finish_reason == "aborted" for completion in output.completions)
+
+
+def _aborted_message(noun: str, indices: Iterable[int]) -> str:
+    return "; ".join(f"{noun} {index}: aborted" for index in indices)
+
+
+def _in_order(outputs: dict[int, RequestOutput], noun: str, on_error: str) -> list[RequestOutput]:
+    ordered = [outputs[index] for index in range(len(outputs))]
+    aborted = [index for index, output in enumerate(ordered) if _is_aborted(output)]
+    if aborted and on_error == "raise":
+        raise RequestsAborted(_aborted_message(noun, aborted), ordered)
+    return ordered
+
+
+def _progress(stream: Iterator[tuple[int, Any]], total: int | None, use_tqdm: bool) -> Iterator[tuple[int, Any]]:
+    """Pass the stream through, with a progress bar and token rates on a terminal and in a notebook."""
     bar = tqdm(total=total, unit="request", dynamic_ncols=True, disable=None if use_tqdm else True)
     num_input = num_output = 0
     with bar, closing(stream):
-        for index, output in stream:
-            yield index, output
+        for index, event in stream:
+            yield index, event
+            if (output := _output_of(event)) is None:
+                continue
             num_input += output.num_prompt_tokens
             num_output += sum(len(completion.token_ids) for completion in output.completions)
             if seconds := bar.format_dict["elapsed"]:

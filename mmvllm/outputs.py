@@ -1,12 +1,14 @@
-"""What a caller gets back."""
+"""What the engine returns: completions, finished requests, and the deltas of a stream."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
+
+from mmvllm.errors import RequestError
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One answer. `logprobs` has, per token, {token id: log-probability}: the chosen token, then the most likely."""
+    """One completion. `logprobs` has, per token, {token id: log-probability}: the chosen one, then the most likely."""
 
     text: str
     token_ids: list[int]
@@ -17,13 +19,14 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One finished request. The fields of its first answer are its own too; `out["text"]` reads like `out.text`.
+    """One finished request. The fields of its first completion are its own too: `out.text`, or `out["text"]`.
 
-    Times are in seconds since the epoch; None where the request never got that far.
+    Times are in seconds since the epoch; None where the request never reached that point.
     """
 
     request_id: str
     completions: list[CompletionOutput] = field(default_factory=list)  # SamplingParams.n of them
+    prompt_token_ids: list[int] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
     num_image_tokens: int = 0
@@ -31,6 +34,12 @@ class RequestOutput:
     arrival_time: float | None = None
     first_token_time: float | None = None
     finish_time: float | None = None
+    exception: RequestError | None = field(default=None, repr=False, compare=False)  # `error` with its facts
+
+    @property
+    def outputs(self) -> list[CompletionOutput]:
+        """The completions, by the name that vLLM gives them."""
+        return self.completions
 
     @property
     def text(self) -> str:
@@ -53,24 +62,41 @@ class RequestOutput:
         return self.completions[0].cumulative_logprob if self.completions else None
 
     def __getitem__(self, name: str) -> Any:
-        try:
-            return getattr(self, name)
-        except AttributeError:
-            raise KeyError(name) from None
+        if name not in self:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in _NAMES
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of a dict."""
+        return getattr(self, name) if name in self else default
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields and those of the first completion, of types that `json.dumps` takes."""
+        made = {name: getattr(self, name) for name in _NAMES if name not in ("completions", "outputs", "exception")}
+        return made | {"completions": [asdict(completion) for completion in self.completions]}
+
+
+_NAMES = (
+    *(field.name for field in fields(RequestOutput)),
+    *("outputs", "text", "token_ids", "finish_reason", "logprobs", "cumulative_logprob"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new of one answer, while it is generated. All texts of an answer, joined, are its final text.
+    """What is new of one completion. All texts of a completion, joined, are its final text.
 
-    The text is of whole characters, and never part of a stop string. There is always some, except in the answer's last
-    delta. `logprobs` has, per token of `token_ids`, what `CompletionOutput.logprobs` has.
+    The text is of whole characters, and never part of a stop string. There is always some, except in the last delta of
+    a completion. `logprobs` has, per token of `token_ids`, what `CompletionOutput.logprobs` has.
     """
 
     request_id: str
-    index: int  # which of SamplingParams.n answers
+    index: int  # which of SamplingParams.n completions
     text: str
     token_ids: list[int]
     logprobs: list[dict[int, float]] | None = None
-    finish_reason: str | None = None  # "eos", "stop", "length" or "aborted", in the answer's last delta
-    output: RequestOutput | None = None  # in the last delta of all: the whole request
+    finish_reason: str | None = None  # "eos", "stop", "length" or "aborted", in the completion's last delta
+    output: RequestOutput | None = None  # in the last delta of the request: all of it

@@ -1,275 +1,191 @@
-"""Requests -> prompts: chat template, pictures, and placeholders expanded to one token per merged patch."""
+"""Requests -> `EngineInput`: chat template, images, and placeholders expanded to one token per merged patch."""
 
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from math import prod
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from PIL.Image import Image
 
-from mmvllm.processors.image import PART_SIZES, ImageInput, ImageProcessor, resize_for_part
+from mmvllm.errors import RequestError
+from mmvllm.inputs import EngineInput, MediaItem, MediaRules, Span
+from mmvllm.processors.image import ImageInput, ImageProcessor, resize_for_part
 from mmvllm.processors.load import load_image
-
-CONTENT_KEYS = ("messages", "text", "images", "min_pixels", "max_pixels")
-REQUEST_KEYS = frozenset((*CONTENT_KEYS, "request_id", "priority", "cache_salt", "sampling_params"))
-TEXT_KEYS = frozenset(("type", "text"))
-IMAGE_KEYS = frozenset(("type", "image", "image_url", *PART_SIZES))
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A request made ready: `engine.add_request(prompt.token_ids, ..., **prompt.multimodal)`."""
-
-    token_ids: list[int]
-    multimodal: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def num_bytes(self) -> int:
-        """Host memory that the pictures hold."""
-        return sum(pixels.nbytes for pixels in self.multimodal.get("pixel_values", ()))
+from mmvllm.processors.requests import ParsedRequest, naming_image, parse_request
+from mmvllm.processors.tensors import counted, items_from_tensors, own_token_ids
 
 
 def expand_placeholders(
-    token_ids: list[int], lengths: Sequence[int], image_token_id: int
-) -> tuple[list[int], list[tuple[int, int]]]:
-    """Make the i-th picture's placeholder `lengths[i]` tokens long; return the ids and each one's (offset, length).
+    token_ids: list[int], lengths: Sequence[int], rules: MediaRules
+) -> tuple[list[int], list[Span]]:
+    """Put `lengths[i]` placeholder tokens between the i-th pair of start and end tokens, whatever stands there.
 
-    A prompt that already has sum(lengths) image tokens is left as it is. Raises ValueError where the counts disagree.
+    Returns the ids and each image's (offset, length). Raises RequestError for another number of pairs than images, a
+    start token without an end, and a placeholder outside a pair.
     """
-    found = token_ids.count(image_token_id)
-    if found not in (len(lengths), sum(lengths)):
-        raise ValueError(
-            f"prompt has {found} image placeholders but {len(lengths)} images were given; write "
-            "<|vision_start|><|image_pad|><|vision_end|> once per image and nowhere else "
-            f"(already expanded, {sum(lengths)} <|image_pad|> in all)"
-        )
-    repeats = iter(lengths if found == len(lengths) else [1] * found)
     expanded: list[int] = []
-    for token_id in token_ids:
-        expanded.extend([token_id] * next(repeats) if token_id == image_token_id else [token_id])
-    at = [i for i, token_id in enumerate(expanded) if token_id == image_token_id]
-    placeholders, first = [], 0
-    for length in lengths:
-        placeholders.append((at[first], length))
-        if at[first + length - 1] != at[first] + length - 1:
-            raise ValueError("a picture's image tokens do not follow each other; one picture needs one run of them")
-        first += length
-    return expanded, placeholders
+    spans: list[Span] = []
+    num_pairs = num_outside = num_open = 0
+    i = 0
+    while i < len(token_ids):
+        token_id = token_ids[i]
+        expanded.append(token_id)
+        i += 1
+        if token_id == rules.image_token_id:
+            num_outside += 1
+        elif token_id == rules.start_token_id:
+            end = _find_end(token_ids, i, rules)
+            if end is None:
+                num_open += 1
+                continue
+            if num_pairs < len(lengths):
+                spans.append((len(expanded), lengths[num_pairs]))
+                expanded += [rules.image_token_id] * lengths[num_pairs]
+            num_pairs += 1
+            i = end
+    if num_outside or num_open or num_pairs != len(lengths):
+        raise RequestError(_misplaced(num_pairs, num_outside, num_open, len(lengths)))
+    return expanded, spans
+
+
+def _find_end(token_ids: list[int], start: int, rules: MediaRules) -> int | None:
+    """The next end token, unless another start token comes first."""
+    for i in range(start, len(token_ids)):
+        if token_ids[i] == rules.end_token_id:
+            return i
+        if token_ids[i] == rules.start_token_id:
+            return None
+    return None
+
+
+def _misplaced(num_pairs: int, num_outside: int, num_open: int, num_images: int) -> str:
+    found = counted(num_pairs, "image placeholder")
+    if num_outside:
+        found += f", {num_outside} <|image_pad|> outside <|vision_start|> and <|vision_end|>,"
+    if num_open:
+        found += f", {num_open} <|vision_start|> without <|vision_end|>,"
+    were = "was" if num_images == 1 else "were"
+    return (
+        f"prompt has {found} but {counted(num_images, 'image')} {were} given; "
+        "write <|vision_start|><|image_pad|><|vision_end|> once per image and nowhere else"
+    )
 
 
 def tokenize(tokenizer, text: str) -> list[int]:
     """Token ids of a text as it stands: the chat template has written the special tokens out."""
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # half a surrogate pair, from a file name or a broken JSON, say
-        raise ValueError(f"the text is not valid Unicode ({error})") from None
+    except UnicodeEncodeError as error:  # half a surrogate pair, from a file name or a broken JSON
+        raise RequestError(f"the text is not valid Unicode ({error})") from None
     # Not verbose: a text that is too long for the model is refused with a message of our own.
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 class Processor:
-    """mmvllm's own request processor: equal to transformers' Qwen2-VL processor in ids, grid and pixel values."""
+    """mmvllm's own request processor: ids, grids and pixel values equal those of transformers' processor.
 
-    def __init__(self, tokenizer, image_processor: ImageProcessor, image_token_id: int | None):
-        self.tokenizer = tokenizer
-        self.image_processor = image_processor
-        self.image_token_id = image_token_id
+    Args:
+        rules: of the model's family; None for a text-only checkpoint.
+    """
+
+    def __init__(self, tokenizer, image_processor: ImageProcessor, rules: MediaRules | None):
+        self.tokenizer, self.image_processor, self.rules = tokenizer, image_processor, rules
         self._lock = threading.Lock()  # a fast tokenizer may not be used by two threads at once
 
     def __reduce__(self):
         """A processor in another process gets a lock of its own."""
-        return Processor, (self.tokenizer, self.image_processor, self.image_token_id)
+        return Processor, (self.tokenizer, self.image_processor, self.rules)
 
-    def __call__(self, request: dict, load: Callable[[Any], Image] = load_image) -> Prompt:
-        """Prepare one request, its pictures read by `load`; raises ValueError that says what is wrong, and with which
-        image."""
-        messages, parts = parse_request(request)
-        _check_takes_images(parts, self.image_token_id)
-        images = [self._image(i, part, request, load) for i, part in enumerate(parts)]
+    def __call__(self, request: dict, load: Callable[[Any], Image] = load_image) -> EngineInput:
+        """Prepare one request, its images read by `load`; raises RequestError that says what is wrong, and where."""
+        parsed = parse_request(request)
+        _check_takes_images(parsed, self.rules)
+        images = [self._image(i, part, request, load) for i, part in enumerate(parsed.images)]
         with self._lock:
-            text = request["text"] if messages is None else _apply_template(self.tokenizer, messages)
-            token_ids = tokenize(self.tokenizer, text)
-        lengths = [prod(image.grid_thw) // self.image_processor.config.merge_size**2 for image in images]
-        token_ids, placeholders = expand_placeholders(token_ids, lengths, self.image_token_id)
-        return Prompt(token_ids, _multimodal(images, placeholders))
+            token_ids = self._token_ids(parsed)
+        if self.rules is None:
+            return EngineInput(token_ids)
+        lengths = [self.rules.num_tokens(image.grid_thw) for image in images]
+        token_ids, spans = expand_placeholders(token_ids, lengths, self.rules)
+        items = tuple(
+            MediaItem("image", image.pixel_values, image.grid_thw, image.digest, (span,))
+            for image, span in zip(images, spans, strict=True)
+        )
+        return self.rules.engine_input(token_ids, items)
+
+    def _token_ids(self, parsed: ParsedRequest) -> list[int]:
+        if parsed.token_ids is not None:
+            return own_token_ids(parsed.token_ids)
+        text = parsed.text if parsed.messages is None else _apply_template(self.tokenizer, parsed.messages)
+        return tokenize(self.tokenizer, text)
 
     def _image(self, i: int, part: dict, request: dict, load: Callable[[Any], Image]) -> ImageInput:
-        with _naming_image(i):
+        with naming_image(i):
             image = resize_for_part(load(part["image"]), part, self.image_processor.config.factor)
             return self.image_processor(image, request.get("min_pixels"), request.get("max_pixels"))
 
 
 class ForeignProcessor:
-    """Adapts any object with the interface of transformers' Qwen2-VL processor: `apply_chat_template`, and a call with
-    `text`, `images` and `return_tensors`.
+    """Adapts an object with the interface of transformers' processors: `apply_chat_template`, and a call with `text`,
+    `images` and `return_tensors`.
 
-    That interface has no pixel bounds, so a request's own are applied to the picture beforehand; the processor's come
-    after them, and hold.
+    That interface has no pixel bounds, so a request's own are applied to the image beforehand; the processor's come
+    after them. What it returns may be on any device, and is copied: it may reuse its buffers.
+
+    Args:
+        factor: sides of a resized image are multiples of this many pixels.
     """
 
-    def __init__(self, processor, image_token_id: int | None, merge_size: int):
-        self.processor = processor
-        self.image_token_id = image_token_id
-        self.merge_size = merge_size
-        self._lock = threading.Lock()  # nothing says that it may be used by two threads at once
+    def __init__(self, processor, rules: MediaRules | None, factor: int):
+        self.processor, self.rules, self.factor = processor, rules, factor
+        self._lock = threading.Lock()  # the interface does not promise that two threads may use it at once
 
-    def __call__(self, request: dict) -> Prompt:
-        """Prepare one request; raises ValueError that says what is wrong, and with which image."""
-        messages, parts = parse_request(request)
-        _check_takes_images(parts, self.image_token_id)
-        images = [self._image(i, part, request) for i, part in enumerate(parts)]
+    def __call__(self, request: dict, load: Callable[[Any], Image] = load_image) -> EngineInput:
+        """Prepare one request; raises RequestError that says what is wrong, and with which image."""
+        parsed = parse_request(request)
+        _check_takes_images(parsed, self.rules)
+        images = [self._image(i, part, request, load) for i, part in enumerate(parsed.images)]
+        if parsed.token_ids is not None:
+            raise RequestError("a processor of your own needs a prompt as text or messages, not as token ids")
         with self._lock:
-            text = request["text"] if messages is None else _apply_template(self.processor, messages)
+            text = parsed.text if parsed.messages is None else _apply_template(self.processor, parsed.messages)
             made = self.processor(text=[text], images=images or None, return_tensors="pt")
-        return self._prompt(made, len(images))
+            return self._engine_input(made, len(images))
 
-    def _image(self, i: int, part: dict, request: dict):
+    def _image(self, i: int, part: dict, request: dict, load: Callable[[Any], Image]) -> Image:
         bounds = {key: request.get(key) for key in ("min_pixels", "max_pixels")}
-        with _naming_image(i):
-            return resize_for_part(resize_for_part(load_image(part["image"]), part), bounds)
+        with naming_image(i):
+            image = resize_for_part(load(part["image"]), part, self.factor)
+            return resize_for_part(image, bounds, self.factor)
 
-    def _prompt(self, made, num_images: int) -> Prompt:
-        token_ids = _tensor(made, "input_ids")[0].tolist()
-        grids = [tuple(grid) for grid in _tensor(made, "image_grid_thw").tolist()] if num_images else []
+    def _engine_input(self, made, num_images: int) -> EngineInput:
+        token_ids = own_token_ids(_returned(made, "input_ids")[0])
+        if self.rules is None:
+            return EngineInput(token_ids)
+        grids = _returned(made, "image_grid_thw") if num_images else []
         if len(grids) != num_images:
-            raise ValueError(f"the processor returned {len(grids)} image_grid_thw for {num_images} images")
-        lengths = [prod(grid) // self.merge_size**2 for grid in grids]
-        token_ids, placeholders = expand_placeholders(token_ids, lengths, self.image_token_id)
+            raise RequestError(f"the processor returned {len(grids)} image_grid_thw for {num_images} images")
+        lengths = [self.rules.num_tokens(tuple(map(int, grid))) for grid in grids]
+        token_ids, spans = expand_placeholders(token_ids, lengths, self.rules)
         if not num_images:
-            return Prompt(token_ids)
-        pixels, sizes = _tensor(made, "pixel_values"), [prod(grid) for grid in grids]
-        if len(pixels) != sum(sizes):
-            raise ValueError(f"the processor returned {len(pixels)} pixel_values for image_grid_thw {grids}")
-        vision = {"pixel_values": pixels.split(sizes), "image_grid_thw": grids, "vision_placeholders": placeholders}
-        return Prompt(token_ids, vision)
+            return EngineInput(token_ids)
+        items = items_from_tensors(self.rules, token_ids, _returned(made, "pixel_values"), grids, spans)
+        return self.rules.engine_input(token_ids, items)
 
 
-def parse_request(request: dict) -> tuple[list[dict] | None, list[dict]]:
-    """Split a request into messages for the chat template (None for plain `text`) and image parts, in order.
-
-    Each part is a dict with the picture under "image", and maybe sizes of its own. Raises ValueError.
-    """
-    if not isinstance(request, dict):
-        raise ValueError(f"a request must be a dict with 'messages' or 'text', not {type(request).__name__}")
-    _check_keys("request", request, REQUEST_KEYS)
-    _check_sizes(request)
-    messages, text, images = (request.get(key) for key in ("messages", "text", "images"))
-    images = [] if images is None else list(images) if isinstance(images, list | tuple) else [images]
-    if text is None and "messages" in request:
-        if images:
-            raise ValueError("'images' go with 'text'; with 'messages', put each picture into its message as a part")
-        return _parse_messages(messages)
-    if text is None or messages is not None:
-        raise ValueError("a request needs either 'messages' or 'text'")
-    if not isinstance(text, str):
-        raise ValueError(f"'text' must be a string, not {type(text).__name__}")
-    parts = [image if isinstance(image, dict) else {"image": image} for image in images]
-    return None, [_image_part(i, part) for i, part in enumerate(parts)]
-
-
-def _parse_messages(messages: Any) -> tuple[list[dict], list[dict]]:
-    if not isinstance(messages, list | tuple) or not messages:
-        raise ValueError(f"'messages' must be a list of at least one {{'role', 'content'}} dict, not {messages!r:.100}")
-    parsed, images = [], []
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise ValueError(f"a message must be a dict with 'role' and 'content', not {message!r:.100}")
-        content = message["content"]
-        if isinstance(content, list | tuple):
-            content = [_parse_part(part, images) for part in content]
-        elif not isinstance(content, str):
-            raise ValueError(f"message content must be a string or a list of parts, not {type(content).__name__}")
-        parsed.append({**message, "content": content})
-    return parsed, images
-
-
-def _parse_part(part: Any, images: list[dict]) -> dict:
-    """The part as the template needs it; the picture itself goes to `images`."""
-    if not isinstance(part, dict):
-        raise ValueError(f"a content part must be a dict, not {type(part).__name__}")
-    part = {key: value for key, value in part.items() if value is not None}
-    kind = part.get("type") or next((key for key in ("image", "image_url", "video", "text") if key in part), None)
-    if kind in ("image", "image_url"):
-        images.append(_image_part(len(images), part))
-        return {"type": "image"}
-    if kind in ("video", "video_url"):
-        raise ValueError("video parts are not supported; give frames of it as image parts")
-    if kind != "text":
-        raise ValueError(
-            f"a content part must be text, image or image_url, not {kind!r} with keys {sorted(map(str, part))}"
-        )
-    _check_keys("text part", part, TEXT_KEYS)
-    if not isinstance(part.get("text"), str):
-        raise ValueError(f"a text part needs 'text' with a string, not {part.get('text')!r:.40}")
-    return {"type": "text", "text": part["text"]}
-
-
-def _image_part(i: int, part: dict) -> dict:
-    """The picture under "image", with the sizes that are given."""
-    with _naming_image(i):
-        part = {key: value for key, value in part.items() if value is not None}
-        _check_keys("image part", part, IMAGE_KEYS)
-        _check_sizes(part)
-        source = part.get("image", part.get("image_url"))
-        if isinstance(source, dict):
-            source = source.get("url")
-        if source is None:
-            raise ValueError("an image part needs 'image', or 'image_url' with 'url'")
-        return {"image": source, **{key: part[key] for key in PART_SIZES if key in part}}
-
-
-def _check_keys(what: str, given: dict, known: frozenset[str]) -> None:
-    if unknown := sorted(map(str, given.keys() - known)):
-        raise ValueError(f"{what} has unknown keys {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-
-
-def _check_sizes(given: dict) -> None:
-    for key in PART_SIZES:
-        value = given.get(key)
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= sys.maxsize
-        ):
-            raise ValueError(f"{key} is {value!r:.40}, must be an integer of at least 1 and at most {sys.maxsize}")
-
-
-def _tensor(made, name: str) -> torch.Tensor:
+def _returned(made, name: str) -> Any:
     if name not in made:
-        raise ValueError(f"the processor returned no {name}, only {', '.join(made)}")
-    return torch.as_tensor(made[name])
+        raise RequestError(f"the processor returned no {name}, only {', '.join(made)}")
+    return made[name]
 
 
-def _check_takes_images(parts: list[dict], image_token_id: int | None) -> None:
-    if parts and image_token_id is None:
-        raise ValueError("this checkpoint is text-only, it cannot take images")
-
-
-@contextmanager
-def _naming_image(i: int) -> Iterator[None]:
-    """Prefix a ValueError with the image it is about."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"image {i}: {error}") from error
+def _check_takes_images(parsed: ParsedRequest, rules: MediaRules | None) -> None:
+    if parsed.images and rules is None:
+        raise RequestError("this checkpoint is text-only, it cannot take images")
 
 
 def _apply_template(owner, messages: list[dict]) -> str:
-    """Render with a tokenizer's or a processor's own template; ValueError where it has none or refuses."""
+    """Render with a tokenizer's or a processor's own template; RequestError where it has none or refuses."""
     try:
         return owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # templates are programs of their own, and raise what they like
-        raise ValueError(f"the chat template cannot render these messages: {error}") from error
-
-
-def _multimodal(images: list[ImageInput], placeholders: list[tuple[int, int]]) -> dict[str, Any]:
-    if not images:
-        return {}
-    return {
-        "pixel_values": [image.pixel_values for image in images],
-        "image_grid_thw": [image.grid_thw for image in images],
-        "vision_placeholders": placeholders,
-        "image_digests": [image.digest for image in images],
-    }
+    except Exception as error:  # templates are programs, and raise anything
+        raise RequestError(f"the chat template cannot render these messages: {error}") from error

@@ -1,12 +1,13 @@
-"""RGB pictures -> uint8 patches: resize as Qwen2-VL does, cut into patches, digest.
+"""RGB images -> uint8 patches: resized as the checkpoint asks, cut into patches, with a digest.
 
-From the RGB picture on, the result equals transformers' `Qwen2VLImageProcessorPil`: the same grid, and after
-`normalize_patches` the same float32 values. Between here and the device a picture stays uint8, a quarter of the bytes.
+From the RGB image on, the result equals that of transformers' PIL image processors for the Qwen-VL models: the same
+grid, and after `normalize_patches` the same float32 values. An image stays uint8 up to the
+device: a quarter of the bytes.
 """
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import xxhash
 from PIL import Image
 
+from mmvllm.errors import ParameterError, RequestError
 from mmvllm.processors.load import MAX_SOURCE_PIXELS
 
 MAX_ASPECT_RATIO = 200
@@ -24,22 +26,22 @@ PART_MIN_TOKENS = 4
 PART_MAX_TOKENS = 16384
 PART_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 
-# What a checkpoint may not change: nothing here could follow it.
+# Settings with one supported value.
 _FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": int(Image.Resampling.BICUBIC)}
 
 
 @dataclass(frozen=True, slots=True)
 class ImageProcessorConfig:
-    """What a checkpoint says about preparing pictures; the defaults are Qwen2-VL's."""
+    """How a checkpoint wants images resized, cut into patches and normalised."""
 
-    min_pixels: int = 56 * 56
-    max_pixels: int = 28 * 28 * 1280
-    patch_size: int = 14
-    temporal_patch_size: int = 2
-    merge_size: int = 2
-    rescale_factor: float = 1 / 255
-    image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
-    image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
+    min_pixels: int
+    max_pixels: int
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    rescale_factor: float
+    image_mean: tuple[float, ...]
+    image_std: tuple[float, ...]
 
     def __post_init__(self):
         for name in ("min_pixels", "max_pixels", "patch_size", "temporal_patch_size", "merge_size"):
@@ -49,12 +51,12 @@ class ImageProcessorConfig:
         _check_bounds(self.min_pixels, self.max_pixels)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path) -> "ImageProcessorConfig":
-        """Read a checkpoint's settings as transformers does; Qwen2-VL's where there are none.
+    def from_pretrained(cls, folder: str | Path, defaults: "ImageProcessorConfig") -> "ImageProcessorConfig":
+        """Read a checkpoint's settings as transformers does; its family's `defaults` where there are none.
 
         They are in `preprocessor_config.json`, or (first choice) under `image_processor` in `processor_config.json`.
         New files keep the pixel bounds under `size`, old ones at the top, which wins where both are present. Raises
-        ValueError for damaged files, and for settings that mmvllm could not follow.
+        ValueError for damaged files, and for settings that are not supported.
         """
         path, raw = _read_settings(Path(folder))
         if not isinstance(raw, dict):
@@ -63,18 +65,30 @@ class ImageProcessorConfig:
             for name, value in _FIXED.items():
                 if raw.get(name) not in (value, None):
                     raise ValueError(f"{name} is {raw[name]!r}, mmvllm supports only {value!r}")
-            return cls(**_known_settings(raw))
+            return replace(defaults, **_known_settings(raw))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 
     @property
     def factor(self) -> int:
-        """Sides of a resized picture are multiples of this many pixels: one merged token."""
+        """Sides of a resized image are multiples of this many pixels: one merged token."""
         return self.patch_size * self.merge_size
+
+    def resized(
+        self, height: int, width: int, min_pixels: int | None = None, max_pixels: int | None = None
+    ) -> tuple[int, int]:
+        """The (height, width) that an image is resized to; the bounds, where given, replace the checkpoint's.
+
+        A `max_pixels` below the checkpoint's `min_pixels` is never exceeded: there the rule of transformers, which
+        rounds up, does not hold. Raises ValueError for bounds that cannot be met.
+        """
+        low, high = pixel_bounds(min_pixels, max_pixels, self.min_pixels, self.max_pixels)
+        size = smart_resize(height, width, self.factor, low, high)
+        return size if high >= self.min_pixels else _shrink(size, self.factor, high)
 
 
 def _read_settings(folder: Path) -> tuple[Path, Any]:
-    """The file that speaks of pictures, and what it says; {} where there is none."""
+    """The file with the image settings, and its settings; {} where there is none."""
     path = folder / "processor_config.json"
     processor = _read_json(path)
     if isinstance(processor, dict) and "image_processor" in processor:
@@ -110,7 +124,7 @@ def _known_settings(raw: dict) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ImageInput:
-    """One prepared picture: P = t * h * w patches, of which merge_size**2 make one placeholder token."""
+    """One prepared image: P = t * h * w patches, of which merge_size**2 make one placeholder token."""
 
     pixel_values: torch.Tensor  # (P, channels * temporal_patch_size * patch_size**2) uint8
     grid_thw: tuple[int, int, int]
@@ -120,22 +134,22 @@ class ImageInput:
 def smart_resize(
     height: int,
     width: int,
-    factor: int = 28,
-    min_pixels: int = 56 * 56,
-    max_pixels: int = 28 * 28 * 1280,
+    factor: int,
+    min_pixels: int,
+    max_pixels: int,
     min_side: int = 0,
 ) -> tuple[int, int]:
     """Nearest (height, width) in multiples of `factor` with about the same aspect ratio and min <= area <= max.
 
-    The rule, rounding included, is that of transformers. There a side below factor / 2 rounds to 0, so that the picture
-    is made larger; `min_side=factor` is the rule of qwen-vl-utils, which rounds such a side up. A picture too thin for
+    The rule, rounding included, is that of transformers. There a side below factor / 2 rounds to 0, so that the image
+    is made larger; `min_side=factor` is the rule of qwen-vl-utils, which rounds such a side up. An image too thin for
     `max_pixels` stays one factor thick. Raises ValueError for an aspect ratio above 200.
     """
     if min(height, width) < 1:
-        raise ValueError(f"picture is {width}x{height} pixels; both sides must be at least 1")
+        raise RequestError(f"image is {width}x{height} pixels; both sides must be at least 1")
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-        raise ValueError(
-            f"picture is {width}x{height} pixels: the long side may be at most {MAX_ASPECT_RATIO} times the short one; "
+        raise RequestError(
+            f"image is {width}x{height} pixels: the long side may be at most {MAX_ASPECT_RATIO} times the short one; "
             "crop it"
         )
     h_bar, w_bar = (max(min_side, round(side / factor) * factor) for side in (height, width))
@@ -150,6 +164,16 @@ def smart_resize(
     return h_bar, w_bar
 
 
+def _shrink(size: tuple[int, int], factor: int, max_pixels: int) -> tuple[int, int]:
+    """Shorten the longer side until the area is at most `max_pixels`."""
+    if max_pixels < factor**2:
+        raise ParameterError("max_pixels", max_pixels, f"at least {factor**2}, the pixels of one token")
+    height, width = size
+    short = min(height, width, math.isqrt(max_pixels) // factor * factor)
+    long = min(max(height, width), max_pixels // short // factor * factor)
+    return (short, long) if height <= width else (long, short)
+
+
 def pixel_bounds(min_pixels: int | None, max_pixels: int | None, default_min: int, default_max: int) -> tuple[int, int]:
     """The (min, max) to resize with; a bound given alone moves the other's default where they would cross."""
     low = min_pixels or min(default_min, max_pixels or default_min)
@@ -160,16 +184,16 @@ def pixel_bounds(min_pixels: int | None, max_pixels: int | None, default_min: in
 
 def _check_bounds(low: int, high: int) -> None:
     if low > high:
-        raise ValueError(f"min_pixels is {low}, above max_pixels {high}")
-    if low > MAX_SOURCE_PIXELS:  # small pictures would be made this large
-        raise ValueError(f"min_pixels is {low}, must be at most {MAX_SOURCE_PIXELS}")
+        raise RequestError(f"min_pixels is {low}, above max_pixels {high}", param="min_pixels", value=low, limit=high)
+    if low > MAX_SOURCE_PIXELS:  # small images would be enlarged to this
+        raise ParameterError("min_pixels", low, f"at most {MAX_SOURCE_PIXELS}")
 
 
-def resize_for_part(image: Image.Image, part: dict, factor: int = 28) -> Image.Image:
+def resize_for_part(image: Image.Image, part: dict, factor: int) -> Image.Image:
     """Apply the sizes an image part carries, with the meaning they have in qwen-vl-utils' `fetch_image`.
 
     `resized_height` with `resized_width` ask for that size (one alone is ignored), `min_pixels` and `max_pixels` bound
-    the area. The picture processor's own bounds apply afterwards, as they do when qwen-vl-utils feeds transformers'
+    the area. The image processor's own bounds apply afterwards, as they do when qwen-vl-utils feeds transformers'
     processor.
     """
     if not any(part.get(key) for key in PART_SIZES):
@@ -185,21 +209,21 @@ def resize_for_part(image: Image.Image, part: dict, factor: int = 28) -> Image.I
 
 
 class ImageProcessor:
-    """RGB picture -> `ImageInput`, with the settings of a checkpoint."""
+    """RGB image -> `ImageInput`, with the settings of a checkpoint."""
 
     def __init__(self, config: ImageProcessorConfig):
         self.config = config
 
     def __call__(self, image: Image.Image, min_pixels: int | None = None, max_pixels: int | None = None) -> ImageInput:
-        """Resize, cut and digest one RGB picture; `min_pixels` and `max_pixels` replace the checkpoint's bounds."""
+        """Resize, cut and digest one RGB image; `min_pixels` and `max_pixels` replace the checkpoint's bounds."""
         c = self.config
         low, high = pixel_bounds(min_pixels, max_pixels, c.min_pixels, c.max_pixels)
-        height, width = smart_resize(image.height, image.width, c.factor, low, high)
+        height, width = c.resized(image.height, image.width, min_pixels, max_pixels)
         if (width, height) != image.size:
             image = image.resize((width, height), Image.Resampling.BICUBIC)
         patches = patchify(np.asarray(image), c.patch_size, c.merge_size)  # (P, C * p * p)
         grid_thw = (1, height // c.patch_size, width // c.patch_size)
-        # A still picture fills every frame of its temporal patch.
+        # A still image fills every frame of its temporal patch.
         channels = patches.reshape(len(patches), 3, 1, c.patch_size**2)
         pixel_values = np.repeat(channels, c.temporal_patch_size, axis=2).reshape(len(patches), -1)
         digest = xxhash.xxh3_128(patches.data)

@@ -225,7 +225,7 @@ async def _at_stage(engine: AsyncLLM, stage: str, others: contextlib.AsyncExitSt
     elif stage == "waiting in the engine":
         await until(lambda: "it" in stats, "in the engine")
     elif stage == "in mid-answer":
-        await until(lambda: "it" in stats and stats["it"].leader.num_completion_tokens > 3, "answered")
+        await until(lambda: "it" in stats and stats["it"].first_seq.num_completion_tokens > 3, "answered")
     else:
         await until(lambda: "it" in engine._streams, "admitted")
     return task

@@ -10,6 +10,7 @@ import torch
 
 from mmvllm import LLM
 from mmvllm.config import EngineConfig, ModelConfig, VisionConfig
+from mmvllm.models.registry import load_config
 from tests.helpers.configs import DECODER, assert_equals_transformers
 
 FLAT = {  # the layout of the published checkpoints
@@ -100,7 +101,7 @@ def test_every_layout_equals_transformers(layout, folder_of):
 
 
 def test_flat_layout_and_nested_layout_are_the_same_model(folder_of):
-    assert ModelConfig.from_pretrained(folder_of(FLAT)) == ModelConfig.from_pretrained(folder_of(NESTED))
+    assert load_config(folder_of(FLAT)) == load_config(folder_of(NESTED))
 
 
 def test_saved_by_transformers_equals_transformers(checkpoints):
@@ -109,13 +110,13 @@ def test_saved_by_transformers_equals_transformers(checkpoints):
 
 
 def test_sparse_vision_config_takes_the_class_defaults(folder_of):
-    vision = ModelConfig.from_pretrained(folder_of(SPARSE)).vision
+    vision = load_config(folder_of(SPARSE)).vision
     assert (vision.depth, vision.embed_dim, vision.num_heads, vision.head_dim) == (32, 1280, 16, 80)
     assert vision.patch_dim == 3 * 2 * 14 * 14
 
 
 def test_derived_sizes(folder_of):
-    config = ModelConfig.from_pretrained(folder_of(FLAT))
+    config = load_config(folder_of(FLAT))
     assert (config.head_dim, config.vision.head_dim, config.vision.patch_dim) == (16, 16, 3 * 7 * 7)
 
 
@@ -132,7 +133,7 @@ def test_derived_sizes(folder_of):
 )
 @pytest.mark.parametrize("layout", ["flat", "nested"])
 def test_eos_ids_come_from_the_generation_config_first(layout, generation, want, folder_of):
-    assert ModelConfig.from_pretrained(folder_of(LAYOUTS[layout], generation)).eos_token_ids == want
+    assert load_config(folder_of(LAYOUTS[layout], generation)).eos_token_ids == want
 
 
 @pytest.mark.parametrize(
@@ -162,42 +163,42 @@ def test_eos_ids_come_from_the_generation_config_first(layout, generation, want,
     ids=lambda value: ".".join(value) if isinstance(value, tuple) else "",
 )
 def test_null_means_what_leaving_out_means(config, keys, same_as, folder_of):
-    want = ModelConfig.from_pretrained(folder_of(same_as))
-    assert ModelConfig.from_pretrained(folder_of(with_value(config, None, *keys))) == want
+    want = load_config(folder_of(same_as))
+    assert load_config(folder_of(with_value(config, None, *keys))) == want
 
 
 def test_vision_model_without_a_vision_config_is_still_one(folder_of):
     """transformers takes the class defaults then; ours must not serve it as a text-only model."""
     big = {**FLAT, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
     del big["vision_config"], big["rope_scaling"], big["image_token_id"]
-    config = ModelConfig.from_pretrained(folder_of(big))
+    config = load_config(folder_of(big))
     assert (config.vision, config.mrope_section, config.image_token_id) == (VisionConfig(), (16, 24, 24), 151655)
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 def test_quantization_is_noted(method, folder_of):
     config = {**FLAT, "quantization_config": {"quant_method": method, "bits": 4}}
-    assert ModelConfig.from_pretrained(folder_of(config)).quantization == method
-    assert ModelConfig.from_pretrained(folder_of(FLAT)).quantization is None
+    assert load_config(folder_of(config)).quantization == method
+    assert load_config(folder_of(FLAT)).quantization is None
 
 
 def test_a_folder_without_config_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"not a checkpoint folder, it has no config\.json"):
-        ModelConfig.from_pretrained(tmp_path)
+        load_config(tmp_path)
     with pytest.raises(ValueError, match=r"absent: not a checkpoint folder"):
-        ModelConfig.from_pretrained(tmp_path / "absent")
+        load_config(tmp_path / "absent")
 
 
 @pytest.mark.parametrize("text", ["", '{"hidden_size": 64,', "[1, 2]", "null", "\x00"])
 def test_damaged_json_is_refused(text, folder_of):
     with pytest.raises(ValueError, match=r"config\.json is damaged: .*; download it again"):
-        ModelConfig.from_pretrained(folder_of(text))
+        load_config(folder_of(text))
 
 
 def test_damaged_generation_config_is_refused(folder_of, tmp_path):
     (tmp_path / "generation_config.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"generation_config\.json is damaged"):
-        ModelConfig.from_pretrained(folder_of(FLAT))
+        load_config(folder_of(FLAT))
 
 
 @pytest.mark.parametrize(
@@ -215,13 +216,13 @@ def test_damaged_generation_config_is_refused(folder_of, tmp_path):
 @pytest.mark.parametrize("value", [..., None], ids=["missing", "null"])
 def test_a_missing_value_is_named(name, value, folder_of):
     with pytest.raises(ValueError, match=rf"config\.json: does not give {name}$"):
-        ModelConfig.from_pretrained(folder_of(with_value(FLAT, value, name)))
+        load_config(folder_of(with_value(FLAT, value, name)))
 
 
 def test_all_missing_values_are_named(folder_of):
     nested = with_value(with_value(NESTED, ..., "text_config", "vocab_size"), ..., "text_config", "hidden_size")
     with pytest.raises(ValueError, match=r"does not give hidden_size, vocab_size$"):
-        ModelConfig.from_pretrained(folder_of(nested))
+        load_config(folder_of(nested))
 
 
 @pytest.mark.parametrize(
@@ -249,7 +250,7 @@ def test_all_missing_values_are_named(folder_of):
 )
 def test_what_cannot_be_served_is_refused(keys, value, match, folder_of):
     with pytest.raises(ValueError, match=r"config\.json: .*" + match):
-        ModelConfig.from_pretrained(folder_of(with_value(FLAT, value, *keys)))
+        load_config(folder_of(with_value(FLAT, value, *keys)))
 
 
 @pytest.mark.parametrize(
@@ -267,7 +268,7 @@ def test_another_architecture_is_refused_before_its_values(config, folder_of):
     name = (config.get("architectures") or [config.get("model_type", "unknown")])[0]
     supported = "Qwen2VLForConditionalGeneration, Qwen2ForCausalLM"
     with pytest.raises(ValueError, match=f"architecture '{name}' is not supported; supported: {supported}"):
-        ModelConfig.from_pretrained(folder_of(config))
+        load_config(folder_of(config))
 
 
 def test_an_unknown_vision_activation_is_refused(checkpoint, tmp_path, make_llm):

@@ -63,7 +63,7 @@ def test_preemption(checkpoint, make_llm):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_steps_launched_ahead_give_the_same_tokens_and_wait_for_nothing(temperature, checkpoint, make_llm, monkeypatch):
     ahead, plain = (make_llm(checkpoint, device="cuda", skip_warmup=False) for _ in range(2))
-    plain.engine._looks_ahead = False
+    plain.engine._launches_ahead = False
     launch, launched = ahead.engine._launch_ahead, []
 
     def watched(running):

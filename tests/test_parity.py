@@ -25,8 +25,8 @@ def test_ids_grid_and_pixels_equal_transformers(name, checkpoint, reference, mak
     prompt = llm.processor(REQUESTS[name])
     assert prompt.token_ids == want["input_ids"][0].tolist()
     if "pixel_values" in want:
-        assert [list(grid) for grid in prompt.multimodal["image_grid_thw"]] == want["image_grid_thw"].tolist()
-        pixels = normalize_patches(torch.cat(prompt.multimodal["pixel_values"]), llm.engine.image_config)
+        assert [list(grid) for grid in prompt.MULTI_image_grid_thw] == want["image_grid_thw"].tolist()
+        pixels = normalize_patches(torch.cat(prompt.MULTI_pixel_values), llm.engine.image_config)
         assert torch.equal(pixels, want["pixel_values"])
 
 

@@ -194,6 +194,7 @@ def reference(args: argparse.Namespace, stack: ExitStack) -> Way:
 
     from mmvllm.bench.reference import Qwen2VLImageProcessorPil, Transformers
     from mmvllm.config import EngineConfig, ModelConfig
+    from mmvllm.models.registry import load_config
     from mmvllm.models.weights import resolve_folder
     from mmvllm.processors.image import ImageProcessorConfig, pixel_bounds
 
@@ -202,7 +203,7 @@ def reference(args: argparse.Namespace, stack: ExitStack) -> Way:
     theirs = Transformers(folder, tokenizer, device, torch.float32, "auto", batch_size=1)
     low, high = pixel_bounds(None, args.max_pixels, images.min_pixels, images.max_pixels)
     theirs.images = Qwen2VLImageProcessorPil.from_pretrained(folder, min_pixels=low, max_pixels=high)
-    ends = sorted(ModelConfig.from_pretrained(folder).eos_token_ids)
+    ends = sorted(load_config(folder).eos_token_ids)
 
     def answer(path: Path) -> tuple[str | None, int]:
         try:

@@ -14,9 +14,10 @@ import mmvllm.kernels
 from mmvllm.bench.report import number, percent, print_table, record
 from mmvllm.bench.roofline import bytes_per_second
 from mmvllm.config import EngineConfig, ModelConfig
+from mmvllm.models.registry import load_config
 from mmvllm.kernels.dispatch import Case
-from mmvllm.layers.transfer import current_device
 from mmvllm.models.weights import resolve_folder
+from mmvllm.transfer import current_device
 
 CPU_SECONDS = 0.1  # for the repetitions of one case
 
@@ -25,7 +26,7 @@ def run(args: argparse.Namespace) -> dict:
     """Print the table; return the record."""
     modules = _modules(args.names)
     engine_config = EngineConfig(device=args.device, dtype=args.dtype)
-    config = ModelConfig.from_pretrained(resolve_folder(args.model, with_weights=False))
+    config = load_config(resolve_folder(args.model, with_weights=False))
     device = engine_config.resolve_device()
     dtype = engine_config.resolve_dtype(config.dtype, device)
     bandwidth = bytes_per_second(device) if device.type == "cuda" else None

@@ -13,7 +13,7 @@ import torch
 from mmvllm.bench.report import number, print_table, record
 from mmvllm.bench.workload import encoded, picture_sizes, smooth_noise
 from mmvllm.models.weights import resolve_folder
-from mmvllm.prefetch import NUM_WORKERS
+from mmvllm.intake import NUM_WORKERS
 from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig
 from mmvllm.processors.load import load_image
 

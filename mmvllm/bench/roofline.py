@@ -10,7 +10,7 @@ import torch
 
 from mmvllm.bench.costs import decoder_flops, head_flops, keys_seen, vision_flops, weights_read_by_a_step
 from mmvllm.bench.runs import Run, is_prefill, now
-from mmvllm.engine.model_runner import kv_block_bytes
+from mmvllm.engine.memory import kv_block_bytes
 from mmvllm.layers.linear import Linear, pack_weights
 from mmvllm.llm import LLM
 from mmvllm.outputs import RequestOutput

@@ -12,6 +12,7 @@ from mmvllm.bench.roofline import Machine, Roofline
 from mmvllm.bench.runs import Ours, Run
 from mmvllm.bench.workload import Workload, picture_sizes
 from mmvllm.config import EngineConfig, ModelConfig
+from mmvllm.models.registry import load_config
 from mmvllm.llm import LLM
 from mmvllm.models.weights import resolve_folder
 
@@ -35,7 +36,7 @@ class Bench:
         sizes, options = picture_sizes(args.size), {"max_num_seqs": max_num_seqs} | _engine_options(args)
         engine_config = EngineConfig(**options)
         folder = resolve_folder(args.model, with_weights=engine_config.load_format != "dummy")
-        config, device = ModelConfig.from_pretrained(folder), engine_config.resolve_device()
+        config, device = load_config(folder), engine_config.resolve_device()
         dtype = engine_config.resolve_dtype(config.dtype, device)
         machine = _measured_machine(device, dtype, engine_config.quantization == "int8")
         llm = LLM(folder, **options)

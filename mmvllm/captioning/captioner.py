@@ -1,4 +1,4 @@
-"""Pictures in, records out: the engine fed by workers, and equal pictures captioned once."""
+"""Tasks -> records: images prepared by workers ahead of the engine, and duplicates captioned once."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -7,19 +7,20 @@ from dataclasses import dataclass
 from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.index import Index, keep_caption
 from mmvllm.captioning.items import Item
-from mmvllm.captioning.preparation import Preparer, WorkerProcesses, prepare_in_worker, without_signals
+from mmvllm.captioning.preparation import CaptionPreparer, WorkerProcesses, prepare_in_worker, without_signals
 from mmvllm.captioning.record import COLUMNS
 from mmvllm.captioning.settings import CaptionSettings
+from mmvllm.errors import ImageError
+from mmvllm.intake import NUM_WORKERS, Prefetcher, Prepared, worker_threads
 from mmvllm.llm import LLM
 from mmvllm.outputs import RequestOutput
-from mmvllm.prefetch import NUM_WORKERS, Prefetcher, Prepared, worker_threads
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """An item to be captioned; `key` names its record, `file` is where its caption goes besides.
+    """An item to be captioned; `key` identifies its record, `file` is its caption file, if one is to be written.
 
-    What is no picture, but a place that could not be looked into, gets a record of its error too.
+    A folder, tar or list that could not be read is a task too (`is_picture` is false): it gets a record of its error.
     """
 
     item: Item
@@ -29,7 +30,7 @@ class Task:
 
 
 class Captioner:
-    """One engine and the settings of one job; pictures are prepared in threads, or in processes of their own."""
+    """One engine and the settings of one job; images are prepared in threads, or in worker processes."""
 
     def __init__(self, llm: LLM, settings: CaptionSettings, num_workers: int | None = None, in_processes: bool = False):
         self.llm, self.settings = llm, settings
@@ -40,41 +41,41 @@ class Captioner:
 
     @property
     def engine_wait_share(self) -> float:
-        """Share of the time since the first picture was ready in which the engine had none to work on, in [0, 1]."""
+        """Share of the time since the first image was prepared in which the engine had none to process, in [0, 1]."""
         return 0.0 if self._prefetcher is None else self._prefetcher.wait_share
 
     def stop(self) -> None:
-        """Finish what the engine has begun, and drop the rest; may be called from a signal handler."""
+        """Finish the requests that the engine has begun, and drop the rest; may be called from a signal handler."""
         self._is_stopped = True
         if self._prefetcher is not None:
             self._prefetcher.finish()
 
     def records(self, tasks: Iterable[Task], index: Index) -> Iterator[dict]:
-        """A record for every task, as they finish; what fails is a record with `error`.
+        """A record for every task, as they finish; a failure is a record with `error`.
 
-        The tasks are walked in a thread of their own; captions that `index` has are copied.
+        The tasks are iterated in a thread of their own; captions that `index` has are copied.
         """
-        under_way = _UnderWay(self.settings, index, lambda: self._is_stopped)
-        self._prefetcher = self._prefetch(under_way.requests(tasks))
+        jobs = _TasksInFlight(self.settings, index, lambda: self._is_stopped)
+        self._prefetcher = self._prefetch(jobs.requests(tasks))
         params, num_failures = self.settings.sampling_params, 0
-        stream = self.llm.stream_prepared(self._prefetcher, params, "return", under_way.check, lambda: self._is_stopped)
+        stream = self.llm.stream_prepared(self._prefetcher, params, "return", jobs.select, lambda: self._is_stopped)
         for number, output in stream:
-            yield from under_way.finish(number, output)
-            if output.arrival_time is not None:  # else it never came to the engine
+            yield from jobs.finish(number, output)
+            if output is not None and output.arrival_time is not None:  # it reached the engine
                 num_failures = num_failures + 1 if output.error is not None else 0
-            if num_failures > 2 * self.llm.window:  # more than any step, or any few, can have
-                raise JobError(f"the engine fails every time, now with: {output.error}")
+                if num_failures > 2 * self.llm.admission.max_requests:  # more than any few steps can have
+                    raise JobError(f"the engine fails every time, now with: {output.error}")
 
     def _prefetch(self, requests: Iterator[dict]) -> Prefetcher:
         processor = self.llm.processor
-        prepare, make_pool = Preparer(processor), worker_threads
+        prepare, make_pool = CaptionPreparer(processor), worker_threads
         if self._in_processes:
             prepare, make_pool = prepare_in_worker, WorkerProcesses(processor)
             requests = without_signals(requests)
         return Prefetcher(
             requests,
             prepare,
-            max_requests=self.llm.window,
+            max_requests=self.llm.admission.max_requests,
             num_workers=self._num_workers,
             in_order=False,
             make_pool=make_pool,
@@ -83,24 +84,23 @@ class Captioner:
 
 @dataclass(slots=True)
 class _Work:
-    """A task under way, with what its preparation said of the picture."""
+    """A task in flight, with what its preparation found out about the image."""
 
     task: Task
     digest: str | None = None
     width: int | None = None
     height: int | None = None
-    content: str | None = None  # what equal pictures that are asked the same have in common
+    content: str | None = None  # the same for duplicates with the same prompt
     is_duplicate: bool = False
-    is_dropped: bool = False
 
 
-class _UnderWay:
+class _TasksInFlight:
     """The tasks between finding and recording, by their number."""
 
     def __init__(self, settings: CaptionSettings, index: Index, is_stopped: Callable[[], bool]):
         self._settings, self._index, self._is_stopped = settings, index, is_stopped
         self._works: dict[int, _Work] = {}
-        self._twins: dict[str, list[_Work]] = {}  # by content: who waits for the caption of one that is in the engine
+        self._duplicates: dict[str, list[_Work]] = {}  # by the content of an image whose caption is being generated
 
     def requests(self, tasks: Iterable[Task]) -> Iterator[dict]:
         for number, task in enumerate(tasks):
@@ -109,45 +109,40 @@ class _UnderWay:
             self._works[number] = _Work(task)
             yield self._settings.request(task.item)
 
-    def check(self, prepared: Prepared) -> None:
-        """Keep from the engine what is stopped, and what it has seen already."""
+    def select(self, prepared: Prepared) -> bool:
+        """Whether the engine is to caption it: not when the job is stopped, and duplicates once only."""
         work, prompt = self._works[prepared.index], prepared.prompt.result()
         work.digest, work.width, work.height = prompt.digest, prompt.width, prompt.height
         if self._is_stopped():
-            work.is_dropped = True
-            raise ValueError("stopped")
+            return False
         if self._settings.is_repeatable:
             work.content = self._settings.content_key(work.digest, self._settings.prompt_for(work.task.item))
-            self._refuse_what_is_known(work)
+            work.is_duplicate = self._is_duplicate(work)
+        return not work.is_duplicate
 
-    def _refuse_what_is_known(self, work: _Work) -> None:
-        if work.content in self._twins:
-            self._twins[work.content].append(work)
-        elif self._index.caption(work.content) is None:
-            self._twins[work.content] = []
-            return
-        work.is_duplicate = True
-        raise ValueError("duplicate")
+    def _is_duplicate(self, work: _Work) -> bool:
+        if work.content in self._duplicates:
+            self._duplicates[work.content].append(work)
+            return True
+        if self._index.caption(work.content) is not None:
+            return True
+        self._duplicates[work.content] = []
+        return False
 
-    def finish(self, number: int, output: RequestOutput) -> Iterator[dict]:
-        """The records that an output of the engine, or its refusal, leads to."""
+    def finish(self, number: int, output: RequestOutput | None) -> Iterator[dict]:
+        """The records that an output leads to; None is that of a task that was not selected."""
         work = self._works.pop(number)
-        if work.is_dropped:
-            return
-        if work.is_duplicate:
-            if (original := self._index.caption(work.content)) is not None:  # else the work is among the twins
-                yield self._copy(work, original)
-            return
-        record = self._record(work, output)
-        keep_caption(self._settings, self._index, record)
-        yield record
-        for twin in self._twins.pop(work.content, ()):
-            yield self._copy(twin, record)
+        if output is not None:
+            record = self._record(work, output)
+            keep_caption(self._settings, self._index, record)
+            yield record
+            for duplicate in self._duplicates.pop(work.content, ()):
+                yield self._copy(duplicate, record)
+        elif work.is_duplicate and (original := self._index.caption(work.content)) is not None:
+            yield self._copy(work, original)  # one whose original is in flight is yielded with that
 
     def _record(self, work: _Work, output: RequestOutput) -> dict:
-        error = output.error
-        if error is not None:  # without the words that say which picture it is about: the path already does
-            error = error.removeprefix("image 0: ").removeprefix(f"{work.task.item.path:.200}: ")
+        error = _reason(work.task.item, output)
         made = {
             "caption": self._settings.caption(output.text) if error is None else None,
             "prompt_tokens": output.num_prompt_tokens,
@@ -159,12 +154,12 @@ class _UnderWay:
         return dict.fromkeys(COLUMNS) | self._describe(work, error) | made
 
     def _copy(self, work: _Work, original: dict) -> dict:
-        """The original's caption or error for a picture that equals it."""
+        """The original's caption or error for a duplicate."""
         own = {"duplicate_of": original["path"], "seconds": 0.0}
         return original | self._describe(work, original["error"]) | own
 
     def _describe(self, work: _Work, error: str | None) -> dict:
-        """What a record says of the picture itself."""
+        """What a record says of the image itself."""
         item = work.task.item
         return {
             "path": item.path,
@@ -180,3 +175,12 @@ class _UnderWay:
             "settings": self._settings.fingerprint,
             "key": work.task.key,
         }
+
+
+def _reason(item: Item, output: RequestOutput) -> str | None:
+    """Why there is no caption, without the words that say which image it is about: the record's path does."""
+    error = output.exception
+    if error is None:
+        return output.error
+    is_named = isinstance(error, ImageError) and error.source != f"{item.path:.200}"
+    return f"{error.source}: {error.reason}" if is_named else error.reason

@@ -13,13 +13,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from mmvllm.config import EngineConfig, ModelConfig
+    from mmvllm.models.registry import load_config
     from mmvllm.layers.attention import choose_attention
     from mmvllm.models.weights import resolve_folder
 
     engine_config = EngineConfig(device=args.device, dtype=args.dtype, kvcache_block_size=args.block_size)
     device = engine_config.resolve_device()
     folder = resolve_folder(args.model, with_weights=False)
-    config = ModelConfig.from_pretrained(folder)
+    config = load_config(folder)
     dtype = engine_config.resolve_dtype(config.dtype, device)
     attention, reason = choose_attention("auto", config, device, dtype, args.block_size)
     block_size = args.block_size or attention.block_size
@@ -81,13 +82,13 @@ def _attention_backends(config, device, dtype, block_size: int | None) -> dict[s
 def _memory(config, engine_config, attention, block_size: int, device, dtype) -> dict[str, str]:
     import torch
 
-    from mmvllm.engine.model_runner import affordable_blocks, kv_block_bytes
+    from mmvllm.engine.memory import affordable_blocks, kv_block_bytes
     from mmvllm.layers.linear import packs_well
-    from mmvllm.models.registry import model_class
+    from mmvllm.models.registry import family_of
 
     with torch.device("meta"):
         num_parameters = sum(
-            parameter.numel() for parameter in model_class(config.architecture)(config, attention).parameters()
+            parameter.numel() for parameter in family_of(config.architecture).build(config, attention).parameters()
         )
     # On a CPU a tied head is packed, and the embedding stays as it is.
     copied = config.tie_word_embeddings and device.type == "cpu" and packs_well(dtype)

@@ -1,8 +1,8 @@
-"""KV blocks: hand out, share by content, take back. (Paged KV caches are arXiv 2309.06180.)
+"""KV blocks: allocated, shared by content, freed. (Paged KV caches are arXiv 2309.06180.)
 
 A full block of computed tokens enters the prefix cache under a key that *is* its content: the id of the prefix before
-it, its token ids, and for each picture it touches the picture's digest and where in the picture the block begins (all
-placeholders share one token id, so tokens alone would let one picture's KV answer for another's). A lookup compares
+it, its token ids, and for each media item it touches the item's digest and where in the item the block begins (all
+placeholders share one token id, so token ids alone would let one image's KV be used for another). A lookup compares
 whole keys, so a hit never rests on a hash alone. The first block's prefix is the request's cache salt.
 
 A block whose reference count falls to zero is free but keeps its content until it is needed: free blocks are a queue,
@@ -96,7 +96,7 @@ class BlockManager:
             seq.prefix_ids.append(self.cached[key][1])
 
     def free(self, seq: Sequence) -> None:
-        """Take back all blocks of a sequence; their content stays cached until they are handed out again."""
+        """Free all blocks of a sequence; their content stays cached until they are allocated again."""
         for block in reversed(seq.block_table):
             self._release(block)
         seq.block_table, seq.prefix_ids = [], []
@@ -116,12 +116,9 @@ class BlockManager:
 
     def _key(self, seq: Sequence, i: int) -> tuple:
         start, end = i * self.block_size, (i + 1) * self.block_size
-        vision = seq.vision
-        images = tuple(
-            (vision.image_digests[j], start - vision.vision_placeholders[j][0]) for j in vision.touching(start, end)
-        )
+        items = tuple((seq.items[j].digest, start - seq.items[j].offset) for j in seq.items_in(start, end))
         prefix = seq.prefix_ids[i - 1] if i else ("salt", seq.cache_salt)
-        return prefix, tuple(seq.token_ids[start:end]), images
+        return prefix, tuple(seq.token_ids[start:end]), items
 
     def _take(self, block: int) -> None:
         if self.ref_counts[block] == 0:

@@ -8,13 +8,13 @@ that no sequence owns, and see one key there.
 import logging
 import time
 from bisect import bisect_left
-from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
-from mmvllm.engine.batch import Batch
+from mmvllm.batch import Batch, decode_buffers, first_sequences
+from mmvllm.models.interface import Model
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +28,9 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 def graphs_bytes(max_num_seqs: int, vocab_size: int) -> int:
-    """Memory that the graphs take beside the inputs: their logits three times, in float32 twice and before that.
+    """Bytes that the graphs take beside the inputs: their logits, three times at most.
 
-    What the layers need for so few rows is little beside it.
+    What the layers need for so few rows is small in comparison.
     """
     return 12 * graph_sizes(max_num_seqs)[-1] * vocab_size
 
@@ -38,12 +38,12 @@ def graphs_bytes(max_num_seqs: int, vocab_size: int) -> int:
 class DecodeGraphs:
     """Captures at construction; `run` replays a batch that `fits`."""
 
-    def __init__(self, model: nn.Module, kv_cache: Tensor, no_rows: Tensor, max_num_seqs: int, max_model_len: int):
+    def __init__(self, model: Model, kv_cache: Tensor, no_rows: Tensor, max_num_seqs: int, max_model_len: int):
         self.sizes = graph_sizes(max_num_seqs)
         self._model, self._kv_cache, self._no_rows = model, kv_cache, no_rows
         self._scratch_block = kv_cache.shape[2] - 1
         largest = self.sizes[-1]
-        self._inputs = self._padding(largest, max_model_len)
+        self._inputs = decode_buffers(largest, max_model_len, kv_cache.shape[3], self._scratch_block, kv_cache.device)
         vocab_size = model.config.vocab_size
         self._logits = torch.empty(largest, vocab_size, dtype=torch.float32, device=kv_cache.device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -56,7 +56,7 @@ class DecodeGraphs:
     def fits(self, batch: Batch) -> bool:
         """Whether every sequence of the batch decodes, and there are not too many."""
         S = len(batch.query_lens)
-        all_decode = len(batch.input_ids) == len(batch.sample_at) == S and not batch.image_spans
+        all_decode = len(batch.input_ids) == len(batch.sample_at) == S and not batch.row_spans
         return all_decode and self.sizes[-1] >= S
 
     def run(self, batch: Batch) -> Tensor:
@@ -72,7 +72,7 @@ class DecodeGraphs:
         torch.cuda.synchronize(self._kv_cache.device)
         graph = torch.cuda.CUDAGraph()
         pool = self._graphs[self.sizes[-1]].pool() if self._graphs else None
-        # A stream of this device, not the process's first; and other threads may do as they like meanwhile.
+        # A stream of this device, not of the process's first; other threads may use CUDA meanwhile.
         with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
             self._compute(size)
         self._graphs[size] = graph
@@ -81,10 +81,10 @@ class DecodeGraphs:
         self._graphs[size].replay()
 
     def _compute(self, size: int) -> None:
-        self._logits[:size] = self._model(self._first(size), self._no_rows, self._kv_cache)
+        self._logits[:size] = self._model(first_sequences(self._inputs, size), self._no_rows, self._kv_cache)
 
     def _fill(self, batch: Batch, size: int) -> None:
-        """Copy the batch into the buffers; what a longer one left between it and `size` becomes padding."""
+        """Copy the batch into the buffers; rows of a longer batch between its end and `size` become padding."""
         S, blocks, into = len(batch.query_lens), batch.block_table.shape[1], self._inputs
         scratch_slot = self._scratch_block * self._kv_cache.shape[3]
         for name, padding in (("input_ids", 0), ("slot_mapping", scratch_slot), ("kv_lens", 1)):
@@ -94,47 +94,3 @@ class DecodeGraphs:
         into.positions[:, :S] = batch.positions
         into.block_table[:S, :blocks] = batch.block_table
         into.block_table[S:size, 0] = self._scratch_block
-
-    def _padding(self, size: int, max_model_len: int) -> Batch:
-        """Buffers for `size` sequences of up to `max_model_len` tokens, all of them padding."""
-        device, block_size = self._kv_cache.device, self._kv_cache.shape[3]
-
-        def full(shape: tuple[int, ...], value: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.full(shape, value, dtype=dtype, device=device)
-
-        return Batch(
-            input_ids=full((size,), 0),
-            positions=full((3, size), 0),
-            slot_mapping=full((size,), self._scratch_block * block_size),
-            cu_seqlens_q=torch.arange(size + 1, dtype=torch.int32, device=device),
-            kv_lens=full((size,), 1, torch.int32),
-            cu_seqlens_k=torch.arange(size + 1, dtype=torch.int32, device=device),
-            block_table=full((size, -(-max_model_len // block_size)), self._scratch_block, torch.int32),
-            sample_at=torch.arange(size, device=device),
-            image_at=full((0,), 0),
-            image_spans=(),
-            new_images=(),
-            block_copies=full((2, 0), 0),
-            query_lens=(1,) * size,
-            context_lens=(max_model_len,) * size,
-        )
-
-    def _first(self, size: int) -> Batch:
-        """The buffers of the first `size` sequences."""
-        b = self._inputs
-        per_sequence = (
-            "input_ids",
-            "slot_mapping",
-            "kv_lens",
-            "block_table",
-            "sample_at",
-            "query_lens",
-            "context_lens",
-        )
-        return replace(
-            b,
-            positions=b.positions[:, :size],
-            cu_seqlens_q=b.cu_seqlens_q[: size + 1],
-            cu_seqlens_k=b.cu_seqlens_k[: size + 1],
-            **{name: getattr(b, name)[:size] for name in per_sequence},
-        )

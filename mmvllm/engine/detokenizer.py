@@ -1,4 +1,4 @@
-"""Token ids to text while an answer forms: whole characters, and the stop strings among them."""
+"""Token ids to text while a completion is generated: whole characters, and the stop strings among them."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -8,7 +8,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 
 class AnswerText:
-    """Follows one answer. `stop_at` is where in `text` the stop string that was completed last begins, or None."""
+    """The text of one completion. `stop_at` is where in `text` the stop string completed last begins, or None."""
 
     def __init__(self, tokenizer, stop: Sequence[str] = ()):
         self._backend = tokenizer.backend_tokenizer
@@ -21,7 +21,7 @@ class AnswerText:
 
     def append(self, token_id: int) -> bool:
         """Add a token; True if its text completes a stop string."""
-        # The stream would decode a special one, which leaves no text, with every token until there is some again.
+        # Special tokens leave no text: the stream would decode them again with every token until there is some.
         added = "" if token_id in self._special_ids else self._stream.step(self._backend, token_id) or ""
         before = len(self.text)
         self.text += added
@@ -32,9 +32,9 @@ class AnswerText:
 
     @property
     def num_settled(self) -> int:
-        """Length of the beginning of `text` that no stop string can take back, whatever comes next."""
+        """Length of the beginning of `text` that cannot become part of a stop string."""
         size, longest = len(self.text), max(map(len, self._stop), default=0)
-        # What was settled stays so; to look again would take longer with every token.
+        # What is settled stays settled; searching it again would take longer with every token.
         self._settled = next(
             (
                 start
@@ -47,7 +47,7 @@ class AnswerText:
 
 
 def special_ids(tokenizer) -> frozenset[int]:
-    """The tokens that leave nothing in a text."""
+    """The tokens that leave no text."""
     return frozenset(token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
 
 

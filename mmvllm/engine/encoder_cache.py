@@ -1,46 +1,46 @@
-"""ViT outputs by picture digest, within a byte budget.
+"""Which items' ViT rows are on the device, within a byte budget; the model runner owns the rows themselves.
 
-The scheduler acquires a picture before the first chunk that touches it and releases it after the last; in between its
-rows cannot go. Rows that nobody holds stay while the budget allows and serve the next request with the same picture;
-the least recently used go first.
+The scheduler acquires an item before the first chunk that touches it and releases it after the last; in between its
+rows cannot be dropped. Rows without users stay while the budget allows and serve the next request with the same item;
+the least recently used are dropped first. What was dropped is reported once (`take_freed`), and the runner frees it.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
-
-User = tuple[int, int]  # (seq_id, index of the picture in that sequence)
+User = tuple[int, int]  # (seq_id, index of the item in that sequence)
 
 
 @dataclass(slots=True)
 class _Entry:
     num_bytes: int
-    rows: torch.Tensor | None = None  # (M, C), None until the runner has encoded the picture
+    is_encoded: bool = False  # until a step that encodes the item has run
     users: set[User] = field(default_factory=set)
 
 
 class EncoderCache:
-    """Never holds more than `capacity_bytes`; a picture that could never fit must be refused at the door."""
+    """Never counts more than `capacity_bytes`; an item that could never fit must be refused with its request."""
 
     def __init__(self, capacity_bytes: int, bytes_per_row: int):
         self.capacity_bytes = capacity_bytes
         self.bytes_per_row = bytes_per_row
         self.used_bytes = 0
-        # Of pictures, by sequences that need them; a hit is one that is encoded, or about to be.
+        # Lookups of items by sequences that need them; a hit is an item that is encoded, or scheduled to be.
         self.num_lookups = self.num_hits = 0
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
+        self._freed: list[bytes] = []
 
     def fits(self, num_rows: int) -> bool:
-        """Whether a picture of so many rows could ever be held."""
+        """Whether an item of so many rows could ever be held."""
         return num_rows * self.bytes_per_row <= self.capacity_bytes
 
     def is_encoded(self, digest: bytes) -> bool:
         entry = self._entries.get(digest)
-        return entry is not None and entry.rows is not None
+        return entry is not None and entry.is_encoded
 
     def acquire(self, digest: bytes, num_rows: int, user: User) -> bool:
-        """Hold the picture's rows, or the room for them, for `user`; False if there is no room."""
+        """Hold the item's rows, or the room for them, for `user`; False if there is no room."""
         entry = self._entries.get(digest)
         is_hit = entry is not None
         if entry is None:
@@ -57,27 +57,32 @@ class EncoderCache:
         return True
 
     def release(self, digest: bytes, user: User) -> None:
-        """Let go of a picture; harmless if `user` does not hold it."""
+        """End a user's hold; harmless if there is none."""
         entry = self._entries.get(digest)
         if entry is None:
             return
         entry.users.discard(user)
-        if not entry.users and entry.rows is None:  # given up before it was encoded
+        if not entry.users and not entry.is_encoded:  # given up before it was encoded
             self._drop(digest)
 
-    def store(self, digest: bytes, rows: torch.Tensor) -> None:
-        """Keep the rows (M, C) of a picture that has been acquired."""
-        self._entries[digest].rows = rows
+    def mark_encoded(self, digests: Iterable[bytes]) -> None:
+        """The rows of these items, each acquired before, are on the device."""
+        for digest in digests:
+            self._entries[digest].is_encoded = True
 
-    def rows(self, digest: bytes) -> torch.Tensor:
-        rows = self._entries[digest].rows
-        assert rows is not None, "rows were asked for before the picture was encoded"
-        return rows
+    @property
+    def encoded_digests(self) -> set[bytes]:
+        return {digest for digest, entry in self._entries.items() if entry.is_encoded}
+
+    def take_freed(self) -> tuple[bytes, ...]:
+        """Items dropped since the last call. One of them may have been acquired again, and will be encoded again."""
+        freed, self._freed = tuple(self._freed), []
+        return freed
 
     def check(self, users: set[User]) -> None:
-        """Assert that exactly `users` hold pictures and that the byte count is right."""
+        """Assert that exactly `users` hold items and that the byte count is right."""
         held = {user for entry in self._entries.values() for user in entry.users}
-        assert held == users, f"pictures held by {sorted(held)}, should be {sorted(users)}"
+        assert held == users, f"items held by {sorted(held)}, should be {sorted(users)}"
         assert self.used_bytes == sum(entry.num_bytes for entry in self._entries.values()) <= self.capacity_bytes
 
     def _make_room(self, num_bytes: int) -> bool:
@@ -92,3 +97,4 @@ class EncoderCache:
 
     def _drop(self, digest: bytes) -> None:
         self.used_bytes -= self._entries.pop(digest).num_bytes
+        self._freed.append(digest)

@@ -13,20 +13,20 @@ from torch import Tensor
 from mmvllm.engine.scheduler import SampledToken
 from mmvllm.engine.sequence import Sequence
 from mmvllm.kernels.sampling import sample
-from mmvllm.layers.transfer import HostCopy, to_device
 from mmvllm.sampling_params import SamplingParams
+from mmvllm.transfer import HostCopy, to_device
 
 
 class Sampled:
-    """One token per row: on the device as soon as it is computed, on the host when `tokens` has waited for it."""
+    """One token per row: on the device once it is computed, on the host once `tokens` has waited for it."""
 
     def __init__(self, token_ids: Tensor, logits: Tensor, params: list[SamplingParams]):
         """`token_ids` (R,) are -1 where the logits allow none."""
         self._params = params
         self._wants_logprobs = any(p.logprobs is not None for p in params)
-        self._logits = logits if self._wants_logprobs else None  # else free to go before the next step needs the room
+        self._logits = logits if self._wants_logprobs else None  # else they are freed before the next step allocates
         self._ids_on_host = HostCopy(token_ids)
-        # A sequence whose row has no token is about to end: it may go on for a step with any id there is.
+        # A sequence whose row has no token is about to end: any id will do for the step that is launched meanwhile.
         self.input_ids = token_ids.clamp(min=0)  # (R,), what the next step computes
 
     @property
@@ -38,7 +38,7 @@ class Sampled:
         return not self._wants_logprobs and not any(_penalizes(p) for p in self._params)
 
     def tokens(self) -> list[SampledToken]:
-        """Wait for the tokens, the only thing that the host waits for in a step."""
+        """Wait for the tokens; the host waits for nothing else in a step."""
         if not self._params:
             return []
         tokens = [SampledToken(None if token_id < 0 else token_id) for token_id in self._ids_on_host.tolist()]
@@ -51,21 +51,21 @@ class Sampler:
     def __init__(self, eos_token_ids: frozenset[int]):
         self.eos_token_ids = eos_token_ids
 
-    def __call__(self, logits: Tensor, seqs: list[Sequence], unseen: int = 0) -> Sampled:
+    def __call__(self, logits: Tensor, seqs: list[Sequence], num_inflight_tokens: int = 0) -> Sampled:
         """One token for each row of logits (R, V) float32 and its sequence.
 
-        `unseen` is how many tokens of each sequence have been sampled before and are not in it yet.
+        `num_inflight_tokens` of each sequence were sampled before and are not appended to it yet.
         """
         params = [seq.sampling_params for seq in seqs]
-        lengths = [seq.num_completion_tokens + unseen for seq in seqs]
+        lengths = [seq.num_completion_tokens + num_inflight_tokens for seq in seqs]
         adjusted = self._forbid_early_end(_penalize(logits, seqs), params, lengths)
         largest, token_ids = adjusted.max(dim=-1)  # (R,)
         random_rows = [row for row, p in enumerate(params) if p.temperature > 0]
         if random_rows:
             uniforms = [_uniform(seqs[row], lengths[row]) for row in random_rows]
-            at = to_device(torch.tensor(random_rows), logits.device)  # a list as an index would be waited for
+            at = to_device(torch.tensor(random_rows), logits.device)  # a list as an index would wait for the device
             token_ids[at] = draw(adjusted[at], [params[row] for row in random_rows], uniforms)
-        # A row with a NaN, or with nothing but -inf, has no token to give; the other rows are as good as ever.
+        # A row with a NaN, or with nothing but -inf, has no token; the other rows are not affected.
         return Sampled(torch.where(largest.isfinite(), token_ids, -1), logits, params)
 
     def _forbid_early_end(self, logits: Tensor, params: list[SamplingParams], lengths: list[int]) -> Tensor:
@@ -95,8 +95,8 @@ def _penalize(logits: Tensor, seqs: list[Sequence]) -> Tensor:
         p = seq.sampling_params
         if _penalizes(p):
             tokens = np.unique(seq.token_ids)
-            said = np.searchsorted(tokens, np.array(seq.completion_token_ids, dtype=np.int64))
-            counts = np.bincount(said, minlength=len(tokens))  # in the answer
+            generated = np.searchsorted(tokens, np.array(seq.completion_token_ids, dtype=np.int64))
+            counts = np.bincount(generated, minlength=len(tokens))  # in the completion
             minus = p.frequency_penalty * counts + p.presence_penalty * (counts > 0)
             pairs.append((np.full(len(tokens), row), tokens, np.full(len(tokens), p.repetition_penalty), minus))
     if not pairs:
@@ -113,7 +113,7 @@ def _penalize(logits: Tensor, seqs: list[Sequence]) -> Tensor:
 
 
 def _uniform(seq: Sequence, index: int) -> float:
-    """A number in [0, 1) that belongs to token `index` of this sequence's answer."""
+    """The random number in [0, 1) of token `index` of this sequence's completion."""
     return xxhash.xxh32_intdigest(f"{seq.seed}:{index}".encode()) / 2**32
 
 
@@ -121,7 +121,7 @@ def draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) ->
     """One token per row of logits (R, V), drawn as `sample` draws, at `uniforms` in [0, 1) -> (R,)."""
     V = logits.shape[-1]
     values = [(p.temperature, p.top_k if 0 < p.top_k < V else V, p.top_p, p.min_p) for p in params]
-    # All in one copy to the device; float64 holds each of them exactly.
+    # In one copy to the device; float64 represents each of them exactly.
     columns = torch.tensor([*zip(*values, strict=True), uniforms], dtype=torch.float64)  # (5, R)
     temperature, top_k, top_p, min_p, uniform = to_device(columns, logits.device)
     return sample(logits, temperature.float(), top_k.int(), top_p.float(), min_p.float(), uniform)

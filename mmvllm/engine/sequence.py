@@ -1,6 +1,7 @@
-"""One request in flight: a `Sequence` per answer, a `SequenceGroup` per request."""
+"""One request in flight: a `Sequence` per completion, a `SequenceGroup` per request."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import count
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from mmvllm.engine.vision_inputs import VisionInputs
+from mmvllm.inputs import Grid, MediaItem, Span
+from mmvllm.outputs import RequestOutput
 from mmvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ class SequenceStatus(Enum):
 
 
 class FinishReason(Enum):
-    """Why a sequence last left RUNNING. Outputs never say PREEMPTED: such a sequence waits and comes back."""
+    """Why a sequence last left RUNNING. Outputs never say PREEMPTED: such a sequence waits and runs again."""
 
     EOS = "eos"
     STOP = "stop"
@@ -34,7 +36,7 @@ class FinishReason(Enum):
 
 
 class Sequence:
-    """The tokens of one answer and how far they have been computed.
+    """The tokens of one completion and how far they have been computed.
 
     There are no phases: while `num_computed_tokens < num_tokens` the scheduler hands out tokens to compute, and a
     sequence that has caught up gets its next token sampled.
@@ -49,15 +51,17 @@ class Sequence:
         *,
         request_id: str,
         block_size: int,
-        seed: int = 0,
-        vision: VisionInputs | None = None,
+        items: tuple[MediaItem, ...] = (),
         positions: np.ndarray | None = None,
         mrope_position_delta: int = 0,
+        max_num_tokens: int | None = None,
+        seed: int = 0,
         priority: int = 0,
         cache_salt: str | None = None,
         arrival_time: float | None = None,
         answer_text: "AnswerText | None" = None,
     ):
+        """`positions` (3, T) are those of the prompt; `max_num_tokens` ends the sequence, prompt and answer counted."""
         self.seq_id = next(self._seq_ids)
         self.request_id = request_id
         self.sampling_params = sampling_params
@@ -66,11 +70,13 @@ class Sequence:
         self.cache_salt = cache_salt
         self.arrival_time = time.time() if arrival_time is None else arrival_time
         self.block_size = block_size
-        self.answer_text = answer_text  # where there are stop strings, or somebody reads along
+        self.answer_text = answer_text  # where there are stop strings, or the text is streamed
 
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = len(token_ids)
-        self.vision = vision or VisionInputs()
+        longest = self.num_prompt_tokens + sampling_params.max_tokens
+        self.max_num_tokens = longest if max_num_tokens is None else min(longest, max_num_tokens)
+        self.items = items
         self.positions = np.tile(np.arange(len(token_ids)), (3, 1)) if positions is None else positions
         self.mrope_position_delta = mrope_position_delta
 
@@ -78,7 +84,8 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.num_computed_tokens = 0
-        self.num_cached_tokens = 0  # of the prompt, when it was first scheduled; a multiple of block_size
+        self._num_cached_tokens = 0
+        self.num_preemptions = 0
         self.first_token_time: float | None = None
         self.logprobs: list[dict[int, float]] = []
         self.cumulative_logprob = 0.0
@@ -118,20 +125,54 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def last_token(self) -> int:
+        return self.token_ids[-1]
+
+    @property
+    def temperature(self) -> float:
+        return self.sampling_params.temperature
+
+    @property
+    def max_tokens(self) -> int:
+        return self.sampling_params.max_tokens
+
+    @property
+    def ignore_eos(self) -> bool:
+        return self.sampling_params.ignore_eos
+
+    @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were found in the prefix cache when the sequence was first scheduled."""
+        return self._num_cached_tokens
+
+    @num_cached_tokens.setter
+    def num_cached_tokens(self, number: int) -> None:
+        assert number % self.block_size == 0, f"{number} cached tokens, blocks have {self.block_size}"
+        self._num_cached_tokens = number
+
+    @property
     def pixel_values(self) -> tuple[torch.Tensor, ...]:
-        return self.vision.pixel_values
+        return tuple(item.patches for item in self.items)
 
     @property
-    def image_grid_thw(self) -> tuple[tuple[int, int, int], ...]:
-        return self.vision.image_grid_thw
+    def image_grid_thw(self) -> tuple[Grid, ...]:
+        return tuple(item.grid for item in self.items)
 
     @property
-    def vision_placeholders(self) -> tuple[tuple[int, int], ...]:
-        return self.vision.vision_placeholders
+    def vision_placeholders(self) -> tuple[Span, ...]:
+        return tuple(span for item in self.items for span in item.spans)
+
+    @property
+    def num_media_tokens(self) -> int:
+        return sum(item.num_tokens for item in self.items)
+
+    def items_in(self, start: int, end: int) -> list[int]:
+        """Indices of the items that have a token in [start, end)."""
+        return [i for i, item in enumerate(self.items) if item.touches(start, end)]
 
     @property
     def num_blocks(self) -> int:
@@ -152,13 +193,15 @@ class Sequence:
         return self.token_ids[i * self.block_size : (i + 1) * self.block_size]
 
     def last_block(self) -> list[int]:
-        return self.block(self.num_blocks - 1)
+        block = self.block(self.num_blocks - 1)
+        assert len(block) == self.last_block_num_tokens, f"{len(block)} tokens, want {self.last_block_num_tokens}"
+        return block
 
     def append_token(self, token_id: int) -> None:
         self.token_ids.append(token_id)
 
     def positions_of(self, start: int, end: int) -> np.ndarray:
-        """M-RoPE positions (3, end - start) of tokens [start, end), of prompt and answer alike."""
+        """M-RoPE positions (3, end - start) of tokens [start, end), of prompt and completion alike."""
         prompt = self.positions[:, start:end]
         answer = np.arange(max(start, self.num_prompt_tokens), end) + self.mrope_position_delta
         return np.concatenate([prompt, np.broadcast_to(answer, (3, len(answer)))], axis=1)
@@ -166,23 +209,46 @@ class Sequence:
 
 @dataclass(slots=True)
 class SequenceGroup:
-    """The `SamplingParams.n` answers to one request; the leader computes the prompt, the others share its blocks."""
+    """The `SamplingParams.n` completions of one request; the first computes the prompt, the others share its blocks."""
 
     seqs: list[Sequence]
+    trace_headers: Mapping[str, str] | None = None  # of the request that came over a network, for the caller's tracing
     error: str | None = None
     children_started: bool = False
+    output: RequestOutput | None = None  # written by the engine, once the request has finished
 
     @property
-    def leader(self) -> Sequence:
+    def first_seq(self) -> Sequence:
         return self.seqs[0]
 
     @property
+    def is_single_seq(self) -> bool:
+        return len(self.seqs) == 1
+
+    @property
+    def seqs_dict(self) -> dict[int, Sequence]:
+        return {seq.seq_id: seq for seq in self.seqs}
+
+    @property
     def request_id(self) -> str:
-        return self.leader.request_id
+        return self.first_seq.request_id
+
+    @property
+    def arrival_time(self) -> float:
+        return self.first_seq.arrival_time
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        return self.first_seq.sampling_params
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory of the items' patches."""
+        return sum(item.patches.nbytes for item in self.first_seq.items)
 
     @property
     def has_begun(self) -> bool:
-        """Whether one of them runs, or has and waits for its next turn."""
+        """Whether one of them runs, or has run and waits to run again."""
         return any(seq.status is not SequenceStatus.WAITING or seq.num_completion_tokens for seq in self.seqs)
 
     @property

@@ -1,4 +1,4 @@
-"""What a step did, and how long its parts took; what an engine does now, and totals."""
+"""Statistics of a step, of an engine's current state, and totals."""
 
 import threading
 import time
@@ -16,14 +16,14 @@ RATE_WINDOW_S = 10.0
 
 
 class Stopwatch:
-    """Seconds between marks. On CUDA the marks are events in the stream, so that taking the time waits for nothing."""
+    """Seconds between marks. On CUDA the marks are events in the stream, so that reading the time waits for nothing."""
 
     def __init__(self, device: torch.device):
         self._on_cuda = device.type == "cuda"
         self._marks = [("start", self._now())]
 
     def mark(self, name: str) -> None:
-        """What was done since the last mark was `name`."""
+        """End the part called `name`, which began at the last mark."""
         self._marks.append((name, self._now()))
 
     def seconds(self) -> dict[str, float]:
@@ -48,8 +48,8 @@ class Stopwatch:
 class StepStats:
     """One step; `seconds` has those of its parts that took place.
 
-    These are "schedule", "pack", "vision", "decoder", "sampling" and "commit". The commit of a step behind which the
-    next one was launched already takes none of the device's time, and is left out.
+    These are "schedule", "pack", "vision", "decoder", "sampling" and "commit". "commit" is left out where the next step
+    was launched before it: it takes none of the device's time there.
     """
 
     end: float  # time.perf_counter()
@@ -64,14 +64,14 @@ class StepStats:
 
 
 def step_stats(step: Schedule, scheduler: Scheduler, seconds: dict[str, float]) -> StepStats:
-    """Call it after the step's commit: who runs and waits is counted then."""
+    """Call it after the step's commit: running and waiting sequences are counted then."""
     num_decode_tokens = sum(chunk.decodes for chunk in step.chunks)
     return StepStats(
         end=time.perf_counter(),
         seconds=seconds,
         num_prefill_tokens=step.num_tokens - num_decode_tokens,
         num_decode_tokens=num_decode_tokens,
-        num_images=len(step.images_to_encode),
+        num_images=len(step.items_to_encode),
         num_patches=step.num_patches,
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
@@ -81,7 +81,7 @@ def step_stats(step: Schedule, scheduler: Scheduler, seconds: dict[str, float]) 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What an engine does now, and totals since it started."""
+    """An engine's current state, and totals since it started."""
 
     num_preparing: int  # requests: admitted, and not in the engine yet
     num_waiting: int  # sequences
@@ -110,12 +110,12 @@ class EngineStats:
 
     @property
     def image_hit_rate(self) -> float | None:
-        """Share of pictures that were not encoded, because their rows or the prompt's KV were there already."""
+        """Share of images that were not encoded, because their rows or the prompt's KV were cached."""
         return max(0.0, 1 - self.num_encoded_images / self.num_images) if self.num_images else None
 
 
 class Meter:
-    """Counts what an engine does; read from any thread."""
+    """Counts for `EngineStats`; may be read from any thread."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -126,7 +126,7 @@ class Meter:
 
     def add_begun(self, group: SequenceGroup) -> None:
         with self._lock:
-            self._images += len(group.leader.vision_placeholders)
+            self._images += len(group.first_seq.items)
 
     def add_finished(self, output: RequestOutput) -> None:
         with self._lock:
@@ -146,7 +146,7 @@ class Meter:
             self._recent.append((time.perf_counter(), 0, count))
 
     def stats(self, scheduler: Scheduler, num_preparing: int) -> EngineStats:
-        blocks = scheduler.block_manager  # counts, which another thread may read while they change
+        blocks = scheduler.block_manager  # only counts are read, which another thread may change meanwhile
         with self._lock:
             self._drop_old()
             seconds = max(1e-3, min(RATE_WINDOW_S, time.perf_counter() - self._started))

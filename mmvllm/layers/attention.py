@@ -11,12 +11,12 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from mmvllm.batch import Batch
 from mmvllm.config import ModelConfig
-from mmvllm.engine.batch import Batch
 from mmvllm.kernels.dispatch import triton_unusable
 from mmvllm.kernels.packed_attention import packed_attention_torch, packed_attention_triton
 from mmvllm.kernels.paged_attention import paged_attention_torch, paged_attention_triton
-from mmvllm.layers.transfer import to_device
+from mmvllm.transfer import to_device
 
 FLASH_BLOCK_SIZE = 256  # FlashAttention 2 reads paged KV in blocks of a multiple of this
 

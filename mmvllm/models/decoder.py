@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
+from mmvllm.batch import Batch
 from mmvllm.config import ModelConfig
-from mmvllm.engine.batch import Batch
 from mmvllm.kernels.mrope import mrope_write_kv
 from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.linear import Linear, MergedLinear, SiluGate, by_rows

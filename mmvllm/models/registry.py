@@ -1,12 +1,36 @@
-"""Which architectures there are, by the name in config.json."""
+"""Which model families there are, by the architecture in config.json."""
 
-from mmvllm.models.qwen2_vl import Qwen2VL
+from pathlib import Path
 
-MODELS = {"Qwen2VLForConditionalGeneration": Qwen2VL, "Qwen2ForCausalLM": Qwen2VL}
+from mmvllm.config import ModelConfig
+from mmvllm.models import qwen2_vl
+from mmvllm.models.hf_config import read_json
+from mmvllm.models.interface import ModelFamily
+
+FAMILIES: dict[str, ModelFamily] = {
+    name: module.FAMILY for module in (qwen2_vl,) for name in module.FAMILY.architectures
+}
 
 
-def model_class(architecture: str) -> type[Qwen2VL]:
-    """The class that runs a checkpoint; ValueError names what is supported."""
-    if architecture not in MODELS:
-        raise ValueError(f"architecture {architecture!r} is not supported; supported: {', '.join(MODELS)}")
-    return MODELS[architecture]
+def family_of(architecture: str) -> ModelFamily:
+    """The family that serves an architecture; ValueError names what is supported."""
+    if architecture not in FAMILIES:
+        raise ValueError(f"architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}")
+    return FAMILIES[architecture]
+
+
+def load_config(folder: str | Path) -> ModelConfig:
+    """Read `config.json` and `generation_config.json` of a checkpoint folder.
+
+    Raises ValueError for a folder or a config that cannot be served.
+    """
+    path = Path(folder) / "config.json"
+    raw = read_json(path)
+    if raw is None:
+        raise ValueError(f"{folder}: not a checkpoint folder, it has no config.json")
+    generation = read_json(Path(folder) / "generation_config.json") or {}
+    architecture = (raw.get("architectures") or [raw.get("model_type", "unknown")])[0]
+    try:
+        return family_of(architecture).parse_config(architecture, raw, generation)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None

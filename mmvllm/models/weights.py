@@ -13,7 +13,8 @@ from tqdm import tqdm
 from mmvllm.config import ModelConfig
 from mmvllm.layers.attention import AttentionBackend, TorchAttention
 from mmvllm.layers.linear import MergedLinear
-from mmvllm.models.registry import model_class
+from mmvllm.models.interface import Model
+from mmvllm.models.registry import family_of
 
 logger = logging.getLogger(__name__)
 BUNDLED = Path(__file__).parent.parent / "assets" / "demo"
@@ -45,7 +46,7 @@ def resolve_folder(model: str | Path | None, with_weights: bool = True) -> Path:
         ) from None
     except (OSError, ValueError, RuntimeError) as error:  # the hub's own errors are OSErrors
         raise ValueError(
-            f"model {str(model)!r} is not a local folder and cannot be had from the hub: {error}"
+            f"model {str(model)!r} is not a local folder and cannot be downloaded from the hub: {error}"
         ) from error
 
 
@@ -57,14 +58,14 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     attention: type[AttentionBackend] = TorchAttention,
-) -> nn.Module:
+) -> Model:
     """Build the model on `device` in `dtype` with the folder's weights, or with random ones for "dummy"."""
     if load_format != "dummy" and config.quantization:
         raise ValueError(
             f"{folder} is {config.quantization}-quantized, which is not supported; use the original weights"
         )
     with torch.device("meta"):
-        model = model_class(config.architecture)(config, attention).to(dtype)
+        model = family_of(config.architecture).build(config, attention).to(dtype)
     files = [] if load_format == "dummy" else _weight_files(folder)
     model = model.to_empty(device=device).eval().requires_grad_(False)
     if load_format == "dummy":
@@ -112,7 +113,7 @@ def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
             raise ValueError(f"{path} is damaged: {error}; download it again") from None
 
 
-def _fill(model: nn.Module, files: list[Path], folder: Path) -> None:
+def _fill(model: Model, files: list[Path], folder: Path) -> None:
     missing = dict(_destinations(model))
     extra, misshapen = [], []
     for name, tensor in _tensors(files):

@@ -13,7 +13,7 @@ from mmvllm.bench.costs import (
     vision_flops,
     weights_read_by_a_step,
 )
-from mmvllm.config import ModelConfig
+from mmvllm.models.registry import load_config
 from mmvllm.models.weights import BUNDLED
 from tests.helpers.checkpoints import SHAPES
 
@@ -44,7 +44,7 @@ def count_flops(work) -> int:
 
 
 def test_parameters_are_those_of_the_checkpoint(folder):
-    config, counts = ModelConfig.from_pretrained(folder), dict.fromkeys(("vision", "decoder", "embedding", "head"), 0)
+    config, counts = load_config(folder), dict.fromkeys(("vision", "decoder", "embedding", "head"), 0)
     for name, tensor in load_file(folder / "model.safetensors").items():
         parts = {"visual": "vision", "embed_tokens": "embedding", "lm_head": "head"}
         counts[next((part for key, part in parts.items() if key in name), "decoder")] += tensor.numel()
@@ -54,13 +54,13 @@ def test_parameters_are_those_of_the_checkpoint(folder):
 
 @pytest.mark.parametrize("grid", [(1, 2, 2), (1, 4, 6), (1, 10, 14)])
 def test_operations_of_the_vit(grid, folder, model):
-    vision, P = ModelConfig.from_pretrained(folder).vision, grid[1] * grid[2]
+    vision, P = load_config(folder).vision, grid[1] * grid[2]
     patches = torch.zeros(P, vision.patch_dim)
     assert count_flops(lambda: model.model.visual(patches, torch.tensor([grid]))) == vision_flops(vision, P)
 
 
 def test_operations_of_a_prompt_and_of_a_decode_step(folder, model):
-    config, T = ModelConfig.from_pretrained(folder), 37
+    config, T = load_config(folder), 37
     prompt = torch.zeros(1, T, dtype=torch.int64)
     made = {}
     flops = count_flops(lambda: made.update(model(prompt, use_cache=True, logits_to_keep=1)))

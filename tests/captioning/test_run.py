@@ -10,7 +10,7 @@ import pytest
 from mmvllm import LLM, SamplingParams
 from mmvllm.captioning import JobError, caption_images
 from mmvllm.captioning.record import COLUMNS
-from mmvllm.prefetch import Prefetcher
+from mmvllm.intake import Prefetcher
 from tests.helpers.requests import ask, noise_image
 
 

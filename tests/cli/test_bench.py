@@ -10,7 +10,7 @@ import pytest
 import mmvllm
 from mmvllm.bench import kernels, roofline, runs
 from mmvllm.cli.main import main
-from mmvllm.config import ModelConfig
+from mmvllm.models.registry import load_config
 from mmvllm.models.weights import BUNDLED
 
 SMALL = ("--device", "cpu", "--size", "64x48", "--output-tokens", "5", "--repeat", "2")
@@ -65,7 +65,7 @@ def test_throughput(bench):
     assert len(record["repeats"]) == 2 and ours["peak_memory_bytes"] > 1 << 20
     shares = ("decode_of_bandwidth", "prefill_of_arithmetic", "vision_of_arithmetic", "share_of_limit")
     assert_sane(ours["roofline"], *shares)
-    config = ModelConfig.from_pretrained(BUNDLED)
+    config = load_config(BUNDLED)
     assert record["model"]["hidden_size"] == config.hidden_size and record["model"]["parameters"]["decoder"] > 1e6
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mmvllm import LLM, SamplingParams
 from mmvllm.engine.decode_graphs import DecodeGraphs
-from mmvllm.engine.sampler import Sampled
+from mmvllm.engine.executor.sampler import Sampled
 from tests.helpers.engines import assert_idle
 from tests.helpers.requests import ask, noise_image
 
@@ -42,7 +42,7 @@ def make_pair(checkpoint, make_llm):
 
     def make(**options):
         plain, ahead = (make_llm(checkpoint, **{"kvcache_block_size": 4} | options) for _ in range(2))
-        ahead.engine._looks_ahead = True
+        ahead.engine._launches_ahead = True
         return plain, ahead
 
     return make
@@ -55,7 +55,7 @@ def ahead(make_pair):
 
 def add(llm, which: int, params: SamplingParams) -> str:
     prompt = llm.processor(PROMPTS[which])
-    return llm.engine.add_request(prompt.token_ids, params, **prompt.multimodal)
+    return llm.engine.add_request(prompt, params)
 
 
 def step(llm) -> dict:
@@ -145,9 +145,9 @@ def test_a_step_without_all_that_run_has_none_behind_it(ahead):
     engine = ahead.engine
     for _ in range(2):
         add(ahead, 0, GREEDY)
-    engine._looks_ahead = False
+    engine._launches_ahead = False
     step(ahead)
-    engine._looks_ahead, engine.scheduler.max_num_batched_tokens = True, 1
+    engine._launches_ahead, engine.scheduler.max_num_batched_tokens = True, 1
     step(ahead)
     assert len(engine.scheduler.running) == 2 and engine._ahead is None
     finish(ahead)
@@ -216,7 +216,7 @@ def test_abort_after_each_step(n, caching, make_pair):
         ahead.engine.scheduler.check()
         # The name is free at once, though a step with the old request in it may be under way.
         prompt = ahead.processor(PROMPTS[0])
-        ahead.engine.add_request(prompt.token_ids, SamplingParams(max_tokens=1), request_id=aborted)
+        ahead.engine.add_request(prompt, SamplingParams(max_tokens=1), request_id=aborted)
         outputs = finish(ahead)
         assert [c.token_ids for c in output.completions] == [
             answer[0][: len(c.token_ids)] for answer, c in zip(want, output.completions, strict=True)
@@ -397,7 +397,7 @@ def test_random_runs(actions, block_size, spare_blocks, budget, max_num_seqs, ca
         enable_prefix_caching=caching,
         skip_warmup=True,
     )
-    llm.engine._looks_ahead = True
+    llm.engine._launches_ahead = True
     asked, outputs = {}, {}
     for kind, value in actions:
         groups, running = sorted(llm.engine.scheduler.groups), llm.engine.scheduler.running

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmvllm import SamplingParams
-from mmvllm.engine.sampler import Sampled
+from mmvllm.engine.executor.sampler import Sampled
 from tests.helpers.engines import assert_idle
 from tests.helpers.requests import ask, noise_image
 
@@ -29,7 +29,7 @@ both_ways = pytest.mark.parametrize("ahead", [False, True], ids=["step by step",
 def make(checkpoint, make_llm):
     def make(ahead=False, **options):
         llm = make_llm(checkpoint, **{"kvcache_block_size": 4} | options)
-        llm.engine._looks_ahead = ahead
+        llm.engine._launches_ahead = ahead
         return llm
 
     return make
@@ -44,7 +44,7 @@ def add(llm, requests) -> list[str]:
     ids = []
     for request, params in requests:
         prompt = llm.processor(request)
-        ids.append(llm.engine.add_request(prompt.token_ids, params, **prompt.multimodal))
+        ids.append(llm.engine.add_request(prompt, params))
     return ids
 
 

@@ -65,7 +65,7 @@ def test_books_balance(looks_ahead, actions, block_size, spare_blocks, budget, c
         skip_warmup=True,
     )
     engine = llm.engine
-    engine._looks_ahead = looks_ahead
+    engine._launches_ahead = looks_ahead
     added, ended = set(), set()
 
     def step():
@@ -81,7 +81,7 @@ def test_books_balance(looks_ahead, actions, block_size, spare_blocks, budget, c
             params = SamplingParams(max_tokens=max_tokens, n=n, temperature=1.0)
             prompt = prompts[1][which]
             added.add(
-                engine.add_request(prompt.token_ids, params, priority=priority, cache_salt=salt, **prompt.multimodal)
+                engine.add_request(prompt, params, priority=priority, cache_salt=salt)
             )
         elif kind == "step":
             for _ in range(value):

@@ -24,7 +24,7 @@ def run_at_once(llm, requests: list[dict], params: SamplingParams = GREEDY) -> l
     order, outputs = [], {}
     for request in requests:
         prompt = llm.processor(request)
-        order.append(llm.engine.add_request(prompt.token_ids, params, **prompt.multimodal))
+        order.append(llm.engine.add_request(prompt, params))
     while not llm.engine.is_finished():
         outputs |= {output.request_id: output.token_ids for output in llm.engine.step()[0]}
     return [outputs[request_id] for request_id in order]

@@ -51,13 +51,13 @@ class Reference:
 def first_logits(engine, inputs) -> torch.Tensor:
     """Logits (1, V) after a prompt, as the sampler gets them."""
     seen = []
-    sampler = engine.sampler
-    engine.sampler = lambda logits, *rest: seen.append(logits.clone()) or sampler(logits, *rest)
+    sampler = engine.executor.sampler
+    engine.executor.sampler = lambda logits, *rest: seen.append(logits.clone()) or sampler(logits, *rest)
     multimodal = {key: inputs[key] for key in ("pixel_values", "image_grid_thw") if key in inputs}
     engine.add_request(inputs["input_ids"][0].tolist(), SamplingParams(max_tokens=1), **multimodal)
     while not engine.is_finished():
         engine.step()
-    engine.sampler = sampler
+    engine.executor.sampler = sampler
     return seen[-1]
 
 

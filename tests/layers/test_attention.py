@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mmvllm.config import ModelConfig
+from mmvllm.models.registry import load_config
 from mmvllm.kernels import dispatch
 from mmvllm.kernels.packed_attention import attention_torch
 from mmvllm.kernels.paged_attention import paged_attention_torch
@@ -18,7 +19,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture
 def config() -> ModelConfig:
-    return ModelConfig.from_pretrained(BUNDLED)
+    return load_config(BUNDLED)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from mmvllm import LLM, SamplingParams
 from mmvllm.config import ModelConfig, VisionConfig
+from mmvllm.models.registry import load_config
 from mmvllm.models.weights import load_model
 from tests.helpers.configs import assert_equals_transformers
 from tests.helpers.requests import ask, noise_image
@@ -87,7 +88,7 @@ def test_every_published_tensor_fills_one_place_and_no_place_is_left(name, tmp_p
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     num_values = sum(prod(shapes[tensor]) for tensor in index["weight_map"])
     assert 2 * num_values == index["metadata"]["total_size"]
-    config = ModelConfig.from_pretrained(ROOT / name)
+    config = load_config(ROOT / name)
     model = load_model(tmp_path, config, torch.device("meta"), torch.bfloat16)
     assert sum(parameter.numel() for parameter in model.parameters()) == num_values
 
@@ -149,14 +150,14 @@ def test_special_tokens_have_their_published_ids(shrunken):
 
 def test_an_engine_with_published_ids_answers_about_pictures(shrunken):
     llm = shrunken[1]
-    assert llm.engine.sampler.eos_token_ids == {151645, 151643}
+    assert llm.engine.executor.sampler.eos_token_ids == {151645, 151643}
     outputs = llm.generate_multimodal(list(REQUESTS.values()), SamplingParams(max_tokens=2, ignore_eos=True))
     assert [len(output.token_ids) for output in outputs] == [2, 2, 2]
     assert outputs[1].num_image_tokens == llm.processor(REQUESTS["one"]).token_ids.count(151655)
 
 
 def test_quantized_weights_are_refused():
-    config = ModelConfig.from_pretrained(ROOT / QUANTIZED)
+    config = load_config(ROOT / QUANTIZED)
     with pytest.raises(ValueError, match="is awq-quantized, which is not supported"):
         load_model(ROOT / QUANTIZED, config, torch.device("cpu"), torch.float32)
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mmvllm import LLM, SamplingParams
-from mmvllm.config import ModelConfig
+from mmvllm.models.registry import load_config
 from mmvllm.models.weights import BUNDLED, load_model, resolve_folder
 from tests.helpers.requests import ask, noise_image
 
@@ -25,7 +25,7 @@ PROMPTS = [[5, 9, 200, 31], [700], list(range(40, 77))]
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, **options) -> torch.nn.Module:
-    return load_model(folder, ModelConfig.from_pretrained(folder), CPU, dtype, **options)
+    return load_model(folder, load_config(folder), CPU, dtype, **options)
 
 
 def state(folder: Path) -> dict[str, torch.Tensor]:

@@ -161,4 +161,4 @@ def test_one_kind_of_detail_is_prepared_as_the_engine_does_with_that_bound(engin
     messages = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "Hi"}]}]
     reference = process({"messages": messages, "max_pixels": 28 * 28 * 30})
     assert made.token_ids == reference.token_ids
-    assert made.multimodal["image_digests"] == reference.multimodal["image_digests"]
+    assert made.MULTI_image_digests == reference.MULTI_image_digests

@@ -7,7 +7,7 @@ from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 import pytest
 import torch
 
-from mmvllm.prefetch import Prefetcher
+from mmvllm.intake import Prefetcher
 from mmvllm.processors.chat import Prompt
 
 

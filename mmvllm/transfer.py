@@ -1,4 +1,4 @@
-"""Which device work goes to, and how data gets there without waiting."""
+"""Copies between host and device that do not wait for the device."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor; on CUDA through pinned memory, so that the copy is ordered in the stream and nobody waits."""
+    """Copy a host tensor; on CUDA from pinned memory: ordered in the stream, without waiting."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
 class HostCopy:
-    """A tensor on its way to the host; reading it waits for it alone, not for what the device was given since."""
+    """A copy to the host; `tolist` waits for this copy alone, not for work submitted to the device later."""
 
     def __init__(self, x: Tensor):
         self._copy, self._arrived = x, None
@@ -27,5 +27,5 @@ class HostCopy:
 
 
 def current_device(device: torch.device) -> AbstractContextManager:
-    """Make a GPU the current one, to which Triton launches whatever device its arguments are on."""
+    """Make a GPU the current one: Triton launches there whatever device its arguments are on."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -3,16 +3,20 @@
 The same class without a ViT serves text-only Qwen2 checkpoints.
 """
 
-import torch
-from torch import Tensor, nn
+from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
+from mmvllm.batch import Batch
 from mmvllm.config import ModelConfig
-from mmvllm.engine.batch import Batch
+from mmvllm.inputs import Grid
 from mmvllm.kernels.splice import splice
 from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.linear import Linear
 from mmvllm.models.decoder import Decoder
-from mmvllm.models.vision import VisionTransformer
+from mmvllm.models.interface import Model
+from mmvllm.models.qwen2_vl.vision import VisionTransformer
 
 # Where checkpoints keep the two halves: as published, and as transformers 5 saves them. Longest prefixes first.
 _PREFIXES = {
@@ -33,8 +37,8 @@ _MERGED = {
 }
 
 
-class Qwen2VL(nn.Module):
-    """Batch in, logits out; the model remembers nothing of a request."""
+class Qwen2VL(Model):
+    """One ViT (None in a text-only checkpoint), one decoder, one head."""
 
     def __init__(self, config: ModelConfig, backend: type[AttentionBackend]):
         super().__init__()
@@ -47,23 +51,21 @@ class Qwen2VL(nn.Module):
         return Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
 
     def tie_head(self) -> None:
-        """Let a tied head share the embedding's weight, once that is loaded."""
         if self.lm_head is None:
             with torch.device("meta"):
                 self.lm_head = self._head()
             self.lm_head.weight = self.decoder.embed_tokens.weight
 
-    def forward(self, batch: Batch, image_rows: Tensor, kv_cache: Tensor) -> Tensor:
-        """Logits (R, V) in float32 of the tokens that `batch.sample_at` names; image_rows (M, C)."""
+    def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        return self.visual(patches, list(grids))  # (M, C)
+
+    def forward(self, batch: Batch, media_rows: Tensor, kv_cache: Tensor) -> Tensor:
         x = self.decoder.embed_tokens(batch.input_ids)  # (N, C)
-        splice(x, image_rows, batch.image_at)
+        splice(x, media_rows, batch.image_at)
         return self.lm_head(self.decoder(x, kv_cache, batch)).float()
 
     def parameter_for(self, name: str) -> tuple[str, int | None] | None:
-        """The parameter a checkpoint tensor belongs to, and which part of it where several share one.
-
-        None for tensors that no parameter needs: a copy of a tied head, and saved rotary frequencies.
-        """
+        # No parameter needs saved rotary frequencies, or the copy of a tied head.
         if name.endswith(".inv_freq") or (self.config.tie_word_embeddings and name.endswith("lm_head.weight")):
             return None
         for prefix, ours in _PREFIXES.items():
@@ -76,9 +78,7 @@ class Qwen2VL(nn.Module):
             return ".".join([*parts[:-2], merged, parts[-1]]), part
         return name, None
 
-    @staticmethod
-    def checkpoint_name(parameter: str, part: int | None) -> str:
-        """The published name of the tensor that `parameter_for` sends to this place."""
+    def checkpoint_name(self, parameter: str, part: int | None) -> str:
         for name, (merged, index) in _MERGED.items():
             if index == part:
                 parameter = parameter.replace(f".{merged}.", f".{name}.")

@@ -1,13 +1,13 @@
-"""The Qwen2-VL vision transformer: packed patches of many pictures -> one row per merged token."""
+"""The Qwen2-VL vision transformer: packed patches of many images -> one row per merged token."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmvllm.config import VisionConfig
 from mmvllm.kernels.mrope import mrope
 from mmvllm.kernels.quick_gelu import quick_gelu
 from mmvllm.layers.attention import AttentionBackend, Segments
 from mmvllm.layers.linear import Linear, by_rows
+from mmvllm.models.qwen2_vl.config import Qwen2VLVisionConfig
 from mmvllm.models.rotary import vision_cos_sin
 
 ACTIVATIONS = {"quick_gelu": quick_gelu, "gelu": F.gelu, "silu": F.silu}
@@ -16,7 +16,7 @@ ACTIVATIONS = {"quick_gelu": quick_gelu, "gelu": F.gelu, "silu": F.silu}
 class PatchEmbed(nn.Module):
     """The checkpoint's 3-D convolution, whose stride is its kernel, as the matrix product that it is."""
 
-    def __init__(self, config: VisionConfig):
+    def __init__(self, config: Qwen2VLVisionConfig):
         super().__init__()
         self.proj = Linear(config.patch_dim, config.embed_dim, bias=False)
 
@@ -25,7 +25,7 @@ class PatchEmbed(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    def __init__(self, config: VisionConfig, backend: type[AttentionBackend]):
+    def __init__(self, config: Qwen2VLVisionConfig, backend: type[AttentionBackend]):
         super().__init__()
         self.num_heads = config.num_heads
         self.backend = backend
@@ -39,7 +39,7 @@ class VisionAttention(nn.Module):
 
 
 class VisionMLP(nn.Module):
-    def __init__(self, config: VisionConfig):
+    def __init__(self, config: Qwen2VLVisionConfig):
         super().__init__()
         if config.hidden_act not in ACTIVATIONS:
             raise ValueError(f"the ViT's hidden_act is {config.hidden_act!r}; supported: {', '.join(ACTIVATIONS)}")
@@ -52,7 +52,7 @@ class VisionMLP(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    def __init__(self, config: VisionConfig, backend: type[AttentionBackend]):
+    def __init__(self, config: Qwen2VLVisionConfig, backend: type[AttentionBackend]):
         super().__init__()
         self.norm1 = nn.LayerNorm(config.embed_dim, eps=1e-6)
         self.norm2 = nn.LayerNorm(config.embed_dim, eps=1e-6)
@@ -67,7 +67,7 @@ class VisionBlock(nn.Module):
 class PatchMerger(nn.Module):
     """Joins each merge_size x merge_size square of patches into one row of the decoder's width."""
 
-    def __init__(self, config: VisionConfig):
+    def __init__(self, config: Qwen2VLVisionConfig):
         super().__init__()
         width = config.embed_dim * config.spatial_merge_size**2
         self.ln_q = nn.LayerNorm(config.embed_dim, eps=1e-6)
@@ -79,9 +79,9 @@ class PatchMerger(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """All pictures of a step in one call; patches attend within their own frame only."""
+    """All images of a step in one call; patches attend within their own frame only."""
 
-    def __init__(self, config: VisionConfig, backend: type[AttentionBackend]):
+    def __init__(self, config: Qwen2VLVisionConfig, backend: type[AttentionBackend]):
         super().__init__()
         self.config = config
         self.patch_embed = PatchEmbed(config)
@@ -89,7 +89,7 @@ class VisionTransformer(nn.Module):
         self.merger = PatchMerger(config)
 
     def forward(self, patches: Tensor, grids: list[tuple[int, int, int]]) -> Tensor:
-        """Normalised patches (P, patch_dim) of pictures with the given (t, h, w) grids, packed -> rows (M, C)."""
+        """Normalised patches (P, patch_dim) of images with the given (t, h, w) grids, packed -> rows (M, C)."""
         merge_size, head_dim = self.config.spatial_merge_size, self.config.head_dim
         cos, sin = vision_cos_sin(grids, merge_size, head_dim, patches.device)
         frames = Segments.of([h * w for t, h, w in grids for _ in range(t)], patches.device)

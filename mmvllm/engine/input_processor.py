@@ -1,0 +1,138 @@
+"""Requests -> sequence groups: what can never run is refused here."""
+
+import time
+from collections.abc import Mapping
+from itertools import count
+from typing import Any
+
+import xxhash
+
+from mmvllm.config import ModelConfig
+from mmvllm.engine.detokenizer import AnswerText
+from mmvllm.engine.encoder_cache import EncoderCache
+from mmvllm.engine.sequence import Sequence, SequenceGroup
+from mmvllm.errors import ParameterError, PromptTooLong, RequestError
+from mmvllm.inputs import EngineInput, MediaRules
+from mmvllm.processors.chat import tokenize
+from mmvllm.processors.tensors import items_from_tensors, own_token_ids
+from mmvllm.sampling_params import SamplingParams
+
+Prompt = Any  # a string, token ids as a list, array or tensor, or an EngineInput
+
+
+class InputProcessor:
+    """Checks what a request brings.
+
+    Args:
+        rules: of the model's family; None for a text-only checkpoint.
+        seed: of requests that bring none of their own.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rules: MediaRules | None,
+        tokenizer,
+        encoder_cache: EncoderCache,
+        *,
+        max_model_len: int,
+        block_size: int,
+        seed: int,
+    ):
+        self._config, self._rules, self._tokenizer, self._encoder_cache = config, rules, tokenizer, encoder_cache
+        self._max_model_len, self._block_size, self._seed = max_model_len, block_size, seed
+        self._unseeded = count()
+
+    def engine_input(
+        self, prompt: Prompt, pixel_values: Any = None, image_grid_thw: Any = None, **tensors: Any
+    ) -> EngineInput:
+        """The input of a prompt; the tensors are those of `processors.tensors.items_from_tensors`."""
+        tensors |= {"pixel_values": pixel_values, "image_grid_thw": image_grid_thw}
+        if isinstance(prompt, EngineInput):
+            if given := [name for name, value in tensors.items() if value is not None]:
+                raise RequestError(f"{', '.join(given)} came with an EngineInput, which has its own media items")
+            return prompt
+        token_ids = tokenize(self._tokenizer, prompt) if isinstance(prompt, str) else own_token_ids(prompt)
+        items = items_from_tensors(self._rules, token_ids, **tensors)
+        return self._rules.engine_input(token_ids, items) if items else EngineInput(token_ids)
+
+    def group(
+        self,
+        prompt: EngineInput,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int,
+        cache_salt: str | None,
+        arrival_time: float | None,
+        trace_headers: Mapping[str, str] | None,
+        follow_text: bool,
+    ) -> SequenceGroup:
+        """The sequences of a request; raises RequestError for one that can never run."""
+        _check_types(
+            sampling_params=(params, SamplingParams),
+            request_id=(request_id, str),
+            cache_salt=(cache_salt, str | None),
+            priority=(priority, int),
+            arrival_time=(arrival_time, float | int | None),
+        )
+        self._check_token_ids(prompt.token_ids)
+        self._check_fits(prompt)
+        seed = f"{self._seed}:{next(self._unseeded)}" if params.seed is None else str(params.seed)
+        arrival_time = time.time() if arrival_time is None else arrival_time
+        seqs = [
+            Sequence(
+                prompt.token_ids,
+                params,
+                request_id=request_id,
+                block_size=self._block_size,
+                items=prompt.items,
+                positions=prompt.positions,
+                mrope_position_delta=prompt.position_delta,
+                max_num_tokens=self._max_model_len,
+                seed=xxhash.xxh64_intdigest(f"{seed}:{i}".encode()),
+                priority=priority,
+                cache_salt=cache_salt,
+                arrival_time=arrival_time,
+                answer_text=AnswerText(self._tokenizer, params.stop) if params.stop or follow_text else None,
+            )
+            for i in range(params.n)
+        ]
+        return SequenceGroup(seqs, trace_headers)
+
+    def _check_token_ids(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise RequestError("prompt is empty; it needs at least one token")
+        vocab_size = self._config.vocab_size
+        for token_id in token_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+                raise RequestError(f"prompt has {token_id!r}, token ids are integers in [0, {vocab_size})")
+
+    def _check_fits(self, prompt: EngineInput) -> None:
+        num_tokens, num_media_tokens = len(prompt.token_ids), prompt.num_media_tokens
+        if num_tokens >= self._max_model_len:
+            of_images = f" ({num_media_tokens} of them from images)" if num_media_tokens else ""
+            raise PromptTooLong(
+                f"prompt has {num_tokens} tokens{of_images}, max_model_len is {self._max_model_len} including the "
+                f"answer; shorten it{', lower max_pixels' if of_images else ''} or raise max_model_len",
+                value=num_tokens,
+                limit=self._max_model_len,
+            )
+        cache = self._encoder_cache
+        for i, item in enumerate(prompt.items):
+            if not cache.fits(item.num_tokens):
+                needed = item.num_tokens * cache.bytes_per_row
+                raise RequestError(
+                    f"has {item.num_tokens} tokens, which take {needed} bytes of the encoder cache; "
+                    f"encoder_cache_bytes is {cache.capacity_bytes}; raise it or lower max_pixels",
+                    image_index=i,
+                    value=needed,
+                    limit=cache.capacity_bytes,
+                )
+
+
+def _check_types(**given: tuple[Any, Any]) -> None:
+    """Each argument is a (value, type or union of types) pair."""
+    for name, (value, kind) in given.items():
+        if not isinstance(value, kind):
+            raise ParameterError(name, value, str(getattr(kind, "__name__", kind)))

@@ -1,0 +1,109 @@
+"""From a checkpoint folder to what an engine is made of."""
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mmvllm.config import EngineConfig, ModelConfig
+from mmvllm.engine.memory import num_kv_blocks
+from mmvllm.engine.model_runner import ModelRunner
+from mmvllm.layers.attention import AttentionBackend, choose_attention
+from mmvllm.layers.linear import pack_weights
+from mmvllm.models.registry import family_of, load_config
+from mmvllm.models.weights import load_model, resolve_folder
+from mmvllm.processors.image import ImageProcessorConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model on its device, and what its checkpoint says."""
+
+    model_config: ModelConfig
+    image_config: ImageProcessorConfig
+    tokenizer: PreTrainedTokenizerBase
+    attention: type[AttentionBackend]
+    runner: ModelRunner
+    max_model_len: int
+
+
+def load(model: str | Path | None, config: EngineConfig) -> Loaded:
+    """Load a checkpoint and allocate its KV cache; raises ValueError for what cannot be served."""
+    device = config.resolve_device()
+    if config.quantization and device.type != "cpu":
+        raise ValueError(f"quantization={config.quantization!r} runs on a CPU only; this is {device.type}")
+    folder = resolve_folder(model, with_weights=config.load_format != "dummy")
+    model_config = load_config(folder)
+    dtype = config.resolve_dtype(model_config.dtype, device)
+    image_config = family_of(model_config.architecture).image_config(folder)
+    tokenizer = _load_tokenizer(folder)
+    _check_image_config(folder, image_config, model_config)
+    attention, reason = choose_attention(
+        config.attention_backend, model_config, device, dtype, config.kvcache_block_size
+    )
+    logger.info("attention backend: %s (%s)", attention.name, reason)
+    loaded = load_model(folder, model_config, device, dtype, config.load_format, config.seed, attention)
+    if device.type == "cpu":
+        pack_weights(loaded, dtype, int8=config.quantization == "int8")
+    block_size = config.kvcache_block_size or attention.block_size
+    use_graphs = _uses_graphs(config, device, attention)
+    num_blocks = num_kv_blocks(loaded, config, block_size, dtype, device, use_graphs)
+    runner = ModelRunner(
+        loaded, image_config, device, dtype, num_blocks=num_blocks, block_size=block_size, use_graphs=use_graphs
+    )
+    max_model_len = _max_model_len(config, model_config, num_blocks, block_size)
+    if use_graphs:
+        runner.capture_graphs(config.max_num_seqs, max_model_len)
+    return Loaded(model_config, image_config, tokenizer, attention, runner, max_model_len)
+
+
+def _uses_graphs(config: EngineConfig, device: torch.device, attention: type[AttentionBackend]) -> bool:
+    return device.type == "cuda" and attention.in_graphs and not config.enforce_eager
+
+
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # a broken or missing tokenizer file makes the library raise anything
+        raise ValueError(f"{folder} has no tokenizer that transformers can load: {error}") from error
+    template = folder / "chat_template.json"
+    if tokenizer.chat_template is None and template.is_file():
+        try:
+            tokenizer.chat_template = json.loads(template.read_text(encoding="utf-8"))["chat_template"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{template} is damaged: {error!r}; download it again") from None
+    return tokenizer
+
+
+def _check_image_config(folder: Path, image: ImageProcessorConfig, config: ModelConfig) -> None:
+    """The processor and the ViT must agree on what a patch is."""
+    vision = config.vision
+    if vision is None:
+        return
+    cut = (image.patch_size, image.temporal_patch_size, image.merge_size)
+    needed = (vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
+    if cut != needed:
+        raise ValueError(
+            f"{folder}: the image settings have (patch_size, temporal_patch_size, merge_size) {cut}, "
+            f"vision_config needs {needed}"
+        )
+
+
+def _max_model_len(config: EngineConfig, model_config: ModelConfig, num_blocks: int, block_size: int) -> int:
+    """The user's choice or the checkpoint's; a default is cut to what the KV cache can hold of one sequence."""
+    limit, asked, capacity = model_config.max_position_embeddings, config.max_model_len, num_blocks * block_size
+    if asked is not None and asked > limit:
+        raise ValueError(f"max_model_len is {asked}, the checkpoint was made for at most {limit} positions")
+    if asked is not None and asked > capacity:
+        raise ValueError(
+            f"max_model_len is {asked}, but the KV cache holds {capacity} tokens "
+            f"({num_blocks} blocks of {block_size}); lower it"
+        )
+    if asked is None and capacity < limit:
+        logger.warning("max_model_len is %d, not the checkpoint's %d: more does not fit the KV cache", capacity, limit)
+    return asked or min(limit, capacity)

@@ -1,0 +1,100 @@
+"""How many KV blocks there are: what a stated number of bytes holds, or what the largest step leaves of a GPU."""
+
+import torch
+from torch import Tensor
+
+from mmvllm.batch import Batch, prompt_batch
+from mmvllm.config import EngineConfig, ModelConfig
+from mmvllm.engine.decode_graphs import graphs_bytes
+from mmvllm.engine.sampler import draw
+from mmvllm.models.interface import Model
+from mmvllm.sampling_params import SamplingParams
+from mmvllm.transfer import current_device
+
+
+def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one KV block: keys and values of `block_size` tokens in all layers."""
+    return 2 * config.num_hidden_layers * block_size * config.num_key_value_heads * config.head_dim * dtype.itemsize
+
+
+def empty_kv_cache(
+    config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """(layers, 2, num_blocks, block_size, K, D), not initialised."""
+    shape = (config.num_hidden_layers, 2, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def affordable_blocks(
+    budget: int, engine_config: EngineConfig, config: ModelConfig, block_size: int, dtype: torch.dtype
+) -> int:
+    """KV blocks that `budget` bytes hold, but no more than all sequences at full length could use."""
+    longest = engine_config.max_model_len or config.max_position_embeddings
+    useful = engine_config.max_num_seqs * -(-longest // block_size)
+    return min(max(0, budget) // kv_block_bytes(config, block_size, dtype), useful)
+
+
+def num_kv_blocks(
+    model: Model, engine_config: EngineConfig, block_size: int, dtype: torch.dtype, device: torch.device, graphs: bool
+) -> int:
+    """The number that the user asked for, or all that fit; raises ValueError if not even one does."""
+    if engine_config.num_kvcache_blocks:
+        return engine_config.num_kvcache_blocks
+    if device.type == "cpu":
+        budget, source = engine_config.cpu_kvcache_bytes, "cpu_kvcache_bytes"
+    else:
+        budget, source = _gpu_budget(model, engine_config, block_size, dtype, device, graphs), "gpu_memory_utilization"
+    num_blocks = affordable_blocks(budget, engine_config, model.config, block_size, dtype)
+    if num_blocks < 1:
+        block_bytes = kv_block_bytes(model.config, block_size, dtype)
+        raise ValueError(
+            f"no room for the KV cache: a block takes {block_bytes} bytes, {budget} are left; raise {source}, "
+            "or lower max_num_batched_tokens, max_vision_patches or encoder_cache_bytes"
+        )
+    return num_blocks
+
+
+def _gpu_budget(
+    model: Model, engine_config: EngineConfig, block_size: int, dtype: torch.dtype, device: torch.device, graphs: bool
+) -> int:
+    """Bytes of the allowed share that are left beside other processes, the largest step and the encoder cache."""
+    with current_device(device):
+        peak = peak_memory(model, engine_config, block_size, dtype, device)
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    budget = int(total * engine_config.gpu_memory_utilization) - others - peak
+    budget -= engine_config.encoder_cache_bytes if model.config.vision else 0
+    return budget - (graphs_bytes(engine_config.max_num_seqs, model.config.vocab_size) if graphs else 0)
+
+
+@torch.inference_mode()
+def peak_memory(
+    model: Model, engine_config: EngineConfig, block_size: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Bytes that the largest step takes on the GPU, weights included: out of memory at start rather than in service.
+
+    One item above `max_vision_patches`, which may be encoded alone, is not reserved for.
+    """
+    torch.cuda.reset_peak_memory_stats(device)
+    config = model.config
+    if config.vision is not None:
+        side = config.vision.spatial_merge_size
+        grid = (1, side, max(side, engine_config.max_vision_patches // side // side * side))
+        patches = torch.zeros(grid[1] * grid[2], config.vision.patch_dim, dtype=dtype, device=device)
+        model.encode(patches, [grid])
+        del patches
+    logits = model(*_largest_step(config, engine_config, block_size, dtype, device))
+    params = SamplingParams(temperature=1.0, top_p=0.5, min_p=0.1)
+    draw(logits, [params] * len(logits), [0.5] * len(logits))
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
+
+
+def _largest_step(
+    config: ModelConfig, engine_config: EngineConfig, block_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Batch, Tensor, Tensor]:
+    """The model's arguments for one prompt of the whole token budget, with as many logits as there can be."""
+    num_tokens = engine_config.max_num_batched_tokens
+    batch = prompt_batch(num_tokens, engine_config.max_num_seqs, block_size, device)
+    no_rows = torch.empty(0, config.row_size, dtype=dtype, device=device)
+    return batch, no_rows, empty_kv_cache(config, -(-num_tokens // block_size), block_size, dtype, device)

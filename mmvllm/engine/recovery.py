@@ -1,0 +1,65 @@
+"""What becomes of requests when a step fails: nothing is lost that can be computed again."""
+
+import logging
+
+import torch
+
+from mmvllm.engine.model_runner import ModelRunner
+from mmvllm.engine.scheduler import RECOVERY_STEPS, Schedule, Scheduler
+from mmvllm.engine.sequence import FinishReason, SequenceGroup
+
+logger = logging.getLogger(__name__)
+
+
+class Recovery:
+    """Brings scheduler, encoder cache and runner back into agreement after a step that did not complete."""
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner):
+        self._scheduler, self._runner = scheduler, runner
+
+    def undo(self) -> None:
+        """A step was interrupted: what it scheduled may not have been computed, and computes again."""
+        self._scheduler.preempt_all()
+        self._free_dropped_rows()
+
+    def recover(self, scheduled: Schedule, error: RuntimeError | MemoryError) -> list[SequenceGroup]:
+        """A step failed; return the requests that end with an error.
+
+        Sequences that ran out of memory together compute again, half as many at once. Otherwise the requests of this
+        step fail, and the others are not affected.
+        """
+        encoded = [digest for digest in scheduled.items_to_encode if self._runner.has_rows(digest)]
+        self._scheduler.encoder_cache.mark_encoded(encoded)
+        failed: list[SequenceGroup] = []
+        if len(scheduled.chunks) > 1 and _is_out_of_memory(error):
+            self._reduce_batch_size(len(scheduled.chunks), error)
+        else:
+            failed = self._fail(scheduled, error)
+        self._free_dropped_rows()
+        return failed
+
+    def _reduce_batch_size(self, num_seqs: int, error: RuntimeError | MemoryError) -> None:
+        self._scheduler.reduce_batch_size(num_seqs)
+        logger.warning(
+            "a step of %d sequences ran out of memory; they compute again, and at most %d run at once from now on, "
+            "one more after every %d steps: %r",
+            *(num_seqs, self._scheduler.seq_limit, RECOVERY_STEPS, error),
+        )
+        if self._runner.device.type == "cuda":
+            torch.cuda.empty_cache()  # free blocks of the wrong sizes cannot be used
+
+    def _fail(self, scheduled: Schedule, error: RuntimeError | MemoryError) -> list[SequenceGroup]:
+        logger.error("a step failed: %s", error)
+        reason = f"the step failed: {type(error).__name__}: {error}"
+        alive = [chunk.seq for chunk in scheduled.chunks if not chunk.seq.is_finished]
+        request_ids = dict.fromkeys(seq.request_id for seq in alive)  # each once, in order
+        return [self._scheduler.abort_seq_group(request_id, FinishReason.ERROR, reason) for request_id in request_ids]
+
+    def _free_dropped_rows(self) -> None:
+        self._runner.keep_rows(self._scheduler.encoder_cache.encoded_digests)
+
+
+def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    # Torch's allocator on a CPU, pinned memory and Triton have no class of their own for it.
+    words = ("DefaultCPUAllocator: ", "out of memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(each in str(error) for each in words)

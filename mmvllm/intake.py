@@ -1,0 +1,345 @@
+"""The way in that `LLM` and `AsyncLLM` share: requests prepared in workers, and the admission window.
+
+    request ── Intake.prepare, in a worker ── EngineInput ── admission window ── engine
+
+Preparation runs ahead of the engine and is bounded: at most so many requests, and no new one is begun while the media
+of requests that wait for the engine take `MAX_BYTES`. `LLM` walks an iterable (`Prefetcher`), `AsyncLLM` is given
+requests one by one (`PreparationQueue`). Workers are threads, unless the caller has processes made: Pillow, numpy and
+torch release the interpreter lock in their loops, so preparation runs beside the model.
+"""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Any
+
+from PIL.Image import Image
+
+from mmvllm.engine.llm_engine import LLMEngine
+from mmvllm.errors import RequestError
+from mmvllm.inputs import EngineInput
+from mmvllm.processors.chat import ForeignProcessor, Processor
+from mmvllm.processors.image import ImageProcessor
+from mmvllm.processors.load import load_image
+from mmvllm.processors.requests import parse_request
+from mmvllm.sampling_params import SamplingParams
+
+NUM_WORKERS = min(8, os.cpu_count() or 1)
+MAX_BYTES = 256 * 1024 * 1024
+
+Request = dict | str | list[int]  # a dict as `processors.requests` reads it; a string or token ids, without a template
+Params = SamplingParams | dict | list[SamplingParams | dict | None] | None
+Prepare = Callable[[dict], EngineInput]
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionWindow:
+    """How much the engine takes at once: requests, and bytes of media of those that have not begun."""
+
+    max_requests: int
+
+    def has_room(self, num_requests: int, num_waiting_bytes: int) -> bool:
+        return num_requests < self.max_requests and num_waiting_bytes < MAX_BYTES
+
+
+class Intake:
+    """Prepares requests for one engine.
+
+    Args:
+        processor: None for mmvllm's own, or an object with the interface of transformers' processors.
+    """
+
+    def __init__(self, engine: LLMEngine, processor: Any = None):
+        self._engine = engine
+        self._own = Processor(engine.tokenizer, ImageProcessor(engine.image_config), engine.media_rules)
+        self.processor = self._own if processor is None else self.adapt(processor)
+
+    def adapt(self, processor: Any) -> ForeignProcessor:
+        """A processor of the caller's, for use in place of `processor`."""
+        return ForeignProcessor(processor, self._engine.media_rules, self._engine.image_config.factor)
+
+    def prepare(self, request: Request, load: Callable[[Any], Image] = load_image) -> EngineInput:
+        """A request of any form -> what the engine takes; raises RequestError for what is wrong with it."""
+        if isinstance(request, dict):
+            return self.processor(request, load)
+        return self._own(as_request(request), load)  # a raw prompt needs no template
+
+
+def as_request(request: Request) -> Any:
+    """The dict that stands for a raw prompt; anything else as it is."""
+    if isinstance(request, str):
+        return {"text": request}
+    if isinstance(request, list | tuple) or hasattr(request, "shape"):
+        return {"prompt_token_ids": request}
+    return request
+
+
+@contextmanager
+def naming_request(index: int) -> Iterator[None]:
+    """Say in an error which request it is about."""
+    try:
+        yield
+    except RequestError as error:
+        error.request_index = index
+        raise
+
+
+def has_media(request: Request) -> bool:
+    """Whether preparing a request means loading images."""
+    try:
+        return isinstance(request, dict) and bool(parse_request(request).images)
+    except ValueError:  # raised again when it is prepared
+        return False
+
+
+def request_options(request: dict) -> dict[str, Any]:
+    """A request's place in the queue and in the cache, for `LLMEngine.add`."""
+    return {"priority": request.get("priority") or 0, "cache_salt": request.get("cache_salt")}
+
+
+def params_for(sampling_params: Params, index: int, own: SamplingParams | dict | None = None) -> SamplingParams:
+    """A request's own parameters, else those of the call: one for all, or a list with one per request."""
+    params = sampling_params if own is None else own
+    if isinstance(params, list | tuple):
+        if index >= len(params):
+            raise RequestError(f"{len(params)} sampling_params were given, none for this one; give one per request")
+        params = params[index]
+    if isinstance(params, dict):
+        try:
+            params = SamplingParams(**params)
+        except TypeError as error:
+            raise RequestError(f"sampling_params: {error}", param="sampling_params") from None
+    if not isinstance(params, SamplingParams | None):
+        raise RequestError(
+            f"sampling_params must be SamplingParams or a dict, not {type(params).__name__}", param="sampling_params"
+        )
+    return params or SamplingParams()
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request and its place in the caller's order; `prompt.result()` gives the input or raises what was wrong."""
+
+    index: int
+    request: dict
+    prompt: "Future[EngineInput]"
+
+    def engine_input(self) -> EngineInput:
+        """The input; raises RequestError for whatever was wrong with the request or went wrong in preparing it."""
+        try:
+            return self.prompt.result()
+        except RequestError:
+            raise
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+        except Exception as error:  # of a processor that is not ours, or a bug: other requests are not affected
+            raise RequestError(f"preparation failed: {type(error).__name__}: {error}") from error
+
+
+def worker_threads(num_workers: int) -> Executor:
+    return ThreadPoolExecutor(num_workers, thread_name_prefix="mmvllm-prepare")
+
+
+class PreparationQueue:
+    """Prepares requests that are given one by one; text is prepared at once, media when there is room.
+
+    Args:
+        lock: the caller's, held around every call and taken by the workers.
+        num_waiting_bytes: of the media of requests that are prepared and have not begun.
+    """
+
+    def __init__(self, lock: threading.Condition, num_waiting_bytes: Callable[[], int]):
+        self._lock, self._num_waiting_bytes = lock, num_waiting_bytes
+        self._queued: dict[Hashable, Callable[[], None]] = {}
+        self._num_preparing = 0  # requests with media
+        self._pool = worker_threads(NUM_WORKERS + 1)  # one more than media may use: text waits for none
+
+    @property
+    def num_queued(self) -> int:
+        """Requests with media that no worker has begun."""
+        return len(self._queued)
+
+    def submit(self, key: Hashable, prepare: Callable[[], None], with_media: bool) -> None:
+        """Have a worker call `prepare`, which must not raise."""
+        if with_media:
+            self._queued[key] = prepare
+            self.advance()
+        else:
+            self._pool.submit(prepare)
+
+    def discard(self, key: Hashable) -> None:
+        """Do not begin a request."""
+        self._queued.pop(key, None)
+
+    def advance(self) -> None:
+        """Begin what there is room for; to be called when requests begin or end."""
+        while self._queued and self._num_preparing < NUM_WORKERS and self._num_waiting_bytes() < MAX_BYTES:
+            prepare = self._queued.pop(next(iter(self._queued)))
+            self._num_preparing += 1
+            self._pool.submit(prepare).add_done_callback(self._on_done)
+
+    def shutdown(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _on_done(self, _: Future) -> None:
+        with self._lock:
+            self._num_preparing -= 1
+            self.advance()
+
+
+class Prefetcher:
+    """Prepares the requests of an iterable, which may be endless or slow, a bounded number ahead.
+
+    A feeder thread walks the iterable and gives requests to a pool.
+
+    Args:
+        in_order: give requests in the caller's order, rather than each as soon as it is prepared.
+        make_pool: makes the workers; again if one has died, such as a process that a damaged image has crashed.
+        indices: `Prepared.index` of each request.
+    """
+
+    def __init__(
+        self,
+        requests: Iterable[dict],
+        prepare: Prepare,
+        max_requests: int,
+        max_bytes: int = MAX_BYTES,
+        num_workers: int = NUM_WORKERS,
+        in_order: bool = True,
+        make_pool: Callable[[int], Executor] = worker_threads,
+        indices: Iterable[int] | None = None,
+    ):
+        self._started: float | None = None  # when `get` first gave something
+        self._waited = 0.0  # seconds since then in which callers had to wait
+        self._requests, self._prepare = requests, prepare
+        self._max_requests, self._max_bytes, self._num_workers = max_requests, max_bytes, num_workers
+        self._changed = threading.Condition()
+        self._items: deque[Prepared] = deque()
+        self._num_preparing = 0
+        self._num_bytes = 0
+        self._exhausted = self._closed = False
+        self._failure: BaseException | None = None
+        self._in_order = in_order
+        self._indices = count() if indices is None else iter(indices)
+        self._make_pool, self._pool = make_pool, make_pool(num_workers)
+        self._has_prepared = False
+        # A daemon: an endless iterable may block, and then the thread never sees `_closed`.
+        threading.Thread(target=self._feed, name="mmvllm-feed", daemon=True).start()
+
+    def get(self, wait: bool) -> Prepared | None:
+        """The next prepared request; None if there is none yet and `wait` is false, or there are no more.
+
+        Raises what the caller's iterable raised, after all requests before, if `wait` is true.
+        """
+        with self._changed:
+            start = time.perf_counter()
+            if wait:
+                self._changed.wait_for(lambda: self._ready() is not None or (self._exhausted and not self._items))
+            place = self._ready()
+            if self._started is not None:
+                self._waited += time.perf_counter() - start
+            if place is None:
+                if wait and self._failure is not None and not self._items:
+                    raise self._failure
+                return None
+            self._started = self._started or time.perf_counter()
+            item = self._items[place]
+            del self._items[place]
+            self._num_bytes -= _num_bytes(item.prompt)
+            self._changed.notify_all()
+        return self._alone(item) if _has_died(item.prompt) else item
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether every request has been handed out."""
+        with self._changed:
+            return self._exhausted and not self._items and self._failure is None
+
+    @property
+    def wait_share(self) -> float:
+        """Share of the time, since the first request was ready, that was spent waiting for others, in [0, 1]."""
+        return 0.0 if self._started is None else self._waited / (time.perf_counter() - self._started)
+
+    def finish(self) -> None:
+        """Take no more requests from the iterable; those taken before are still given."""
+        with self._changed:
+            self._exhausted = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop preparing; what has been prepared is dropped."""
+        with self._changed:
+            self._closed = True
+            self._items.clear()
+            self._changed.notify_all()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _feed(self) -> None:
+        try:
+            for index, request in zip(self._indices, self._requests, strict=False):
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed or self._exhausted or self._has_room())
+                    if self._closed or self._exhausted:
+                        return
+                    self._num_preparing += 1
+                # Not under our lock: a pool that breaks holds its own lock while it calls `_on_done`.
+                future = self._submit(request)
+                with self._changed:
+                    self._items.append(Prepared(index, request, future))
+                future.add_done_callback(self._on_done)
+        except BaseException as error:  # the caller's, raised again in `get`
+            self._failure = error
+        finally:
+            with self._changed:
+                self._exhausted = True
+                self._changed.notify_all()
+
+    def _submit(self, request: dict) -> "Future[EngineInput]":
+        try:
+            return self._pool.submit(self._prepare, request)
+        except BrokenExecutor:
+            self._pool = self._make_pool(self._num_workers)
+            return self._pool.submit(self._prepare, request)
+
+    def _alone(self, item: Prepared) -> Prepared:
+        """Prepare a request that was in flight when a worker died again, in a worker of its own."""
+        with self._make_pool(1) as pool:
+            future = pool.submit(self._prepare, item.request)
+        if _has_died(future) and not self._has_prepared:
+            raise RuntimeError(f"worker processes end as soon as they begin: {future.exception()}")
+        return Prepared(item.index, item.request, future)
+
+    def _has_room(self) -> bool:
+        # No more are begun than there are workers: the bytes of a request are known once it is prepared.
+        return (
+            len(self._items) < self._max_requests
+            and self._num_preparing < self._num_workers
+            and self._num_bytes < self._max_bytes
+        )
+
+    def _on_done(self, future: "Future[EngineInput]") -> None:
+        with self._changed:
+            self._num_preparing -= 1
+            self._num_bytes += _num_bytes(future)
+            self._has_prepared |= not _has_died(future)
+            self._changed.notify_all()
+
+    def _ready(self) -> int | None:
+        """The place of a request that can be given."""
+        candidates = islice(self._items, 1) if self._in_order else self._items
+        return next((place for place, item in enumerate(candidates) if item.prompt.done()), None)
+
+
+def _has_died(future: "Future[EngineInput]") -> bool:
+    return not future.cancelled() and isinstance(future.exception(), BrokenExecutor)
+
+
+def _num_bytes(future: "Future[EngineInput]") -> int:
+    failed = future.cancelled() or future.exception() is not None
+    return 0 if failed else future.result().num_bytes

@@ -1,0 +1,83 @@
+"""Reading of Hugging Face configs: JSON files, and the fields that all decoders have."""
+
+import json
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmvllm.config import DTYPES
+
+
+def read_json(path: Path) -> dict | None:
+    """A JSON object without its nulls, which mean the same as leaving the name out; None if there is no such file."""
+    if not path.is_file():
+        return None
+    try:
+        return json_object("it", json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}; download it again") from None
+
+
+def json_object(name: str, value: Any) -> dict:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is {value!r:.50}, must be a JSON object")
+    return {key: item for key, item in value.items() if item is not None}
+
+
+def check_int(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"{name} is {value!r}, must be an integer of at least 1")
+
+
+def decoder_fields(raw: dict, generation: dict) -> dict[str, Any]:
+    """`ModelConfig` fields of a decoder, from the published flat layout or transformers 5's nested one.
+
+    (`text_config`, `rope_parameters`, `dtype`.) Raises ValueError for a decoder that is not of the supported kind.
+    """
+    text = {**raw, **json_object("text_config", raw.get("text_config", {}))}
+    rope = json_object("rope_parameters", text.get("rope_parameters") or text.get("rope_scaling") or {})
+    rope.setdefault("rope_theta", text.get("rope_theta"))
+    _check_decoder(text, rope)
+    heads, hidden_size = text["num_attention_heads"], text["hidden_size"]
+    quantization = json_object("quantization_config", raw.get("quantization_config", {}))
+    return {
+        "hidden_size": hidden_size,
+        "intermediate_size": text["intermediate_size"],
+        "num_hidden_layers": text["num_hidden_layers"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": text.get("num_key_value_heads", heads),
+        "head_dim": text.get("head_dim", hidden_size // heads),
+        "vocab_size": text["vocab_size"],
+        "max_position_embeddings": text.get("max_position_embeddings", 32768),
+        "rms_norm_eps": float(text["rms_norm_eps"]),
+        "rope_theta": float(rope["rope_theta"]),
+        "mrope_section": tuple(rope["mrope_section"]) if "mrope_section" in rope else None,
+        "tie_word_embeddings": bool(raw.get("tie_word_embeddings") or text.get("tie_word_embeddings")),
+        "dtype": DTYPES.get(text.get("dtype") or text.get("torch_dtype"), torch.float32),
+        "eos_token_ids": _eos_token_ids(generation.get("eos_token_id", text.get("eos_token_id"))),
+        "quantization": quantization.get("quant_method", "unknown") if quantization else None,
+    }
+
+
+def _check_decoder(text: dict, rope: dict) -> None:
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    given = {**text, "rope_theta": rope["rope_theta"]}
+    # A guess at rms_norm_eps or rope_theta would go unnoticed: the answers would only be worse.
+    if missing := [name for name in (*sizes, "rms_norm_eps", "rope_theta") if given.get(name) is None]:
+        raise ValueError(f"does not give {', '.join(missing)}")
+    for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
+        if name in text:
+            check_int(name, text[name])
+    if text.get("use_sliding_window"):
+        raise ValueError("asks for sliding-window attention, which is not supported")
+    if text.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act is {text['hidden_act']!r}, only 'silu' is supported")
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type not in ("default", "mrope"):
+        raise ValueError(f"asks for {rope_type!r} rotary scaling; supported: 'default', 'mrope'")
+
+
+def _eos_token_ids(eos: int | list[int] | None) -> frozenset[int]:
+    return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
