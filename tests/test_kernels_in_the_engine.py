@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmvllm import SamplingParams
-from mmvllm.kernels import mrope, quick_gelu, rms_norm, sampling, silu_mul, splice, write_kv
+from mmvllm.kernels import quick_gelu, rms_norm, rotary, sampling, silu_mul, splice, write_kv
 from tests.helpers.engines import run_at_once
 from tests.helpers.requests import ask, noise_image
 
@@ -28,7 +28,7 @@ def interpreted(monkeypatch) -> set[str]:
         ran.add(sys._getframe(1).f_code.co_name)
         return True
 
-    for module in (mrope, quick_gelu, rms_norm, sampling, silu_mul, splice, write_kv):
+    for module in (rotary, quick_gelu, rms_norm, sampling, silu_mul, splice, write_kv):
         monkeypatch.setattr(module, "runs_triton", runs_triton)
     return ran
 
@@ -44,4 +44,4 @@ def test_same_tokens_as_the_twins(budget, checkpoint, make_llm, request):
     llm = make_llm(checkpoint, attention_backend="triton", **options)
     assert llm.engine.attention.name == "triton"
     assert (run_at_once(llm, REQUESTS, params), run_at_once(llm, REQUESTS, drawn)) == want
-    assert ran >= {"mrope", "mrope_write_kv", "quick_gelu", "rms_norm", "add_rms_norm", "splice", "sample"}
+    assert ran >= {"rotary", "rotary_write_kv", "quick_gelu", "rms_norm", "add_rms_norm", "splice", "sample"}

@@ -131,7 +131,7 @@ def test_kernels(bench):
 def test_every_kernel_has_a_case_that_fits_it(bench):
     code, lines, _ = bench("kernels", "--device", "cpu")
     assert code == 0
-    assert {"mrope", "mrope_write_kv", "write_kv", "splice"} <= {case["kernel"] for case in last(lines)["results"]}
+    assert {"rotary", "rotary_write_kv", "write_kv", "splice"} <= {case["kernel"] for case in last(lines)["results"]}
 
 
 def test_the_line_is_appended_to_a_file(bench, tmp_path):

@@ -1,13 +1,13 @@
 import pytest
 import torch
 
-from mmvllm.kernels.mrope import (
-    mrope,
-    mrope_torch,
-    mrope_triton,
-    mrope_write_kv,
-    mrope_write_kv_torch,
-    mrope_write_kv_triton,
+from mmvllm.kernels.rotary import (
+    rotary,
+    rotary_torch,
+    rotary_triton,
+    rotary_write_kv,
+    rotary_write_kv_torch,
+    rotary_write_kv_triton,
 )
 from tests.helpers.kernels import assert_no_worse
 
@@ -28,8 +28,8 @@ def qkv_and_angles(N, H, K, D, device, dtype, angle_dtype):
 def test_errs_no_more_than_torch(N, H, K, D, angles, device, dtype):
     angle_dtype = torch.float32 if angles == "float32" else dtype
     q, k, _, cos, sin = qkv_and_angles(N, H, K, D, device, dtype, angle_dtype)
-    exact = mrope_torch(q.double(), k.double(), cos.double(), sin.double())
-    for got, twin, right in zip(mrope_triton(q, k, cos, sin), mrope_torch(q, k, cos, sin), exact, strict=True):
+    exact = rotary_torch(q.double(), k.double(), cos.double(), sin.double())
+    for got, twin, right in zip(rotary_triton(q, k, cos, sin), rotary_torch(q, k, cos, sin), exact, strict=True):
         assert_no_worse(got, twin, right)
         assert got.is_contiguous()
 
@@ -39,7 +39,7 @@ def test_pair_j_is_j_and_j_plus_half(device):
     q = torch.arange(2 * 3 * 32, dtype=torch.float32, device=device).view(2, 3, 32)
     cos, sin = torch.zeros(2, 16, device=device), torch.ones(2, 16, device=device)
     turned = torch.cat([-q[..., 16:], q[..., :16]], dim=-1)
-    for turn in (mrope, mrope_triton):
+    for turn in (rotary, rotary_triton):
         got_q, got_k = turn(q, q[:, 1:], cos, sin)
         assert torch.equal(got_q, turned) and torch.equal(got_k, turned[:, 1:])
 
@@ -50,9 +50,9 @@ def test_writes_turned_keys_and_values_to_their_slots(N, H, K, D, device, dtype)
     slots = torch.randperm(12, device=device)[:N]
     caches, twin_caches = torch.randn(2, 3, 4, K, D, device=device, dtype=dtype).repeat(2, 1, 1, 1, 1, 1)
     before = caches.clone()
-    got = mrope_write_kv_triton(q, k, v, cos, sin, *caches, slots)
-    twin = mrope_write_kv_torch(q, k, v, cos, sin, *twin_caches, slots)
-    exact_q, exact_k = mrope_torch(q.double(), k.double(), cos.double(), sin.double())
+    got = rotary_write_kv_triton(q, k, v, cos, sin, *caches, slots)
+    twin = rotary_write_kv_torch(q, k, v, cos, sin, *twin_caches, slots)
+    exact_q, exact_k = rotary_torch(q.double(), k.double(), cos.double(), sin.double())
     assert_no_worse(got, twin, exact_q)
 
     k_cache, v_cache = caches.view(2, 12, K, D)
@@ -67,7 +67,7 @@ def test_one_launch_leaves_what_two_would(device, dtype):
     q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v))  # one head's tokens side by side
     k_cache, v_cache = torch.zeros(2, 2, 4, 2, 48, device=device, dtype=dtype)
     slots = torch.tensor([6, 1, 2, 5], device=device)
-    for both, turn in ((mrope_write_kv, mrope), (mrope_write_kv_triton, mrope_triton)):
+    for both, turn in ((rotary_write_kv, rotary), (rotary_write_kv_triton, rotary_triton)):
         got = both(q, k, v, cos, sin, k_cache.zero_(), v_cache.zero_(), slots)
         turned_q, turned_k = turn(*(x.contiguous() for x in (q, k)), cos, sin)
         assert torch.equal(got, turned_q)

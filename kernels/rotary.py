@@ -10,7 +10,7 @@ from mmvllm.kernels.dispatch import Case, runs_triton, tl, triton
 from mmvllm.kernels.write_kv import write_kv_torch
 
 
-def mrope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Turn q (N, H, D) and k (N, K, D), whose pair j is (j, j + D / 2), by angles given as cos and sin (N, D / 2).
 
     q and k may be views with a contiguous last dimension; cos and sin are contiguous, in any float dtype. The results
@@ -18,10 +18,10 @@ def mrope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tenso
     (arXiv 2104.09864, 2409.12191).
     """
     assert q.stride(2) == k.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous()
-    return (mrope_triton if runs_triton(q) else mrope_torch)(q, k, cos, sin)
+    return (rotary_triton if runs_triton(q) else rotary_torch)(q, k, cos, sin)
 
 
-def mrope_write_kv(
+def rotary_write_kv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -31,14 +31,14 @@ def mrope_write_kv(
     v_cache: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """Turn q and k as `mrope` does; return q, and write k and v (N, K, D) to the caches as `write_kv` does."""
+    """Turn q and k as `rotary` does; return q, and write k and v (N, K, D) to the caches as `write_kv` does."""
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous()
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
-    turn = mrope_write_kv_triton if runs_triton(q) else mrope_write_kv_torch
+    turn = rotary_write_kv_triton if runs_triton(q) else rotary_write_kv_torch
     return turn(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
 
 
-def mrope_torch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_torch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return _turned(q, cos, sin), _turned(k, cos, sin)
 
 
@@ -52,7 +52,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out.to(x.dtype)
 
 
-def mrope_write_kv_torch(
+def rotary_write_kv_torch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -62,19 +62,19 @@ def mrope_write_kv_torch(
     v_cache: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    q, k = mrope_torch(q, k, cos, sin)
+    q, k = rotary_torch(q, k, cos, sin)
     write_kv_torch(k, v, k_cache, v_cache, slot_mapping)
     return q
 
 
-def mrope_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     strides = (*q.stride()[:2], *k.stride()[:2])
-    _mrope_kernel[(len(q),)](q, k, cos, sin, q_out, k_out, *strides, **_sizes(q, k))
+    _rotary_kernel[(len(q),)](q, k, cos, sin, q_out, k_out, *strides, **_sizes(q, k))
     return q_out, k_out
 
 
-def mrope_write_kv_triton(
+def rotary_write_kv_triton(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -87,7 +87,7 @@ def mrope_write_kv_triton(
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tensors = (q, k, v, cos, sin, q_out, k_cache, v_cache, slot_mapping)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
-    _mrope_write_kv_kernel[(len(q),)](*tensors, *strides, **_sizes(q, k))
+    _rotary_write_kv_kernel[(len(q),)](*tensors, *strides, **_sizes(q, k))
     return q_out
 
 
@@ -106,7 +106,7 @@ def _sizes(q: Tensor, k: Tensor) -> dict[str, int]:
 
 
 @triton.jit
-def _mrope_kernel(
+def _rotary_kernel(
     q_ptr,
     k_ptr,
     cos_ptr,
@@ -138,7 +138,7 @@ def _mrope_kernel(
 
 
 @triton.jit
-def _mrope_write_kv_kernel(
+def _rotary_write_kv_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -161,7 +161,7 @@ def _mrope_write_kv_kernel(
     K_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ):
-    """`_mrope_kernel`, but keys end in their slots of the cache, and values beside them as they are."""
+    """`_rotary_kernel`, but keys end in their slots of the cache, and values beside them as they are."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)  # int64: a cache has more than 2**31 values
     q1, q2 = _load_pairs(q_ptr + token * q_token_stride, q_head_stride, H, HALF, H_BLOCK, HALF_BLOCK)
@@ -227,13 +227,13 @@ def cases(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iter
         q, k, v, cos, sin = _arguments(N, H, K, D, dtype, device, dtype)
         caches, slots = torch.zeros(2, N, 1, K, D, device=device, dtype=dtype), torch.randperm(N, device=device)
         shape, moved = f"N={N} H={H} K={K} D={D}", 2 * (q.nbytes + k.nbytes) + 2 * cos.nbytes
-        yield Case("mrope", shape, (q, k, cos, sin), moved)
+        yield Case("rotary", shape, (q, k, cos, sin), moved)
         moved += 2 * v.nbytes + slots.nbytes
-        yield Case("mrope_write_kv", shape, (q, k, v, cos, sin, *caches, slots), moved)
+        yield Case("rotary_write_kv", shape, (q, k, v, cos, sin, *caches, slots), moved)
     for P in (1024, 16384) if config.vision else ():
         H, D = config.vision.num_heads, config.vision.head_dim
         q, k, _, cos, sin = _arguments(P, H, H, D, torch.float32, device, dtype)
-        yield Case("mrope", f"P={P} H={H} D={D}", (q, k, cos, sin), 2 * (q.nbytes + k.nbytes) + 2 * cos.nbytes)
+        yield Case("rotary", f"P={P} H={H} D={D}", (q, k, cos, sin), 2 * (q.nbytes + k.nbytes) + 2 * cos.nbytes)
 
 
 def _arguments(
