@@ -1,4 +1,4 @@
-"""The whole engine on the Triton kernels, in the interpreter: the same tokens as on their plain twins."""
+"""The whole engine on the Triton kernels, in the interpreter: the same tokens as with their torch references."""
 
 import sys
 
@@ -21,7 +21,7 @@ REQUESTS = [
 
 @pytest.fixture
 def interpreted(monkeypatch) -> set[str]:
-    """Send CPU tensors to the kernels; the names of those that ran."""
+    """Send CPU tensors to the kernels; returns the names of the kernels that ran."""
     ran = set()
 
     def runs_triton(x: torch.Tensor) -> bool:
@@ -34,7 +34,7 @@ def interpreted(monkeypatch) -> set[str]:
 
 
 @pytest.mark.parametrize("budget", [13, 4096])
-def test_same_tokens_as_the_twins(budget, checkpoint, make_llm, request):
+def test_same_tokens_as_with_the_references(budget, checkpoint, make_llm, request):
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     drawn = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.8, top_k=50, top_p=0.9, seed=3)
     options = {"kvcache_block_size": 4, "max_num_batched_tokens": budget}

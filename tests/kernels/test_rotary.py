@@ -11,64 +11,65 @@ from mmvllm.kernels.rotary import (
 )
 from tests.helpers.kernels import assert_no_worse
 
-# Heads of the 2B and the 7B decoder, of the ViT, and odd ones: N, H, K, D.
+# N, H, K, D: heads of the 2B and 7B decoders, of the ViT, and unusual ones.
 SHAPES = [(3, 12, 2, 128), (2, 28, 4, 128), (3, 16, 16, 80), (5, 5, 1, 16), (2, 3, 3, 256)]
 
 
 def qkv_and_angles(N, H, K, D, device, dtype, angle_dtype):
-    """q, k and v as views into one row, and the cos and sin of any angles."""
+    """q, k and v as views into one row, and the cos and sin of random angles."""
     torch.manual_seed(0)
     q, k, v = torch.randn(N, H + 2 * K, D, device=device, dtype=dtype).split([H, K, K], dim=1)
     angles = 100 * torch.randn(N, D // 2, device=device)
     return q, k, v, angles.cos().to(angle_dtype), angles.sin().to(angle_dtype)
 
 
-@pytest.mark.parametrize("angles", ["own dtype", "float32"])
+@pytest.mark.parametrize("angles", ["model dtype", "float32"])
 @pytest.mark.parametrize("N,H,K,D", SHAPES)
-def test_errs_no_more_than_torch(N, H, K, D, angles, device, dtype):
+def test_error_is_bounded_by_the_reference(N, H, K, D, angles, device, dtype):
     angle_dtype = torch.float32 if angles == "float32" else dtype
     q, k, _, cos, sin = qkv_and_angles(N, H, K, D, device, dtype, angle_dtype)
     exact = rotary_torch(q.double(), k.double(), cos.double(), sin.double())
-    for got, twin, right in zip(rotary_triton(q, k, cos, sin), rotary_torch(q, k, cos, sin), exact, strict=True):
-        assert_no_worse(got, twin, right)
+    references = rotary_torch(q, k, cos, sin)
+    for got, reference, right in zip(rotary_triton(q, k, cos, sin), references, exact, strict=True):
+        assert_no_worse(got, reference, right)
         assert got.is_contiguous()
 
 
 def test_pair_j_is_j_and_j_plus_half(device):
-    """A quarter turn takes the first half to the second, and the second, negated, to the first."""
+    """A rotation by 90 degrees moves the first half to the second, and the negated second half to the first."""
     q = torch.arange(2 * 3 * 32, dtype=torch.float32, device=device).view(2, 3, 32)
     cos, sin = torch.zeros(2, 16, device=device), torch.ones(2, 16, device=device)
-    turned = torch.cat([-q[..., 16:], q[..., :16]], dim=-1)
-    for turn in (rotary, rotary_triton):
-        got_q, got_k = turn(q, q[:, 1:], cos, sin)
-        assert torch.equal(got_q, turned) and torch.equal(got_k, turned[:, 1:])
+    rotated = torch.cat([-q[..., 16:], q[..., :16]], dim=-1)
+    for rotate in (rotary, rotary_triton):
+        got_q, got_k = rotate(q, q[:, 1:], cos, sin)
+        assert torch.equal(got_q, rotated) and torch.equal(got_k, rotated[:, 1:])
 
 
 @pytest.mark.parametrize("N,H,K,D", SHAPES)
-def test_writes_turned_keys_and_values_to_their_slots(N, H, K, D, device, dtype):
+def test_writes_rotated_keys_and_values_to_their_slots(N, H, K, D, device, dtype):
     q, k, v, cos, sin = qkv_and_angles(N, H, K, D, device, dtype, dtype)
     slots = torch.randperm(12, device=device)[:N]
-    caches, twin_caches = torch.randn(2, 3, 4, K, D, device=device, dtype=dtype).repeat(2, 1, 1, 1, 1, 1)
+    caches, reference_caches = torch.randn(2, 3, 4, K, D, device=device, dtype=dtype).repeat(2, 1, 1, 1, 1, 1)
     before = caches.clone()
     got = rotary_write_kv_triton(q, k, v, cos, sin, *caches, slots)
-    twin = rotary_write_kv_torch(q, k, v, cos, sin, *twin_caches, slots)
+    reference = rotary_write_kv_torch(q, k, v, cos, sin, *reference_caches, slots)
     exact_q, exact_k = rotary_torch(q.double(), k.double(), cos.double(), sin.double())
-    assert_no_worse(got, twin, exact_q)
+    assert_no_worse(got, reference, exact_q)
 
     k_cache, v_cache = caches.view(2, 12, K, D)
-    assert_no_worse(k_cache[slots], twin_caches[0].view(12, K, D)[slots], exact_k)
+    assert_no_worse(k_cache[slots], reference_caches[0].view(12, K, D)[slots], exact_k)
     assert torch.equal(v_cache[slots], v)
     others = [slot for slot in range(12) if slot not in slots.tolist()]
     assert torch.equal(caches.view(2, 12, K, D)[:, others], before.view(2, 12, K, D)[:, others])
 
 
-def test_one_launch_leaves_what_two_would(device, dtype):
+def test_fused_kernel_equals_separate_ones(device, dtype):
     q, k, v, cos, sin = qkv_and_angles(4, 6, 2, 48, device, dtype, dtype)
-    q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v))  # one head's tokens side by side
+    q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v))  # heads first in memory
     k_cache, v_cache = torch.zeros(2, 2, 4, 2, 48, device=device, dtype=dtype)
     slots = torch.tensor([6, 1, 2, 5], device=device)
-    for both, turn in ((rotary_write_kv, rotary), (rotary_write_kv_triton, rotary_triton)):
-        got = both(q, k, v, cos, sin, k_cache.zero_(), v_cache.zero_(), slots)
-        turned_q, turned_k = turn(*(x.contiguous() for x in (q, k)), cos, sin)
-        assert torch.equal(got, turned_q)
-        assert torch.equal(k_cache.view(8, 2, 48)[slots], turned_k) and torch.equal(v_cache.view(8, 2, 48)[slots], v)
+    for fused, rotate in ((rotary_write_kv, rotary), (rotary_write_kv_triton, rotary_triton)):
+        got = fused(q, k, v, cos, sin, k_cache.zero_(), v_cache.zero_(), slots)
+        rotated_q, rotated_k = rotate(*(x.contiguous() for x in (q, k)), cos, sin)
+        assert torch.equal(got, rotated_q)
+        assert torch.equal(k_cache.view(8, 2, 48)[slots], rotated_k) and torch.equal(v_cache.view(8, 2, 48)[slots], v)
