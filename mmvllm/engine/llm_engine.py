@@ -67,8 +67,9 @@ class LLMEngine:
         self.image_config = ImageProcessorConfig.from_pretrained(folder)
         self.tokenizer = _load_tokenizer(folder)
         self._check_image_config(folder)
+        head_dims = [part.head_dim for part in (self.model_config, self.model_config.vision) if part]
         self.attention, reason = choose_attention(
-            config.attention_backend, self.model_config, device, dtype, config.kvcache_block_size
+            config.attention_backend, head_dims, device, dtype, config.kvcache_block_size
         )
         logger.info("attention backend: %s (%s)", self.attention.name, reason)
         model = load_model(folder, self.model_config, device, dtype, config.load_format, config.seed, self.attention)
