@@ -94,9 +94,9 @@ def medians(results: list[Any]) -> Any:
 
 def ratios(results: dict[str, dict]) -> dict[str, float | None]:
     """Rates of mmvllm divided by those of transformers; None if the latter is zero."""
-    ours, theirs = results["mmvllm"], results["transformers"]
+    mmvllm, transformers = results["mmvllm"], results["transformers"]
     names = [f"{name}_per_second" for name in RATES]
-    return {name: ours[name] / theirs[name] if theirs[name] else None for name in names}
+    return {name: mmvllm[name] / transformers[name] if transformers[name] else None for name in names}
 
 
 def _sum(steps, part: str) -> float:

@@ -45,8 +45,8 @@ def _formats(text: str) -> list[str]:
 
 
 def _processors(folder: Path, compare: str | None) -> dict[str, Callable[[bytes], object]]:
-    ours = ImageProcessor(ImageProcessorConfig.from_pretrained(folder))
-    processors = {"mmvllm": lambda data: ours(load_image(data))}
+    processor = ImageProcessor(ImageProcessorConfig.from_pretrained(folder))
+    processors = {"mmvllm": lambda data: processor(load_image(data))}
     if compare:
         from mmvllm.bench.reference import Qwen2VLImageProcessorPil, decoded
 

@@ -1,5 +1,7 @@
 """Costs compared with a checkpoint's number of values, and with torch's operation counts of transformers' model."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -63,6 +65,14 @@ def test_operations_of_a_prompt_and_of_a_decode_step(folder, model):
     assert flops == costs.decoder_flops(T, T * T) + costs.head_flops(1)
     flops = count_flops(lambda: model(prompt[:, :1], past_key_values=output["past_key_values"]))
     assert flops == costs.decoder_flops(1, keys_seen(T, T + 1)) + costs.head_flops(1)
+
+
+def test_a_text_only_model_has_no_vision_costs(folder):
+    config = ModelConfig.from_pretrained(folder)
+    text_only = replace(config, architecture="Qwen2ForCausalLM", vision=None, mrope_section=None, image_token_id=None)
+    whole, text = ModelCosts(config), ModelCosts(text_only)
+    assert text.num_parameters == whole.num_parameters | {"vision": 0}
+    assert text.decoder_flops(5, 15) == whole.decoder_flops(5, 15)
 
 
 def test_tokens_see_their_own_key_and_all_before():
