@@ -1,9 +1,9 @@
-"""How often the bundled model answers exactly right, over held-out scenes.
+"""Exact-match accuracy of the bundled model on held-out scenes.
 
     python examples/evaluate_demo_model.py --scenes 500
 
-Draws scenes with seeds that training never used, asks one question of each kind about each (describe, count, what is
-at a place, which colour, which digit) through `mmvllm.LLM`, and compares the whole answer with the true one.
+Draws scenes with seeds that training did not use, asks one question of each kind about each scene (describe, count,
+what is at a place, which colour, which digit) with `mmvllm.LLM`, and compares the whole answer with the expected one.
 """
 
 import argparse
@@ -15,14 +15,13 @@ from scenes import draw, questions, random_scene
 
 from mmvllm import LLM, SamplingParams
 
-HELD_OUT_SEED = 1_000_000  # training counts up from 10,000,000; the tokenizer's text counts down from -1
+HELD_OUT_SEED = 1_000_000  # training seeds start at 10,000,000; the tokenizer was trained on scenes -1, -2, ...
 
-
-Asked = tuple[int, str, str, str]  # scene, kind of question, question, true answer
+Asked = tuple[int, str, str, str]  # scene, kind of question, question, expected answer
 
 
 def held_out(num_scenes: int) -> tuple[list[Asked], list[dict]]:
-    """Every question about scenes that training never saw, and the requests that ask them."""
+    """All questions about scenes that training did not use, and their requests."""
     asked, requests = [], []
     for i in range(num_scenes):
         rng = random.Random(HELD_OUT_SEED + i)
@@ -55,11 +54,11 @@ def main() -> None:
         if output.text != answer:
             wrong_scenes.add(scene)
             if total.total() - right.total() <= args.show:
-                print(f"scene {scene}: {question}\n  true: {answer}\n  said: {output.text}")
+                print(f"scene {scene}: {question}\n  expected: {answer}\n  got:      {output.text}")
     for kind in total:
         print(f"{kind:<9} {right[kind]:5} of {total[kind]:5}  {right[kind] / total[kind]:7.2%}")
     print(f"{'all':<9} {right.total():5} of {total.total():5}  {right.total() / total.total():7.2%} exact")
-    print(f"{args.scenes - len(wrong_scenes)} of {args.scenes} scenes without any mistake")
+    print(f"{args.scenes - len(wrong_scenes)} of {args.scenes} scenes without a wrong answer")
     print(f"{len(requests)} requests in {seconds:.1f} s")
 
 

@@ -1,11 +1,10 @@
-"""Resident memory over thousands of different pictures: it must reach a plateau.
+"""Resident memory over thousands of different images, which must reach a plateau.
 
-    python examples/memory.py --pictures 2000
+    python examples/memory.py --images 2000
 
-Streams pictures that are drawn as they are asked for through one `LLM` with the bundled model, and prints the resident
-size as it goes. KV cache and steps are small here, so that the largest step comes early and every page of the cache is
-soon in use; neither is then mistaken for growth.
-Exits with 1 if the second half of the run needed more than 5 % above the second quarter.
+Streams images, drawn on demand, through one `LLM` with the bundled model, and prints the resident size. The KV cache
+and the steps are small, so that memory reaches its maximum early and later growth is a leak.
+Exits with 1 if the peak of the second half of the run is more than 5 % above that of the second quarter.
 """
 
 import argparse
@@ -30,10 +29,10 @@ def requests(count: int):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pictures", type=int, default=2000)
+    parser.add_argument("--images", type=int, default=2000)
     args = parser.parse_args()
-    if args.pictures < 4:
-        parser.error("--pictures must be at least 4")
+    if args.images < 4:
+        parser.error("--images must be at least 4")
     llm = LLM(
         max_num_seqs=16,
         max_num_batched_tokens=512,
@@ -43,10 +42,10 @@ def main() -> int:
     )
     process = psutil.Process()
     sizes = []
-    for i, _ in enumerate(llm.stream_multimodal(requests(args.pictures), SamplingParams(max_tokens=8)), start=1):
+    for i, _ in enumerate(llm.stream_multimodal(requests(args.images), SamplingParams(max_tokens=8)), start=1):
         sizes.append(process.memory_info().rss / 2**20)
-        if i % max(1, args.pictures // 10) == 0:
-            print(f"{i:6} pictures  {sizes[-1]:7.1f} MiB", flush=True)
+        if i % max(1, args.images // 10) == 0:
+            print(f"{i:6} images  {sizes[-1]:7.1f} MiB", flush=True)
     half = len(sizes) // 2
     first, second = max(sizes[half // 2 : half]), max(sizes[half:])
     print(f"largest in the second quarter {first:.1f} MiB, in the second half {second:.1f} ({second / first - 1:+.1%})")

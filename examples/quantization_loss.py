@@ -1,9 +1,9 @@
-"""What 8-bit weights and activations cost: error of the logits, agreement of tokens, and right answers.
+"""Accuracy with 8-bit weights and activations: error of the logits, agreement of tokens, and correct answers.
 
     python examples/quantization_loss.py --scenes 100
 
-Asks the same questions about held-out scenes of the model in float32, in bfloat16, and in bfloat16 with
-`quantization="int8"`. Logits are those of an answer's first token.
+Asks the same questions about held-out scenes in float32, in bfloat16, and in bfloat16 with `quantization="int8"`.
+Logits are those of an answer's first token.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def answers(model: str | None, requests: list[dict], **engine_args) -> tuple[tor
 
 
 def agreement(tokens: list[list[int]], others: list[list[int]]) -> float:
-    """Share of tokens before the first that differs."""
+    """Share of tokens before the first difference."""
     same = total = 0
     for one, other in zip(tokens, others, strict=True):
         equal = [a == b for a, b in zip(one, other, strict=False)] + [False]
@@ -45,7 +45,7 @@ def main() -> None:
     args = parser.parse_args()
 
     asked, requests = held_out(args.scenes)
-    truth = [answer for *_, answer in asked]
+    expected = [answer for *_, answer in asked]
     exact, exact_tokens, exact_texts = answers(args.model, requests, dtype="float32")
     spread = (exact - exact.mean(dim=1, keepdim=True)).square().mean().sqrt()
     print(f"{len(requests)} questions; logits spread {spread:.3g} around their mean")
@@ -57,7 +57,7 @@ def main() -> None:
         error = logits - exact
         first = (logits.argmax(dim=1) == exact.argmax(dim=1)).double().mean()
         same = sum(text == other for text, other in zip(texts, exact_texts, strict=True)) / len(texts)
-        right = sum(text == true for text, true in zip(texts, truth, strict=True)) / len(texts)
+        right = sum(text == answer for text, answer in zip(texts, expected, strict=True)) / len(texts)
         print(
             f"{name:<16}{error.square().mean().sqrt() / spread:>12.2%}{error.abs().max():>10.3f}{first:>13.2%}"
             f"{agreement(exact_tokens, tokens):>9.2%}{same:>9.2%}{right:>9.2%}"

@@ -1,4 +1,4 @@
-"""A picture, a conversation about it and plain text in one batch; then a stream over a folder.
+"""An image, a conversation about it and a text-only request in one batch; then a stream over a folder.
 
 python examples/quickstart.py
 """
@@ -16,13 +16,13 @@ def user(question: str, *names: str) -> dict:
 
 
 def main() -> None:
-    llm = LLM()  # the bundled demo model; LLM("Qwen/Qwen2-VL-2B-Instruct") is a real one
+    llm = LLM()  # the bundled demo model; LLM("Qwen/Qwen2-VL-2B-Instruct") for real use
     first = user("Describe this image.", "scene-04.png")
     answer = {"role": "assistant", "content": llm.generate_multimodal([{"messages": [first]}])[0].text}
     requests = [
-        {"messages": [first, answer, user("How many stars are there?")]},  # what was computed before is found again
+        {"messages": [first, answer, user("How many stars are there?")]},  # reuses the cached prefix
         {"messages": [user("What is at the top left?", "scene-07.png")]},
-        {"messages": [user("Count the shapes.")]},  # no picture at all: the model guesses
+        {"messages": [user("Count the shapes.")]},  # no image: the model guesses
     ]
     print(answer["content"])
     for output in llm.generate_multimodal(requests):

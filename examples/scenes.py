@@ -1,6 +1,6 @@
-"""Scenes of coloured shapes and printed digits, with questions and true answers: what the bundled model knows.
+"""Scenes of coloured shapes and printed digits, with questions and answers: the data of the bundled model.
 
-`python examples/scenes.py` writes the pictures of examples/images. Everything is drawn by code from a seed.
+`python examples/scenes.py` writes the images of examples/images. Scenes are generated from a seed.
 """
 
 import argparse
@@ -21,7 +21,7 @@ COLOURS = {
     "black": (25, 25, 25),
 }
 SHAPES = ("circle", "square", "triangle", "star")
-SIZES = {"small": 0.50, "large": 0.88}  # of the shorter side of a cell
+SIZES = {"small": 0.50, "large": 0.88}  # as a share of the shorter side of a cell
 POSITIONS = ("top left", "top", "top right", "left", "center", "right", "bottom left", "bottom", "bottom right")
 DIGITS = "0123456789"
 NUMBERS = ("zero", "one", "two", "three")
@@ -29,7 +29,7 @@ NUMBERS = ("zero", "one", "two", "three")
 
 @dataclass(frozen=True)
 class Thing:
-    """A shape, or a printed digit when `text` is set, in one of the nine cells of a picture."""
+    """A shape, or a printed digit when `text` is set, in one of the nine cells of an image."""
 
     cell: int
     shape: str = ""
@@ -43,7 +43,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture's size in pixels, its background and its things in reading order."""
+    """An image's size in pixels, its background and its things in reading order."""
 
     width: int
     height: int
@@ -56,9 +56,9 @@ class Scene:
 
 
 def random_scene(rng: random.Random, text_share: float = 0.4) -> Scene:
-    """One to three things in different cells, of a picture 180 to 480 pixels wide and high, aspect up to 3:2.
+    """One to three things in different cells of an image of 180 to 480 pixels per side, with an aspect of up to 3:2.
 
-    `text_share` of the scenes have a printed digit.
+    A share `text_share` of the scenes has a printed digit.
     """
     width = rng.randint(180, 480)
     height = min(480, max(180, round(width * rng.uniform(2 / 3, 3 / 2))))
@@ -74,7 +74,7 @@ def random_scene(rng: random.Random, text_share: float = 0.4) -> Scene:
 
 
 def draw(scene: Scene, rng: random.Random) -> Image.Image:
-    """Draw a scene, each thing a little off the middle of its cell and each colour a little off its name's."""
+    """Draw a scene, with small random offsets of positions and colours."""
     image = Image.new("RGB", (scene.width, scene.height), scene.background)
     pen = ImageDraw.Draw(image)
     border = max(2, min(scene.width, scene.height) // 60)
@@ -98,7 +98,7 @@ def _draw_shape(pen: ImageDraw.ImageDraw, shape: str, x: float, y: float, r: flo
     elif shape == "square":
         pen.rectangle((x - 0.88 * r, y - 0.88 * r, x + 0.88 * r, y + 0.88 * r), fill=colour)
     else:
-        # A star is a decagon whose every second corner is drawn in towards the middle.
+        # A star is a decagon with every second corner moved towards the centre.
         lengths = (r, r, r) if shape == "triangle" else (r, 0.42 * r) * 5
         rays = [(length, 2 * pi * i / len(lengths)) for i, length in enumerate(lengths)]
         pen.polygon([(x + length * sin(a), y - length * cos(a)) for length, a in rays], fill=colour)
@@ -109,13 +109,13 @@ def _draw_text(pen: ImageDraw.ImageDraw, text: str, x: float, y: float, size: fl
 
 
 def describe(scene: Scene) -> str:
-    """The caption: every thing with its place, in reading order."""
+    """The caption: all things and their places, in reading order."""
     parts = [f"{thing} at the {POSITIONS[thing.cell]}" for thing in scene.things]
     text = parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
     return text[0].upper() + text[1:] + "."
 
 
-DESCRIBE = (
+DESCRIBE = (  # as the bundled model was trained on: changed words change its accuracy
     "Describe this image.",
     "Describe the image.",
     "What is in this picture?",
@@ -128,7 +128,7 @@ READ = ("What is written?", "Read the text.")
 
 
 def questions(scene: Scene, rng: random.Random) -> list[tuple[str, str, str]]:
-    """One (kind, question, true answer) of each kind that the scene allows."""
+    """(kind, question, expected answer) for each kind that the scene allows."""
     asked = [("describe", rng.choice(DESCRIBE), describe(scene))]
     shapes = scene.shapes
     asked.append(("count", rng.choice(COUNT), _number(len(shapes))))

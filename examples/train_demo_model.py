@@ -1,10 +1,10 @@
-"""Train the bundled demo model: a 3 M parameter Qwen2-VL that knows the scenes of scenes.py.
+"""Train the bundled demo model: a 3 M parameter Qwen2-VL for the scenes of scenes.py.
 
     python examples/train_demo_model.py --output mmvllm/assets/demo --minutes 120
 
-Trains transformers' own Qwen2-VL implementation on scenes drawn as they are needed, for the given wall time, and saves
-a Hugging Face checkpoint (fp16 weights, its own byte-level BPE tokenizer) every few minutes. An interrupted run goes
-on where it stopped when `--resume FILE` names its state file.
+Trains transformers' Qwen2-VL implementation on scenes drawn on demand, for the given wall time, and saves a Hugging
+Face checkpoint (fp16 weights, its own byte-level BPE tokenizer) every few minutes. With `--resume FILE`, an
+interrupted run continues from its state file.
 """
 
 import argparse
@@ -54,7 +54,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(folder: Path) -> None:
-    """Byte-level BPE on the scenes' own text, saved the way Qwen2-VL's tokenizer is."""
+    """Train a byte-level BPE tokenizer on the scenes' text and save it in the format of Qwen2-VL's."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -125,7 +125,7 @@ def model_config(tokenizer) -> Qwen2VLConfig:
 
 
 class Conversations(IterableDataset):
-    """Endless training samples: one picture and one to six turns about it, in any order."""
+    """Infinite training samples: one image and one to six turns about it, in random order."""
 
     def __init__(self, tokenizer, first_seed: int):
         self.tokenizer, self.first_seed = tokenizer, first_seed
@@ -140,15 +140,15 @@ class Conversations(IterableDataset):
             seed += info.num_workers
 
     def sample(self, rng: random.Random) -> dict:
-        scene = random_scene(rng, text_share=0.6)  # digits are learnt last
+        scene = random_scene(rng, text_share=0.6)  # digits take longest to learn
         image = self.prepare(draw(scene, rng))
         turns = self._turns(scene, rng)
         num_image_tokens = math.prod(image.grid_thw) // IMAGES.merge_size**2
         ids, labels, offset = [], [], 0
         for i, (_, question, answer) in enumerate(turns):
             head = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n" if i == 0 else "\n"
-            picture = "<|vision_start|>" + "<|image_pad|>" * num_image_tokens + "<|vision_end|>" if i == 0 else ""
-            asked = self._encode(f"{head}<|im_start|>user\n{picture}{question}<|im_end|>\n<|im_start|>assistant\n")
+            placeholders = "<|vision_start|>" + "<|image_pad|>" * num_image_tokens + "<|vision_end|>" if i == 0 else ""
+            asked = self._encode(f"{head}<|im_start|>user\n{placeholders}{question}<|im_end|>\n<|im_start|>assistant\n")
             said = self._encode(f"{answer}<|im_end|>")
             ids += asked + said
             labels += [-100] * len(asked) + said
@@ -165,7 +165,7 @@ class Conversations(IterableDataset):
         }
 
     def _turns(self, scene: Scene, rng: random.Random) -> list:
-        """The caption alone, or five other questions, sometimes with the caption among them."""
+        """The caption only, or five other questions, sometimes together with the caption."""
         caption, *others = questions(scene, rng)
         kind = rng.random()
         if kind < 0.25:
@@ -180,7 +180,7 @@ class Conversations(IterableDataset):
 
 
 def kinds_by_token(scene: Scene, grid_thw: tuple[int, int, int]) -> torch.Tensor:
-    """What stands in the cell that each of the picture's tokens (M,) belongs to: an index into KINDS."""
+    """For each image token (M,), the index into KINDS of the thing in its cell."""
     rows, columns = grid_thw[1] // IMAGES.merge_size, grid_thw[2] // IMAGES.merge_size
     kinds = {thing.cell: KINDS.index(thing.text or thing.shape) for thing in scene.things}
     cells = [(3 * y // rows) * 3 + 3 * x // columns for y in range(rows) for x in range(columns)]
@@ -188,7 +188,7 @@ def kinds_by_token(scene: Scene, grid_thw: tuple[int, int, int]) -> torch.Tensor
 
 
 def collate(samples: list[dict]) -> dict:
-    """Pad on the right; the patches of all pictures are packed."""
+    """Pad on the right; the patches of all images are packed."""
     length = max(len(s["ids"]) for s in samples)
     batch = {
         "input_ids": torch.zeros(len(samples), length, dtype=torch.long),
@@ -206,13 +206,13 @@ def collate(samples: list[dict]) -> dict:
 
 
 def embed_single_frames(model) -> None:
-    """Embed one frame with the kernel summed over time: a still picture's frames are equal, so half the work does."""
+    """Embed one frame with the kernel summed over time: both frames of an image are equal, so this halves the work."""
     kernel = model.model.visual.patch_embed.proj
     model.model.visual.patch_embed.forward = lambda frames: F.linear(frames, kernel.weight.sum(2).flatten(1))
 
 
 def save(model, folder: Path) -> None:
-    """Write the checkpoint the way Qwen2-VL's is laid out: `visual.*`, `model.*`, fp16."""
+    """Write the checkpoint with the layout of Qwen2-VL's: `visual.*`, `model.*`, fp16."""
     copy.deepcopy(model).half().save_pretrained(folder)
     preprocessor = {name: getattr(IMAGES, name) for name in IMAGES.__slots__}
     preprocessor |= {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2VLProcessor"}
@@ -220,14 +220,14 @@ def save(model, folder: Path) -> None:
 
 
 class Trainer:
-    """The model, its optimizer, and a throw-away linear layer that teaches the ViT what matters.
+    """The model, its optimizer, and an auxiliary linear head on the ViT, which is not saved.
 
-    Through the text alone the ViT takes hours to find out that shapes matter. The layer asks every picture token what
-    stands in its cell, which tells it in minutes.
+    From the language loss alone the ViT takes hours to learn features of shapes. The auxiliary loss, which classifies
+    the content of each image token's cell, reduces this to minutes.
     """
 
     def __init__(self, tokenizer, device: str, lr: float, minutes: float):
-        # Eager attention: on CPU the backward pass of torch's SDPA takes longer than its products.
+        # Eager attention: on a CPU the backward pass of torch's SDPA is slower.
         self.model = Qwen2VLForConditionalGeneration._from_config(model_config(tokenizer), attn_implementation="eager")
         self.model.to(device).train()
         embed_single_frames(self.model)
@@ -240,7 +240,7 @@ class Trainer:
         self.model.model.visual.merger.register_forward_hook(lambda module, args, rows: self._rows.append(rows))
 
     def train_step(self, batch: dict) -> str:
-        """One step on one batch; what to print of it."""
+        """Run one step on one batch; return its metrics as text."""
         warm = min(1.0, (self.step + 1) / 100)
         cosine = 0.5 * (1 + math.cos(math.pi * self.spent / self.seconds))
         for group in self.optimizer.param_groups:
@@ -284,7 +284,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     resumed = args.resume is not None and args.resume.exists()
-    if not resumed:  # another tokenizer would make the embeddings worthless
+    if not resumed:  # the embeddings depend on the tokenizer
         train_tokenizer(args.output)
     tokenizer = AutoTokenizer.from_pretrained(args.output)
     trainer = Trainer(tokenizer, args.device, args.lr, args.minutes)

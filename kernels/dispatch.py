@@ -1,4 +1,4 @@
-"""When a kernel runs instead of its plain torch twin, and what every kernel file imports from Triton."""
+"""When a kernel runs instead of its torch reference, and what every kernel file imports."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -9,15 +9,15 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # there is no Triton for macOS and Windows: kernels are defined there, but never run
+except ImportError:  # Triton does not support macOS and Windows: kernels are defined there, but never run
     triton = SimpleNamespace(jit=lambda function: function, __version__=None)
     tl = SimpleNamespace(constexpr=None)
 
-__all__ = ["Case", "runs_triton", "tl", "triton", "triton_unusable"]
+__all__ = ["Case", "KernelShapes", "VisionShapes", "runs_triton", "tl", "triton", "triton_unusable"]
 
 
 def runs_triton(x: Tensor) -> bool:
-    """Whether the kernel, not the twin, serves this tensor."""
+    """Whether the kernel, not its reference, processes this tensor."""
     return x.is_cuda and triton.__version__ is not None
 
 
@@ -31,11 +31,33 @@ def triton_unusable(device: torch.device) -> str | None:
 
 
 @dataclass(frozen=True)
+class VisionShapes:
+    """The sizes of a ViT that its kernels depend on."""
+
+    num_heads: int
+    head_dim: int
+    intermediate_size: int
+
+
+@dataclass(frozen=True)
+class KernelShapes:
+    """The sizes of a model that `cases` depend on; `vision` is None for a text-only model."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    vision: VisionShapes | None
+
+
+@dataclass(frozen=True)
 class Case:
-    """One line of `mmvllm bench kernels`: arguments for kernel and twin alike, and the least work that they can do."""
+    """One line of `mmvllm bench kernels`: arguments of both kernel and reference, and the minimum work."""
 
     kernel: str  # its name, without _torch or _triton
-    label: str  # the shape, for people: "N=64 C=1536"
+    label: str  # the shape, as printed: "N=64 C=1536"
     args: tuple
-    bytes: int  # read and written at least once
+    bytes: int  # that must be read or written
     flops: int = 0

@@ -1,4 +1,4 @@
-"""Attention within segments of packed rows, such as a ViT's pictures, and the device functions all attention shares."""
+"""Attention within segments of packed rows, such as a ViT's images, and device functions shared by all attention."""
 
 import math
 from collections.abc import Iterator
@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmvllm.config import ModelConfig
-from mmvllm.kernels.dispatch import Case, runs_triton, tl, triton
+from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
 
-LOG2_E = math.log2(math.e)  # scores are multiplied by it, so that exp2, which is one instruction, serves as exp
+LOG2_E = math.log2(math.e)  # scores are multiplied by it, so that exp2, a single instruction, can replace exp
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
@@ -24,7 +23,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_se
 
 
 def packed_attention_torch(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """As `packed_attention`, one segment after the other."""
+    """As `packed_attention`, one segment after another."""
     out = q.new_empty(q.shape)
     segment_lens = cu_seqlens.diff().tolist()
     segments = zip(*(x.split(segment_lens) for x in (q, k, v, out)), strict=True)
@@ -42,7 +41,7 @@ def attention_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     if H != K:
         k, v = (x.repeat_interleave(H // K, dim=0) for x in (k, v))
     mask = torch.ones(n, T, dtype=torch.bool, device=q.device).tril(T - n) if causal and n != T else None
-    # Four dimensions, though the first is 1: with three, torch does not take its fused kernels.
+    # Four dimensions, though the first is 1: with three, torch does not use its fused kernels.
     q, k, v = (x[None] for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal and mask is None)[0]
 
@@ -51,9 +50,9 @@ def _attention_by_tiles(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor
     """Products and softmax on tiles of scores that fit a core's cache (1 MiB), for bfloat16 on a CPU.
 
     1.3 to 1.8 times as fast as torch's fused attention there (AVX512-BF16, 2 cores; heads of 80 and 128, 256 to 4096
-    keys). Scores are rounded to bfloat16, as in the textbook formula. What all keys have in common, such as a bias,
-    would make them large and the rounding coarse; it does not change the softmax, so it is taken off first, as in
-    SageAttention (arXiv 2410.02367).
+    keys). Scores are rounded to bfloat16, as in the textbook formula. An offset common to all keys, such as a bias,
+    makes scores large and their rounding coarse; it does not change the softmax, so the mean key is subtracted first,
+    as in SageAttention (arXiv 2410.02367).
     """
     (H, n, D), (K, T, _) = q.shape, k.shape
     k = k - k.float().mean(dim=1, keepdim=True).to(k.dtype)
@@ -94,7 +93,7 @@ def packed_attention_triton(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor,
 
 
 def head_pieces(head_dim: int) -> tuple[int, int]:
-    """Powers of two whose sum holds a head: 80 = 64 + 16 is less work than 128. A power of two ignores the second."""
+    """Two powers of two whose sum covers a head: 80 = 64 + 16 is less work than 128. A power of two needs only one."""
     main = 1 << (head_dim.bit_length() - 1)
     return main, max(16, triton.next_power_of_2(head_dim - main))
 
@@ -102,8 +101,9 @@ def head_pieces(head_dim: int) -> tuple[int, int]:
 def tile_sizes(head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """Query rows and keys of a tile, and the warps for it.
 
-    In half precision those of torch's FlexAttention for heads of 128 on A100 and H100 (torch/_inductor). The others are
-    not tuned, only small enough for registers and shared memory: float32 takes twice the room and no tensor cores.
+    In half precision, those of torch's FlexAttention for heads of 128 on A100 and H100 (torch/_inductor). The others
+    are not tuned, only small enough for registers and shared memory: float32 needs twice the space and does not use
+    tensor cores.
     """
     if dtype == torch.float32:
         return (32, 32, 4) if head_dim <= 128 else (16, 16, 4)
@@ -112,7 +112,7 @@ def tile_sizes(head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
 
 @triton.jit
 def load_rows(rows, exists, D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr):
-    """Pointers to the first values of R heads -> their two pieces (R, D_MAIN) and (R, D_TAIL), 0 where none exists."""
+    """Pointers to the first values of R heads -> their two pieces (R, D_MAIN) and (R, D_TAIL), 0 where not `exists`."""
     tail_columns = D_MAIN + tl.arange(0, D_TAIL)
     main = tl.load(rows[:, None] + tl.arange(0, D_MAIN)[None, :], mask=exists[:, None], other=0.0)
     tail = tl.load(rows[:, None] + tail_columns[None, :], mask=exists[:, None] & (tail_columns < D)[None, :], other=0.0)
@@ -121,7 +121,7 @@ def load_rows(rows, exists, D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.co
 
 @triton.jit
 def store_rows(rows, exists, main, tail, D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr):
-    """The reverse of `load_rows`, in the dtype that the pointers have."""
+    """The reverse of `load_rows`, in the pointers' dtype."""
     tl.store(rows[:, None] + tl.arange(0, D_MAIN)[None, :], main, mask=exists[:, None])
     if D > D_MAIN:
         tail_columns = D_MAIN + tl.arange(0, D_TAIL)
@@ -130,7 +130,7 @@ def store_rows(rows, exists, main, tail, D: tl.constexpr, D_MAIN: tl.constexpr, 
 
 @triton.jit
 def empty_state(ROWS: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr):
-    """What `attend` adds to: sums of values (ROWS, D_MAIN) and (ROWS, D_TAIL), largest scores, sums of weights."""
+    """The initial state of `attend`: value sums (ROWS, D_MAIN) and (ROWS, D_TAIL), largest scores, weight sums."""
     return (
         tl.zeros((ROWS, D_MAIN), tl.float32),
         tl.zeros((ROWS, D_TAIL), tl.float32),
@@ -144,7 +144,7 @@ def attend(q, q_tail, k_rows, v_rows, exists, visible, acc, acc_tail, top, total
     """Add one tile of keys and values to an online softmax in base 2 (FlashAttention-2, arXiv 2307.08691).
 
     q (R, D_MAIN) and q_tail (R, D_TAIL); pointers to the tile's rows, and which of them exist (BLOCK_N,); `visible`
-    (1 or R, BLOCK_N) shows each row a key of its first tile at least.
+    (1 or R, BLOCK_N) must include at least one key of the first tile for each row.
     """
     D_MAIN: tl.constexpr = q.shape[1]
     D_TAIL: tl.constexpr = q_tail.shape[1]
@@ -200,7 +200,7 @@ def _packed_attention_kernel(
     q_main, q_tail = load_rows(q + row * q_row_stride, row < length, D, D_MAIN, D_TAIL)
     acc, acc_tail, top, total = empty_state(BLOCK_M, D_MAIN, D_TAIL)
 
-    # Whole tiles need no mask: the compiler drops a constant one. At most one tile, the last, is not whole.
+    # Full tiles need no mask: the compiler removes a constant one. Only the last tile can be partial.
     always = tl.full((BLOCK_N,), True, tl.int1)
     whole = length // BLOCK_N * BLOCK_N
     for start in range(0, whole, BLOCK_N):
@@ -219,11 +219,11 @@ def _packed_attention_kernel(
     store_rows(out + row * (H * D), row < length, acc, acc_tail, D, D_MAIN, D_TAIL)
 
 
-def cases(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """A thumbnail, a picture of 896 x 896 pixels, and a packed step of sixteen of 448 x 448."""
-    if config.vision is None:
+def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """A thumbnail, an image of 896 x 896 pixels, and sixteen packed images of 448 x 448."""
+    if shapes.vision is None:
         return
-    H, D = config.vision.num_heads, config.vision.head_dim
+    H, D = shapes.vision.num_heads, shapes.vision.head_dim
     for lens in ([64], [4096], [1024] * 16):
         P = sum(lens)
         q, k, v = torch.randn(P, 3, H, D, device=device, dtype=dtype).unbind(1)

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmvllm.config import ModelConfig
-from mmvllm.kernels.dispatch import Case, runs_triton, tl, triton
+from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
 from mmvllm.kernels.packed_attention import (
     LOG2_E,
     attend,
@@ -21,9 +20,9 @@ from mmvllm.kernels.packed_attention import (
     tile_sizes,
 )
 
-MIN_TILES = 2  # of keys in one split of a context: shorter ones cost more to combine than they save; not tuned
-MAX_SPLITS = 32  # one program reads the results of all; not tuned
-PAGED_STAGES = 5  # the pipeline runs ahead through the block table to the keys: 5 stages hold two tiles in flight
+MIN_TILES = 2  # of keys in a split of a context: combining shorter splits costs more than it saves; not tuned
+MAX_SPLITS = 32  # one program combines the results of all splits; not tuned
+PAGED_STAGES = 5  # a key's address depends on a block-table load: 5 stages keep two tiles in flight
 
 
 def paged_attention(
@@ -54,18 +53,18 @@ def paged_attention_torch(
     block_table: Tensor,
     max_query_len: int,
 ) -> Tensor:
-    """As `paged_attention`: sequences with one query and contexts of like length together, others one by one."""
+    """As `paged_attention`: single-query sequences are batched by similar context length, others run one by one."""
     starts, lens = cu_seqlens_q.tolist(), kv_lens.tolist()
-    single: dict[int, list[int]] = {}  # by the power of two above their contexts, so that half at most is padding
+    single: dict[int, list[int]] = {}  # by the bit length of their contexts, so that at most half is padding
     for s, kv_len in enumerate(lens):
         if starts[s + 1] - starts[s] == 1:
             single.setdefault(kv_len.bit_length(), []).append(s)
     if len(single) == 1 and max_query_len == 1:
         return _decode_torch(q, k_cache, v_cache, kv_lens, block_table)
     out = q.new_empty(q.shape)
-    for together in single.values():
-        rows = [starts[s] for s in together]
-        out[rows] = _decode_torch(q[rows], k_cache, v_cache, kv_lens[together], block_table[together])
+    for group in single.values():
+        rows = [starts[s] for s in group]
+        out[rows] = _decode_torch(q[rows], k_cache, v_cache, kv_lens[group], block_table[group])
     for s, kv_len in enumerate(lens):
         own = slice(starts[s], starts[s + 1])
         if own.stop - own.start > 1:
@@ -76,7 +75,7 @@ def paged_attention_torch(
 
 
 def _decode_torch(q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_lens: Tensor, block_table: Tensor) -> Tensor:
-    """One query (S, H, D) each, padded to the longest context."""
+    """Attention of one query per sequence (S, H, D), padded to the longest context."""
     (S, H, D), (_, block_size, K, _) = q.shape, k_cache.shape
     lens = kv_lens.tolist()
     longest = max(lens)
@@ -86,11 +85,11 @@ def _decode_torch(q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_lens: Tensor, 
     if min(lens) < longest:
         mask = torch.zeros(S, 1, H // K, longest, dtype=q.dtype, device=q.device)
         for s, kv_len in enumerate(lens):
-            # Beyond a context lie the leavings of others, which may be anything: a masked NaN is still NaN.
+            # Stale KV beyond a context can contain NaN, which masking does not remove: 0 * NaN is NaN.
             k[s, :, kv_len:] = 0
             v[s, :, kv_len:] = 0
             mask[s, ..., kv_len:] = float("-inf")
-    # The heads that share a KV head are its queries: no key is read twice.
+    # The heads that share a KV head become its queries, so that no key is read twice.
     return F.scaled_dot_product_attention(q.view(S, K, H // K, D), k, v, attn_mask=mask).reshape(S, H, D)
 
 
@@ -153,15 +152,15 @@ def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_lens: Tensor, block_
 
 
 def decode_block_n(head_dim: int, dtype: torch.dtype) -> int:
-    """Keys of a tile: at most 64, and at most 16 KiB of them where that is still the 16 that a product needs."""
+    """Keys per tile: at most 64 keys and 16 KiB, but no fewer than the 16 that tl.dot needs."""
     return max(16, min(64, 1 << (16384 // (head_dim * dtype.itemsize)).bit_length() - 1))
 
 
 @cache
 def num_splits(groups: int, max_context: int, block_n: int, device: torch.device) -> int:
-    """Into how many parts to cut each of `groups` contexts, so that two programs run on every multiprocessor.
+    """Number of splits of each of `groups` contexts, chosen so that two programs run on every multiprocessor.
 
-    It depends on what a CUDA graph fixes, not on the lengths of the moment.
+    It depends only on values that are fixed in a CUDA graph, not on current context lengths.
     """
     on_cuda = device.type == "cuda"
     processors = torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 16
@@ -171,13 +170,13 @@ def num_splits(groups: int, max_context: int, block_n: int, device: torch.device
 
 @cache
 def done_counts(number: int, device: torch.device) -> Tensor:
-    """Zeros (number,) int32, one per sequence and KV head; each kernel leaves them zero for the next on the stream."""
+    """Zeros (number,) int32, one per sequence and KV head; each kernel resets them for the next one on the stream."""
     return torch.zeros(number, dtype=torch.int32, device=device)
 
 
 @triton.jit
 def _slot_offsets(blocks, key, exists, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Where the keys of the sequence whose block-table row is `blocks` begin in a cache of ROW values per slot."""
+    """Cache offsets of a sequence's keys, given its block-table row `blocks` and a cache of ROW values per slot."""
     block = tl.load(blocks + key // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
     return (block * BLOCK_SIZE + key % BLOCK_SIZE) * ROW
 
@@ -212,8 +211,8 @@ def _paged_attention_kernel(
     """
     GROUP: tl.constexpr = H // K
     kv_head = tl.program_id(1)
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last queries see most keys: they go first
-    # Sequence s has the tiles from cu_seqlens_q[s] // BLOCK_Q + s on, at times one more than it needs.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last queries attend to the most keys, so they start first
+    # Sequence s has the tiles from cu_seqlens_q[s] // BLOCK_Q + s on, possibly one more than it needs.
     low, high = 0, num_seqs
     while low < high:
         middle = (low + high) // 2
@@ -234,8 +233,8 @@ def _paged_attention_kernel(
     head = kv_head * GROUP + row % GROUP
     token = (begin + query).to(tl.int64)
     q_main, q_tail = load_rows(q + token * q_token_stride + head * q_head_stride, exists, D, D_MAIN, D_TAIL)
-    context = tl.load(kv_lens + sequence) - query_len  # keys that every query of the sequence sees
-    unseen = context + query + 1  # (BLOCK_M,) the first key that a row does not see
+    context = tl.load(kv_lens + sequence) - query_len  # keys visible to every query of the sequence
+    unseen = context + query + 1  # (BLOCK_M,) the first key that is masked for a row
     end = context + tl.minimum(first + BLOCK_Q, query_len)
     blocks = block_table + sequence * max_blocks
     k_cache += kv_head * D
@@ -281,8 +280,8 @@ def _paged_attention_decode_kernel(
 ):
     """One query per sequence; a program takes the heads of one KV head over one split of the context (flash-decoding).
 
-    The last program of a KV head to finish combines the splits, as in Stream-K (arXiv 2301.03598), which spares a
-    second kernel. Splits are of whole tiles; those that a short context leaves empty do nothing.
+    The last program of a KV head to finish combines the splits, as in Stream-K (arXiv 2301.03598), which avoids a
+    second kernel. Splits consist of whole tiles; splits beyond the end of a short context return at once.
     """
     GROUP: tl.constexpr = H // K
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -310,7 +309,7 @@ def _paged_attention_decode_kernel(
         acc, acc_tail, top, total = attend(
             q_main, q_tail, k_rows, v_rows, exists, exists[None, :], acc, acc_tail, top, total, scale, D
         )
-    total = tl.where(total > 0, total, 1.0)  # a padding row of a CUDA graph may have no keys at all
+    total = tl.where(total > 0, total, 1.0)  # a padding row of a CUDA graph may have no keys
     acc, acc_tail = acc / total[:, None], acc_tail / total[:, None]
     out_rows = out + (sequence * H + head) * D
     if splits == 1:
@@ -321,7 +320,7 @@ def _paged_attention_decode_kernel(
         part_row = part_rows + split * GROUP
         store_rows(parts + part_row * D, row < GROUP, acc, acc_tail, D, D_MAIN, D_TAIL)
         tl.store(part_weights + part_row, top + tl.log2(total), mask=row < GROUP)
-        tl.debug_barrier()  # one thread counts for all of the program: all must have stored
+        tl.debug_barrier()  # one thread increments the count, after all threads have stored
         if tl.atomic_add(done + group, 1, sem="acq_rel") == splits - 1:
             _combine(out_rows, parts, part_weights, part_rows, row, splits, GROUP, D, D_PADDED, ROWS)
             tl.store(done + group, 0)
@@ -340,7 +339,7 @@ def _combine(
     D_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Store the mean of the splits' results, weighted by the logarithms in base 2 that come with them."""
+    """Store the mean of the splits' results, weighted by their base-2 log-sum-exps."""
     column = tl.arange(0, D_PADDED)
     exists = (row < GROUP)[:, None] & (column < D)[None, :]
     acc = tl.zeros((ROWS, D_PADDED), tl.float32)
@@ -358,9 +357,9 @@ def _combine(
     tl.store(out_rows[:, None] + column[None, :], acc / total[:, None], mask=exists)
 
 
-def cases(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """One sequence that decodes, 64 of them, and a whole prompt, in blocks of 16."""
-    H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """One decoding sequence, 64 of them, and a whole prompt, in blocks of 16."""
+    H, K, D = shapes.num_heads, shapes.num_kv_heads, shapes.head_dim
     for S, query_len, kv_len in ((1, 1, 4096), (64, 1, 1024), (1, 1024, 1024)):
         blocks = kv_len // 16
         cache = torch.randn(2, S * blocks, 16, K, D, device=device, dtype=dtype)

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mmvllm.config import ModelConfig
-from mmvllm.kernels.dispatch import Case, runs_triton, tl, triton
+from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
 
 
 def quick_gelu(x: Tensor) -> Tensor:
@@ -21,7 +20,7 @@ def quick_gelu_torch(x: Tensor) -> Tensor:
 
 def quick_gelu_triton(x: Tensor) -> Tensor:
     out = torch.empty_like(x)
-    block = 2048  # with 4 warps 16 values a thread: two 16-byte loads of a 16-bit dtype at once, untuned
+    block = 2048  # with 4 warps, 16 values per thread: two 16-byte loads of a 16-bit dtype; not tuned
     _quick_gelu_kernel[(triton.cdiv(x.numel(), block),)](x, out, x.numel(), BLOCK=block, num_warps=4)
     return out
 
@@ -34,11 +33,11 @@ def _quick_gelu_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
     tl.store(out_ptr + at, x * tl.sigmoid(1.702 * x), mask=mask)
 
 
-def cases(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """The ViT's MLP at the patches of one small picture, of one large, and of a full step; none without a ViT."""
-    if config.vision is None:
+def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """The ViT's MLP at the patches of a small image, a large image and a full step; none without a ViT."""
+    if shapes.vision is None:
         return
-    width = config.vision.mlp_ratio * config.vision.embed_dim
+    width = shapes.vision.intermediate_size
     for P in (256, 4096, 16384):
         x = torch.randn(P, width, device=device, dtype=dtype)
         yield Case("quick_gelu", f"P={P} I={width}", (x,), 2 * x.nbytes)

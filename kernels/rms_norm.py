@@ -1,12 +1,11 @@
-"""RMSNorm, alone and with the residual addition in front of it."""
+"""RMSNorm, alone and fused with the residual addition before it."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from mmvllm.config import ModelConfig
-from mmvllm.kernels.dispatch import Case, runs_triton, tl, triton
+from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -16,7 +15,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + residual, both (N, C), normalised, and the sum itself, which is the next residual."""
+    """Return the normalised sum of x and residual, both (N, C), and the sum itself, which is the next residual."""
     assert x.is_contiguous() and residual.is_contiguous()
     return (add_rms_norm_triton if runs_triton(x) else add_rms_norm_torch)(x, residual, weight, eps)
 
@@ -47,13 +46,13 @@ def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
 def _sizes(x: Tensor) -> dict[str, int]:
     C = x.shape[1]
     block = triton.next_power_of_2(C)
-    # 8 values a thread, 16 bytes of a 16-bit dtype, so that a row of few has one load to wait for; untuned.
+    # 8 values per thread: one 16-byte load of a 16-bit dtype; not tuned.
     return {"C": C, "BLOCK": block, "num_warps": min(16, max(1, block // 256))}
 
 
 @triton.jit
 def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, eps, C: tl.constexpr, BLOCK: tl.constexpr):
-    """One program a row, which it keeps in registers."""
+    """One program per row, which it keeps in registers."""
     row = tl.program_id(0).to(tl.int64) * C
     at = tl.arange(0, BLOCK)
     mask = at < C
@@ -72,7 +71,7 @@ def _add_rms_norm_kernel(
     weight = tl.load(weight_ptr + at, mask=mask)
     x = tl.load(x_ptr + row + at, mask=mask, other=0.0)
     residual = tl.load(residual_ptr + row + at, mask=mask, other=0.0)
-    # Rounded before it is normalised: what later layers add to is what this one saw.
+    # Rounded before it is normalised, so that the norm and the residual stream use the same value.
     total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
     tl.store(total_ptr + row + at, total, mask=mask)
     tl.store(out_ptr + row + at, _normalised(total, weight, eps, C), mask=mask)
@@ -80,17 +79,17 @@ def _add_rms_norm_kernel(
 
 @triton.jit
 def _normalised(x, weight, eps, C: tl.constexpr):
-    """A row, zero beyond its C values, rounded to its dtype before and after the weight, as the plain twin does."""
+    """A row, zero beyond its C values, rounded to its dtype before and after the weight, as the reference does."""
     wide = x.to(tl.float32)
     wide *= tl.rsqrt(tl.sum(wide * wide) / C + eps)
     return (weight.to(tl.float32) * wide.to(x.dtype).to(tl.float32)).to(x.dtype)
 
 
-def cases(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    C = config.hidden_size
+def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    C = shapes.hidden_size
     weight = torch.randn(C, device=device, dtype=dtype)
     for N in (1, 64, 1024, 4096):
         x = torch.randn(N, C, device=device, dtype=dtype)
         shape, residual = f"N={N} C={C}", torch.randn_like(x)
-        yield Case("rms_norm", shape, (x, weight, config.rms_norm_eps), 2 * x.nbytes + weight.nbytes)
-        yield Case("add_rms_norm", shape, (x, residual, weight, config.rms_norm_eps), 4 * x.nbytes + weight.nbytes)
+        yield Case("rms_norm", shape, (x, weight, 1e-6), 2 * x.nbytes + weight.nbytes)
+        yield Case("add_rms_norm", shape, (x, residual, weight, 1e-6), 4 * x.nbytes + weight.nbytes)

@@ -1,4 +1,4 @@
-"""The gate of the decoder's MLP."""
+"""The gated activation of the decoder's MLP."""
 
 from collections.abc import Iterator
 
@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmvllm.config import ModelConfig
-from mmvllm.kernels.dispatch import Case, runs_triton, tl, triton
+from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -24,14 +23,14 @@ def silu_mul_torch(gate_up: Tensor) -> Tensor:
 def silu_mul_triton(gate_up: Tensor) -> Tensor:
     N, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(N, width, dtype=gate_up.dtype, device=gate_up.device)
-    block = 1024  # with 4 warps 8 values a thread: 16 bytes of a 16-bit dtype, untuned
+    block = 1024  # with 4 warps, 8 values per thread: 16 bytes of a 16-bit dtype; not tuned
     _silu_mul_kernel[(N * triton.cdiv(width, block),)](gate_up, out, WIDTH=width, BLOCK=block, num_warps=4)
     return out
 
 
 @triton.jit
 def _silu_mul_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """One program for BLOCK columns of a row: a single row still occupies several multiprocessors."""
+    """One program per BLOCK columns of a row, so that a single row uses several multiprocessors."""
     blocks = tl.cdiv(WIDTH, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -42,8 +41,8 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.conste
     tl.store(out_ptr + row * WIDTH + at, gate * tl.sigmoid(gate) * up, mask=mask)
 
 
-def cases(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    width = config.intermediate_size
+def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    width = shapes.intermediate_size
     for N in (1, 64, 1024, 4096):
         gate_up = torch.randn(N, 2 * width, device=device, dtype=dtype)
         yield Case("silu_mul", f"N={N} I={width}", (gate_up,), gate_up.nbytes * 3 // 2)

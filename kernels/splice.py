@@ -1,16 +1,15 @@
-"""Put the ViT's rows in the place of the placeholders' embeddings."""
+"""Replace the embeddings of placeholder tokens with image rows."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from mmvllm.config import ModelConfig
-from mmvllm.kernels.dispatch import Case, runs_triton, tl, triton
+from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
 
 
 def splice(x: Tensor, rows: Tensor, at: Tensor) -> None:
-    """x[at] = rows in place: x (N, C), rows (M, C), both contiguous, at (M,) int64, no index twice; M may be 0."""
+    """x[at] = rows in place: x (N, C), rows (M, C), both contiguous, at (M,) int64, indices unique; M may be 0."""
     if len(at):
         assert x.is_contiguous() and rows.is_contiguous() and x.dtype == rows.dtype
         (splice_triton if runs_triton(x) else splice_torch)(x, rows, at)
@@ -23,13 +22,13 @@ def splice_torch(x: Tensor, rows: Tensor, at: Tensor) -> None:
 def splice_triton(x: Tensor, rows: Tensor, at: Tensor) -> None:
     M, C = rows.shape
     block = triton.next_power_of_2(C)
-    # 8 values a thread, 16 bytes of a 16-bit dtype; untuned.
+    # 8 values per thread, 16 bytes of a 16-bit dtype; not tuned.
     _splice_kernel[(M,)](x, rows, at, C=C, BLOCK=block, num_warps=min(8, max(1, block // 256)))
 
 
 @triton.jit
 def _splice_kernel(x_ptr, rows_ptr, at_ptr, C: tl.constexpr, BLOCK: tl.constexpr):
-    """One program a row."""
+    """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(at_ptr + row)
     columns = tl.arange(0, BLOCK)
@@ -37,9 +36,9 @@ def _splice_kernel(x_ptr, rows_ptr, at_ptr, C: tl.constexpr, BLOCK: tl.constexpr
     tl.store(x_ptr + target * C + columns, tl.load(rows_ptr + row * C + columns, mask=mask), mask=mask)
 
 
-def cases(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Prompts that are pictures but for 32 tokens of text."""
-    C = config.hidden_size
+def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """Prompts of image tokens and 32 text tokens."""
+    C = shapes.hidden_size
     for N in (64, 1024, 4096):
         x = torch.randn(N, C, device=device, dtype=dtype)
         at = torch.arange(16, N - 16, device=device)

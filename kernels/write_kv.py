@@ -5,14 +5,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mmvllm.config import ModelConfig
-from mmvllm.kernels.dispatch import Case, runs_triton, tl, triton
+from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write k and v (N, K, D) to their slots of the caches (num_blocks, block_size, K, D), in place.
 
-    slot_mapping (N,) int64 holds block * block_size + offset, no slot twice. k and v may be views with a contiguous
+    slot_mapping (N,) int64 holds block * block_size + offset, unique. k and v may be views with a contiguous
     last dimension; the caches are contiguous.
     """
     assert k.stride(2) == v.stride(2) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
@@ -29,7 +28,7 @@ def write_kv_triton(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot
     N, K, D = k.shape
     strides = (*k.stride()[:2], *v.stride()[:2])
     block = triton.next_power_of_2(K * D)
-    num_warps = min(8, max(1, block // 256))  # 8 values a thread, 16 bytes of a 16-bit dtype; untuned
+    num_warps = min(8, max(1, block // 256))  # 8 values per thread, 16 bytes of a 16-bit dtype; not tuned
     _write_kv_kernel[(N,)](k, v, k_cache, v_cache, slot_mapping, *strides, K=K, D=D, BLOCK=block, num_warps=num_warps)
 
 
@@ -48,21 +47,21 @@ def _write_kv_kernel(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a token."""
+    """One program per token."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < K * D
     head, dim = at // D, at % D
     slot = tl.load(slot_ptr + token)  # int64: a cache has more than 2**31 values
-    # All loads before the first store, which no later load may overtake: they wait together.
+    # The compiler moves no load above a store: with all loads first, their latencies overlap.
     k = tl.load(k_ptr + token * k_token_stride + head * k_head_stride + dim, mask=mask)
     v = tl.load(v_ptr + token * v_token_stride + head * v_head_stride + dim, mask=mask)
     tl.store(k_cache_ptr + slot * (K * D) + at, k, mask=mask)
     tl.store(v_cache_ptr + slot * (K * D) + at, v, mask=mask)
 
 
-def cases(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    K, D, block_size = config.num_key_value_heads, config.head_dim, 16
+def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    K, D, block_size = shapes.num_kv_heads, shapes.head_dim, 16
     for N in (1, 64, 1024, 4096):
         k, v = torch.randn(2, N, K, D, device=device, dtype=dtype)
         k_cache, v_cache = torch.zeros(2, N // block_size + 1, block_size, K, D, device=device, dtype=dtype)

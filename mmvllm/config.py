@@ -1,5 +1,6 @@
 """What the user chose (`EngineConfig`), and what all checkpoints state (`ModelConfig`): frozen, checked once."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -12,7 +13,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VisionConfig:
+class VisionConfig(ABC):
     """What every ViT has in common; a family adds its own fields.
 
     Args:
@@ -35,6 +36,11 @@ class VisionConfig:
     @property
     def head_dim(self) -> int:
         return self.embed_dim // self.num_heads
+
+    @property
+    @abstractmethod
+    def intermediate_size(self) -> int:
+        """Width inside a block's MLP."""
 
     @property
     def patch_dim(self) -> int:
@@ -88,6 +94,11 @@ class ModelConfig:
             raise ValueError(
                 f"vision_config's hidden_size is {self.vision.hidden_size}, must be the decoder's, {self.hidden_size}"
             )
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """Head sizes that the attention backend must serve."""
+        return (self.head_dim,) if self.vision is None else (self.head_dim, self.vision.head_dim)
 
     @property
     def row_size(self) -> int:

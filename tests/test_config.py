@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mmvllm import LLM
-from mmvllm.config import EngineConfig, ModelConfig, VisionConfig
+from mmvllm.config import EngineConfig, VisionConfig
 from mmvllm.models.registry import load_config
 from tests.helpers.configs import DECODER, assert_equals_transformers
 

@@ -1,4 +1,4 @@
-"""The whole engine on the Triton kernels, in the interpreter: the same tokens as on their plain twins."""
+"""The whole engine on the Triton kernels, in the interpreter: the same tokens as with their torch references."""
 
 import sys
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmvllm import SamplingParams
-from mmvllm.kernels import mrope, quick_gelu, rms_norm, sampling, silu_mul, splice, write_kv
+from mmvllm.kernels import quick_gelu, rms_norm, rotary, sampling, silu_mul, splice, write_kv
 from tests.helpers.engines import run_at_once
 from tests.helpers.requests import ask, noise_image
 
@@ -21,20 +21,20 @@ REQUESTS = [
 
 @pytest.fixture
 def interpreted(monkeypatch) -> set[str]:
-    """Send CPU tensors to the kernels; the names of those that ran."""
+    """Send CPU tensors to the kernels; returns the names of the kernels that ran."""
     ran = set()
 
     def runs_triton(x: torch.Tensor) -> bool:
         ran.add(sys._getframe(1).f_code.co_name)
         return True
 
-    for module in (mrope, quick_gelu, rms_norm, sampling, silu_mul, splice, write_kv):
+    for module in (rotary, quick_gelu, rms_norm, sampling, silu_mul, splice, write_kv):
         monkeypatch.setattr(module, "runs_triton", runs_triton)
     return ran
 
 
 @pytest.mark.parametrize("budget", [13, 4096])
-def test_same_tokens_as_the_twins(budget, checkpoint, make_llm, request):
+def test_same_tokens_as_with_the_references(budget, checkpoint, make_llm, request):
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     drawn = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.8, top_k=50, top_p=0.9, seed=3)
     options = {"kvcache_block_size": 4, "max_num_batched_tokens": budget}
@@ -44,4 +44,4 @@ def test_same_tokens_as_the_twins(budget, checkpoint, make_llm, request):
     llm = make_llm(checkpoint, attention_backend="triton", **options)
     assert llm.engine.attention.name == "triton"
     assert (run_at_once(llm, REQUESTS, params), run_at_once(llm, REQUESTS, drawn)) == want
-    assert ran >= {"mrope", "mrope_write_kv", "quick_gelu", "rms_norm", "add_rms_norm", "splice", "sample"}
+    assert ran >= {"rotary", "rotary_write_kv", "quick_gelu", "rms_norm", "add_rms_norm", "splice", "sample"}

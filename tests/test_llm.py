@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from mmvllm import LLM, LLMEngine, SamplingParams
-from mmvllm.models.weights import BUNDLED
 from mmvllm.intake import Prefetcher
+from mmvllm.models.weights import BUNDLED
 from tests.helpers.engines import assert_idle
 from tests.helpers.requests import ask, noise_image
 

@@ -193,7 +193,7 @@ def reference(args: argparse.Namespace, stack: ExitStack) -> Way:
     from transformers import AutoTokenizer
 
     from mmvllm.bench.reference import Qwen2VLImageProcessorPil, Transformers
-    from mmvllm.config import EngineConfig, ModelConfig
+    from mmvllm.config import EngineConfig
     from mmvllm.models.registry import load_config
     from mmvllm.models.weights import resolve_folder
     from mmvllm.processors.image import ImageProcessorConfig, pixel_bounds

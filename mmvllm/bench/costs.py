@@ -1,83 +1,71 @@
-"""Parameters, bytes and floating-point operations of a model, from its config alone.
+"""Parameters and floating-point operations of a model.
 
-Letters as in `engine/batch.py`; E is the ViT's width, I the width inside an MLP. A multiply and its add are two
-operations; only matrix products and attention are counted, beside which the rest is little.
+Letters as in `mmvllm/batch.py`. A multiply and its add are two operations; only matrix products and attention are
+counted, because all other operations are negligible.
 """
 
-from mmvllm.config import ModelConfig, VisionConfig
+import torch
+from torch import nn
+
+from mmvllm.config import ModelConfig
+from mmvllm.layers.attention import TorchAttention
+from mmvllm.models.registry import family_of
+
+PARTS = {"visual.": "vision", "decoder.embed_tokens.": "embedding", "decoder.": "decoder", "lm_head.": "head"}
 
 
-def num_parameters(config: ModelConfig) -> dict[str, int]:
-    """By part; a tied head counts in "embedding" alone, and "decoder" is the layers and the last norm."""
-    C, embedding = config.hidden_size, config.vocab_size * config.hidden_size
-    q_size, kv_size = _attention_sizes(config)
-    biases_and_norms = q_size + 2 * kv_size + 2 * C
-    return {
-        "vision": vision_parameters(config.vision) if config.vision else 0,
-        "decoder": config.num_hidden_layers * (_layer_weights(config) + biases_and_norms) + C,
-        "embedding": embedding,
-        "head": 0 if config.tie_word_embeddings else embedding,
-    }
+class ModelCosts:
+    """Counted on the model itself, which is built without allocating memory: no family's sizes are repeated here."""
 
+    def __init__(self, config: ModelConfig):
+        with torch.device("meta"):
+            self._model = family_of(config.architecture).build(config, TorchAttention)
+        self.config = config
+        self.num_parameters = self._count_parameters()
+        self._merger_weights = self._linear_weights("visual.merger.")
+        self._patch_weights = self._linear_weights("visual.") - self._merger_weights
+        self._decoder_weights = self._linear_weights("decoder.")
 
-def weights_read_by_a_step(config: ModelConfig) -> int:
-    """However few tokens it computes: the decoder's and the head's; of untied embeddings next to nothing."""
-    return num_parameters(config)["decoder"] + config.vocab_size * config.hidden_size
+    def weights_read_by_a_step(self) -> int:
+        """All weights of the decoder and the head, for any number of tokens; of an untied embedding only a few rows."""
+        return self.num_parameters["decoder"] + self.config.vocab_size * self.config.hidden_size
 
+    def vision_flops(self, num_patches: int) -> int:
+        """Of an image with one frame: weights times patches, the merger's times merged rows, and attention.
 
-def vision_parameters(v: VisionConfig) -> int:
-    """Weights of the products, and the biases and norms (scale and shift each) beside them."""
-    E, width = v.embed_dim, v.embed_dim * v.spatial_merge_size**2
-    # A block's biases: qkv 3 E, proj E, fc1 I, fc2 E; its two norms: 4 E.
-    block = (9 + v.mlp_ratio) * E
-    merger = 2 * E + width + v.hidden_size
-    return _patch_weights(v) + v.depth * block + merger + _merger_weights(v)
+        Attention in a layer is P**2 products of queries and keys and as many of weights and values, 2 H D operations
+        each.
+        """
+        v = self.config.vision
+        num_rows = num_patches // v.spatial_merge_size**2
+        attention = v.depth * 4 * num_patches**2 * v.num_heads * v.head_dim
+        return 2 * self._patch_weights * num_patches + 2 * self._merger_weights * num_rows + attention
 
+    def decoder_flops(self, num_tokens: int, num_keys: float) -> float:
+        """Of all layers; `num_keys` is the number of keys that a token attends to, summed over the tokens.
 
-def vision_flops(v: VisionConfig, num_patches: int) -> int:
-    """Of one picture with one frame: every patch through every weight, the merger once per merged row.
+        A token is multiplied with every weight, and attention takes 4 H D operations per layer, token and key.
+        """
+        c = self.config
+        attention = c.num_hidden_layers * 4 * c.num_attention_heads * c.head_dim * num_keys
+        return 2 * self._decoder_weights * num_tokens + attention
 
-    Attention in a block is P**2 products of queries with keys and as many of weights with values, 2 E operations each.
-    """
-    rows = num_patches // v.spatial_merge_size**2
-    attention = v.depth * 4 * num_patches**2 * v.embed_dim
-    return 2 * _patch_weights(v) * num_patches + 2 * _merger_weights(v) * rows + attention
+    def head_flops(self, num_rows: int) -> int:
+        """Of the logits, which are computed only for rows that sample a token."""
+        return 2 * self.config.vocab_size * self.config.hidden_size * num_rows
 
+    def _count_parameters(self) -> dict[str, int]:
+        """By part; a tied head counts in "embedding" only, and "decoder" is the layers and the last norm."""
+        counts = dict.fromkeys(("vision", "decoder", "embedding", "head"), 0)
+        for name, parameter in self._model.named_parameters():
+            counts[next(part for prefix, part in PARTS.items() if name.startswith(prefix))] += parameter.numel()
+        return counts
 
-def decoder_flops(config: ModelConfig, num_tokens: int, num_keys: float) -> float:
-    """Of all layers; `num_keys` is what the tokens see, summed over them.
-
-    Every token goes through every weight, and in each layer 4 H D operations join it with each key and value it sees.
-    """
-    attention = 4 * _attention_sizes(config)[0] * num_keys
-    return config.num_hidden_layers * (2 * _layer_weights(config) * num_tokens + attention)
+    def _linear_weights(self, prefix: str) -> int:
+        modules = (module for name, module in self._model.named_modules() if name.startswith(prefix))
+        return sum(module.weight.numel() for module in modules if isinstance(module, nn.Linear))
 
 
 def keys_seen(first: int, last: int) -> int:
-    """Keys that the tokens [first, last) of a sequence see: themselves and all before them, the causal half."""
+    """Keys that the tokens [first, last) of a sequence attend to: with a causal mask, themselves and all before."""
     return last * (last + 1) // 2 - first * (first + 1) // 2
-
-
-def head_flops(config: ModelConfig, num_rows: int) -> int:
-    """Of the logits, which only rows that want a token get."""
-    return 2 * config.vocab_size * config.hidden_size * num_rows
-
-
-def _attention_sizes(config: ModelConfig) -> tuple[int, int]:
-    return config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-
-
-def _layer_weights(config: ModelConfig) -> int:
-    """Of a layer's products: queries, keys and values, output (C H D), and the MLP's gate, up and down (C I)."""
-    q_size, kv_size = _attention_sizes(config)
-    return config.hidden_size * (2 * q_size + 2 * kv_size + 3 * config.intermediate_size)
-
-
-def _patch_weights(v: VisionConfig) -> int:
-    """What each patch goes through: the embedding, and in a block qkv (3 E**2), proj (E**2), fc1 and fc2 (E I)."""
-    return v.patch_dim * v.embed_dim + v.depth * (4 + 2 * v.mlp_ratio) * v.embed_dim**2
-
-
-def _merger_weights(v: VisionConfig) -> int:
-    width = v.embed_dim * v.spatial_merge_size**2
-    return width * width + width * v.hidden_size

@@ -1,4 +1,4 @@
-"""`mmvllm bench kernels`: each Triton kernel beside its plain torch twin, on the model's shapes."""
+"""`mmvllm bench kernels`: each Triton kernel compared with its torch reference, on the model's shapes."""
 
 import argparse
 import pkgutil
@@ -14,12 +14,12 @@ import mmvllm.kernels
 from mmvllm.bench.report import number, percent, print_table, record
 from mmvllm.bench.roofline import bytes_per_second
 from mmvllm.config import EngineConfig, ModelConfig
+from mmvllm.kernels.dispatch import Case, KernelShapes, VisionShapes
 from mmvllm.models.registry import load_config
-from mmvllm.kernels.dispatch import Case
 from mmvllm.models.weights import resolve_folder
 from mmvllm.transfer import current_device
 
-CPU_SECONDS = 0.1  # for the repetitions of one case
+CPU_SECONDS = 0.1  # spent on the repetitions of one case, at least
 
 
 def run(args: argparse.Namespace) -> dict:
@@ -30,20 +30,34 @@ def run(args: argparse.Namespace) -> dict:
     device = engine_config.resolve_device()
     dtype = engine_config.resolve_dtype(config.dtype, device)
     bandwidth = bytes_per_second(device) if device.type == "cuda" else None
+    shapes = kernel_shapes(config)
     with current_device(device):
         results = [
             _measure(module, case, device, bandwidth)
             for module in modules
-            for case in module.cases(config, device, dtype)
+            for case in module.cases(shapes, device, dtype)
         ]
     _print(results)
     if device.type != "cuda":
-        print("kernels need CUDA: only their plain torch twins were timed")
+        print("kernels need CUDA: only their torch references were timed")
     return record(args, device, config, dtype=dtype, bytes_per_second=bandwidth, results=results)
 
 
+def kernel_shapes(config: ModelConfig) -> KernelShapes:
+    v = config.vision
+    return KernelShapes(
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        vision=VisionShapes(v.num_heads, v.head_dim, v.intermediate_size) if v else None,
+    )
+
+
 def _modules(names: list[str]) -> list[ModuleType]:
-    """The kernel files with cases, or those of them that were asked for."""
+    """The kernel files with cases, or those of them given by name."""
     found = {
         name: import_module(f"mmvllm.kernels.{name}") for _, name, _ in pkgutil.iter_modules(mmvllm.kernels.__path__)
     }
@@ -54,7 +68,7 @@ def _modules(names: list[str]) -> list[ModuleType]:
 
 
 def _measure(module: ModuleType, case: Case, device: torch.device, bandwidth: float | None) -> dict:
-    """Times of a kernel and its twin; rates are the kernel's, or on a CPU the twin's."""
+    """Times of a kernel and its reference; rates are the kernel's, or on a CPU the reference's."""
     seconds = {"torch": _median_seconds(lambda: getattr(module, f"{case.kernel}_torch")(*case.args), device)}
     if device.type == "cuda":
         seconds["triton"] = _median_seconds(lambda: getattr(module, f"{case.kernel}_triton")(*case.args), device)
@@ -73,7 +87,7 @@ def _measure(module: ModuleType, case: Case, device: torch.device, bandwidth: fl
 
 def _median_seconds(work: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
-        from triton.testing import do_bench  # events around each call, and the L2 cache emptied before it
+        from triton.testing import do_bench  # times each call with events and clears the L2 cache before it
 
         return do_bench(work, return_mode="median") / 1000
     work()

@@ -1,4 +1,4 @@
-"""`mmvllm bench latency`: batches of requests at once, and how long each request waits."""
+"""`mmvllm bench latency`: latency of requests that are submitted as one batch."""
 
 import argparse
 from contextlib import ExitStack
@@ -33,8 +33,8 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def _measure(one: Run, bench: Bench) -> dict:
-    measured = {**measures.counts_and_rates(one), **measures.waits(one, since=one.start)}
-    if not one.steps:  # transformers, each of whose steps makes a token of every request
+    measured = {**measures.counts_and_rates(one), **measures.latencies(one, since=one.start)}
+    if not one.steps:  # transformers, each of whose steps generates one token per request
         return measured | {"decode_step_seconds": measured["seconds_per_output_token"]["p50"]}
     decode_steps = [step_seconds(step) for step in one.steps if not is_prefill(step)]
     return measured | {
@@ -44,17 +44,17 @@ def _measure(one: Run, bench: Bench) -> dict:
 
 
 def _print(results: dict, args: argparse.Namespace) -> None:
-    print(f"requests with a JPEG picture ({args.size}), {args.output_tokens} tokens out; median of {args.repeat}")
-    header = ["first token ms", "decode step ms", "ms per token", "output tokens/s", "pictures/s"]
+    print(f"requests with a JPEG image ({args.size}), {args.output_tokens} tokens out; median of {args.repeat}")
+    header = ["first token ms", "decode step ms", "ms per token", "output tokens/s", "images/s"]
     rows = []
     for batch_size, engines in results.items():
         figures = {name: _figures(engines[name]) for name in engines if name != "ratio"}
         rows += [[f"{batch_size} {name}", *map(number, values)] for name, values in figures.items()]
         if args.compare:
             rows.append([f"{batch_size} times as fast", *map(number, _times_as_fast(**figures))])
-    print_table("requests at once", header, rows)
+    print_table("batch size", header, rows)
     print_table(
-        "share of the machine's",
+        "share of the peak",
         list(SHARES.values()),
         [
             [str(batch_size), *(percent(engines["mmvllm"]["roofline"][name]) for name in SHARES)]
@@ -69,7 +69,7 @@ def _figures(measured: dict) -> list[float | None]:
     seconds.append(measured["seconds_per_output_token"]["p50"])
     return [
         *(value if value is None else 1000 * value for value in seconds),
-        *(measured[f"{name}_per_second"] for name in ("output_tokens", "pictures")),
+        *(measured[f"{name}_per_second"] for name in ("output_tokens", "images")),
     ]
 
 

@@ -1,4 +1,4 @@
-"""The numbers of a run, in seconds, bytes and shares of one, named as they stand in the JSON."""
+"""Metrics of a run, in seconds, bytes and fractions, with the names that they have in the JSON line."""
 
 import statistics
 from typing import Any
@@ -8,13 +8,13 @@ import numpy as np
 from mmvllm.bench.roofline import Roofline
 from mmvllm.bench.runs import Run, is_prefill, step_seconds
 
-RATES = ("requests", "pictures", "input_tokens", "output_tokens")
+RATES = ("requests", "images", "input_tokens", "output_tokens")
 
 
 def counts_and_rates(run: Run) -> dict[str, float]:
     counts = {
         "requests": len(run.outputs),
-        "pictures": sum(output.num_image_tokens > 0 for output in run.outputs),
+        "images": sum(output.num_image_tokens > 0 for output in run.outputs),
         "input_tokens": sum(output.num_prompt_tokens for output in run.outputs),
         "output_tokens": sum(len(output.token_ids) for output in run.outputs),
     }
@@ -22,8 +22,8 @@ def counts_and_rates(run: Run) -> dict[str, float]:
     return {"seconds": run.seconds, **counts, **rates, "peak_memory_bytes": run.peak_memory}
 
 
-def waits(run: Run, since: float | None = None) -> dict[str, dict]:
-    """Percentiles over requests, counted from `since` or else from each one's arrival."""
+def latencies(run: Run, since: float | None = None) -> dict[str, dict]:
+    """Percentiles over requests of times since `since`, by default since each request's arrival."""
     starts = [output.arrival_time if since is None else since for output in run.outputs]
     ends = [(output.first_token_time, output.finish_time) for output in run.outputs]
     longer = [output for output in run.outputs if len(output.token_ids) > 1]
@@ -37,7 +37,7 @@ def waits(run: Run, since: float | None = None) -> dict[str, dict]:
 
 
 def phases(run: Run) -> dict[str, float]:
-    """Where a run's seconds went; scheduling includes packing and commit, "other" is what the engine's caller took."""
+    """A run's seconds by phase; scheduling includes packing and commit, "other" is time outside the engine."""
     encoding = [step for step in run.steps if step.num_images]
     seconds = {
         "waiting_for_preparation": waiting_seconds(run),
@@ -51,7 +51,7 @@ def phases(run: Run) -> dict[str, float]:
 
 
 def waiting_seconds(run: Run) -> float:
-    """How long the engine had nothing to do because no request was prepared yet."""
+    """Time for which the engine was idle because no request was prepared yet."""
     waited, idle_since = 0.0, run.start_counter
     for step in run.steps:
         if idle_since is not None:
@@ -61,7 +61,7 @@ def waiting_seconds(run: Run) -> float:
 
 
 def hit_rates(run: Run) -> dict[str, float | None]:
-    """Shares of prompt tokens found in the prefix cache, and of pictures that were looked for found encoded."""
+    """Hit rates of the prefix cache, by prompt token, and of the encoder cache, by image looked up."""
     cached, prompt = (sum(getattr(output, f"num_{x}_tokens") for output in run.outputs) for x in ("cached", "prompt"))
     return {
         "prefix_cache_hit_rate": cached / prompt,
@@ -70,13 +70,13 @@ def hit_rates(run: Run) -> dict[str, float | None]:
 
 
 def shares_of_machine(run: Run, roofline: Roofline, concurrency: int) -> dict[str, Any]:
-    """What the machine could do of these requests, and the share that was reached."""
+    """The machine's limit for these requests, and the share of it that was reached."""
     limit = roofline.limit(run.outputs, concurrency)
     rates = counts_and_rates(run)
     return {
         **roofline.shares(run),
         "limit_requests_per_second": limit,
-        "limit_pictures_per_second": limit * rates["pictures"] / rates["requests"],
+        "limit_images_per_second": limit * rates["images"] / rates["requests"],
         "share_of_limit": rates["requests_per_second"] / limit,
     }
 
@@ -86,17 +86,17 @@ def percentiles(values: list[float]) -> dict[str, float | None]:
 
 
 def medians(results: list[Any]) -> Any:
-    """One result from several: nested dicts with the median of each number, None where there is none."""
+    """Merge results, which are nested dicts, into one with the median of each number; None if any is None."""
     if isinstance(results[0], dict):
         return {name: medians([result[name] for result in results]) for name in results[0]}
     return None if None in results else statistics.median(results)
 
 
 def ratios(results: dict[str, dict]) -> dict[str, float | None]:
-    """Our rates by those of transformers; None where neither did any."""
-    ours, theirs = results["mmvllm"], results["transformers"]
+    """Rates of mmvllm divided by those of transformers; None if the latter is zero."""
+    mmvllm, transformers = results["mmvllm"], results["transformers"]
     names = [f"{name}_per_second" for name in RATES]
-    return {name: ours[name] / theirs[name] if theirs[name] else None for name in names}
+    return {name: mmvllm[name] / transformers[name] if transformers[name] else None for name in names}
 
 
 def _sum(steps, part: str) -> float:

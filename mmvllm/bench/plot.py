@@ -1,4 +1,4 @@
-"""A run drawn step by step: tokens computed, KV blocks in use, and how long requests took."""
+"""A plot of a run: tokens per step, KV blocks in use, and the time of each request."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,13 +7,13 @@ from mmvllm.bench.runs import Run
 
 
 def require_matplotlib() -> None:
-    """Raise ValueError if there is no matplotlib, before anything is measured."""
+    """Raise ValueError if matplotlib is not installed; called before anything is measured."""
     if find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib, which is not installed; pip install 'mmvllm[bench]'")
 
 
 def plot(run: Run, path: Path) -> None:
-    """Write a PNG, whatever the name ends with."""
+    """Write a PNG, regardless of the file's extension."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -26,7 +26,7 @@ def plot(run: Run, path: Path) -> None:
     for axes in (tokens, blocks, requests):
         axes.grid(alpha=0.3)
     requests.set_xlim(0, run.seconds)
-    requests.set_xlabel("seconds since the requests were handed over")
+    requests.set_xlabel("seconds since the requests were submitted")
     figure.savefig(path, format="png", dpi=120)
     pyplot.close(figure)
 
@@ -35,7 +35,7 @@ def _draw_tokens(axes, run: Run) -> None:
     for kind, marker in (("prefill", "s"), ("decode", ".")):
         steps = [(end, getattr(step, f"num_{kind}_tokens")) for end, step in zip(_ends(run), run.steps, strict=True)]
         axes.plot(*zip(*((end, tokens) for end, tokens in steps if tokens), strict=True), marker, label=kind)
-    axes.set_yscale("log")  # a step has thousands of a prompt's tokens, or a few that follow
+    axes.set_yscale("log")  # a prefill step computes thousands of tokens, a decode step a few
     axes.set_ylabel("tokens in a step")
     axes.set_title(f"{len(run.outputs)} requests in {run.seconds:.2f} s, {len(run.steps)} steps")
     axes.legend(loc="upper right")
@@ -53,7 +53,7 @@ def _draw_requests(axes, run: Run) -> None:
     rows = range(1, len(outputs) + 1)
     for label, begin, end in (
         ("until the first token", "arrival_time", "first_token_time"),
-        ("until the last", "first_token_time", "finish_time"),
+        ("until the last token", "first_token_time", "finish_time"),
     ):
         begins = [getattr(output, begin) - run.start for output in outputs]
         ends = [getattr(output, end) - run.start for output in outputs]

@@ -1,4 +1,4 @@
-"""`mmvllm bench preprocess`: pictures made ready for the model, by size, format and number of threads."""
+"""`mmvllm bench preprocess`: image preprocessing, by size, format and number of threads."""
 
 import argparse
 import time
@@ -11,9 +11,9 @@ from statistics import median
 import torch
 
 from mmvllm.bench.report import number, print_table, record
-from mmvllm.bench.workload import encoded, picture_sizes, smooth_noise
-from mmvllm.models.weights import resolve_folder
+from mmvllm.bench.workload import encoded, image_sizes, smooth_noise
 from mmvllm.intake import NUM_WORKERS
+from mmvllm.models.weights import resolve_folder
 from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig
 from mmvllm.processors.load import load_image
 
@@ -22,17 +22,17 @@ FORMATS = ("jpeg", "png", "webp")
 
 def run(args: argparse.Namespace) -> dict:
     """Print the table; return the record."""
-    sizes, formats, most = picture_sizes(args.sizes), _formats(args.formats), args.workers or NUM_WORKERS
-    if args.pictures < most:
-        raise ValueError(f"--pictures is {args.pictures}, which leaves some of {most} threads without any; raise it")
+    sizes, formats, most = image_sizes(args.sizes), _formats(args.formats), args.workers or NUM_WORKERS
+    if args.images < most:
+        raise ValueError(f"--images is {args.images}, fewer than the {most} threads; raise it")
     processors = _processors(resolve_folder(args.model, with_weights=False), args.compare)
     results = []
     for (width, height), image_format in product(sizes, formats):
         data = encoded(smooth_noise(width, height, seed=[0]), image_format)
         for workers in _worker_counts(most):
-            speeds = _pictures_per_second(processors, [data] * args.pictures, workers, args.repeat)
+            speeds = _images_per_second(processors, [data] * args.images, workers, args.repeat)
             case = {"size": f"{width}x{height}", "format": image_format, "workers": workers}
-            results.append(case | {"pictures_per_second": speeds})
+            results.append(case | {"images_per_second": speeds})
     _print(results, args)
     return record(args, torch.device("cpu"), None, results=results)
 
@@ -45,8 +45,8 @@ def _formats(text: str) -> list[str]:
 
 
 def _processors(folder: Path, compare: str | None) -> dict[str, Callable[[bytes], object]]:
-    ours = ImageProcessor(ImageProcessorConfig.from_pretrained(folder))
-    processors = {"mmvllm": lambda data: ours(load_image(data))}
+    processor = ImageProcessor(ImageProcessorConfig.from_pretrained(folder))
+    processors = {"mmvllm": lambda data: processor(load_image(data))}
     if compare:
         from mmvllm.bench.reference import Qwen2VLImageProcessorPil, decoded
 
@@ -56,33 +56,33 @@ def _processors(folder: Path, compare: str | None) -> dict[str, Callable[[bytes]
 
 
 def _worker_counts(most: int) -> list[int]:
-    """1, 2, 4 and so on, and last the most."""
+    """1, 2, 4 and so on, and finally `most`."""
     return [1 << i for i in range((most - 1).bit_length())] + [most]
 
 
-def _pictures_per_second(processors: dict, pictures: list[bytes], workers: int, repeat: int) -> dict[str, float]:
-    """By processor, who take turns; the first turn of each warms up."""
+def _images_per_second(processors: dict, images: list[bytes], workers: int, repeat: int) -> dict[str, float]:
+    """By processor, measured in turns; the first turn of each is a warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in processors}
     with ThreadPoolExecutor(workers) as pool:
         for _ in range(repeat + 1):
             for name, processor in processors.items():
                 start = time.perf_counter()
-                for _ in pool.map(processor, pictures):
+                for _ in pool.map(processor, images):
                     pass
                 seconds[name].append(time.perf_counter() - start)
-    return {name: len(pictures) / median(times[1:]) for name, times in seconds.items()}
+    return {name: len(images) / median(times[1:]) for name, times in seconds.items()}
 
 
 def _print(results: list[dict], args: argparse.Namespace) -> None:
-    names = list(results[0]["pictures_per_second"])
-    header = [f"{name} {unit}" for name in names for unit in ("pictures/s", "thread ms each")] + ["ratio"] * (
+    names = list(results[0]["images_per_second"])
+    header = [f"{name} {unit}" for name in names for unit in ("images/s", "thread ms each")] + ["ratio"] * (
         len(names) - 1
     )
     rows = []
     for case in results:
-        speeds = case["pictures_per_second"]
+        speeds = case["images_per_second"]
         cells = [value for speed in speeds.values() for value in (speed, 1000 * case["workers"] / speed)]
         cells += [speeds["mmvllm"] / speeds[name] for name in names[1:]]
         threads = f"{case['workers']} thread{'s' if case['workers'] > 1 else ''}"
         rows.append([f"{case['size']} {case['format']}, {threads}", *map(number, cells)])
-    print_table(f"{args.pictures} pictures, median of {args.repeat}", header, rows)
+    print_table(f"{args.images} images, median of {args.repeat}", header, rows)

@@ -1,4 +1,4 @@
-"""transformers, doing the same requests: batches of fixed size, padded on the left, prepared by its own processor."""
+"""transformers running the same requests in left-padded batches of fixed size, with its own image processor."""
 
 import io
 import time
@@ -30,11 +30,11 @@ class Transformers:
         self.tokenizer, self.device, self.batch_size = tokenizer, device, batch_size
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
-        # Greedy, without an end-of-sequence token, and without whatever else the checkpoint's own would ask for.
+        # Greedy, without an end-of-sequence token and without the checkpoint's other generation settings.
         self.model.generation_config = GenerationConfig(do_sample=False, pad_token_id=tokenizer.pad_token_id)
 
     def run(self, requests: list[dict], output_tokens: int) -> Run:
-        """As `Ours.run`; requests arrive when their batch's turn comes."""
+        """As `Mmvllm.run`; a request's arrival is the start of its batch."""
         reset_peak_memory(self.device)
         start_counter, start, outputs = now(self.device), time.time(), []
         for first in range(0, len(requests), self.batch_size):
@@ -46,12 +46,12 @@ class Transformers:
         arrival, first_token = time.time(), _FirstToken(self.device)
         inputs = self.inputs(requests).to(self.device)
         criteria = transformers.StoppingCriteriaList([first_token])
-        made = self.model.generate(**inputs, max_new_tokens=output_tokens, stopping_criteria=criteria)
+        generated = self.model.generate(**inputs, max_new_tokens=output_tokens, stopping_criteria=criteria)
         now(self.device)
         times = {"arrival_time": arrival, "first_token_time": first_token.time, "finish_time": time.time()}
         prompts, is_prompt = inputs["input_ids"], inputs["attention_mask"]
         columns = [
-            made[:, prompts.shape[1] :].tolist(),
+            generated[:, prompts.shape[1] :].tolist(),
             is_prompt.sum(dim=1).tolist(),
             inputs.get("mm_token_type_ids", torch.zeros_like(prompts)).sum(dim=1).tolist(),
         ]
@@ -61,19 +61,20 @@ class Transformers:
         ]
 
     def inputs(self, requests: list[dict]) -> transformers.BatchFeature:
-        """What transformers' own Qwen2VLProcessor returns, which cannot be built without torchvision."""
+        """The inputs that transformers' Qwen2VLProcessor returns, which cannot be built without torchvision."""
         messages = [request["messages"] for request in requests]
-        pictures = [decoded(part["image"]) for turns in messages for part in turns[0]["content"] if "image" in part]
-        made = self.images(pictures, return_tensors="pt") if pictures else transformers.BatchFeature()
-        grids = iter(made.get("image_grid_thw", []))
+        images = [decoded(part["image"]) for turns in messages for part in turns[0]["content"] if "image" in part]
+        inputs = self.images(images, return_tensors="pt") if images else transformers.BatchFeature()
+        grids = iter(inputs.get("image_grid_thw", []))
         texts = [self._text(turns, grids) for turns in messages]
-        made |= self.tokenizer(texts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
-        if pictures:
-            made["mm_token_type_ids"] = (made["input_ids"] == self.model.config.image_token_id).int()
-        return made
+        options = {"padding": True, "padding_side": "left", "add_special_tokens": False}
+        inputs |= self.tokenizer(texts, return_tensors="pt", **options)
+        if images:
+            inputs["mm_token_type_ids"] = (inputs["input_ids"] == self.model.config.image_token_id).int()
+        return inputs
 
     def _text(self, messages: list[dict], grids) -> str:
-        """The prompt with each picture's placeholder repeated as its grid asks for."""
+        """The prompt, with the placeholder repeated once per token of the image's grid."""
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         if "image" not in messages[0]["content"][0]:
             return text
@@ -86,7 +87,7 @@ def decoded(data: bytes) -> Image.Image:
 
 
 def dummy_model(model_class: type, config, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """A model with small random weights, without the minutes that transformers' own initialisation takes."""
+    """A model with small random weights; transformers' own initialisation takes minutes."""
     with torch.device("meta"):
         model = model_class._from_config(config, dtype=dtype, attn_implementation="sdpa")
     model = model.to_empty(device=device).eval()
@@ -97,14 +98,14 @@ def dummy_model(model_class: type, config, device: torch.device, dtype: torch.dt
         else:
             parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
     for module in model.modules():
-        if hasattr(module, "inv_freq"):  # rotary frequencies, which are computed and not loaded
+        if hasattr(module, "inv_freq"):  # rotary frequencies are computed, not loaded
             fresh = type(module)(module.config).to(device)
             module.inv_freq, module.original_inv_freq = fresh.inv_freq, fresh.original_inv_freq
     return model
 
 
 class _FirstToken(transformers.StoppingCriteria):
-    """Stops nothing; notes when the first token was there."""
+    """Records the time of the first token; never stops generation."""
 
     def __init__(self, device: torch.device):
         self.device, self.time = device, None

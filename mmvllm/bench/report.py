@@ -1,4 +1,4 @@
-"""What a benchmark prints: tables for people, and last one line of JSON that says on what it was measured."""
+"""The output of a benchmark: tables, and finally one JSON line that also records the environment."""
 
 import argparse
 import json
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 import mmvllm
-from mmvllm.bench.costs import num_parameters
+from mmvllm.bench.costs import ModelCosts
 from mmvllm.config import ModelConfig
 
 
 def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
-    """Names to the left, under the title; columns to the right."""
+    """The first column, headed by the title, is aligned left, all others right."""
     lines = [[title, *header], *([f"  {name}", *cells] for name, *cells in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for name, *cells in lines:
@@ -27,7 +27,7 @@ def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
 
 
 def number(value: float | None, factor: float = 1.0) -> str:
-    """`factor` times the value in three digits, or all before the point; a dash for what there is not."""
+    """`factor` times the value with at least three significant digits; a dash for None."""
     if value is None:
         return "-"
     value *= factor
@@ -39,7 +39,7 @@ def percent(share: float | None) -> str:
 
 
 def record(args: argparse.Namespace, device: torch.device, config: ModelConfig | None, **parts: Any) -> dict:
-    """What was measured, on what and how, for the JSON line; `parts` are the benchmark's own."""
+    """The JSON line: arguments, hardware, versions, commit, model, and the `parts` of the benchmark itself."""
     return {
         "benchmark": args.benchmark,
         "arguments": {name: value for name, value in vars(args).items() if name not in ("command", "benchmark")},
@@ -51,9 +51,9 @@ def record(args: argparse.Namespace, device: torch.device, config: ModelConfig |
     }
 
 
-def emit(made: dict, output: Path | None) -> None:
-    """Print the record as one line, and append it to a file."""
-    line = json.dumps(made, default=str)
+def emit(result: dict, output: Path | None) -> None:
+    """Print the result as one JSON line, and append it to `output` if given."""
+    line = json.dumps(result, default=str)
     print(line)
     if output is not None:
         with output.open("a", encoding="utf-8") as file:
@@ -68,7 +68,7 @@ def device_name(device: torch.device) -> str:
 
 def _shape(config: ModelConfig) -> dict:
     named = asdict(config) | {"eos_token_ids": sorted(config.eos_token_ids)}
-    return named | {"parameters": num_parameters(config)}
+    return named | {"parameters": ModelCosts(config).num_parameters}
 
 
 def _hardware(device: torch.device) -> dict:
@@ -102,13 +102,13 @@ def _versions() -> dict[str, str | None]:
 
 
 def _commit() -> str | None:
-    """Of the checkout that this package runs from, with -dirty behind it if files were changed."""
+    """The commit of the checkout that this package runs from, followed by -dirty if files were changed."""
     root = Path(mmvllm.__file__).parent.parent
     if not (root / ".git").exists():
         return None
     command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    except OSError:  # there is no git here
+    except OSError:  # git is not installed
         return None
     return done.stdout.strip() or None

@@ -1,29 +1,29 @@
-"""What the device can do, measured, and the share of it that a run did.
+"""The device's measured peaks of bandwidth and arithmetic, and the share of them that a run reached.
 
-Decoding reads weights and KV cache for a handful of tokens, so memory bandwidth bounds it. The ViT and prefill multiply
-large matrices, so arithmetic does.
+Decode reads weights and KV cache for a few tokens, so it is bound by memory bandwidth. The ViT and prefill multiply
+large matrices, so they are bound by arithmetic.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from mmvllm.bench.costs import decoder_flops, head_flops, keys_seen, vision_flops, weights_read_by_a_step
+from mmvllm.bench.costs import ModelCosts, keys_seen
 from mmvllm.bench.runs import Run, is_prefill, now
 from mmvllm.engine.memory import kv_block_bytes
 from mmvllm.layers.linear import Linear, pack_weights
 from mmvllm.llm import LLM
 from mmvllm.outputs import RequestOutput
 
-READ_BYTES = 1 << 30  # far more than any cache holds
+READ_BYTES = 1 << 30  # far larger than any cache
 MATRIX_SIZES = {"cpu": 2048, "cuda": 8192}
 ATTEMPTS = 5
-CALLS = {"cpu": 1, "cuda": 20}  # in an attempt: a GPU would have done one before its clock is read
+CALLS = {"cpu": 1, "cuda": 20}  # per attempt: on a GPU, a single call is too short to be timed from the host
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The best of several attempts each."""
+    """Measured peaks, each the best of several attempts."""
 
     bytes_per_second: float  # a sum over float32
     flops_per_second: float  # a product of square matrices, in the model's dtype, or with its quantised weights
@@ -40,7 +40,7 @@ def bytes_per_second(device: torch.device) -> float:
 
 @torch.inference_mode()
 def flops_per_second(device: torch.device, dtype: torch.dtype, int8: bool = False) -> float:
-    """By the layer that the model is made of."""
+    """Measured with `Linear`, the layer that the models use."""
     size = MATRIX_SIZES[device.type]
     x, linear = torch.randn(size, size, device=device).to(dtype), Linear(size, size, bias=False).to(device, dtype)
     if device.type == "cpu":
@@ -50,7 +50,7 @@ def flops_per_second(device: torch.device, dtype: torch.dtype, int8: bool = Fals
 
 def _best_seconds(work, device: torch.device) -> float:
     times = []
-    for _ in range(1 + ATTEMPTS):  # the first warms up
+    for _ in range(1 + ATTEMPTS):  # the first is a warm-up
         start = now(device)
         for _ in range(CALLS[device.type]):
             work()
@@ -59,18 +59,18 @@ def _best_seconds(work, device: torch.device) -> float:
 
 
 class Roofline:
-    """Of one model on one machine, for requests with at most one picture each."""
+    """The limits of one model on one machine, for requests with at most one image each."""
 
     def __init__(self, machine: Machine, llm: LLM):
         runner, is_int8 = llm.engine.model_runner, llm.engine.config.quantization == "int8"
-        self.machine, self.config = machine, runner.model_config
-        self.weight_bytes = weights_read_by_a_step(runner.model_config) * (1 if is_int8 else runner.dtype.itemsize)
-        self.key_bytes = kv_block_bytes(runner.model_config, 1, runner.dtype)  # with its value
+        self.machine, self.costs = machine, ModelCosts(runner.model_config)
+        self.weight_bytes = self.costs.weights_read_by_a_step() * (1 if is_int8 else runner.dtype.itemsize)
+        self.key_bytes = kv_block_bytes(runner.model_config, 1, runner.dtype)  # of a key and its value in all layers
 
     def shares(self, run: Run) -> dict[str, float | None]:
-        """Decode steps' share of bandwidth, prefill's and the ViT's of arithmetic; None where there was no such work.
+        """Share of bandwidth reached in decode, and of arithmetic in prefill and in the ViT; None without such work.
 
-        Each over the seconds of its own part of the steps.
+        Each share refers to the time spent in that part of the steps.
         """
         decode_steps = [step for step in run.steps if not is_prefill(step)]
         prefill_steps = [step for step in run.steps if is_prefill(step)]
@@ -90,8 +90,10 @@ class Roofline:
         }
 
     def limit(self, outputs: list[RequestOutput], concurrency: int) -> float:
-        """Requests per second if ViT and prefill ran at the peak of arithmetic, and decode steps, each shared by
-        `concurrency` requests, at the peak of bandwidth or of arithmetic, whichever bounds them."""
+        """Requests per second at the machine's peaks, with decode steps of `concurrency` requests each.
+
+        The ViT and prefill are bound by arithmetic, decode steps by bandwidth or arithmetic, whichever takes longer.
+        """
         peak, num_decoded = self.machine.flops_per_second, sum(len(output.token_ids) - 1 for output in outputs)
         num_steps = num_decoded / min(concurrency, len(outputs))
         read = num_steps * self.weight_bytes + _decode_keys(outputs) * self.key_bytes
@@ -101,24 +103,25 @@ class Roofline:
         return len(outputs) / (prompt_flops / peak + max(read / self.machine.bytes_per_second, decode_flops / peak))
 
     def _flops(self, num_tokens: int, num_keys: float, num_rows: int) -> float:
-        return decoder_flops(self.config, num_tokens, num_keys) + head_flops(self.config, num_rows)
+        return self.costs.decoder_flops(num_tokens, num_keys) + self.costs.head_flops(num_rows)
 
     def _read_bytes(self, run: Run, decode_steps: list) -> float:
         num_tokens = sum(step.num_decode_tokens for step in decode_steps)
         return len(decode_steps) * self.weight_bytes + num_tokens * _mean_decode_keys(run.outputs) * self.key_bytes
 
     def _prefill_flops(self, run: Run, prefill_steps: list) -> float:
-        """All prompts are computed in these steps, and beside them some tokens are decoded."""
+        """All prompts are computed in these steps, and some tokens are decoded along with them."""
         num_decoded = sum(step.num_decode_tokens for step in prefill_steps)
         num_tokens = num_decoded + sum(step.num_prefill_tokens for step in prefill_steps)
         num_keys = _prompt_keys(run.outputs) + num_decoded * _mean_decode_keys(run.outputs)
         return self._flops(num_tokens, num_keys, num_decoded + len(run.outputs))
 
     def _vision_flops(self, outputs: list[RequestOutput]) -> int:
-        vision = self.config.vision
+        vision = self.costs.config.vision
         if vision is None:
             return 0
-        return sum(vision_flops(vision, output.num_image_tokens * vision.spatial_merge_size**2) for output in outputs)
+        merged = vision.spatial_merge_size**2  # patches per image token
+        return sum(self.costs.vision_flops(output.num_image_tokens * merged) for output in outputs)
 
 
 def _prompt_keys(outputs: list[RequestOutput]) -> int:
@@ -126,7 +129,7 @@ def _prompt_keys(outputs: list[RequestOutput]) -> int:
 
 
 def _decode_keys(outputs: list[RequestOutput]) -> int:
-    """The first token of an answer comes with the prompt; each later one sees the prompt and those before it."""
+    """A completion's first token is sampled in prefill; later ones attend to the prompt and the tokens before them."""
     return sum(
         keys_seen(output.num_prompt_tokens, output.num_prompt_tokens + len(output.token_ids) - 1) for output in outputs
     )

@@ -1,4 +1,4 @@
-"""One pass of requests through an `LLM`, as users send them."""
+"""One run of requests through an `LLM`, submitted as users do."""
 
 import sys
 import time
@@ -18,30 +18,32 @@ from mmvllm.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What was measured; outputs have the times of each request. transformers has no steps and no caches to tell of."""
+    """Measurements of a run; outputs hold the times of each request. For transformers, steps and caches stay empty."""
 
-    start: float  # seconds since the epoch, as the times of outputs
-    start_counter: float  # the same moment on time.perf_counter(), as the ends of steps
-    seconds: float  # from handing the requests over to the last answer
+    start: float  # in seconds since the epoch, as the times of outputs
+    start_counter: float  # the same time on time.perf_counter(), as the ends of steps
+    seconds: float  # from submission to the last output
     outputs: list[RequestOutput]
     peak_memory: int | None
     steps: list[StepStats] = field(default_factory=list)
-    worker_seconds: float = 0.0  # processor time of preparation, in all its threads
+    worker_seconds: float = 0.0  # CPU time of preparation, in all threads
     encoder_lookups: int = 0
     encoder_hits: int = 0
 
 
-class Ours:
+class Mmvllm:
+    """The engine under test, with the same `run` as `Transformers`."""
+
     def __init__(self, llm: LLM):
         self.llm = llm
 
     def run(self, requests: list[dict], output_tokens: int) -> Run:
-        """Answer the requests, each with exactly `output_tokens` tokens; ValueError where the model has no room."""
+        """Generate exactly `output_tokens` tokens per request; raises ValueError if they exceed the model's length."""
         engine, device = self.llm.engine, self.llm.engine.model_runner.device
         cache, params = engine.encoder_cache, SamplingParams(max_tokens=output_tokens, ignore_eos=True)
         lookups, hits = cache.num_lookups, cache.num_hits
         reset_peak_memory(device)
-        with _watched(self.llm, output_tokens) as (steps, worker_seconds):
+        with _recorded(self.llm, output_tokens) as (steps, worker_seconds):
             start_counter, start = now(device), time.time()
             outputs = list(self.llm.stream_multimodal(requests, params))
             seconds = now(device) - start_counter
@@ -59,8 +61,8 @@ class Ours:
 
 
 @contextmanager
-def _watched(llm: LLM, output_tokens: int) -> Iterator[tuple[list[StepStats], list[float]]]:
-    """Lists that fill with the engine's steps, and with the processor time that preparing each request takes.
+def _recorded(llm: LLM, output_tokens: int) -> Iterator[tuple[list[StepStats], list[float]]]:
+    """Collect the engine's steps and the CPU seconds of each request's preparation in two lists.
 
     A prompt that leaves no room for `output_tokens` raises ValueError as soon as it is prepared.
     """
@@ -90,7 +92,7 @@ def _check_room(num_prompt_tokens: int, output_tokens: int, max_model_len: int) 
 
 
 def now(device: torch.device) -> float:
-    """time.perf_counter(), when the device has done all it was given."""
+    """time.perf_counter() after all work submitted to the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -101,12 +103,12 @@ def step_seconds(step: StepStats) -> float:
 
 
 def is_prefill(step: StepStats) -> bool:
-    """Whether a step computed any token of a prompt, perhaps beside decoded ones."""
+    """Whether a step computed any prompt token, possibly together with decodes."""
     return step.num_prefill_tokens > 0
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Forget earlier peaks: a GPU's, or elsewhere the process's, which only Linux can."""
+    """Reset the peak memory of a GPU, or of the process, which only Linux supports."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -115,9 +117,9 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Most bytes since the reset of all that is loaded: allocated on a GPU, elsewhere the process's resident set.
+    """Peak bytes since the reset: allocated on a GPU, elsewhere the resident set of the whole process.
 
-    None where nothing tells.
+    None if the system does not report it.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

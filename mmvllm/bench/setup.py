@@ -1,4 +1,4 @@
-"""What throughput and latency have in common: the engines, the machine they run on and the requests they get."""
+"""The setup shared by throughput and latency: the engines, the machine and the workload."""
 
 import argparse
 import sys
@@ -9,17 +9,17 @@ import torch
 
 from mmvllm.bench.report import device_name
 from mmvllm.bench.roofline import Machine, Roofline
-from mmvllm.bench.runs import Ours, Run
-from mmvllm.bench.workload import Workload, picture_sizes
+from mmvllm.bench.runs import Mmvllm, Run
+from mmvllm.bench.workload import Workload, image_sizes
 from mmvllm.config import EngineConfig, ModelConfig
-from mmvllm.models.registry import load_config
 from mmvllm.llm import LLM
+from mmvllm.models.registry import load_config
 from mmvllm.models.weights import resolve_folder
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Engines by name: ours, and transformers where it is compared."""
+    """Engines by name (mmvllm, and transformers with --compare), their roofline and their workload."""
 
     engines: dict
     roofline: Roofline
@@ -32,8 +32,8 @@ class Bench:
 
     @classmethod
     def open(cls, args: argparse.Namespace, max_num_seqs: int, stack: ExitStack) -> "Bench":
-        """Measure the machine, before it is full, and load the engines, which go with the stack."""
-        sizes, options = picture_sizes(args.size), {"max_num_seqs": max_num_seqs} | _engine_options(args)
+        """Measure the machine while its memory is free, then load the engines; the stack closes them."""
+        sizes, options = image_sizes(args.size), {"max_num_seqs": max_num_seqs} | _engine_options(args)
         engine_config = EngineConfig(**options)
         folder = resolve_folder(args.model, with_weights=engine_config.load_format != "dummy")
         config, device = load_config(folder), engine_config.resolve_device()
@@ -41,7 +41,7 @@ class Bench:
         machine = _measured_machine(device, dtype, engine_config.quantization == "int8")
         llm = LLM(folder, **options)
         stack.callback(llm.exit)
-        engines = {"mmvllm": Ours(llm)}
+        engines = {"mmvllm": Mmvllm(llm)}
         if args.compare:
             from mmvllm.bench.reference import Transformers
 
@@ -59,11 +59,11 @@ class Bench:
         return cls(engines, Roofline(machine, llm), workload, device, config, dtype, attention, max_num_seqs)
 
     def described(self) -> dict:
-        """For the JSON line: what "auto" became, and what the machine can do."""
+        """For the JSON line: the resolved dtype and attention backend, and the machine's peaks."""
         return {"dtype": self.dtype, "attention": self.attention, "machine": asdict(self.roofline.machine)}
 
     def rounds(self, number: int, num_requests: int, output_tokens: int) -> list[dict[str, Run]]:
-        """Each round's runs by engine, who take turns at the same requests; a first round warms up and is dropped."""
+        """The runs of each round by engine, all on the same requests; a first warm-up round is dropped."""
         return [self._round(i, num_requests, output_tokens) for i in range(number + 1)][1:]
 
     def _round(self, i: int, num_requests: int, output_tokens: int) -> dict[str, Run]:
@@ -79,7 +79,7 @@ class Bench:
 def _measured_machine(device: torch.device, dtype: torch.dtype, int8: bool) -> Machine:
     machine = Machine.measure(device, dtype, int8)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the engine is about to see how much memory is free
+        torch.cuda.empty_cache()  # the engine sizes its KV cache by the free memory
     kind = "int8" if int8 else str(dtype).removeprefix("torch.")
     print(
         f"{device_name(device)}: reads {machine.bytes_per_second / 1e9:.1f} GB/s, "
@@ -89,8 +89,8 @@ def _measured_machine(device: torch.device, dtype: torch.dtype, int8: bool) -> M
 
 
 def _engine_options(args: argparse.Namespace) -> dict:
-    """What the user gave of `EngineConfig`'s fields."""
+    """The fields of `EngineConfig` that the user gave."""
     known = [field.name for field in fields(EngineConfig)]
     options = {name: value for name, value in vars(args).items() if name in known and value is not None}
-    # On a GPU the KV cache takes what there is, and transformers needs room, too.
+    # On a GPU, leave half of the memory to transformers.
     return {"gpu_memory_utilization": 0.5} | options if args.compare else options

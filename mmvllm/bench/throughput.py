@@ -1,4 +1,4 @@
-"""`mmvllm bench throughput`: many requests, as fast as they go."""
+"""`mmvllm bench throughput`: throughput of many requests."""
 
 import argparse
 from contextlib import ExitStack
@@ -8,7 +8,7 @@ from mmvllm.bench.report import number, percent, print_table, record
 from mmvllm.bench.runs import Run
 from mmvllm.bench.setup import Bench
 
-WAITS = {
+LATENCIES = {
     "first_token_seconds": "time to first token",
     "seconds_per_output_token": "time per output token",
     "request_seconds": "whole request",
@@ -45,11 +45,11 @@ def run(args: argparse.Namespace) -> dict:
 
 def _measure(one: Run, bench: Bench) -> dict:
     measured = measures.counts_and_rates(one)
-    if not one.steps:  # transformers, whose batches wait in no engine: its times would mean something else
+    if not one.steps:  # transformers has no queue: its times are not comparable
         return measured
     return {
         **measured,
-        **measures.waits(one),
+        **measures.latencies(one),
         "phase_seconds": measures.phases(one),
         "worker_seconds": one.worker_seconds,
         **measures.hit_rates(one),
@@ -58,11 +58,11 @@ def _measure(one: Run, bench: Bench) -> dict:
 
 
 def _print(results: dict, args: argparse.Namespace) -> None:
-    ours = results["mmvllm"]
-    num_requests, num_pictures = ours["requests"], ours["pictures"]
+    result = results["mmvllm"]
+    num_requests, num_images = result["requests"], result["images"]
     print(
-        f"{num_requests:.0f} requests, {args.max_num_seqs} at a time, {num_pictures:.0f} with a JPEG picture "
-        f"({args.size}); {ours['input_tokens'] / num_requests:.1f} tokens in, {args.output_tokens} out; "
+        f"{num_requests:.0f} requests, {args.max_num_seqs} at a time, {num_images:.0f} with a JPEG image "
+        f"({args.size}); {result['input_tokens'] / num_requests:.1f} tokens in, {args.output_tokens} out; "
         f"median of {args.repeat}"
     )
     rates = {f"{name}_per_second": f"{name.replace('_', ' ')}/s" for name in measures.RATES}
@@ -70,34 +70,34 @@ def _print(results: dict, args: argparse.Namespace) -> None:
     print_table(
         "rates", list(results), [[label, *(number(column[key]) for column in columns)] for key, label in rates.items()]
     )
-    waits = [[label, *(number(value, 1000) for value in ours[key].values())] for key, label in WAITS.items()]
-    print_table("milliseconds", ["p50", "p90", "p99"], waits)
-    _print_phases(ours)
+    latencies = [[label, *(number(value, 1000) for value in result[key].values())] for key, label in LATENCIES.items()]
+    print_table("milliseconds", ["p50", "p90", "p99"], latencies)
+    _print_phases(result)
 
 
-def _print_phases(ours: dict) -> None:
-    roofline = ours["roofline"]
+def _print_phases(result: dict) -> None:
+    roofline = result["roofline"]
     reached = {
         "vision": f"{percent(roofline['vision_of_arithmetic'])} of arithmetic",
         "prefill": f"{percent(roofline['prefill_of_arithmetic'])} of arithmetic",
         "decode": f"{percent(roofline['decode_of_bandwidth'])} of bandwidth ",
     }
     rows = [
-        [label, number(seconds), percent(seconds / ours["seconds"]), reached.get(name, "")]
+        [label, number(seconds), percent(seconds / result["seconds"]), reached.get(name, "")]
         for name, label in PHASES.items()
-        for seconds in [ours["phase_seconds"][name]]
+        for seconds in [result["phase_seconds"][name]]
     ]
-    print_table("time", ["seconds", "share", "of the machine's"], rows)
+    print_table("time", ["seconds", "share", "of the peak"], rows)
     print(
-        f"preparation took {number(ours['worker_seconds'])} s of processor time in its threads, "
-        f"{percent(ours['worker_seconds'] / ours['seconds'])} of the whole"
+        f"preparation took {number(result['worker_seconds'])} s of CPU time in its threads, "
+        f"{percent(result['worker_seconds'] / result['seconds'])} of the run"
     )
     print(
-        f"hits: prefix cache {percent(ours['prefix_cache_hit_rate'])} of tokens, "
-        f"encoder cache {percent(ours['encoder_cache_hit_rate'])} of pictures; "
-        f"peak memory of all that is loaded {number(ours['peak_memory_bytes'], 2**-20)} MiB"
+        f"hits: prefix cache {percent(result['prefix_cache_hit_rate'])} of tokens, "
+        f"encoder cache {percent(result['encoder_cache_hit_rate'])} of images; "
+        f"peak memory of all loaded models {number(result['peak_memory_bytes'], 2**-20)} MiB"
     )
     print(
         f"the machine's limit: {number(roofline['limit_requests_per_second'])} requests/s, "
-        f"{number(roofline['limit_pictures_per_second'])} pictures/s; reached {percent(roofline['share_of_limit'])}"
+        f"{number(roofline['limit_images_per_second'])} images/s; reached {percent(roofline['share_of_limit'])}"
     )

@@ -1,4 +1,4 @@
-"""Requests made from a seed: pictures of smooth noise, none twice, beside a line of text."""
+"""Reproducible requests: distinct images of smooth noise, each with a line of text."""
 
 import io
 import re
@@ -15,53 +15,53 @@ way we what with you
 """
 
 
-def picture_sizes(text: str) -> list[tuple[int, int]]:
-    """(width, height) of "448x448", of several with commas between, or of "mixed"; ValueError for anything else."""
+def image_sizes(text: str) -> list[tuple[int, int]]:
+    """(width, height) pairs of "448x448", of a comma-separated list, or of "mixed"; ValueError for any other text."""
     if text == "mixed":
         return MIXED_SIZES
     matches = [re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", size.strip()) for size in text.split(",")]
     if not all(matches):
-        raise ValueError(f"{text!r} is no size of pictures; give width and height in pixels as in 448x448, or mixed")
+        raise ValueError(f"{text!r} is not an image size; give width and height in pixels as in 448x448, or mixed")
     return [(int(match[1]), int(match[2])) for match in matches]
 
 
 def smooth_noise(width: int, height: int, seed: list[int]) -> Image.Image:
-    """A picture that differs for every seed."""
+    """An image that is different for every seed."""
     noise = np.random.default_rng(seed).integers(0, 256, (7, 7, 3), dtype=np.uint8)
     return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
 
 
 def encoded(image: Image.Image, image_format: str) -> bytes:
     file = io.BytesIO()
-    image.save(file, format=image_format, quality=90)  # which PNG has no use for, and ignores
+    image.save(file, format=image_format, quality=90)  # PNG ignores the quality
     return file.getvalue()
 
 
 class Workload:
-    """An endless supply of requests, the same for the same arguments."""
+    """An infinite sequence of requests, determined by the arguments."""
 
     def __init__(
         self, tokenizer, *, sizes: list[tuple[int, int]], prompt_tokens: int, text_share: float = 0.0, seed: int = 0
     ):
-        """`sizes` take turns; `text_share` of the requests, evenly spread, have no picture."""
+        """`sizes` are used in turn; a share `text_share` of the requests, evenly spread, has no image."""
         self.sizes, self.prompt_tokens, self.text_share, self.seed = sizes, prompt_tokens, text_share, seed
         self._word_tokens = {word: len(tokenizer(f" {word}")["input_ids"]) for word in WORDS.split()}
         self._numbers = count()
 
     def requests(self, number: int) -> list[dict]:
-        """The next requests; pictures come as JPEG files in memory."""
+        """The next requests; images are JPEG files in memory."""
         return [self._request(next(self._numbers)) for _ in range(number)]
 
     def _request(self, i: int) -> dict:
         content = [{"type": "text", "text": self._text(i)}]
         texts_before = int(i * self.text_share)
         if int((i + 1) * self.text_share) == texts_before:
-            picture = smooth_noise(*self.sizes[(i - texts_before) % len(self.sizes)], seed=[self.seed, i])
-            content.insert(0, {"type": "image", "image": encoded(picture, "jpeg")})
+            image = smooth_noise(*self.sizes[(i - texts_before) % len(self.sizes)], seed=[self.seed, i])
+            content.insert(0, {"type": "image", "image": encoded(image, "jpeg")})
         return {"messages": [{"role": "user", "content": content}]}
 
     def _text(self, i: int) -> str:
-        """Words until there are `prompt_tokens`, or a few more where a word has several."""
+        """Words of `prompt_tokens` tokens in total, or a few more if the last word has several."""
         rng = np.random.default_rng([self.seed, i, 1])
         text, num_tokens = "", 0
         while num_tokens < self.prompt_tokens:

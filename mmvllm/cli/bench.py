@@ -1,4 +1,4 @@
-"""`mmvllm bench`: what is done in a second, beside what the machine could do and what transformers does."""
+"""`mmvllm bench`: throughput and latency, compared with the machine's limits and with transformers."""
 
 import argparse
 from importlib import import_module
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mmvllm.cli.common import add_model_argument, add_model_arguments, at_least_one
 
-EPILOG = "The last line printed is one JSON object: the machine, versions, commit, model, arguments and all results."
+EPILOG = "The last line of output is a JSON object with the machine, versions, commit, model, arguments and results."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for add in (_add_throughput, _add_latency, _add_preprocess, _add_kernels):
         benchmark = add(benchmarks)
         benchmark.epilog = EPILOG
-        benchmark.add_argument("--output", type=Path, metavar="FILE", help="append the JSON line to this file, too")
+        benchmark.add_argument("--output", type=Path, metavar="FILE", help="also append the JSON line to this file")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
         if path and not path.parent.is_dir():
             raise ValueError(f"--{name} {path}: there is no folder {path.parent}; make it first")
         if path:
-            path.open("ab").close()  # what cannot be written is better known now than after the last round
+            path.open("ab").close()  # fail now, not after the last round, if the file is not writable
     record = import_module(f"mmvllm.bench.{args.benchmark}").run(args)
     import_module("mmvllm.bench.report").emit(record, args.output)
     return 0
@@ -33,11 +33,11 @@ def _add_throughput(benchmarks) -> argparse.ArgumentParser:
     parser = _add(
         benchmarks,
         "throughput",
-        "many requests, as fast as they go",
-        "Every picture is another, so that no cache helps, and is handed over as a JPEG file in memory. "
-        "Preparing them is inside the clock; a round of other requests before it, which warms up, is not. A step with "
-        "any token of a prompt in it counts as prefill. The time to the first token counts from a request's arrival "
-        "in the engine, where as many wait as run.",
+        "measure the throughput of many requests",
+        "All images are different, so that no cache has hits, and are passed as JPEG files in memory. Measured times "
+        "include their preparation, but not the warm-up round with other requests. A step that computes any prompt "
+        "token counts as prefill. The time to first token is measured from a request's arrival in the engine, where "
+        "as many requests wait as run.",
     )
     _add_engine_arguments(parser)
     parser.add_argument("--requests", type=at_least_one, default=64, metavar="N", help="default: %(default)s")
@@ -50,8 +50,8 @@ def _add_throughput(benchmarks) -> argparse.ArgumentParser:
         help="requests that run at once (default: %(default)s)",
     )
     _add_workload_arguments(parser)
-    parser.add_argument("--text-share", type=share, default=0.0, metavar="SHARE", help="of requests without a picture")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the last repeat, step by step")
+    parser.add_argument("--text-share", type=share, default=0.0, metavar="SHARE", help="of requests without an image")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="plot the last repeat, step by step")
     return parser
 
 
@@ -59,9 +59,9 @@ def _add_latency(benchmarks) -> argparse.ArgumentParser:
     parser = _add(
         benchmarks,
         "latency",
-        "a batch of requests at once: how long each waits",
-        "Every request has a picture of its own, handed over as a JPEG file in memory. Times count from the call, "
-        "preparation included; the first round of each batch size warms up. A step with any token of a prompt in it "
+        "measure the latency of batches of requests",
+        "Every request has its own image, passed as a JPEG file in memory. Times are measured from the call and "
+        "include preparation; the first round of each batch size is a warm-up. A step that computes any prompt token "
         "counts as prefill.",
     )
     _add_engine_arguments(parser)
@@ -77,17 +77,22 @@ def _add_preprocess(benchmarks) -> argparse.ArgumentParser:
     parser = _add(
         benchmarks,
         "preprocess",
-        "pictures made ready for the model, by size, format and threads",
-        "From a file in memory to the model's patches: mmvllm's as bytes, which the device normalises later, "
-        "transformers' as normalised float32.",
+        "measure image preprocessing by size, format and number of threads",
+        "From a file in memory to the model's patches: for mmvllm as bytes, which the device normalises later, for "
+        "transformers as normalised float32.",
     )
     add_model_argument(parser)
     sizes, formats = "448x448,1024x768,4000x3000", "jpeg,png,webp"
     parser.add_argument("--sizes", default=sizes, metavar="WxH,WxH", help="default: %(default)s")
     parser.add_argument("--formats", default=formats, metavar="NAME,NAME", help="default: %(default)s")
-    parser.add_argument("--workers", type=at_least_one, metavar="N", help="most threads (default: as requests get)")
     parser.add_argument(
-        "--pictures", type=at_least_one, default=16, metavar="N", help="in one measurement (default: %(default)s)"
+        "--workers",
+        type=at_least_one,
+        metavar="N",
+        help="maximum number of threads (default: the engine's)",
+    )
+    parser.add_argument(
+        "--images", type=at_least_one, default=16, metavar="N", help="images per measurement (default: %(default)s)"
     )
     _add_comparison(parser)
     return parser
@@ -97,10 +102,10 @@ def _add_kernels(benchmarks) -> argparse.ArgumentParser:
     parser = _add(
         benchmarks,
         "kernels",
-        "each Triton kernel beside its plain torch twin",
-        "Median times, at the shapes of the model's config. Kernels need CUDA: on a CPU only the twins are timed.",
+        "compare each Triton kernel with its torch reference",
+        "Median times, at the shapes of the model's config. Kernels need CUDA: on a CPU only the references are timed.",
     )
-    parser.add_argument("names", nargs="*", metavar="FILE", help="only those in these files of kernels/ (default: all)")
+    parser.add_argument("names", nargs="*", metavar="FILE", help="files of kernels/ to measure (default: all)")
     add_model_arguments(parser)
     return parser
 
@@ -127,26 +132,30 @@ def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         "--size",
         default="448x448",
         metavar="WxH",
-        help='of the pictures; several with commas between take turns, as do those of "mixed" (default: %(default)s)',
+        help='image size, a comma-separated list of sizes used in turn, or "mixed" (default: %(default)s)',
     )
     parser.add_argument(
         "--prompt-tokens",
         type=at_least_one,
         default=4,
         metavar="N",
-        help="of text in a request, beside picture and chat template (default: %(default)s)",
+        help="text tokens per request, without image and chat template (default: %(default)s)",
     )
     parser.add_argument(
-        "--output-tokens", type=at_least_one, default=33, metavar="N", help="in every answer (default: %(default)s)"
+        "--output-tokens",
+        type=at_least_one,
+        default=33,
+        metavar="N",
+        help="in every completion (default: %(default)s)",
     )
     _add_comparison(parser)
 
 
 def _add_comparison(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--repeat", type=at_least_one, default=3, metavar="N", help="take the median of N runs (default: %(default)s)"
+        "--repeat", type=at_least_one, default=3, metavar="N", help="report the median of N runs (default: %(default)s)"
     )
-    parser.add_argument("--compare", choices=("transformers",), help="do the same with it, in turns")
+    parser.add_argument("--compare", choices=("transformers",), help="also run transformers, in turns")
 
 
 def _batch_sizes(text: str) -> list[int]:
@@ -154,7 +163,7 @@ def _batch_sizes(text: str) -> list[int]:
 
 
 def share(text: str) -> float:
-    """An argparse type; its name is in argparse's message about what is no number."""
+    """An argparse type, whose name argparse uses in its error message."""
     if not 0 <= float(text) <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1")
     return float(text)

@@ -12,9 +12,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mmvllm.config import EngineConfig, ModelConfig
-    from mmvllm.models.registry import load_config
+    from mmvllm.config import EngineConfig
     from mmvllm.layers.attention import choose_attention
+    from mmvllm.models.registry import load_config
     from mmvllm.models.weights import resolve_folder
 
     engine_config = EngineConfig(device=args.device, dtype=args.dtype, kvcache_block_size=args.block_size)
@@ -22,7 +22,8 @@ def run(args: argparse.Namespace) -> int:
     folder = resolve_folder(args.model, with_weights=False)
     config = load_config(folder)
     dtype = engine_config.resolve_dtype(config.dtype, device)
-    attention, reason = choose_attention("auto", config, device, dtype, args.block_size)
+    head_dims = [part.head_dim for part in (config, config.vision) if part]
+    attention, reason = choose_attention("auto", head_dims, device, dtype, args.block_size)
     block_size = args.block_size or attention.block_size
     sections = {
         "versions": _versions(),
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
             "runs in": f"{dtype} on {device}".replace("torch.", ""),
         },
         "attention": {
-            **_attention_backends(config, device, dtype, args.block_size),
+            **_attention_backends(head_dims, device, dtype, args.block_size),
             "chosen": f"{attention.name} ({reason})",
         },
         "memory": _memory(config, engine_config, attention, block_size, device, dtype),
@@ -72,10 +73,10 @@ def _devices() -> dict[str, str]:
     return devices
 
 
-def _attention_backends(config, device, dtype, block_size: int | None) -> dict[str, str]:
+def _attention_backends(head_dims, device, dtype, block_size: int | None) -> dict[str, str]:
     from mmvllm.layers.attention import unusable_backends
 
-    reasons = unusable_backends(config, device, dtype, block_size)
+    reasons = unusable_backends(head_dims, device, dtype, block_size)
     return {name: reason or "usable" for name, reason in reasons.items()}
 
 

@@ -44,7 +44,7 @@ def load(model: str | Path | None, config: EngineConfig) -> Loaded:
     tokenizer = _load_tokenizer(folder)
     _check_image_config(folder, image_config, model_config)
     attention, reason = choose_attention(
-        config.attention_backend, model_config, device, dtype, config.kvcache_block_size
+        config.attention_backend, model_config.head_dims, device, dtype, config.kvcache_block_size
     )
     logger.info("attention backend: %s (%s)", attention.name, reason)
     loaded = load_model(folder, model_config, device, dtype, config.load_format, config.seed, attention)

@@ -1,10 +1,11 @@
 """Attention backends: the decoder's attention over the paged KV cache, and the ViT's within each frame.
 
-All compute the same. `choose_attention` takes the user's choice, or the fastest that fits, and says why.
+All compute the same results. `choose_attention` returns the backend that the user chose, or the fastest usable one.
 """
 
 import importlib.util
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 from mmvllm.batch import Batch
-from mmvllm.config import ModelConfig
 from mmvllm.kernels.dispatch import triton_unusable
 from mmvllm.kernels.packed_attention import packed_attention_torch, packed_attention_triton
 from mmvllm.kernels.paged_attention import paged_attention_torch, paged_attention_triton
@@ -23,10 +23,10 @@ FLASH_BLOCK_SIZE = 256  # FlashAttention 2 reads paged KV in blocks of a multipl
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Lengths of packed sequences that attend within themselves only."""
+    """Lengths of packed sequences, each of which attends to itself only."""
 
     lens: list[int]
-    cu_seqlens: Tensor  # (len(lens) + 1,) int32, where each begins, and the end
+    cu_seqlens: Tensor  # (len(lens) + 1,) int32, the start of each, and the end of the last
 
     @classmethod
     def of(cls, lens: list[int], device: torch.device) -> "Segments":
@@ -35,11 +35,11 @@ class Segments:
 
 
 class AttentionBackend(Protocol):
-    """Two functions of q (N, H, D): over cached keys and values, causal; and over k and v of q's own shape, full."""
+    """Causal attention of q (N, H, D) over cached keys and values, and full attention over k and v of q's shape."""
 
     name: ClassVar[str]
-    block_size: ClassVar[int]  # of the KV cache, unless the user says otherwise: small ones share more
-    in_graphs: ClassVar[bool]  # whether a decode step can be captured: nothing in it looks at values on the host
+    block_size: ClassVar[int]  # of the KV cache by default: smaller blocks share longer prefixes
+    in_graphs: ClassVar[bool]  # whether a decode step can be captured: it reads no device values on the host
 
     @staticmethod
     def paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor: ...
@@ -49,7 +49,7 @@ class AttentionBackend(Protocol):
 
 
 class TorchAttention:
-    """Plain torch: anywhere, and the reference for the others."""
+    """Plain torch, for any device; the reference of the others."""
 
     name, block_size, in_graphs = "torch", 16, False
 
@@ -63,6 +63,8 @@ class TorchAttention:
 
 
 class TritonAttention:
+    """The kernels of `mmvllm.kernels`."""
+
     name, block_size, in_graphs = "triton", 16, True
 
     @staticmethod
@@ -83,7 +85,7 @@ class FlashAttention:
     def paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
-        if max(batch.query_lens) == 1:  # this one splits long contexts
+        if max(batch.query_lens) == 1:  # this function splits long contexts
             return flash_attn_with_kvcache(
                 q[:, None], k_cache, v_cache, cache_seqlens=batch.kv_lens, block_table=batch.block_table, causal=True
             )[:, 0]
@@ -108,7 +110,7 @@ class FlashAttention:
 
 
 class TorchVarlenAttention:
-    """FlashAttention as torch has it built in from 2.13 on (torch/nn/attention/varlen.py)."""
+    """FlashAttention as built into torch from 2.13 on (torch/nn/attention/varlen.py)."""
 
     name, block_size, in_graphs = "torch-varlen", FLASH_BLOCK_SIZE, True
 
@@ -143,57 +145,60 @@ def _paged_arguments(batch: Batch) -> tuple[Tensor, Tensor, Tensor, int]:
 
 
 def unusable_backends(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, block_size: int | None
+    head_dims: Sequence[int], device: torch.device, dtype: torch.dtype, block_size: int | None
 ) -> dict[str, str | None]:
-    """Why each backend cannot serve, or None if it can; the fastest first. `block_size` is None where it is free."""
+    """Why each backend cannot be used, or None if it can; the fastest first.
+
+    `head_dims` are the head sizes of the model's attention layers; `block_size` is None if the backend may choose it.
+    """
     return {
-        "flash": _flash_unusable(config, device, dtype, block_size),
+        "flash": _flash_unusable(head_dims, device, dtype, block_size),
         "triton": triton_unusable(device),
         "torch": None,
     }
 
 
 def choose_attention(
-    name: str, config: ModelConfig, device: torch.device, dtype: torch.dtype, block_size: int | None
+    name: str, head_dims: Sequence[int], device: torch.device, dtype: torch.dtype, block_size: int | None
 ) -> tuple[type[AttentionBackend], str]:
-    """The backend called `name`, or the fastest that can run for "auto", and the reason for it.
+    """The backend called `name`, or the fastest usable one for "auto", and the reason for the choice.
 
-    Raises ValueError for a name that cannot be had here, with the reason.
+    Arguments as for `unusable_backends`. Raises ValueError if `name` is unknown or cannot be used, with the reason.
     """
-    unusable = unusable_backends(config, device, dtype, block_size)
+    unusable = unusable_backends(head_dims, device, dtype, block_size)
     if name != "auto" and name not in unusable:
         raise ValueError(f"attention_backend is {name!r}, must be 'auto', {', '.join(map(repr, unusable))}")
     if name != "auto" and unusable[name]:
         raise ValueError(f"attention_backend is {name!r}, which {unusable[name]}")
-    chosen, reason = name, "asked for"
+    chosen, reason = name, "requested"
     if name == "auto":
-        # On a CPU Triton may be usable, but only because its interpreter is on.
+        # On a CPU, Triton is usable only in its interpreter, which is far too slow to choose.
         chosen = next(n for n, why in unusable.items() if why is None and (n != "triton" or device.type == "cuda"))
         reason = "; ".join(f"{n} {why}" for n, why in unusable.items() if why) or "the fastest"
     if chosen == "torch":
-        return _torch_attention(config, device, dtype, block_size), reason
+        return _torch_attention(head_dims, device, dtype, block_size), reason
     return {"flash": FlashAttention, "triton": TritonAttention}[chosen], reason
 
 
 def _flash_unusable(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, block_size: int | None
+    head_dims: Sequence[int], device: torch.device, dtype: torch.dtype, block_size: int | None
 ) -> str | None:
     if device.type != "cuda":
         return f"needs a CUDA device, this is {device.type}"
     if importlib.util.find_spec("flash_attn") is None:
         return "is not installed; pip install 'mmvllm[flash]'"
-    return _no_flash_kernel(config, device, dtype, block_size)
+    return _no_flash_kernel(head_dims, device, dtype, block_size)
 
 
 def _no_flash_kernel(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, block_size: int | None
+    head_dims: Sequence[int], device: torch.device, dtype: torch.dtype, block_size: int | None
 ) -> str | None:
-    """Why the CUDA kernels of FlashAttention 2, wherever they come from, cannot serve this model here."""
+    """Why FlashAttention 2's CUDA kernels, from either package, cannot run this model on this device."""
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "needs a GPU of compute capability 8.0 or above"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"needs float16 or bfloat16, the model runs in {dtype}"
-    for head_dim in (config.head_dim, *((config.vision.head_dim,) if config.vision else ())):
+    for head_dim in head_dims:
         if head_dim > 256 or head_dim % 8:
             return f"needs a head size that is a multiple of 8 up to 256, this is {head_dim}"
     if block_size is not None and block_size % FLASH_BLOCK_SIZE:
@@ -202,10 +207,10 @@ def _no_flash_kernel(
 
 
 def _torch_attention(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, block_size: int | None
+    head_dims: Sequence[int], device: torch.device, dtype: torch.dtype, block_size: int | None
 ) -> type[AttentionBackend]:
-    """torch's own varlen kernels where this torch has them with a block table and they fit, else the plain path."""
-    if device.type != "cuda" or _no_flash_kernel(config, device, dtype, block_size):
+    """torch's varlen kernels if this torch has them with a block table and they fit, else the plain path."""
+    if device.type != "cuda" or _no_flash_kernel(head_dims, device, dtype, block_size):
         return TorchAttention
     try:
         from torch.nn.attention.varlen import varlen_attn

@@ -1,7 +1,7 @@
-"""Linear layers, and the forms in which a CPU keeps their weights.
+"""Linear layers, and packed and quantised weights for CPUs.
 
-A plain product on a CPU reorders parts of the weight on every call. Done once, by the operators that torch's own
-compiler uses, the weights of a Qwen2-VL-2B are read at 1.5 to 2 times the speed where rows are few.
+On a CPU, a plain matrix product reorders parts of the weight in every call. With weights reordered once, by the
+operators that torch.compile uses, products of few rows with Qwen2-VL-2B's weights are 1.5 to 2 times as fast.
 """
 
 from collections.abc import Callable
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from mmvllm.kernels.silu_mul import silu_mul
 
-# Five or six rows read a weight at 30 GB/s where one row reads it at 22 (bfloat16, AVX512-BF16, 2 cores).
+# Products of five or six rows read a weight at 30 GB/s, of one row at 22 (bfloat16, AVX512-BF16, 2 cores).
 _MIN_ROWS = 6
 _CACHED_ROWS = 1024
 
 
 class PackedWeight:
-    """A weight (out, in) in oneDNN's order, and its bias."""
+    """A weight (out, in) in oneDNN's layout, and its bias."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
@@ -31,7 +31,7 @@ class PackedWeight:
 
 
 class PackedGate:
-    """Two weights (I, in), gate and up, in oneDNN's order; SiLU and product are done inside the matrix products."""
+    """Two weights (I, in), gate and up, in oneDNN's layout; SiLU and the product are fused into the matrix products."""
 
     def __init__(self, weight: Tensor):
         reorder = torch.ops.mkldnn._reorder_linear_weight
@@ -45,14 +45,14 @@ class PackedGate:
 
 
 class Int8Weight:
-    """A weight (out, in) in 8 bits with a scale per output; inputs are quantised as they come, with a scale per row.
+    """A weight (out, in) in 8 bits with a scale per output; inputs are quantised dynamically, with a scale per row.
 
     Symmetric and round-to-nearest, as in LLM.int8() (arXiv 2208.07339) without its outliers. A row's scale depends on
-    that row alone, so it does not matter what it is batched with. How a prompt was cut may: a last bit that differs
-    can round to another of so few steps.
+    that row alone, so results do not depend on the batch. They may depend on how a prompt is chunked: an input that
+    differs in its last bit can be rounded to the next of the 8-bit values.
     """
 
-    _CHUNK = 256  # rows quantised at a time: what lies between stays in the cache
+    _CHUNK = 256  # rows quantised at a time: intermediate results stay in the CPU cache
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         weight = weight.float()
@@ -74,9 +74,9 @@ class Int8Weight:
         """x (N, in) -> uint8 around 128 (N, in), and the scale of each row (N, 1) in x's dtype."""
         scale, quantized = x.new_empty(len(x), 1), torch.empty_like(x, dtype=torch.uint8)
         for rows, factor, out in zip(*(t.split(self._CHUNK) for t in (x, scale, quantized)), strict=True):
-            # A little less than 127 steps: the scale, rounded to x's dtype, may come out a little small.
+            # Slightly fewer than 127 steps, because the scale, rounded to x's dtype, may be slightly too small.
             factor.copy_(rows.abs().amax(dim=1, keepdim=True).float().div_(126.5).clamp_(min=1e-12))
-            out.copy_((rows / factor.float()).add_(128.5))  # cut off, which rounds
+            out.copy_((rows / factor.float()).add_(128.5))  # truncation after adding 0.5 rounds
         return quantized, scale
 
 
@@ -85,7 +85,7 @@ def _pad_rows(x: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """x (N, in) -> x Wᵀ + b; once packed, the plain weight is gone."""
+    """x (N, in) -> x Wᵀ + b; packing discards the plain weight."""
 
     packed: PackedWeight | Int8Weight | PackedGate | None = None
 
@@ -98,9 +98,9 @@ class Linear(nn.Linear):
 
 
 class MergedLinear(Linear):
-    """A linear layer that stacks several of the checkpoint's, so that one product does the work of all.
+    """Several linear layers of the checkpoint stacked into one, so that a single product computes all outputs.
 
-    x -> one output per entry of `out_sizes`; `rows[i]` is where the checkpoint's i-th weight goes.
+    x -> one output per entry of `out_sizes`; `rows[i]` are the rows of the checkpoint's i-th weight.
     """
 
     def __init__(self, in_size: int, out_sizes: list[int], bias: bool):
@@ -130,10 +130,10 @@ class SiluGate(MergedLinear):
 
 
 def by_rows(layers: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """layers(x), on a CPU for some rows of x (N, C) at a time: what is wide between the layers stays in the cache.
+    """layers(x), on a CPU in chunks of rows of x (N, C), so that wide intermediate results stay in the cache.
 
-    And it stays below 32 MiB, from where on the C library gives each tensor new pages, which take longer to clear than
-    the layer to compute.
+    Chunks also keep intermediate tensors below 32 MiB. For larger ones the C library maps new pages every time, and
+    clearing them takes longer than computing the layer.
     """
     if x.device.type != "cpu" or len(x) <= _CACHED_ROWS:
         return layers(x)
@@ -141,13 +141,13 @@ def by_rows(layers: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def pack_weights(model: nn.Module, dtype: torch.dtype, int8: bool) -> None:
-    """Put every linear layer's weight in the form in which a CPU multiplies fastest, or in 8 bits.
+    """Pack the weights of all linear layers for fast products on a CPU, or quantise them to 8 bits.
 
-    Raises ValueError where 8 bits cannot be had. Float32 weights stay as they are: packed ones are summed in an order
-    that errs about twice as much. So do those of a dtype that oneDNN does not know on this CPU.
+    Float32 weights are not packed, because packed products have about twice the rounding error, nor are weights of a
+    dtype that oneDNN does not support on this CPU. Raises ValueError if 8 bits are not supported here.
     """
     if int8 and not torch.backends.mkldnn.is_available():
-        raise ValueError("quantization='int8' needs a torch with oneDNN, which this is not")
+        raise ValueError("quantization='int8' needs a torch with oneDNN, which this torch lacks")
     if int8 and dtype == torch.float16:
         raise ValueError("quantization='int8' needs dtype float32 or bfloat16; this is float16")
     if int8 and not _sums_8_bits():
@@ -159,7 +159,7 @@ def pack_weights(model: nn.Module, dtype: torch.dtype, int8: bool) -> None:
 
 
 def packs_well(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies packed weights of this dtype well on this CPU."""
+    """Whether oneDNN supports packed weights of this dtype on this CPU."""
     if not torch.backends.mkldnn.is_available():
         return False
     ops = torch.ops.mkldnn
@@ -168,6 +168,6 @@ def packs_well(dtype: torch.dtype) -> bool:
 
 
 def _sums_8_bits() -> bool:
-    """Whether products come out right: without VNNI oneDNN adds pairs of them in 16 bits, which overflow."""
+    """Whether int8 products are exact: without VNNI, oneDNN adds pairs of them in 16 bits, which overflow."""
     ones = torch.ones(16, 64)
     return bool((Int8Weight(ones, None)(ones) - 64).abs().max() < 1)

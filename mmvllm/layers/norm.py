@@ -1,4 +1,4 @@
-"""RMSNorm, with the residual addition in front of it."""
+"""RMSNorm, fused with the residual addition before it."""
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x (N, C) and what it is to be added to, None at first -> their sum normalised, and their sum."""
+        """x (N, C) and the residual (N, C), None in the first layer -> their normalised sum, and their sum."""
         if residual is None:
             return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps)

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from mmvllm.batch import Batch
 from mmvllm.config import ModelConfig
-from mmvllm.kernels.mrope import mrope_write_kv
+from mmvllm.kernels.rotary import rotary_write_kv
 from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.linear import Linear, MergedLinear, SiluGate, by_rows
 from mmvllm.layers.norm import RMSNorm
@@ -25,7 +25,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
         q, k, v = (part.unflatten(1, (-1, self.head_dim)) for part in self.qkv_proj(x))  # (N, H, D), twice (N, K, D)
         k_cache, v_cache = kv_cache
-        q = mrope_write_kv(q, k, v, cos, sin, k_cache, v_cache, batch.slot_mapping)
+        q = rotary_write_kv(q, k, v, cos, sin, k_cache, v_cache, batch.slot_mapping)
         return self.o_proj(self.backend.paged(q, k_cache, v_cache, batch).flatten(1))
 
 

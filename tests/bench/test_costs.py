@@ -1,18 +1,13 @@
-"""The formulas against counts: of a checkpoint's values, and of what torch sees transformers' model compute."""
+"""Costs compared with a checkpoint's number of values, and with torch's operation counts of transformers' model."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmvllm.bench.costs import (
-    decoder_flops,
-    head_flops,
-    keys_seen,
-    num_parameters,
-    vision_flops,
-    weights_read_by_a_step,
-)
+from mmvllm.bench.costs import ModelCosts, keys_seen
 from mmvllm.models.registry import load_config
 from mmvllm.models.weights import BUNDLED
 from tests.helpers.checkpoints import SHAPES
@@ -30,7 +25,7 @@ def folder(shape, checkpoints):
 
 @pytest.fixture
 def model(shape, reference):
-    """transformers' model; its attention is two products here, because torch does not count the fused one."""
+    """transformers' model with eager attention, because torch does not count operations of the fused one."""
     model = reference(shape).model
     model.set_attn_implementation("eager")
     yield model
@@ -43,34 +38,44 @@ def count_flops(work) -> int:
     return counter.get_total_flops()
 
 
-def test_parameters_are_those_of_the_checkpoint(folder):
-    config, counts = load_config(folder), dict.fromkeys(("vision", "decoder", "embedding", "head"), 0)
+def test_parameters_equal_those_of_the_checkpoint(folder):
+    costs = ModelCosts(load_config(folder))
+    counts = dict.fromkeys(("vision", "decoder", "embedding", "head"), 0)
     for name, tensor in load_file(folder / "model.safetensors").items():
         parts = {"visual": "vision", "embed_tokens": "embedding", "lm_head": "head"}
         counts[next((part for key, part in parts.items() if key in name), "decoder")] += tensor.numel()
-    assert num_parameters(config) == counts
-    assert weights_read_by_a_step(config) == counts["decoder"] + counts["embedding"]
+    assert costs.num_parameters == counts
+    assert costs.weights_read_by_a_step() == counts["decoder"] + counts["embedding"]
 
 
 @pytest.mark.parametrize("grid", [(1, 2, 2), (1, 4, 6), (1, 10, 14)])
 def test_operations_of_the_vit(grid, folder, model):
-    vision, P = load_config(folder).vision, grid[1] * grid[2]
-    patches = torch.zeros(P, vision.patch_dim)
-    assert count_flops(lambda: model.model.visual(patches, torch.tensor([grid]))) == vision_flops(vision, P)
+    config, P = load_config(folder), grid[1] * grid[2]
+    patches = torch.zeros(P, config.vision.patch_dim)
+    flops = count_flops(lambda: model.model.visual(patches, torch.tensor([grid])))
+    assert flops == ModelCosts(config).vision_flops(P)
 
 
 def test_operations_of_a_prompt_and_of_a_decode_step(folder, model):
-    config, T = load_config(folder), 37
+    costs, T = ModelCosts(load_config(folder)), 37
     prompt = torch.zeros(1, T, dtype=torch.int64)
-    made = {}
-    flops = count_flops(lambda: made.update(model(prompt, use_cache=True, logits_to_keep=1)))
-    # There, every token's product with all keys is computed, and those of later tokens are masked.
-    assert flops == decoder_flops(config, T, T * T) + head_flops(config, 1)
-    flops = count_flops(lambda: model(prompt[:, :1], past_key_values=made["past_key_values"]))
-    assert flops == decoder_flops(config, 1, keys_seen(T, T + 1)) + head_flops(config, 1)
+    output = {}
+    flops = count_flops(lambda: output.update(model(prompt, use_cache=True, logits_to_keep=1)))
+    # Eager attention computes the products of every token with all keys, and masks those of later tokens.
+    assert flops == costs.decoder_flops(T, T * T) + costs.head_flops(1)
+    flops = count_flops(lambda: model(prompt[:, :1], past_key_values=output["past_key_values"]))
+    assert flops == costs.decoder_flops(1, keys_seen(T, T + 1)) + costs.head_flops(1)
 
 
-def test_keys_seen_are_a_token_s_own_and_those_before():
+def test_a_text_only_model_has_no_vision_costs(folder):
+    config = load_config(folder)
+    text_only = replace(config, architecture="Qwen2ForCausalLM", vision=None, mrope_section=None, image_token_id=None)
+    whole, text = ModelCosts(config), ModelCosts(text_only)
+    assert text.num_parameters == whole.num_parameters | {"vision": 0}
+    assert text.decoder_flops(5, 15) == whole.decoder_flops(5, 15)
+
+
+def test_tokens_see_their_own_key_and_all_before():
     assert keys_seen(0, 1) == 1
     assert keys_seen(0, 4) == 1 + 2 + 3 + 4
     assert keys_seen(10, 13) == 11 + 12 + 13

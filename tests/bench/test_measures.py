@@ -1,10 +1,10 @@
-"""The arithmetic of the tables, on runs made up by hand."""
+"""Metrics of runs that are written out by hand."""
 
 import pytest
 import torch
 
 from mmvllm.bench import measures, roofline
-from mmvllm.bench.costs import decoder_flops, head_flops, vision_flops, weights_read_by_a_step
+from mmvllm.bench.costs import ModelCosts
 from mmvllm.bench.roofline import Machine, Roofline
 from mmvllm.bench.runs import Run
 from mmvllm.engine.stats import StepStats
@@ -16,14 +16,14 @@ def step(end: float, prefill: int, decode: int, images: int = 0, running: int = 
 
 
 def output(arrival: float, first: float, last: float, prompt: int = 10, num_tokens: int = 3, image: int = 4):
-    answer = CompletionOutput("", [7] * num_tokens, "length")
+    completion = CompletionOutput("", [7] * num_tokens, "length")
     times = {"arrival_time": arrival, "first_token_time": first, "finish_time": last}
-    return RequestOutput("", [answer], num_prompt_tokens=prompt, num_image_tokens=image, **times)
+    return RequestOutput("", [completion], num_prompt_tokens=prompt, num_image_tokens=image, **times)
 
 
 @pytest.fixture
 def run() -> Run:
-    """Two requests, the second prepared only when the first had gone."""
+    """Two requests, the second of which is prepared after the first has finished."""
     steps = [
         step(102.0, 10, 0, images=1, schedule=0.1, pack=0.0, vision=0.4, decoder=0.3, sampling=0.1, commit=0.1),
         step(103.0, 0, 1, schedule=0.1, pack=0.05, decoder=0.7, sampling=0.1, commit=0.05),
@@ -36,17 +36,22 @@ def run() -> Run:
 
 
 def test_counts_and_rates(run):
-    made = measures.counts_and_rates(run)
-    assert (made["requests"], made["pictures"], made["input_tokens"], made["output_tokens"]) == (2, 1, 20, 5)
-    assert made["output_tokens_per_second"] == 5 / 9 and made["pictures_per_second"] == 1 / 9
+    measured = measures.counts_and_rates(run)
+    assert (measured["requests"], measured["images"], measured["input_tokens"], measured["output_tokens"]) == (
+        2,
+        1,
+        20,
+        5,
+    )
+    assert measured["output_tokens_per_second"] == 5 / 9 and measured["images_per_second"] == 1 / 9
 
 
-def test_waits_count_from_arrival_or_from_one_moment(run):
-    made = measures.waits(run)
-    assert made["first_token_seconds"]["p50"] == 1.0
-    assert made["request_seconds"]["p50"] == 2.5
-    assert made["seconds_per_output_token"] == {"p50": 1.0, "p90": 1.0, "p99": 1.0}
-    assert measures.waits(run, since=1000.0)["first_token_seconds"]["p50"] == pytest.approx((2 + 7) / 2)
+def test_latencies_are_measured_from_arrival_or_from_a_given_time(run):
+    measured = measures.latencies(run)
+    assert measured["first_token_seconds"]["p50"] == 1.0
+    assert measured["request_seconds"]["p50"] == 2.5
+    assert measured["seconds_per_output_token"] == {"p50": 1.0, "p90": 1.0, "p99": 1.0}
+    assert measures.latencies(run, since=1000.0)["first_token_seconds"]["p50"] == pytest.approx((2 + 7) / 2)
 
 
 def test_phases_add_up_to_the_run(run):
@@ -69,7 +74,7 @@ def test_hit_rates(run):
     assert measures.hit_rates(without)["encoder_cache_hit_rate"] is None
 
 
-def test_medians_go_through_dicts():
+def test_medians_of_nested_dicts():
     results = [{"a": {"b": number}, "c": None if number == 2 else 1} for number in (3, 1, 2)]
     assert measures.medians(results) == {"a": {"b": 2}, "c": None}
 
@@ -77,30 +82,32 @@ def test_medians_go_through_dicts():
 def test_roofline(run, make_llm):
     llm = make_llm(None)
     config = llm.engine.model_config
-    weight_bytes = 4 * weights_read_by_a_step(config)
+    costs = ModelCosts(config)
+    weight_bytes = 4 * costs.weights_read_by_a_step()
     machine = Machine(bytes_per_second=1e9, flops_per_second=1e9)
     shares = Roofline(machine, llm).shares(run)
     key_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     # Decoded tokens see 11 and 12 keys of the first request, 11 of the second: 34 / 3 on average, and there are four.
     read = 3 * weight_bytes + 4 * 34 / 3 * key_bytes
     assert shares["decode_of_bandwidth"] == pytest.approx(read / 2.1 / 1e9)
-    prefill = decoder_flops(config, 20, 2 * 55) + head_flops(config, 2)
+    prefill = costs.decoder_flops(20, 2 * 55) + costs.head_flops(2)
     assert shares["prefill_of_arithmetic"] == pytest.approx(prefill / 0.6 / 1e9)
-    assert shares["vision_of_arithmetic"] == pytest.approx(vision_flops(config.vision, 16) / 0.8 / 1e9)
+    assert shares["vision_of_arithmetic"] == pytest.approx(costs.vision_flops(16) / 0.8 / 1e9)
 
 
-def test_the_limit_shares_decode_steps_among_what_runs_at_once(run, make_llm):
+def test_the_limit_depends_on_concurrency(run, make_llm):
     llm = make_llm(None)
     config = llm.engine.model_config
-    weight_bytes = 4 * weights_read_by_a_step(config)
-    prompts = decoder_flops(config, 20, 2 * 55) + head_flops(config, 2) + vision_flops(config.vision, 16)
+    costs = ModelCosts(config)
+    weight_bytes = 4 * costs.weights_read_by_a_step()
+    prompts = costs.decoder_flops(20, 2 * 55) + costs.head_flops(2) + costs.vision_flops(16)
     key_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     slow_memory = Roofline(Machine(bytes_per_second=1e6, flops_per_second=1e9), llm)
     for concurrency, num_steps in ((1, 3), (2, 1.5), (50, 1.5)):  # there are two requests, with three decoded tokens
         seconds = prompts / 1e9 + (num_steps * weight_bytes + 34 * key_bytes) / 1e6
         assert slow_memory.limit(run.outputs, concurrency) == pytest.approx(2 / seconds)
     slow_arithmetic = Roofline(Machine(bytes_per_second=1e15, flops_per_second=1e9), llm)
-    decode = decoder_flops(config, 3, 34) + head_flops(config, 3)
+    decode = costs.decoder_flops(3, 34) + costs.head_flops(3)
     assert slow_arithmetic.limit(run.outputs, 2) == pytest.approx(2 / ((prompts + decode) / 1e9))
 
 
@@ -112,12 +119,12 @@ def test_a_machine_is_measured(dtype, monkeypatch):
     assert machine.bytes_per_second > 0 and machine.flops_per_second > 0
 
 
-def test_quantised_weights_are_a_byte_each(make_llm):
+def test_quantised_weights_take_one_byte_each(make_llm):
     llm = make_llm(None, quantization="int8", dtype="bfloat16")
-    assert Roofline(Machine(1e9, 1e9), llm).weight_bytes == weights_read_by_a_step(llm.engine.model_config)
+    assert Roofline(Machine(1e9, 1e9), llm).weight_bytes == ModelCosts(llm.engine.model_config).weights_read_by_a_step()
 
 
-def test_without_work_there_is_no_share(make_llm):
+def test_shares_without_work_are_none(make_llm):
     empty = Run(0.0, 0.0, 1.0, [output(0, 1, 2, num_tokens=1, image=0)], None, [step(1.0, 10, 0, decoder=0.5)])
     shares = Roofline(Machine(1e9, 1e9), make_llm(None)).shares(empty)
     assert shares["decode_of_bandwidth"] is None and shares["vision_of_arithmetic"] is None

@@ -1,4 +1,4 @@
-"""transformers gets the same work, and does it right."""
+"""transformers runs the same requests, with the same results."""
 
 import json
 
@@ -7,29 +7,29 @@ import torch
 from transformers import AutoConfig, Qwen2VLForConditionalGeneration
 
 from mmvllm.bench.reference import Transformers, dummy_model
-from mmvllm.bench.runs import Ours
+from mmvllm.bench.runs import Mmvllm
 from mmvllm.bench.workload import Workload
 from mmvllm.models.weights import BUNDLED
 
 CPU, FLOAT32 = torch.device("cpu"), torch.float32
 
 
-def test_both_give_the_same_tokens(make_llm):
-    """In batches padded on the left, with and without pictures, one batch of text alone; and no answer ends early."""
+def test_both_engines_generate_the_same_tokens(make_llm):
+    """In left-padded batches with and without images, and one of text only; no completion ends early."""
     llm = make_llm(None)
     theirs = Transformers(BUNDLED, llm.tokenizer, CPU, FLOAT32, "auto", batch_size=3)
     sizes = [(90, 64), (60, 133), (200, 77)]
     requests = Workload(llm.tokenizer, sizes=sizes, prompt_tokens=9, text_share=0.4).requests(6)
     requests += Workload(llm.tokenizer, sizes=sizes, prompt_tokens=20, text_share=1.0, seed=1).requests(3)
-    ours = sorted(Ours(llm).run(requests, 12).outputs, key=lambda output: int(output.request_id.split("-")[1]))
-    answers = theirs.run(requests, 12).outputs
+    ours = sorted(Mmvllm(llm).run(requests, 12).outputs, key=lambda output: int(output.request_id.split("-")[1]))
+    expected = theirs.run(requests, 12).outputs
     for name in ("token_ids", "num_prompt_tokens", "num_image_tokens"):
-        assert [getattr(answer, name) for answer in answers] == [getattr(output, name) for output in ours]
-    assert all(answer.arrival_time <= answer.first_token_time <= answer.finish_time for answer in answers)
+        assert [getattr(output, name) for output in expected] == [getattr(output, name) for output in ours]
+    assert all(output.arrival_time <= output.first_token_time <= output.finish_time for output in expected)
 
 
 def test_text_only_checkpoints(checkpoint, tmp_path, make_llm):
-    """A Qwen2 with random weights: the counts are right, which is all that can be compared."""
+    """With random weights, only counts can be compared."""
     raw = json.loads((checkpoint / "config.json").read_text())["text_config"]
     raw |= {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True}
     raw["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
@@ -39,23 +39,23 @@ def test_text_only_checkpoints(checkpoint, tmp_path, make_llm):
     llm = make_llm(tmp_path, load_format="dummy")
     requests = Workload(llm.tokenizer, sizes=[], prompt_tokens=20, text_share=1.0).requests(3)
     theirs = Transformers(tmp_path, llm.tokenizer, CPU, FLOAT32, "dummy", batch_size=2).run(requests, 5)
-    ours = Ours(llm).run(requests, 5)
-    assert [len(answer.token_ids) for answer in theirs.outputs] == [5, 5, 5]
+    ours = Mmvllm(llm).run(requests, 5)
+    assert [len(output.token_ids) for output in theirs.outputs] == [5, 5, 5]
     lengths = [[output.num_prompt_tokens for output in run.outputs] for run in (ours, theirs)]
     assert lengths[0] == lengths[1] and all(not output.num_image_tokens for output in theirs.outputs)
 
 
 @pytest.mark.parametrize("shape", ["gqa2-tied", "gqa3-untied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_dummy_model_is_a_real_one_but_for_its_weights(shape, dtype, checkpoints):
+def test_a_dummy_model_differs_from_a_real_one_only_in_weights(shape, dtype, checkpoints):
     config = AutoConfig.from_pretrained(checkpoints(shape))
     dummy = dummy_model(Qwen2VLForConditionalGeneration, config, CPU, dtype)
     real = Qwen2VLForConditionalGeneration.from_pretrained(checkpoints(shape), dtype=dtype)
     buffers = dict(dummy.named_buffers())
     assert buffers.keys() == dict(real.named_buffers()).keys()
     assert all(torch.equal(buffers[name], buffer) for name, buffer in real.named_buffers())
-    made = {name: (parameter.shape, parameter.dtype) for name, parameter in dummy.named_parameters()}
-    assert made == {name: (parameter.shape, parameter.dtype) for name, parameter in real.named_parameters()}
+    shapes = {name: (parameter.shape, parameter.dtype) for name, parameter in dummy.named_parameters()}
+    assert shapes == {name: (parameter.shape, parameter.dtype) for name, parameter in real.named_parameters()}
     tied = dummy.lm_head.weight is dummy.get_input_embeddings().weight
     assert tied == config.tie_word_embeddings == (shape == "gqa2-tied")
     assert 0.01 < dummy.lm_head.weight.float().std() < 0.03

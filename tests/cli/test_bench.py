@@ -1,4 +1,4 @@
-"""`mmvllm bench`: that every benchmark runs, counts right and ends with its JSON line. Times are not judged."""
+"""`mmvllm bench`: every benchmark runs, counts correctly and ends with its JSON line. Times are not checked."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ SMALL = ("--device", "cpu", "--size", "64x48", "--output-tokens", "5", "--repeat
 
 @pytest.fixture(autouse=True)
 def quick_machine(monkeypatch):
-    """Measure the machine with little; the numbers are of no use here."""
+    """Measure the machine with little work; the values are not checked."""
     monkeypatch.setattr(roofline, "READ_BYTES", 1 << 20)
     monkeypatch.setattr(roofline, "MATRIX_SIZES", {"cpu": 256})
     monkeypatch.setattr(kernels, "CPU_SECONDS", 0.0)
@@ -37,7 +37,7 @@ def bench(capsys):
 
 
 def last(lines: list[str], gpu: bool = False) -> dict:
-    """The JSON line, with what every benchmark says."""
+    """The JSON line, after checking what every benchmark reports."""
     record = json.loads(lines[-1])
     assert record["versions"]["mmvllm"] == mmvllm.__version__
     assert {"python", "torch", "transformers", "triton"} <= record["versions"].keys()
@@ -57,7 +57,7 @@ def test_throughput(bench):
     ours = record["results"]["mmvllm"]
     assert code == 0 and "round 2: 6 requests, mmvllm" in err
     assert record["benchmark"] == "throughput" and record["arguments"]["max_num_seqs"] == 4
-    assert (ours["requests"], ours["pictures"], ours["output_tokens"]) == (6, 6, 6 * 5)
+    assert (ours["requests"], ours["images"], ours["output_tokens"]) == (6, 6, 6 * 5)
     assert ours["prefix_cache_hit_rate"] == ours["encoder_cache_hit_rate"] == 0
     assert sum(ours["phase_seconds"].values()) == pytest.approx(ours["seconds"], rel=0.5)
     assert all(list(ours[name]) == ["p50", "p90", "p99"] for name in ("first_token_seconds", "request_seconds"))
@@ -69,22 +69,22 @@ def test_throughput(bench):
     assert record["model"]["hidden_size"] == config.hidden_size and record["model"]["parameters"]["decoder"] > 1e6
 
 
-def test_throughput_without_pictures_or_with_a_few(bench):
+def test_throughput_without_images_or_with_a_few(bench):
     few = last(bench("throughput", *SMALL, "--requests", "4", "--text-share", "0.5", "--size", "mixed")[1])
-    assert few["results"]["mmvllm"]["pictures"] == 2
+    assert few["results"]["mmvllm"]["images"] == 2
     none = last(bench("throughput", *SMALL, "--requests", "4", "--text-share", "1", "--prompt-tokens", "50")[1])
-    assert none["results"]["mmvllm"]["pictures"] == 0
+    assert none["results"]["mmvllm"]["images"] == 0
     assert none["results"]["mmvllm"]["input_tokens"] >= 4 * 50
     assert none["results"]["mmvllm"]["roofline"]["vision_of_arithmetic"] is None
 
 
-def test_throughput_beside_transformers(bench):
+def test_throughput_compared_with_transformers(bench):
     code, lines, err = bench(
         "throughput", *SMALL, "--requests", "3", "--compare", "transformers", "--load-format", "dummy"
     )
     results = last(lines)["results"]
     assert code == 0 and [line.split(":")[0] for line in err.splitlines() if "transformers" in line][-1] == "round 2"
-    counted = ("requests", "pictures", "input_tokens", "output_tokens")
+    counted = ("requests", "images", "input_tokens", "output_tokens")
     assert [results["mmvllm"][name] for name in counted] == [results["transformers"][name] for name in counted]
     ratio = results["mmvllm"]["requests_per_second"] / results["transformers"]["requests_per_second"]
     assert results["ratio"]["requests_per_second"] == pytest.approx(ratio)
@@ -102,7 +102,7 @@ def test_latency(bench):
         assert_sane(engines["mmvllm"]["roofline"], "decode_of_bandwidth", "prefill_of_arithmetic", "share_of_limit")
 
 
-def test_one_output_token_leaves_nothing_to_decode(bench):
+def test_one_output_token_needs_no_decode(bench):
     results = last(bench("latency", *SMALL, "--batch-sizes", "2", "--output-tokens", "1")[1])["results"]
     assert results["2"]["mmvllm"]["decode_step_seconds"] is None
     assert results["2"]["mmvllm"]["seconds_per_output_token"]["p50"] is None
@@ -110,14 +110,14 @@ def test_one_output_token_leaves_nothing_to_decode(bench):
 
 def test_preprocess(bench):
     code, lines, _ = bench(
-        *("preprocess", "--sizes", "64x48,90x200", "--formats", "jpeg,PNG,webp", "--pictures", "3"),
+        *("preprocess", "--sizes", "64x48,90x200", "--formats", "jpeg,PNG,webp", "--images", "3"),
         *("--workers", "3", "--repeat", "1", "--compare", "transformers"),
     )
     results = last(lines)["results"]
     assert code == 0 and len(results) == 2 * 3 * 3
     assert {case["workers"] for case in results} == {1, 2, 3}
     assert {case["format"] for case in results} == {"jpeg", "png", "webp"}
-    assert all(case["pictures_per_second"].keys() == {"mmvllm", "transformers"} for case in results)
+    assert all(case["images_per_second"].keys() == {"mmvllm", "transformers"} for case in results)
 
 
 def test_kernels(bench):
@@ -125,13 +125,13 @@ def test_kernels(bench):
     results = last(lines)["results"]
     assert code == 0 and {case["kernel"] for case in results} == {"rms_norm", "add_rms_norm", "silu_mul"}
     assert all(case["torch_seconds"] > 0 and case["triton_seconds"] is None for case in results)
-    assert lines[-2] == "kernels need CUDA: only their plain torch twins were timed"
+    assert lines[-2] == "kernels need CUDA: only their torch references were timed"
 
 
-def test_every_kernel_has_a_case_that_fits_it(bench):
+def test_every_kernel_has_valid_cases(bench):
     code, lines, _ = bench("kernels", "--device", "cpu")
     assert code == 0
-    assert {"mrope", "mrope_write_kv", "write_kv", "splice"} <= {case["kernel"] for case in last(lines)["results"]}
+    assert {"rotary", "rotary_write_kv", "write_kv", "splice"} <= {case["kernel"] for case in last(lines)["results"]}
 
 
 def test_the_line_is_appended_to_a_file(bench, tmp_path):
@@ -146,7 +146,7 @@ def test_plot(bench, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG\r\n")
 
 
-def test_without_matplotlib_nothing_is_measured(bench, monkeypatch, tmp_path):
+def test_a_plot_without_matplotlib_is_refused_at_once(bench, monkeypatch, tmp_path):
     find_spec = PathFinder.find_spec
     monkeypatch.setattr(
         PathFinder, "find_spec", lambda name, *args: None if name == "matplotlib" else find_spec(name, *args)
@@ -159,15 +159,15 @@ def test_without_matplotlib_nothing_is_measured(bench, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["throughput", "--size", "large"], "'large' is no size of pictures; give width and height in pixels"),
+        (["throughput", "--size", "large"], "'large' is not an image size; give width and height in pixels"),
         (["throughput", "--device", "toaster"], "device is 'toaster', must be"),
         (["throughput", "--model", "/no/such/model"], "model '/no/such/model' is neither a local folder nor a hub id"),
         (["throughput", "--output", "/no/such/folder/x"], "there is no folder /no/such/folder; make it first"),
         (["throughput", "--plot", "/no/such/folder/x"], "there is no folder /no/such/folder; make it first"),
         (["throughput", "--size", "64x48", "--prompt-tokens", "1990", "--requests", "1"], "leaves room for"),
         (["latency", "--prompt-tokens", "3000"], "leaves room for 0 up to the model's 2048"),
-        (["preprocess", "--sizes", "0x0"], "'0x0' is no size of pictures"),
-        (["preprocess", "--pictures", "2", "--workers", "3"], "--pictures is 2, which leaves some of 3 threads"),
+        (["preprocess", "--sizes", "0x0"], "'0x0' is not an image size"),
+        (["preprocess", "--images", "2", "--workers", "3"], "--images is 2, fewer than the 3 threads; raise it"),
         (["preprocess", "--formats", "jpeg,tga"], "--formats has 'tga'; known: jpeg, png, webp"),
         (["kernels", "matmul"], "there is no kernel 'matmul'; known: "),
     ],
@@ -192,7 +192,7 @@ def test_wrong_values_end_with_a_message(arguments, message, bench):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_wrong_arguments_are_wrong_usage(arguments, message, capsys):
+def test_wrong_arguments_are_usage_errors(arguments, message, capsys):
     with pytest.raises(SystemExit) as exit:
         main(["bench", *arguments])
     assert exit.value.code == 2 and message in capsys.readouterr().err
@@ -202,7 +202,7 @@ def test_an_interrupt_ends_the_run(bench, monkeypatch):
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runs.Ours, "run", interrupted)
+    monkeypatch.setattr(runs.Mmvllm, "run", interrupted)
     code, lines, _ = bench("throughput", *SMALL)
     assert code == 130 and not any(line.startswith("{") for line in lines)
 
@@ -211,9 +211,9 @@ def test_an_interrupt_ends_the_run(bench, monkeypatch):
 def test_on_a_gpu(bench, monkeypatch):
     monkeypatch.setattr(roofline, "MATRIX_SIZES", {"cuda": 1024})
     small = ("--size", "64x48", "--output-tokens", "5", "--repeat", "1", "--device", "cuda")
-    made = last(bench("throughput", *small, "--requests", "6", "--compare", "transformers")[1], gpu=True)
-    assert made["results"]["mmvllm"]["output_tokens"] == made["results"]["transformers"]["output_tokens"] == 30
-    assert made["results"]["mmvllm"]["peak_memory_bytes"] > 1 << 20
+    record = last(bench("throughput", *small, "--requests", "6", "--compare", "transformers")[1], gpu=True)
+    assert record["results"]["mmvllm"]["output_tokens"] == record["results"]["transformers"]["output_tokens"] == 30
+    assert record["results"]["mmvllm"]["peak_memory_bytes"] > 1 << 20
     cases = last(bench("kernels", "--device", "cuda")[1], gpu=True)["results"]
     assert all(case["triton_seconds"] > 0 and 0 < case["share_of_bandwidth"] < 2 for case in cases)
 

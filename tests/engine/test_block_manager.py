@@ -137,9 +137,7 @@ def test_requests_share_blocks_exactly_if_their_pictures_are_the_same(checkpoint
     image = noise_image(120, 90, 1)
     image.save(tmp_path / "same.png")
     asked = "Describe this image."
-    before = (
-        llm.processor(ask(image, asked)).MULTI_vision_placeholders[0][0] // 4 * 4
-    )  # text before the picture
+    before = llm.processor(ask(image, asked)).MULTI_vision_placeholders[0][0] // 4 * 4  # text before the picture
     cold, tokens = blocks_of(llm, ask(image, asked))
     whole = (len(llm.processor(ask(image, asked)).token_ids) - 1) // 4 * 4
     assert cold == 0

@@ -8,7 +8,7 @@ import torch
 
 from mmvllm.config import EngineConfig
 from mmvllm.engine import model_runner
-from mmvllm.engine.memory import kv_block_bytes, num_kv_blocks, peak_memory
+from mmvllm.engine.memory import kv_block_bytes
 
 GiB = 2**30
 

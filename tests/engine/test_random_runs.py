@@ -80,9 +80,7 @@ def test_books_balance(looks_ahead, actions, block_size, spare_blocks, budget, c
             which, max_tokens, n, priority, salt = value
             params = SamplingParams(max_tokens=max_tokens, n=n, temperature=1.0)
             prompt = prompts[1][which]
-            added.add(
-                engine.add_request(prompt, params, priority=priority, cache_salt=salt)
-            )
+            added.add(engine.add_request(prompt, params, priority=priority, cache_salt=salt))
         elif kind == "step":
             for _ in range(value):
                 step()

@@ -17,59 +17,59 @@ def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: lis
 
 
 def packed_rows(lens: list[int], H: int, D: int, device, dtype) -> tuple[torch.Tensor, ...]:
-    """q, k and v, strided as one linear layer leaves them; scores as far apart as +-10, so that few keys win."""
+    """q, k and v, strided as one linear layer leaves them; scores range over +-10, so that few keys dominate."""
     qkv = torch.randn(sum(lens), 3, H, D, generator=torch.Generator().manual_seed(D + sum(lens)))
     qkv[:, :2] *= 2
     return qkv.to(device, dtype).unbind(1)
 
 
-def cumulated(lens: list[int], device) -> torch.Tensor:
+def cumulative(lens: list[int], device) -> torch.Tensor:
     return torch.tensor([0, *lens], device=device).cumsum(0, dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
     ("D", "H", "lens"),
     [
-        (80, 3, [150, 1, 64, 37]),  # one tile of keys and more, one row, exactly one tile, less
+        (80, 3, [150, 1, 64, 37]),  # more than one tile of keys, one row, exactly one tile, less
         (16, 2, [129, 128, 4]),
         (64, 1, [96]),
-        (24, 1, [33, 31]),  # no multiple of 16
-        (112, 1, [65, 20]),  # the second piece, 48, is itself no power of two
+        (24, 1, [33, 31]),  # not a multiple of 16
+        (112, 1, [65, 20]),  # the second piece, 48, is not a power of two
         (128, 2, [70, 130]),
         (256, 1, [70, 9]),
     ],
 )
 def test_segments(D, H, lens, device, dtype):
     q, k, v = packed_rows(lens, H, D, device, dtype)
-    cu_seqlens = cumulated(lens, device)
+    cu_seqlens = cumulative(lens, device)
     got = packed_attention_triton(q, k, v, cu_seqlens, max(lens))
-    twin = packed_attention_torch(q, k, v, cu_seqlens, max(lens))
+    reference = packed_attention_torch(q, k, v, cu_seqlens, max(lens))
     assert got.is_contiguous()
-    assert_no_worse(got, twin, exact_attention(q, k, v, lens))
+    assert_no_worse(got, reference, exact_attention(q, k, v, lens))
 
 
-def test_each_operand_has_its_own_strides(device, dtype):
+def test_operands_may_have_different_strides(device, dtype):
     lens = [40, 25]
     q, k, v = packed_rows(lens, 2, 80, device, dtype)
-    cu_seqlens = cumulated(lens, device)
+    cu_seqlens = cumulative(lens, device)
     want = packed_attention_triton(q, k, v, cu_seqlens, max(lens))
     got = packed_attention_triton(q.contiguous(), k.transpose(0, 1).contiguous().transpose(0, 1), v, cu_seqlens, 40)
     assert torch.equal(got, want)
 
 
-def test_a_segment_sees_nothing_of_its_neighbours(device, dtype):
+def test_segments_do_not_attend_to_each_other(device, dtype):
     lens = [50, 70, 30]
     q, k, v = (x.clone() for x in packed_rows(lens, 2, 80, device, dtype))
-    cu_seqlens = cumulated(lens, device)
+    cu_seqlens = cumulative(lens, device)
     want = packed_attention_triton(q, k, v, cu_seqlens, max(lens))[50:120]
     for x in (q, k, v):
         x[:50] = x[120:] = 1000.0
     assert torch.equal(packed_attention_triton(q, k, v, cu_seqlens, max(lens))[50:120], want)
 
 
-def test_public_function_serves_any_device(device, dtype):
+def test_public_function_works_on_any_device(device, dtype):
     lens = [20, 12]
     q, k, v = packed_rows(lens, 2, 32, device, dtype)
-    got = packed_attention(q, k, v, cumulated(lens, device), max(lens))
-    twin = packed_attention_torch(q, k, v, cumulated(lens, device), max(lens))
-    assert_no_worse(got, twin, exact_attention(q, k, v, lens))
+    got = packed_attention(q, k, v, cumulative(lens, device), max(lens))
+    reference = packed_attention_torch(q, k, v, cumulative(lens, device), max(lens))
+    assert_no_worse(got, reference, exact_attention(q, k, v, lens))

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache, against float64, with NaN wherever no key or value was written."""
+"""Attention over the paged KV cache, against float64, with NaN in every slot without a key or value."""
 
 from itertools import accumulate
 
@@ -10,16 +10,16 @@ from tests.helpers.kernels import assert_no_worse
 
 
 class Step:
-    """Random sequences in a shuffled cache of NaN: the arguments of a call, and the right answer in float64."""
+    """Random sequences in a shuffled cache of NaN: the arguments of a call, and the exact result in float64."""
 
     def __init__(self, query_lens, kv_lens, device, dtype, heads=(4, 2), D=16, block_size=16):
         self.generator = torch.Generator().manual_seed(sum(kv_lens) + D)
         (H, K), S = heads, len(kv_lens)
         widths = [-(-n // block_size) for n in kv_lens]
-        shuffled = torch.randperm(sum(widths) + 3, generator=self.generator)  # three blocks belong to nobody
+        shuffled = torch.randperm(sum(widths) + 3, generator=self.generator)  # three blocks stay unused
         self.block_table = torch.zeros(S, max(widths) + 2, dtype=torch.int32)
         self.caches = [torch.full((len(shuffled), block_size, K, D), torch.nan, dtype=dtype) for _ in range(2)]
-        self.q = (2 * self.normal(sum(query_lens), H, D)).to(dtype)  # scores up to +-10 and more: few keys win
+        self.q = (2 * self.normal(sum(query_lens), H, D)).to(dtype)  # scores beyond +-10: few keys dominate
         exact = []
         for s, (queries, kv_len) in enumerate(zip(self.q.split(query_lens), kv_lens, strict=True)):
             blocks, shuffled = shuffled.split([widths[s], len(shuffled) - widths[s]])
@@ -49,7 +49,7 @@ class Step:
 
 
 def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The definition, in float64: q (n, H, D), the last n of the tokens whose k and v (T, K, D) are."""
+    """The definition, in float64: q (n, H, D), for the last n of the tokens of k and v (T, K, D)."""
     n, T, group = len(q), len(k), q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) / q.shape[-1] ** 0.5
@@ -63,20 +63,20 @@ SHAPES = [
     {"heads": (5, 1), "D": 112, "block_size": 16},
     {"heads": (6, 1), "D": 128, "block_size": 256},
     {"heads": (14, 2), "D": 64, "block_size": 5},
-    {"heads": (40, 1), "D": 32, "block_size": 16},  # more heads to a KV head than a tile has rows by default
+    {"heads": (40, 1), "D": 32, "block_size": 16},  # more query heads per KV head than a tile has rows by default
     {"heads": (2, 1), "D": 256, "block_size": 32},
 ]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_decode(shape, device, dtype):
-    """One key, the edges of tiles and blocks, a short context beside one of many splits."""
+    """One key, the edges of tiles and blocks, and a short context batched with one of many splits."""
     Step([1] * 5, [1, 64, 65, 17, 777], device, dtype, **shape).check()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_prefill(shape, device, dtype):
-    """Whole prompts, the last chunk of one, and decodes, in any order."""
+    """Whole prompts, the last chunk of one, and decodes, mixed."""
     Step([1, 25, 1, 3, 1, 45], [70, 25, 1, 66, 16, 50], device, dtype, **shape).check()
 
 
@@ -95,7 +95,7 @@ def test_chunks_of_a_prompt(chunks, device, dtype):
 
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [5, 1, 30]])
 def test_strided_queries(query_lens, device, dtype):
-    """As they lie in the output of one projection for queries, keys and values, or heads first."""
+    """Views of the merged projection's output, and heads first."""
     step = Step(query_lens, [140, 1, 33], device, dtype, D=80)
     q, *others = step.args()
     want = paged_attention_triton(q, *others)
@@ -105,8 +105,8 @@ def test_strided_queries(query_lens, device, dtype):
         assert torch.equal(paged_attention_triton(strided, *others), want)
 
 
-def test_calls_leave_nothing_behind(device, dtype):
-    """The counts of finished splits are back at zero, whatever was counted before."""
+def test_split_counts_are_reset(device, dtype):
+    """Every call finds the counts of finished splits at zero."""
     steps = [Step([1] * len(kv_lens), kv_lens, device, dtype) for kv_lens in ([300], [1, 200, 9])]
     first = [paged_attention_triton(*step.args()) for step in steps]
     for step, want in zip(steps, first, strict=True):
@@ -114,7 +114,7 @@ def test_calls_leave_nothing_behind(device, dtype):
 
 
 def test_padding_rows_change_nothing(device, dtype):
-    """Rows that fill up a CUDA graph's batch have one key or none, and a block table of zeros."""
+    """Padding rows of a CUDA graph's batch have at most one key, and a block table of zeros."""
     step = Step([1, 1, 1], [300, 1, 40], device, dtype)
     q, *caches, _, kv_lens, block_table, _ = step.args()
     q = torch.cat([q, q[:2]])
@@ -127,7 +127,7 @@ def test_padding_rows_change_nothing(device, dtype):
 
 
 @pytest.mark.parametrize("query_lens", [[1, 1], [1, 20]])
-def test_public_function_serves_any_device(query_lens, device, dtype):
+def test_public_function_works_on_any_device(query_lens, device, dtype):
     step = Step(query_lens, [50, 20], device, dtype)
     assert_no_worse(paged_attention(*step.args()), paged_attention_torch(*step.args()), step.exact)
 
@@ -137,7 +137,7 @@ def test_replays_of_a_cuda_graph_follow_the_lengths():
     device, dtype = torch.device("cuda"), torch.bfloat16
     q, *caches, cu_seqlens_q, kv_lens, block_table, _ = Step([1] * 3, [900, 900, 900], device, dtype).args()
     args = (q, *caches, cu_seqlens_q, kv_lens, block_table, 1)
-    paged_attention_triton(*args)  # compiled, and the counts allocated, outside of the capture
+    paged_attention_triton(*args)  # compile and allocate the counts outside the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = paged_attention_triton(*args)
@@ -149,13 +149,13 @@ def test_replays_of_a_cuda_graph_follow_the_lengths():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("queries", [1, 7])
-def test_cache_of_more_values_than_32_bits_count(queries):
+def test_cache_with_more_than_two_to_the_31_values(queries):
     device, dtype = torch.device("cuda"), torch.float16
     step = Step([queries], [40], device, dtype, heads=(8, 8), D=128, block_size=256)
     q, k_cache, v_cache, *lens, block_table, max_query_len = step.args()
     large = torch.empty(2**31 // k_cache[0].numel() + 2, *k_cache.shape[1:], device=device, dtype=dtype)
     large[-2:] = torch.cat([x[block_table[0, :1]] for x in (k_cache, v_cache)])
-    # Its last block but one holds the keys; seen from one block further, the last holds the values.
+    # The second to last block holds the keys; in the view offset by one block, the last holds the values.
     block_table = torch.full_like(block_table, len(large) - 2)
     got = paged_attention_triton(q, large, large[1:], *lens, block_table, max_query_len)
     assert_no_worse(got, paged_attention_torch(*step.args()), step.exact)

@@ -18,7 +18,7 @@ EPS = 1e-6
 
 def rows_and_weight(N, C, device, dtype):
     torch.manual_seed(0)
-    scale = torch.logspace(-3, 2, N, device=device)[:, None]  # of the smallest row, eps is a part
+    scale = torch.logspace(-3, 2, N, device=device)[:, None]  # eps matters for the smallest row
     rows = (scale * torch.randn(N, C, device=device)).to(dtype)
     return rows, torch.randn(C, device=device, dtype=dtype)
 
@@ -29,20 +29,20 @@ def in_float64(x, weight):
 
 
 @SIZES
-def test_errs_no_more_than_torch(N, C, device, dtype):
+def test_error_is_bounded_by_the_reference(N, C, device, dtype):
     x, weight = rows_and_weight(N, C, device, dtype)
     assert_no_worse(rms_norm_triton(x, weight, EPS), rms_norm_torch(x, weight, EPS), in_float64(x, weight))
 
 
 @SIZES
-def test_with_a_residual_errs_no_more_than_torch(N, C, device, dtype):
+def test_error_with_a_residual_is_bounded_by_the_reference(N, C, device, dtype):
     x, weight = rows_and_weight(N, C, device, dtype)
     residual = x.flip(1) / 3
     before = x.clone(), residual.clone()
     got, total = add_rms_norm_triton(x, residual, weight, EPS)
-    twin, twin_total = add_rms_norm_torch(x, residual, weight, EPS)
-    assert torch.equal(total, twin_total)
-    assert_no_worse(got, twin, in_float64(total, weight))
+    reference, reference_total = add_rms_norm_torch(x, residual, weight, EPS)
+    assert torch.equal(total, reference_total)
+    assert_no_worse(got, reference, in_float64(total, weight))
     assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
 
 
@@ -56,14 +56,14 @@ def test_the_sum_is_rounded_before_it_is_normalised(device):
         assert got.unique().tolist() == [1 - 2**-10, 1 + 2**-10]
 
 
-def test_plain_path_equals_transformers(dtype, device):
+def test_reference_equals_transformers(dtype, device):
     x, weight = rows_and_weight(5, 67, device, dtype)
     theirs = Qwen2RMSNorm(67, EPS)
     theirs.weight.data = weight
     assert torch.equal(rms_norm_torch(x, weight, EPS), theirs(x))
 
 
-def test_a_row_does_not_depend_on_the_others(device, dtype):
+def test_rows_are_independent(device, dtype):
     x, weight = rows_and_weight(5, 67, device, dtype)
     assert torch.equal(rms_norm(x, weight, EPS)[3:4], rms_norm(x[3:4], weight, EPS))
     assert torch.equal(rms_norm_triton(x, weight, EPS)[3:4], rms_norm_triton(x[3:4], weight, EPS))

@@ -1,4 +1,4 @@
-"""Sampling against its twin and against the definition in float64, filters, edges and distribution."""
+"""Sampling compared with its reference and with the definition in float64: filters, edge cases, distribution."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ INF = float("inf")
 
 
 def make_rows(count: int, V: int) -> Tensor:
-    """Random logits; every fourth row has ties, another is half -inf, and every eighth is flat."""
+    """Random logits; in every four rows one has ties and one is half -inf; every eighth row is uniform."""
     generator = torch.Generator().manual_seed(V)
     logits = 3 * torch.randn(count, V, generator=generator)
     logits[1::4] = logits[1::4].round()
@@ -21,7 +21,7 @@ def make_rows(count: int, V: int) -> Tensor:
 
 
 def make_params(count: int, V: int) -> dict[str, Tensor]:
-    """Every filter on and off, in random combinations, and uniforms."""
+    """Random combinations of filters, enabled and disabled, and uniforms."""
     generator = torch.Generator().manual_seed(V + 1)
     choices = {
         "temperature": [1e-50, 0.5, 1.0, 1.0, 4.0, 1e300],
@@ -48,14 +48,14 @@ def columns(count: int, device: torch.device, **setting: float) -> dict[str, Ten
 def define(
     logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float
 ) -> tuple[int, Tensor]:
-    """The token of one row (V,) and the probabilities it was drawn from, in float64; token -1 on a knife's edge.
+    """The token of one row (V,) and the probabilities it was drawn from, in float64; token -1 where rounding decides.
 
-    There, float32 may rightly go either way: within 1e-6 of a sum of probabilities, or within a rounding of a logit.
+    Both results are right there in float32: within 1e-6 of a sum of probabilities, or within the rounding of a logit.
     """
     temperature = min(max(temperature, 1e-6), 1e6)
     logits = logits.double()
     largest = logits.max()
-    less_likely = logits < largest  # the others pass every filter
+    less_likely = logits < largest  # all others pass every filter
     weights = ((logits - largest) / temperature).exp()
     edges = [logits.sort(descending=True).values[top_k - 1]]
     kept = logits >= edges[0]
@@ -79,29 +79,29 @@ def define(
 
 
 @pytest.mark.parametrize("V, block, count", [(1, 16, 10), (7, 16, 64), (1000, 512, 40), (5003, 2048, 24)])
-def test_tokens_are_the_twins_and_the_definitions(device, V, block, count):
+def test_tokens_equal_those_of_the_reference_and_of_the_definition(device, V, block, count):
     if device.type == "cuda":
         block, count = 8192 if V > 1000 else block, 2000
     wide = torch.full((count, V + 3), INF, device=device)
-    logits = wide[:, :V]  # rows apart, and values behind them that are no logits
+    logits = wide[:, :V]  # strided rows, followed by values that are not logits
     logits.copy_(make_rows(count, V))
     params = make_params(count, V)
     arguments = {name: x.to(device) for name, x in params.items()}
     before = logits.clone()
     got = sample_triton(logits, **arguments, block=block).cpu()
     assert torch.equal(logits, before)
-    twin = sample_torch(logits, **arguments).cpu()
+    reference = sample_torch(logits, **arguments).cpu()
     settings = zip(*(x.tolist() for x in params.values()), strict=True)
     want = torch.tensor([define(row, *setting)[0] for row, setting in zip(before.cpu(), settings, strict=True)])
     clear = want >= 0
     assert clear.float().mean() > 0.85
-    assert torch.equal(twin[clear], want[clear])
+    assert torch.equal(reference[clear], want[clear])
     assert torch.equal(got[clear], want[clear])
 
 
 @pytest.mark.parametrize("filters", [{}, {"min_p": 0.1}, {"top_k": 5}, {"top_p": 0.8}], ids=str)
 def test_evenly_spread_uniforms_give_the_distribution(device, filters):
-    """So drawn, each token comes as often as its probability says, but for one draw at either end of its share."""
+    """Each token is drawn in proportion to its probability, up to one draw."""
     V, count = 40, 24 if device.type == "cpu" else 20000
     logits = make_rows(3, V)[2]
     setting = {"temperature": 1.5, "top_k": V, "top_p": 1.0, "min_p": 0.0} | filters
@@ -116,8 +116,8 @@ def test_evenly_spread_uniforms_give_the_distribution(device, filters):
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24, 1 - 2**-53], ids=["zero", "one-in-float32", "one-in-float64"])
-def test_the_ends_of_the_range_draw_the_first_and_the_last_possible_token(device, uniform):
-    """With impossible tokens around them: -inf, left out by a filter, or too unlikely for float32."""
+def test_extreme_uniforms_draw_the_first_and_the_last_possible_token(device, uniform):
+    """The tokens around them are impossible: -inf, filtered out, or too unlikely for float32."""
     R, V = 10, 100
     logits = torch.full((R, V), -INF)
     logits[:, 20:71] = make_rows(R, V)[:, 20:71].clamp(min=-9.0)
@@ -132,7 +132,7 @@ def test_the_ends_of_the_range_draw_the_first_and_the_last_possible_token(device
     assert tokens.tolist() == [70 if uniform else 20] * R
 
 
-def test_a_share_begins_where_the_one_before_ends(device):
+def test_adjacent_tokens_have_adjacent_intervals(device):
     V = 32
     logits = torch.zeros(V, V, device=device)
     setting = columns(V, device, temperature=1.0, top_k=V, top_p=1.0, min_p=0.0)
@@ -142,12 +142,12 @@ def test_a_share_begins_where_the_one_before_ends(device):
         assert sample_triton(logits, **setting, uniform=uniform, block=8).tolist() == [*range(V)]
 
 
-def test_top_k_tells_neighbouring_floats_apart(device):
-    """Of logits that fall from one to the next, the last that is kept is what a uniform of almost 1 draws."""
+def test_top_k_distinguishes_adjacent_floats(device):
+    """Of decreasing logits, a uniform of almost 1 draws the last that is kept."""
     logits = torch.tensor([1.5, 1.0, 0.0, -1.0, -1.5])
     below = torch.nextafter(logits, torch.tensor(-INF))
     logits = torch.stack([logits, below, torch.nextafter(below, torch.tensor(-INF))], dim=1)
-    logits[2, 1:] = torch.tensor([-1e-30, -2e-30])  # neighbours of 0 are subnormal, which a GPU may take for 0
+    logits[2, 1:] = torch.tensor([-1e-30, -2e-30])  # neighbours of 0 are subnormal, which a GPU may flush to 0
     V = logits.numel()
     setting = columns(V, device, temperature=1.0, top_p=1.0, min_p=0.0, uniform=1 - 2**-24)
     top_k = torch.arange(1, V + 1, dtype=torch.int32, device=device)
@@ -156,7 +156,7 @@ def test_top_k_tells_neighbouring_floats_apart(device):
 
 
 def test_top_p_keeps_a_long_flat_tail(device):
-    """Tokens that are each a thousandth as likely as 1 - top_p, but all of them needed to reach top_p."""
+    """Each token is a thousand times less likely than 1 - top_p, but all are needed to reach top_p."""
     V, probability = 1000, 1.1e-5
     logits = torch.full((1, V), probability).log()
     logits[0, 5] = 0.0
@@ -165,7 +165,7 @@ def test_top_p_keeps_a_long_flat_tail(device):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_rows_that_cannot_be_drawn_from_give_some_token_and_spare_the_others(device):
+def test_invalid_rows_give_some_token_and_do_not_affect_others(device):
     V = 100
     logits = make_rows(5, V)
     logits[0], logits[1], logits[2, 50], logits[3, 50] = -INF, float("nan"), float("nan"), INF

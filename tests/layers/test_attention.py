@@ -1,38 +1,38 @@
-"""Which attention backend serves, why, and how exact the CPU's is."""
+"""The choice of an attention backend, its reason, and the accuracy of attention on a CPU."""
 
 import sys
 
 import pytest
 import torch
 
-from mmvllm.config import ModelConfig
-from mmvllm.models.registry import load_config
 from mmvllm.kernels import dispatch
 from mmvllm.kernels.packed_attention import attention_torch
 from mmvllm.kernels.paged_attention import paged_attention_torch
 from mmvllm.layers import attention
 from mmvllm.layers.attention import choose_attention
+from mmvllm.models.registry import load_config
 from mmvllm.models.weights import BUNDLED
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture
-def config() -> ModelConfig:
-    return load_config(BUNDLED)
+def head_dims() -> list[int]:
+    config = load_config(BUNDLED)
+    return [config.head_dim, config.vision.head_dim]
 
 
 @pytest.fixture
 def gpu(monkeypatch) -> dict[str, bool]:
-    """A machine with an H100; what is installed there can be changed."""
+    """Pretend to have an H100; returns the installed packages, which tests can change."""
     installed = {"flash_attn": True}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: installed.get(name) or None)
     return installed
 
 
-def test_a_cpu_takes_torch_and_says_why(config):
-    backend, reason = choose_attention("auto", config, CPU, torch.float32, None)
+def test_torch_is_chosen_on_a_cpu(head_dims):
+    backend, reason = choose_attention("auto", head_dims, CPU, torch.float32, None)
     assert backend.name == "torch" and "flash needs a CUDA device, this is cpu" in reason
 
 
@@ -46,14 +46,14 @@ def test_a_cpu_takes_torch_and_says_why(config):
         (torch.bfloat16, None, False, "triton", "flash is not installed; pip install 'mmvllm[flash]'"),
     ],
 )
-def test_a_gpu_takes_the_fastest_that_fits(dtype, block_size, flash, chosen, reason, config, gpu):
+def test_the_fastest_usable_backend_is_chosen_on_a_gpu(dtype, block_size, flash, chosen, reason, head_dims, gpu):
     gpu["flash_attn"] = flash
-    backend, why = choose_attention("auto", config, CUDA, dtype, block_size)
+    backend, why = choose_attention("auto", head_dims, CUDA, dtype, block_size)
     assert (backend.name, why) == (chosen, reason)
-    assert backend.block_size == (256 if chosen == "flash" else 16)  # what flash-attn can read
+    assert backend.block_size == (256 if chosen == "flash" else 16)  # the block size that flash-attn requires
 
 
-def test_torchs_own_kernels_serve_where_they_fit(config, gpu, monkeypatch):
+def test_torch_varlen_kernels_are_used_where_they_fit(head_dims, gpu, monkeypatch):
     varlen = dispatch.SimpleNamespace(varlen_attn=lambda q, k, v, block_table=None: None)
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", varlen)
     for dtype, block_size, wanted in (
@@ -62,33 +62,33 @@ def test_torchs_own_kernels_serve_where_they_fit(config, gpu, monkeypatch):
         (torch.bfloat16, 16, "TorchAttention"),
         (torch.float32, None, "TorchAttention"),
     ):
-        assert choose_attention("torch", config, CUDA, dtype, block_size)[0].__name__ == wanted
+        assert choose_attention("torch", head_dims, CUDA, dtype, block_size)[0].__name__ == wanted
     varlen.varlen_attn = lambda q, k, v: None  # as in torch 2.11
-    assert choose_attention("torch", config, CUDA, torch.bfloat16, None)[0].__name__ == "TorchAttention"
+    assert choose_attention("torch", head_dims, CUDA, torch.bfloat16, None)[0].__name__ == "TorchAttention"
 
 
-def test_without_triton_torch_is_left(config, gpu, monkeypatch):
+def test_torch_is_chosen_without_triton(head_dims, gpu, monkeypatch):
     gpu["flash_attn"] = False
     monkeypatch.setattr(dispatch, "triton", dispatch.SimpleNamespace(__version__=None))
-    backend, why = choose_attention("auto", config, CUDA, torch.bfloat16, None)
+    backend, why = choose_attention("auto", head_dims, CUDA, torch.bfloat16, None)
     assert backend.name == "torch-varlen" and "triton needs Triton, which is not installed" in why
 
 
-def test_a_choice_that_cannot_be_had_is_refused(config, gpu, monkeypatch):
+def test_an_unusable_choice_is_refused(head_dims, gpu, monkeypatch):
     with pytest.raises(ValueError, match="attention_backend is 'flash', which needs a CUDA device"):
-        choose_attention("flash", config, CPU, torch.float32, None)
+        choose_attention("flash", head_dims, CPU, torch.float32, None)
     with pytest.raises(ValueError, match="attention_backend is 'fast', must be 'auto', 'flash', 'triton', 'torch'"):
-        choose_attention("fast", config, CPU, torch.float32, None)
+        choose_attention("fast", head_dims, CPU, torch.float32, None)
     monkeypatch.setattr(dispatch.triton.knobs.runtime, "interpret", False)
     with pytest.raises(ValueError, match="attention_backend is 'triton', which needs a CUDA device"):
-        choose_attention("triton", config, CPU, torch.float32, None)
+        choose_attention("triton", head_dims, CPU, torch.float32, None)
 
 
 @pytest.mark.parametrize(
     ("H", "K", "n", "T", "D"), [(16, 16, 256, 256, 80), (4, 4, 1100, 1100, 16), (12, 2, 70, 300, 128)]
 )
 @pytest.mark.parametrize("scale", [1.0, 4.0])
-def test_bfloat16_on_a_cpu_errs_like_the_textbook_formula(H, K, n, T, D, scale):
+def test_bfloat16_on_a_cpu_is_as_accurate_as_the_textbook_formula(H, K, n, T, D, scale):
     generator = torch.Generator().manual_seed(n)
     q, k, v = (torch.randn(heads, rows, D, generator=generator) for heads, rows in ((H, n), (K, T), (K, T)))
     q, k, v = (scale * q).bfloat16(), k.bfloat16(), v.bfloat16()
@@ -106,8 +106,8 @@ def test_bfloat16_on_a_cpu_errs_like_the_textbook_formula(H, K, n, T, D, scale):
     assert got.square().mean().sqrt() <= 1.25 * plain.square().mean().sqrt()
 
 
-def test_what_all_keys_have_in_common_costs_bfloat16_no_accuracy():
-    """Qwen2's keys have large biases: scores of 50 to 90 that differ by little."""
+def test_an_offset_common_to_all_keys_costs_no_accuracy_in_bfloat16():
+    """Qwen2's keys have large biases, so scores of 50 to 90 differ little."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(heads, 200, 64, generator=generator) for heads in (6, 2, 2))
     offset = torch.randn(2, 1, 64, generator=generator) * 20
@@ -120,8 +120,8 @@ def test_what_all_keys_have_in_common_costs_bfloat16_no_accuracy():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_paged_attention_on_a_cpu_is_that_of_each_sequence(dtype):
-    """Decode rows of different lengths among chunks, with other people's NaN in what blocks have left over."""
+def test_paged_attention_on_a_cpu_equals_that_of_each_sequence_alone(dtype):
+    """Decodes of different lengths mixed with chunks, and NaN in the unused slots of blocks."""
     generator = torch.Generator().manual_seed(1)
     H, K, D, block_size = 6, 2, 32, 16
     query_lens, kv_lens = [1, 9, 1, 40, 1], [1, 30, 75, 40, 70]
@@ -141,7 +141,7 @@ def test_paged_attention_on_a_cpu_is_that_of_each_sequence(dtype):
     got = paged_attention_torch(q, *caches, cu_seqlens, torch.tensor(kv_lens).int(), table, max(query_lens))
     error = (got.double() - torch.cat(exact)).abs().max()
     assert error < 8 * torch.finfo(dtype).eps * torch.cat(exact).abs().max()
-    decoding = [0, 10, 51]  # alone, they take the path of a step without prompts
+    decoding = [0, 10, 51]  # alone, they use the path of a step without prompts
     alone = paged_attention_torch(
         q[decoding], *caches, torch.arange(4).int(), torch.tensor(kv_lens)[[0, 2, 4]].int(), table[[0, 2, 4]], 1
     )

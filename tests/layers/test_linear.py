@@ -1,4 +1,4 @@
-"""Weights as a CPU keeps them: the same products as plain ones, and what 8 bits cost."""
+"""Packed weights compute the same products as plain ones; 8-bit weights are as accurate as their steps allow."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ def worst(got: torch.Tensor, exact: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("make", [lambda: Linear(96, 72), lambda: Linear(96, 72, bias=False), lambda: SiluGate(96, 56)])
 @pytest.mark.parametrize("number", ROWS)
-def test_packed_layers_err_at_most_twice_as_much_as_plain_ones(make, number):
+def test_packed_layers_have_at_most_twice_the_error_of_plain_ones(make, number):
     dtype = torch.bfloat16
     plain, packed = filled(make(), dtype), filled(make(), dtype)
     pack_weights(packed, dtype, int8=False)
@@ -43,14 +43,14 @@ def test_packed_layers_err_at_most_twice_as_much_as_plain_ones(make, number):
     assert worst(got, exact) <= 2 * worst(expected, exact) + torch.finfo(dtype).eps / 2 * exact.abs().max()
 
 
-def test_float32_weights_stay_as_they_are():
+def test_float32_weights_are_not_packed():
     layer = filled(Linear(96, 72), torch.float32)
     pack_weights(layer, torch.float32, int8=False)
     x = rows(3, 96, torch.float32)
     assert layer.packed is None and torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
 
 
-def test_merged_layers_split_what_they_computed():
+def test_merged_layers_split_their_output():
     layer = filled(MergedLinear(32, [16, 8, 8], bias=True), torch.bfloat16)
     x = rows(9, 32, torch.bfloat16)
     whole = F.linear(x, layer.weight, layer.bias)
@@ -61,7 +61,7 @@ def test_merged_layers_split_what_they_computed():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("number", ROWS)
-def test_int8_is_as_close_as_its_steps_allow(number, dtype):
+def test_int8_is_as_accurate_as_its_steps_allow(number, dtype):
     """Rounding a value moves it by at most half a step: about 1/127 of the row's largest, of x and of the weight."""
     layer = filled(Linear(96, 72), dtype)
     x, weight = rows(number, 96, dtype).double(), layer.weight.double()
@@ -76,7 +76,7 @@ def test_int8_is_as_close_as_its_steps_allow(number, dtype):
     assert typical < 0.02
 
 
-def test_an_int8_row_does_not_depend_on_its_neighbours():
+def test_int8_rows_are_independent():
     layer = Int8Weight(filled(Linear(64, 48), torch.float32).weight, None)
     x = rows(40, 64, torch.float32)
     x[7] *= 1000
@@ -86,7 +86,7 @@ def test_an_int8_row_does_not_depend_on_its_neighbours():
     assert torch.equal(alone[8], torch.zeros(48))
 
 
-def test_what_int8_cannot_do_is_said(checkpoint):
+def test_unsupported_quantization_is_refused(checkpoint):
     with pytest.raises(ValueError, match="needs dtype float32 or bfloat16; this is float16"):
         LLM(checkpoint, device="cpu", dtype="float16", quantization="int8")
     with pytest.raises(ValueError, match="quantization is 'int4', must be None or 'int8'"):
@@ -94,16 +94,16 @@ def test_what_int8_cannot_do_is_said(checkpoint):
 
 
 def test_int8_is_refused_where_sums_would_overflow():
-    """oneDNN held to what CPUs before VNNI can do."""
+    """oneDNN is limited to the instructions of CPUs without VNNI."""
     code = "from mmvllm import LLM; LLM(device='cpu', quantization='int8', skip_warmup=True)"
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert "needs a CPU that adds 8-bit products in 32 bits" in run.stderr
 
 
-def test_a_torch_without_onednn_keeps_weights_plain(monkeypatch):
+def test_weights_are_not_packed_without_onednn(monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    monkeypatch.setattr(torch.ops, "mkldnn", None)  # its operators are not there either
+    monkeypatch.setattr(torch.ops, "mkldnn", None)  # its operators do not exist then either
     layer = filled(Linear(96, 72), torch.bfloat16)
     pack_weights(layer, torch.bfloat16, int8=False)
     assert layer.packed is None
@@ -111,7 +111,7 @@ def test_a_torch_without_onednn_keeps_weights_plain(monkeypatch):
         pack_weights(layer, torch.bfloat16, int8=True)
 
 
-def test_int8_answers_do_not_depend_on_the_batch(checkpoint, make_llm):
+def test_int8_completions_do_not_depend_on_the_batch(checkpoint, make_llm):
     llm = make_llm(checkpoint, quantization="int8", enable_prefix_caching=False)
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     prompts = [[5 + i, 6, 7 * i + 1, 300, 20 + i] for i in range(7)]
@@ -120,7 +120,7 @@ def test_int8_answers_do_not_depend_on_the_batch(checkpoint, make_llm):
     assert [output.token_ids for output in together] == [output.token_ids for output in alone]
 
 
-def test_rows_taken_in_parts_are_the_same():
+def test_chunked_rows_give_the_same_result():
     layer = filled(Linear(8, 8), torch.float32)
     x = rows(2500, 8, torch.float32)
     seen = []

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, Qwen2VLForConditionalGenerat
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from mmvllm import LLM, SamplingParams
-from mmvllm.config import ModelConfig, VisionConfig
+from mmvllm.config import VisionConfig
 from mmvllm.models.registry import load_config
 from mmvllm.models.weights import load_model
 from tests.helpers.configs import assert_equals_transformers

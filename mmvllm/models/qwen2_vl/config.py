@@ -26,6 +26,10 @@ class Qwen2VLVisionConfig(VisionConfig):
     mlp_ratio: int = 4
     hidden_act: str = "quick_gelu"
 
+    @property
+    def intermediate_size(self) -> int:
+        return self.mlp_ratio * self.embed_dim
+
 
 def parse_config(architecture: str, raw: dict, generation: dict) -> ModelConfig:
     decoder = decoder_fields(raw, generation)

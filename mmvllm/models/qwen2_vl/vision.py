@@ -3,8 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmvllm.kernels.mrope import mrope
 from mmvllm.kernels.quick_gelu import quick_gelu
+from mmvllm.kernels.rotary import rotary
 from mmvllm.layers.attention import AttentionBackend, Segments
 from mmvllm.layers.linear import Linear, by_rows
 from mmvllm.models.qwen2_vl.config import Qwen2VLVisionConfig
@@ -34,7 +34,7 @@ class VisionAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, frames: Segments) -> Tensor:
         q, k, v = self.qkv(x).view(len(x), 3, self.num_heads, -1).unbind(1)  # each (P, H, D)
-        q, k = mrope(q, k, cos, sin)
+        q, k = rotary(q, k, cos, sin)
         return self.proj(self.backend.packed(q, k, v, frames).flatten(1))
 
 

@@ -1,27 +1,26 @@
-"""Turn queries and keys by their rotary angles, and on request leave keys and values in the KV cache."""
+"""Rotary embedding of queries and keys, alone and with keys and values written to the KV cache."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from mmvllm.config import ModelConfig
-from mmvllm.kernels.dispatch import Case, runs_triton, tl, triton
+from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
 from mmvllm.kernels.write_kv import write_kv_torch
 
 
-def mrope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn q (N, H, D) and k (N, K, D), whose pair j is (j, j + D / 2), by angles given as cos and sin (N, D / 2).
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate q (N, H, D) and k (N, K, D), whose pair j is (j, j + D / 2), by angles given as cos and sin (N, D / 2).
 
     q and k may be views with a contiguous last dimension; cos and sin are contiguous, in any float dtype. The results
-    are contiguous and in q's dtype. The angles are the caller's, so this serves M-RoPE and the ViT's 2-D rotary alike
-    (arXiv 2104.09864, 2409.12191).
+    are contiguous and in q's dtype. The caller computes the angles, so M-RoPE and the ViT's 2-D rotary embedding both
+    use this (arXiv 2104.09864, 2409.12191).
     """
     assert q.stride(2) == k.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous()
-    return (mrope_triton if runs_triton(q) else mrope_torch)(q, k, cos, sin)
+    return (rotary_triton if runs_triton(q) else rotary_torch)(q, k, cos, sin)
 
 
-def mrope_write_kv(
+def rotary_write_kv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -31,18 +30,18 @@ def mrope_write_kv(
     v_cache: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """Turn q and k as `mrope` does; return q, and write k and v (N, K, D) to the caches as `write_kv` does."""
+    """Rotate q and k as `rotary` does; return q, and write k and v (N, K, D) to the caches as `write_kv` does."""
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous()
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
-    turn = mrope_write_kv_triton if runs_triton(q) else mrope_write_kv_torch
-    return turn(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
+    rotate = rotary_write_kv_triton if runs_triton(q) else rotary_write_kv_torch
+    return rotate(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
 
 
-def mrope_torch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return _turned(q, cos, sin), _turned(k, cos, sin)
+def rotary_torch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return _rotated(q, cos, sin), _rotated(k, cos, sin)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     wide = x.to(cos.dtype)
     out = wide.new_empty(wide.shape)
     (first, second), (out_first, out_second) = (t.chunk(2, dim=-1) for t in (wide, out))
@@ -52,7 +51,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out.to(x.dtype)
 
 
-def mrope_write_kv_torch(
+def rotary_write_kv_torch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -62,19 +61,19 @@ def mrope_write_kv_torch(
     v_cache: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    q, k = mrope_torch(q, k, cos, sin)
+    q, k = rotary_torch(q, k, cos, sin)
     write_kv_torch(k, v, k_cache, v_cache, slot_mapping)
     return q
 
 
-def mrope_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     strides = (*q.stride()[:2], *k.stride()[:2])
-    _mrope_kernel[(len(q),)](q, k, cos, sin, q_out, k_out, *strides, **_sizes(q, k))
+    _rotary_kernel[(len(q),)](q, k, cos, sin, q_out, k_out, *strides, **_sizes(q, k))
     return q_out, k_out
 
 
-def mrope_write_kv_triton(
+def rotary_write_kv_triton(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -87,7 +86,7 @@ def mrope_write_kv_triton(
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tensors = (q, k, v, cos, sin, q_out, k_cache, v_cache, slot_mapping)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
-    _mrope_write_kv_kernel[(len(q),)](*tensors, *strides, **_sizes(q, k))
+    _rotary_write_kv_kernel[(len(q),)](*tensors, *strides, **_sizes(q, k))
     return q_out
 
 
@@ -101,12 +100,12 @@ def _sizes(q: Tensor, k: Tensor) -> dict[str, int]:
         "H_BLOCK": H_block,
         "K_BLOCK": K_block,
         "HALF_BLOCK": half_block,
-        "num_warps": min(8, max(1, H_block * half_block // 256)),  # 8 pairs of q a thread, untuned
+        "num_warps": min(8, max(1, H_block * half_block // 256)),  # 8 pairs of q per thread; not tuned
     }
 
 
 @triton.jit
-def _mrope_kernel(
+def _rotary_kernel(
     q_ptr,
     k_ptr,
     cos_ptr,
@@ -124,21 +123,21 @@ def _mrope_kernel(
     K_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ):
-    """One program a token, with all its heads."""
+    """One program per token, with all its heads."""
     token = tl.program_id(0).to(tl.int64)
-    # All loads before the first store, which no later load may overtake: they wait together.
+    # The compiler moves no load above a store: with all loads first, their latencies overlap.
     q1, q2 = _load_pairs(q_ptr + token * q_token_stride, q_head_stride, H, HALF, H_BLOCK, HALF_BLOCK)
     k1, k2 = _load_pairs(k_ptr + token * k_token_stride, k_head_stride, K, HALF, K_BLOCK, HALF_BLOCK)
     cos = _load_angles(cos_ptr + token * HALF, HALF, HALF_BLOCK)
     sin = _load_angles(sin_ptr + token * HALF, HALF, HALF_BLOCK)
-    q1, q2 = _turn(q1, q2, cos, sin)
+    q1, q2 = _rotate(q1, q2, cos, sin)
     _store_pairs(q_out_ptr + token * (H * 2 * HALF), q1, q2, H, HALF, H_BLOCK, HALF_BLOCK)
-    k1, k2 = _turn(k1, k2, cos, sin)
+    k1, k2 = _rotate(k1, k2, cos, sin)
     _store_pairs(k_out_ptr + token * (K * 2 * HALF), k1, k2, K, HALF, K_BLOCK, HALF_BLOCK)
 
 
 @triton.jit
-def _mrope_write_kv_kernel(
+def _rotary_write_kv_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -161,7 +160,7 @@ def _mrope_write_kv_kernel(
     K_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ):
-    """`_mrope_kernel`, but keys end in their slots of the cache, and values beside them as they are."""
+    """As `_rotary_kernel`, but rotated keys and unchanged values are stored in their slots of the caches."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)  # int64: a cache has more than 2**31 values
     q1, q2 = _load_pairs(q_ptr + token * q_token_stride, q_head_stride, H, HALF, H_BLOCK, HALF_BLOCK)
@@ -169,9 +168,9 @@ def _mrope_write_kv_kernel(
     v1, v2 = _load_pairs(v_ptr + token * v_token_stride, v_head_stride, K, HALF, K_BLOCK, HALF_BLOCK)
     cos = _load_angles(cos_ptr + token * HALF, HALF, HALF_BLOCK)
     sin = _load_angles(sin_ptr + token * HALF, HALF, HALF_BLOCK)
-    q1, q2 = _turn(q1, q2, cos, sin)
+    q1, q2 = _rotate(q1, q2, cos, sin)
     _store_pairs(q_out_ptr + token * (H * 2 * HALF), q1, q2, H, HALF, H_BLOCK, HALF_BLOCK)
-    k1, k2 = _turn(k1, k2, cos, sin)
+    k1, k2 = _rotate(k1, k2, cos, sin)
     _store_pairs(k_cache_ptr + slot * (K * 2 * HALF), k1, k2, K, HALF, K_BLOCK, HALF_BLOCK)
     _store_pairs(v_cache_ptr + slot * (K * 2 * HALF), v1, v2, K, HALF, K_BLOCK, HALF_BLOCK)
 
@@ -198,7 +197,7 @@ def _load_angles(ptr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _turn(first, second, cos, sin):
+def _rotate(first, second, cos, sin):
     first, second = first.to(tl.float32), second.to(tl.float32)
     return first * cos - second * sin, second * cos + first * sin
 
@@ -220,20 +219,20 @@ def _store_pairs(
     tl.store(at + HALF, second, mask=mask)
 
 
-def cases(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """The decoder's heads at 1 to 4096 tokens, and the ViT's, whose angles are float32, at the patches of a picture."""
+def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """The decoder's heads at 1 to 4096 tokens, and the ViT's, whose angles are float32, at the patches of an image."""
     for N in (1, 64, 1024, 4096):
-        H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        H, K, D = shapes.num_heads, shapes.num_kv_heads, shapes.head_dim
         q, k, v, cos, sin = _arguments(N, H, K, D, dtype, device, dtype)
         caches, slots = torch.zeros(2, N, 1, K, D, device=device, dtype=dtype), torch.randperm(N, device=device)
         shape, moved = f"N={N} H={H} K={K} D={D}", 2 * (q.nbytes + k.nbytes) + 2 * cos.nbytes
-        yield Case("mrope", shape, (q, k, cos, sin), moved)
+        yield Case("rotary", shape, (q, k, cos, sin), moved)
         moved += 2 * v.nbytes + slots.nbytes
-        yield Case("mrope_write_kv", shape, (q, k, v, cos, sin, *caches, slots), moved)
-    for P in (1024, 16384) if config.vision else ():
-        H, D = config.vision.num_heads, config.vision.head_dim
+        yield Case("rotary_write_kv", shape, (q, k, v, cos, sin, *caches, slots), moved)
+    for P in (1024, 16384) if shapes.vision else ():
+        H, D = shapes.vision.num_heads, shapes.vision.head_dim
         q, k, _, cos, sin = _arguments(P, H, H, D, torch.float32, device, dtype)
-        yield Case("mrope", f"P={P} H={H} D={D}", (q, k, cos, sin), 2 * (q.nbytes + k.nbytes) + 2 * cos.nbytes)
+        yield Case("rotary", f"P={P} H={H} D={D}", (q, k, cos, sin), 2 * (q.nbytes + k.nbytes) + 2 * cos.nbytes)
 
 
 def _arguments(

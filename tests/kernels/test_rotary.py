@@ -1,0 +1,75 @@
+import pytest
+import torch
+
+from mmvllm.kernels.rotary import (
+    rotary,
+    rotary_torch,
+    rotary_triton,
+    rotary_write_kv,
+    rotary_write_kv_torch,
+    rotary_write_kv_triton,
+)
+from tests.helpers.kernels import assert_no_worse
+
+# N, H, K, D: heads of the 2B and 7B decoders, of the ViT, and unusual ones.
+SHAPES = [(3, 12, 2, 128), (2, 28, 4, 128), (3, 16, 16, 80), (5, 5, 1, 16), (2, 3, 3, 256)]
+
+
+def qkv_and_angles(N, H, K, D, device, dtype, angle_dtype):
+    """q, k and v as views into one row, and the cos and sin of random angles."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(N, H + 2 * K, D, device=device, dtype=dtype).split([H, K, K], dim=1)
+    angles = 100 * torch.randn(N, D // 2, device=device)
+    return q, k, v, angles.cos().to(angle_dtype), angles.sin().to(angle_dtype)
+
+
+@pytest.mark.parametrize("angles", ["model dtype", "float32"])
+@pytest.mark.parametrize("N,H,K,D", SHAPES)
+def test_error_is_bounded_by_the_reference(N, H, K, D, angles, device, dtype):
+    angle_dtype = torch.float32 if angles == "float32" else dtype
+    q, k, _, cos, sin = qkv_and_angles(N, H, K, D, device, dtype, angle_dtype)
+    exact = rotary_torch(q.double(), k.double(), cos.double(), sin.double())
+    references = rotary_torch(q, k, cos, sin)
+    for got, reference, right in zip(rotary_triton(q, k, cos, sin), references, exact, strict=True):
+        assert_no_worse(got, reference, right)
+        assert got.is_contiguous()
+
+
+def test_pair_j_is_j_and_j_plus_half(device):
+    """A rotation by 90 degrees moves the first half to the second, and the negated second half to the first."""
+    q = torch.arange(2 * 3 * 32, dtype=torch.float32, device=device).view(2, 3, 32)
+    cos, sin = torch.zeros(2, 16, device=device), torch.ones(2, 16, device=device)
+    rotated = torch.cat([-q[..., 16:], q[..., :16]], dim=-1)
+    for rotate in (rotary, rotary_triton):
+        got_q, got_k = rotate(q, q[:, 1:], cos, sin)
+        assert torch.equal(got_q, rotated) and torch.equal(got_k, rotated[:, 1:])
+
+
+@pytest.mark.parametrize("N,H,K,D", SHAPES)
+def test_writes_rotated_keys_and_values_to_their_slots(N, H, K, D, device, dtype):
+    q, k, v, cos, sin = qkv_and_angles(N, H, K, D, device, dtype, dtype)
+    slots = torch.randperm(12, device=device)[:N]
+    caches, reference_caches = torch.randn(2, 3, 4, K, D, device=device, dtype=dtype).repeat(2, 1, 1, 1, 1, 1)
+    before = caches.clone()
+    got = rotary_write_kv_triton(q, k, v, cos, sin, *caches, slots)
+    reference = rotary_write_kv_torch(q, k, v, cos, sin, *reference_caches, slots)
+    exact_q, exact_k = rotary_torch(q.double(), k.double(), cos.double(), sin.double())
+    assert_no_worse(got, reference, exact_q)
+
+    k_cache, v_cache = caches.view(2, 12, K, D)
+    assert_no_worse(k_cache[slots], reference_caches[0].view(12, K, D)[slots], exact_k)
+    assert torch.equal(v_cache[slots], v)
+    others = [slot for slot in range(12) if slot not in slots.tolist()]
+    assert torch.equal(caches.view(2, 12, K, D)[:, others], before.view(2, 12, K, D)[:, others])
+
+
+def test_fused_kernel_equals_separate_ones(device, dtype):
+    q, k, v, cos, sin = qkv_and_angles(4, 6, 2, 48, device, dtype, dtype)
+    q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v))  # heads first in memory
+    k_cache, v_cache = torch.zeros(2, 2, 4, 2, 48, device=device, dtype=dtype)
+    slots = torch.tensor([6, 1, 2, 5], device=device)
+    for fused, rotate in ((rotary_write_kv, rotary), (rotary_write_kv_triton, rotary_triton)):
+        got = fused(q, k, v, cos, sin, k_cache.zero_(), v_cache.zero_(), slots)
+        rotated_q, rotated_k = rotate(*(x.contiguous() for x in (q, k)), cos, sin)
+        assert torch.equal(got, rotated_q)
+        assert torch.equal(k_cache.view(8, 2, 48)[slots], rotated_k) and torch.equal(v_cache.view(8, 2, 48)[slots], v)
