@@ -1,12 +1,12 @@
-"""Batch captioning of a folder of mixed pictures, beside two plain loops over the same files.
+"""Batch captioning of a folder of mixed images, beside two plain loops over the same files.
 
     python examples/benchmarks/captioning.py
 
-Draws 2,000 pictures from a seed: the bundled model's scenes with uneven light and grain, 64 to 4000 pixels long, as
+Draws 2,000 images from a seed: the bundled model's scenes with uneven light and grain, 64 to 4000 pixels long, as
 JPEG, PNG and WebP in nested folders, some 750 MB; 1 % are broken or misnamed, 5 % duplicates. Three ways take turns:
 `caption_images` on the folder, and, on an even sample of the files, `LLM.generate_multimodal` and transformers with one
-picture after another. Each turn loads its model afresh, so that no cache of an earlier turn helps, and warms up with
-other pictures; neither is counted. A rate counts every file that was dealt with, bad ones and duplicates too; answers
+image after another. Each turn loads its model afresh, so that no cache of an earlier turn helps, and warms up with
+other images; neither is counted. A rate counts every file that was dealt with, bad ones and duplicates too; answers
 are greedy, in float32. Tokens are those that the model wrote, and peak memory is the whole process's during the turn;
 outside Linux, which alone can reset it, since the start.
 """
@@ -41,7 +41,7 @@ PROMPT = DESCRIBE[0]
 WARM_UP = sorted((Path(__file__).resolve().parent.parent / "images").glob("*.png"))[:6]
 FOLDERS = ("holiday", "holiday/beach", "products", "scans")
 SUFFIXES = {"JPEG": ".jpg", "PNG": ".png", "WEBP": ".webp"}
-BROKEN = ("truncated", "empty", "no picture", "wrong suffix")
+BROKEN = ("truncated", "empty", "no image", "wrong suffix")
 SHORTEST, LONGEST = 64, 4000  # long sides, in pixels
 MAX_ASPECT = 2.5
 
@@ -56,20 +56,20 @@ class Recipe:
     height: int
     format: str
     options: dict = field(default_factory=dict)  # of Image.save
-    kind: str = "picture"  # or "duplicate", or one of BROKEN
+    kind: str = "image"  # or "duplicate", or one of BROKEN
 
 
 def plan(count: int, seed: int) -> list[Recipe]:
     """The files of a folder, sorted by path; the same for the same arguments."""
     rng = random.Random(seed)
     kinds = [BROKEN[i % len(BROKEN)] for i in range(round(0.01 * count))] + ["duplicate"] * round(0.05 * count)
-    kinds += ["picture"] * (count - len(kinds))
+    kinds += ["image"] * (count - len(kinds))
     formats = ["PNG", "WEBP"] * round(0.15 * count)
     formats += ["JPEG"] * (count - len(formats))
     rng.shuffle(kinds)
     rng.shuffle(formats)
     recipes = [_recipe(i, count, kinds[i], formats[i], rng) for i in range(count)]
-    originals = [recipe for recipe in recipes if recipe.kind == "picture"]
+    originals = [recipe for recipe in recipes if recipe.kind == "image"]
     return [_duplicate(recipe, originals, rng) if recipe.kind == "duplicate" else recipe for recipe in recipes]
 
 
@@ -114,8 +114,8 @@ def paint(recipe: Recipe) -> Image.Image:
 
 def encoded(recipe: Recipe) -> bytes:
     """The file, broken as its kind says."""
-    if recipe.kind in ("empty", "no picture"):
-        return b"<html>404 Not Found</html>\n" if recipe.kind == "no picture" else b""
+    if recipe.kind in ("empty", "no image"):
+        return b"<html>404 Not Found</html>\n" if recipe.kind == "no image" else b""
     file = io.BytesIO()
     paint(recipe).save(file, format=recipe.format, **recipe.options)
     data = file.getvalue()
@@ -128,19 +128,17 @@ def write(path: Path, recipe: Recipe) -> None:
 
 
 def prepare(folder: Path, count: int, seed: int) -> list[Recipe]:
-    """Write the pictures, and last the manifest; or use those that are there, ValueError if they are others."""
+    """Write the images, and last the manifest; or use those that are there, ValueError if they are others."""
     recipes, manifest, start = plan(count, seed), folder / "manifest.json", time.perf_counter()
     text = json.dumps([asdict(recipe) for recipe in recipes], indent=1)
     if manifest.is_file() and manifest.read_text() == text:
         return recipes
     if folder.is_dir() and any(folder.iterdir()):
-        raise ValueError(
-            f"{folder} has files, but not {count} pictures of seed {seed}; empty it or give another folder"
-        )
+        raise ValueError(f"{folder} has files, but not {count} images of seed {seed}; empty it or give another folder")
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         list(pool.map(write, [folder / recipe.path for recipe in recipes], recipes, chunksize=8))
     manifest.write_text(text)
-    print(f"{count} pictures drawn in {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    print(f"{count} images drawn in {time.perf_counter() - start:.1f} s", file=sys.stderr)
     return recipes
 
 
@@ -149,7 +147,7 @@ class Turn:
     """What a way made of its files, (caption or None, number of tokens) by path, and at what cost."""
 
     answers: dict[str, tuple[str | None, int]]
-    engine_wait_share: float | None = None  # the loops wait for every picture, and do not tell
+    engine_wait_share: float | None = None  # the loops wait for every image, and do not tell
     seconds: float = 0.0
     peak_memory: int | None = None
 
@@ -176,7 +174,7 @@ def batch(args: argparse.Namespace, stack: ExitStack) -> Way:
 
 
 def loop(args: argparse.Namespace, stack: ExitStack) -> Way:
-    """The same engine, given one picture after another."""
+    """The same engine, given one image after another."""
     llm, params = open_llm(args, stack), SamplingParams(max_tokens=args.max_tokens)
 
     def answer(path: Path) -> tuple[str | None, int]:
@@ -188,7 +186,7 @@ def loop(args: argparse.Namespace, stack: ExitStack) -> Way:
 
 
 def reference(args: argparse.Namespace, stack: ExitStack) -> Way:
-    """transformers, given one picture after another."""
+    """transformers, given one image after another."""
     import torch
     from transformers import AutoTokenizer
 
@@ -219,8 +217,8 @@ def reference(args: argparse.Namespace, stack: ExitStack) -> Way:
 WAYS = {"caption_images": batch, "plain loop": loop, "transformers": reference}
 
 
-def request(picture: Path | bytes) -> dict:
-    content = [{"type": "image", "image": picture}, {"type": "text", "text": PROMPT}]
+def request(image: Path | bytes) -> dict:
+    content = [{"type": "image", "image": image}, {"type": "text", "text": PROMPT}]
     return {"messages": [{"role": "user", "content": content}]}
 
 
@@ -259,7 +257,7 @@ def measures(turn: Turn, batch_turn: Turn, sizes: dict[str, int]) -> dict[str, f
         "failed": list(captions.values()).count(None),
         "other_captions": sum(caption != batch_turn.answers[path][0] for path, caption in captions.items()),
         "seconds": turn.seconds,
-        "pictures_per_second": len(captions) / turn.seconds,
+        "images_per_second": len(captions) / turn.seconds,
         "tokens_per_second": sum(tokens for _, tokens in turn.answers.values()) / turn.seconds,
         "engine_wait_share": turn.engine_wait_share,
         "peak_memory_bytes": turn.peak_memory,
@@ -282,7 +280,7 @@ def run(folder: Path, recipes: list[Recipe], args: argparse.Namespace) -> None:
         rounds.append({name: measures(turn, turns["caption_images"], sizes) for name, turn in turns.items()})
     results, mix = medians(rounds), Counter(recipe.format for recipe in recipes)
     mix["progressive"] = sum(recipe.options.get("progressive", False) for recipe in recipes)
-    mix += Counter(recipe.kind for recipe in recipes if recipe.kind != "picture")
+    mix += Counter(recipe.kind for recipe in recipes if recipe.kind != "image")
     print(f"{len(files)} files: {', '.join(f'{count} {name}' for name, count in mix.items())}")
     print_results(results)
     device = EngineConfig().resolve_device()
@@ -295,21 +293,21 @@ def print_results(results: dict[str, dict]) -> None:
     ours, rows = results["caption_images"], []
     for name, way in results.items():
         counts = [f"{way[key]:.0f}" for key in ("files", "failed", "other_captions")]
-        rates = [number(way[key]) for key in ("seconds", "pictures_per_second", "tokens_per_second")]
-        ratio = number(ours["pictures_per_second"] / way["pictures_per_second"])
+        rates = [number(way[key]) for key in ("seconds", "images_per_second", "tokens_per_second")]
+        ratio = number(ours["images_per_second"] / way["images_per_second"])
         sizes = [number(way[key], 1e-6) for key in ("bytes", "peak_memory_bytes")]
         rows.append([name, *counts, *rates, ratio, *sizes])
-    header = ["files", "failed", "other captions", "seconds", "pictures/s", "tokens/s", "ratio", "MB", "peak MB"]
+    header = ["files", "failed", "other captions", "seconds", "images/s", "tokens/s", "ratio", "MB", "peak MB"]
     print_table("way", header, rows)
     share = percent(ours["engine_wait_share"])
-    print(f"ratio: caption_images' pictures/s by the way's own; its engine waited for pictures {share} of the time")
+    print(f"ratio: caption_images' images/s by the way's own; its engine waited for images {share} of the time")
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.set_defaults(benchmark="captioning")
-    parser.add_argument("--pictures", type=at_least_one, default=2000)
-    parser.add_argument("--folder", type=Path, help="make and keep the pictures here (default: a temporary folder)")
+    parser.add_argument("--images", type=at_least_one, default=2000)
+    parser.add_argument("--folder", type=Path, help="make and keep the images here (default: a temporary folder)")
     parser.add_argument("--model", help="checkpoint folder or hub id (default: the small bundled model)")
     parser.add_argument("--max-tokens", type=at_least_one, default=64)
     parser.add_argument("--max-pixels", type=at_least_one, help="area the model sees (default: the checkpoint's)")
@@ -324,7 +322,7 @@ def main(argv: list[str] | None = None) -> None:
     with ExitStack() as stack:
         folder = args.folder or Path(stack.enter_context(TemporaryDirectory(prefix="captioning-")))
         try:
-            recipes = prepare(folder, args.pictures, args.seed)
+            recipes = prepare(folder, args.images, args.seed)
         except ValueError as error:
             parser.error(str(error))
         run(folder, recipes, args)

@@ -1,4 +1,4 @@
-"""`mmvllm caption` as a process on real files: it is killed, stopped, starved of disk and fed with bad pictures."""
+"""`mmvllm caption` as a process on real files: it is killed, stopped, starved of disk and fed with bad images."""
 
 import csv
 import json
@@ -108,7 +108,7 @@ class Run:
 def server(checkpoint, tmp_path_factory):
     """ask(**job) -> the server's answer."""
     (commands, ask_end), (reply_end, replies) = os.pipe(), os.pipe()
-    warm = many(tmp_path_factory.mktemp("warm") / "pictures", 1)
+    warm = many(tmp_path_factory.mktemp("warm") / "images", 1)
     command = [sys.executable, "-c", SERVER, str(commands), str(replies), "caption", str(warm), "--model", checkpoint]
     process = subprocess.Popen([*command, *TINY], pass_fds=(commands, replies), stdin=subprocess.DEVNULL)
     os.close(commands)
@@ -151,14 +151,14 @@ def caption(start) -> Callable[..., Done]:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Four pictures."""
-    return many(tmp_path / "pictures", 4)
+    """Four images."""
+    return many(tmp_path / "images", 4)
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory) -> Path:
-    """More pictures than the engine has at once."""
-    return many(tmp_path_factory.mktemp("many") / "pictures", 300)
+def images(tmp_path_factory) -> Path:
+    """More images than the engine has at once."""
+    return many(tmp_path_factory.mktemp("many") / "images", 300)
 
 
 @pytest.fixture
@@ -175,9 +175,9 @@ def names(tmp_path) -> Path:
 
 
 @contextmanager
-def all_but_the_last(pictures: Path, names: Path) -> Iterator[None]:
-    """Name pictures to a run that reads `names`, the last one at the end of the `with`: until then it cannot finish."""
-    *first, last = sorted(pictures.iterdir())
+def all_but_the_last(images: Path, names: Path) -> Iterator[None]:
+    """Name images to a run that reads `names`, the last one at the end of the `with`: until then it cannot finish."""
+    *first, last = sorted(images.iterdir())
     with open(os.open(names, os.O_RDWR), "w") as lines:  # opened so, it waits for no reader
         print(*first, sep="\n", file=lines, flush=True)
         yield
@@ -198,7 +198,7 @@ def records(path: Path) -> list[dict]:
 
 
 def by_name(path: Path) -> dict[str, dict]:
-    """Name of the picture -> its record, of which there is one."""
+    """Name of the image -> its record, of which there is one."""
     found = records(path)
     named = {os.path.basename(record["path"]): record for record in found}
     assert len(named) == len(found)
@@ -230,13 +230,13 @@ def stats(group: int) -> list[str]:
 # Killed, and going on
 
 
-def test_after_twenty_kills_every_picture_is_recorded_once(start, pictures, names, out):
+def test_after_twenty_kills_every_image_is_recorded_once(start, images, names, out):
     moments = random.Random(0)
     options = ("--output", out, "--progress", "none")
     before = b""
     for _ in range(20):
         run = start(names, *options)
-        with all_but_the_last(pictures, names):
+        with all_but_the_last(images, names):
             more = min(299, recorded(out) + moments.randrange(10))
             until(lambda least=more: recorded(out) >= least)
             time.sleep(moments.random() * 0.02)
@@ -245,7 +245,7 @@ def test_after_twenty_kills_every_picture_is_recorded_once(start, pictures, name
         after = out.read_bytes()
         assert after.startswith(before)  # what is recorded stays
         before = after[: after.rfind(b"\n") + 1]
-    assert start(pictures, *options).end().code == 0
+    assert start(images, *options).end().code == 0
     assert out.read_bytes().startswith(before)
     assert sorted(by_name(out)) == [f"{i:03}.png" for i in range(300)]
     assert all(record["error"] is None for record in records(out))
@@ -253,8 +253,8 @@ def test_after_twenty_kills_every_picture_is_recorded_once(start, pictures, name
 
 @pytest.mark.parametrize("suffix", ["csv", "txt"])
 def test_after_kills_tables_and_caption_files_are_complete(suffix, start, tmp_path):
-    pictures, out = many(tmp_path / "many", 80), tmp_path / f"out.{suffix}"
-    arguments = (pictures, "--output", out, "--format", suffix, "--progress", "none")
+    images, out = many(tmp_path / "many", 80), tmp_path / f"out.{suffix}"
+    arguments = (images, "--output", out, "--format", suffix, "--progress", "none")
     journal = tmp_path / "out.csv.journal.jsonl" if suffix == "csv" else out
     for i in range(3):
         run = start(*arguments)
@@ -267,7 +267,7 @@ def test_after_kills_tables_and_caption_files_are_complete(suffix, start, tmp_pa
         with out.open(newline="", encoding="utf-8") as file:
             made = {row["path"]: row["caption"] for row in csv.DictReader(file)}
     else:
-        made = {str(path.with_suffix(".png")): path.read_text()[:-1] for path in pictures.glob("*.txt")}
+        made = {str(path.with_suffix(".png")): path.read_text()[:-1] for path in images.glob("*.txt")}
     assert len(captions) == 80
     assert made == captions
 
@@ -277,11 +277,11 @@ def test_a_run_that_is_done_does_nothing_when_repeated(caption, folder, out):
     before = out.read_bytes(), out.stat().st_mtime_ns
     done = caption(folder, "--output", out)
     assert (done.code, done.out) == (0, "")
-    assert "skipped" in done.err and "4 (done before, or not asked for)" in done.err
+    assert "skipped" in done.err and "4 (recorded before, or not selected)" in done.err
     assert (out.read_bytes(), out.stat().st_mtime_ns) == before
 
 
-def test_pictures_that_come_later_are_added(caption, folder, out):
+def test_images_that_come_later_are_added(caption, folder, out):
     caption(folder, "--output", out)
     before = out.read_bytes()
     noise_image(50, 50, seed=9).save(folder / "0.png")
@@ -333,8 +333,8 @@ def test_overwrite_with_a_mistake_leaves_the_earlier_output_alone(mistake, capti
 def test_a_foreign_file_is_refused(name, caption, folder, tmp_path):
     (tmp_path / name).write_text('{"path": "mine"}\n')
     done = caption(folder, "--output", tmp_path / name)
-    assert done.code == 2 and "was not made by this command" in done.err
-    assert {path.name for path in tmp_path.iterdir()} == {"pictures", name}
+    assert done.code == 2 and "was not made by mmvllm" in done.err
+    assert {path.name for path in tmp_path.iterdir()} == {"images", name}
     assert (tmp_path / name).read_text() == '{"path": "mine"}\n'
 
 
@@ -351,11 +351,11 @@ def test_a_damaged_line_is_refused_with_its_number(caption, folder, out):
 # Stopped
 
 
-def test_ctrl_c_of_a_process_that_was_started_as_people_do(checkpoint, pictures, names, out):
+def test_ctrl_c_of_a_process_that_was_started_as_people_do(checkpoint, images, names, out):
     command = [sys.executable, "-m", "mmvllm", "caption", names, "--model", checkpoint, *TINY, "--output", out]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     started = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
-    with started as process, all_but_the_last(pictures, names):
+    with started as process, all_but_the_last(images, names):
         until(lambda: recorded(out) > 0, 180)
         process.send_signal(signal.SIGINT)
         err = process.communicate(timeout=180)[1]
@@ -363,47 +363,47 @@ def test_ctrl_c_of_a_process_that_was_started_as_people_do(checkpoint, pictures,
     assert f"captioned      {len(by_name(out))}\n" in err
 
 
-def test_a_first_ctrl_c_finishes_what_is_begun(start, pictures, names, tmp_path, out):
+def test_a_first_ctrl_c_finishes_what_is_begun(start, images, names, tmp_path, out):
     whole = tmp_path / "whole.jsonl"
     run = start(names, "--output", out)
-    with all_but_the_last(pictures, names):
+    with all_but_the_last(images, names):
         until(lambda: recorded(out) > 0)
         run.send(signal.SIGINT)
         until(lambda: "stopping" in run.err)
     done = run.end()
     assert done.code == 130 and done.out == ""
-    assert "stopping: what is under way is finished first" in done.err
-    assert "Traceback" not in done.err and "pictures/s" in done.err
+    assert "stopping: images in flight are finished first" in done.err
+    assert "Traceback" not in done.err and "images/s" in done.err
     stopped = by_name(out)
     assert 0 < len(stopped) < 300
     assert f"captioned      {len(stopped)}" in done.err
-    finished = [record["path"] for record in stopped.values()]  # not the first ones: pictures finish in any order
+    finished = [record["path"] for record in stopped.values()]  # not the first ones: images finish in any order
     assert start(*finished, "--output", whole).end().code == 0
     captions = {name: record["caption"] for name, record in by_name(whole).items()}
     assert {name: record["caption"] for name, record in stopped.items()} == captions
-    assert start(pictures, "--output", out).end().code == 0
+    assert start(images, "--output", out).end().code == 0
     assert len(by_name(out)) == 300
 
 
-def test_a_second_ctrl_c_stops_at_once(start, pictures, out):
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # its picture is begun, and waited for twenty seconds
+def test_a_second_ctrl_c_stops_at_once(start, images, out):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # its image is begun, and waited for twenty seconds
         address = f"http://127.0.0.1:{silent.getsockname()[1]}/silent.png"
-        run = start(address, pictures, "--output", out, "--max-tokens", "900", "--workers", "2")
+        run = start(address, images, "--output", out, "--max-tokens", "900", "--workers", "2")
         until(lambda: out.with_name("out.jsonl.settings").exists())
         time.sleep(0.2)
         run.send(signal.SIGINT)
-        until(lambda: "once more to stop now" in run.err)
+        until(lambda: "interrupt again to stop now" in run.err)
         run.send(signal.SIGINT)
-        done = run.end(15)  # which ends, with another code, a run that waits for the picture after all
+        done = run.end(15)  # which ends, with another code, a run that waits for the image after all
     assert done.code == 130 and "Traceback" not in done.err
     assert "captioned  " not in done.err  # what a run says that has finished its work
     assert not out.exists() or "silent.png" not in by_name(out)
 
 
-def test_sigterm_finishes_what_is_begun(start, pictures, names, out):
+def test_sigterm_finishes_what_is_begun(start, images, names, out):
     run = start(names, "--output", out.with_suffix(".csv"))
     journal = out.with_name("out.csv.journal.jsonl")
-    with all_but_the_last(pictures, names):
+    with all_but_the_last(images, names):
         until(lambda: recorded(journal) > 0)
         run.send(signal.SIGTERM)
         until(lambda: "stopping" in run.err)
@@ -432,7 +432,7 @@ def test_two_signals_end_a_run_that_waits_for_standard_input(start, folder, out,
         print(folder / "000.png", file=lines, flush=True)
         until(lambda: recorded(out) == 1)
         run.send(signal.SIGINT)
-        until(lambda: "once more to stop now" in run.err)
+        until(lambda: "interrupt again to stop now" in run.err)
         run.send(signal.SIGINT)
         done = run.end()
     # The first one ends the run already: a second one that is late meets a Python that no longer handles it.
@@ -455,8 +455,8 @@ def test_ctrl_c_in_a_terminal_leaves_worker_processes_to_finish(start, names, tm
     assert f"captioned      {len(by_name(out))}\n" in done.err  # DEFECT: what a worker had begun ends the run at once
 
 
-def test_worker_processes_do_not_outlive_a_killed_run(start, pictures, out):
-    run = start(pictures, "--output", out, "--worker-processes")
+def test_worker_processes_do_not_outlive_a_killed_run(start, images, out):
+    run = start(images, "--output", out, "--worker-processes")
     until(lambda: recorded(out) > 0, 120)
     run.send(signal.SIGKILL)
     run.end()
@@ -470,7 +470,7 @@ def test_worker_processes_do_not_outlive_a_killed_run(start, pictures, out):
     until(are_gone)  # DEFECT: they wait for work for ever
 
 
-# Bad pictures
+# Bad images
 
 
 def bad_files(folder: Path) -> dict[str, str]:
@@ -547,47 +547,47 @@ def test_retry_failed_takes_only_those_and_leaves_one_record_of_each(caption, fo
 
 
 def test_a_killed_retry_is_cleaned_up_by_the_next_run(start, names, tmp_path, out):
-    pictures = tmp_path / "pictures"
-    pictures.mkdir()
+    images = tmp_path / "images"
+    images.mkdir()
     for i in range(150):
-        (pictures / f"{i:03}.png").write_text("none yet")
-    assert start(pictures, "--output", out).end().code == 3
+        (images / f"{i:03}.png").write_text("none yet")
+    assert start(images, "--output", out).end().code == 3
     for i in range(150):
-        noise_image(40, 40, seed=i).save(pictures / f"{i:03}.png")
+        noise_image(40, 40, seed=i).save(images / f"{i:03}.png")
     run = start(names, "--output", out, "--retry-failed")
-    with all_but_the_last(pictures, names):
+    with all_but_the_last(images, names):
         until(lambda: recorded(out) >= 160)
         run.send(signal.SIGKILL)
         assert run.end().code == -signal.SIGKILL
     whole = out.read_bytes().rpartition(b"\n")[0]  # the last line may be half there
     kept = [json.loads(line) for line in whole.split(b"\n")[150:]]
-    assert start(pictures, "--output", out, "--retry-failed").end().code == 0
+    assert start(images, "--output", out, "--retry-failed").end().code == 0
     made = by_name(out)
     assert len(made) == 150 and all(record["error"] is None for record in made.values())
     assert all(made[os.path.basename(record["path"])] == record for record in kept)
 
 
-def test_fail_fast_stops_at_the_first_failure(caption, pictures, out):
-    assert caption("/absent.png", pictures, "--output", out, "--fail-fast", "--workers", "1").code == 3
+def test_fail_fast_stops_at_the_first_failure(caption, images, out):
+    assert caption("/absent.png", images, "--output", out, "--fail-fast", "--workers", "1").code == 3
     assert "absent.png" in by_name(out) and len(records(out)) < 300
 
 
 def test_a_folder_may_change_while_it_is_read(start, tmp_path, out):
-    pictures, ended = many(tmp_path / "many", 200), threading.Event()
+    images, ended = many(tmp_path / "many", 200), threading.Event()
 
     def change() -> None:
         for i in range(100_000):
             if ended.is_set():
                 return
-            path = pictures / f"{i % 200:03}-passing.png"
+            path = images / f"{i % 200:03}-passing.png"
             if path.exists():
                 path.unlink()
             else:
-                shutil.copy(pictures / "000.png", path)
+                shutil.copy(images / "000.png", path)
 
     thread = threading.Thread(target=change)
     thread.start()
-    done = start(pictures, "--output", out).end()
+    done = start(images, "--output", out).end()
     ended.set()
     thread.join()
     made = by_name(out)
@@ -599,16 +599,16 @@ def test_a_folder_may_change_while_it_is_read(start, tmp_path, out):
     assert all(any(cause in record["error"] for cause in causes) for record in passing.values() if record["error"])
 
 
-# Equal pictures
+# Equal images
 
 
-def test_equal_pictures_are_captioned_once(caption, folder, out):
+def test_equal_images_are_captioned_once(caption, folder, out):
     shutil.copy(folder / "000.png", folder / "copy.png")
     noise_image(40, 40, seed=0).save(folder / "encoded.png", compress_level=0)
     noise_image(40, 40, seed=0).save(folder / "other.bmp")
     done = caption(folder, "--output", out)
     made = by_name(out)
-    assert done.code == 0 and "3 (the caption of an equal picture)" in done.err
+    assert done.code == 0 and "3 (caption copied from an equal image)" in done.err
     equal = [made.pop(name) for name in ("000.png", "copy.png", "encoded.png", "other.bmp")]
     (first,) = [record for record in equal if record["duplicate_of"] is None]  # whichever was prepared first
     for record in equal:
@@ -617,7 +617,7 @@ def test_equal_pictures_are_captioned_once(caption, folder, out):
     assert [record["duplicate_of"] for record in made.values()] == [None] * 3
 
 
-def test_equal_pictures_are_found_when_a_run_goes_on(caption, folder, out):
+def test_equal_images_are_found_when_a_run_goes_on(caption, folder, out):
     caption(folder, "--output", out)
     shutil.copy(folder / "002.png", folder / "later.png")
     done = caption(folder, "--output", out)
@@ -647,14 +647,14 @@ def test_sampled_captions_are_shared_only_with_a_seed(seed, num_duplicates, capt
     assert (by_name(out)["later.png"]["duplicate_of"] is not None) == bool(seed)
 
 
-# Which pictures
+# Which images
 
 
-def test_shards_together_are_all_pictures_and_none_twice(caption, tmp_path):
-    pictures = many(tmp_path / "many", 60)  # so many that no shard is empty, wherever they are
+def test_shards_together_are_all_images_and_none_twice(caption, tmp_path):
+    images = many(tmp_path / "many", 60)  # so many that no shard is empty, wherever they are
     outs = [tmp_path / f"{i}.jsonl" for i in (1, 2, 3)]
     for i, out in enumerate(outs, 1):
-        assert caption(pictures, "--output", out, "--shard", f"{i}/3").code == 0
+        assert caption(images, "--output", out, "--shard", f"{i}/3").code == 0
     found = [name for out in outs for name in by_name(out)]
     assert sorted(found) == [f"{i:03}.png" for i in range(60)]
 
@@ -669,7 +669,7 @@ def test_limit_makes_progress_when_a_run_goes_on(caption, folder, out):
 
 
 @pytest.mark.parametrize("kind", ["txt", "stdin", "fifo.txt", "jsonl"])
-def test_lists_name_pictures(kind, start, folder, out, tmp_path):
+def test_lists_name_images(kind, start, folder, out, tmp_path):
     names = [str(folder / f"{i:03}.png") for i in range(4)]
     text = "".join(f"{name}\n" for name in names)
     if kind == "jsonl":
@@ -688,7 +688,7 @@ def test_lists_name_pictures(kind, start, folder, out, tmp_path):
     assert [record["id"] for record in made] == (["0", "1", "2", "3"] if kind == "jsonl" else [None] * 4)
 
 
-def test_pictures_of_a_tar_are_named_by_shard_and_member(caption, folder, out, tmp_path):
+def test_images_of_a_tar_are_named_by_shard_and_member(caption, folder, out, tmp_path):
     with tarfile.open(tmp_path / "shard.tar", "w") as tar:
         for i in range(4):
             tar.add(folder / f"{i:03}.png", f"a/{i}.png")
@@ -716,22 +716,22 @@ def test_an_output_that_may_not_be_written_is_refused(caption, folder, out, tmp_
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "txt"])
 def test_a_full_disk_ends_the_run_and_the_same_command_finishes_it(suffix, caption, tmp_path):
-    pictures, out = many(tmp_path / "many", 40), tmp_path / f"out.{suffix}"
-    arguments = (pictures, "--output", out, "--format", suffix)
+    images, out = many(tmp_path / "many", 40), tmp_path / f"out.{suffix}"
+    arguments = (images, "--output", out, "--format", suffix)
     done = caption(*arguments, max_bytes=10_000)
     journal = tmp_path / "out.csv.journal.jsonl" if suffix == "csv" else out
     made = by_name(journal)
     assert done.code == 1 and "Traceback" not in done.err
     assert f"{journal} cannot be written: File too large" in done.err
-    missing = done.err.partition("Not recorded, though begun: ")[2].partition(".png")[0]
-    assert missing.startswith(str(pictures)) and f"{os.path.basename(missing)}.png" not in made
+    missing = done.err.partition("In flight and not recorded: ")[2].partition(".png")[0]
+    assert missing.startswith(str(images)) and f"{os.path.basename(missing)}.png" not in made
     assert 0 < len(made) < 40 and journal.stat().st_size <= 10_000
     assert caption(*arguments).code == 0
     assert len(by_name(journal)) == 40
     if suffix == "csv":
         assert len(list(csv.DictReader(out.open(newline="")))) == 40
     if suffix == "txt":
-        assert len(list(pictures.glob("*.txt"))) == 40
+        assert len(list(images.glob("*.txt"))) == 40
     assert not list(tmp_path.rglob("*.tmp"))
 
 
@@ -742,16 +742,16 @@ def test_a_disk_that_is_full_at_once_is_said_in_a_line(caption, folder, out, tmp
     assert len(by_name(out)) == 4
 
 
-def test_a_second_run_into_the_same_output_is_refused(start, caption, pictures, tmp_path, out):
+def test_a_second_run_into_the_same_output_is_refused(start, caption, images, tmp_path, out):
     os.mkfifo(tmp_path / "fifo")
     first = start("-", "--output", out, stdin=tmp_path / "fifo")
     with (tmp_path / "fifo").open("w") as lines:
-        print(pictures / "000.png", file=lines, flush=True)
+        print(images / "000.png", file=lines, flush=True)
         until(lambda: recorded(out) == 1)
         for option in ((), ("--overwrite",), ("--append-anyway", "--prompt", "Count!")):
-            done = caption(pictures, "--output", out, *option)
+            done = caption(images, "--output", out, *option)
             assert done.code == 2 and f"{out}: another run is writing to it" in done.err
-        print(*pictures.glob("*.png"), sep="\n", file=lines, flush=True)
+        print(*images.glob("*.png"), sep="\n", file=lines, flush=True)
     assert first.end().code == 0
     assert len(by_name(out)) == 300
 
@@ -785,7 +785,7 @@ def test_an_output_that_is_a_link_stays_one(caption, folder, out, tmp_path):
     assert out.is_symlink() and len(by_name(tmp_path / "elsewhere.jsonl")) == 4
 
 
-def test_a_picture_in_a_locked_folder_does_not_end_the_run(caption, folder, out, tmp_path):
+def test_an_image_in_a_locked_folder_does_not_end_the_run(caption, folder, out, tmp_path):
     (tmp_path / "locked").mkdir(mode=0)
     (tmp_path / "list.txt").write_text(f"{tmp_path}/locked/a.png\n{folder}/000.png\n")
     done = caption(tmp_path / "list.txt", "--output", out, "--format", "txt")
@@ -862,7 +862,7 @@ def test_words_around_the_caption(caption, folder, out):
     assert around["caption"] == f"A photo: sks, {plain['caption']} (end)"
 
 
-def test_a_list_gives_each_picture_its_own_prompt_context_and_id(caption, folder, out):
+def test_a_list_gives_each_image_its_own_prompt_context_and_id(caption, folder, out):
     lines = [
         {"image": "000.png"},
         {"image": "001.png", "prompt": "Count!", "id": 7},

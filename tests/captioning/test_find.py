@@ -1,4 +1,4 @@
-"""Which pictures are found, in which order, what they are called, and how little is read to find them."""
+"""Which images are found, in which order, what they are called, and how little is read to find them."""
 
 import io
 import json
@@ -81,9 +81,7 @@ def open_folders(monkeypatch):
 
 def test_a_folder_comes_sorted_files_and_folders_together(tmp_path):
     names = ["a.JPG", "b.png", "deep/a.bmp", "deep/er/c.webp", "with space.gif"]
-    folder = put(
-        tmp_path / "pictures", *reversed(names), "notes.txt", "list.jsonl", "deep/Thumbs.db", "jpg", "x.tar.gz"
-    )
+    folder = put(tmp_path / "images", *reversed(names), "notes.txt", "list.jsonl", "deep/Thumbs.db", "jpg", "x.tar.gz")
     (folder / "deep" / "folder.png").mkdir()
     found = list(find_items([folder]))
     assert [item.relative for item in found] == names
@@ -123,7 +121,7 @@ def test_a_found_name_that_looks_like_something_else_is_loaded_as_a_file(name, t
     assert load_image(item.read()).size == (60, 64)
 
 
-def test_several_folders_keep_their_pictures_apart(tmp_path, monkeypatch):
+def test_several_folders_keep_their_images_apart(tmp_path, monkeypatch):
     put(tmp_path, "x/a.png", "y/a.png")
     assert relatives(tmp_path / "x", f"{tmp_path}/y/") == ["x/a.png", "y/a.png"]
     assert relatives(tmp_path / "x") == ["a.png"]
@@ -138,7 +136,7 @@ def test_a_folder_named_twice_comes_twice(tmp_path):
     assert relatives(tmp_path / "x", tmp_path / "x") == ["x/a.png", "x/a.png"]
 
 
-def test_a_folder_without_pictures_gives_nothing(tmp_path):
+def test_a_folder_without_images_gives_nothing(tmp_path):
     assert relatives(put(tmp_path, "notes.txt", "deep/er/README")) == []
 
 
@@ -191,7 +189,7 @@ def test_a_folder_that_breaks_off_while_it_is_read_is_an_error(tmp_path, monkeyp
 
 @pytest.fixture
 def deep_folder(tmp_path):
-    """A folder with a picture so far down that whatever recurses gives up, pytest's own cleaning too; and how far."""
+    """A folder with an image so far down that whatever recurses gives up, pytest's own cleaning too; and how far."""
     levels = 1100
     folder = os.open(tmp_path, os.O_RDONLY)
     for _ in range(levels):
@@ -212,7 +210,7 @@ def _change(folder: int, name: str) -> int:
     return changed
 
 
-def test_pictures_come_at_any_depth(deep_folder):
+def test_images_come_at_any_depth(deep_folder):
     folder, levels = deep_folder
     assert relatives(folder) == ["d/" * levels + "a.png"]
     assert relatives(f"{folder}/**/*.png") == ["d/" * levels + "a.png"]
@@ -230,7 +228,7 @@ def test_links_to_files_and_folders_are_followed(tmp_path):
     assert relatives(tmp_path / "link") == ["b.png", "c/a.png", "own.png"]
 
 
-def test_a_broken_link_is_a_picture_that_fails_to_load(tmp_path):
+def test_a_broken_link_is_an_image_that_fails_to_load(tmp_path):
     (tmp_path / "a.png").symlink_to("nowhere")
     (tmp_path / "b.png").symlink_to("b.png")
     (tmp_path / "c").symlink_to("nowhere")
@@ -283,7 +281,7 @@ def test_a_folder_and_a_link_to_it_both_count(tmp_path):
 # Lazily
 
 
-def test_the_first_picture_comes_before_a_large_folder_is_listed(tmp_path, monkeypatch, open_folders):
+def test_the_first_image_comes_before_a_large_folder_is_listed(tmp_path, monkeypatch, open_folders):
     monkeypatch.setattr(walk_module, "CHUNK", 10)
     put(tmp_path, *(f"{i:03}.png" for i in range(100)))
     walk = find_items([tmp_path])
@@ -404,7 +402,7 @@ def make_tar(path: Path, members: dict[str, bytes], format: int = tarfile.PAX_FO
 
 
 @pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
-def test_a_tar_gives_its_pictures(format, tmp_path):
+def test_a_tar_gives_its_images(format, tmp_path):
     members = {
         "b.PNG": b"1" * 700,
         "b.json": b"{}",
@@ -425,7 +423,7 @@ def test_a_tar_gives_its_pictures(format, tmp_path):
     assert dict(tar_members(tar)) == {item.path.removeprefix(f"{tar}/"): item.source for item in found}
 
 
-def test_a_picture_in_a_tar_loads(tmp_path):
+def test_an_image_in_a_tar_loads(tmp_path):
     buffer = io.BytesIO()
     noise_image(60, 64).save(buffer, "PNG")
     (item,) = find_items([make_tar(tmp_path / "s.tar", {"a.png": buffer.getvalue()})])
@@ -456,7 +454,7 @@ def test_tars_in_folders_and_patterns_are_walked(tmp_path):
     assert relatives(f"{tmp_path}/deep/*.TAR") == ["s/c.png"]
 
 
-def test_headers_of_a_tar_are_read_as_pictures_are_asked_for(tmp_path, monkeypatch):
+def test_headers_of_a_tar_are_read_as_images_are_asked_for(tmp_path, monkeypatch):
     tar = make_tar(tmp_path / "s.tar", {f"{i}.png": b"" for i in range(100)})
     read, count = tarfile.TarFile.next, [0]
 
@@ -543,7 +541,7 @@ def test_a_tar_without_members_or_end_mark_is_whole(tmp_path):
         (
             "s.tar",
             b"\x1f\x8b\x08 and so on",
-            "is compressed, pictures cannot be reached by seeking; decompress it first",
+            "is compressed, images cannot be reached by seeking; decompress it first",
         ),
         ("s.tar.gz", b"what not", "is compressed, "),
         ("s.TGZ", b"what not", "is compressed, "),
@@ -568,12 +566,12 @@ def test_a_member_that_is_not_there_any_more_is_named(tmp_path, monkeypatch):
     tar = make_tar(tmp_path / "s.tar", {"a.png": b"1" * 700})
     ((_, member),) = tar_members(tar)
     monkeypatch.setattr(tars, "MAX_FILE_BYTES", 699)
-    with pytest.raises(ValueError, match=r"s\.tar: the picture in it has 700 bytes, more than 699; shrink it first"):
+    with pytest.raises(ValueError, match=r"s\.tar: the image in it has 700 bytes, more than 699; shrink it first"):
         member.read()
     monkeypatch.setattr(tars, "MAX_FILE_BYTES", 700)
     assert member.read() == b"1" * 700
     os.truncate(tar, member.offset + 600)
-    with pytest.raises(ValueError, match=r"s\.tar: ends 100 bytes before the picture in it does"):
+    with pytest.raises(ValueError, match=r"s\.tar: ends 100 bytes before the image in it does"):
         member.read()
     tar.unlink()
     with pytest.raises(ValueError, match=r"s\.tar: cannot be read \(No such file or directory\)"):
@@ -661,12 +659,12 @@ def test_an_endless_list_is_read_line_by_line(tmp_path):
     def write():
         with suppress(BrokenPipeError), open(tmp_path / "list.txt", "wb") as pipe:
             while True:
-                pipe.write(b"picture.png\n" * 1000)
+                pipe.write(b"image.png\n" * 1000)
 
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
     found = find_items([tmp_path / "list.txt"])
-    assert {item.relative for item in islice(found, 5000)} == {"picture.png"}
+    assert {item.relative for item in islice(found, 5000)} == {"image.png"}
     found.close()
     writer.join()
 
@@ -773,9 +771,9 @@ def test_given_files_come_in_their_order_whatever_their_suffix(tmp_path):
 
 
 def test_an_item_reads_what_is_to_be_loaded(tmp_path):
-    (tmp_path / "s.tar").write_bytes(b"..picture")
+    (tmp_path / "s.tar").write_bytes(b"..content")
     assert Item("x", "x", "a.png").read() == "a.png"
-    assert Item("x", "x", TarMember(str(tmp_path / "s.tar"), 2, 7)).read() == b"picture"
+    assert Item("x", "x", TarMember(str(tmp_path / "s.tar"), 2, 7)).read() == b"content"
 
 
 def test_links_in_a_tar_are_errors_of_their_own(tmp_path):

@@ -78,7 +78,7 @@ def test_a_last_line_that_is_cut_anywhere_is_taken_away_and_written_anew(num_bef
         journal.append(THREE[2])
         journal.close()
         assert path.read_bytes() == whole
-    assert f"{path}: its last line was not written to the end" in caplog.text
+    assert f"{path}: the last line is incomplete" in caplog.text
 
 
 def test_zeros_behind_the_last_record_are_taken_away(path):
@@ -120,7 +120,7 @@ def test_a_whole_line_at_the_end_that_is_no_record_is_not_thrown_away(path):
 
 def test_a_file_without_settings_is_foreign(path):
     path.write_text('{"path": "mine"}\n')
-    with pytest.raises(ValueError, match="exists and was not made by this command"):
+    with pytest.raises(ValueError, match="exists and was not made by mmvllm"):
         Journal(path, SETTINGS)
     assert path.read_text() == '{"path": "mine"}\n' and os.listdir(path.parent) == [path.name]
 
@@ -129,7 +129,7 @@ def test_a_file_without_settings_is_foreign(path):
 def test_damaged_settings_are_named(text, path):
     write(path, *THREE)
     path.with_name("out.jsonl.settings").write_text(text)
-    with pytest.raises(ValueError, match=r"out\.jsonl\.settings is damaged .* --overwrite begins anew"):
+    with pytest.raises(ValueError, match=r"out\.jsonl\.settings is damaged .* start again with overwrite"):
         Journal(path, SETTINGS)
     write(path, THREE[0], overwrite=True)
     assert read(path) == THREE[:1]
@@ -249,7 +249,7 @@ def test_a_write_that_takes_only_parts_is_gone_on_with(path, monkeypatch):
         (OTHER, {"settings": SETTINGS.fingerprint}, False),
     ],
 )
-def test_captions_are_kept_for_equal_pictures_where_they_would_come_out_again(settings, values, is_kept, path):
+def test_captions_are_kept_for_equal_images_where_they_would_come_out_again(settings, values, is_kept, path):
     one = record("a.png", settings, **values)
     write(path, one, settings=settings)
     journal = Journal(path, settings, append_anyway=True)

@@ -21,8 +21,9 @@ from mmvllm.captioning.captioner import Captioner, Task
 from mmvllm.captioning.files import CaptionFiles
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item
+from mmvllm.captioning.ray_options import RayOptions
 from mmvllm.captioning.record import COLUMNS
-from mmvllm.captioning.run import Selection
+from mmvllm.captioning.worklist import Selection
 from mmvllm.cli.main import main
 from tests.helpers.requests import noise_image
 
@@ -31,9 +32,9 @@ pytest.importorskip("ray.data")
 ray_source = import_module("mmvllm.captioning.ray_source")
 ray_worker = import_module("mmvllm.captioning.ray_worker")
 
-take_over, CHUNK = ray_source._take_over, ray_worker.CHUNK
+finalize, CHUNK = ray_source._finalize, ray_worker.CHUNK
 ENGINE = {"device": "cpu", "num_kvcache_blocks": 256, "skip_warmup": True}
-TWO = ray_source.RayOptions(num_actors=2)
+TWO = RayOptions(num_actors=2)
 DIFFERS = dict.fromkeys(("time", "seconds", "duplicate_of"))  # from run to run
 
 
@@ -56,9 +57,9 @@ def joined():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """A relative path to six pictures: c equals a, x is broken, and one name is not UTF-8."""
+    """A relative path to six images: c equals a, x is broken, and one name is not UTF-8."""
     monkeypatch.chdir(tmp_path)
-    folder = Path("pictures")
+    folder = Path("images")
     folder.mkdir()
     for i, name in enumerate(("a.png", "b.png", "d.png", os.fsdecode(b"\xff.png"))):
         noise_image(60 + i, 64, seed=i).save(folder / name)
@@ -83,9 +84,11 @@ def many(folder: Path, number: int) -> Path:
     return folder
 
 
-def job(paths, files: CaptionFiles | None = None, **selection) -> ray_worker.Job:
+def job(paths, files: CaptionFiles | None = None, **selection) -> ray_worker.RayJobSpec:
     what = (CaptionSettings(), Selection(list(paths), **selection))
-    return ray_worker.Job(*what, None, {}, files, None, worker_processes=False, num_threads=1, folder=os.getcwd())
+    return ray_worker.RayJobSpec(
+        *what, None, {}, files, None, worker_processes=False, num_threads=1, folder=os.getcwd()
+    )
 
 
 def chunks(job, recorded: bytes = b"") -> list:
@@ -105,8 +108,8 @@ def test_actors_make_the_records_that_a_local_engine_makes(joined, folder, check
         key: record | DIFFERS for key, record in local.items()
     }
     assert lines(Path("out.jsonl")) == made
-    equal = [record for record in made if record["path"] in ("pictures/a.png", "pictures/c.bmp") and not record["id"]]
-    assert {record["duplicate_of"] for record in equal} in ({None, "pictures/a.png"}, {None, "pictures/c.bmp"})
+    equal = [record for record in made if record["path"] in ("images/a.png", "images/c.bmp") and not record["id"]]
+    assert {record["duplicate_of"] for record in equal} in ({None, "images/a.png"}, {None, "images/c.bmp"})
     p = remote.progress
     assert (p.num_captioned, p.num_duplicates, p.num_failed, p.num_skipped) == (6, 1, 2, 0)
     assert 0 <= p.engine_wait_share <= 1
@@ -118,17 +121,17 @@ def test_another_run_adds_only_what_is_new(joined, folder, checkpoint):
         before = list(first)
     noise_image(70, 64, seed=9).save(folder / "new.png")
     with run(folder, checkpoint, ray=TWO, output="out.jsonl") as second:
-        assert [record["path"] for record in second] == ["pictures/new.png"]
+        assert [record["path"] for record in second] == ["images/new.png"]
     assert second.progress.num_skipped == 6 and len(lines(Path("out.jsonl"))) == len(before) + 1 == 7
     noise_image(70, 64, seed=10).save(folder / "x.png")
     with run(folder, checkpoint, ray=TWO, output="out.jsonl", retry_failed=True) as third:
-        assert [(record["path"], record["error"]) for record in third] == [("pictures/x.png", None)]
+        assert [(record["path"], record["error"]) for record in third] == [("images/x.png", None)]
     assert len({record["key"] for record in lines(Path("out.jsonl"))}) == len(lines(Path("out.jsonl"))) == 7
 
 
 @pytest.mark.slow
 def test_a_run_that_is_stopped_or_fails_fast_ends_its_actors(joined, tmp_path, checkpoint):
-    folder = many(tmp_path / "pictures", 6 * CHUNK)
+    folder = many(tmp_path / "images", 6 * CHUNK)
     (folder / "000.png").write_bytes(b"nothing")
     with run(folder, checkpoint, ray=TWO, fail_fast=True) as failing:
         made = list(failing)
@@ -149,8 +152,8 @@ def test_what_is_wrong_with_the_model_is_told_once(joined, folder):
         next(job)
 
 
-def test_the_command_records_every_picture_once_though_an_actor_is_killed(tmp_path, checkpoint):
-    folder, out = many(tmp_path / "pictures", 8 * CHUNK), tmp_path / "out.jsonl"
+def test_the_command_records_every_image_once_though_an_actor_is_killed(tmp_path, checkpoint):
+    folder, out = many(tmp_path / "images", 8 * CHUNK), tmp_path / "out.jsonl"
     (folder / "000.png").write_bytes((folder / "001.png").read_bytes())
     command = [sys.executable, "-m", "mmvllm", "caption", folder, "--model", checkpoint, "--device", "cpu"]
     command += ["--output", out, "--max-tokens", "200", "--engine", "ray", "--address", "local", "--actors", "2"]
@@ -192,7 +195,7 @@ def actors(process: psutil.Process) -> list[psutil.Process]:
 
 
 def test_the_walk_comes_in_chunks_as_they_are_asked_for(joined, tmp_path, monkeypatch):
-    folder = many(tmp_path / "pictures", CHUNK + 3)
+    folder = many(tmp_path / "images", CHUNK + 3)
     found = []
     monkeypatch.setattr(Selection, "items", lambda self: (found.append(i) or Item(i, i, i) for i in os.listdir(folder)))
     tables = ray_worker.walk(None, job([folder]), ray.put(b""))
@@ -206,7 +209,7 @@ def test_the_walk_leaves_out_what_is_recorded_and_counts_it(joined, folder):
     items = chunks(here)[0].items
     for number, item in enumerate(items[:4]):
         index.note(here.settings.key(item), failed=number == 0, line=number)
-    assert index.claim("file pictures/a.txt")
+    assert index.claim("file images/a.txt")
     (left, end) = chunks(here, index.dump(retry=False))
     assert (left.items, end.num_skipped) == (items[4:], 4)
     (again, end) = chunks(job([folder], retry_failed=True), index.dump(retry=True))
@@ -220,18 +223,18 @@ def test_the_walk_ends_at_the_limit_of_what_is_not_recorded(joined, folder):
     assert chunks(here, index.dump(retry=False))[0].items == items[1:3]
 
 
-def test_the_walk_leaves_pictures_with_a_caption_file_and_refuses_to_overwrite_it(joined, folder):
+def test_the_walk_leaves_images_with_a_caption_file_and_refuses_to_overwrite_it(joined, folder):
     (folder / "b.txt").write_text("there")
     here = job([folder], CaptionFiles("txt", None, overwrite=False, skip_existing=True))
-    assert "pictures/b.png" not in {item.path for item in chunks(here)[0].items}
+    assert "images/b.png" not in {item.path for item in chunks(here)[0].items}
     here = job([folder], CaptionFiles("txt", None, overwrite=False, skip_existing=False))
     errors = {item.path: item.error for item in chunks(here)[0].items if item.error}
-    assert "pictures/a.png" not in errors and "is there already" in errors["pictures/b.png"]
+    assert "images/a.png" not in errors and "exists already" in errors["images/b.png"]
 
 
 def test_a_walk_that_finds_nothing_says_so(joined, tmp_path):
     (chunk,) = chunks(job([tmp_path]))
-    assert "has no pictures" in chunk.error
+    assert "has no images" in chunk.error
 
 
 def test_an_actor_whose_engine_ends_fails_its_chunks_instead_of_waiting(joined, folder, checkpoint, monkeypatch):
@@ -257,10 +260,10 @@ def task(path: str, error: str | None = None) -> Task:
     return Task(Item(path, path, path, error=error), f"key of {path}", f"{path}.txt")
 
 
-def test_of_equal_pictures_from_several_actors_the_first_that_comes_is_the_original():
+def test_of_equal_images_from_several_actors_the_first_that_comes_is_the_original():
     settings, index = CaptionSettings(), Index()
     copy = record("a", duplicate_of="b", seconds=0.0)
-    taken = [take_over(task(r["path"]), r, settings, index) for r in (copy, record("b"), record("c"))]
+    taken = [finalize(task(r["path"]), r, settings, index) for r in (copy, record("b"), record("c"))]
     assert [r["duplicate_of"] for r in taken] == [None, "a", "a"]
     assert {r["caption"] for r in taken} == {"of a"}
     assert [(r["key"], r["file"]) for r in taken] == [(f"key of {path}", f"{path}.txt") for path in "abc"]
@@ -268,13 +271,13 @@ def test_of_equal_pictures_from_several_actors_the_first_that_comes_is_the_origi
 
 def test_captions_that_would_not_come_out_again_are_not_copied():
     settings, index = CaptionSettings(temperature=1.0), Index()
-    taken = [take_over(task(path), record(path), settings, index) for path in "ab"]
+    taken = [finalize(task(path), record(path), settings, index) for path in "ab"]
     assert [(r["caption"], r["duplicate_of"]) for r in taken] == [("of a", None), ("of b", None)]
 
 
 def test_a_caption_that_has_no_place_to_go_is_a_failure():
-    taken = take_over(task("a", "a.txt is there already"), record("a"), CaptionSettings(), Index())
-    assert (taken["caption"], taken["error"], taken["finish_reason"]) == (None, "a.txt is there already", "error")
+    taken = finalize(task("a", "a.txt exists already"), record("a"), CaptionSettings(), Index())
+    assert (taken["caption"], taken["error"], taken["finish_reason"]) == (None, "a.txt exists already", "error")
     assert (taken["path"], taken["completion_tokens"], list(taken)) == ("a", 0, list(COLUMNS))
 
 

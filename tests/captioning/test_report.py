@@ -109,7 +109,7 @@ def pixels(thumbnail: str) -> np.ndarray:
 
 @pytest.fixture
 def colours(tmp_path) -> list[Path]:
-    """Twelve pictures of one colour each, as (20 * i, 0, 255 - 20 * i)."""
+    """Twelve images of one colour each, as (20 * i, 0, 255 - 20 * i)."""
     paths = [tmp_path / f"{i}.png" for i in range(12)]
     for i, path in enumerate(paths):
         Image.new("RGB", (60, 40), (20 * i, 0, 255 - 20 * i)).save(path)
@@ -131,7 +131,7 @@ def test_the_page_says_what_the_records_say(tmp_path, colours):
             assert got.get(key) == want[key]
     assert shown.all("title") == ["My captions"] and shown.all("h1") == ["My captions"]
     assert (shown.all("th"), shown.all("td")) == (["Model", "Rate"], ["a model", "9 a second"])
-    assert "3 pictures: 2 captioned, 1 failed; 1 duplicate." in "".join(shown.all("p"))
+    assert "3 images: 2 captioned, 1 failed; 1 duplicate." in "".join(shown.all("p"))
 
 
 @pytest.mark.parametrize("text", HOSTILE)
@@ -166,7 +166,7 @@ def test_keys_may_be_missing(tmp_path):
 
 def test_a_page_without_records_says_so(tmp_path):
     shown = page(tmp_path / "report.html", [])
-    assert shown.records == [] and "0 pictures" in "".join(shown.all("p")) and not shown.all("svg")
+    assert shown.records == [] and "0 images" in "".join(shown.all("p")) and not shown.all("svg")
 
 
 def test_only_the_pages_own_script_and_style_may_run_and_nothing_is_fetched(tmp_path):
@@ -182,7 +182,7 @@ def test_only_the_pages_own_script_and_style_may_run_and_nothing_is_fetched(tmp_
     assert addresses == ["data:,"]
 
 
-# Pictures
+# Images
 
 
 def test_every_record_has_its_own_thumbnail(tmp_path, colours):
@@ -259,7 +259,7 @@ def test_links_are_relative_only_below_the_page(tmp_path, colours):
     assert (near, far, gone) == ("./0.png", colours[0].as_uri(), None)
 
 
-def test_pictures_on_the_web_are_linked_and_not_fetched(tmp_path, monkeypatch):
+def test_images_on_the_web_are_linked_and_not_fetched(tmp_path, monkeypatch):
     fetched = []
     monkeypatch.setattr(urllib.request, "urlopen", lambda *args, **keys: fetched.append(args))
     urls = ["http://example.com/a.png", "HTTPS://example.com/b.tar/c.png"]
@@ -268,7 +268,7 @@ def test_pictures_on_the_web_are_linked_and_not_fetched(tmp_path, monkeypatch):
     assert (fetched, shown.thumbnails) == ([], [None, None])
 
 
-def test_pictures_in_tars_have_thumbnails(tmp_path, colours):
+def test_images_in_tars_have_thumbnails(tmp_path, colours):
     for name in ("one.tar", "two.tar"):
         with tarfile.open(tmp_path / name, "w") as tar:
             for path in colours:
@@ -315,7 +315,7 @@ def test_records_are_not_held(tmp_path):
     shown = page(tmp_path / "report.html", records())
     assert most <= 4
     assert len(shown.records) == len(shown.thumbnails) == 10_000
-    assert "The first 10,000 of 20,000 captioned pictures are shown." in "".join(shown.all("p"))
+    assert "The first 10,000 of 20,000 captioned images are shown." in "".join(shown.all("p"))
 
 
 def test_the_page_is_written_as_the_records_come(tmp_path):
@@ -331,8 +331,8 @@ def test_the_page_is_written_as_the_records_come(tmp_path):
     assert sizes[500] > 0.3 * written
 
 
-def test_captioned_and_failed_pictures_have_room_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "MAX_PICTURES", 5)
+def test_captioned_and_failed_images_have_room_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "MAX_IMAGES", 5)
     monkeypatch.setattr(report, "MAX_FAILURES", 3)
     bad = [record(f"bad{i}", caption=None, error="bad") for i in range(10)]
     good = [record(f"good{i}") for i in range(20)]
@@ -341,7 +341,7 @@ def test_captioned_and_failed_pictures_have_room_of_their_own(tmp_path, monkeypa
         names = sorted(card["path"] for card in shown.records)
         assert names == ["bad0", "bad1", "bad2", "good0", "good1", "good2", "good3", "good4"]
         text = "".join(shown.all("p"))
-        assert ("The first 5 of 20 captioned pictures are shown." in text) == (len(records) > 8)
+        assert ("The first 5 of 20 captioned images are shown." in text) == (len(records) > 8)
         assert ("The first 3 of 10 failures are shown." in text) == (len(records) > 8)
 
 
@@ -384,7 +384,7 @@ def test_short_pauses_are_seen():
     assert curve.rates.min() < 0.01 and len(curve.pauses) == 0
 
 
-def test_pictures_done_together_do_not_make_a_comb():
+def test_images_done_together_do_not_make_a_comb():
     batches = array("d", np.repeat(np.arange(40) * 10.0, 32))
     assert np.allclose(measure_throughput(batches).rates, 3.2)
 
@@ -399,7 +399,7 @@ def test_too_little_time_has_no_curve(times):
 def test_the_curve_is_drawn_with_its_axes(tmp_path):
     records = [record("gone.png", time=1.8e9 + 3 * i) for i in range(2000)]
     shown = page(tmp_path / "report.html", records)
-    assert "Pictures per second over 100 min, 0.333 on average" in shown.all("figcaption")
+    assert "Images per second over 100 min, 0.333 on average" in shown.all("figcaption")
     assert shown.all("text") == ["0", "0.1", "0.2", "0.3", "0 min", "20 min", "40 min", "60 min", "80 min"]
     (points,) = [a["points"] for tag, a, _ in shown.elements if tag == "polyline"]
     heights = {float(point.split(",")[1]) for point in points.split()}
@@ -494,12 +494,12 @@ def small_report(tmp_path, colours) -> Path:
 
 
 @pytest.mark.browser
-def test_pictures_are_seen(chromium, small_report):
+def test_images_are_seen(chromium, small_report):
     with opened(chromium, small_report) as tab:
         assert shown_names(tab) == ["0.png", "1.png", "2.png", "3.png", "4.png", "gone.png", "6.png", "web.png"]
         assert widths(tab) == [60] * 6
         assert tab.locator(".thumbnail").all_text_contents()[-3:] == ["No preview", "", "On the web"]
-        assert tab.locator(".card").nth(6).locator(".twin").text_content() == "Same picture as 0.png"
+        assert tab.locator(".card").nth(6).locator(".duplicate").text_content() == "Same image as 0.png"
         first = tab.locator(".card").first
         assert first.locator(".name").get_attribute("title") == str(small_report.parent / "0.png")
         assert "60\u00a0\u00d7\u00a040" in first.locator(".small").text_content()
@@ -548,7 +548,7 @@ def test_the_buttons_filter_with_the_keyboard_and_with_the_search(chromium, smal
 
 
 @pytest.mark.browser
-def test_a_click_opens_the_picture(chromium, small_report):
+def test_a_click_opens_the_image(chromium, small_report):
     with opened(chromium, small_report) as tab:
         links = tab.locator("a.thumbnail")
         assert {link.get_attribute("rel") for link in links.all()} == {"noopener noreferrer"}
@@ -599,7 +599,7 @@ def test_the_policy_stops_a_script_that_came_in_nonetheless(chromium, tmp_path):
 
 @pytest.fixture(scope="module")
 def large_report(tmp_path_factory) -> Path:
-    """10,000 pictures with thumbnails of a few KB, made of one noisy picture."""
+    """10,000 images with thumbnails of a few KB, made of one noisy image."""
     folder = tmp_path_factory.mktemp("large")
     noise = np.random.default_rng(0).integers(0, 256, (90, 120, 3), dtype=np.uint8)
     Image.fromarray(noise).save(folder / "noise.png")
@@ -614,7 +614,7 @@ def large_report(tmp_path_factory) -> Path:
 
 
 @pytest.mark.browser
-def test_ten_thousand_pictures_open_fast_and_come_as_one_scrolls(chromium, large_report):
+def test_ten_thousand_images_open_fast_and_come_as_one_scrolls(chromium, large_report):
     start = time.perf_counter()
     with opened(chromium, large_report) as tab:
         assert tab.locator("img").first.evaluate(WIDTH) == 120
@@ -631,7 +631,7 @@ def test_ten_thousand_pictures_open_fast_and_come_as_one_scrolls(chromium, large
 
 
 @pytest.mark.browser
-def test_all_pictures_can_be_reached_by_scrolling(chromium, tmp_path):
+def test_all_images_can_be_reached_by_scrolling(chromium, tmp_path):
     write_report(path := tmp_path / "report.html", [record(f"{i}.png") for i in range(1050)], {})
     with opened(chromium, path) as tab:
         deadline = time.monotonic() + 60
@@ -661,7 +661,7 @@ def test_every_width_and_scheme_fits(scheme, dark, width, chromium, tmp_path):
 
 def test_what_is_no_report_is_not_replaced(tmp_path):
     (tmp_path / "mine.html").write_text("<p>mine</p>")
-    with pytest.raises(ValueError, match=r"mine\.html: is there, and is not an earlier report"):
+    with pytest.raises(ValueError, match=r"mine\.html: exists, and is not an earlier report"):
         write_report(tmp_path / "mine.html", [], {})
     assert (tmp_path / "mine.html").read_text() == "<p>mine</p>"
     write_report(tmp_path / "report.html", [], {}, "First")

@@ -23,8 +23,8 @@ def llm(checkpoint):
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Six pictures; c equals a in its pixels but not in its bytes, and x is broken."""
-    folder = tmp_path / "pictures"
+    """Six images; c equals a in its pixels but not in its bytes, and x is broken."""
+    folder = tmp_path / "images"
     folder.mkdir()
     for i, name in enumerate(("a.png", "b.png", "d.png", "e.png")):
         noise_image(60 + i, 64, seed=i).save(folder / name)
@@ -47,7 +47,7 @@ def run(folder, llm, **options):
     return caption_images(folder, llm=llm, max_tokens=4, **options)
 
 
-def test_every_picture_is_a_record_and_its_caption_is_what_the_library_answers(folder, llm):
+def test_every_image_is_a_record_and_its_caption_is_what_the_library_answers(folder, llm):
     job = run(folder, llm, prompt="Count!")
     made = by_name(job)
     assert list(made) != [] and set(made) == {"a.png", "b.png", "c.bmp", "d.png", "e.png", "x.png"}
@@ -64,7 +64,7 @@ def test_every_picture_is_a_record_and_its_caption_is_what_the_library_answers(f
 
 
 @pytest.mark.parametrize("worker_processes", [False, True])
-def test_equal_pictures_are_captioned_once_however_they_are_prepared(worker_processes, folder, llm):
+def test_equal_images_are_captioned_once_however_they_are_prepared(worker_processes, folder, llm):
     made = by_name(run(folder, llm, worker_processes=worker_processes, workers=2))
     # The original is whichever was prepared first.
     original, copy = sorted((made["a.png"], made["c.bmp"]), key=lambda record: record["duplicate_of"] is not None)
@@ -73,7 +73,7 @@ def test_equal_pictures_are_captioned_once_however_they_are_prepared(worker_proc
     assert made["b.png"]["duplicate_of"] is None and made["b.png"]["digest"] != original["digest"]
 
 
-def test_pictures_that_are_asked_something_else_are_no_duplicates(folder, llm, tmp_path):
+def test_images_that_are_asked_something_else_are_no_duplicates(folder, llm, tmp_path):
     names = [folder / "a.png", folder / "a.png", folder / "c.bmp"]
     prompts = ["One?", "Two?", "One?"]
     entries = [{"image": str(n), "prompt": p, "id": i} for i, (n, p) in enumerate(zip(names, prompts, strict=True))]
@@ -135,7 +135,7 @@ def test_fail_fast_stops_and_retry_failed_takes_what_failed(folder, llm, tmp_pat
     assert len(lines(out)) == 6 and by_name(lines(out))["x.png"] == again
 
 
-def test_a_limit_counts_pictures_that_are_not_recorded_yet(folder, llm, tmp_path):
+def test_a_limit_counts_images_that_are_not_recorded_yet(folder, llm, tmp_path):
     out = tmp_path / "out.jsonl"
     sizes = [len(list(run(folder, llm, output=out, limit=4))) for _ in range(3)]
     assert sizes == [4, 2, 0] and len(lines(out)) == 6
@@ -159,22 +159,22 @@ def test_closing_a_job_ends_it_and_lets_another_have_the_output(folder, llm, tmp
 
 
 def test_an_error_of_the_walk_reaches_the_caller_and_what_is_recorded_stays(folder, llm, tmp_path, monkeypatch):
-    from mmvllm.captioning import run as run_module
+    from mmvllm.captioning import worklist
 
-    def broken(paths, find=run_module.find_items):
+    def broken(paths, find=worklist.find_items):
         for number, item in enumerate(find(paths)):
             if number == 4:
                 raise RuntimeError("the walk broke")
             yield item
 
-    monkeypatch.setattr(run_module, "find_items", broken)
+    monkeypatch.setattr(worklist, "find_items", broken)
     out = tmp_path / "out.jsonl"
     with pytest.raises(RuntimeError, match="the walk broke"):
         list(run(folder, llm, output=out))
     assert len(lines(out)) == 4
 
 
-def test_out_of_memory_goes_on_with_half_and_no_picture_is_lost(folder, llm, monkeypatch):
+def test_out_of_memory_goes_on_with_half_and_no_image_is_lost(folder, llm, monkeypatch):
     def captions() -> dict[str, str | None]:  # long enough for several to be in the engine at once
         made = caption_images(folder, llm=llm, max_tokens=80)
         return {name: record["caption"] for name, record in by_name(made).items()}
@@ -201,7 +201,7 @@ def test_words_around_a_caption(folder, llm):
     assert dressed["caption"] == f"<ohwx, {plain['caption']}>"
 
 
-def test_pixel_bounds_change_the_tokens_of_a_picture(folder, llm):
+def test_pixel_bounds_change_the_tokens_of_an_image(folder, llm):
     (small,) = run(folder / "a.png", llm, max_pixels=56 * 56)
     (large,) = run(folder / "a.png", llm, min_pixels=140 * 140)
     assert small["image_tokens"] < large["image_tokens"]
@@ -215,13 +215,13 @@ def test_pixel_bounds_change_the_tokens_of_a_picture(folder, llm):
         ({"shard": (3, 2)}, "shard is 3/2, must be I/N with 1 <= I <= N"),
         ({"min_pixels": 9, "max_pixels": 4}, "min_pixels is 9, above max_pixels 4"),
         ({"format": "xml"}, "format is 'xml', must be one of jsonl, csv, parquet, txt, webdataset-json"),
-        ({"format": "csv"}, "csv needs --output FILE.csv"),
-        ({"skip_existing": True}, "--skip-existing is for caption files"),
+        ({"format": "csv"}, "csv needs output FILE.csv"),
+        ({"skip_existing": True}, "skip_existing is for caption files"),
         ({"output": "/no/such/folder/out.jsonl"}, "there is no folder /no/such/folder"),
         ({"prompt": " "}, "the prompt is empty"),
         ({"min_pixels": 10**12}, "min_pixels is 1000000000000, must be at most"),
-        ({"overwrite": True, "skip_existing": True, "format": "txt"}, "--overwrite begins anew"),
-        ({"retry_failed": True}, "--retry-failed is about what is recorded; give --output too"),
+        ({"overwrite": True, "skip_existing": True, "format": "txt"}, "overwrite begins anew"),
+        ({"retry_failed": True}, "retry_failed concerns existing records; give output too"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -257,14 +257,14 @@ def test_overwriting_with_nothing_leaves_what_was_there(folder, llm, tmp_path):
     list(run(folder, llm, output=out))
     before = out.read_bytes()
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="has no pictures"):
+    with pytest.raises(ValueError, match="has no images"):
         list(run(tmp_path / "empty", llm, output=out, overwrite=True))
     assert out.read_bytes() == before
     assert len(list(run(folder / "a.png", llm, output=out, overwrite=True))) == 1
     assert len(lines(out)) == 1
 
 
-def test_another_picture_in_the_same_line_is_other_work(folder, llm, tmp_path):
+def test_another_image_in_the_same_line_is_other_work(folder, llm, tmp_path):
     out, entries = tmp_path / "out.jsonl", tmp_path / "list.jsonl"
     for name in ("a.png", "b.png", "b.png"):
         data = base64.b64encode((folder / name).read_bytes()).decode()
