@@ -247,7 +247,7 @@ def _summary(job) -> dict[str, str]:
     }
     rows = {label: text for label, text in rows.items() if not text.startswith("0 ")}
     rows["time"] = f"{p.seconds:.1f} s, {p.num_done / p.seconds:.2f} images/s, {p.num_tokens / p.seconds:.0f} tokens/s"
-    rows["engine idle"] = f"{p.engine_wait_share:.1%} of the time since the first image was prepared"
+    rows["engine waited"] = f"{p.engine_wait_share:.1%} of the time since the first image was prepared"
     rows["model"] = job.settings.model
     rows["prompt"] = job.settings.prompt
     if job.output.path is not None:

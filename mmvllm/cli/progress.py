@@ -73,7 +73,7 @@ class Display:
         parts = [f"{p.num_done / p.seconds:.2f} images/s", f"{p.num_tokens / p.seconds:.0f} tokens/s"]
         counts = {"failed": p.num_failed, "duplicates": p.num_duplicates, "skipped": p.num_skipped}
         parts += [f"{number} {name}" for name, number in counts.items() if number]
-        parts.append(f"engine idle {p.engine_wait_share:.0%}")
+        parts.append(f"engine waits {p.engine_wait_share:.0%}")
         if self._total is not None and p.num_done:
             left = max(0, self._total - _handled(p)) * p.seconds / p.num_done
             parts.append(f"{tqdm.format_interval(left)} left")

@@ -1,4 +1,4 @@
-"""What is recorded is read back by the ordinary readers of each format, and caption files are where they belong."""
+"""Each format is read back by its standard reader, and caption files have the right paths."""
 
 import csv
 import json
@@ -40,7 +40,7 @@ def llm(checkpoint):
 
 @pytest.fixture
 def caption(llm) -> Callable[..., list[dict]]:
-    """`caption_images` to its end -> the records it made."""
+    """Run `caption_images` to its end; returns the records."""
 
     def caption(*paths, **options) -> list[dict]:
         with caption_images(paths, llm=llm, **{"max_tokens": 4} | options) as run:
@@ -51,7 +51,7 @@ def caption(llm) -> Callable[..., list[dict]]:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Images with names of all kinds, and one that is broken."""
+    """Images with unusual names, and one that is damaged."""
     folder = tmp_path / "images"
     folder.mkdir()
     for i, name in enumerate(NAMES):
@@ -87,7 +87,7 @@ def files_below(folder: Path, suffix: str) -> dict[str, str]:
 
 
 def shown(value) -> str:
-    """As a text file has it."""
+    """The value as text formats write it."""
     return "" if value is None else str(value).encode("utf-8", "backslashreplace").decode()
 
 
@@ -143,7 +143,7 @@ def test_json_files_are_the_records(caption, folder, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_a_table_has_what_all_runs_recorded(suffix, caption, two, tmp_path):
+def test_a_table_has_the_records_of_all_runs(suffix, caption, two, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     out = tmp_path / f"out.{suffix}"
     (two / "c.png").write_text("none")
@@ -159,7 +159,7 @@ def test_a_table_has_what_all_runs_recorded(suffix, caption, two, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_a_table_that_is_not_ours_is_refused(suffix, caption, two, tmp_path):
+def test_a_table_of_another_program_is_refused(suffix, caption, two, tmp_path):
     out = tmp_path / f"out.{suffix}"
     out.write_text("mine")
     with pytest.raises(ValueError, match="exists and was not made by mmvllm"):
@@ -168,7 +168,7 @@ def test_a_table_that_is_not_ours_is_refused(suffix, caption, two, tmp_path):
     assert len(caption(two, output=out, overwrite=True)) == 2
 
 
-def test_formats_go_by_the_name_of_the_output_unless_they_are_given(caption, two, tmp_path):
+def test_the_default_format_follows_the_suffix(caption, two, tmp_path):
     caption(two, output=tmp_path / "a.CSV")
     assert len(read_csv(tmp_path / "a.CSV")) == 2
     caption(two, output=tmp_path / "b.csv", format="jsonl")
@@ -180,21 +180,21 @@ def test_formats_go_by_the_name_of_the_output_unless_they_are_given(caption, two
 # Caption files
 
 
-def test_images_of_one_name_do_not_share_a_caption_file(caption, two, tmp_path):
+def test_images_with_the_same_stem_do_not_share_a_caption_file(caption, two, tmp_path):
     options = {"output": tmp_path / "out.jsonl", "format": "txt"}
     noise_image(40, 40, seed=5).save(two / "a.jpg")
     made = {os.path.basename(record["path"]): record for record in caption(two, **options)}
     assert made["a.jpg"]["error"] is None and made["b.png"]["error"] is None
     assert made["a.png"]["error"].startswith(f"{two / 'a.txt'} is the caption file of another image with this name")
     assert (two / "a.txt").read_text() == f"{made['a.jpg']['caption']}\n"
-    noise_image(40, 40, seed=6).save(two / "a.bmp")  # found first now, but the name is taken
+    noise_image(40, 40, seed=6).save(two / "a.bmp")  # now found first, but the name is claimed
     (later,) = caption(two, **options)
     assert "another image with this name" in later["error"]
     assert (two / "a.txt").read_text() == f"{made['a.jpg']['caption']}\n"
 
 
 @pytest.mark.parametrize("format, suffix", [("txt", ".txt"), ("webdataset-json", ".json")])
-def test_a_caption_file_that_is_there_stays_unless_told(format, suffix, caption, two, tmp_path):
+def test_an_existing_caption_file_is_kept_unless_overwritten(format, suffix, caption, two, tmp_path):
     options = {"output": tmp_path / "out.jsonl", "format": format}
     (two / f"a{suffix}").write_text("mine")
     errors = {os.path.basename(record["path"]): record["error"] for record in caption(two, **options)}
@@ -209,7 +209,7 @@ def test_a_caption_file_that_is_there_stays_unless_told(format, suffix, caption,
     assert (two / f"a{suffix}").read_text() != "mine"
 
 
-def test_a_caption_file_that_was_taken_away_comes_back_and_a_changed_one_stays(caption, two, tmp_path):
+def test_a_deleted_caption_file_is_restored_and_a_changed_one_is_kept(caption, two, tmp_path):
     options = {"output": tmp_path / "out.jsonl", "format": "txt"}
     caption(two, **options)
     before = files_below(two, ".txt")
@@ -220,7 +220,7 @@ def test_a_caption_file_that_was_taken_away_comes_back_and_a_changed_one_stays(c
 
 
 @pytest.mark.parametrize("format, suffix", [("txt", ".txt"), ("webdataset-json", ".json")])
-def test_an_output_folder_mirrors_the_images(format, suffix, caption, two, tmp_path):
+def test_an_output_folder_mirrors_the_tree_of_the_images(format, suffix, caption, two, tmp_path):
     (tmp_path / "captions").mkdir()
     made = caption(two, format=format, output_dir=tmp_path / "captions")
     assert list(files_below(tmp_path / "captions", suffix)) == [f"a{suffix}", f"deep/b{suffix}"]
@@ -231,7 +231,7 @@ def test_an_output_folder_mirrors_the_images(format, suffix, caption, two, tmp_p
     assert not list(two.rglob(f"*{suffix}"))
 
 
-def test_images_that_are_no_files_need_an_output_folder(caption, two, tmp_path):
+def test_images_that_are_not_files_need_an_output_folder(caption, two, tmp_path):
     with tarfile.open(tmp_path / "shard.tar", "w") as tar:
         tar.add(two / "a.png", "x/a.png")
     address = "http://127.0.0.1:1/dir/b.png"
@@ -246,7 +246,7 @@ def test_images_that_are_no_files_need_an_output_folder(caption, two, tmp_path):
     assert list(files_below(tmp_path / "captions", ".txt")) == ["shard/x/a.txt"]
 
 
-def test_a_failed_image_gets_its_caption_file_when_it_is_done_again(caption, two, tmp_path):
+def test_a_retried_image_gets_its_caption_file(caption, two, tmp_path):
     options = {"output": tmp_path / "out.jsonl", "format": "txt"}
     (two / "c.png").write_text("none yet")
     assert sum(record["error"] is not None for record in caption(two, **options)) == 1
@@ -256,7 +256,7 @@ def test_a_failed_image_gets_its_caption_file_when_it_is_done_again(caption, two
     assert (two / "c.txt").read_text() == f"{made['caption']}\n"
 
 
-def test_another_prompt_writes_its_own_caption_files_where_told(caption, two, tmp_path):
+def test_another_prompt_writes_caption_files_to_another_folder(caption, two, tmp_path):
     options = {"output": tmp_path / "out.jsonl", "format": "txt", "append_anyway": True}
     caption(two, **options)
     (tmp_path / "captions").mkdir()
@@ -267,7 +267,7 @@ def test_another_prompt_writes_its_own_caption_files_where_told(caption, two, tm
 
 @pytest.mark.parametrize("format", ["txt", "webdataset-json"])
 @pytest.mark.parametrize("line", ["/", ".", "..", "{name}", "https://x.test/{name}"])
-def test_a_line_that_names_no_image_does_not_end_the_run(line, format, caption, two, tmp_path, monkeypatch):
+def test_a_line_without_an_image_does_not_end_the_run(line, format, caption, two, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("mmvllm.processors.load._download", lambda url: b"")
     (tmp_path / "captions").mkdir()
@@ -279,7 +279,7 @@ def test_a_line_that_names_no_image_does_not_end_the_run(line, format, caption, 
     assert (len(made), good) == (2, [str(two / "a.png")])
 
 
-def test_a_caption_file_name_that_is_too_long_is_the_images_own_failure(caption, two, tmp_path):
+def test_a_caption_file_name_that_is_too_long_fails_only_its_image(caption, two, tmp_path):
     name = "x" * 251
     shutil.copy(two / "a.png", two / f"{name}.png")
     made = caption(two, output=tmp_path / "out.jsonl", format="webdataset-json")
@@ -288,7 +288,7 @@ def test_a_caption_file_name_that_is_too_long_is_the_images_own_failure(caption,
 
 
 @pytest.mark.parametrize("start", ["file://", "file:", "FILE://"])
-def test_a_file_url_makes_no_folders_of_its_name(start, caption, two, tmp_path, monkeypatch):
+def test_a_file_url_creates_no_folders(start, caption, two, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "list.txt").write_text(f"{start}{two / 'a.png'}\n")
     (made,) = caption(tmp_path / "list.txt", output=tmp_path / "out.jsonl", format="txt")
@@ -298,7 +298,7 @@ def test_a_file_url_makes_no_folders_of_its_name(start, caption, two, tmp_path, 
     assert made["error"] is None
 
 
-def test_options_that_do_nothing_for_a_format_are_refused(caption, two, tmp_path):
+def test_options_without_effect_on_a_format_are_refused(caption, two, tmp_path):
     for options in ({"output_dir": tmp_path}, {"skip_existing": True}):
         with pytest.raises(ValueError, match=r"is for caption files \(txt, webdataset-json\), the format is csv"):
             caption(two, output=tmp_path / "out.csv", **options)
@@ -313,8 +313,8 @@ def test_options_that_do_nothing_for_a_format_are_refused(caption, two, tmp_path
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
-def test_shards_are_disjoint_complete_and_stay_when_images_come(number, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # shards go by the paths, which are the same ones everywhere now
+def test_shards_are_disjoint_complete_and_stable_when_images_are_added(number, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # shards depend on the paths, which are relative here
     names = [f"{i}.png" for i in range(60)]
     for name in names:
         Path(name).touch()

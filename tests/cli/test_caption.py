@@ -1,4 +1,4 @@
-"""`mmvllm caption`: what it prints and writes, and its exit codes. What the captions say is the model's business."""
+"""`mmvllm caption`: its output, files and exit codes; the text of captions is not tested here."""
 
 import json
 import os
@@ -20,7 +20,7 @@ TINY = ("--device", "cpu", "--max-tokens", "4")
 
 @pytest.fixture
 def caption(checkpoint, capsys):
-    """Run `mmvllm caption` on a tiny model -> exit code, lines of stdout, stderr."""
+    """Run `mmvllm caption` on a tiny model; returns exit code, lines of stdout, and stderr."""
 
     def run(*args: object) -> tuple[int, list[str], str]:
         code = main(["caption", "--model", str(checkpoint), *TINY, *map(str, args)])
@@ -71,7 +71,7 @@ def test_a_file_that_is_given_twice_is_captioned_once(caption, images, tmp_path)
     assert sorted(record["path"] for record in made) == [str(images / name) for name in ("a.JPG", "with space.gif")]
 
 
-def test_captions_are_what_the_library_answers(caption, images, tmp_path, checkpoint):
+def test_captions_are_those_of_the_library(caption, images, tmp_path, checkpoint):
     assert caption(images / "b.png", "--prompt", "Count!", "--output", tmp_path / "out.jsonl")[0] == 0
     llm = LLM(checkpoint, device="cpu", num_kvcache_blocks=64, skip_warmup=True)
     (answer,) = llm.generate_multimodal([ask(images / "b.png", "Count!")], SamplingParams(max_tokens=4))
@@ -172,7 +172,7 @@ def test_a_wrong_model_leaves_an_earlier_output_alone(caption, images, tmp_path)
     assert (tmp_path / "out.jsonl").read_text() == "earlier\n"
 
 
-def test_a_file_of_someone_else_is_not_written_to(caption, images, tmp_path):
+def test_a_file_of_another_program_is_not_written_to(caption, images, tmp_path):
     (tmp_path / "out.jsonl").write_text("earlier\n")
     code, _, err = caption(images / "b.png", "--output", tmp_path / "out.jsonl")
     assert code == 2 and "was not made by mmvllm" in err
@@ -189,7 +189,7 @@ def test_version(capsys):
 
 
 def test_the_process_in_an_ascii_terminal(checkpoint, images):
-    """Exit code, streams and file names that the locale cannot show, through `python -m mmvllm`."""
+    """`python -m mmvllm` with file names that the locale cannot encode."""
     odd = [images / "é.png", images / os.fsdecode(b"\xff.png")]
     for path in odd:
         path.write_bytes((images / "b.png").read_bytes())
@@ -211,7 +211,7 @@ def test_the_process_in_an_ascii_terminal(checkpoint, images):
     assert "/absent.png: no such file" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_reader_that_leaves_ends_the_run_quietly(checkpoint, images):
+def test_a_closed_pipe_ends_the_run_quietly(checkpoint, images):
     """`mmvllm caption ... | head -1`"""
     command = [sys.executable, "-m", "mmvllm", "caption", "--model", checkpoint, *TINY, images]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
