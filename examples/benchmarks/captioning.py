@@ -252,7 +252,7 @@ def measure_method(name: str, paths: list[Path], args: argparse.Namespace) -> Me
 
 
 def measures(measurement: Measurement, baseline: Measurement, sizes: dict[str, int]) -> dict[str, float | None]:
-    """The numbers that are reported; `sizes` are bytes by path. Captions are compared with those of `caption_images`."""
+    """The reported numbers; `sizes` are bytes by path. Captions are compared with those of `caption_images`."""
     captions = {path: caption for path, (caption, _) in measurement.answers.items()}
     return {
         "files": len(captions),
@@ -304,7 +304,7 @@ def print_results(results: dict[str, dict]) -> None:
     print_table("method", header, rows)
     share = percent(ours["engine_wait_share"])
     print(
-        f"ratio: images/s of caption_images divided by those of the method; its engine waited for images {share} of the time"
+        f"ratio: images/s of caption_images by images/s of the method; its engine waited for images {share} of the time"
     )
 
 

@@ -222,8 +222,9 @@ def test_a_partial_record_is_removed_when_the_disk_is_full(written, path, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(journal_module.os, "write", fail)
-    with pytest.raises(JobError, match=r"out\.jsonl cannot be written: No space left on device"):
+    with pytest.raises(JobError, match=r"out\.jsonl cannot be written: No space left on device") as raised:
         journal.append(THREE[1])
+    assert (raised.value.path, raised.value.errno) == (path, errno.ENOSPC)
     assert read(path) == THREE[:1]
     monkeypatch.undo()
     journal.append(THREE[2])

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from mmvllm import LLM, SamplingParams
-from mmvllm.captioning import JobError, caption_images
+from mmvllm.captioning import CaptionSettings, JobError, caption_images
 from mmvllm.captioning.record import COLUMNS
+from mmvllm.errors import ArgumentError
 from mmvllm.prefetch import Prefetcher
 from tests.helpers.requests import ask, noise_image
 
@@ -330,3 +331,32 @@ def test_caption_files_do_not_replace_inputs_or_outputs_of_the_job(folder, llm, 
     made = by_name(run(folder / "a.txt", llm, output=folder / "b.txt", **options))
     assert all("is read or written by the job itself" in record["error"] for record in made.values())
     assert (folder / "a.txt").read_text().startswith(str(folder)) and len(lines(folder / "b.txt")) == 2
+
+
+def test_errors_name_python_arguments_and_have_the_path(folder, llm, tmp_path):
+    (tmp_path / "out.jsonl").write_text("mine\n")
+    with pytest.raises(ArgumentError, match=r"choose another output, or replace the file with overwrite") as raised:
+        run(folder, llm, output=tmp_path / "out.jsonl")
+    assert raised.value.values["path"] == tmp_path / "out.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("settings", "fingerprint"),
+    [({}, "d313a00319b76690"), ({"caption_files": "txt beside the pictures"}, "4866ff49afb0a98e")],
+)
+def test_the_fingerprint_of_settings_is_stable(settings, fingerprint):
+    """Outputs are resumed by it, so it must be the same in all versions."""
+    assert CaptionSettings(**settings).fingerprint == fingerprint
+
+
+def test_images_in_flight_are_named_when_the_output_cannot_be_written(folder, llm, tmp_path, monkeypatch):
+    job = run(folder, llm, output=tmp_path / "out.jsonl")
+
+    def fails(record):
+        raise JobError("out.jsonl cannot be written", path="out.jsonl", errno=28)
+
+    monkeypatch.setattr(job.output, "write", fails)
+    with pytest.raises(JobError, match=r"cannot be written\. In flight and not recorded: ") as raised:
+        next(job)
+    assert (raised.value.path, raised.value.errno) == ("out.jsonl", 28)
+    assert raised.value.unrecorded and set(raised.value.unrecorded) <= set(map(str, folder.iterdir()))
