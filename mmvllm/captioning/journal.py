@@ -61,7 +61,7 @@ class Journal:
     def begin(self) -> None:
         """Read the existing records into the index, unless they are to be overwritten."""
         if not self._overwrite:
-            self._learn()
+            self._read_records()
             if self._has_superseded:
                 self._drop_superseded()
 
@@ -71,7 +71,7 @@ class Journal:
         line = f"{json.dumps(record, ensure_ascii=False)}\n".encode("utf-8", "backslashreplace")
         try:
             if not self._has_begun:
-                self._make_ready()
+                self._begin_writing()
             _write_all(self._file, line)
             self.is_synced = False
             if time.monotonic() - self._synced >= SYNC_SECONDS:
@@ -80,7 +80,7 @@ class Journal:
             os.ftruncate(self._file, self._size)
             raise JobError.cannot_write(self.path, error) from error
         self._size += len(line)
-        self._note(record)
+        self._index_record(record)
 
     def sync(self) -> None:
         """Flush all records to the disk."""
@@ -114,7 +114,7 @@ class Journal:
             os.close(self._file)
             self._file = None
 
-    def _make_ready(self) -> None:
+    def _begin_writing(self) -> None:
         if self._overwrite:
             os.ftruncate(self._file, 0)
         known = self._known | {self._settings.fingerprint: asdict(self._settings)}
@@ -149,7 +149,7 @@ class Journal:
             )
         return known
 
-    def _learn(self) -> None:
+    def _read_records(self) -> None:
         """Read the records into the index, and remove an incomplete last line."""
         self._num_lines = self._size = 0
         self._has_superseded = False
@@ -174,10 +174,10 @@ class Journal:
                 # Not an image but a folder, tar or line that could not be read: every run tries it again.
                 self._num_lines, self._has_superseded = self._num_lines + 1, True
             else:
-                self._note(record)
+                self._index_record(record)
                 keep_caption(self._settings, self.index, record)
 
-    def _note(self, record: dict) -> None:
+    def _index_record(self, record: dict) -> None:
         is_new = self.index.note(record["key"], record["error"] is not None, self._num_lines)
         self._has_superseded |= not is_new
         self._num_lines += 1
@@ -195,7 +195,7 @@ class Journal:
         os.close(self._file)
         self._file = file
         self.index = Index()
-        self._learn()
+        self._read_records()
 
     def _lines(self) -> Iterator[bytes]:
         if not self.path.exists():  # the journal was closed without a record

@@ -96,6 +96,18 @@ class RaySource:
             ray.shutdown()
 
     def _chunks(self, index: Index) -> Iterator[Chunk]:
+        data = self._dataset(index)
+        try:
+            for table in data.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+                yield from Chunk.unpack(table)
+        except ray.exceptions.RayError as error:
+            raise JobError(
+                f"Ray cannot continue: {error}. The output is intact, and the same job run again resumes; if an engine "
+                f"was lost {MAX_RETRIES + 1} times, it may be out of memory, or an image may crash it"
+            ) from error
+
+    def _dataset(self, index: Index) -> ray.data.Dataset:
+        """The lazy data set of packed chunks: found by `walk`, captioned by the actors."""
         recorded = ray.put(index.dump(self._job.selection.retry_failed))
         data = ray.data.from_items([None]).map_batches(
             walk, fn_args=(self._job, recorded), batch_format="pyarrow", num_cpus=0
@@ -118,17 +130,8 @@ class RaySource:
                 max_restarts=-1,
                 max_task_retries=MAX_RETRIES,
             )
-        data.context.target_max_block_size = (
-            1  # every row is a block of its own, so that it is sent on without waiting for others
-        )
-        try:
-            for table in data.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
-                yield from Chunk.unpack(table)
-        except ray.exceptions.RayError as error:
-            raise JobError(
-                f"Ray cannot continue: {error}. The output is intact, and the same job run again resumes; if an engine "
-                f"was lost {MAX_RETRIES + 1} times, it may be out of memory, or an image may crash it"
-            ) from error
+        data.context.target_max_block_size = 1  # each row is a block, which is sent on without waiting for others
+        return data
 
     def _check_resources(self) -> None:
         """Refuse a request that Ray cannot fulfil; it would wait for the resources for ever."""

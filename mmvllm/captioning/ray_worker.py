@@ -82,7 +82,7 @@ class _RemoteOutput(Output):
 
 
 def walk(_: pyarrow.Table, job: RayJobSpec, recorded: "ray.ObjectRef") -> Iterator[pyarrow.Table]:
-    """Find the images to caption, one chunk for each that Ray asks for."""
+    """Find the images to caption; a generator, so that Ray takes one chunk at a time."""
     job.enter_folder()
     index = Index()
     index.load(ray.get(recorded))
