@@ -6,7 +6,7 @@ import pytest
 
 from mmvllm import SamplingParams
 from tests.helpers.engines import assert_idle, run_at_once
-from tests.helpers.requests import ask, noise_image
+from tests.helpers.requests import ask, grids_of, noise_image, patches_of, spans_of
 
 TOKENS = 12
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
@@ -101,7 +101,7 @@ def test_prefix_hit_that_ends_at_every_place(checkpoint, make_llm, expected):
         output = run(llm, ("two apart",))["two apart"]
         assert output.num_cached_tokens == hit
         assert output.token_ids == expected["two apart"], f"hit of {hit} tokens"
-        inside += any(at < hit < at + length for at, length in prompt.MULTI_vision_placeholders)
+        inside += any(at < hit < at + length for at, length in spans_of(prompt))
     assert inside >= 8
 
 
@@ -151,7 +151,7 @@ def test_encoder_cache_eviction(num_pictures, budget, checkpoint, make_llm, expe
     """Room for the rows of one or two pictures: they take turns, and are encoded again after they were evicted."""
     probe = make_llm(checkpoint)
     bytes_per_row = probe.engine.encoder_cache.bytes_per_row
-    largest = max(prod(probe.processor(ask(x)).MULTI_image_grid_thw[0]) // 4 for x in (A, B, C))
+    largest = max(prod(grids_of(probe.processor(ask(x)))[0]) // 4 for x in (A, B, C))
     llm = make_llm(
         checkpoint,
         encoder_cache_bytes=int(largest * bytes_per_row * num_pictures),
@@ -167,7 +167,7 @@ def test_vision_patch_budget(patches, checkpoint, make_llm, expected):
     llm = make_llm(checkpoint, max_vision_patches=patches, enable_prefix_caching=False)
     encoded = count_encoded(llm)
     assert tokens(run(llm)) == expected
-    sizes = [len(pixels) for x in (A, B, C) for pixels in llm.processor(ask(x)).MULTI_pixel_values]
+    sizes = [len(pixels) for x in (A, B, C) for pixels in patches_of(llm.processor(ask(x)))]
     assert max(encoded) <= max(patches, *sizes)
 
 
@@ -178,7 +178,7 @@ def test_a_picture_is_encoded_once(checkpoint, make_llm, expected):
     outputs = run(llm, ("one", "three", "one"))
     assert outputs["one"].token_ids == expected["one"] and outputs["three"].token_ids == expected["three"]
     run(llm, ("one",))
-    patches = {len(llm.processor(ask(x)).MULTI_pixel_values[0]) for x in (A, B, C)}
+    patches = {len(patches_of(llm.processor(ask(x)))[0]) for x in (A, B, C)}
     assert sum(encoded) == sum(patches)
 
 

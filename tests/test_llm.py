@@ -17,7 +17,7 @@ from mmvllm import LLM, LLMEngine, SamplingParams
 from mmvllm.intake import Prefetcher
 from mmvllm.models.weights import BUNDLED
 from tests.helpers.engines import assert_idle
-from tests.helpers.requests import ask, noise_image
+from tests.helpers.requests import ask, noise_image, patches_of, spans_of
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 GOOD = ask(noise_image(80, 60), "Describe this image.")
@@ -61,7 +61,7 @@ def test_an_output_says_what_happened(llm):
     assert output.request_id == "mine" and output["request_id"] == "mine"
     assert output["text"] == output.text == llm.tokenizer.decode(output.token_ids, skip_special_tokens=True)
     assert output.finish_reason == "length" and output.error is None
-    assert output.num_image_tokens == llm.processor(GOOD).MULTI_vision_placeholders[0][1]
+    assert output.num_image_tokens == spans_of(llm.processor(GOOD))[0][1]
     assert output.num_prompt_tokens == len(llm.processor(GOOD).token_ids) and output.num_cached_tokens == 0
     assert start <= output.arrival_time <= output.first_token_time <= output.finish_time <= time.time()
     with pytest.raises(KeyError, match="nonsense"):
@@ -434,7 +434,7 @@ def test_a_stream_over_an_engine_that_has_exited_raises(checkpoint, make_llm):
 
 def test_pictures_that_wait_in_the_engine_are_bounded_in_bytes(llm, monkeypatch):
     """Room for two that wait beside those that run: the others stay in the prefetcher, which is bounded too."""
-    size = sum(pixels.nbytes for pixels in llm.processor(GOOD).MULTI_pixel_values)
+    size = sum(pixels.nbytes for pixels in patches_of(llm.processor(GOOD)))
     monkeypatch.setattr("mmvllm.llm.MAX_BYTES", 2 * size)
     # Before each step there come as many as there is room for, however slowly they are prepared.
     monkeypatch.setattr(Prefetcher, "get", lambda self, wait, get=Prefetcher.get: get(self, wait=True))

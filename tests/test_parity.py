@@ -7,6 +7,7 @@ from mmvllm.models.weights import BUNDLED
 from tests.helpers.checkpoints import SHAPES
 from tests.helpers.parity import GREEDY, REQUESTS
 from tests.helpers.reference import assert_no_worse, first_logits, in_double, in_float64
+from tests.helpers.requests import grids_of, patches_of
 
 
 @pytest.mark.parametrize("shape", [None, *SHAPES], ids=lambda shape: shape or "bundled")
@@ -25,8 +26,8 @@ def test_ids_grid_and_pixels_equal_transformers(name, checkpoint, reference, mak
     prompt = llm.processor(REQUESTS[name])
     assert prompt.token_ids == want["input_ids"][0].tolist()
     if "pixel_values" in want:
-        assert [list(grid) for grid in prompt.MULTI_image_grid_thw] == want["image_grid_thw"].tolist()
-        pixels = normalize_patches(torch.cat(prompt.MULTI_pixel_values), llm.engine.image_config)
+        assert [list(grid) for grid in grids_of(prompt)] == want["image_grid_thw"].tolist()
+        pixels = normalize_patches(torch.cat(patches_of(prompt)), llm.engine.image_config)
         assert torch.equal(pixels, want["pixel_values"])
 
 

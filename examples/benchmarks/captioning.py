@@ -1,14 +1,14 @@
-"""Batch captioning of a folder of mixed pictures, beside two plain loops over the same files.
+"""Batch captioning of a folder of mixed images, compared with two plain loops over the same files.
 
     python examples/benchmarks/captioning.py
 
-Draws 2,000 pictures from a seed: the bundled model's scenes with uneven light and grain, 64 to 4000 pixels long, as
-JPEG, PNG and WebP in nested folders, some 750 MB; 1 % are broken or misnamed, 5 % duplicates. Three ways take turns:
-`caption_images` on the folder, and, on an even sample of the files, `LLM.generate_multimodal` and transformers with one
-picture after another. Each turn loads its model afresh, so that no cache of an earlier turn helps, and warms up with
-other pictures; neither is counted. A rate counts every file that was dealt with, bad ones and duplicates too; answers
-are greedy, in float32. Tokens are those that the model wrote, and peak memory is the whole process's during the turn;
-outside Linux, which alone can reset it, since the start.
+Draws 2,000 images from a seed: the bundled model's scenes with uneven light and grain, 64 to 4000 pixels long, as
+JPEG, PNG and WebP in nested folders, about 750 MB; 1 % are broken or misnamed, 5 % duplicates. Three methods are run in
+turn: `caption_images` on the folder, and, on an even sample of the files, `LLM.generate_multimodal` and transformers
+with one image after another. Each run loads its model again, so that no cache is shared, and warms up on other images;
+both are excluded from the time. A rate counts every processed file, including broken ones and duplicates. Decoding is
+greedy, in float32. Tokens are those that the model generated. Peak memory is that of the process during the run, or
+since its start on systems other than Linux, where it cannot be reset.
 """
 
 import argparse
@@ -35,13 +35,13 @@ from mmvllm.cli.common import at_least_one
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from scenes import DESCRIBE, draw, random_scene
 
-# torch, and what imports it, is imported where it is used: the processes that draw start faster without.
+# torch, and modules that import it, are imported in functions, so that the processes that draw images start faster.
 
 PROMPT = DESCRIBE[0]
 WARM_UP = sorted((Path(__file__).resolve().parent.parent / "images").glob("*.png"))[:6]
 FOLDERS = ("holiday", "holiday/beach", "products", "scans")
 SUFFIXES = {"JPEG": ".jpg", "PNG": ".png", "WEBP": ".webp"}
-BROKEN = ("truncated", "empty", "no picture", "wrong suffix")
+BROKEN = ("truncated", "empty", "not an image", "wrong suffix")
 SHORTEST, LONGEST = 64, 4000  # long sides, in pixels
 MAX_ASPECT = 2.5
 
@@ -56,20 +56,20 @@ class Recipe:
     height: int
     format: str
     options: dict = field(default_factory=dict)  # of Image.save
-    kind: str = "picture"  # or "duplicate", or one of BROKEN
+    kind: str = "image"  # or "duplicate", or one of BROKEN
 
 
 def plan(count: int, seed: int) -> list[Recipe]:
-    """The files of a folder, sorted by path; the same for the same arguments."""
+    """The files of a folder, sorted by path; a function of the arguments only."""
     rng = random.Random(seed)
     kinds = [BROKEN[i % len(BROKEN)] for i in range(round(0.01 * count))] + ["duplicate"] * round(0.05 * count)
-    kinds += ["picture"] * (count - len(kinds))
+    kinds += ["image"] * (count - len(kinds))
     formats = ["PNG", "WEBP"] * round(0.15 * count)
     formats += ["JPEG"] * (count - len(formats))
     rng.shuffle(kinds)
     rng.shuffle(formats)
     recipes = [_recipe(i, count, kinds[i], formats[i], rng) for i in range(count)]
-    originals = [recipe for recipe in recipes if recipe.kind == "picture"]
+    originals = [recipe for recipe in recipes if recipe.kind == "image"]
     return [_duplicate(recipe, originals, rng) if recipe.kind == "duplicate" else recipe for recipe in recipes]
 
 
@@ -91,7 +91,7 @@ def _recipe(i: int, count: int, kind: str, image_format: str, rng: random.Random
 
 
 def _duplicate(recipe: Recipe, originals: list[Recipe], rng: random.Random) -> Recipe:
-    """One of the originals under another name: about half of them PNGs saved anew, the others equal to the byte."""
+    """An original under another name: about half are PNGs that are compressed again, the others identical files."""
     original = rng.choice(originals)
     pngs = [other for other in originals if other.format == "PNG"]
     if pngs and rng.random() < 0.5:
@@ -101,7 +101,7 @@ def _duplicate(recipe: Recipe, originals: list[Recipe], rng: random.Random) -> R
 
 
 def paint(recipe: Recipe) -> Image.Image:
-    """A scene of the recipe's size; light and grain give its file about the bytes that a photograph has."""
+    """A scene of the recipe's size; light and grain give its file about the size of a photograph's."""
     rng, noise = random.Random(recipe.seed), np.random.default_rng(recipe.seed)
     width, height = recipe.width, recipe.height
     image = draw(replace(random_scene(rng), width=width, height=height), rng)
@@ -113,9 +113,9 @@ def paint(recipe: Recipe) -> Image.Image:
 
 
 def encoded(recipe: Recipe) -> bytes:
-    """The file, broken as its kind says."""
-    if recipe.kind in ("empty", "no picture"):
-        return b"<html>404 Not Found</html>\n" if recipe.kind == "no picture" else b""
+    """The content of the file, damaged according to its kind."""
+    if recipe.kind in ("empty", "not an image"):
+        return b"<html>404 Not Found</html>\n" if recipe.kind == "not an image" else b""
     file = io.BytesIO()
     paint(recipe).save(file, format=recipe.format, **recipe.options)
     data = file.getvalue()
@@ -128,55 +128,56 @@ def write(path: Path, recipe: Recipe) -> None:
 
 
 def prepare(folder: Path, count: int, seed: int) -> list[Recipe]:
-    """Write the pictures, and last the manifest; or use those that are there, ValueError if they are others."""
+    """Write the images, then the manifest; reuse an equal folder, and raise ValueError for one with other files."""
     recipes, manifest, start = plan(count, seed), folder / "manifest.json", time.perf_counter()
     text = json.dumps([asdict(recipe) for recipe in recipes], indent=1)
     if manifest.is_file() and manifest.read_text() == text:
         return recipes
     if folder.is_dir() and any(folder.iterdir()):
-        raise ValueError(
-            f"{folder} has files, but not {count} pictures of seed {seed}; empty it or give another folder"
-        )
+        raise ValueError(f"{folder} has files, but not {count} images of seed {seed}; empty it or give another folder")
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         list(pool.map(write, [folder / recipe.path for recipe in recipes], recipes, chunksize=8))
     manifest.write_text(text)
-    print(f"{count} pictures drawn in {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    print(f"{count} images drawn in {time.perf_counter() - start:.1f} s", file=sys.stderr)
     return recipes
 
 
 @dataclass(slots=True)
-class Turn:
-    """What a way made of its files, (caption or None, number of tokens) by path, and at what cost."""
+class Measurement:
+    """The results of a method, (caption or None, number of tokens) by path, with time and memory."""
 
     answers: dict[str, tuple[str | None, int]]
-    engine_wait_share: float | None = None  # the loops wait for every picture, and do not tell
+    engine_wait_share: float | None = None  # not measured for the loops
     seconds: float = 0.0
     peak_memory: int | None = None
 
 
-Way = Callable[[list[Path]], Turn]
+Method = Callable[[list[Path]], Measurement]
 
 
-def batch(args: argparse.Namespace, stack: ExitStack) -> Way:
+def batch(args: argparse.Namespace, stack: ExitStack) -> Method:
     """`caption_images`, given files or the folder."""
     from mmvllm.captioning import caption_images
 
     llm = open_llm(args, stack)
     options = {"max_tokens": args.max_tokens, "max_pixels": args.max_pixels, "workers": args.workers}
 
-    def way(paths: list[Path]) -> Turn:
-        records, turn = caption_images(paths, llm=llm, prompt=PROMPT, **options), Turn({})
+    def method(paths: list[Path]) -> Measurement:
+        records, measurement = caption_images(paths, llm=llm, prompt=PROMPT, **options), Measurement({})
         for made in records:
-            # A duplicate's record has the tokens of the caption that it copies.
-            turn.answers[made["path"]] = made["caption"], 0 if made["duplicate_of"] else made["completion_tokens"]
-        turn.engine_wait_share = records.progress.engine_wait_share
-        return turn
+            # The record of a duplicate has the token count of the caption that is copied.
+            measurement.answers[made["path"]] = (
+                made["caption"],
+                0 if made["duplicate_of"] else made["completion_tokens"],
+            )
+        measurement.engine_wait_share = records.progress.engine_wait_share
+        return measurement
 
-    return way
+    return method
 
 
-def loop(args: argparse.Namespace, stack: ExitStack) -> Way:
-    """The same engine, given one picture after another."""
+def loop(args: argparse.Namespace, stack: ExitStack) -> Method:
+    """The same engine, with one image after another."""
     llm, params = open_llm(args, stack), SamplingParams(max_tokens=args.max_tokens)
 
     def answer(path: Path) -> tuple[str | None, int]:
@@ -184,11 +185,11 @@ def loop(args: argparse.Namespace, stack: ExitStack) -> Way:
         output = llm.generate_multimodal([asked], params, use_tqdm=False, on_error="return")[0]
         return None if output.error else output.text.strip(), len(output.token_ids)
 
-    return lambda paths: Turn({str(path): answer(path) for path in paths})
+    return lambda paths: Measurement({str(path): answer(path) for path in paths})
 
 
-def reference(args: argparse.Namespace, stack: ExitStack) -> Way:
-    """transformers, given one picture after another."""
+def reference(args: argparse.Namespace, stack: ExitStack) -> Method:
+    """transformers, with one image after another."""
     import torch
     from transformers import AutoTokenizer
 
@@ -200,28 +201,28 @@ def reference(args: argparse.Namespace, stack: ExitStack) -> Way:
 
     folder, device = resolve_folder(args.model), EngineConfig().resolve_device()
     tokenizer, images = AutoTokenizer.from_pretrained(folder), ImageProcessorConfig.from_pretrained(folder)
-    theirs = Transformers(folder, tokenizer, device, torch.float32, "auto", batch_size=1)
+    transformers = Transformers(folder, tokenizer, device, torch.float32, "auto", batch_size=1)
     low, high = pixel_bounds(None, args.max_pixels, images.min_pixels, images.max_pixels)
-    theirs.images = Qwen2VLImageProcessorPil.from_pretrained(folder, min_pixels=low, max_pixels=high)
+    transformers.images = Qwen2VLImageProcessorPil.from_pretrained(folder, min_pixels=low, max_pixels=high)
     ends = sorted(load_config(folder).eos_token_ids)
 
     def answer(path: Path) -> tuple[str | None, int]:
         try:
-            inputs = theirs.inputs([request(path.read_bytes())]).to(device)
-        except Exception:  # on a damaged file Pillow's readers raise anything
+            inputs = transformers.inputs([request(path.read_bytes())]).to(device)
+        except Exception:  # Pillow's readers raise exceptions of many types on damaged files
             return None, 0
-        made = theirs.model.generate(**inputs, max_new_tokens=args.max_tokens, eos_token_id=ends)
+        made = transformers.model.generate(**inputs, max_new_tokens=args.max_tokens, eos_token_id=ends)
         tokens = made[0, inputs["input_ids"].shape[1] :].tolist()
         return tokenizer.decode(tokens, skip_special_tokens=True).strip(), len(tokens)
 
-    return lambda paths: Turn({str(path): answer(path) for path in paths})
+    return lambda paths: Measurement({str(path): answer(path) for path in paths})
 
 
-WAYS = {"caption_images": batch, "plain loop": loop, "transformers": reference}
+METHODS = {"caption_images": batch, "plain loop": loop, "transformers": reference}
 
 
-def request(picture: Path | bytes) -> dict:
-    content = [{"type": "image", "image": picture}, {"type": "text", "text": PROMPT}]
+def request(image: Path | bytes) -> dict:
+    content = [{"type": "image", "image": image}, {"type": "text", "text": PROMPT}]
     return {"messages": [{"role": "user", "content": content}]}
 
 
@@ -233,57 +234,57 @@ def open_llm(args: argparse.Namespace, stack: ExitStack):
     return llm
 
 
-def take_turn(name: str, paths: list[Path], args: argparse.Namespace) -> Turn:
-    """Load a way's model, warm it up, and measure it on the files."""
+def measure_method(name: str, paths: list[Path], args: argparse.Namespace) -> Measurement:
+    """Load a method's model, warm it up, and measure it on the files."""
     import torch
 
     from mmvllm.bench.runs import peak_memory, reset_peak_memory
 
-    host = torch.device("cpu")  # whose memory is meant, whatever computes
+    host = torch.device("cpu")  # the host's memory is measured, also if the device is a GPU
     with ExitStack() as stack:
-        way = WAYS[name](args, stack)
-        way(WARM_UP)
+        method = METHODS[name](args, stack)
+        method(WARM_UP)
         reset_peak_memory(host)
         start = time.perf_counter()
-        turn = way(paths)
-        turn.seconds, turn.peak_memory = time.perf_counter() - start, peak_memory(host)
-    print(f"{name}: {len(turn.answers)} files, {turn.seconds:.2f} s", file=sys.stderr)
-    return turn
+        measurement = method(paths)
+        measurement.seconds, measurement.peak_memory = time.perf_counter() - start, peak_memory(host)
+    print(f"{name}: {len(measurement.answers)} files, {measurement.seconds:.2f} s", file=sys.stderr)
+    return measurement
 
 
-def measures(turn: Turn, batch_turn: Turn, sizes: dict[str, int]) -> dict[str, float | None]:
-    """The numbers of a turn; `sizes` are bytes by path. Captions are compared with those of `caption_images`."""
-    captions = {path: caption for path, (caption, _) in turn.answers.items()}
+def measures(measurement: Measurement, baseline: Measurement, sizes: dict[str, int]) -> dict[str, float | None]:
+    """The reported numbers; `sizes` are bytes by path. Captions are compared with those of `caption_images`."""
+    captions = {path: caption for path, (caption, _) in measurement.answers.items()}
     return {
         "files": len(captions),
         "bytes": sum(sizes[path] for path in captions),
         "failed": list(captions.values()).count(None),
-        "other_captions": sum(caption != batch_turn.answers[path][0] for path, caption in captions.items()),
-        "seconds": turn.seconds,
-        "pictures_per_second": len(captions) / turn.seconds,
-        "tokens_per_second": sum(tokens for _, tokens in turn.answers.values()) / turn.seconds,
-        "engine_wait_share": turn.engine_wait_share,
-        "peak_memory_bytes": turn.peak_memory,
+        "other_captions": sum(caption != baseline.answers[path][0] for path, caption in captions.items()),
+        "seconds": measurement.seconds,
+        "images_per_second": len(captions) / measurement.seconds,
+        "tokens_per_second": sum(tokens for _, tokens in measurement.answers.values()) / measurement.seconds,
+        "engine_wait_share": measurement.engine_wait_share,
+        "peak_memory_bytes": measurement.peak_memory,
     }
 
 
 def run(folder: Path, recipes: list[Recipe], args: argparse.Namespace) -> None:
-    """Let the ways take turns; print the table and the record."""
+    """Run the methods in turn; print the table and the record."""
     from mmvllm.bench.measures import medians
     from mmvllm.bench.report import emit, record
     from mmvllm.config import EngineConfig
 
     files, rounds = [folder / recipe.path for recipe in recipes], []
-    # Reading all of them also brings them into the system's cache: the first turn finds them as the others do.
+    # Reading all files also brings them into the system's cache, so that the first method has no disadvantage.
     sizes = {str(path): len(path.read_bytes()) for path in files}
     num_sampled = min(args.sample or len(files), len(files))
     sample = [files[i * len(files) // num_sampled] for i in range(num_sampled)]
     for _ in range(args.rounds):
-        turns = {name: take_turn(name, [folder] if way is batch else sample, args) for name, way in WAYS.items()}
-        rounds.append({name: measures(turn, turns["caption_images"], sizes) for name, turn in turns.items()})
+        made = {name: measure_method(name, [folder] if METHODS[name] is batch else sample, args) for name in METHODS}
+        rounds.append({name: measures(one, made["caption_images"], sizes) for name, one in made.items()})
     results, mix = medians(rounds), Counter(recipe.format for recipe in recipes)
     mix["progressive"] = sum(recipe.options.get("progressive", False) for recipe in recipes)
-    mix += Counter(recipe.kind for recipe in recipes if recipe.kind != "picture")
+    mix += Counter(recipe.kind for recipe in recipes if recipe.kind != "image")
     print(f"{len(files)} files: {', '.join(f'{count} {name}' for name, count in mix.items())}")
     print_results(results)
     device = EngineConfig().resolve_device()
@@ -294,29 +295,35 @@ def print_results(results: dict[str, dict]) -> None:
     from mmvllm.bench.report import number, percent, print_table
 
     ours, rows = results["caption_images"], []
-    for name, way in results.items():
-        counts = [f"{way[key]:.0f}" for key in ("files", "failed", "other_captions")]
-        rates = [number(way[key]) for key in ("seconds", "pictures_per_second", "tokens_per_second")]
-        ratio = number(ours["pictures_per_second"] / way["pictures_per_second"])
-        sizes = [number(way[key], 1e-6) for key in ("bytes", "peak_memory_bytes")]
+    for name, method in results.items():
+        counts = [f"{method[key]:.0f}" for key in ("files", "failed", "other_captions")]
+        rates = [number(method[key]) for key in ("seconds", "images_per_second", "tokens_per_second")]
+        ratio = number(ours["images_per_second"] / method["images_per_second"])
+        sizes = [number(method[key], 1e-6) for key in ("bytes", "peak_memory_bytes")]
         rows.append([name, *counts, *rates, ratio, *sizes])
-    header = ["files", "failed", "other captions", "seconds", "pictures/s", "tokens/s", "ratio", "MB", "peak MB"]
-    print_table("way", header, rows)
+    header = ["files", "failed", "other captions", "seconds", "images/s", "tokens/s", "ratio", "MB", "peak MB"]
+    print_table("method", header, rows)
     share = percent(ours["engine_wait_share"])
-    print(f"ratio: caption_images' pictures/s by the way's own; its engine waited for pictures {share} of the time")
+    print(
+        f"ratio: images/s of caption_images by images/s of the method; its engine waited for images {share} of the time"
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.set_defaults(benchmark="captioning")
-    parser.add_argument("--pictures", type=at_least_one, default=2000)
-    parser.add_argument("--folder", type=Path, help="make and keep the pictures here (default: a temporary folder)")
+    parser.add_argument("--images", type=at_least_one, default=2000)
+    parser.add_argument("--folder", type=Path, help="make and keep the images here (default: a temporary folder)")
     parser.add_argument("--model", help="checkpoint folder or hub id (default: the small bundled model)")
     parser.add_argument("--max-tokens", type=at_least_one, default=64)
-    parser.add_argument("--max-pixels", type=at_least_one, help="area the model sees (default: the checkpoint's)")
-    parser.add_argument("--workers", type=at_least_one, help="of caption_images (default: its own choice)")
-    parser.add_argument("--sample", type=int, default=200, help="files for each loop, 0 for all (default: %(default)s)")
-    parser.add_argument("--rounds", type=at_least_one, default=1, help="turns of each way; medians are printed")
+    parser.add_argument("--max-pixels", type=at_least_one, help="largest area of an image (default: the checkpoint's)")
+    parser.add_argument(
+        "--workers", type=at_least_one, help="threads of caption_images (default: one per core, at most 8)"
+    )
+    parser.add_argument(
+        "--sample", type=int, default=200, help="files for each plain loop, 0 for all (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=at_least_one, default=1, help="runs of each method; medians are printed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the last line to this file")
     args = parser.parse_args(argv)
@@ -325,7 +332,7 @@ def main(argv: list[str] | None = None) -> None:
     with ExitStack() as stack:
         folder = args.folder or Path(stack.enter_context(TemporaryDirectory(prefix="captioning-")))
         try:
-            recipes = prepare(folder, args.pictures, args.seed)
+            recipes = prepare(folder, args.images, args.seed)
         except ValueError as error:
             parser.error(str(error))
         run(folder, recipes, args)

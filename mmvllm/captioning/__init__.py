@@ -1,4 +1,4 @@
-"""Batch captioning: pictures in any number and form, a record of each that outlasts whatever happens to the process."""
+"""Batch captioning: images from folders, lists, tar shards and URLs; one record per image; runs that can be resumed."""
 
 from importlib import import_module
 
@@ -8,6 +8,7 @@ _EXPORTS = {
     "CaptionSettings": "mmvllm.captioning.settings",
     "JobError": "mmvllm.captioning.errors",
     "PRESETS": "mmvllm.captioning.settings",
+    "RayOptions": "mmvllm.captioning.ray_options",
 }
 __all__ = [*_EXPORTS]
 

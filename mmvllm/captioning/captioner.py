@@ -26,7 +26,7 @@ class Task:
     item: Item
     key: str
     file: str | None = None
-    is_picture: bool = True
+    is_image: bool = True
 
 
 class Captioner:
@@ -148,7 +148,7 @@ class _TasksInFlight:
             "prompt_tokens": output.num_prompt_tokens,
             "image_tokens": output.num_image_tokens,
             "completion_tokens": len(output.token_ids),
-            "finish_reason": output.finish_reason if work.task.is_picture else None,
+            "finish_reason": output.finish_reason if work.task.is_image else None,
             "seconds": None if error is not None else round(output.finish_time - output.arrival_time, 3),
         }
         return dict.fromkeys(COLUMNS) | self._describe(work, error) | made

@@ -1,4 +1,4 @@
-"""A caption file for every picture: NAME.txt as trainers expect it, or NAME.json as webdataset shards have it."""
+"""One caption file per image: NAME.txt as training tools expect it, or NAME.json as in webdataset shards."""
 
 import json
 import os
@@ -16,54 +16,56 @@ SUFFIXES = {"txt": ".txt", "webdataset-json": ".json"}
 
 
 class CaptionFiles:
-    """Writes a file for each record that names one, and says where it goes.
+    """Chooses the path of each caption file, and writes the files.
 
     Args:
         format: "txt" (the caption) or "webdataset-json" (the whole record).
-        output_dir: mirror the pictures' folders there; None is beside each picture.
-        overwrite: replace files that are there; without it such a picture is refused, or with `skip_existing` left.
+        output_dir: the folder in which the tree of the images is mirrored; None is beside each image.
+        overwrite: replace existing files. Without it, an image whose file exists fails.
+        skip_existing: leave out images whose file exists.
     """
 
     def __init__(self, format: str, output_dir: Path | None, overwrite: bool, skip_existing: bool):
         self.format, self.output_dir = format, output_dir
         self.overwrite, self.skip_existing = overwrite, skip_existing
-        self.reserved: set[str] = set()  # real paths that are no place for a caption
+        self.reserved: set[str] = set()  # real paths of files that the job itself reads or writes
 
     def path(self, item: Item) -> Path | None:
-        """Where an item's caption goes; None if it would be beside a picture that is no file of its own."""
+        """The path of an item's caption file; None if it would be beside an image that is not a file of its own."""
         if self.output_dir is not None:
             return (self.output_dir / item.relative).with_suffix(SUFFIXES[self.format])
         return None if item.file is None else item.file.with_suffix(SUFFIXES[self.format])
 
     def skips(self, item: Item) -> bool:
-        """Whether a picture is left alone because its caption file is there."""
-        with suppress(OSError, ValueError):  # no place for it, which `claim` says
+        """Whether an image is left out because its caption file exists."""
+        with suppress(OSError, ValueError):  # a path that cannot be used is an error in `claim`
             path = self.path(item)
             return self.skip_existing and path is not None and path.exists()
         return False
 
     def claim(self, item: Item, index: Index) -> Path:
-        """The path for this item and no other; raises ValueError where there is none to be had."""
+        """Reserve the path for this item. Raises ValueError, whose text the item's record shows, if it cannot be used.
+
+        Records are read without the command or call that made them, so the texts name no option.
+        """
         path = self.path(item)
         if path is None:
-            raise ValueError("its caption has no place beside it; give --output-dir")
+            raise ValueError("is not a file of its own, so no caption file can be beside it; choose an output folder")
         if os.path.realpath(path) in self.reserved:
-            raise ValueError(f"{path} is read or written by the job itself; give --output-dir, or rename one")
+            raise ValueError(f"{path} is read or written by the job itself; choose an output folder, or rename one")
         if not index.claim(_key(path)):
-            raise ValueError(f"{path} is the caption of another picture with this name; rename one, or use jsonl")
+            raise ValueError(f"{path} is the caption file of another image with this name; rename one, or use jsonl")
         try:
             if path.exists() and not self.overwrite:
-                raise ValueError(
-                    f"{path} is there already; --overwrite replaces it, --skip-existing leaves the picture"
-                )
+                raise ValueError(f"{path} exists already; allow overwriting, or skip existing caption files")
         except OSError as error:
-            raise ValueError(f"{path}: its caption cannot be written ({error.strerror})") from None
+            raise ValueError(f"{path}: the caption file cannot be written ({error.strerror})") from None
         if path.parent.is_dir() and not os.access(path.parent, os.W_OK | os.X_OK):
-            raise ValueError(f"{path.parent} cannot be written to; give --output-dir")
+            raise ValueError(f"{path.parent} is not writable; choose an output folder")
         return path
 
     def write(self, record: dict) -> None:
-        """Write a record's file, whole or not at all; raises JobError where that fails."""
+        """Write a record's file, completely or not at all; raises JobError if that fails."""
         path = Path(record["file"])
         text = record["caption"] if self.format == "txt" else json.dumps(record, ensure_ascii=False, indent=1)
         try:
@@ -71,13 +73,13 @@ class CaptionFiles:
             with replacing(path) as temporary:
                 temporary.write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
         except OSError as error:
-            raise JobError(f"{path} cannot be written: {error.strerror}") from error
+            raise JobError.cannot_write(path, error) from error
 
     def restore(self, record: dict, index: Index) -> None:
-        """Write a file that its record says should be there, and that a killed run or its user took away."""
+        """Write the file that a record names if it is missing or empty, after a killed run or a deletion."""
         path = Path(record["file"])
         index.claim(_key(path))
-        # Empty after a power failure, say. Without the folder, the job was started from another place.
+        # A power failure may leave an empty file. Without the folder, the job runs in another working directory.
         if path.parent.is_dir() and not (path.exists() and path.stat().st_size):
             self.write(record)
 

@@ -1,6 +1,6 @@
-"""The pictures that paths, patterns, tar shards and lists name, found one by one as they are asked for.
+"""Finds the images that paths, glob patterns, tar shards and lists name, lazily.
 
-No picture is read here, and no folder or list is held whole, so that a run over millions starts at once.
+No image is read here, and no folder or list is held in memory, so a run over millions of images starts at once.
 """
 
 import os
@@ -10,23 +10,26 @@ from pathlib import PurePath
 from mmvllm.captioning import lists
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.lists import in_list, open_list
-from mmvllm.captioning.names import URL, folder_name, is_picture_name, relative_of_url, relative_path
+from mmvllm.captioning.names import URL, folder_name, is_image_name, relative_of_url, relative_path
 from mmvllm.captioning.tars import PACKED
 from mmvllm.captioning.walk import EVERYTHING, MAGIC, Walk, in_tar, match_pattern
 
 
 def find_items(paths: Sequence[str | os.PathLike]) -> Iterator[Item]:
-    """Find the pictures in folders, glob patterns, tar shards, lists ("-" is standard input), and URLs and files.
+    """Find the images in folders, glob patterns, tar shards, lists ("-" is standard input), and URLs and files.
 
-    Folders come depth first and sorted, in chunks of `CHUNK` entries. What cannot be looked into is an item with an
-    error. Raises ValueError, at once, for a list that cannot be read, and a path that is nothing.
+    Folders are walked depth first and sorted, in chunks of `CHUNK` entries. A folder, tar or list line that cannot be
+    read is an item with an error. Raises ValueError, before the search, for a list that cannot be read and for a path
+    that does not exist.
     """
     given = [os.fsdecode(path) for path in paths]
     for path in given:
-        is_pipe = os.path.exists(path) and not os.path.isfile(path)  # what writes to it would see it closed
+        is_pipe = os.path.exists(path) and not os.path.isfile(
+            path
+        )  # a test by opening would close the pipe under its writer
         if path != "-" and _kind(path) == "list" and not is_pipe:
             open_list(path).close()
-        if _kind(path) == "file" and not is_picture_name(path) and not os.path.lexists(path):
+        if _kind(path) == "file" and not is_image_name(path) and not os.path.lexists(path):
             raise ValueError(f"{path}: there is no such file or folder")
     return _find(given)
 

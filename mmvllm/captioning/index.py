@@ -1,6 +1,6 @@
-"""What a job has done and begun, by key, and its captions by content: on disk, so that memory stays small.
+"""The state of every task by key, and captions by image content, on disk so that memory stays small.
 
-A private temporary SQLite database that vanishes with the process; the journal is what lasts.
+This is a private temporary SQLite database, deleted with the process; the journal is the permanent copy.
 """
 
 import json
@@ -15,11 +15,11 @@ KEY_BYTES = 16
 
 
 class Index:
-    """Used by two threads: the one that finds pictures claims them, the engine's notes what became of them."""
+    """Shared by two threads: the one that finds images claims tasks, and the engine's thread notes their results."""
 
     def __init__(self):
         self._lock = threading.Lock()
-        # Without a name, SQLite makes a temporary file of its own once its cache is full.
+        # Without a name, SQLite creates a temporary file as soon as its cache is full.
         self._database = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         self._execute("PRAGMA synchronous = OFF")
         self._execute("PRAGMA journal_mode = OFF")
@@ -27,7 +27,7 @@ class Index:
         self._execute("CREATE TABLE captions (content TEXT PRIMARY KEY, record TEXT) WITHOUT ROWID")
 
     def claim(self, key: str, retry: bool = False) -> bool:
-        """Whether a piece of work is to be done, and is begun hereby: a new one, or with `retry` one that failed."""
+        """Mark a task as begun; False if it was begun or recorded before, or with `retry` if it has not failed."""
         if retry:
             changed = self._execute(
                 "UPDATE work SET state = ? WHERE key = ? AND state = ? RETURNING 1", BEGUN, key, FAILED
@@ -37,36 +37,36 @@ class Index:
         return bool(changed)
 
     def note(self, key: str, failed: bool, line: int) -> bool:
-        """Which line of the output speaks of it now, and whether it failed; False if an earlier line did before."""
+        """Store a task's result and its line in the output; False if an earlier line has a record of the task."""
         earlier = self.line(key)
         self._execute("INSERT OR REPLACE INTO work VALUES (?, ?, ?)", key, FAILED if failed else RECORDED, line)
         return earlier is None
 
     def line(self, key: str) -> int | None:
-        """The last line of the output that speaks of it."""
+        """The last line of the output with a record of the task, from 0."""
         rows = self._execute("SELECT line FROM work WHERE key = ?", key)
         return rows[0][0] if rows else None
 
     def count_failed(self) -> int:
-        """How much of what is recorded failed."""
+        """Number of recorded tasks that failed."""
         return self._execute("SELECT count(*) FROM work WHERE state = ?", FAILED)[0][0]
 
     def dump(self, retry: bool) -> bytes:
-        """The keys that a claim is refused, or with `retry` those that it is given; for `load` in another process."""
+        """The keys of recorded tasks, or with `retry` of failed ones, for `load` in another process; 16 bytes each."""
         rows = self._execute("SELECT key FROM work WHERE state >= ?", FAILED if retry else RECORDED)
         return b"".join(bytes.fromhex(key) for (key,) in rows)
 
     def load(self, keys: bytes) -> None:
-        """Take over what `dump` gave."""
+        """Add the keys that `dump` returned."""
         for i in range(0, len(keys), KEY_BYTES):
             self._execute("INSERT INTO work VALUES (?, ?, NULL)", keys[i : i + KEY_BYTES].hex(), FAILED)
 
     def keep_caption(self, content: str, record: dict) -> None:
-        """The record that other pictures of the same content copy; the first one stays."""
+        """Store the record that images of the same content copy; the first record is kept."""
         self._execute("INSERT OR IGNORE INTO captions VALUES (?, ?)", content, json.dumps(record))
 
     def caption(self, content: str) -> dict | None:
-        """The record that pictures of this content copy."""
+        """The stored record for images of this content, if there is one."""
         rows = self._execute("SELECT record FROM captions WHERE content = ?", content)
         return json.loads(rows[0][0]) if rows else None
 
@@ -76,13 +76,13 @@ class Index:
                 return self._database.execute(query, values).fetchall()
         except sqlite3.OperationalError as error:
             raise JobError(
-                f"the index of what is done cannot be kept in the folder for temporary files ({error}); make room "
-                "there, or set SQLITE_TMPDIR to another folder"
+                f"the index of finished images cannot be written to the folder for temporary files ({error}); free "
+                "space there, or set SQLITE_TMPDIR to another folder"
             ) from error
 
 
 def keep_caption(settings: CaptionSettings, index: Index, record: dict) -> None:
-    """Let pictures of the same content copy this record, if it is a caption of its own and would come out again."""
+    """Store a record for images of the same content, if it is not a copy itself and the model would repeat it."""
     is_original = record["error"] is None and record["duplicate_of"] is None
     if is_original and settings.is_repeatable and record["settings"] == settings.fingerprint:
         index.keep_caption(settings.content_key(record["digest"], record["prompt"]), record)

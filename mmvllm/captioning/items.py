@@ -1,4 +1,4 @@
-"""One picture to caption, found and not read yet."""
+"""One image to caption, before it is read."""
 
 import os
 import re
@@ -13,13 +13,13 @@ _NO_FILE = re.compile(r"(https?|file|data):", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A picture to caption.
+    """An image to caption.
 
     Args:
-        path: what its record calls it: a file's path, URL, "shard.tar/member.jpg", or "list.jsonl:12" (line 12).
-        relative: its place below an output folder, '/' separated; never empty, absolute or with '..'.
-        source: what to load: path, URL, data URI or tar member; None where there is an `error`.
-        id, prompt, context: its own, from a JSONL list.
+        path: its name in the record: a file's path, a URL, "shard.tar/member.jpg", or "list.jsonl:12" (line 12).
+        relative: its path below an output folder, separated by '/'; never empty, absolute or with '..'.
+        source: what to load: a path, URL, data URI or tar member; None if there is an `error`.
+        id, prompt, context: those of this image, from a JSONL list.
         error: why there is nothing to load.
     """
 
@@ -32,14 +32,14 @@ class Item:
     error: str | None = None
 
     def read(self) -> Any:
-        """What `load_image` takes. Raises ValueError with `error`, or if a tar member cannot be read."""
+        """The argument for `load_image`. Raises ValueError with `error`, or if a tar member cannot be read."""
         if self.error is not None:
             raise ValueError(self.error)
         return self.source.read() if isinstance(self.source, TarMember) else self.source
 
     @property
     def file(self) -> Path | None:
-        """The file that it is, if it is one of its own."""
+        """The image's file; None for URLs, data URIs, tar members and errors."""
         if not isinstance(self.source, str) or _NO_FILE.match(self.source):
             return None
         return Path(os.path.expanduser(self.source))  # as `load_image` does

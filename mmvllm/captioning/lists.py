@@ -1,4 +1,4 @@
-"""Pictures that text and JSONL lists name, line by line."""
+"""Reads the images that text and JSONL lists name, line by line."""
 
 import json
 import os
@@ -16,7 +16,7 @@ SUFFIXES = (".jsonl", ".lst", ".txt")
 @dataclass(frozen=True, slots=True)
 class _Line:
     text: bytes
-    folder: str  # names are meant from here
+    folder: str  # names are relative to it
     name: str  # "list.jsonl:12"
     relative: str
 
@@ -32,7 +32,7 @@ def in_list(path: str) -> Iterator[Item]:
 
 
 def _open_stdin() -> BinaryIO:
-    # Not sys.stdin.buffer: who waits for a line in a thread holds its lock, without which Python cannot end.
+    # Not sys.stdin.buffer: a thread blocked in its readline holds a lock that the interpreter needs to exit.
     return open(0, "rb", closefd=False)
 
 
@@ -75,7 +75,7 @@ def _has_type(value: Any, types: tuple[type, ...]) -> bool:
 
 
 def _listed(image: str, line: _Line, *own: str | None) -> Item:
-    """The item of a line that names `image`."""
+    """The item for a line that names `image`; a path is tried below the list's folder first."""
     if image[:5].lower() == "data:":
         return Item(line.name, line.relative, image, *own)
     if URL.match(image):

@@ -1,21 +1,21 @@
-"""Which names are pictures', and where the captions of pictures go below an output folder."""
+"""File suffixes of images, and relative paths for caption files below an output folder."""
 
 import os
 import re
 from pathlib import PurePath
 
-# What Pillow reads by itself and people keep pictures in; AVIF since Pillow 11.3.
+# Common image formats that Pillow reads without plugins; AVIF since Pillow 11.3.
 _FORMATS = "apng avif bmp dib gif j2k jfif jp2 jpe jpeg jpg mpo pbm pgm png pnm ppm qoi tga tif tiff webp"
 SUFFIXES = frozenset(f".{name}" for name in _FORMATS.split())
 URL = re.compile(r"https?://(?:[^/?#]*@)?(\[[^]/?#]*\]|[^/?#:]*)[^/?#]*([^?#]*)", re.IGNORECASE)  # host, path
 
 
-def is_picture_name(name: str) -> bool:
+def is_image_name(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in SUFFIXES
 
 
 def relative_path(*paths: str) -> str:
-    """The paths joined, without whatever could lead out of a folder."""
+    """The paths joined, without roots, '..' and NUL, so that the result stays inside a folder."""
     pures = [PurePath(path.replace("\0", "")) for path in paths]
     names = [name for pure in pures for name in pure.parts[bool(pure.anchor) :] if name != ".."]
     return "/".join(names) or "index"

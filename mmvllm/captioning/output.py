@@ -1,4 +1,4 @@
-"""Where records go: the journal, and what is made of it for other readers."""
+"""The outputs of a job: the journal, and the tables and caption files that are made from it."""
 
 import logging
 import os
@@ -16,6 +16,7 @@ from mmvllm.captioning.items import Item
 from mmvllm.captioning.journal import Journal
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.captioning.tables import write_csv, write_parquet
+from mmvllm.errors import ArgumentError
 
 logger = logging.getLogger(__name__)
 TABLES = {"csv": write_csv, "parquet": write_parquet}
@@ -24,7 +25,7 @@ DEFAULT_JOURNAL = "captions.jsonl"
 
 
 class Output:
-    """Everything that a job writes; arguments as `caption_images` has them. Nothing is changed before `begin`."""
+    """Everything that a job writes; the arguments are those of `caption_images`. No file is changed before `begin`."""
 
     def __init__(
         self,
@@ -41,7 +42,10 @@ class Output:
         self.path, self.format = path, format or _format_of(path)
         _check(self.path, self.format, output_dir, overwrite, skip_existing)
         if overwrite and (skip_existing or retry_failed):
-            raise ValueError("--overwrite begins anew: nothing is there to be skipped or done again; leave one out")
+            raise ArgumentError(
+                "{overwrite} begins anew, with nothing to skip or to try again; do not combine it with {skip_existing} "
+                "or {retry_failed}"
+            )
         self.files = None
         self._unwritten: deque[dict] = deque()  # records whose files are to be written
         if self.format in files.SUFFIXES:
@@ -55,17 +59,17 @@ class Output:
             self.reserve(self.journal.paths)
 
     def reserve(self, paths: Iterable[str | PathLike]) -> None:
-        """Let no caption file take the place of these: what the job reads and writes besides."""
+        """Do not let a caption file replace one of these files, which the job reads or writes."""
         if self.files is not None:
             self.files.reserved |= {os.path.realpath(path) for path in paths}
 
     @property
     def index(self) -> Index:
-        """What is recorded; valid from `begin` on."""
+        """The index of the recorded tasks; valid after `begin`."""
         return self.journal.index if self.journal else self._index
 
     def begin(self) -> None:
-        """Make ready to record, and bring back caption files that their records say should be there."""
+        """Read the existing records, and write caption files that they name and that are missing."""
         if self.journal is None:
             self._index = Index()
             return
@@ -82,15 +86,15 @@ class Output:
             logger.warning("%s", error)
 
     def skips(self, item: Item) -> bool:
-        """Whether a picture is left alone because its caption file is there."""
+        """Whether an image is left out because its caption file exists."""
         return self.files is not None and self.files.skips(item)
 
     def claim_file(self, item: Item) -> str | None:
-        """Where the caption of this item goes besides the journal; raises ValueError where there is no place."""
+        """The path of this item's caption file, if the format has one; raises ValueError if it cannot be used."""
         return None if self.files is None or item.error else str(self.files.claim(item, self.index))
 
     def write(self, record: dict) -> None:
-        """Record it, in the journal first of all; raises JobError where that fails."""
+        """Write a record to the journal, and its caption file later; raises JobError if that fails."""
         if self.journal is None:
             return
         self.journal.append(record)
@@ -100,23 +104,22 @@ class Output:
             self._write_files()
 
     def _write_files(self) -> None:
-        """Write them once the journal is on the disk: a file without its record would be taken for someone else's."""
+        """Call this only after the journal is synced: a file without a record would count as not made by this job."""
         while self._unwritten:
             self.files.write(self._unwritten.popleft())
 
     def finish(self) -> None:
-        """Make the table, if one is wanted, of all that is recorded."""
+        """Write the table of all records, if the format is one."""
         self._flush()
         if self.format in TABLES:
             try:
                 TABLES[self.format](self.path, self.journal.records())
             except OSError as error:
-                raise JobError(
-                    f"{self.path} cannot be written: {error.strerror}; all records are in {self.journal.path}"
-                ) from error
+                hint = f"; all records are in {self.journal.path}"
+                raise JobError.cannot_write(self.path, error, hint) from error
 
     def close(self) -> None:
-        """Write what is left, and let go of the journal."""
+        """Write the remaining caption files, and close the journal."""
         try:
             self._flush()
         finally:
@@ -141,17 +144,19 @@ def _check(path: Path | None, format: str, output_dir: Path | None, overwrite: b
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}, must be one of {', '.join(FORMATS)}")
     if path is not None and not path.parent.is_dir():
-        raise ValueError(f"--output {path}: there is no folder {path.parent}; make it first")
+        raise ArgumentError(
+            "{output} {path}: there is no folder {folder}; make it first", path=path, folder=path.parent
+        )
     if path is not None and path.is_dir():
-        raise ValueError(f"--output {path} is a folder; name a file")
+        raise ArgumentError("{output} {path} is a folder; name a file", path=path)
     if output_dir is not None and not output_dir.is_dir():
-        raise ValueError(f"--output-dir {output_dir} is no folder; make it first")
+        raise ArgumentError("{output_dir} {path} is not a folder; make it first", path=output_dir)
     if output_dir is not None and not os.access(output_dir, os.W_OK | os.X_OK):
-        raise ValueError(f"--output-dir {output_dir} cannot be written to")
+        raise ArgumentError("{output_dir} {path} is not writable", path=output_dir)
     if format not in files.SUFFIXES:
-        for name, value in (("output-dir", output_dir), ("skip-existing", skip_existing)):
+        for name, value in (("output_dir", output_dir), ("skip_existing", skip_existing)):
             if value:
-                raise ValueError(f"--{name} is for caption files (txt, webdataset-json), the format is {format}")
+                raise ArgumentError(f"{{{name}}} is for caption files (txt, webdataset-json), the format is {format}")
     if format in TABLES:
         _check_table(path, format, overwrite)
 
@@ -159,16 +164,19 @@ def _check(path: Path | None, format: str, output_dir: Path | None, overwrite: b
 def _check_unrecorded(**options: bool) -> None:
     for name, value in options.items():
         if value:
-            raise ValueError(f"--{name.replace('_', '-')} is about what is recorded; give --output too")
+            raise ArgumentError(f"{{{name}}} concerns existing records; give {{output}} too")
 
 
 def _check_table(path: Path | None, format: str, overwrite: bool) -> None:
     if path is None:
-        raise ValueError(f"{format} needs --output FILE.{format}")
+        raise ArgumentError(f"{format} needs {{output}} FILE.{format}")
     if format == "parquet" and find_spec("pyarrow") is None:
         raise ValueError("parquet needs pyarrow: pip install 'mmvllm[parquet]'")
     if path.exists() and not _journal_of(path).exists() and not overwrite:
-        raise ValueError(f"{path} exists and was not made by this command; choose another output, or --overwrite")
+        raise ArgumentError(
+            "{path} exists and was not made by mmvllm; choose another {output}, or replace the file with {overwrite}",
+            path=path,
+        )
 
 
 def _journal_of(table: Path) -> Path:

@@ -1,13 +1,13 @@
-"""How far a job has come."""
+"""Counters of a running job."""
 
 import time
 
 
 class Progress:
-    """Counters that the job's threads write and anyone may read.
+    """Counters that the job's threads write and any thread may read.
 
-    `engine_wait_share` is the share of the time since the first picture was ready in which the engine had none to work
-    on, in [0, 1].
+    `engine_wait_share` is the share of the time since the first image was prepared in which the engine had no image to
+    work on, in [0, 1].
     """
 
     def __init__(self):
@@ -19,11 +19,12 @@ class Progress:
 
     @property
     def num_done(self) -> int:
-        """Pictures that got a record in this run."""
+        """Number of images recorded in this run."""
         return self.num_captioned + self.num_duplicates + self.num_failed
 
     @property
     def seconds(self) -> float:
+        """Time since the start of the run, or its duration once it has ended."""
         return (self._end or time.perf_counter()) - self._start
 
     def add(self, record: dict) -> None:

@@ -1,4 +1,4 @@
-"""What Ray's workers do in a captioning job: one finds the pictures, the others have an engine each."""
+"""The code of Ray's workers in a captioning job: one finds the images, the others run one engine each."""
 
 import json
 import os
@@ -21,17 +21,17 @@ from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.output import Output
 from mmvllm.captioning.progress import Progress
-from mmvllm.captioning.run import Selection, Worklist
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.captioning.tars import TarMember
+from mmvllm.captioning.worklist import Selection, Worklist
 from mmvllm.llm import LLM
 
-CHUNK = 16  # pictures that travel together, and that are done again when their actor is lost
+CHUNK = 16  # images that are sent together, and that are repeated if their actor is lost
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What walk and actors need to know; it travels to them."""
+class RayJobSpec:
+    """The description of a job that is sent to the walk and to the actors."""
 
     settings: CaptionSettings
     selection: Selection
@@ -44,20 +44,20 @@ class Job:
     folder: str
 
     def enter_folder(self) -> None:
-        with suppress(OSError):  # another machine need not have it: absolute paths and URLs mean the same there
+        with suppress(OSError):  # another machine may not have it; absolute paths and URLs work without it
             os.chdir(self.folder)
 
 
 @dataclass(slots=True)
 class Chunk:
-    """Some items, later with their records; it travels as one row of a data set."""
+    """Some items, later with their records; sent as one row of a data set."""
 
     items: list[Item] = field(default_factory=list)
     records: list[dict] = field(default_factory=list)
-    num_skipped: int = 0  # by the walk, up to here
+    num_skipped: int = 0  # by the walk, so far
     actor: str = ""
     engine_wait_share: float = 0.0  # of that actor
-    error: str | None = None  # the job's, not that of a picture
+    error: str | None = None  # of the job, not of an image
 
     def pack(self) -> pyarrow.Table:
         return pyarrow.table({"chunk": [json.dumps(asdict(self))]})
@@ -74,23 +74,23 @@ def _item(source: str | dict | None, **others: str | None) -> Item:
     return Item(source=TarMember(**source) if isinstance(source, dict) else source, **others)
 
 
-class _RecordedElsewhere(Output):
-    """What the walk asks of an output that another process writes."""
+class _RemoteOutput(Output):
+    """The part of an output that the walk uses; another process writes the output."""
 
     def __init__(self, index: Index, files: CaptionFiles | None):
         self.journal, self._index, self.files = None, index, files
 
 
-def walk(_: pyarrow.Table, job: Job, recorded: "ray.ObjectRef") -> Iterator[pyarrow.Table]:
-    """Find what is to be done, chunk by chunk as Ray asks for more."""
+def walk(_: pyarrow.Table, job: RayJobSpec, recorded: "ray.ObjectRef") -> Iterator[pyarrow.Table]:
+    """Find the images to caption; a generator, so that Ray takes one chunk at a time."""
     job.enter_folder()
     index = Index()
     index.load(ray.get(recorded))
-    worklist = Worklist(job.settings, job.selection, _RecordedElsewhere(index, job.files), Progress())
+    worklist = Worklist(job.settings, job.selection, _RemoteOutput(index, job.files), Progress())
     tasks = iter(worklist)
     try:
         while items := [task.item for task in islice(tasks, CHUNK)]:
-            worklist.under_way.clear()
+            worklist.in_flight.clear()
             yield Chunk(items, num_skipped=worklist.progress.num_skipped).pack()
         yield Chunk(num_skipped=worklist.progress.num_skipped).pack()
     except (ValueError, OSError) as error:
@@ -98,15 +98,15 @@ def walk(_: pyarrow.Table, job: Job, recorded: "ray.ObjectRef") -> Iterator[pyar
 
 
 class CaptionActor:
-    """One engine. Ray calls it from several threads, and their chunks run through it together, to keep it busy."""
+    """One engine. Ray calls it from several threads, whose chunks share the engine's batches."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: RayJobSpec):
         job.enter_folder()
         torch.set_num_threads(job.num_threads)
         self._error: str | None = None
         try:
             llm = LLM(job.model, **job.engine_args)
-        except (ValueError, TypeError, OSError) as error:  # raised here, Ray would wrap it, and try again for long
+        except (ValueError, TypeError, OSError) as error:  # if it were raised here, Ray would retry for a long time
             self._error = str(error)
             return
         self._id = ray.get_runtime_context().get_actor_id()
@@ -118,7 +118,7 @@ class CaptionActor:
         threading.Thread(target=self._run, name="mmvllm-caption", daemon=True).start()
 
     def __call__(self, table: pyarrow.Table) -> Iterator[pyarrow.Table]:
-        # A generator, because Ray calls anything else in a single thread.
+        # A generator, because Ray calls other functions from a single thread only.
         for chunk in Chunk.unpack(table):
             if chunk.error is None:
                 chunk.error = self._error
@@ -132,11 +132,11 @@ class CaptionActor:
         for reply in replies:
             wait((reply, self._end), return_when=FIRST_COMPLETED)
             if not reply.done():
-                self._end.result()  # raises what ended it
+                self._end.result()  # raises the error that ended the engine's thread
         return [reply.result() for reply in replies]
 
     def _submit(self, item: Item) -> "Future[dict]":
-        ticket = next(self._tickets)  # not the item's own key: Ray may have the same chunk done twice at a time
+        ticket = next(self._tickets)  # not the item's key: Ray may run the same chunk twice at the same time
         reply = self._replies[ticket] = Future()
         self._tasks.put(Task(item, ticket))
         return reply

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic replacement of files."""
 
 import os
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ import xxhash
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path to write to, which takes the place of `path` if all goes well; a link stays one."""
+    """A temporary path to write to; it replaces `path` if no exception is raised. A symbolic link is kept."""
     target = Path(os.path.realpath(path))
-    # Its name may not be longer than the target's, nor that of another process on another machine.
+    # The name is short, because the target's may be as long as the file system allows.
     temporary = target.with_name(f".{xxhash.xxh3_64_hexdigest(os.fsencode(target.name))}.tmp")
     try:
         yield temporary
@@ -22,6 +22,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Have a file on the disk before anything else is done."""
+    """Flush a file to the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -1,8 +1,8 @@
-"""One HTML page that shows what was captioned: no other file, no network, 10,000 pictures and more.
+"""A report of captions in one HTML file, without network access, for 10,000 images and more.
 
-The page is written as the records come: blocks of JSON first, thumbnails apart from words, then what is known only at
-the end. Its script makes cards of the blocks as one scrolls. What records say gets into the page as JSON or as escaped
-text only, and the page's policy runs no script and fetches nothing but what this module put there.
+The page is written while the records are read: first blocks of JSON, with thumbnails apart from texts, then the counts
+and the throughput. Its script makes cards from the blocks as the reader scrolls. Texts of records are written only as
+JSON or escaped, and the page's content security policy allows no other script and no requests.
 """
 
 import base64
@@ -29,7 +29,7 @@ from mmvllm.captioning.throughput import draw_throughput, measure_throughput
 from mmvllm.processors.load import load_image
 
 GENERATOR = b'<meta name="generator" content="mmvllm caption">'
-MAX_PICTURES = 10_000  # shown with a caption
+MAX_IMAGES = 10_000  # shown with a caption
 MAX_FAILURES = 2_000  # shown with a reason
 BLOCK = 100  # records in one piece of JSON
 SIDE = 160  # pixels, the longer side of a thumbnail
@@ -43,10 +43,10 @@ _INERT = str.maketrans({char: f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029
 
 
 def write_report(path: Path, records: Iterable[dict], summary: dict[str, str], title: str = "Captions") -> None:
-    """Write a page with the thumbnails, captions, failures, counts and throughput of caption `records`, read once.
+    """Write a page with thumbnails, captions, failures, counts and throughput of `records`, which are iterated once.
 
-    Pictures are read again where they lie; those on the web are not fetched again. Raises ValueError if the page
-    cannot lie at `path`, and whatever reading `records` raises; there is then no half page.
+    Image files are read again for their thumbnails; images on the web are not fetched. Raises ValueError if the page
+    cannot be at `path`, and any exception of `records`; an earlier page is then kept.
     """
     path = Path(path)
     head, body = _template().split("{{records}}")
@@ -77,7 +77,7 @@ def _fill(template: str, **values: str) -> str:
 
 
 def _policy(template: str) -> str:
-    """Only this style and this script, and pictures that lie in the page."""
+    """The content security policy: this style, this script, and images embedded in the page."""
     hashes = {
         tag: base64.b64encode(
             hashlib.sha256(re.search(f"<{tag}>(.*?)</{tag}>", template, re.DOTALL)[1].encode()).digest()
@@ -90,24 +90,24 @@ def _policy(template: str) -> str:
 
 
 def check_place(path: Path) -> None:
-    """Raise ValueError if no page can lie at `path`, or something else lies there."""
+    """Raise ValueError if the page cannot be written to `path`, or if another file would be replaced."""
     if not path.parent.is_dir():
         raise ValueError(f"report {path}: there is no folder {path.parent}; make it first")
     if path.is_dir():
         raise ValueError(f"report {path}: is a folder; give the name of a file")
     if path.exists() and GENERATOR not in path.open("rb").read(4096):
-        raise ValueError(f"report {path}: is there, and is not an earlier report; choose another name")
+        raise ValueError(f"report {path}: exists, and is not an earlier report; choose another name")
 
 
 class _Tally:
-    """What is counted over all records, shown or not."""
+    """Counts over all records, including those that are not shown."""
 
     def __init__(self):
         self.captioned = self.failed = self.duplicates = 0
-        self.times = array("d")  # 8 bytes a picture is all that is kept of the others
+        self.times = array("d")  # of records that are not shown, only these 8 bytes are kept
 
     def add(self, record: dict) -> bool:
-        """Count a record; whether the page has room for it."""
+        """Count a record; return whether it is shown."""
         if (time := _number(record.get("time"))) is not None:
             self.times.append(time)
         self.duplicates += record.get("duplicate_of") is not None
@@ -115,13 +115,13 @@ class _Tally:
             self.failed += 1
             return self.failed <= MAX_FAILURES
         self.captioned += 1
-        return self.captioned <= MAX_PICTURES
+        return self.captioned <= MAX_IMAGES
 
     def __str__(self) -> str:
-        pictures, duplicates = _count(self.captioned + self.failed, "picture"), _count(self.duplicates, "duplicate")
-        text = f"{pictures}: {self.captioned:,} captioned, {self.failed:,} failed; {duplicates}."
-        if self.captioned > MAX_PICTURES:
-            text += f" The first {MAX_PICTURES:,} of {self.captioned:,} captioned pictures are shown."
+        images, duplicates = _count(self.captioned + self.failed, "image"), _count(self.duplicates, "duplicate")
+        text = f"{images}: {self.captioned:,} captioned, {self.failed:,} failed; {duplicates}."
+        if self.captioned > MAX_IMAGES:
+            text += f" The first {MAX_IMAGES:,} of {self.captioned:,} captioned images are shown."
         if self.failed > MAX_FAILURES:
             text += f" The first {MAX_FAILURES:,} of {self.failed:,} failures are shown."
         return text
@@ -135,28 +135,28 @@ def _count(number: int, noun: str) -> str:
 
 
 def _cards(records: Iterable[dict], home: Path) -> Iterator[tuple[dict, str | None]]:
-    """Each record as the page wants it, and its thumbnail; a few are made ahead, in threads."""
-    waiting: deque[tuple[dict, Future[str | None]]] = deque()
+    """The card and the thumbnail of each record; threads make a few thumbnails ahead."""
+    pending: deque[tuple[dict, Future[str | None]]] = deque()
     index_of: dict[str | None, int] = {}  # the card of each file, for its duplicates
     tar_index = lru_cache(maxsize=2)(_tar_index)
     with ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="mmvllm-thumbnail") as pool:
         for index, record in enumerate(records):
             card = _card(record, home)
-            if (twin := index_of.get(card.get("duplicate_of"))) is not None:
-                card["same"] = twin
+            if (original := index_of.get(card.get("duplicate_of"))) is not None:
+                card["same"] = original
             elif "web" not in card:
                 index_of[card["path"]] = index
             source = None if {"same", "web"} & card.keys() else _source(_path(record), tar_index)
-            waiting.append((card, pool.submit(_thumbnail, source)))
-            if len(waiting) > LOOKAHEAD:
-                card, thumbnail = waiting.popleft()
+            pending.append((card, pool.submit(_thumbnail, source)))
+            if len(pending) > LOOKAHEAD:
+                card, thumbnail = pending.popleft()
                 yield card, thumbnail.result()
-        for card, thumbnail in waiting:
+        for card, thumbnail in pending:
             yield card, thumbnail.result()
 
 
 def _card(record: dict, home: Path) -> dict[str, Any]:
-    """What the page shows of a record; what is None is left out."""
+    """The fields of a record that the page shows, without those that are None."""
     path = _path(record)
     card = {key: _clean(record[key]) for key in _TEXTS if record.get(key) is not None}
     card |= {key: number for key in _NUMBERS if (number := _number(record.get(key))) is not None}
@@ -167,7 +167,7 @@ def _card(record: dict, home: Path) -> dict[str, Any]:
 
 
 def _link(path: str, home: Path) -> str:
-    """Relative where the file lies below the page, so that they may be moved together."""
+    """A relative link if the file is in a folder below the page, so that both can be moved together."""
     absolute = Path(path).absolute()
     if absolute.is_relative_to(home):
         return "./" + urllib.parse.quote(os.fsencode(absolute.relative_to(home)))
@@ -180,7 +180,7 @@ def _path(record: dict) -> str:
 
 def _source(path: str, tar_index: Callable[[str], dict[str, TarMember]]) -> str | Path | TarMember | None:
     if os.path.isfile(path):
-        return Path(path).absolute()  # whatever its name: "~a.jpg", "data:a.jpg"
+        return Path(path).absolute()  # also with a name such as "~a.jpg" or "data:a.jpg"
     for match in re.finditer(r"\.tar/", path, re.IGNORECASE):
         tar, member = path[: match.end() - 1], path[match.end() :]
         if os.path.isfile(tar):
@@ -190,13 +190,13 @@ def _source(path: str, tar_index: Callable[[str], dict[str, TarMember]]) -> str 
 
 def _tar_index(tar: str) -> dict[str, TarMember]:
     index = {}
-    with suppress(ValueError):  # of a damaged one, what comes before the damage is there
+    with suppress(ValueError):  # of a damaged tar, use the members before the damage
         index.update(tar_members(tar))
     return index
 
 
 def _thumbnail(source: str | Path | TarMember | None) -> str | None:
-    """A WebP picture in base64; None where there is nothing to show."""
+    """A WebP image in base64; None if the image cannot be read."""
     if source is None:
         return None
     try:
@@ -218,17 +218,17 @@ def _write_blocks(file: TextIO, cards: Iterator[tuple[dict, str | None]]) -> Non
 
 
 def _json(value: Any) -> str:
-    """JSON in which nothing can end a script element or begin a comment."""
+    """JSON without characters that could end a script element or begin a comment."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).translate(_INERT)
 
 
 def _clean(value: Any) -> str:
-    """A text that UTF-8 can hold, which file names need not be."""
+    """The text with surrogates escaped, because file names need not be Unicode."""
     return str(value).encode("utf-8", "backslashreplace").decode()
 
 
 def _number(value: Any) -> int | float | None:
-    return value if isinstance(value, int | float) and abs(value) < 1e15 else None  # neither NaN nor infinite
+    return value if isinstance(value, int | float) and abs(value) < 1e15 else None  # not NaN or infinite
 
 
 def _table(summary: dict[str, str]) -> str:

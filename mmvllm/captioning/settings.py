@@ -1,4 +1,4 @@
-"""What decides how a picture is captioned: model, prompt, pixel bounds, sampling, and what is put around the words."""
+"""The settings of a job: model, prompt, pixel bounds, sampling, and text around each caption."""
 
 import dataclasses
 import json
@@ -26,10 +26,11 @@ PRESETS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptionSettings:
-    """Settings of one job; two runs write into the same output only if theirs are equal.
+    """Settings of one job; a run resumes an output only if the settings are equal.
 
-    `prefix`, `suffix` and `trigger_word` are put around what the model says: prefix, "trigger_word, ", text, suffix.
-    `caption_files` says which files are written besides, and where.
+    `prefix`, `suffix` and `trigger_word` are put around the model's text: prefix, "trigger_word, ", text, suffix.
+    `caption_files` describes the caption files of the job. Names and values of the fields are part of `fingerprint`:
+    changing them makes existing outputs impossible to resume.
     """
 
     model: str = "bundled"
@@ -47,10 +48,10 @@ class CaptionSettings:
     caption_files: str | None = None
 
     def __post_init__(self):
-        _ = self.sampling_params  # which checks its values
+        _ = self.sampling_params  # checks the values
         if not self.prompt.strip():
-            raise ValueError("the prompt is empty; say what to ask")
-        from mmvllm.processors.image import pixel_bounds  # and torch, for which `--help` need not wait
+            raise ValueError("the prompt is empty; give a question or an instruction")
+        from mmvllm.processors.image import pixel_bounds  # here, because it imports torch, which `--help` does not need
 
         pixel_bounds(self.min_pixels, self.max_pixels, 1, MAX_SOURCE_PIXELS)
 
@@ -60,16 +61,16 @@ class CaptionSettings:
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits, the same for the same settings in every run."""
+        """A hash of the settings, 16 hex digits, equal in every run."""
         return _fingerprint(self)
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether equal pictures get equal captions: decoding is greedy or seeded."""
+        """Whether the model repeats its caption for equal images: decoding is greedy or seeded."""
         return self.temperature == 0 or self.seed is not None
 
     def difference(self, other: dict[str, Any]) -> list[str]:
-        """What is not as in another run's settings, in words."""
+        """The fields that differ from another run's settings, as text."""
         return [
             f"{name} was {other.get(name)!r:.200}, is {value!r:.200}"
             for name, value in dataclasses.asdict(self).items()
@@ -77,21 +78,21 @@ class CaptionSettings:
         ]
 
     def prompt_for(self, item: Item) -> str:
-        """The item's own prompt or that of the job, behind the item's context."""
+        """The item's prompt or else the job's, after the item's context if it has one."""
         prompt = item.prompt or self.prompt
         return f"Context: {item.context}\n\n{prompt}" if item.context else prompt
 
     def key(self, item: Item) -> str:
-        """32 hex digits that name one piece of work: this picture, asked this, with these settings."""
+        """The key of a task, 32 hex digits: a hash of the image's path, its prompt and the settings."""
         data = item.source if isinstance(item.source, str) and item.source[:5].lower() == "data:" else ""
         return _digest("\0".join((self.fingerprint, item.path, item.id or "", self.prompt_for(item), data)))
 
     def content_key(self, digest: str, prompt: str) -> str:
-        """The same for all pictures with this digest of their pixels that are asked the same."""
+        """A hash, 32 hex digits, that is equal for images with this pixel digest, prompt and settings."""
         return _digest("\0".join((self.fingerprint, digest, prompt)))
 
     def request(self, item: Item) -> dict:
-        """The chat request, with the item itself as its picture."""
+        """The chat request, with the item itself in place of the image."""
         content = [{"type": "image", "image": item}, {"type": "text", "text": self.prompt_for(item)}]
         messages = [{"role": "user", "content": content}]
         if self.system is not None:
@@ -100,12 +101,12 @@ class CaptionSettings:
         return {"messages": messages, **bounds}
 
     def caption(self, text: str) -> str:
-        """The model's words as they are recorded."""
+        """The caption that is recorded for the model's text."""
         trigger = f"{self.trigger_word}, " if self.trigger_word else ""
         return f"{self.prefix}{trigger}{text.strip()}{self.suffix}"
 
 
-@cache  # it is asked for with every picture that is found
+@cache  # called for every image that is found
 def _fingerprint(settings: CaptionSettings) -> str:
     return _digest(json.dumps(dataclasses.asdict(settings), sort_keys=True))[:16]
 

@@ -1,4 +1,4 @@
-"""The records of a journal as one table, for spreadsheets and dataframes."""
+"""Writes the records of a journal as one table, for spreadsheets and data frames."""
 
 import csv
 from collections.abc import Iterable
@@ -12,8 +12,7 @@ ROWS_PER_GROUP = 8192
 
 
 def write_csv(path: Path, records: Iterable[dict]) -> None:
-    """Write a header and a row per record, UTF-8; replaces the file at once or not at all."""
-
+    """Write a header and a row per record, UTF-8; the file is replaced atomically."""
     with replacing(path) as temporary:
         with temporary.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
             table = csv.DictWriter(file, COLUMNS)
@@ -23,7 +22,7 @@ def write_csv(path: Path, records: Iterable[dict]) -> None:
 
 
 def write_parquet(path: Path, records: Iterable[dict]) -> None:
-    """Write typed columns in row groups; replaces the file at once or not at all. Needs pyarrow."""
+    """Write typed columns in row groups; the file is replaced atomically. Needs pyarrow."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -39,7 +38,7 @@ def write_parquet(path: Path, records: Iterable[dict]) -> None:
 
 
 def _as_unicode(record: dict) -> dict:
-    """File names that are not Unicode, with their bytes written out."""
+    """The record with file names that are not Unicode escaped."""
     return {
         name: value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
         for name, value in record.items()

@@ -1,4 +1,4 @@
-"""Pictures in uncompressed tars, webdataset shards for one: found by their headers, read by seeking."""
+"""Images in uncompressed tar files, such as webdataset shards: found by their headers, read by seeking."""
 
 import errno
 import os
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from mmvllm.captioning.names import is_picture_name
+from mmvllm.captioning.names import is_image_name
 from mmvllm.processors.load import MAX_FILE_BYTES
 
 PACKED = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4|lzma|z)|tgz|tbz2?|txz|tzst)\Z", re.IGNORECASE)
@@ -18,17 +18,17 @@ _PACKED_STARTS = (b"\x1f\x8b", b"\xfd7zXZ", b"(\xb5/\xfd", b"\x04\x22\x4d\x18")
 
 @dataclass(frozen=True, slots=True)
 class TarMember:
-    """Where a picture lies in an uncompressed tar: `size` bytes from byte `offset`."""
+    """The position of an image in an uncompressed tar: `size` bytes from byte `offset`."""
 
     tar: str
     offset: int
     size: int
 
     def read(self) -> bytes:
-        """Read the picture, in any thread. Raises ValueError if it is not there any more or too large."""
+        """Read the image; thread-safe. Raises ValueError if it is too large or cannot be read any more."""
         if self.size > MAX_FILE_BYTES:
             raise ValueError(
-                f"{self.tar}: the picture in it has {self.size} bytes, more than {MAX_FILE_BYTES}; shrink it first"
+                f"{self.tar}: the image in it has {self.size} bytes, more than {MAX_FILE_BYTES}; shrink it first"
             )
         try:
             with _open_regular(self.tar) as file:
@@ -37,22 +37,23 @@ class TarMember:
         except OSError as error:
             raise ValueError(f"{self.tar}: cannot be read ({error.strerror})") from None
         if len(data) < self.size:
-            raise ValueError(f"{self.tar}: ends {self.size - len(data)} bytes before the picture in it does")
+            raise ValueError(f"{self.tar}: ends {self.size - len(data)} bytes before the image in it does")
         return data
 
 
 def tar_members(path: str | os.PathLike) -> Iterator[tuple[str, TarMember | None]]:
-    """Find the pictures in an uncompressed tar by name, one by one; None for one that is a link to another member.
+    """Find the images in an uncompressed tar by name, lazily; a link to another member has None as its position.
 
-    Raises ValueError if it cannot be opened or is compressed, or is damaged: then after the members before the damage.
+    Raises ValueError if the tar cannot be opened, is compressed, or is damaged; then the members before the damage are
+    found first.
     """
     tar = os.fsdecode(path)
     try:
         with _open_regular(tar) as file:
             if PACKED.search(tar) or file.read(6).startswith(_PACKED_STARTS):
-                raise ValueError(f"{tar}: is compressed, pictures cannot be reached by seeking; decompress it first")
+                raise ValueError(f"{tar}: is compressed, images cannot be reached by seeking; decompress it first")
             for header in _headers(file, tar):
-                if not _is_hidden(header.name) and is_picture_name(header.name):
+                if not _is_hidden(header.name) and is_image_name(header.name):
                     if _is_plain(header):
                         yield header.name, TarMember(tar, header.offset_data, header.size)
                     elif header.islnk() or header.issym():
@@ -67,15 +68,15 @@ def _headers(file: BinaryIO, path: str) -> Iterator[tarfile.TarInfo]:
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
             while (header := tar.next()) is not None:
-                tar.members.clear()  # it would keep all of them
+                tar.members.clear()  # tarfile would keep every header
                 is_cut = _is_plain(header) and header.offset_data + header.size > end
                 if is_cut or header.size < 0 or tar.offset <= header.offset:
-                    raise tarfile.ReadError(f"{header.name} is not there whole")
+                    raise tarfile.ReadError(f"{header.name} is incomplete")
                 yield header
             file.seek(tar.offset)
-        if file.read(tarfile.BLOCKSIZE).strip(b"\0"):  # `next` takes a bad header for the end
+        if file.read(tarfile.BLOCKSIZE).strip(b"\0"):  # `next` treats a bad header as the end
             raise tarfile.ReadError(f"no member begins at byte {tar.offset}")
-    except Exception as error:  # on a damaged file tarfile raises anything
+    except Exception as error:  # tarfile raises exceptions of many types on damaged files
         raise ValueError(f"{path}: the tar is damaged or truncated ({error})") from None
 
 
@@ -84,11 +85,11 @@ def _is_plain(header: tarfile.TarInfo) -> bool:
 
 
 def _open_regular(path: str) -> BinaryIO:
-    if not stat.S_ISREG(os.stat(path).st_mode):  # reading might never end
+    if not stat.S_ISREG(os.stat(path).st_mode):  # reading from others might block or never end
         raise OSError(errno.EINVAL, "it is a folder, a device or a pipe")
     return open(path, "rb")
 
 
 def _is_hidden(member: str) -> bool:
-    """Also within a hidden folder; './' and '../' hide nothing."""
+    """Whether the member or a folder above it is hidden; './' and '../' are not."""
     return any(name.startswith(".") and name not in (".", "..") for name in member.split("/"))

@@ -1,4 +1,4 @@
-"""Pictures per second over the time of a job, drawn as SVG."""
+"""Images per second over the duration of a job, as an SVG figure."""
 
 import math
 from array import array
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 MAX_BINS = 120
-PICTURES_PER_BIN = 10  # at least, on average
+IMAGES_PER_BIN = 10  # at least, on average
 PAUSE_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Pictures per second in bins of equal length, and where, in seconds, a pause was cut out."""
+    """Images per second in bins of `bin_s` seconds, and the times, in seconds, at which a pause was cut out."""
 
     rates: np.ndarray
     bin_s: float
@@ -21,12 +21,12 @@ class Throughput:
 
 
 def measure_throughput(times: array) -> Throughput | None:
-    """The curve over the `times`, in seconds, at which pictures were done; None if they are too few for one.
+    """Compute the rate from the `times`, in seconds, at which images were finished; None if there are too few.
 
-    A pause of more than PAUSE_S between two pictures, as between two runs, counts like the usual time between two.
+    A pause of more than PAUSE_S, as between two runs, is replaced by the median time between two images.
     """
     gaps = np.diff(np.sort(np.asarray(times, dtype=np.float64)))
-    num_bins = min(MAX_BINS, len(gaps) // PICTURES_PER_BIN)
+    num_bins = min(MAX_BINS, len(gaps) // IMAGES_PER_BIN)
     if num_bins < 2:
         return None
     is_pause = gaps > PAUSE_S
@@ -34,19 +34,19 @@ def measure_throughput(times: array) -> Throughput | None:
     seconds = np.concatenate([[0.0], np.cumsum(gaps)])
     if seconds[-1] == 0:
         return None
-    # Between two moments at which pictures were done the count grows evenly: bins need not be wider than a batch.
+    # The count is interpolated between two finished images, so that bins can be shorter than a batch.
     moments, counts = np.unique(seconds, return_counts=True)
     edges = np.linspace(0, seconds[-1], num_bins + 1)
     done = np.interp(edges, moments, np.cumsum(counts))
     return Throughput(np.diff(done) / edges[1], float(edges[1]), seconds[1:][is_pause])
 
 
-LEFT, TOP, RIGHT, BOTTOM = 64, 12, 708, 168  # of the plot, in a picture of 720 x 204
+LEFT, TOP, RIGHT, BOTTOM = 64, 12, 708, 168  # of the plot, in a drawing of 720 x 204 units
 UNITS = ((1, "s"), (60, "min"), (3600, "h"))
 
 
 def draw_throughput(curve: Throughput) -> str:
-    """A figure with the curve as inline SVG."""
+    """A `<figure>` with the curve as inline SVG."""
     total_s = curve.bin_s * len(curve.rates)
     unit_s, unit = [each for each in UNITS if each[0] == 1 or total_s > 2 * each[0]][-1]
     top = 1.1 * float(curve.rates.max())
@@ -71,11 +71,11 @@ def draw_throughput(curve: Throughput) -> str:
     )
     pauses = "".join(f'<path class="pause" d="M{x(at)} {TOP}V{BOTTOM}"/>\n' for at in curve.pauses.tolist())
     mean = float(curve.rates.mean())
-    told = f"Pictures per second over {total_s / unit_s:.3g} {unit}"
+    caption = f"Images per second over {total_s / unit_s:.3g} {unit}"
     cut = "; dotted: a pause was cut out" if pauses else ""
     return (
-        f"<figure>\n<figcaption>{told}, {mean:.3g} on average{cut}</figcaption>\n"
-        f'<svg viewBox="0 0 720 204" role="img" aria-label="{told}: '
+        f"<figure>\n<figcaption>{caption}, {mean:.3g} on average{cut}</figcaption>\n"
+        f'<svg viewBox="0 0 720 204" role="img" aria-label="{caption}: '
         f'from {min(rates):.3g} to {max(rates):.3g}, {mean:.3g} on average">\n'
         f'{rows}{columns}{pauses}<polygon class="area" points="{LEFT},{BOTTOM} {line} {RIGHT},{BOTTOM}"/>\n'
         f'<polyline class="line" points="{line}"/>\n</svg>\n</figure>\n'

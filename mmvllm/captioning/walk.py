@@ -1,4 +1,4 @@
-"""Pictures in folders and by patterns: depth first, however deep, and no folder held whole."""
+"""Finds images in folders and by glob patterns: depth first, to any depth, without holding a folder in memory."""
 
 import os
 import re
@@ -11,21 +11,21 @@ from operator import attrgetter
 from pathlib import Path, PurePath
 
 from mmvllm.captioning.items import Item
-from mmvllm.captioning.names import folder_name, is_picture_name, relative_path
+from mmvllm.captioning.names import folder_name, is_image_name, relative_path
 from mmvllm.captioning.tars import tar_members
 
 CHUNK = 4096  # folder entries that are sorted together
 MAGIC = re.compile(r"[*?[]")
-_NO_PATH = re.compile(r"(https?|file|data):|~", re.IGNORECASE)  # what `load_image` takes for something else
+_NO_PATH = re.compile(r"(https?|file|data):|~", re.IGNORECASE)  # what `load_image` does not treat as a path
 
-# What may follow below a folder, as alternatives: the names of a path, each a pattern. After () everything may.
+# The alternatives for the rest of a path below a folder, each a tuple of patterns for names; () matches everything.
 Pattern = frozenset[tuple[str, ...]]
 EVERYTHING: Pattern = frozenset({()})
 
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
-    """A folder on the way down, partly read."""
+    """A folder that is being read."""
 
     path: str
     relative: str
@@ -38,15 +38,15 @@ def _entries(path: str) -> Generator[os.DirEntry, None, None]:
     with os.scandir(path or ".") as entries:
         while chunk := sorted(islice(entries, CHUNK), key=attrgetter("name")):
             if len(chunk) < CHUNK:
-                entries.close()  # before anything is done about them: that may take hours
+                entries.close()  # before the entries are used, which may take hours
             yield from chunk
 
 
 class Walk:
-    """Depth first through a folder, where links are not followed upwards, nor twice to the same place (`followed`)."""
+    """Walks a folder depth first; links to a folder above, and links to a folder in `followed`, are not followed."""
 
     def __init__(self, root: str, relative: str, pattern: Pattern, followed: set[tuple]):
-        self.is_answered = False  # has seen what matches, or what cannot be looked into
+        self.has_match = False  # or a folder that cannot be read
         self._above = {_identity(parent) for parent in Path(os.path.realpath(root)).parents}
         self._followed = followed
         self._stack = [_Folder(root, relative, pattern, _identity(root), _entries(root))]
@@ -58,7 +58,7 @@ class Walk:
                 try:
                     entry = next(folder.entries, None)
                 except OSError as error:
-                    self.is_answered, entry = True, None
+                    self.has_match, entry = True, None
                     yield _unreadable(folder, error)
                 if entry is None:
                     self._stack.pop()
@@ -70,7 +70,7 @@ class Walk:
 
     def _visit(self, folder: _Folder, entry: os.DirEntry) -> Iterator[Item]:
         pattern = _advance(folder.pattern, entry.name)
-        self.is_answered |= () in pattern
+        self.has_match |= () in pattern
         path = os.path.join(folder.path, entry.name)
         relative = f"{folder.relative}/{entry.name}" if folder.relative else entry.name
         if _is_folder(entry):
@@ -96,7 +96,7 @@ def _unreadable(folder: _Folder, error: OSError) -> Item:
 
 
 def _file(path: str, relative: str) -> Iterator[Item]:
-    if is_picture_name(path):
+    if is_image_name(path):
         yield Item(path, relative, os.path.join(".", path) if _NO_PATH.match(path) else path)
     elif path.lower().endswith(".tar"):
         yield from in_tar(path, relative)
@@ -105,35 +105,35 @@ def _file(path: str, relative: str) -> Iterator[Item]:
 def _is_folder(entry: os.DirEntry) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link to itself, say
+    except OSError:  # for example a link to itself
         return False
 
 
 def _identity(path: str | Path) -> tuple[int, int] | None:
     try:
         status = os.stat(path or ".")
-    except OSError:  # gone; that is said when it is read
+    except OSError:  # deleted; reading it reports the error
         return None
     return status.st_dev, status.st_ino
 
 
 def match_pattern(path: str, followed: set[tuple]) -> Iterator[Item]:
-    # Not glob.iglob: it holds folders whole, recurses, and runs for ever in links that lead to each other.
+    # Not glob.iglob: it reads whole folders into memory, recurses, and never ends on links that form a cycle.
     parts = PurePath(path).parts
-    if path.endswith(("/", "**")):  # what is in front must be a folder
+    if path.endswith(("/", "**")):  # the path before it must be a folder
         parts += ("*",)
     fixed = list(takewhile(lambda part: not MAGIC.search(part), parts))
     root = os.path.join("", *fixed)
     if os.path.isdir(root or "."):
         walk = Walk(root, "", _with_skipped({parts[len(fixed) :]}), followed)
         yield from walk.items()
-        if walk.is_answered:
+        if walk.has_match:
             return
     yield Item(path, relative_path(path), None, error="nothing matches this pattern")
 
 
 def _advance(pattern: Pattern, name: str) -> Pattern:
-    """What may follow below `name`; a hidden one is only matched by a pattern with a dot."""
+    """The pattern for what is below `name`; a hidden name is only matched by a pattern that begins with a dot."""
     is_hidden = name.startswith(".")
     after = set()
     for rest in pattern:
@@ -145,7 +145,7 @@ def _advance(pattern: Pattern, name: str) -> Pattern:
 
 
 def _with_skipped(pattern: set[tuple[str, ...]]) -> Pattern:
-    """`**` may also stand for no folder at all."""
+    """Add the alternatives in which `**` matches no folder."""
     after = set(pattern)
     for rest in pattern:
         while rest and rest[0] == "**":
@@ -158,7 +158,9 @@ def in_tar(tar: str, relative: str) -> Iterator[Item]:
     try:
         with closing(tar_members(tar)) as members:
             for name, member in members:
-                error = None if member else "is a link, which cannot be followed within a tar; write it without links"
+                error = (
+                    None if member else "is a link, which cannot be followed within a tar; create the tar without links"
+                )
                 yield Item(f"{tar}/{name}", relative_path(relative[: -len(".tar")], name), member, error=error)
     except ValueError as error:
         yield Item(tar, relative, None, error=str(error).removeprefix(f"{tar}: "))

@@ -1,4 +1,4 @@
-"""`mmvllm caption`: pictures in, a caption of each out."""
+"""`mmvllm caption`: writes a caption for each image."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ from mmvllm.cli.progress import MODES, Display
 if TYPE_CHECKING:
     from mmvllm.captioning.ray_source import RayOptions
 
-# Arguments that go to `caption_images` as they are, under the same names.
+# Arguments that are passed to `caption_images` under the same names.
 PASSED_ON = (
     *("system", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels", "prefix", "suffix", "trigger_word"),
     *("dtype", "output", "format", "output_dir", "overwrite", "append_anyway", "skip_existing", "retry_failed"),
@@ -33,66 +33,88 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "paths",
         nargs="+",
         metavar="PATH",
-        help="folder (searched for pictures), picture, glob in quotes, .tar of pictures, URL, or a list of pictures: "
-        'text with a path or URL per line (.txt, or - for standard input), or .jsonl with {"image": ..., '
+        help="folder (searched recursively), image, quoted glob pattern, .tar with images, URL, or a list of images: "
+        'text with one path or URL per line (.txt, or - for standard input), or .jsonl with {"image": ..., '
         '"prompt": ..., "context": ..., "id": ...}',
     )
     add_model_arguments(parser)
-    _add_prompt(parser.add_argument_group("what to ask"))
-    _add_output(parser.add_argument_group("where captions go (without --output, to the terminal)"))
-    _add_selection(parser.add_argument_group("which pictures"))
-    parser.add_argument("--workers", type=at_least_one, metavar="N", help="threads that prepare pictures")
+    _add_prompt(parser.add_argument_group("prompt and sampling"))
+    _add_output(parser.add_argument_group("output (without --output, captions are printed)"))
+    _add_selection(parser.add_argument_group("selection of images"))
+    parser.add_argument("--workers", type=at_least_one, metavar="N", help="number of threads that prepare images")
     parser.add_argument(
-        "--worker-processes", action="store_true", help="prepare in processes instead: for many cores and a fast GPU"
+        "--worker-processes",
+        action="store_true",
+        help="prepare images in processes instead of threads: for many cores and a fast GPU",
     )
     _add_engine(parser.add_argument_group("where to run"))
     parser.add_argument(
-        "--progress", choices=MODES, default="auto", help="bar on a terminal, lines elsewhere (default: %(default)s)"
+        "--progress",
+        choices=MODES,
+        default="auto",
+        help="auto: a bar on a terminal, log lines elsewhere (default: %(default)s)",
     )
     parser.add_argument(
-        "--report", type=Path, metavar="FILE.html", help="write a page with all captions and thumbnails; needs --output"
+        "--report",
+        type=Path,
+        metavar="FILE.html",
+        help="write an HTML page with captions and thumbnails; needs --output",
     )
 
 
 def _add_prompt(group: argparse._ArgumentGroup) -> None:
     prompt = group.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help=f"default: {DEFAULT_PROMPT!r}")
-    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file with the prompt")
-    prompt.add_argument("--preset", choices=PRESETS, help="a prompt that people use")
-    group.add_argument("--list-presets", action=_ListPresets, nargs=0, help="print the presets' prompts")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="read the prompt from a file")
+    prompt.add_argument("--preset", choices=PRESETS, help="use a predefined prompt")
+    group.add_argument("--list-presets", action=_ListPresets, nargs=0, help="print the prompts of the presets")
     group.add_argument("--system", metavar="TEXT", help="system message")
     group.add_argument(
-        "--max-tokens", type=int, default=256, metavar="N", help="longest caption (default: %(default)s)"
+        "--max-tokens", type=int, default=256, metavar="N", help="maximum length of a caption (default: %(default)s)"
     )
-    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: %(default)s)")
-    group.add_argument("--seed", type=int, metavar="N", help="make sampled captions repeatable")
-    group.add_argument("--min-pixels", type=at_least_one, metavar="N", help="make smaller pictures this large")
-    group.add_argument("--max-pixels", type=at_least_one, metavar="N", help="make larger pictures this small: faster")
-    group.add_argument("--prefix", default="", metavar="TEXT", help="put before every caption")
-    group.add_argument("--suffix", default="", metavar="TEXT", help="put behind every caption")
-    group.add_argument("--trigger-word", metavar="WORD", help="put 'WORD, ' between prefix and caption")
+    group.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature; 0 is greedy (default: %(default)s)",
+    )
+    group.add_argument("--seed", type=int, metavar="N", help="seed that makes sampled captions reproducible")
+    group.add_argument("--min-pixels", type=at_least_one, metavar="N", help="enlarge smaller images to this area")
+    group.add_argument(
+        "--max-pixels", type=at_least_one, metavar="N", help="shrink larger images to this area, which is faster"
+    )
+    group.add_argument("--prefix", default="", metavar="TEXT", help="text before every caption")
+    group.add_argument("--suffix", default="", metavar="TEXT", help="text after every caption")
+    group.add_argument("--trigger-word", metavar="WORD", help="write 'WORD, ' between prefix and caption")
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--output", type=Path, metavar="FILE", help="record here; the same command again goes on")
+    group.add_argument("--output", type=Path, metavar="FILE", help="file to record in; the same command resumes it")
     group.add_argument(
         "--format",
         choices=FORMATS,
-        help="txt and webdataset-json write a file beside each picture, besides the records (default: as --output is "
-        "named, else jsonl)",
+        help="txt and webdataset-json write a file for each image in addition to the records (default: by the suffix "
+        "of --output, else jsonl)",
     )
-    group.add_argument("--output-dir", type=Path, metavar="DIR", help="put txt and json files there, in folders alike")
-    group.add_argument("--overwrite", action="store_true", help="begin anew; replace caption files")
+    group.add_argument(
+        "--output-dir", type=Path, metavar="DIR", help="write txt and json files there, in the same folders"
+    )
+    group.add_argument("--overwrite", action="store_true", help="replace the output and existing caption files")
     group.add_argument(
         "--append-anyway", action="store_true", help="add to an output that was made with other settings"
     )
 
 
 def _add_selection(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--limit", type=at_least_one, metavar="N", help="take at most N pictures not recorded yet")
-    group.add_argument("--shard", type=_shard, metavar="I/N", help="take the I-th of N parts, 1/N to N/N")
-    group.add_argument("--skip-existing", action="store_true", help="leave pictures whose txt or json file is there")
-    group.add_argument("--retry-failed", action="store_true", help="take only what is recorded as failed")
+    group.add_argument(
+        "--limit", type=at_least_one, metavar="N", help="caption at most N images that are not recorded yet"
+    )
+    group.add_argument(
+        "--shard", type=_shard, metavar="I/N", help="caption the I-th of N parts of the images, 1/N to N/N"
+    )
+    group.add_argument("--skip-existing", action="store_true", help="skip images whose txt or json file exists")
+    group.add_argument("--retry-failed", action="store_true", help="caption only images that are recorded as failed")
     group.add_argument("--fail-fast", action="store_true", help="stop at the first failure")
 
 
@@ -115,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
 
         check_place(args.report)
         if args.output is None and args.format not in FILE_SUFFIXES:
-            raise ValueError("--report shows what is recorded; give --output too")
+            raise ValueError("--report shows the records; give --output too")
     job = caption_images(
         args.paths,
         model=args.model,
@@ -167,20 +189,20 @@ def _ray_options(args: argparse.Namespace) -> "RayOptions | None":
 
 @contextmanager
 def _stopping(job) -> Iterator[list[int]]:
-    """Let a first SIGINT or SIGTERM finish what is under way, and a second one end the run; gives those that came."""
-    came: list[int] = []
+    """Stop the job at the first SIGINT or SIGTERM, and end it at the second; yields the list of received signals."""
+    received: list[int] = []
 
     def stop(number: int, _) -> None:
-        came.append(number)
-        if len(came) > 1:
+        received.append(number)
+        if len(received) > 1:
             raise KeyboardInterrupt
         job.stop()
-        # Not print: the signal may have come in the middle of one.
-        os.write(2, b"\nstopping: what is under way is finished first; once more to stop now\n")
+        # Not print, because the signal may interrupt another print.
+        os.write(2, b"\nstopping: images in flight are finished first; interrupt again to stop now\n")
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield came
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -196,14 +218,14 @@ def _prompt(args: argparse.Namespace) -> str:
 
 @contextmanager
 def _own_stdout(args: argparse.Namespace) -> Iterator[TextIO]:
-    """Where captions go: a standard output on which Ray, which reports lost workers there, does not write too."""
+    """The stream for captions; Ray prints reports of lost workers, which are redirected to standard error."""
     out = sys.stdout
     with redirect_stdout(sys.stderr if args.engine == "ray" and not out.isatty() else out):
         yield out
 
 
 def _print(record: dict, as_json: bool, out: TextIO) -> None:
-    from tqdm import tqdm  # its print keeps lines and bar apart
+    from tqdm import tqdm  # tqdm.write does not garble the progress bar
 
     if as_json:
         tqdm.write(json.dumps(record), file=out)
@@ -218,16 +240,14 @@ def _summary(job) -> dict[str, str]:
     p = job.progress
     rows = {
         "captioned": f"{p.num_captioned:,}",
-        "duplicates": f"{p.num_duplicates:,} (the caption of an equal picture)",
-        "failed": f"{p.num_failed:,} (--retry-failed takes these again)",
-        "skipped": f"{p.num_skipped:,} (done before, or not asked for)",
-        "failed before": f"{job.num_failed - p.num_failed:,} (--retry-failed takes these again)",
+        "duplicates": f"{p.num_duplicates:,} (caption copied from an equal image)",
+        "failed": f"{p.num_failed:,} (--retry-failed tries them again)",
+        "skipped": f"{p.num_skipped:,} (recorded before, or not selected)",
+        "failed before": f"{job.num_failed - p.num_failed:,} (--retry-failed tries them again)",
     }
     rows = {label: text for label, text in rows.items() if not text.startswith("0 ")}
-    rows["time"] = (
-        f"{p.seconds:.1f} s, {p.num_done / p.seconds:.2f} pictures/s, {p.num_tokens / p.seconds:.0f} tokens/s"
-    )
-    rows["engine waited"] = f"{p.engine_wait_share:.1%} of the time since the first picture was ready"
+    rows["time"] = f"{p.seconds:.1f} s, {p.num_done / p.seconds:.2f} images/s, {p.num_tokens / p.seconds:.0f} tokens/s"
+    rows["engine waited"] = f"{p.engine_wait_share:.1%} of the time since the first image was prepared"
     rows["model"] = job.settings.model
     rows["prompt"] = job.settings.prompt
     if job.output.path is not None:

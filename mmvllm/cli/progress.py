@@ -1,4 +1,4 @@
-"""What `mmvllm caption` shows while it runs: a bar, lines in a log, or nothing."""
+"""The progress display of `mmvllm caption`: a bar, log lines, or nothing."""
 
 import sys
 import threading
@@ -17,9 +17,9 @@ BAR_SECONDS, LOG_SECONDS = 0.25, 10.0
 
 
 class Display:
-    """Shows a job's counters from a thread of its own, as long as the `with` lasts.
+    """Shows a job's counters from a thread, until the end of the `with` statement.
 
-    How many pictures there are in all is counted in a thread too, and until it is done nobody knows.
+    The total number of images is counted in a second thread; it is shown once that is finished.
     """
 
     def __init__(self, mode: str, job: "CaptionRun"):
@@ -48,7 +48,7 @@ class Display:
             self._bar.close()
 
     def _find_total(self) -> None:
-        with suppress(OSError, ValueError):  # the job itself meets them too, and tells
+        with suppress(OSError, ValueError):  # the job itself reports them
             self._found = self._job.count()
 
     @property
@@ -62,7 +62,7 @@ class Display:
                 self._refresh_bar()
             else:
                 total = "" if self._total is None else f"/{self._total}"
-                tqdm.write(f"{_handled(self._progress)}{total} pictures, {self._text()}", file=sys.stderr)
+                tqdm.write(f"{_handled(self._progress)}{total} images, {self._text()}", file=sys.stderr)
 
     def _refresh_bar(self) -> None:
         self._bar.n, self._bar.total = _handled(self._progress), self._total or 0
@@ -70,7 +70,7 @@ class Display:
 
     def _text(self) -> str:
         p = self._progress
-        parts = [f"{p.num_done / p.seconds:.2f} pictures/s", f"{p.num_tokens / p.seconds:.0f} tokens/s"]
+        parts = [f"{p.num_done / p.seconds:.2f} images/s", f"{p.num_tokens / p.seconds:.0f} tokens/s"]
         counts = {"failed": p.num_failed, "duplicates": p.num_duplicates, "skipped": p.num_skipped}
         parts += [f"{number} {name}" for name, number in counts.items() if number]
         parts.append(f"engine waits {p.engine_wait_share:.0%}")

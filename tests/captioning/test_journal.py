@@ -1,4 +1,4 @@
-"""The journal holds whole records whatever happens to it, and the index gives each piece of work once."""
+"""The journal has complete records after any failure, and the index lets each task be claimed once."""
 
 import errno
 import json
@@ -52,7 +52,7 @@ def read(path: Path) -> list[dict]:
 THREE = [record("a.png"), record("b.png", error="is empty", caption=None), record("c\n\udcff😺.png", id="\u2028 \x85")]
 
 
-def test_records_are_read_back_as_they_were(path):
+def test_records_are_read_back_unchanged(path):
     write(path, *THREE[:2])
     write(path, THREE[2])
     assert read(path) == THREE
@@ -63,7 +63,7 @@ def test_records_are_read_back_as_they_were(path):
 
 
 @pytest.mark.parametrize("num_before", [0, 2])
-def test_a_last_line_that_is_cut_anywhere_is_taken_away_and_written_anew(num_before, path, caplog):
+def test_a_truncated_last_line_is_removed_and_written_again(num_before, path, caplog):
     write(path, *THREE[:num_before])
     start = path.stat().st_size if num_before else 0
     write(path, THREE[2])
@@ -78,11 +78,11 @@ def test_a_last_line_that_is_cut_anywhere_is_taken_away_and_written_anew(num_bef
         journal.append(THREE[2])
         journal.close()
         assert path.read_bytes() == whole
-    assert f"{path}: its last line was not written to the end" in caplog.text
+    assert f"{path}: the last line is incomplete" in caplog.text
 
 
-def test_zeros_behind_the_last_record_are_taken_away(path):
-    write(path, *THREE)  # what a file system may leave after a power failure
+def test_zeros_after_the_last_record_are_removed(path):
+    write(path, *THREE)  # a file system may leave zeros after a power failure
     whole = path.read_bytes()
     path.write_bytes(whole + bytes(700))
     write(path)
@@ -106,7 +106,7 @@ def test_a_damaged_line_before_the_end_is_refused_with_its_number(damage, at, pa
     assert path.read_bytes() == before
 
 
-def test_a_whole_line_at_the_end_that_is_no_record_is_not_thrown_away(path):
+def test_a_complete_last_line_that_is_not_a_record_is_kept(path):
     write(path, *THREE)
     with path.open("a") as file:
         file.write('{"note": "mine"}\n')
@@ -118,9 +118,9 @@ def test_a_whole_line_at_the_end_that_is_no_record_is_not_thrown_away(path):
     assert path.read_bytes() == before
 
 
-def test_a_file_without_settings_is_foreign(path):
+def test_a_file_without_settings_is_refused(path):
     path.write_text('{"path": "mine"}\n')
-    with pytest.raises(ValueError, match="exists and was not made by this command"):
+    with pytest.raises(ValueError, match="exists and was not made by mmvllm"):
         Journal(path, SETTINGS)
     assert path.read_text() == '{"path": "mine"}\n' and os.listdir(path.parent) == [path.name]
 
@@ -129,23 +129,23 @@ def test_a_file_without_settings_is_foreign(path):
 def test_damaged_settings_are_named(text, path):
     write(path, *THREE)
     path.with_name("out.jsonl.settings").write_text(text)
-    with pytest.raises(ValueError, match=r"out\.jsonl\.settings is damaged .* --overwrite begins anew"):
+    with pytest.raises(ValueError, match=r"out\.jsonl\.settings is damaged .* start again with overwrite"):
         Journal(path, SETTINGS)
     write(path, THREE[0], overwrite=True)
     assert read(path) == THREE[:1]
 
 
-def test_other_settings_are_refused_with_what_differs_alone(path):
+def test_other_settings_are_refused_with_their_difference(path):
     write(path, *THREE)
     with pytest.raises(ValueError) as raised:
         Journal(path, OTHER)
     message = str(raised.value)
     assert "prompt was 'Describe this image.', is 'Count!'" in message and "max_tokens was 256, is 7" in message
     assert "temperature" not in message and "model" not in message
-    write(path)  # and the file was let go of
+    write(path)  # the file was unlocked
 
 
-def test_append_anyway_makes_both_settings_known(path):
+def test_append_anyway_adds_the_settings(path):
     write(path, *THREE)
     write(path, record("a.png", OTHER, key="00" * 16), settings=OTHER, append_anyway=True)
     for settings in (SETTINGS, OTHER):
@@ -178,12 +178,12 @@ def test_a_second_journal_on_the_file_is_refused(overwrite, path):
     assert read(path) == THREE
 
 
-def test_the_file_stays_locked_when_failures_were_done_again(path):
+def test_the_file_stays_locked_when_it_is_rewritten(path):
     write(path, *THREE)
     write(path, record("b.png"))
     path.write_bytes(b"".join(json.dumps(one).encode() + b"\n" for one in [*THREE, record("b.png")]))
     journal = Journal(path, SETTINGS)
-    journal.begin()  # which writes the file anew
+    journal.begin()  # this rewrites the file
     with pytest.raises(ValueError, match="another run is writing to it"):
         Journal(path, SETTINGS)
     journal.append(record("d.png"))
@@ -191,12 +191,12 @@ def test_the_file_stays_locked_when_failures_were_done_again(path):
     assert [one["path"] for one in read(path)] == ["a.png", THREE[2]["path"], "b.png", "d.png"]
 
 
-def test_an_output_that_stayed_empty_is_taken_away(path):
+def test_an_empty_output_is_deleted(path):
     write(path)
     assert os.listdir(path.parent) == []
 
 
-def test_a_failure_that_is_done_again_leaves_one_record(path):
+def test_a_retried_failure_leaves_one_record(path):
     write(path, *THREE)
     journal = Journal(path, SETTINGS)
     journal.begin()
@@ -209,7 +209,7 @@ def test_a_failure_that_is_done_again_leaves_one_record(path):
 
 
 @pytest.mark.parametrize("written", [0, 1, 40])
-def test_half_a_record_is_taken_back_when_the_disk_is_full(written, path, monkeypatch):
+def test_a_partial_record_is_removed_when_the_disk_is_full(written, path, monkeypatch):
     journal = Journal(path, SETTINGS)
     journal.begin()
     journal.append(THREE[0])
@@ -222,8 +222,9 @@ def test_half_a_record_is_taken_back_when_the_disk_is_full(written, path, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(journal_module.os, "write", fail)
-    with pytest.raises(JobError, match=r"out\.jsonl cannot be written: No space left on device"):
+    with pytest.raises(JobError, match=r"out\.jsonl cannot be written: No space left on device") as raised:
         journal.append(THREE[1])
+    assert (raised.value.path, raised.value.errno) == (path, errno.ENOSPC)
     assert read(path) == THREE[:1]
     monkeypatch.undo()
     journal.append(THREE[2])
@@ -231,7 +232,7 @@ def test_half_a_record_is_taken_back_when_the_disk_is_full(written, path, monkey
     assert read(path) == [THREE[0], THREE[2]]
 
 
-def test_a_write_that_takes_only_parts_is_gone_on_with(path, monkeypatch):
+def test_partial_writes_are_continued(path, monkeypatch):
     real = os.write
     monkeypatch.setattr(journal_module.os, "write", lambda file, data: real(file, data[:7]))
     write(path, *THREE)
@@ -249,7 +250,7 @@ def test_a_write_that_takes_only_parts_is_gone_on_with(path, monkeypatch):
         (OTHER, {"settings": SETTINGS.fingerprint}, False),
     ],
 )
-def test_captions_are_kept_for_equal_pictures_where_they_would_come_out_again(settings, values, is_kept, path):
+def test_repeatable_captions_are_stored_for_equal_images(settings, values, is_kept, path):
     one = record("a.png", settings, **values)
     write(path, one, settings=settings)
     journal = Journal(path, settings, append_anyway=True)
@@ -262,14 +263,14 @@ def test_captions_are_kept_for_equal_pictures_where_they_would_come_out_again(se
 # Index
 
 
-def test_each_piece_of_work_is_given_once_to_any_number_of_threads():
+def test_each_task_is_claimed_once_by_any_number_of_threads():
     index = Index()
     with ThreadPoolExecutor(8) as pool:
         given = list(pool.map(lambda i: index.claim(str(i % 300)), range(2400)))
     assert sum(given) == 300
 
 
-def test_only_what_failed_is_claimed_for_a_retry():
+def test_only_failed_tasks_are_claimed_for_a_retry():
     index = Index()
     index.note("good", failed=False, line=0)
     index.note("bad", failed=True, line=1)
@@ -277,7 +278,7 @@ def test_only_what_failed_is_claimed_for_a_retry():
     assert [index.claim(key, retry=True) for key in ("good", "new", "bad", "bad")] == [False, False, True, False]
 
 
-def test_the_last_line_that_speaks_of_a_piece_of_work_counts():
+def test_the_last_line_of_a_task_counts():
     index = Index()
     index.claim("a")
     assert index.line("a") is None and index.line("b") is None
@@ -286,7 +287,7 @@ def test_the_last_line_that_speaks_of_a_piece_of_work_counts():
     assert index.line("a") == 5
 
 
-def test_the_first_caption_of_a_content_stays():
+def test_the_first_caption_of_a_content_is_kept():
     index = Index()
     index.keep_caption("content", THREE[2])
     index.keep_caption("content", THREE[0])

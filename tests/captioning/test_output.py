@@ -1,4 +1,4 @@
-"""What is recorded is read back by the ordinary readers of each format, and caption files are where they belong."""
+"""Each format is read back by its standard reader, and caption files have the right paths."""
 
 import csv
 import json
@@ -14,7 +14,7 @@ from mmvllm import LLM
 from mmvllm.captioning import caption_images
 from mmvllm.captioning.output import FORMATS
 from mmvllm.captioning.record import COLUMNS
-from mmvllm.captioning.run import Selection
+from mmvllm.captioning.worklist import Selection
 from tests.helpers.requests import noise_image
 
 NAMES = [
@@ -27,6 +27,7 @@ NAMES = [
     "\u2028\x85",
     "50%",
 ]
+NO_FILE = "is not a file of its own, so no caption file can be beside it; choose an output folder"
 AROUND = {"prefix": 'He said "hé" 🐈,\n', "suffix": "\r\n\u2028;\t'end'"}
 
 
@@ -39,7 +40,7 @@ def llm(checkpoint):
 
 @pytest.fixture
 def caption(llm) -> Callable[..., list[dict]]:
-    """`caption_images` to its end -> the records it made."""
+    """Run `caption_images` to its end; returns the records."""
 
     def caption(*paths, **options) -> list[dict]:
         with caption_images(paths, llm=llm, **{"max_tokens": 4} | options) as run:
@@ -50,8 +51,8 @@ def caption(llm) -> Callable[..., list[dict]]:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Pictures with names of all kinds, and one that is broken."""
-    folder = tmp_path / "pictures"
+    """Images with unusual names, and one that is damaged."""
+    folder = tmp_path / "images"
     folder.mkdir()
     for i, name in enumerate(NAMES):
         noise_image(40 + i, 40, seed=i).save(folder / f"{name}.png")
@@ -62,7 +63,7 @@ def folder(tmp_path) -> Path:
 
 @pytest.fixture
 def two(tmp_path) -> Path:
-    """Two pictures, one in a folder of its own."""
+    """Two images, one in a folder of its own."""
     folder = tmp_path / "two"
     (folder / "deep").mkdir(parents=True)
     noise_image(40, 40, seed=1).save(folder / "a.png")
@@ -86,7 +87,7 @@ def files_below(folder: Path, suffix: str) -> dict[str, str]:
 
 
 def shown(value) -> str:
-    """As a text file has it."""
+    """The value as text formats write it."""
     return "" if value is None else str(value).encode("utf-8", "backslashreplace").decode()
 
 
@@ -142,7 +143,7 @@ def test_json_files_are_the_records(caption, folder, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_a_table_has_what_all_runs_recorded(suffix, caption, two, tmp_path):
+def test_a_table_has_the_records_of_all_runs(suffix, caption, two, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     out = tmp_path / f"out.{suffix}"
     (two / "c.png").write_text("none")
@@ -158,16 +159,16 @@ def test_a_table_has_what_all_runs_recorded(suffix, caption, two, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_a_table_that_is_not_ours_is_refused(suffix, caption, two, tmp_path):
+def test_a_table_of_another_program_is_refused(suffix, caption, two, tmp_path):
     out = tmp_path / f"out.{suffix}"
     out.write_text("mine")
-    with pytest.raises(ValueError, match="exists and was not made by this command"):
+    with pytest.raises(ValueError, match="exists and was not made by mmvllm"):
         caption(two, output=out)
     assert out.read_text() == "mine"
     assert len(caption(two, output=out, overwrite=True)) == 2
 
 
-def test_formats_go_by_the_name_of_the_output_unless_they_are_given(caption, two, tmp_path):
+def test_the_default_format_follows_the_suffix(caption, two, tmp_path):
     caption(two, output=tmp_path / "a.CSV")
     assert len(read_csv(tmp_path / "a.CSV")) == 2
     caption(two, output=tmp_path / "b.csv", format="jsonl")
@@ -179,25 +180,25 @@ def test_formats_go_by_the_name_of_the_output_unless_they_are_given(caption, two
 # Caption files
 
 
-def test_pictures_of_one_name_do_not_share_a_caption_file(caption, two, tmp_path):
+def test_images_with_the_same_stem_do_not_share_a_caption_file(caption, two, tmp_path):
     options = {"output": tmp_path / "out.jsonl", "format": "txt"}
     noise_image(40, 40, seed=5).save(two / "a.jpg")
     made = {os.path.basename(record["path"]): record for record in caption(two, **options)}
     assert made["a.jpg"]["error"] is None and made["b.png"]["error"] is None
-    assert made["a.png"]["error"].startswith(f"{two / 'a.txt'} is the caption of another picture with this name")
+    assert made["a.png"]["error"].startswith(f"{two / 'a.txt'} is the caption file of another image with this name")
     assert (two / "a.txt").read_text() == f"{made['a.jpg']['caption']}\n"
-    noise_image(40, 40, seed=6).save(two / "a.bmp")  # found first now, but the name is taken
+    noise_image(40, 40, seed=6).save(two / "a.bmp")  # now found first, but the name is claimed
     (later,) = caption(two, **options)
-    assert "another picture with this name" in later["error"]
+    assert "another image with this name" in later["error"]
     assert (two / "a.txt").read_text() == f"{made['a.jpg']['caption']}\n"
 
 
 @pytest.mark.parametrize("format, suffix", [("txt", ".txt"), ("webdataset-json", ".json")])
-def test_a_caption_file_that_is_there_stays_unless_told(format, suffix, caption, two, tmp_path):
+def test_an_existing_caption_file_is_kept_unless_overwritten(format, suffix, caption, two, tmp_path):
     options = {"output": tmp_path / "out.jsonl", "format": format}
     (two / f"a{suffix}").write_text("mine")
     errors = {os.path.basename(record["path"]): record["error"] for record in caption(two, **options)}
-    assert "is there already; --overwrite replaces it, --skip-existing" in errors["a.png"] and not errors["b.png"]
+    assert "exists already; allow overwriting, or skip existing" in errors["a.png"] and not errors["b.png"]
     assert (two / f"a{suffix}").read_text() == "mine"
     options["output"] = tmp_path / "other.jsonl"
     assert caption(two, **options, skip_existing=True) == []
@@ -208,7 +209,7 @@ def test_a_caption_file_that_is_there_stays_unless_told(format, suffix, caption,
     assert (two / f"a{suffix}").read_text() != "mine"
 
 
-def test_a_caption_file_that_was_taken_away_comes_back_and_a_changed_one_stays(caption, two, tmp_path):
+def test_a_deleted_caption_file_is_restored_and_a_changed_one_is_kept(caption, two, tmp_path):
     options = {"output": tmp_path / "out.jsonl", "format": "txt"}
     caption(two, **options)
     before = files_below(two, ".txt")
@@ -219,7 +220,7 @@ def test_a_caption_file_that_was_taken_away_comes_back_and_a_changed_one_stays(c
 
 
 @pytest.mark.parametrize("format, suffix", [("txt", ".txt"), ("webdataset-json", ".json")])
-def test_an_output_folder_mirrors_the_pictures(format, suffix, caption, two, tmp_path):
+def test_an_output_folder_mirrors_the_tree_of_the_images(format, suffix, caption, two, tmp_path):
     (tmp_path / "captions").mkdir()
     made = caption(two, format=format, output_dir=tmp_path / "captions")
     assert list(files_below(tmp_path / "captions", suffix)) == [f"a{suffix}", f"deep/b{suffix}"]
@@ -230,7 +231,7 @@ def test_an_output_folder_mirrors_the_pictures(format, suffix, caption, two, tmp
     assert not list(two.rglob(f"*{suffix}"))
 
 
-def test_pictures_that_are_no_files_need_an_output_folder(caption, two, tmp_path):
+def test_images_that_are_not_files_need_an_output_folder(caption, two, tmp_path):
     with tarfile.open(tmp_path / "shard.tar", "w") as tar:
         tar.add(two / "a.png", "x/a.png")
     address = "http://127.0.0.1:1/dir/b.png"
@@ -238,14 +239,14 @@ def test_pictures_that_are_no_files_need_an_output_folder(caption, two, tmp_path
     (tmp_path / "list.jsonl").write_text(json.dumps({"image": data}))
     paths = (tmp_path / "shard.tar", address, tmp_path / "list.jsonl")
     made = caption(*paths, output=tmp_path / "out.jsonl", format="txt")
-    assert [record["error"] for record in made] == ["its caption has no place beside it; give --output-dir"] * 3
+    assert [record["error"] for record in made] == [NO_FILE] * 3
     (tmp_path / "captions").mkdir()
     made = caption(*paths, format="txt", output_dir=tmp_path / "captions")
     assert {record["path"] for record in made if record["error"] is None} == {f"{tmp_path}/shard.tar/x/a.png"}
     assert list(files_below(tmp_path / "captions", ".txt")) == ["shard/x/a.txt"]
 
 
-def test_a_failed_picture_gets_its_caption_file_when_it_is_done_again(caption, two, tmp_path):
+def test_a_retried_image_gets_its_caption_file(caption, two, tmp_path):
     options = {"output": tmp_path / "out.jsonl", "format": "txt"}
     (two / "c.png").write_text("none yet")
     assert sum(record["error"] is not None for record in caption(two, **options)) == 1
@@ -255,7 +256,7 @@ def test_a_failed_picture_gets_its_caption_file_when_it_is_done_again(caption, t
     assert (two / "c.txt").read_text() == f"{made['caption']}\n"
 
 
-def test_another_prompt_writes_its_own_caption_files_where_told(caption, two, tmp_path):
+def test_another_prompt_writes_caption_files_to_another_folder(caption, two, tmp_path):
     options = {"output": tmp_path / "out.jsonl", "format": "txt", "append_anyway": True}
     caption(two, **options)
     (tmp_path / "captions").mkdir()
@@ -266,7 +267,7 @@ def test_another_prompt_writes_its_own_caption_files_where_told(caption, two, tm
 
 @pytest.mark.parametrize("format", ["txt", "webdataset-json"])
 @pytest.mark.parametrize("line", ["/", ".", "..", "{name}", "https://x.test/{name}"])
-def test_a_line_that_names_no_picture_does_not_end_the_run(line, format, caption, two, tmp_path, monkeypatch):
+def test_a_line_without_an_image_does_not_end_the_run(line, format, caption, two, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("mmvllm.processors.load._download", lambda url: b"")
     (tmp_path / "captions").mkdir()
@@ -278,7 +279,7 @@ def test_a_line_that_names_no_picture_does_not_end_the_run(line, format, caption
     assert (len(made), good) == (2, [str(two / "a.png")])
 
 
-def test_a_caption_file_name_that_is_too_long_is_the_pictures_own_failure(caption, two, tmp_path):
+def test_a_caption_file_name_that_is_too_long_fails_only_its_image(caption, two, tmp_path):
     name = "x" * 251
     shutil.copy(two / "a.png", two / f"{name}.png")
     made = caption(two, output=tmp_path / "out.jsonl", format="webdataset-json")
@@ -287,23 +288,23 @@ def test_a_caption_file_name_that_is_too_long_is_the_pictures_own_failure(captio
 
 
 @pytest.mark.parametrize("start", ["file://", "file:", "FILE://"])
-def test_a_file_url_makes_no_folders_of_its_name(start, caption, two, tmp_path, monkeypatch):
+def test_a_file_url_creates_no_folders(start, caption, two, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "list.txt").write_text(f"{start}{two / 'a.png'}\n")
     (made,) = caption(tmp_path / "list.txt", output=tmp_path / "out.jsonl", format="txt")
-    assert made["error"] == "its caption has no place beside it; give --output-dir"
+    assert made["error"] == NO_FILE
     assert sorted(os.listdir(tmp_path)) == ["list.txt", "out.jsonl", "out.jsonl.settings", "two"]
     (made,) = caption(tmp_path / "list.txt", output=tmp_path / "plain.jsonl")
     assert made["error"] is None
 
 
-def test_options_that_do_nothing_for_a_format_are_refused(caption, two, tmp_path):
+def test_options_without_effect_on_a_format_are_refused(caption, two, tmp_path):
     for options in ({"output_dir": tmp_path}, {"skip_existing": True}):
         with pytest.raises(ValueError, match=r"is for caption files \(txt, webdataset-json\), the format is csv"):
             caption(two, output=tmp_path / "out.csv", **options)
-    with pytest.raises(ValueError, match=r"csv needs --output FILE\.csv"):
+    with pytest.raises(ValueError, match=r"csv needs output FILE\.csv"):
         caption(two, format="csv")
-    with pytest.raises(ValueError, match="is no folder; make it first"):
+    with pytest.raises(ValueError, match="is not a folder; make it first"):
         caption(two, format="txt", output_dir=tmp_path / "absent")
     assert os.listdir(tmp_path) == ["two"]
 
@@ -312,8 +313,8 @@ def test_options_that_do_nothing_for_a_format_are_refused(caption, two, tmp_path
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
-def test_shards_are_disjoint_complete_and_stay_when_pictures_come(number, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # shards go by the paths, which are the same ones everywhere now
+def test_shards_are_disjoint_complete_and_stable_when_images_are_added(number, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # shards depend on the paths, which are relative here
     names = [f"{i}.png" for i in range(60)]
     for name in names:
         Path(name).touch()

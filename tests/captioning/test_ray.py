@@ -1,4 +1,4 @@
-"""`--engine ray`: the same records from engines in Ray's actors as from one here, whatever becomes of an actor."""
+"""`--engine ray`: engines in Ray's actors make the records of a local engine, also when an actor is killed."""
 
 import json
 import os
@@ -21,8 +21,9 @@ from mmvllm.captioning.captioner import Captioner, Task
 from mmvllm.captioning.files import CaptionFiles
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item
+from mmvllm.captioning.ray_options import RayOptions
 from mmvllm.captioning.record import COLUMNS
-from mmvllm.captioning.run import Selection
+from mmvllm.captioning.worklist import Selection
 from mmvllm.cli.main import main
 from tests.helpers.requests import noise_image
 
@@ -31,15 +32,15 @@ pytest.importorskip("ray.data")
 ray_source = import_module("mmvllm.captioning.ray_source")
 ray_worker = import_module("mmvllm.captioning.ray_worker")
 
-take_over, CHUNK = ray_source._take_over, ray_worker.CHUNK
+finalize, CHUNK = ray_source._finalize, ray_worker.CHUNK
 ENGINE = {"device": "cpu", "num_kvcache_blocks": 256, "skip_warmup": True}
-TWO = ray_source.RayOptions(num_actors=2)
-DIFFERS = dict.fromkeys(("time", "seconds", "duplicate_of"))  # from run to run
+TWO = RayOptions(num_actors=2)
+DIFFERS = dict.fromkeys(("time", "seconds", "duplicate_of"))  # these differ between runs
 
 
 @pytest.fixture(scope="module", autouse=True)
 def short_folder() -> Iterator[None]:
-    """Where Ray keeps its sockets, whose paths have at most 107 bytes."""
+    """The folder of Ray's sockets, whose paths may have at most 107 bytes."""
     made = tempfile.TemporaryDirectory(dir="/tmp", prefix="ray", ignore_cleanup_errors=True)
     with made as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)
@@ -48,7 +49,7 @@ def short_folder() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def joined():
-    """Ray, started once for all tests that do not start it themselves."""
+    """A Ray session, shared by all tests that do not start one themselves."""
     ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=128 * 1024 * 1024, log_to_driver=False)
     yield
     ray.shutdown()
@@ -56,9 +57,9 @@ def joined():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """A relative path to six pictures: c equals a, x is broken, and one name is not UTF-8."""
+    """A relative path to six images: c equals a, x is damaged, and one name is not UTF-8."""
     monkeypatch.chdir(tmp_path)
-    folder = Path("pictures")
+    folder = Path("images")
     folder.mkdir()
     for i, name in enumerate(("a.png", "b.png", "d.png", os.fsdecode(b"\xff.png"))):
         noise_image(60 + i, 64, seed=i).save(folder / name)
@@ -83,9 +84,11 @@ def many(folder: Path, number: int) -> Path:
     return folder
 
 
-def job(paths, files: CaptionFiles | None = None, **selection) -> ray_worker.Job:
+def job(paths, files: CaptionFiles | None = None, **selection) -> ray_worker.RayJobSpec:
     what = (CaptionSettings(), Selection(list(paths), **selection))
-    return ray_worker.Job(*what, None, {}, files, None, worker_processes=False, num_threads=1, folder=os.getcwd())
+    return ray_worker.RayJobSpec(
+        *what, None, {}, files, None, worker_processes=False, num_threads=1, folder=os.getcwd()
+    )
 
 
 def chunks(job, recorded: bytes = b"") -> list:
@@ -93,7 +96,7 @@ def chunks(job, recorded: bytes = b"") -> list:
     return [chunk for table in tables for chunk in ray_worker.Chunk.unpack(table)]
 
 
-def test_actors_make_the_records_that_a_local_engine_makes(joined, folder, checkpoint):
+def test_actors_and_a_local_engine_make_the_same_records(joined, folder, checkpoint):
     rows = [{"image": "a.png", "id": 7, "prompt": "Count!"}, {"image": "b.png", "context": "a cat"}, {"text": "none"}]
     (folder / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
     paths = [folder, folder / "list.jsonl"]
@@ -105,30 +108,30 @@ def test_actors_make_the_records_that_a_local_engine_makes(joined, folder, check
         key: record | DIFFERS for key, record in local.items()
     }
     assert lines(Path("out.jsonl")) == made
-    equal = [record for record in made if record["path"] in ("pictures/a.png", "pictures/c.bmp") and not record["id"]]
-    assert {record["duplicate_of"] for record in equal} in ({None, "pictures/a.png"}, {None, "pictures/c.bmp"})
+    equal = [record for record in made if record["path"] in ("images/a.png", "images/c.bmp") and not record["id"]]
+    assert {record["duplicate_of"] for record in equal} in ({None, "images/a.png"}, {None, "images/c.bmp"})
     p = remote.progress
     assert (p.num_captioned, p.num_duplicates, p.num_failed, p.num_skipped) == (6, 1, 2, 0)
     assert 0 <= p.engine_wait_share <= 1
 
 
 @pytest.mark.slow
-def test_another_run_adds_only_what_is_new(joined, folder, checkpoint):
+def test_another_run_adds_only_new_images(joined, folder, checkpoint):
     with run(folder, checkpoint, ray=TWO, output="out.jsonl") as first:
         before = list(first)
     noise_image(70, 64, seed=9).save(folder / "new.png")
     with run(folder, checkpoint, ray=TWO, output="out.jsonl") as second:
-        assert [record["path"] for record in second] == ["pictures/new.png"]
+        assert [record["path"] for record in second] == ["images/new.png"]
     assert second.progress.num_skipped == 6 and len(lines(Path("out.jsonl"))) == len(before) + 1 == 7
     noise_image(70, 64, seed=10).save(folder / "x.png")
     with run(folder, checkpoint, ray=TWO, output="out.jsonl", retry_failed=True) as third:
-        assert [(record["path"], record["error"]) for record in third] == [("pictures/x.png", None)]
+        assert [(record["path"], record["error"]) for record in third] == [("images/x.png", None)]
     assert len({record["key"] for record in lines(Path("out.jsonl"))}) == len(lines(Path("out.jsonl"))) == 7
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_or_fails_fast_ends_its_actors(joined, tmp_path, checkpoint):
-    folder = many(tmp_path / "pictures", 6 * CHUNK)
+def test_stop_and_fail_fast_end_the_actors(joined, tmp_path, checkpoint):
+    folder = many(tmp_path / "images", 6 * CHUNK)
     (folder / "000.png").write_bytes(b"nothing")
     with run(folder, checkpoint, ray=TWO, fail_fast=True) as failing:
         made = list(failing)
@@ -144,13 +147,13 @@ def test_a_run_that_is_stopped_or_fails_fast_ends_its_actors(joined, tmp_path, c
 
 
 @pytest.mark.slow
-def test_what_is_wrong_with_the_model_is_told_once(joined, folder):
+def test_a_wrong_model_is_reported_once(joined, folder):
     with run(folder, "no/model/here", ray=TWO) as job, pytest.raises(ValueError, match="no/model/here"):
         next(job)
 
 
-def test_the_command_records_every_picture_once_though_an_actor_is_killed(tmp_path, checkpoint):
-    folder, out = many(tmp_path / "pictures", 8 * CHUNK), tmp_path / "out.jsonl"
+def test_the_command_records_every_image_once_if_an_actor_is_killed(tmp_path, checkpoint):
+    folder, out = many(tmp_path / "images", 8 * CHUNK), tmp_path / "out.jsonl"
     (folder / "000.png").write_bytes((folder / "001.png").read_bytes())
     command = [sys.executable, "-m", "mmvllm", "caption", folder, "--model", checkpoint, "--device", "cpu"]
     command += ["--output", out, "--max-tokens", "200", "--engine", "ray", "--address", "local", "--actors", "2"]
@@ -162,7 +165,7 @@ def test_the_command_records_every_picture_once_though_an_actor_is_killed(tmp_pa
             both = actors(psutil.Process(process.pid))
             at_work = [actor for actor in both if "submit" in name_of(actor)]
         (victim, *_) = at_work
-        num_before = out.read_bytes().count(b"\n")  # the last line may be half there
+        num_before = out.read_bytes().count(b"\n")  # the last line may be incomplete
         victim.send_signal(signal.SIGKILL)
         printed, err = process.communicate()
     made = lines(out)
@@ -177,7 +180,7 @@ def test_the_command_records_every_picture_once_though_an_actor_is_killed(tmp_pa
 def name_of(process: psutil.Process) -> str:
     try:
         return process.name()
-    except psutil.Error:  # it has ended
+    except psutil.Error:  # the process has ended
         return ""
 
 
@@ -191,8 +194,8 @@ def actors(process: psutil.Process) -> list[psutil.Process]:
     return [child for child in process.children(recursive=True) if is_actor(child)]
 
 
-def test_the_walk_comes_in_chunks_as_they_are_asked_for(joined, tmp_path, monkeypatch):
-    folder = many(tmp_path / "pictures", CHUNK + 3)
+def test_the_walk_yields_chunks_lazily(joined, tmp_path, monkeypatch):
+    folder = many(tmp_path / "images", CHUNK + 3)
     found = []
     monkeypatch.setattr(Selection, "items", lambda self: (found.append(i) or Item(i, i, i) for i in os.listdir(folder)))
     tables = ray_worker.walk(None, job([folder]), ray.put(b""))
@@ -201,40 +204,40 @@ def test_the_walk_comes_in_chunks_as_they_are_asked_for(joined, tmp_path, monkey
     assert [len(chunk.items) for table in tables for chunk in ray_worker.Chunk.unpack(table)] == [3, 0]
 
 
-def test_the_walk_leaves_out_what_is_recorded_and_counts_it(joined, folder):
+def test_the_walk_skips_and_counts_recorded_images(joined, folder):
     here, index = job([folder]), Index()
     items = chunks(here)[0].items
     for number, item in enumerate(items[:4]):
         index.note(here.settings.key(item), failed=number == 0, line=number)
-    assert index.claim("file pictures/a.txt")
+    assert index.claim("file images/a.txt")
     (left, end) = chunks(here, index.dump(retry=False))
     assert (left.items, end.num_skipped) == (items[4:], 4)
     (again, end) = chunks(job([folder], retry_failed=True), index.dump(retry=True))
     assert (again.items, end.num_skipped) == (items[:1], 5)
 
 
-def test_the_walk_ends_at_the_limit_of_what_is_not_recorded(joined, folder):
+def test_the_limit_of_the_walk_does_not_count_recorded_images(joined, folder):
     here, index = job([folder], limit=2), Index()
     items = chunks(job([folder]))[0].items
     index.note(here.settings.key(items[0]), failed=False, line=0)
     assert chunks(here, index.dump(retry=False))[0].items == items[1:3]
 
 
-def test_the_walk_leaves_pictures_with_a_caption_file_and_refuses_to_overwrite_it(joined, folder):
+def test_the_walk_skips_or_refuses_images_with_a_caption_file(joined, folder):
     (folder / "b.txt").write_text("there")
     here = job([folder], CaptionFiles("txt", None, overwrite=False, skip_existing=True))
-    assert "pictures/b.png" not in {item.path for item in chunks(here)[0].items}
+    assert "images/b.png" not in {item.path for item in chunks(here)[0].items}
     here = job([folder], CaptionFiles("txt", None, overwrite=False, skip_existing=False))
     errors = {item.path: item.error for item in chunks(here)[0].items if item.error}
-    assert "pictures/a.png" not in errors and "is there already" in errors["pictures/b.png"]
+    assert "images/a.png" not in errors and "exists already" in errors["images/b.png"]
 
 
-def test_a_walk_that_finds_nothing_says_so(joined, tmp_path):
+def test_a_walk_without_images_is_an_error(joined, tmp_path):
     (chunk,) = chunks(job([tmp_path]))
-    assert "has no pictures" in chunk.error
+    assert "has no images" in chunk.error
 
 
-def test_an_actor_whose_engine_ends_fails_its_chunks_instead_of_waiting(joined, folder, checkpoint, monkeypatch):
+def test_chunks_fail_when_the_engine_of_their_actor_ends(joined, folder, checkpoint, monkeypatch):
     def lose_device(self, tasks, index):
         next(iter(tasks))
         raise RuntimeError("the device is lost")
@@ -257,24 +260,24 @@ def task(path: str, error: str | None = None) -> Task:
     return Task(Item(path, path, path, error=error), f"key of {path}", f"{path}.txt")
 
 
-def test_of_equal_pictures_from_several_actors_the_first_that_comes_is_the_original():
+def test_the_first_of_equal_images_from_several_actors_is_the_original():
     settings, index = CaptionSettings(), Index()
     copy = record("a", duplicate_of="b", seconds=0.0)
-    taken = [take_over(task(r["path"]), r, settings, index) for r in (copy, record("b"), record("c"))]
+    taken = [finalize(task(r["path"]), r, settings, index) for r in (copy, record("b"), record("c"))]
     assert [r["duplicate_of"] for r in taken] == [None, "a", "a"]
     assert {r["caption"] for r in taken} == {"of a"}
     assert [(r["key"], r["file"]) for r in taken] == [(f"key of {path}", f"{path}.txt") for path in "abc"]
 
 
-def test_captions_that_would_not_come_out_again_are_not_copied():
+def test_captions_that_are_not_repeatable_are_not_copied():
     settings, index = CaptionSettings(temperature=1.0), Index()
-    taken = [take_over(task(path), record(path), settings, index) for path in "ab"]
+    taken = [finalize(task(path), record(path), settings, index) for path in "ab"]
     assert [(r["caption"], r["duplicate_of"]) for r in taken] == [("of a", None), ("of b", None)]
 
 
-def test_a_caption_that_has_no_place_to_go_is_a_failure():
-    taken = take_over(task("a", "a.txt is there already"), record("a"), CaptionSettings(), Index())
-    assert (taken["caption"], taken["error"], taken["finish_reason"]) == (None, "a.txt is there already", "error")
+def test_a_caption_file_that_cannot_be_written_is_a_failure():
+    taken = finalize(task("a", "a.txt exists already"), record("a"), CaptionSettings(), Index())
+    assert (taken["caption"], taken["error"], taken["finish_reason"]) == (None, "a.txt exists already", "error")
     assert (taken["path"], taken["completion_tokens"], list(taken)) == ("a", 0, list(COLUMNS))
 
 
@@ -288,31 +291,31 @@ def test_a_caption_that_has_no_place_to_go_is_a_failure():
         (["--engine", "ray", "--device", "cuda:1"], "Ray chooses each actor's GPU"),
     ],
 )
-def test_options_that_do_not_fit_together_are_usage_errors(folder, capsys, options, words):
+def test_conflicting_options_are_usage_errors(folder, capsys, options, words):
     assert main(["caption", str(folder), *options]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_standard_input_is_refused_because_workers_cannot_read_it(capsys):
+def test_standard_input_is_refused(capsys):
     assert main(["caption", "-", "--engine", "ray"]) == 2
     assert "standard input" in capsys.readouterr().err
 
 
-def test_an_address_without_a_cluster_is_told_at_once(folder, capsys, monkeypatch):
+def test_an_address_without_a_cluster_is_refused_at_once(folder, capsys, monkeypatch):
     monkeypatch.setattr(ray_source.ray, "is_initialized", lambda: False)
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # and nobody listens
+        unused.bind(("127.0.0.1", 0))  # and not listening
         address = f"127.0.0.1:{unused.getsockname()[1]}"
         assert main(["caption", str(folder), "--engine", "ray", "--address", address]) == 2
     assert f"{address}: no Ray cluster answers there" in capsys.readouterr().err
 
 
-def test_without_ray_the_command_says_how_to_get_it(folder, capsys, monkeypatch):
+def test_without_ray_the_command_says_how_to_install_it(folder, capsys, monkeypatch):
     monkeypatch.setattr("mmvllm.cli.caption.find_spec", lambda name: None)
     assert main(["caption", str(folder), "--engine", "ray"]) == 2
     assert "pip install 'mmvllm[ray]'" in capsys.readouterr().err
 
 
-def test_an_engine_of_this_process_cannot_go_to_ray(folder, make_llm, checkpoint):
+def test_a_local_engine_cannot_be_combined_with_ray(folder, make_llm, checkpoint):
     with pytest.raises(ValueError, match="engines of their own"):
         caption_images(folder, llm=make_llm(checkpoint), ray=TWO)

@@ -1,4 +1,4 @@
-"""`caption_images`: the job from Python, in one process with one tiny engine."""
+"""`caption_images` in one process with one tiny engine."""
 
 import base64
 import json
@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from mmvllm import LLM, SamplingParams
-from mmvllm.captioning import JobError, caption_images
+from mmvllm.captioning import CaptionSettings, JobError, caption_images
 from mmvllm.captioning.record import COLUMNS
+from mmvllm.errors import ArgumentError
 from mmvllm.intake import Prefetcher
 from tests.helpers.requests import ask, noise_image
 
@@ -23,8 +24,8 @@ def llm(checkpoint):
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Six pictures; c equals a in its pixels but not in its bytes, and x is broken."""
-    folder = tmp_path / "pictures"
+    """Six images; c has the pixels of a in another format, and x is damaged."""
+    folder = tmp_path / "images"
     folder.mkdir()
     for i, name in enumerate(("a.png", "b.png", "d.png", "e.png")):
         noise_image(60 + i, 64, seed=i).save(folder / name)
@@ -47,7 +48,7 @@ def run(folder, llm, **options):
     return caption_images(folder, llm=llm, max_tokens=4, **options)
 
 
-def test_every_picture_is_a_record_and_its_caption_is_what_the_library_answers(folder, llm):
+def test_every_image_has_a_record_with_the_caption_of_the_library(folder, llm):
     job = run(folder, llm, prompt="Count!")
     made = by_name(job)
     assert list(made) != [] and set(made) == {"a.png", "b.png", "c.bmp", "d.png", "e.png", "x.png"}
@@ -64,16 +65,16 @@ def test_every_picture_is_a_record_and_its_caption_is_what_the_library_answers(f
 
 
 @pytest.mark.parametrize("worker_processes", [False, True])
-def test_equal_pictures_are_captioned_once_however_they_are_prepared(worker_processes, folder, llm):
+def test_equal_images_are_captioned_once_with_threads_and_processes(worker_processes, folder, llm):
     made = by_name(run(folder, llm, worker_processes=worker_processes, workers=2))
-    # The original is whichever was prepared first.
+    # The original is the one that was prepared first.
     original, copy = sorted((made["a.png"], made["c.bmp"]), key=lambda record: record["duplicate_of"] is not None)
     assert original["duplicate_of"] is None and copy["duplicate_of"] == original["path"]
     assert copy["caption"] == original["caption"] and copy["digest"] == original["digest"]
     assert made["b.png"]["duplicate_of"] is None and made["b.png"]["digest"] != original["digest"]
 
 
-def test_pictures_that_are_asked_something_else_are_no_duplicates(folder, llm, tmp_path):
+def test_equal_images_with_different_prompts_are_not_duplicates(folder, llm, tmp_path):
     names = [folder / "a.png", folder / "a.png", folder / "c.bmp"]
     prompts = ["One?", "Two?", "One?"]
     entries = [{"image": str(n), "prompt": p, "id": i} for i, (n, p) in enumerate(zip(names, prompts, strict=True))]
@@ -91,7 +92,7 @@ def test_sampled_captions_are_shared_only_with_a_seed(seed, duplicates, folder, 
     assert job.progress.num_duplicates == duplicates
 
 
-def test_a_job_goes_on_where_it_was_left(folder, llm, tmp_path):
+def test_a_job_resumes(folder, llm, tmp_path):
     out = tmp_path / "out.jsonl"
     with run(folder, llm, output=out) as job:
         first = [next(job) for _ in range(3)]
@@ -109,7 +110,7 @@ def test_a_duplicate_is_found_across_runs(folder, llm, tmp_path):
     assert copy["duplicate_of"] == str(folder / "a.png")
 
 
-def test_stop_finishes_what_is_under_way_and_takes_nothing_more(folder, llm, tmp_path):
+def test_stop_finishes_requests_in_flight_and_takes_no_more(folder, llm, tmp_path):
     for i in range(60):
         noise_image(56, 56, seed=100 + i).save(folder / f"more-{i}.png")
     out = tmp_path / "out.jsonl"
@@ -123,7 +124,7 @@ def test_stop_finishes_what_is_under_way_and_takes_nothing_more(folder, llm, tmp
     assert len(made) + len(list(run(folder, llm, output=out))) == 66
 
 
-def test_fail_fast_stops_and_retry_failed_takes_what_failed(folder, llm, tmp_path):
+def test_fail_fast_stops_and_retry_failed_takes_only_failures(folder, llm, tmp_path):
     out = tmp_path / "out.jsonl"
     job = run([folder / "x.png", folder], llm, output=out, fail_fast=True)
     assert by_name(job)["x.png"]["error"] and job.progress.num_failed == 1
@@ -135,7 +136,7 @@ def test_fail_fast_stops_and_retry_failed_takes_what_failed(folder, llm, tmp_pat
     assert len(lines(out)) == 6 and by_name(lines(out))["x.png"] == again
 
 
-def test_a_limit_counts_pictures_that_are_not_recorded_yet(folder, llm, tmp_path):
+def test_a_limit_counts_images_that_are_not_recorded_yet(folder, llm, tmp_path):
     out = tmp_path / "out.jsonl"
     sizes = [len(list(run(folder, llm, output=out, limit=4))) for _ in range(3)]
     assert sizes == [4, 2, 0] and len(lines(out)) == 6
@@ -146,7 +147,7 @@ def test_shards_are_disjoint_and_complete(folder, llm):
     assert sum(map(len, parts)) == 6 and len(set.union(*parts)) == 6
 
 
-def test_closing_a_job_ends_it_and_lets_another_have_the_output(folder, llm, tmp_path):
+def test_closing_a_job_ends_it_and_unlocks_the_output(folder, llm, tmp_path):
     out = tmp_path / "out.jsonl"
     job = run(folder, llm, output=out)
     next(job)
@@ -158,24 +159,24 @@ def test_closing_a_job_ends_it_and_lets_another_have_the_output(folder, llm, tmp
     assert len(list(run(folder, llm, output=out))) == 5
 
 
-def test_an_error_of_the_walk_reaches_the_caller_and_what_is_recorded_stays(folder, llm, tmp_path, monkeypatch):
-    from mmvllm.captioning import run as run_module
+def test_an_error_of_the_walk_is_raised_and_the_records_are_kept(folder, llm, tmp_path, monkeypatch):
+    from mmvllm.captioning import worklist
 
-    def broken(paths, find=run_module.find_items):
+    def broken(paths, find=worklist.find_items):
         for number, item in enumerate(find(paths)):
             if number == 4:
                 raise RuntimeError("the walk broke")
             yield item
 
-    monkeypatch.setattr(run_module, "find_items", broken)
+    monkeypatch.setattr(worklist, "find_items", broken)
     out = tmp_path / "out.jsonl"
     with pytest.raises(RuntimeError, match="the walk broke"):
         list(run(folder, llm, output=out))
     assert len(lines(out)) == 4
 
 
-def test_out_of_memory_goes_on_with_half_and_no_picture_is_lost(folder, llm, monkeypatch):
-    def captions() -> dict[str, str | None]:  # long enough for several to be in the engine at once
+def test_out_of_memory_is_retried_with_smaller_batches_and_no_image_is_lost(folder, llm, monkeypatch):
+    def captions() -> dict[str, str | None]:  # long enough that several are in the engine at once
         made = caption_images(folder, llm=llm, max_tokens=80)
         return {name: record["caption"] for name, record in by_name(made).items()}
 
@@ -189,19 +190,19 @@ def test_out_of_memory_goes_on_with_half_and_no_picture_is_lost(folder, llm, mon
         return whole(batch, *args)
 
     monkeypatch.setattr(llm.engine.model_runner, "run", runs_out)
-    # Before each step there come as many as there is room for, however slowly they are prepared.
+    # Each step waits for prepared requests, so that batches are full however slow the preparation is.
     monkeypatch.setattr(Prefetcher, "get", lambda self, wait, get=Prefetcher.get: get(self, wait=True))
     assert captions() == calm
     assert max(sizes) > 2
 
 
-def test_words_around_a_caption(folder, llm):
+def test_prefix_suffix_and_trigger_word(folder, llm):
     (plain,) = run(folder / "a.png", llm)
     (dressed,) = run(folder / "a.png", llm, prefix="<", suffix=">", trigger_word="ohwx")
     assert dressed["caption"] == f"<ohwx, {plain['caption']}>"
 
 
-def test_pixel_bounds_change_the_tokens_of_a_picture(folder, llm):
+def test_pixel_bounds_change_the_tokens_of_an_image(folder, llm):
     (small,) = run(folder / "a.png", llm, max_pixels=56 * 56)
     (large,) = run(folder / "a.png", llm, min_pixels=140 * 140)
     assert small["image_tokens"] < large["image_tokens"]
@@ -215,22 +216,22 @@ def test_pixel_bounds_change_the_tokens_of_a_picture(folder, llm):
         ({"shard": (3, 2)}, "shard is 3/2, must be I/N with 1 <= I <= N"),
         ({"min_pixels": 9, "max_pixels": 4}, "min_pixels is 9, above max_pixels 4"),
         ({"format": "xml"}, "format is 'xml', must be one of jsonl, csv, parquet, txt, webdataset-json"),
-        ({"format": "csv"}, "csv needs --output FILE.csv"),
-        ({"skip_existing": True}, "--skip-existing is for caption files"),
+        ({"format": "csv"}, "csv needs output FILE.csv"),
+        ({"skip_existing": True}, "skip_existing is for caption files"),
         ({"output": "/no/such/folder/out.jsonl"}, "there is no folder /no/such/folder"),
         ({"prompt": " "}, "the prompt is empty"),
         ({"min_pixels": 10**12}, "min_pixels is 1000000000000, must be at most"),
-        ({"overwrite": True, "skip_existing": True, "format": "txt"}, "--overwrite begins anew"),
-        ({"retry_failed": True}, "--retry-failed is about what is recorded; give --output too"),
+        ({"overwrite": True, "skip_existing": True, "format": "txt"}, "overwrite begins anew"),
+        ({"retry_failed": True}, "retry_failed concerns existing records; give output too"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_arguments_that_do_not_fit_are_refused_before_anything_is_done(options, message, folder, llm):
+def test_wrong_arguments_are_refused_before_the_run(options, message, folder, llm):
     with pytest.raises(ValueError, match=message.replace("|", r"\|")):
         caption_images(folder, llm=llm, **{"max_tokens": 4} | options)
 
 
-def test_a_path_that_is_nothing_is_refused_before_anything_is_done(folder, llm, tmp_path):
+def test_a_missing_path_is_refused_before_the_run(folder, llm, tmp_path):
     out = tmp_path / "out.jsonl"
     list(run(folder, llm, output=out))
     with pytest.raises(ValueError, match="nosuch: there is no such file or folder"):
@@ -238,7 +239,7 @@ def test_a_path_that_is_nothing_is_refused_before_anything_is_done(folder, llm, 
     assert len(lines(out)) == 6
 
 
-def test_records_come_from_any_thread_that_takes_them(folder, llm):
+def test_a_run_can_be_iterated_in_any_thread(folder, llm):
     made = []
     thread = threading.Thread(target=lambda: made.extend(run(folder, llm)))
     thread.start()
@@ -252,19 +253,19 @@ def test_two_runs_share_one_engine(folder, llm):
     assert len(made) == 12 and sum(record["error"] is not None for record in made) == 2
 
 
-def test_overwriting_with_nothing_leaves_what_was_there(folder, llm, tmp_path):
+def test_overwriting_without_images_keeps_the_earlier_output(folder, llm, tmp_path):
     out = tmp_path / "out.jsonl"
     list(run(folder, llm, output=out))
     before = out.read_bytes()
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="has no pictures"):
+    with pytest.raises(ValueError, match="has no images"):
         list(run(tmp_path / "empty", llm, output=out, overwrite=True))
     assert out.read_bytes() == before
     assert len(list(run(folder / "a.png", llm, output=out, overwrite=True))) == 1
     assert len(lines(out)) == 1
 
 
-def test_another_picture_in_the_same_line_is_other_work(folder, llm, tmp_path):
+def test_a_changed_data_uri_in_the_same_line_is_another_task(folder, llm, tmp_path):
     out, entries = tmp_path / "out.jsonl", tmp_path / "list.jsonl"
     for name in ("a.png", "b.png", "b.png"):
         data = base64.b64encode((folder / name).read_bytes()).decode()
@@ -298,12 +299,12 @@ def test_an_engine_that_fails_every_time_ends_the_run(folder, llm, tmp_path, mon
         ({"llm": None, "engine_args": {"dtype": "float32"}}, "dtype is one of the job's settings"),
     ],
 )
-def test_engines_are_given_or_made(options, message, folder, llm):
+def test_conflicting_engine_arguments_are_refused(options, message, folder, llm):
     with pytest.raises(ValueError, match=message):
         caption_images(folder, **{"llm": llm} | options)
 
 
-def test_a_run_that_is_dropped_lets_go_of_its_output(folder, llm, tmp_path):
+def test_a_run_that_is_garbage_collected_unlocks_its_output(folder, llm, tmp_path):
     out = tmp_path / "out.jsonl"
     for record in run(folder, llm, output=out):
         assert record["path"]
@@ -312,7 +313,7 @@ def test_a_run_that_is_dropped_lets_go_of_its_output(folder, llm, tmp_path):
     assert len(list(run(folder, llm, output=out))) == 5
 
 
-def test_stop_drops_what_the_engine_has_not_begun(folder, llm):
+def test_stop_drops_requests_that_the_engine_has_not_started(folder, llm):
     for i in range(60):
         noise_image(56, 56, seed=100 + i).save(folder / f"more-{i}.png")
     job = caption_images(folder, llm=llm, max_tokens=40, fail_fast=False)
@@ -320,13 +321,42 @@ def test_stop_drops_what_the_engine_has_not_begun(folder, llm):
     most = len(llm.engine.scheduler.running)
     job.stop()
     made += job
-    # Beside those that ran: three of one step, done and not yet taken, and the two that need no engine.
+    # In addition to the running ones: three that one step finished, and two that need no engine.
     assert len(made) <= 1 + most + 3 + 2
 
 
-def test_caption_files_take_no_place_of_what_the_job_reads_or_writes(folder, llm, tmp_path):
+def test_caption_files_do_not_replace_inputs_or_outputs_of_the_job(folder, llm, tmp_path):
     (folder / "a.txt").write_text(f"{folder / 'a.png'}\n{folder / 'b.png'}\n")
     options = {"format": "txt", "overwrite": True}
     made = by_name(run(folder / "a.txt", llm, output=folder / "b.txt", **options))
     assert all("is read or written by the job itself" in record["error"] for record in made.values())
     assert (folder / "a.txt").read_text().startswith(str(folder)) and len(lines(folder / "b.txt")) == 2
+
+
+def test_errors_name_python_arguments_and_have_the_path(folder, llm, tmp_path):
+    (tmp_path / "out.jsonl").write_text("mine\n")
+    with pytest.raises(ArgumentError, match=r"choose another output, or replace the file with overwrite") as raised:
+        run(folder, llm, output=tmp_path / "out.jsonl")
+    assert raised.value.values["path"] == tmp_path / "out.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("settings", "fingerprint"),
+    [({}, "d313a00319b76690"), ({"caption_files": "txt beside the pictures"}, "4866ff49afb0a98e")],
+)
+def test_the_fingerprint_of_settings_is_stable(settings, fingerprint):
+    """Outputs are resumed by it, so it must be the same in all versions."""
+    assert CaptionSettings(**settings).fingerprint == fingerprint
+
+
+def test_images_in_flight_are_named_when_the_output_cannot_be_written(folder, llm, tmp_path, monkeypatch):
+    job = run(folder, llm, output=tmp_path / "out.jsonl")
+
+    def fails(record):
+        raise JobError("out.jsonl cannot be written", path="out.jsonl", errno=28)
+
+    monkeypatch.setattr(job.output, "write", fails)
+    with pytest.raises(JobError, match=r"cannot be written\. In flight and not recorded: ") as raised:
+        next(job)
+    assert (raised.value.path, raised.value.errno) == ("out.jsonl", 28)
+    assert raised.value.unrecorded and set(raised.value.unrecorded) <= set(map(str, folder.iterdir()))

@@ -1,4 +1,4 @@
-"""`mmvllm caption`: what it prints and writes, and its exit codes. What the captions say is the model's business."""
+"""`mmvllm caption`: its output, files and exit codes; the text of captions is not tested here."""
 
 import json
 import os
@@ -20,7 +20,7 @@ TINY = ("--device", "cpu", "--max-tokens", "4")
 
 @pytest.fixture
 def caption(checkpoint, capsys):
-    """Run `mmvllm caption` on a tiny model -> exit code, lines of stdout, stderr."""
+    """Run `mmvllm caption` on a tiny model; returns exit code, lines of stdout, and stderr."""
 
     def run(*args: object) -> tuple[int, list[str], str]:
         code = main(["caption", "--model", str(checkpoint), *TINY, *map(str, args)])
@@ -31,14 +31,14 @@ def caption(checkpoint, capsys):
 
 
 @pytest.fixture
-def pictures(tmp_path) -> Path:
-    """A folder with pictures at several depths, and other files."""
-    folder = tmp_path / "pictures"
+def images(tmp_path) -> Path:
+    """A folder with images at several depths, and other files."""
+    folder = tmp_path / "images"
     for i, name in enumerate(("b.png", "a.JPG", "deep/er/c.webp", "deep/a.bmp", "with space.gif")):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         noise_image(60 + i, 64, seed=i).save(path, format="JPEG" if name.endswith("JPG") else None)
-    (folder / "notes.txt").write_text("no picture")
+    (folder / "notes.txt").write_text("no image")
     (folder / "deep" / "folder.png").mkdir()
     return folder
 
@@ -48,9 +48,9 @@ def records(path: Path) -> list[dict]:
         return [json.loads(line) for line in file]
 
 
-def test_a_folder_is_searched_and_every_picture_gets_a_record(caption, pictures, tmp_path):
-    code, out, _ = caption(pictures, "--output", tmp_path / "out.jsonl")
-    found = [str(pictures / name) for name in ("a.JPG", "b.png", "deep/a.bmp", "deep/er/c.webp", "with space.gif")]
+def test_a_folder_is_searched_and_every_image_gets_a_record(caption, images, tmp_path):
+    code, out, _ = caption(images, "--output", tmp_path / "out.jsonl")
+    found = [str(images / name) for name in ("a.JPG", "b.png", "deep/a.bmp", "deep/er/c.webp", "with space.gif")]
     made = records(tmp_path / "out.jsonl")
     assert code == 0 and out == []
     assert sorted(record["path"] for record in made) == found
@@ -58,64 +58,64 @@ def test_a_folder_is_searched_and_every_picture_gets_a_record(caption, pictures,
     assert all(isinstance(record["caption"], str) and record["error"] is None for record in made)
 
 
-def test_captions_go_to_the_terminal_without_an_output_file(caption, pictures):
-    code, out, _ = caption(pictures / "b.png", "--progress", "none")
+def test_captions_go_to_the_terminal_without_an_output_file(caption, images):
+    code, out, _ = caption(images / "b.png", "--progress", "none")
     assert code == 0
-    assert "\n".join(out).startswith(f"{pictures / 'b.png'}: ")
+    assert "\n".join(out).startswith(f"{images / 'b.png'}: ")
 
 
-def test_a_file_that_is_given_twice_is_captioned_once(caption, pictures, tmp_path):
-    paths = [pictures / "with space.gif", pictures / "a.JPG", pictures / "with space.gif"]
+def test_a_file_that_is_given_twice_is_captioned_once(caption, images, tmp_path):
+    paths = [images / "with space.gif", images / "a.JPG", images / "with space.gif"]
     assert caption(*paths, "--output", tmp_path / "out.jsonl")[0] == 0
     made = records(tmp_path / "out.jsonl")
-    assert sorted(record["path"] for record in made) == [str(pictures / name) for name in ("a.JPG", "with space.gif")]
+    assert sorted(record["path"] for record in made) == [str(images / name) for name in ("a.JPG", "with space.gif")]
 
 
-def test_captions_are_what_the_library_answers(caption, pictures, tmp_path, checkpoint):
-    assert caption(pictures / "b.png", "--prompt", "Count!", "--output", tmp_path / "out.jsonl")[0] == 0
+def test_captions_are_those_of_the_library(caption, images, tmp_path, checkpoint):
+    assert caption(images / "b.png", "--prompt", "Count!", "--output", tmp_path / "out.jsonl")[0] == 0
     llm = LLM(checkpoint, device="cpu", num_kvcache_blocks=64, skip_warmup=True)
-    (answer,) = llm.generate_multimodal([ask(pictures / "b.png", "Count!")], SamplingParams(max_tokens=4))
-    (other,) = llm.generate_multimodal([ask(pictures / "b.png", "Describe this image.")], SamplingParams(max_tokens=4))
+    (answer,) = llm.generate_multimodal([ask(images / "b.png", "Count!")], SamplingParams(max_tokens=4))
+    (other,) = llm.generate_multimodal([ask(images / "b.png", "Describe this image.")], SamplingParams(max_tokens=4))
     llm.exit()
     assert records(tmp_path / "out.jsonl")[0]["caption"] == answer.text != other.text
 
 
-def test_a_broken_picture_among_good_ones(caption, pictures, tmp_path):
-    whole = (pictures / "b.png").read_bytes()
-    (pictures / "broken.png").write_bytes(whole[: len(whole) // 2])
-    (pictures / "c-text.png").write_text("not a picture")
-    code, _, _ = caption(pictures, "--output", tmp_path / "out.jsonl")
+def test_a_broken_image_among_good_ones(caption, images, tmp_path):
+    whole = (images / "b.png").read_bytes()
+    (images / "broken.png").write_bytes(whole[: len(whole) // 2])
+    (images / "c-text.png").write_text("not an image")
+    code, _, _ = caption(images, "--output", tmp_path / "out.jsonl")
     by_name = {Path(record["path"]).name: record for record in records(tmp_path / "out.jsonl")}
     assert code == 3 and len(by_name) == 7
     assert {name for name, record in by_name.items() if record["error"]} == {"broken.png", "c-text.png"}
     assert by_name["broken.png"]["caption"] is None and "damaged or truncated" in by_name["broken.png"]["error"]
     assert by_name["c-text.png"]["error"] == "not a picture that Pillow can read"
-    assert caption(pictures / "a.JPG", "--output", tmp_path / "alone.jsonl")[0] == 0
+    assert caption(images / "a.JPG", "--output", tmp_path / "alone.jsonl")[0] == 0
     assert records(tmp_path / "alone.jsonl")[0]["caption"] == by_name["a.JPG"]["caption"]
 
 
-def test_a_missing_file_is_a_record_with_an_error(caption, pictures, tmp_path):
-    code, _, _ = caption("/absent.png", pictures / "a.JPG", "--output", tmp_path / "out.jsonl")
+def test_a_missing_file_is_a_record_with_an_error(caption, images, tmp_path):
+    code, _, _ = caption("/absent.png", images / "a.JPG", "--output", tmp_path / "out.jsonl")
     made = {record["path"]: record for record in records(tmp_path / "out.jsonl")}
     assert code == 3
     assert made["/absent.png"]["caption"] is None and made["/absent.png"]["error"] == "no such file"
-    assert made[str(pictures / "a.JPG")]["error"] is None
+    assert made[str(images / "a.JPG")]["error"] is None
 
 
-def test_errors_go_to_stderr_and_captions_to_stdout(caption, pictures):
-    code, out, err = caption("/absent.png", pictures / "a.JPG")
+def test_errors_go_to_stderr_and_captions_to_stdout(caption, images):
+    code, out, err = caption("/absent.png", images / "a.JPG")
     assert code == 3
     assert "/absent.png: no such file" in err.splitlines()
-    assert "absent" not in "\n".join(out) and "\n".join(out).startswith(f"{pictures / 'a.JPG'}: ")
+    assert "absent" not in "\n".join(out) and "\n".join(out).startswith(f"{images / 'a.JPG'}: ")
 
 
-def test_records_keep_every_file_name_and_stay_utf_8(caption, pictures, tmp_path):
+def test_records_keep_every_file_name_and_stay_utf_8(caption, images, tmp_path):
     names = ["日本語 é.png", os.fsdecode(b"latin-\xe9.png"), 'quote".png']
     for name in names:
-        (pictures / name).write_bytes((pictures / "b.png").read_bytes())
-    assert caption(*(pictures / name for name in names), "--output", tmp_path / "out.jsonl")[0] == 0
+        (images / name).write_bytes((images / "b.png").read_bytes())
+    assert caption(*(images / name for name in names), "--output", tmp_path / "out.jsonl")[0] == 0
     made = records(tmp_path / "out.jsonl")
-    assert {record["path"] for record in made} == {str(pictures / name) for name in names}
+    assert {record["path"] for record in made} == {str(images / name) for name in names}
     assert "日本語" in (tmp_path / "out.jsonl").read_text(encoding="utf-8")
     assert len({record["caption"] for record in made}) == 1
 
@@ -136,11 +136,11 @@ def test_wrong_arguments_are_wrong_usage(arguments, capsys):
     assert "usage: mmvllm" in capsys.readouterr().err
 
 
-def test_a_folder_without_pictures_is_wrong_usage(caption, tmp_path):
-    (tmp_path / "notes.txt").write_text("no picture")
+def test_a_folder_without_images_is_wrong_usage(caption, tmp_path):
+    (tmp_path / "notes.txt").write_text("no image")
     code, out, err = caption(tmp_path)
     assert (code, out) == (2, [])
-    assert err.startswith(f"mmvllm caption: {tmp_path} has no pictures (.apng, .avif, .bmp, ")
+    assert err.startswith(f"mmvllm caption: {tmp_path} has no images (.apng, .avif, .bmp, ")
 
 
 @pytest.mark.parametrize(
@@ -155,29 +155,29 @@ def test_a_folder_without_pictures_is_wrong_usage(caption, tmp_path):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_wrong_values_end_with_a_message(arguments, message, caption, pictures):
-    code, out, err = caption(pictures / "b.png", *arguments)
+def test_wrong_values_end_with_a_message(arguments, message, caption, images):
+    code, out, err = caption(images / "b.png", *arguments)
     assert (code, out) == (2, [])
     assert err.startswith("mmvllm caption: ") and message in err
 
 
-def test_an_output_that_cannot_be_written_ends_with_a_message(caption, pictures, tmp_path):
-    code, _, err = caption(pictures / "b.png", "--output", tmp_path)
+def test_an_output_that_cannot_be_written_ends_with_a_message(caption, images, tmp_path):
+    code, _, err = caption(images / "b.png", "--output", tmp_path)
     assert code == 2 and f"--output {tmp_path} is a folder; name a file" in err
 
 
-def test_a_wrong_model_leaves_an_earlier_output_alone(caption, pictures, tmp_path):
+def test_a_wrong_model_leaves_an_earlier_output_alone(caption, images, tmp_path):
     (tmp_path / "out.jsonl").write_text("earlier\n")
-    assert caption(pictures / "b.png", "--output", tmp_path / "out.jsonl", "--model", "/no/such/model")[0] == 2
+    assert caption(images / "b.png", "--output", tmp_path / "out.jsonl", "--model", "/no/such/model")[0] == 2
     assert (tmp_path / "out.jsonl").read_text() == "earlier\n"
 
 
-def test_a_file_of_someone_else_is_not_written_to(caption, pictures, tmp_path):
+def test_a_file_of_another_program_is_not_written_to(caption, images, tmp_path):
     (tmp_path / "out.jsonl").write_text("earlier\n")
-    code, _, err = caption(pictures / "b.png", "--output", tmp_path / "out.jsonl")
-    assert code == 2 and "was not made by this command" in err
+    code, _, err = caption(images / "b.png", "--output", tmp_path / "out.jsonl")
+    assert code == 2 and "was not made by mmvllm" in err
     assert (tmp_path / "out.jsonl").read_text() == "earlier\n"
-    assert caption(pictures / "b.png", "--output", tmp_path / "out.jsonl", "--overwrite")[0] == 0
+    assert caption(images / "b.png", "--output", tmp_path / "out.jsonl", "--overwrite")[0] == 0
     assert len(records(tmp_path / "out.jsonl")) == 1
 
 
@@ -188,11 +188,11 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"mmvllm {mmvllm.__version__}\n"
 
 
-def test_the_process_in_an_ascii_terminal(checkpoint, pictures):
-    """Exit code, streams and file names that the locale cannot show, through `python -m mmvllm`."""
-    odd = [pictures / "é.png", pictures / os.fsdecode(b"\xff.png")]
+def test_the_process_in_an_ascii_terminal(checkpoint, images):
+    """`python -m mmvllm` with file names that the locale cannot encode."""
+    odd = [images / "é.png", images / os.fsdecode(b"\xff.png")]
     for path in odd:
-        path.write_bytes((pictures / "b.png").read_bytes())
+        path.write_bytes((images / "b.png").read_bytes())
     command = [
         sys.executable,
         "-m",
@@ -211,9 +211,9 @@ def test_the_process_in_an_ascii_terminal(checkpoint, pictures):
     assert "/absent.png: no such file" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_reader_that_leaves_ends_the_run_quietly(checkpoint, pictures):
+def test_a_closed_pipe_ends_the_run_quietly(checkpoint, images):
     """`mmvllm caption ... | head -1`"""
-    command = [sys.executable, "-m", "mmvllm", "caption", "--model", checkpoint, *TINY, pictures]
+    command = [sys.executable, "-m", "mmvllm", "caption", "--model", checkpoint, *TINY, images]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
         err = process.stderr.read()

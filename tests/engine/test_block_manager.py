@@ -8,7 +8,7 @@ from mmvllm import SamplingParams
 from mmvllm.engine.block_manager import BlockManager
 from mmvllm.engine.sequence import Sequence
 from mmvllm.engine.vision_inputs import VisionInputs
-from tests.helpers.requests import ask, noise_image
+from tests.helpers.requests import ask, noise_image, spans_of
 
 ONE = SamplingParams(max_tokens=1, ignore_eos=True)
 
@@ -137,7 +137,7 @@ def test_requests_share_blocks_exactly_if_their_pictures_are_the_same(checkpoint
     image = noise_image(120, 90, 1)
     image.save(tmp_path / "same.png")
     asked = "Describe this image."
-    before = llm.processor(ask(image, asked)).MULTI_vision_placeholders[0][0] // 4 * 4  # text before the picture
+    before = spans_of(llm.processor(ask(image, asked)))[0][0] // 4 * 4  # text before the picture
     cold, tokens = blocks_of(llm, ask(image, asked))
     whole = (len(llm.processor(ask(image, asked)).token_ids) - 1) // 4 * 4
     assert cold == 0

@@ -1,18 +1,37 @@
-"""Requests, and images for them."""
+"""Requests, images for them, and what was prepared of them."""
 
 import numpy as np
 from PIL import Image
 
+from mmvllm.inputs import EngineInput, Grid, Span
+
 
 def noise_image(width: int, height: int, seed: int = 0) -> Image.Image:
-    """A picture of smooth noise, different for every seed."""
+    """An image of smooth noise, different for every seed."""
     noise = np.random.default_rng(seed).integers(0, 256, (5, 7, 3), dtype=np.uint8)
     return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
 
 
 def ask(*parts, **keys) -> dict:
-    """A request with one user turn of strings and pictures, in that order."""
+    """A request with one user turn of strings and images, in that order."""
     content = [
         {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
     ]
     return {"messages": [{"role": "user", "content": content}], **keys}
+
+
+def spans_of(prompt: EngineInput) -> list[Span]:
+    """(offset, length) of each run of placeholder tokens."""
+    return [span for item in prompt.items for span in item.spans]
+
+
+def grids_of(prompt: EngineInput) -> list[Grid]:
+    return [item.grid for item in prompt.items]
+
+
+def patches_of(prompt: EngineInput) -> list:
+    return [item.patches for item in prompt.items]
+
+
+def digests_of(prompt: EngineInput) -> list[bytes]:
+    return [item.digest for item in prompt.items]

@@ -18,7 +18,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from mmvllm.models.weights import BUNDLED
 from mmvllm.processors.chat import ForeignProcessor, Processor, Prompt, expand_placeholders, parse_request
 from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig, normalize_patches
-from tests.helpers.requests import ask, noise_image
+from tests.helpers.requests import ask, digests_of, grids_of, noise_image, spans_of
 
 IMAGE = json.loads((BUNDLED / "config.json").read_text())["image_token_id"]
 CONFIG = ImageProcessorConfig(min_pixels=112 * 112, max_pixels=196 * 196)
@@ -367,20 +367,20 @@ def test_a_foreign_processor_gives_the_same_prompt(name, processor, foreign):
 def test_placeholders_lie_where_the_pictures_are(processor, tokenizer):
     prompt = processor(ask("First: ", B, " then: ", A, " what changed?"))
     around = []
-    for offset, length in prompt.MULTI_vision_placeholders:
+    for offset, length in spans_of(prompt):
         assert prompt.token_ids[offset : offset + length] == [IMAGE] * length
         around.append(tokenizer.decode([prompt.token_ids[offset - 1], prompt.token_ids[offset + length]]))
     assert around == ["<|vision_start|><|vision_end|>"] * 2
-    lengths = [length for _, length in prompt.MULTI_vision_placeholders]
-    assert lengths == [prod(grid) // 4 for grid in prompt.MULTI_image_grid_thw]
+    lengths = [length for _, length in spans_of(prompt)]
+    assert lengths == [prod(grid) // 4 for grid in grids_of(prompt)]
 
 
 def test_pictures_stay_in_order(processor):
-    alone = [processor(ask(image)).MULTI_image_digests[0] for image in (A, B, C)]
+    alone = [digests_of(processor(ask(image)))[0] for image in (A, B, C)]
     assert len(set(alone)) == 3
-    assert processor(ask(C, "x", A, B, A)).MULTI_image_digests == [alone[2], alone[0], alone[1], alone[0]]
+    assert digests_of(processor(ask(C, "x", A, B, A))) == [alone[2], alone[0], alone[1], alone[0]]
     turns = [{"role": "user", "content": [{"image": image}]} for image in (B, C)]
-    assert processor({"messages": turns}).MULTI_image_digests == [alone[1], alone[2]]
+    assert digests_of(processor({"messages": turns})) == [alone[1], alone[2]]
 
 
 def test_every_way_to_write_a_request_gives_the_same_prompt(processor, tmp_path):
@@ -410,19 +410,19 @@ def test_an_expanded_prompt_is_taken_as_it_is(processor):
 
 def test_requests_bounds_reach_every_picture(processor):
     prompt = processor({**ask(A, B), "max_pixels": 28 * 28 * 20, "min_pixels": 28 * 28 * 5})
-    assert all(20 >= prod(grid) // 4 >= 5 for grid in prompt.MULTI_image_grid_thw)
-    assert [prod(grid) // 4 for grid in processor(ask(A, B)).MULTI_image_grid_thw] == [28, 45]
+    assert all(20 >= prod(grid) // 4 >= 5 for grid in grids_of(prompt))
+    assert [prod(grid) // 4 for grid in grids_of(processor(ask(A, B)))] == [28, 45]
 
 
 def test_sizes_of_a_part_go_by_the_checkpoints_patches(tokenizer):
     process = Processor(tokenizer, ImageProcessor(ImageProcessorConfig(patch_size=16)), IMAGE)
     prompt = process(user({"image": A, "resized_height": 300, "resized_width": 300}))
-    assert prompt.MULTI_image_grid_thw == [(1, 18, 18)]  # 9.4 times 32, not 10.7 times 28
+    assert grids_of(prompt) == [(1, 18, 18)]  # 9.4 times 32, not 10.7 times 28
 
 
 def test_requests_bounds_narrow_a_foreign_processors(foreign):
     def num_tokens(image, **bounds) -> int:
-        return prod(foreign({**ask(image), **bounds}).MULTI_image_grid_thw[0]) // 4
+        return prod(grids_of(foreign({**ask(image), **bounds}))[0]) // 4
 
     assert (num_tokens(A), num_tokens(A, max_pixels=28 * 28 * 24)) == (28, 18)
     assert num_tokens(A, min_pixels=28 * 28 * 40) > 40
@@ -440,7 +440,7 @@ def test_a_literal_placeholder_beside_a_picture_is_refused(processor):
     with pytest.raises(ValueError, match="prompt has 2 image placeholders but 1 images were given"):
         processor(ask(A, "is <|image_pad|> a picture?"))
     # As many as an expanded picture would need, but not in one run.
-    length = processor(ask(A)).MULTI_vision_placeholders[0][1]
+    length = spans_of(processor(ask(A)))[0][1]
     with pytest.raises(ValueError, match="do not follow each other"):
         processor(ask("<|image_pad|>" * (length - 1), A))
 

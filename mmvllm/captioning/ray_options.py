@@ -1,0 +1,29 @@
+"""Options for captioning on Ray Data; importing this module does not need Ray."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RayOptions:
+    """Where a job runs, and with how many engines.
+
+    Args:
+        address: "local" starts Ray on this machine for this job; "auto", "host:port" or "ray://..." joins a cluster. A
+            Ray session that this process has already joined is used as it is.
+        num_actors: number of actors; each has one engine.
+        cpus_per_actor: CPU cores, and torch threads, of each actor.
+        gpus_per_actor: from 0 to 1; by default 1 if the job's device is a GPU, else 0. Engines that share a GPU need
+            `num_kvcache_blocks` in `engine_args`, because each would otherwise take all free memory.
+    """
+
+    address: str = "local"
+    num_actors: int = 1
+    cpus_per_actor: int = 1
+    gpus_per_actor: float | None = None
+
+    def __post_init__(self):
+        for name in ("num_actors", "cpus_per_actor"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
+        if self.gpus_per_actor is not None and not 0 <= self.gpus_per_actor <= 1:
+            raise ValueError(f"gpus_per_actor is {self.gpus_per_actor}, must be from 0 to 1: an engine uses one GPU")

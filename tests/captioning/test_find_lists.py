@@ -1,0 +1,163 @@
+"""The images that text lists, JSONL lists and standard input name."""
+
+import json
+import os
+import threading
+from contextlib import suppress
+from itertools import islice
+
+import pytest
+
+from mmvllm.captioning.find import find_items
+from mmvllm.captioning.items import Item
+from tests.helpers.finding import put, relatives
+
+DATA = "data:image/png;base64,iVBORw0K"
+
+
+@pytest.mark.parametrize("name", ["list.txt", "list.LST"])
+def test_a_text_list_has_one_image_per_line(name, tmp_path, monkeypatch):
+    put(tmp_path, "lists/near.png", "far.png", "lists/deep/a.png", "outside.png")
+    monkeypatch.chdir(tmp_path)
+    lines = ["near.png", "far.png", "", "deep/a.png", " \t", "../outside.png", "/abs/b.png", "https://x.org/c/d.jpg?e"]
+    lines += [" spaces .png ", "# no comment", DATA, "deep", "*.png"]
+    (tmp_path / "lists" / name).write_text("\n".join(lines))
+    found = [(item.path, item.relative, item.source) for item in find_items([f"lists/{name}"])]
+    assert found == [
+        ("lists/near.png", "near.png", "lists/near.png"),
+        ("far.png", "far.png", "far.png"),
+        ("lists/deep/a.png", "deep/a.png", "lists/deep/a.png"),
+        ("lists/../outside.png", "outside.png", "lists/../outside.png"),
+        ("/abs/b.png", "abs/b.png", "/abs/b.png"),
+        ("https://x.org/c/d.jpg?e", "x.org/c/d.jpg", "https://x.org/c/d.jpg?e"),
+        (" spaces .png ", " spaces .png ", " spaces .png "),
+        ("# no comment", "# no comment", "# no comment"),
+        (f"lists/{name}:11", "list-11", DATA),
+        ("lists/deep", "deep", "lists/deep"),
+        ("*.png", "*.png", "*.png"),
+    ]
+
+
+def test_lists_with_bom_crlf_and_other_encodings_are_read(tmp_path):
+    (tmp_path / "list.txt").write_bytes(b"\xef\xbb\xbfa.png\r\nb\xff.png\r\n\r\n\xef\xbb\xbfc.png")
+    assert relatives(tmp_path / "list.txt") == ["a.png", "b\udcff.png", "\ufeffc.png"]
+    (tmp_path / "list.jsonl").write_bytes(b'\xef\xbb\xbf{"image": "a.png"}\r\n\r\n{"image": "b.png"}')
+    assert relatives(tmp_path / "list.jsonl") == ["a.png", "b.png"]
+
+
+@pytest.fixture
+def stdin():
+    """The write end of a pipe that replaces standard input."""
+    before, (end, start) = os.dup(0), os.pipe()
+    os.dup2(end, 0)
+    os.close(end)
+    with open(start, "wb", buffering=0) as pipe:
+        yield pipe
+    os.dup2(before, 0)
+    os.close(before)
+
+
+def test_standard_input_is_a_text_list(stdin):
+    stdin.write(f"a.png\n{DATA}\n".encode())
+    found = find_items(["-"])
+    assert next(found) == Item("a.png", "a.png", "a.png")  # before the pipe is closed
+    stdin.close()
+    assert list(found) == [Item("-:2", "stdin-2", DATA)]
+    os.fstat(0)  # standard input is still open
+
+
+def test_lines_of_a_pipe_are_read_as_they_are_written(tmp_path):
+    os.mkfifo(tmp_path / "list.txt")
+    can_go_on = threading.Event()
+
+    def write():
+        with open(tmp_path / "list.txt", "wb", buffering=0) as pipe:
+            for i in range(1000):
+                pipe.write(b"%d.png\n" % i)
+                assert can_go_on.wait(10)
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    found = find_items([tmp_path / "list.txt"])
+    assert next(found).relative == "0.png"  # before the second line is written
+    can_go_on.set()
+    assert len(list(found)) == 999
+    writer.join()
+
+
+def test_an_endless_list_is_read_line_by_line(tmp_path):
+    os.mkfifo(tmp_path / "list.txt")
+
+    def write():
+        with suppress(BrokenPipeError), open(tmp_path / "list.txt", "wb") as pipe:
+            while True:
+                pipe.write(b"image.png\n" * 1000)
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    found = find_items([tmp_path / "list.txt"])
+    assert {item.relative for item in islice(found, 5000)} == {"image.png"}
+    found.close()
+    writer.join()
+
+
+def test_a_jsonl_list_may_have_prompts_contexts_and_ids(tmp_path):
+    put(tmp_path, "deep/a.png")
+    lines = [
+        {"image": "deep/a.png", "prompt": "What?", "context": "At sea.", "id": "one", "width": 7},
+        {"image": "https://x.org/b.png", "id": 2},
+        {"image": DATA, "id": 0, "prompt": "", "context": None},
+        {"image": "\udcff.png", "id": None},
+    ]
+    (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    near = str(tmp_path / "deep/a.png")
+    assert list(find_items([tmp_path / "list.jsonl"])) == [
+        Item(near, "deep/a.png", near, "one", "What?", "At sea."),
+        Item("https://x.org/b.png", "x.org/b.png", "https://x.org/b.png", "2"),
+        Item(f"{tmp_path}/list.jsonl:3", "list-3", DATA, "0", ""),
+        Item("\udcff.png", "\udcff.png", "\udcff.png"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ('{"image": "a.png"', "is not valid JSON (Expecting ',' delimiter)"),
+        ("a.png", "is not valid JSON (Expecting value)"),
+        (b'{"image": "\xff.png"}', "is not valid JSON ('utf-8' codec can't decode byte 0xff in position 11: "),
+        ("[" * 100_000, "is not valid JSON (maximum recursion depth exceeded"),
+        ('{"image": "a.png", "id": ' + "9" * 10_000 + "}", "is not valid JSON (Exceeds the limit"),
+        ("7", 'is not an object; write {"image": PATH}'),
+        ('["a.png"]', 'is not an object; write {"image": PATH}'),
+        ('{"path": "a.png"}', 'has no "image"; give a path, a URL or a data URI'),
+        ('{"image": null}', 'has no "image"; '),
+        ('{"image": ""}', 'has no "image"; '),
+        ('{"image": ["a.png"]}', '"image" is ["a.png"], it must be a string'),
+        ('{"image": 0}', '"image" is 0, it must be a string'),
+        ('{"image": "a.png", "prompt": 5}', '"prompt" is 5, it must be a string'),
+        ('{"image": "a.png", "context": {}}', '"context" is {}, it must be a string'),
+        ('{"image": "a.png", "id": 1.5}', '"id" is 1.5, it must be a string or an integer'),
+        ('{"image": "a.png", "id": true}', '"id" is true, it must be a string or an integer'),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_malformed_line_is_an_error_and_the_other_lines_are_read(line, error, tmp_path):
+    text = line.encode() if isinstance(line, str) else line
+    (tmp_path / "list.jsonl").write_bytes(b'{"image": "a.png"}\n\n' + text + b'\n{"image": "b.png"}\n')
+    first, malformed, last = find_items([tmp_path / "list.jsonl"])
+    assert (first.source, last.source) == ("a.png", "b.png")
+    assert malformed.error.startswith(error)
+    path = f"{tmp_path}/list.jsonl:3"
+    assert malformed == Item(path, "list-3", None, error=malformed.error)
+
+
+def test_a_malformed_line_keeps_its_id(tmp_path):
+    (tmp_path / "list.jsonl").write_text('{"id": 12}')
+    (item,) = find_items([tmp_path / "list.jsonl"])
+    assert item.id == "12" and item.error.startswith("has no")
+
+
+@pytest.mark.parametrize("name", ["none.txt", "none.lst", "none.jsonl"])
+def test_a_list_that_cannot_be_read_is_refused_before_the_search(name, tmp_path):
+    with pytest.raises(ValueError, match=rf"{name}: the list cannot be read \(No such file or directory\)"):
+        find_items([put(tmp_path, "a.png"), tmp_path / name])
