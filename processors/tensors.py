@@ -83,15 +83,12 @@ def counted(number: int, noun: str) -> str:
 
 def _to_numpy(array: Any) -> np.ndarray:
     """A copy on the host."""
-    if isinstance(array, Tensor):
-        array = array.detach().cpu()
-    return np.array(array)
+    return array.detach().cpu().numpy().copy() if isinstance(array, Tensor) else np.array(array)
 
 
 def _grids(given: Array, merge_size: int) -> list[Grid]:
-    rows = [_to_numpy(row) for row in given] if isinstance(given, list | tuple) else _to_numpy(given)
     try:
-        array = np.stack(rows) if isinstance(rows, list) else rows
+        array = np.stack([_to_numpy(row) for row in given])
     except ValueError:  # rows of different lengths
         raise RequestError("image_grid_thw has rows of different lengths, must be (number of images, 3)") from None
     if array.ndim != 2 or array.shape[1] != 3:

@@ -13,10 +13,10 @@ from itertools import chain
 
 import pytest
 
-from mmvllm import AsyncLLM, SamplingParams, async_llm
+from mmvllm import AsyncLLM, SamplingParams, async_llm, intake
 from mmvllm.errors import DeadlineExceeded, EngineBusy, EngineFailed, EngineStopped, RequestFailed
 from mmvllm.processors.load import load_image
-from tests.helpers.engines import assert_idle, unhurried
+from tests.helpers.engines import assert_engine_idle, unhurried
 from tests.helpers.requests import ask, noise_image
 
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -88,10 +88,10 @@ async def until(condition, what: str) -> None:
 
 
 def wait_until_idle(engine: AsyncLLM) -> None:
-    scheduler = engine._llm.engine.scheduler
+    scheduler = engine._engine.scheduler
     wait_until(lambda: not engine._streams and not scheduler.groups, "idle")
-    assert_idle(engine._llm)
-    assert not engine._thread._requests
+    assert_engine_idle(engine._engine)
+    assert not engine._thread.num_tracked
 
 
 async def answer(engine: AsyncLLM, request, params=None, **keys):
@@ -187,7 +187,7 @@ async def test_a_bad_request_fails_alone(engine, request_, keys, message):
 async def test_a_mistake_in_preparation_is_no_fault_of_the_request(engine, monkeypatch):
     with pytest.raises(RequestFailed, match="preparation failed: ZeroDivisionError"):
         await answer(engine, QUESTION, SHORT, load=lambda source: 1 / 0)
-    monkeypatch.setattr(engine._llm.engine, "add_request", lambda *args, **keys: 1 / 0)
+    monkeypatch.setattr(engine._engine, "add_request", lambda *args, **keys: 1 / 0)
     with pytest.raises(RequestFailed, match="preparation failed: ZeroDivisionError"):
         await answer(engine, QUESTION, SHORT)
     monkeypatch.undo()
@@ -219,7 +219,7 @@ async def _at_stage(engine: AsyncLLM, stage: str, others: contextlib.AsyncExitSt
                 await task
     load = gate if stage == "while it is prepared" else load_image
     task = asyncio.create_task(answer(engine, QUESTION, ENDLESS, request_id="it", load=load))
-    stats = engine._llm.engine.scheduler.groups
+    stats = engine._engine.scheduler.groups
     if stage == "while it is prepared":
         await until(gate.is_reached.is_set, "prepared")
     elif stage == "waiting in the engine":
@@ -252,7 +252,7 @@ async def test_cancelling_the_task_frees_all_at_once(engine, stage):
         with pytest.raises(asyncio.CancelledError):
             await task
         assert "it" not in engine._streams
-        await until(lambda: "it" not in engine._llm.engine.scheduler.groups, "aborted")
+        await until(lambda: "it" not in engine._engine.scheduler.groups, "aborted")
 
 
 @STAGES
@@ -261,7 +261,7 @@ async def test_abort_ends_the_stream_with_what_there_is(engine, stage):
     async with contextlib.AsyncExitStack() as others:
         task = await _at_stage(engine, stage, others)
         assert await engine.abort("it")
-        assert "it" not in engine._llm.engine.scheduler.groups and "it" not in engine._streams
+        assert "it" not in engine._engine.scheduler.groups and "it" not in engine._streams
         deltas = (await task)[0]
         assert deltas[-1].finish_reason == "aborted" and not await engine.abort("it")
         assert [c.finish_reason for c in deltas[-1].output.completions] == ["aborted"]
@@ -275,7 +275,7 @@ async def test_abort_ends_the_stream_with_what_there_is(engine, stage):
 @contextlib.asynccontextmanager
 async def _in_mid_step(engine: AsyncLLM, monkeypatch):
     """The engine is in a step, which lasts until the end of this."""
-    real, begun, may_end = engine._llm.engine.step, threading.Event(), threading.Event()
+    real, begun, may_end = engine._engine.step, threading.Event(), threading.Event()
 
     def step():
         begun.set()
@@ -284,7 +284,7 @@ async def _in_mid_step(engine: AsyncLLM, monkeypatch):
 
     async with contextlib.aclosing(engine.generate("go on", ENDLESS)) as stream:
         await anext(stream)
-        monkeypatch.setattr(engine._llm.engine, "step", step)
+        monkeypatch.setattr(engine._engine, "step", step)
         await until(begun.is_set, "in a step")
         try:
             yield
@@ -295,7 +295,7 @@ async def _in_mid_step(engine: AsyncLLM, monkeypatch):
 @in_a_loop
 async def test_who_tires_of_waiting_for_an_abort_leaves_it_to_happen(engine, monkeypatch):
     task = asyncio.create_task(answer(engine, QUESTION, ENDLESS, request_id="it"))
-    await until(lambda: "it" in engine._llm.engine.scheduler.groups, "in the engine")
+    await until(lambda: "it" in engine._engine.scheduler.groups, "in the engine")
     async with _in_mid_step(engine, monkeypatch):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.abort("it"), 0.01)
@@ -313,7 +313,7 @@ async def test_what_is_aborted_on_its_way_to_the_engine_does_not_arrive(engine, 
         gate.is_open.set()
         await until(lambda: len(engine._thread._commands) == 2, "prepared")
     assert await aborting and (await task)[0][-1].finish_reason == "aborted"
-    assert "it" not in engine._llm.engine.scheduler.groups
+    assert "it" not in engine._engine.scheduler.groups
 
 
 @pytest.mark.parametrize("stage", ["while it is prepared", "waiting in the engine", "in mid-answer"])
@@ -506,7 +506,7 @@ async def test_an_answer_that_ends_early_says_so_at_once(engine, checkpoint, mak
 
 @in_a_loop
 async def test_pictures_prepared_ahead_are_bounded_and_all_are_answered(make, monkeypatch):
-    monkeypatch.setattr(async_llm, "MAX_BYTES", 1)
+    monkeypatch.setattr(intake, "MAX_BYTES", 1)
     engine = make(max_num_seqs=2)
     results = await asyncio.gather(*(answer(engine, ask(noise_image(60, 60, i), "?"), SHORT) for i in range(12)))
     assert all(len(deltas[-1].output.token_ids) == 6 for deltas, _ in results)
@@ -514,8 +514,8 @@ async def test_pictures_prepared_ahead_are_bounded_and_all_are_answered(make, mo
 
 @in_a_loop
 async def test_text_does_not_wait_for_pictures_that_have_no_room(make, monkeypatch):
-    monkeypatch.setattr(async_llm, "MAX_BYTES", 1)
-    monkeypatch.setattr(async_llm, "NUM_WORKERS", 1)  # as many pictures are begun before the first is found too large
+    monkeypatch.setattr(intake, "MAX_BYTES", 1)
+    monkeypatch.setattr(intake, "NUM_WORKERS", 1)  # as many pictures are begun before the first is found too large
     engine = make(max_num_seqs=1)
     running = engine.generate(ask("go on"), ENDLESS)
     await anext(running)
@@ -525,7 +525,7 @@ async def test_text_does_not_wait_for_pictures_that_have_no_room(make, monkeypat
     assert engine.stats().num_preparing >= 1  # the first picture may be prepared, the others find no room
     tasks[2].cancel()
     await until(lambda: "r2" not in engine._streams, "cancelled")
-    assert len(engine._queued) <= 1
+    assert engine._preparation.num_queued <= 1
     await running.aclose()
     for task in (tasks[0], tasks[1], tasks[3]):
         assert len((await task)[0][-1].output.token_ids) == 6
@@ -559,7 +559,7 @@ async def test_pictures_that_wait_are_no_hits(make):
 @in_a_loop
 async def test_a_failed_step_fails_its_requests_and_the_next_is_well(make, monkeypatch):
     engine = make()
-    real, calls = engine._llm.engine.model_runner.run, []
+    real, calls = engine._engine.model_runner.run, []
 
     def fail_once(*args):
         calls.append(1)
@@ -567,13 +567,13 @@ async def test_a_failed_step_fails_its_requests_and_the_next_is_well(make, monke
             raise RuntimeError("the device said no")
         return real(*args)
 
-    monkeypatch.setattr(engine._llm.engine.model_runner, "run", fail_once)
+    monkeypatch.setattr(engine._engine.model_runner, "run", fail_once)
     with pytest.raises(RequestFailed, match="the device said no"):
         await answer(engine, QUESTION, SHORT)
     assert engine.health().status == "failing" and "said no" in engine.health().reason
     assert engine.health().is_ready
     await answer(engine, QUESTION, SHORT)
-    assert engine.health() == async_llm.Health("ok")
+    assert engine.health() == async_llm.EngineHealth("ok")
 
 
 @in_a_loop
@@ -587,7 +587,7 @@ async def test_a_broken_engine_fails_all_and_says_why(make, monkeypatch):
     def broken():
         raise AssertionError("block 3 is held twice")
 
-    monkeypatch.setattr(engine._llm.engine.scheduler, "schedule", broken)
+    monkeypatch.setattr(engine._engine.scheduler, "schedule", broken)
     for task in tasks:
         with pytest.raises(EngineFailed, match="AssertionError: block 3 is held twice"):
             await task

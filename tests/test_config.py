@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mmvllm import LLM
-from mmvllm.config import EngineConfig, VisionConfig
+from mmvllm.config import EngineConfig
+from mmvllm.models.qwen2_vl.config import Qwen2VLVisionConfig
 from mmvllm.models.registry import load_config
 from tests.helpers.configs import DECODER, assert_equals_transformers
 
@@ -172,7 +173,7 @@ def test_vision_model_without_a_vision_config_is_still_one(folder_of):
     big = {**FLAT, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
     del big["vision_config"], big["rope_scaling"], big["image_token_id"]
     config = load_config(folder_of(big))
-    assert (config.vision, config.mrope_section, config.image_token_id) == (VisionConfig(), (16, 24, 24), 151655)
+    assert (config.vision, config.mrope_section, config.image_token_id) == (Qwen2VLVisionConfig(), (16, 24, 24), 151655)
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])

@@ -7,12 +7,13 @@ from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 import pytest
 import torch
 
+from mmvllm.inputs import EngineInput, MediaItem
 from mmvllm.intake import Prefetcher
-from mmvllm.processors.chat import Prompt
 
 
-def prompt_of(num_bytes: int) -> Prompt:
-    return Prompt([1], {"pixel_values": [torch.zeros(num_bytes, dtype=torch.uint8)]})
+def prompt_of(num_bytes: int) -> EngineInput:
+    patches = torch.zeros(num_bytes, dtype=torch.uint8)
+    return EngineInput([1], (MediaItem("image", patches, (1, 1, 1), b"", ((0, 1),)),))
 
 
 def drain(prefetcher: Prefetcher) -> list:

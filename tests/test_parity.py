@@ -1,5 +1,6 @@
 """The tokens equal transformers': ids, grids, positions, ViT rows, logits, and 32 greedy tokens."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -7,7 +8,7 @@ from mmvllm.models.weights import BUNDLED
 from tests.helpers.checkpoints import SHAPES
 from tests.helpers.parity import GREEDY, REQUESTS
 from tests.helpers.reference import assert_no_worse, first_logits, in_double, in_float64
-from tests.helpers.requests import grids_of, patches_of
+from tests.helpers.requests import grids_of, patches_of, spans_of
 
 
 @pytest.mark.parametrize("shape", [None, *SHAPES], ids=lambda shape: shape or "bundled")
@@ -40,10 +41,9 @@ def test_positions_equal_transformers(name, checkpoint, reference, make_llm):
     want, delta = hf.model.model.get_rope_index(
         inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=inputs.get("image_grid_thw")
     )
-    multimodal = prompt.multimodal
-    got, got_delta = mrope_positions(
-        len(prompt.token_ids), multimodal.get("vision_placeholders", ()), multimodal.get("image_grid_thw", ()), 2
-    )
+    got, got_delta = mrope_positions(len(prompt.token_ids), spans_of(prompt), grids_of(prompt), 2)
+    if prompt.positions is not None:  # None for text
+        assert np.array_equal(prompt.positions, got) and prompt.position_delta == got_delta
     assert torch.equal(torch.from_numpy(got), want[:, 0])
     assert got_delta == delta.item()
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mmvllm.batch_builder import build_batch
+from mmvllm.engine.batch_builder import build_batch
 from mmvllm.engine.model_runner import ModelRunner
 from mmvllm.engine.sampler import Sampled, Sampler
 from mmvllm.engine.scheduler import SampledToken, Schedule, Scheduler

@@ -20,7 +20,7 @@ from mmvllm.demo.uploads import Uploads
 from mmvllm.errors import EngineBusy
 from mmvllm.media import MediaPolicy
 from mmvllm.outputs import Delta
-from mmvllm.processors.image import ImageProcessorConfig
+from tests.helpers.images import image_config
 from tests.helpers.pages import elsewhere
 from tests.helpers.requests import noise_image
 
@@ -219,7 +219,7 @@ def test_what_arrives_after_its_visitor_left_does_not_stay(uploads, monkeypatch)
         await handlers.leave(visitor)
         await handlers.count(visitor, json.dumps([str(held.path)]), *astuple(OPTIONS))
 
-    engine = SimpleNamespace(image_config=ImageProcessorConfig())
+    engine = SimpleNamespace(image_config=image_config())
     handlers, visitor = Handlers(engine, DemoSettings(POLICY), uploads, []), SimpleNamespace(session_hash="one")
     handlers.sessions.get("one")
     held = sent(uploads, "nobody")

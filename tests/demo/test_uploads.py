@@ -13,7 +13,8 @@ from mmvllm.demo import uploads as uploads_module
 from mmvllm.demo.pictures import Picture, PictureError
 from mmvllm.demo.uploads import ORPHAN_SECONDS, Uploads
 from mmvllm.media import MediaPolicy
-from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig
+from mmvllm.processors.image import ImageProcessor
+from tests.helpers.images import image_config
 from tests.helpers.requests import noise_image
 
 POLICY = MediaPolicy(max_bytes=1_000_000, max_pixels=1_000_000)
@@ -129,7 +130,7 @@ def test_there_is_room_for_so_many_files(uploads, monkeypatch):
 @pytest.mark.parametrize("bounds", [(3136, 1_003_520), (20_000, 40_000), (100_000, 100_000)])
 def test_the_tokens_that_the_header_promises_are_those_that_come(size, bounds, tmp_path):
     noise_image(*size).save(tmp_path / "a.png")
-    found, config = Picture.read(tmp_path / "a.png", POLICY), ImageProcessorConfig()
+    found, config = Picture.read(tmp_path / "a.png", POLICY), image_config()
     grid = ImageProcessor(config)(found.load(POLICY), *bounds).grid_thw
     assert found.num_tokens(config, *bounds) == grid[1] * grid[2] // 4
 

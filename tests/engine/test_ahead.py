@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mmvllm import LLM, SamplingParams
 from mmvllm.engine.decode_graphs import DecodeGraphs
-from mmvllm.engine.executor.sampler import Sampled
+from mmvllm.engine.sampler import Sampled
 from tests.helpers.engines import assert_idle
 from tests.helpers.requests import ask, noise_image
 

@@ -7,16 +7,19 @@ import torch
 from mmvllm import SamplingParams
 from mmvllm.engine.block_manager import BlockManager
 from mmvllm.engine.sequence import Sequence
-from mmvllm.engine.vision_inputs import VisionInputs
+from mmvllm.inputs import MediaItem
 from tests.helpers.requests import ask, noise_image, spans_of
 
 ONE = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
 def sequence(token_ids, digests=(), placeholders=(), salt=None, block_size=4) -> Sequence:
-    vision = VisionInputs((None,) * len(digests), ((1, 2, 2),) * len(digests), tuple(placeholders), tuple(digests))
+    items = tuple(
+        MediaItem("image", torch.empty(0), (1, 2, 2), digest, (span,))
+        for digest, span in zip(digests, placeholders, strict=True)
+    )
     return Sequence(
-        list(token_ids), SamplingParams(), request_id="r", block_size=block_size, vision=vision, cache_salt=salt
+        list(token_ids), SamplingParams(), request_id="r", block_size=block_size, items=items, cache_salt=salt
     )
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from mmvllm import SamplingParams
-from mmvllm.engine import decode_graphs, llm_engine
+from mmvllm.engine import decode_graphs, loading
 from mmvllm.engine.decode_graphs import DecodeGraphs, graph_sizes
 from tests.helpers.engines import run_at_once
 from tests.helpers.parity import REQUESTS
@@ -20,7 +20,7 @@ def replayed(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(DecodeGraphs, "_capture", DecodeGraphs._compute)
     monkeypatch.setattr(DecodeGraphs, "_replay", compute)
-    monkeypatch.setattr(llm_engine, "_uses_graphs", lambda config, device, attention: not config.enforce_eager)
+    monkeypatch.setattr(loading, "_uses_graphs", lambda config, device, attention: not config.enforce_eager)
     return sizes
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mmvllm.config import EngineConfig
-from mmvllm.engine import model_runner
-from mmvllm.engine.memory import kv_block_bytes
+from mmvllm.engine import memory
+from mmvllm.engine.memory import kv_block_bytes, num_kv_blocks, peak_memory
 
 GiB = 2**30
 
@@ -30,14 +30,18 @@ def test_blocks_on_a_gpu_are_what_the_largest_step_leaves(checkpoint, make_llm, 
     config = EngineConfig(gpu_memory_utilization=0.5, encoder_cache_bytes=2 * GiB, max_num_seqs=10**6)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (64 * GiB, 80 * GiB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6 * GiB)
-    monkeypatch.setattr(ModelRunner, "_peak_memory", lambda self, config: 5 * GiB)
-    monkeypatch.setattr(model_runner, "current_device", lambda device: nullcontext())
-    monkeypatch.setattr(runner, "device", SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(memory, "peak_memory", lambda *_: 5 * GiB)
+    monkeypatch.setattr(memory, "current_device", lambda device: nullcontext())
+
+    def num_blocks() -> int:
+        cuda = SimpleNamespace(type="cuda")
+        return num_kv_blocks(runner.model, config, runner.block_size, runner.dtype, cuda, graphs=False)
+
     block_bytes = kv_block_bytes(runner.model_config, runner.block_size, runner.dtype)
-    assert runner._num_blocks(config) == (40 - 10 - 5 - 2) * GiB // block_bytes
+    assert num_blocks() == (40 - 10 - 5 - 2) * GiB // block_bytes
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * GiB, 80 * GiB))
     with pytest.raises(ValueError, match="raise gpu_memory_utilization"):
-        runner._num_blocks(config)
+        num_blocks()
 
 
 def test_there_are_no_more_blocks_than_all_sequences_could_use(checkpoint, make_llm):
@@ -55,5 +59,6 @@ def test_the_trial_run_takes_the_largest_step(patches, checkpoint, make_llm, mon
     for name in ("reset_peak_memory_stats", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 123)
-    assert runner._peak_memory(EngineConfig(max_vision_patches=patches, max_num_batched_tokens=32)) == 123
+    config = EngineConfig(max_vision_patches=patches, max_num_batched_tokens=32)
+    assert peak_memory(runner.model, config, runner.block_size, runner.dtype, runner.device) == 123
     assert seen == [max(4, patches // 4 * 4)] and rows == [32]

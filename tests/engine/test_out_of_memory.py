@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmvllm import SamplingParams
-from mmvllm.engine.executor.sampler import Sampled
+from mmvllm.engine.sampler import Sampled
 from tests.helpers.engines import assert_idle
 from tests.helpers.requests import ask, noise_image
 
@@ -89,7 +89,7 @@ def more_than(num_seqs: int):
 
 
 def has_oversized(batch) -> bool:
-    return any(image.grid_thw == (1, 10, 10) for image in batch.new_images)
+    return any(item.grid == (1, 10, 10) for item in batch.new_items)
 
 
 def once(too_much):
@@ -234,24 +234,27 @@ def test_who_waits_for_memory_does_not_keep_others_from_being_launched_ahead(mak
 
 
 @pytest.mark.parametrize("stored", [0, 1])
-def test_pictures_count_as_encoded_only_if_they_are(stored, make, expected, monkeypatch):
+def test_images_count_as_encoded_only_if_they_are(stored, make, expected):
     """Memory runs out among the pictures of a step: those before are kept, and the others are encoded again."""
     llm = make(enable_prefix_caching=False)
-    store, kept = llm.engine.encoder_cache.store, []
 
-    def starved(digest, rows):
-        if len(kept) == stored:
-            monkeypatch.undo()
-            raise TOO_LARGE
-        kept.append(digest)
-        store(digest, rows)
+    class Starved(dict):
+        """Rows by digest, of which only so many find memory at first."""
 
-    monkeypatch.setattr(llm.engine.encoder_cache, "store", starved)
+        def __setitem__(self, digest, rows):
+            if len(self) == stored and not self.is_fed:
+                self.is_fed = True
+                raise TOO_LARGE
+            super().__setitem__(digest, rows)
+
+        is_fed = False
+
+    llm.engine.model_runner._rows = Starved()
     encoded, encode = [], llm.engine.model_runner._encode
 
-    def watched(images, cache):
-        encoded.extend(image.digest for image in images)
-        encode(images, cache)
+    def watched(items):
+        encoded.extend(item.digest for item in items)
+        encode(items)
 
     llm.engine.model_runner._encode = watched
     assert answers(llm) == expected

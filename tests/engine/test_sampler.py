@@ -5,7 +5,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 from mmvllm import SamplingParams
-from mmvllm.engine.executor.sampler import Sampler, _penalize, draw
+from mmvllm.engine.sampler import Sampler, _penalize, draw
 from mmvllm.engine.sequence import Sequence
 
 V = 97

@@ -1,8 +1,10 @@
 """Configs compared with transformers' own."""
 
+from dataclasses import fields
+
 from transformers import AutoConfig
 
-from mmvllm.config import ModelConfig, VisionConfig
+from mmvllm.config import ModelConfig
 from mmvllm.models.registry import load_config
 
 DECODER = ("hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers")
@@ -22,6 +24,6 @@ def assert_equals_transformers(folder) -> ModelConfig:
     assert got.dtype == want.dtype
     assert got.image_token_id == getattr(want, "image_token_id", None)
     assert (got.vision is None) == (getattr(want, "vision_config", None) is None)
-    for name in VisionConfig.__slots__ if got.vision else ():
-        assert getattr(got.vision, name) == getattr(want.vision_config, name), name
+    for field in fields(got.vision) if got.vision else ():
+        assert getattr(got.vision, field.name) == getattr(want.vision_config, field.name), field.name
     return got

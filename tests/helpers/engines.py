@@ -9,13 +9,13 @@ GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 
 def unhurried(engine: AsyncLLM) -> AsyncLLM:
     """Make every step last 10 ms at least, and a long answer as many seconds as a test needs to look at it."""
-    real = engine._llm.engine.step
+    real = engine._engine.step
 
     def step():
         time.sleep(0.01)
         return real()
 
-    engine._llm.engine.step = step
+    engine._engine.step = step
     return engine
 
 
@@ -31,7 +31,11 @@ def run_at_once(llm, requests: list[dict], params: SamplingParams = GREEDY) -> l
 
 
 def assert_idle(llm) -> None:
-    scheduler = llm.engine.scheduler
+    assert_engine_idle(llm.engine)
+
+
+def assert_engine_idle(engine) -> None:
+    scheduler = engine.scheduler
     scheduler.check()
     assert not scheduler.groups and not scheduler.running and not scheduler.waiting
     assert scheduler.block_manager.num_free_blocks == scheduler.block_manager.num_blocks

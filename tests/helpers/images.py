@@ -1,9 +1,14 @@
-"""Encoded images."""
+"""Encoded images, and how they are processed."""
 
 import io
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from PIL import Image
+
+from mmvllm.models.qwen2_vl.processing import IMAGE_DEFAULTS
+from mmvllm.processors.image import ImageProcessorConfig
 
 
 def noise(width: int, height: int, channels: int = 3, seed: int = 0) -> np.ndarray:
@@ -21,3 +26,8 @@ RGB = noise(13, 7)
 
 
 PNG = encode(Image.fromarray(RGB))
+
+
+def image_config(**settings: Any) -> ImageProcessorConfig:
+    """Qwen2-VL's, but for the given settings."""
+    return replace(IMAGE_DEFAULTS, **settings)

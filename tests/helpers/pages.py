@@ -37,7 +37,7 @@ def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
 @contextmanager
 def in_steps(engine: AsyncLLM) -> Iterator[Callable[[int], None]]:
     """Until the end of this the engine makes only as many steps as it is told to, however slow who looks on is."""
-    core, steps = engine._llm.engine, threading.Semaphore(0)
+    core, steps = engine._engine, threading.Semaphore(0)
     real = core.step
 
     def step():

@@ -287,7 +287,9 @@ def test_what_is_neither_folder_nor_hub_id_is_refused(model, tmp_path, monkeypat
 
 @pytest.mark.parametrize("model", ["~nobody-here/model", "x" * 300], ids=["unknown home", "name too long"])
 def test_a_name_that_no_folder_can_have_is_refused(model):
-    with pytest.raises(ValueError, match=f"model '{model}' is not a local folder and cannot be had from the hub: "):
+    with pytest.raises(
+        ValueError, match=f"model '{model}' is not a local folder and cannot be downloaded from the hub: "
+    ):
         LLM(model)
 
 
@@ -321,7 +323,7 @@ except ValueError as error:
     assert done.returncode == 0, done.stderr
     first, rest = done.stdout.split("\n", 1)
     assert Path(first) == snapshot
-    assert rest.startswith("model 'tiny/not-cached' is not a local folder and cannot be had from the hub: ")
+    assert rest.startswith("model 'tiny/not-cached' is not a local folder and cannot be downloaded from the hub: ")
     assert "offline" in rest.lower()
 
 

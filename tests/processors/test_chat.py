@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from hashlib import sha256
 from math import prod
 
@@ -15,13 +16,21 @@ import torch
 from transformers import AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from mmvllm.errors import RequestError
+from mmvllm.inputs import EngineInput
+from mmvllm.models.qwen2_vl import FAMILY
+from mmvllm.models.registry import load_config
 from mmvllm.models.weights import BUNDLED
-from mmvllm.processors.chat import ForeignProcessor, Processor, Prompt, expand_placeholders, parse_request
-from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig, normalize_patches
-from tests.helpers.requests import ask, digests_of, grids_of, noise_image, spans_of
+from mmvllm.processors.chat import ForeignProcessor, Processor, expand_placeholders
+from mmvllm.processors.image import ImageProcessor, normalize_patches
+from mmvllm.processors.requests import parse_request
+from tests.helpers.images import image_config
+from tests.helpers.requests import ask, digests_of, grids_of, noise_image, patches_of, spans_of
 
 IMAGE = json.loads((BUNDLED / "config.json").read_text())["image_token_id"]
-CONFIG = ImageProcessorConfig(min_pixels=112 * 112, max_pixels=196 * 196)
+RULES = FAMILY.media_rules(load_config(BUNDLED))
+TOKENS = replace(RULES, image_token_id=9, start_token_id=8, end_token_id=7)
+CONFIG = image_config(min_pixels=112 * 112, max_pixels=196 * 196)
 A, B, C = noise_image(200, 120, 1), noise_image(133, 260, 2), noise_image(180, 180, 3)
 ONE = "<|vision_start|><|image_pad|><|vision_end|>"
 
@@ -41,7 +50,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def processor(tokenizer):
-    return Processor(tokenizer, ImageProcessor(CONFIG), IMAGE)
+    return Processor(tokenizer, ImageProcessor(CONFIG), RULES)
 
 
 class Theirs:
@@ -71,19 +80,18 @@ class Theirs:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["expands", "leaves it to us"])
 def foreign(request, tokenizer):
-    return ForeignProcessor(Theirs(tokenizer, request.param), IMAGE, merge_size=2)
+    return ForeignProcessor(Theirs(tokenizer, request.param), RULES, factor=28)
 
 
-def seen(prompt: Prompt) -> tuple:
+def seen(prompt: EngineInput) -> tuple:
     """A prompt by value; of its pixels, normalised, a digest, because they are too many to print where they differ."""
-    vision = prompt.multimodal
-    pixels = torch.cat(list(vision.get("pixel_values", [torch.zeros(0)])))
+    pixels = torch.cat([*patches_of(prompt)] or [torch.zeros(0)])
     if pixels.dtype == torch.uint8:
         pixels = normalize_patches(pixels, CONFIG)
     return (
         prompt.token_ids,
-        vision.get("image_grid_thw"),
-        vision.get("vision_placeholders"),
+        grids_of(prompt),
+        spans_of(prompt),
         sha256(pixels.numpy().tobytes()).hexdigest(),
     )
 
@@ -128,13 +136,13 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_messages_in_every_form(name):
     request, contents, images = FORMS[name]
-    messages, parts = parse_request(request)
+    messages, parts, *_ = parse_request(request)
     assert [message["content"] for message in messages] == contents
     assert parts == [{"image": image} for image in images]
 
 
 def test_order_is_kept_over_messages():
-    messages, parts = parse_request(
+    messages, parts, *_ = parse_request(
         {
             "messages": [
                 {"role": "system", "content": "Be brief."},
@@ -171,7 +179,7 @@ def test_order_is_kept_over_messages():
     ids=lambda value: re.sub(" at 0x[0-9A-F]+", "", repr(value)),
 )
 def test_text_with_images_in_every_form(images, parts):
-    assert parse_request({"text": "hi", "images": images}) == (None, [{"image": part} for part in parts])
+    assert parse_request({"text": "hi", "images": images})[:2] == (None, [{"image": part} for part in parts])
 
 
 def test_an_array_for_images_is_one_image():
@@ -189,7 +197,7 @@ def test_sizes_of_an_image_part_go_with_it():
 def test_none_for_optional_keys_is_harmless():
     names = ("min_pixels", "max_pixels", "request_id", "priority", "cache_salt", "sampling_params")
     nothing = dict.fromkeys(names)
-    assert parse_request({"text": "hi", "images": None, "messages": None, **nothing}) == (None, [])
+    assert parse_request({"text": "hi", "images": None, "messages": None, **nothing})[:2] == (None, [])
     request = {**user(text("hi")), "text": None, "images": None, **nothing}
     assert parse_request(request) == parse_request(user(text("hi")))
     assert parse_request({**user({"image": 1}), "images": []})[1] == [{"image": 1}]
@@ -286,45 +294,66 @@ def test_sizes_are_positive_integers(value):
 # Placeholders
 
 
+S, P, E = 8, 9, 7  # start, placeholder, end
+
+
 @pytest.mark.parametrize(
     "token_ids, lengths, want, placeholders",
     [
         ([1, 2], [], [1, 2], []),
         ([], [], [], []),
-        ([1, 9, 2], [3], [1, 9, 9, 9, 2], [(1, 3)]),
-        ([9], [2], [9, 9], [(0, 2)]),
-        ([1, 9, 2, 9, 3], [2, 3], [1, 9, 9, 2, 9, 9, 9, 3], [(1, 2), (4, 3)]),
-        ([9, 9], [2, 3], [9, 9, 9, 9, 9], [(0, 2), (2, 3)]),
-        ([1, 9, 9, 9, 2], [3], [1, 9, 9, 9, 2], [(1, 3)]),
-        ([9, 9, 1, 9, 9, 9], [2, 3], [9, 9, 1, 9, 9, 9], [(0, 2), (3, 3)]),
-        ([9, 9, 9, 9, 9], [2, 3], [9, 9, 9, 9, 9], [(0, 2), (2, 3)]),
-        ([1, 9, 2, 9], [1, 1], [1, 9, 2, 9], [(1, 1), (3, 1)]),
-        ([1, 9, 2, 9], [1, 4], [1, 9, 2, 9, 9, 9, 9], [(1, 1), (3, 4)]),
+        ([1, S, P, E, 2], [3], [1, S, P, P, P, E, 2], [(2, 3)]),
+        ([S, P, E], [2], [S, P, P, E], [(1, 2)]),
+        ([1, S, P, E, 2, S, P, E, 3], [2, 3], [1, S, P, P, E, 2, S, P, P, P, E, 3], [(2, 2), (6, 3)]),
+        ([S, P, E, S, P, E], [2, 3], [S, P, P, E, S, P, P, P, E], [(1, 2), (5, 3)]),
+        ([1, S, P, P, P, E, 2], [3], [1, S, P, P, P, E, 2], [(2, 3)]),  # expanded already
+        ([S, P, P, E, 1, S, P, P, P, E], [2, 3], [S, P, P, E, 1, S, P, P, P, E], [(1, 2), (6, 3)]),
+        ([S, P, P, E], [3], [S, P, P, P, E], [(1, 3)]),  # by another count
+        ([S, E], [2], [S, P, P, E], [(1, 2)]),
+        ([S, 5, 6, E, 5], [1], [S, P, E, 5], [(1, 1)]),  # whatever stands between
+        ([1, E, 2], [], [1, E, 2], []),
     ],
 )
 def test_placeholders_are_expanded_once(token_ids, lengths, want, placeholders):
     before = list(token_ids)
-    assert expand_placeholders(token_ids, lengths, 9) == (want, placeholders)
-    assert expand_placeholders(want, lengths, 9) == (want, placeholders)
+    assert expand_placeholders(token_ids, lengths, TOKENS) == (want, placeholders)
+    assert expand_placeholders(want, lengths, TOKENS) == (want, placeholders)
     assert token_ids == before
 
 
 @pytest.mark.parametrize(
     "token_ids, lengths, message",
     [
-        ([1, 2], [4], r"prompt has 0 image placeholders but 1 images were given; write .* \(already expanded, 4 "),
-        ([9, 1, 9], [4], "prompt has 2 image placeholders but 1 images were given"),
-        ([9], [], "prompt has 1 image placeholders but 0 images were given"),
-        ([9, 9, 9], [4], "prompt has 3 image placeholders but 1 images were given"),
-        ([9, 9, 9, 9, 9], [4], "prompt has 5 image placeholders but 1 images were given"),
-        ([9], [2, 2], "prompt has 1 image placeholders but 2 images were given"),
-        ([9, 9, 1, 9, 9], [4], "a picture's image tokens do not follow each other; one picture needs one run of them"),
-        ([9, 1, 9, 9, 9], [2, 2], "a picture's image tokens do not follow each other"),
+        (
+            [1, 2],
+            [4],
+            r"prompt has 0 image placeholders but 1 image was given; write .* once per image",
+        ),
+        ([S, P, E, 1, S, P, E], [4], "prompt has 2 image placeholders but 1 image was given"),
+        ([S, P, E], [], "prompt has 1 image placeholder but 0 images were given"),
+        ([S, P, E], [2, 2], "prompt has 1 image placeholder but 2 images were given"),
+        (
+            [P],
+            [4],
+            r"0 image placeholders, 1 <.image_pad.> outside <.vision_start.> and <.vision_end.>, but 1",
+        ),
+        ([S, P, E, P, P], [1], r"prompt has 1 image placeholder, 2 <.image_pad.> outside .*, but 1 image was given"),
+        (
+            [1, S, P, 2],
+            [1],
+            r"0 image placeholders, 1 .* outside .*, 1 <.vision_start.> without <.vision_end.>, but",
+        ),
+        ([S, S, P, E], [1], r"prompt has 1 image placeholder, 1 <.vision_start.> without <.vision_end.>, but 1 image"),
+        (
+            [S],
+            [],
+            r"0 image placeholders, 1 <.vision_start.> without <.vision_end.>, but 0 images were",
+        ),
     ],
 )
 def test_placeholders_that_do_not_fit_are_refused(token_ids, lengths, message):
-    with pytest.raises(ValueError, match=message):
-        expand_placeholders(token_ids, lengths, 9)
+    with pytest.raises(RequestError, match=message):
+        expand_placeholders(token_ids, lengths, TOKENS)
 
 
 # Prompts
@@ -358,9 +387,9 @@ REQUESTS = {
 def test_a_foreign_processor_gives_the_same_prompt(name, processor, foreign):
     own, theirs = processor(REQUESTS[name]), foreign(REQUESTS[name])
     assert seen(own) == seen(theirs)
-    num_images = len(own.multimodal.get("image_grid_thw", ()))
-    assert own.token_ids.count(IMAGE) == sum(length for _, length in own.multimodal.get("vision_placeholders", ()))
-    assert [len(digest) for digest in own.multimodal.get("image_digests", ())] == [16] * num_images
+    num_images = len(own.items)
+    assert own.token_ids.count(IMAGE) == sum(length for _, length in spans_of(own))
+    assert [len(digest) for digest in digests_of(own)] == [16] * num_images
     assert (own.num_bytes > 0) == (num_images > 0) == (theirs.num_bytes > 0)
 
 
@@ -415,7 +444,7 @@ def test_requests_bounds_reach_every_picture(processor):
 
 
 def test_sizes_of_a_part_go_by_the_checkpoints_patches(tokenizer):
-    process = Processor(tokenizer, ImageProcessor(ImageProcessorConfig(patch_size=16)), IMAGE)
+    process = Processor(tokenizer, ImageProcessor(image_config(patch_size=16)), RULES)
     prompt = process(user({"image": A, "resized_height": 300, "resized_width": 300}))
     assert grids_of(prompt) == [(1, 18, 18)]  # 9.4 times 32, not 10.7 times 28
 
@@ -432,16 +461,16 @@ def test_requests_bounds_narrow_a_foreign_processors(foreign):
 @pytest.mark.parametrize("request_", [ask("a <|image_pad|> b"), {"text": "a <|image_pad|> b"}], ids=["chat", "text"])
 def test_a_literal_placeholder_is_refused(request_, processor, foreign):
     for prepare in (processor, foreign):
-        with pytest.raises(ValueError, match="prompt has 1 image placeholders but 0 images were given"):
+        with pytest.raises(ValueError, match=r"0 image placeholders, 1 .* outside .*, but 0 images were given"):
             prepare(request_)
 
 
 def test_a_literal_placeholder_beside_a_picture_is_refused(processor):
-    with pytest.raises(ValueError, match="prompt has 2 image placeholders but 1 images were given"):
+    with pytest.raises(ValueError, match=r"1 image placeholder, 1 .* outside .*, but 1 image was given"):
         processor(ask(A, "is <|image_pad|> a picture?"))
-    # As many as an expanded picture would need, but not in one run.
+    # As many as an expanded image would need, but not in its place.
     length = spans_of(processor(ask(A)))[0][1]
-    with pytest.raises(ValueError, match="do not follow each other"):
+    with pytest.raises(ValueError, match=rf"1 image placeholder, {length - 1} .* outside"):
         processor(ask("<|image_pad|>" * (length - 1), A))
 
 
@@ -458,7 +487,7 @@ def _broken_jpeg() -> bytes:
         (_broken_jpeg(), r"^image 1: the picture of 700 bytes: cannot be decoded, damaged or truncated"),
         (
             noise_image(1, 300),
-            "^image 1: picture is 1x300 pixels: the long side may be at most 200 times the short one",
+            "^image 1: image is 1x300 pixels: the long side may be at most 200 times the short one",
         ),
         (3.5, "^image 1: cannot load a picture from float; give a PIL image, a path"),
     ],
@@ -487,8 +516,8 @@ def test_bounds_that_cross_are_refused(processor, foreign):
 
 
 def test_a_text_only_checkpoint_takes_text_alone(tokenizer, processor):
-    own = Processor(tokenizer, ImageProcessor(CONFIG), image_token_id=None)
-    foreign = ForeignProcessor(Theirs(tokenizer, expands=False), image_token_id=None, merge_size=2)
+    own = Processor(tokenizer, ImageProcessor(CONFIG), None)
+    foreign = ForeignProcessor(Theirs(tokenizer, expands=False), None, factor=28)
     for prepare in (own, foreign):
         assert prepare(ask("hi")) == processor(ask("hi"))
         with pytest.raises(ValueError, match="this checkpoint is text-only, it cannot take images"):
@@ -501,13 +530,13 @@ def test_what_a_template_raises_is_a_value_error(tokenizer, processor):
             raise KeyError("tools")
 
     message = "the chat template cannot render these messages: 'tools'"
-    for prepare in (Processor(Refusing(), ImageProcessor(CONFIG), IMAGE), ForeignProcessor(Refusing(), IMAGE, 2)):
+    for prepare in (Processor(Refusing(), ImageProcessor(CONFIG), RULES), ForeignProcessor(Refusing(), RULES, 28)):
         with pytest.raises(ValueError, match=message):
             prepare(ask("hi"))
     bare = AutoTokenizer.from_pretrained(BUNDLED)
     bare.chat_template = None
     with pytest.raises(ValueError, match=r"the chat template cannot render these messages: .*chat_template is not set"):
-        Processor(bare, ImageProcessor(CONFIG), IMAGE)(ask("hi"))
+        Processor(bare, ImageProcessor(CONFIG), RULES)(ask("hi"))
 
 
 class Careless(Theirs):
@@ -530,14 +559,20 @@ class Careless(Theirs):
         (lambda made: made.pop("image_grid_thw"), "the processor returned no image_grid_thw, only pixel_values"),
         (lambda made: made.pop("pixel_values"), "the processor returned no pixel_values, only image_grid_thw"),
         (lambda made: made.update(image_grid_thw=made["image_grid_thw"][:1]), "returned 1 image_grid_thw for 2 images"),
-        (lambda made: made.update(pixel_values=made["pixel_values"][1:]), r"returned \d+ pixel_values for image_grid"),
-        (lambda made: made.update(input_ids=made["input_ids"][:, :9]), "image placeholders but 2 images were given"),
+        (
+            lambda made: made.update(pixel_values=made["pixel_values"][1:]),
+            r"pixel_values have shapes .*, image_grid",
+        ),
+        (
+            lambda made: made.update(input_ids=made["input_ids"][:, :9]),
+            r"image placeholders?,? .*but 2 images",
+        ),
     ],
     ids=["no ids", "no grid", "no pixels", "one grid", "fewer pixels", "fewer ids"],
 )
 def test_what_a_foreign_processor_gets_wrong_is_named(change, message, tokenizer):
     with pytest.raises(ValueError, match=message):
-        ForeignProcessor(Careless(tokenizer, change), IMAGE, merge_size=2)(ask(A, B))
+        ForeignProcessor(Careless(tokenizer, change), RULES, factor=28)(ask(A, B))
 
 
 def test_a_foreign_processor_may_return_lists_and_arrays(tokenizer):
@@ -545,13 +580,13 @@ def test_a_foreign_processor_may_return_lists_and_arrays(tokenizer):
         made.update(input_ids=made["input_ids"].tolist(), image_grid_thw=made["image_grid_thw"].tolist())
         made.update(pixel_values=made["pixel_values"].numpy())
 
-    want = ForeignProcessor(Theirs(tokenizer, expands=True), IMAGE, 2)(ask(A, B))
-    assert seen(ForeignProcessor(Careless(tokenizer, plain), IMAGE, 2)(ask(A, B))) == seen(want)
+    want = ForeignProcessor(Theirs(tokenizer, expands=True), RULES, 28)(ask(A, B))
+    assert seen(ForeignProcessor(Careless(tokenizer, plain), RULES, 28)(ask(A, B))) == seen(want)
 
 
 @pytest.mark.parametrize("kind", ["own", "foreign"])
 def test_many_threads_give_what_one_gives(kind, processor, tokenizer):
-    prepare = processor if kind == "own" else ForeignProcessor(Theirs(tokenizer, expands=True), IMAGE, 2)
+    prepare = processor if kind == "own" else ForeignProcessor(Theirs(tokenizer, expands=True), RULES, 28)
     requests = list(REQUESTS.values()) * 4
     want = [seen(prepare(request)) for request in REQUESTS.values()] * 4
     with ThreadPoolExecutor(8) as pool:
@@ -579,8 +614,8 @@ class Delicate(Theirs):
 @pytest.mark.parametrize("kind", ["own", "foreign"])
 def test_a_tokenizer_is_used_by_one_thread_at_a_time(kind, tokenizer):
     delicate = Delicate(tokenizer)
-    own = Processor(delicate, ImageProcessor(CONFIG), IMAGE)
-    prepare = own if kind == "own" else ForeignProcessor(delicate, IMAGE, 2)
+    own = Processor(delicate, ImageProcessor(CONFIG), RULES)
+    prepare = own if kind == "own" else ForeignProcessor(delicate, RULES, 28)
     with ThreadPoolExecutor(8) as pool:
         prompts = list(pool.map(prepare, [ask(str(i)) for i in range(24)]))
     assert [prompt.token_ids for prompt in prompts] == [prepare(ask(str(i))).token_ids for i in range(24)]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as hf
 
+from mmvllm.models.qwen2_vl.processing import IMAGE_DEFAULTS
 from mmvllm.models.weights import BUNDLED
 from mmvllm.processors.image import (
     ImageProcessor,
@@ -22,7 +23,7 @@ from mmvllm.processors.image import (
     smart_resize,
 )
 from mmvllm.processors.load import load_image
-from tests.helpers.images import PNG, RGB, encode, noise
+from tests.helpers.images import PNG, RGB, encode, image_config, noise
 from tests.helpers.requests import noise_image
 
 steady = settings(derandomize=True, deadline=None)
@@ -49,18 +50,18 @@ def test_smart_resize_equals_transformers(height, width, factor, a, b):
 
 def test_the_default_bounds_are_transformers():
     for height, width in ((1, 1), (20, 4000), (700, 500), (5000, 3000)):
-        assert smart_resize(height, width) == hf.smart_resize(height, width)
+        assert image_config().resized(height, width) == hf.smart_resize(height, width)
 
 
 @pytest.mark.parametrize("height, width", [(0, 5), (5, 0), (-1, 5)])
-def test_a_picture_needs_pixels(height, width):
-    with pytest.raises(ValueError, match=f"picture is {width}x{height} pixels; both sides must be at least 1"):
-        smart_resize(height, width)
+def test_an_image_needs_pixels(height, width):
+    with pytest.raises(ValueError, match=f"image is {width}x{height} pixels; both sides must be at least 1"):
+        image_config().resized(height, width)
 
 
 @pytest.mark.parametrize("width, height", [(1, 201), (201, 1), (1, 1000), (2, 401)])
 def test_a_thin_picture_is_refused(width, height):
-    process = ImageProcessor(ImageProcessorConfig())
+    process = ImageProcessor(image_config())
     with pytest.raises(ValueError, match=f"picture is {width}x{height} pixels: the long side may be at most 200 times"):
         process(Image.new("RGB", (width, height)))
     assert process(Image.new("RGB", (200, 1))).grid_thw[0] == 1
@@ -85,11 +86,11 @@ def test_a_bound_given_alone_moves_the_other_where_they_would_cross():
 )
 def test_bad_bounds_are_refused(bounds, message):
     with pytest.raises(ValueError, match=message):
-        ImageProcessor(ImageProcessorConfig())(noise_image(50, 50), *bounds)
+        ImageProcessor(image_config())(noise_image(50, 50), *bounds)
 
 
 def test_max_pixels_may_be_without_bound():
-    process = ImageProcessor(ImageProcessorConfig(max_pixels=28 * 28 * 4))
+    process = ImageProcessor(image_config(max_pixels=28 * 28 * 4))
     assert process(noise_image(300, 200), max_pixels=2**63 - 1).grid_thw == (1, 14, 22)
 
 
@@ -103,7 +104,7 @@ def transformers_patches(image: Image.Image, **settings) -> tuple[tuple[int, int
 
 
 def assert_equals_transformers(image: Image.Image, **settings) -> None:
-    config = ImageProcessorConfig(**settings)
+    config = image_config(**settings)
     made = ImageProcessor(config)(load_image(image))
     grid, pixel_values = transformers_patches(image, **settings)
     assert made.grid_thw == grid
@@ -147,7 +148,7 @@ def test_every_level_is_normalised_as_in_transformers():
 
 
 def test_requests_bounds_replace_the_checkpoints():
-    process, image = ImageProcessor(ImageProcessorConfig(min_pixels=10_000, max_pixels=20_000)), noise_image(300, 200)
+    process, image = ImageProcessor(image_config(min_pixels=10_000, max_pixels=20_000)), noise_image(300, 200)
     for low, high in (
         (None, 50_000),
         (30_000, 50_000),
@@ -167,7 +168,7 @@ def test_requests_bounds_replace_the_checkpoints():
 
 
 def digest(source, config: ImageProcessorConfig | None = None, **bounds) -> bytes:
-    return ImageProcessor(config or ImageProcessorConfig())(load_image(source), **bounds).digest
+    return ImageProcessor(config or image_config())(load_image(source), **bounds).digest
 
 
 def test_the_same_pixels_have_the_same_digest(tmp_path):
@@ -204,7 +205,7 @@ def test_the_shape_is_part_of_the_digest():
     assert digest(Image.fromarray(flat.reshape(2, 3, 3))) != digest(Image.fromarray(flat.reshape(3, 2, 3)))
     # Of one colour, the patches are the same and only the grid differs.
     grey = [Image.new("RGB", size, (9, 9, 9)) for size in ((84, 56), (56, 84))]
-    wide, high = (ImageProcessor(ImageProcessorConfig())(image) for image in grey)
+    wide, high = (ImageProcessor(image_config())(image) for image in grey)
     assert torch.equal(wide.pixel_values, high.pixel_values)
     assert wide.digest != high.digest
 
@@ -255,7 +256,7 @@ def qwen_smart_resize(height: int, width: int, low: int = 4 * 28 * 28, high: int
 @pytest.mark.parametrize("width, height", [(300, 200), (60, 60), (2, 2), (1000, 9), (9, 1000), (28, 28)])
 def test_sizes_of_a_part_mean_what_they_mean_in_qwen_vl_utils(sizes, width, height):
     image = noise_image(width, height)
-    got, want = resize_for_part(image, sizes), fetch_image({"image": image, **sizes})
+    got, want = resize_for_part(image, sizes, 28), fetch_image({"image": image, **sizes})
     assert got.size == want.size
     assert got.tobytes() == want.tobytes()
 
@@ -265,14 +266,14 @@ def test_sizes_of_a_part_mean_what_they_mean_in_qwen_vl_utils(sizes, width, heig
 def test_bounds_of_a_part_mean_what_they_mean_in_qwen_vl_utils(width, height, a, b):
     width, height = min(width, 200 * height), min(height, 200 * width)
     sizes = {"min_pixels": min(a, b), "max_pixels": max(a, b)}
-    got = resize_for_part(Image.new("RGB", (width, height)), sizes)
+    got = resize_for_part(Image.new("RGB", (width, height)), sizes, 28)
     assert (got.height, got.width) == qwen_smart_resize(height, width, *sizes.values())
 
 
 def test_a_part_without_sizes_leaves_the_picture_alone():
     image = noise_image(33, 44)
     for part in ({}, {"image": image}, {"min_pixels": None, "max_pixels": None, "resized_height": None}):
-        assert resize_for_part(image, part) is image
+        assert resize_for_part(image, part, 28) is image
 
 
 def test_the_parts_default_bounds_go_by_the_tokens_size():
@@ -292,12 +293,12 @@ def test_the_parts_default_bounds_go_by_the_tokens_size():
 )
 def test_bad_sizes_of_a_part_are_refused(part, message):
     with pytest.raises(ValueError, match=message):
-        resize_for_part(noise_image(50, 50), part)
+        resize_for_part(noise_image(50, 50), part, 28)
 
 
 def test_absurd_sizes_of_a_part_are_bounded():
     part = {"resized_height": 2**62, "resized_width": 2**62}
-    assert resize_for_part(noise_image(2, 2), part).size == (3584, 3584)
+    assert resize_for_part(noise_image(2, 2), part, 28).size == (3584, 3584)
 
 
 # Settings of a checkpoint
@@ -333,7 +334,7 @@ def from_transformers(folder: Path) -> ImageProcessorConfig:
     theirs = hf.Qwen2VLImageProcessorPil.from_pretrained(folder)
     names = ("patch_size", "temporal_patch_size", "merge_size", "rescale_factor")
     means = {name: getattr(theirs, name) for name in ("image_mean", "image_std")}
-    return ImageProcessorConfig(
+    return image_config(
         min_pixels=theirs.size["shortest_edge"],
         max_pixels=theirs.size["longest_edge"],
         **{name: getattr(theirs, name) for name in names},
@@ -351,47 +352,47 @@ def checkpoint_with(folder: Path, **files) -> Path:
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_settings_are_read_as_transformers_does(name, tmp_path):
     if "null" in name:  # transformers reads null as nothing in some places and fails in others
-        want = ImageProcessorConfig()
+        want = image_config()
     else:
         want = from_transformers(checkpoint_with(tmp_path, preprocessor_config=CHECKPOINTS[name]))
     checkpoint_with(tmp_path, preprocessor_config=CHECKPOINTS[name])
-    assert ImageProcessorConfig.from_pretrained(tmp_path) == want
+    assert ImageProcessorConfig.from_pretrained(tmp_path, IMAGE_DEFAULTS) == want
 
 
 @pytest.mark.parametrize("name", [name for name in CHECKPOINTS if "null" not in name])
 def test_processor_config_comes_first(name, tmp_path):
     processor = {"processor_class": "Qwen2VLProcessor", "image_processor": CHECKPOINTS[name]}
     checkpoint_with(tmp_path, processor_config=processor, preprocessor_config={"min_pixels": 77, "patch_size": 7})
-    assert ImageProcessorConfig.from_pretrained(tmp_path) == from_transformers(tmp_path)
+    assert ImageProcessorConfig.from_pretrained(tmp_path, IMAGE_DEFAULTS) == from_transformers(tmp_path)
 
 
 def test_processor_config_may_say_nothing_of_pictures(tmp_path):
     checkpoint_with(tmp_path, processor_config={"processor_class": "X"}, preprocessor_config={"min_pixels": 77})
-    assert ImageProcessorConfig.from_pretrained(tmp_path) == from_transformers(tmp_path)
-    assert ImageProcessorConfig.from_pretrained(tmp_path).min_pixels == 77
+    assert ImageProcessorConfig.from_pretrained(tmp_path, IMAGE_DEFAULTS) == from_transformers(tmp_path)
+    assert ImageProcessorConfig.from_pretrained(tmp_path, IMAGE_DEFAULTS).min_pixels == 77
 
 
 def test_settings_that_transformers_saves_are_read_back(tmp_path):
     hf.Qwen2VLImageProcessorPil(min_pixels=999, max_pixels=8888, patch_size=16, **NORM).save_pretrained(tmp_path)
-    assert ImageProcessorConfig.from_pretrained(str(tmp_path)) == ImageProcessorConfig(
+    assert ImageProcessorConfig.from_pretrained(str(tmp_path), IMAGE_DEFAULTS) == image_config(
         min_pixels=999, max_pixels=8888, patch_size=16, image_mean=(0.1, 0.2, 0.3), image_std=(0.4, 0.5, 0.6)
     )
 
 
 def test_sizes_in_their_oldest_place_are_read(tmp_path):
     checkpoint_with(tmp_path, preprocessor_config={"size": {"min_pixels": 5, "max_pixels": 7}})
-    config = ImageProcessorConfig.from_pretrained(tmp_path)
+    config = ImageProcessorConfig.from_pretrained(tmp_path, IMAGE_DEFAULTS)
     assert (config.min_pixels, config.max_pixels) == (5, 7)
 
 
 def test_the_bundled_checkpoint_is_read_as_transformers_does():
-    assert ImageProcessorConfig.from_pretrained(BUNDLED) == from_transformers(BUNDLED)
+    assert ImageProcessorConfig.from_pretrained(BUNDLED, IMAGE_DEFAULTS) == from_transformers(BUNDLED)
 
 
 def test_without_settings_they_are_qwen2_vls(tmp_path):
-    assert ImageProcessorConfig.from_pretrained(tmp_path) == ImageProcessorConfig()
-    assert from_transformers(checkpoint_with(tmp_path, preprocessor_config={})) == ImageProcessorConfig()
-    assert ImageProcessorConfig().factor == 28
+    assert ImageProcessorConfig.from_pretrained(tmp_path, IMAGE_DEFAULTS) == image_config()
+    assert from_transformers(checkpoint_with(tmp_path, preprocessor_config={})) == image_config()
+    assert image_config().factor == 28
 
 
 @pytest.mark.parametrize(
@@ -417,7 +418,7 @@ def test_without_settings_they_are_qwen2_vls(tmp_path):
 )
 def test_bad_settings_are_named(content, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        ImageProcessorConfig.from_pretrained(checkpoint_with(tmp_path, preprocessor_config=content))
+        ImageProcessorConfig.from_pretrained(checkpoint_with(tmp_path, preprocessor_config=content), IMAGE_DEFAULTS)
 
 
 @pytest.mark.parametrize(
@@ -430,10 +431,10 @@ def test_bad_settings_are_named(content, message, tmp_path):
 )
 def test_a_bad_processor_config_is_named(content, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        ImageProcessorConfig.from_pretrained(checkpoint_with(tmp_path, processor_config=content))
+        ImageProcessorConfig.from_pretrained(checkpoint_with(tmp_path, processor_config=content), IMAGE_DEFAULTS)
 
 
 def test_settings_that_are_not_text_are_named(tmp_path):
     (tmp_path / "preprocessor_config.json").write_bytes(b"\xff\xfe{}")
     with pytest.raises(ValueError, match=r"preprocessor_config\.json is damaged"):
-        ImageProcessorConfig.from_pretrained(tmp_path)
+        ImageProcessorConfig.from_pretrained(tmp_path, IMAGE_DEFAULTS)

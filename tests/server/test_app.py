@@ -378,7 +378,7 @@ def test_a_failure_of_the_device_is_a_500_of_those_it_hit(own_engine, monkeypatc
     engine = own_engine()
     app = make_app(engine)
     with monkeypatch.context() as patch:
-        patch.setattr(engine._llm.engine.model_runner, "run", _raise(RuntimeError("the device is on fire")))
+        patch.setattr(engine._engine.model_runner, "run", _raise(RuntimeError("the device is on fire")))
         answer = call(app, "POST", CHAT, json=chat("Hello", stream=streams))
         assert answer.status_code == 500 and "on fire" in error_of(answer)["message"]
         health = call(app, "GET", "/health")
@@ -391,7 +391,7 @@ def test_a_failure_of_the_device_is_a_500_of_those_it_hit(own_engine, monkeypatc
 def test_a_broken_engine_says_so_everywhere(own_engine, monkeypatch):
     engine = own_engine()
     app = make_app(engine)
-    monkeypatch.setattr(engine._llm.engine.scheduler, "schedule", _raise(KeyError("a mistake")))
+    monkeypatch.setattr(engine._engine.scheduler, "schedule", _raise(KeyError("a mistake")))
     for _ in range(2):
         answer = call(app, "POST", CHAT, json=chat("Hello"))
         assert answer.status_code == 503 and "a mistake" in error_of(answer)["message"]
@@ -411,7 +411,7 @@ def _raise(error: Exception):
 
 def test_a_failure_in_mid_stream_is_an_event_and_the_end(own_engine, monkeypatch):
     engine = own_engine()
-    runner, tokens = engine._llm.engine.model_runner, iter(range(5))
+    runner, tokens = engine._engine.model_runner, iter(range(5))
     run = type(runner).run
     monkeypatch.setattr(
         runner,
@@ -450,8 +450,8 @@ def test_a_long_wait_for_the_first_token_is_no_silence(own_engine, monkeypatch):
     """Proxies cut a response that has not begun."""
     monkeypatch.setattr(sse, "PING_SECONDS", 0.02)
     engine = own_engine()
-    real, pings = engine._llm.engine.step, threading.Event()
-    monkeypatch.setattr(engine._llm.engine, "step", lambda: pings.wait(20) and real())
+    real, pings = engine._engine.step, threading.Event()
+    monkeypatch.setattr(engine._engine, "step", lambda: pings.wait(20) and real())
     with serving(engine) as running, running.connect() as connection:
         connection.sendall(post(CHAT, chat("Hello", stream=True, max_tokens=2, ignore_eos=True), "Connection: close"))
         begun = receive_until(connection, b": ping")
@@ -463,7 +463,7 @@ def test_a_long_wait_for_the_first_token_is_no_silence(own_engine, monkeypatch):
 def test_an_error_after_a_long_wait_is_an_event(own_engine, monkeypatch):
     monkeypatch.setattr(sse, "PING_SECONDS", 0.02)
     engine = own_engine()
-    monkeypatch.setattr(engine._llm.engine, "step", lambda: time.sleep(0.3) or _raise(KeyError("a mistake"))())
+    monkeypatch.setattr(engine._engine, "step", lambda: time.sleep(0.3) or _raise(KeyError("a mistake"))())
     answer = call(make_app(engine), "POST", CHAT, json=chat("Hello", stream=True))
     *pings, event = answer.text.strip().split("\n\n")
     assert answer.status_code == 200 and set(pings) == {": ping"}

@@ -4,16 +4,16 @@ import pytest
 from PIL import Image
 
 from mmvllm import SamplingParams
-from mmvllm.processors.image import ImageProcessorConfig
 from mmvllm.server.convert import Bounds, caps, chat_params, chat_request, completion_params, pictures, prompts
 from mmvllm.server.errors import ApiError
 from mmvllm.server.protocol import ChatRequest, CompletionRequest
 from mmvllm.server.reply import shown
+from tests.helpers.images import image_config
 from tests.helpers.requests import digests_of
 from tests.helpers.server import chat, image_part, user
 
 TOKEN = 28 * 28
-BOUNDS = Bounds.of(ImageProcessorConfig(max_pixels=16384 * TOKEN))
+BOUNDS = Bounds.of(image_config(max_pixels=16384 * TOKEN))
 
 
 def request(*parts, **keys) -> ChatRequest:
@@ -40,7 +40,7 @@ def images(made: dict) -> list[dict]:
     ],
 )
 def test_details_have_bounds_in_order(checkpoint, auto, expected):
-    config = ImageProcessorConfig(min_pixels=TOKEN, max_pixels=checkpoint * TOKEN)
+    config = image_config(min_pixels=TOKEN, max_pixels=checkpoint * TOKEN)
     bounds = Bounds.of(config, auto and auto * TOKEN)
     assert (bounds.low, bounds.auto, bounds.high) == tuple(tokens * TOKEN for tokens in expected)
 
