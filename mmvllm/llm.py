@@ -81,11 +81,10 @@ class LLM:
 
         Raises ValueError that names the prompt's index, RuntimeError if the device fails; both leave nothing behind.
         """
-        prompts = _as_prompts(prompts)
-        _check_lengths(sampling_params, len(prompts))
-        stream = self._generate(prompts, sampling_params)
         try:
-            outputs = dict(_progress(stream, len(prompts), use_tqdm))
+            prompts = _as_prompts(prompts)
+            _check_lengths(sampling_params, len(prompts))
+            outputs = dict(_progress(self._generate(prompts, sampling_params), len(prompts), use_tqdm))
         except RequestError as error:
             error.noun = "prompt"
             raise
@@ -256,7 +255,7 @@ class LLM:
     def _prefetch(
         self, requests: Iterable[dict], processor: Any = None, indices: Iterable[int] | None = None
     ) -> Prefetcher:
-        prepare = self._intake.prepare if processor is None else self._intake.adapt(processor)
+        prepare = self.processor if processor is None else self._intake.adapt(processor)
         return Prefetcher(requests, prepare, max_requests=self.admission.max_requests, indices=indices)
 
     def _has_room(self, call: "_Call") -> bool:

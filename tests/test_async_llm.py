@@ -187,7 +187,7 @@ async def test_a_bad_request_fails_alone(engine, request_, keys, message):
 async def test_a_mistake_in_preparation_is_no_fault_of_the_request(engine, monkeypatch):
     with pytest.raises(RequestFailed, match="preparation failed: ZeroDivisionError"):
         await answer(engine, QUESTION, SHORT, load=lambda source: 1 / 0)
-    monkeypatch.setattr(engine._engine, "add_request", lambda *args, **keys: 1 / 0)
+    monkeypatch.setattr(engine._engine, "add", lambda *args, **keys: 1 / 0)
     with pytest.raises(RequestFailed, match="preparation failed: ZeroDivisionError"):
         await answer(engine, QUESTION, SHORT)
     monkeypatch.undo()
@@ -393,7 +393,7 @@ async def test_a_request_may_still_have_to_be_fetched(engine):
 @in_a_loop
 async def test_nothing_is_fetched_for_a_request_that_has_no_place(make, monkeypatch):
     engine = make()
-    monkeypatch.setattr(engine, "max_requests", 0)
+    monkeypatch.setattr(engine, "admission", intake.AdmissionWindow(0))
     with pytest.raises(EngineBusy):
         await answer(engine, None, SHORT)  # which cannot be called
 
@@ -405,7 +405,7 @@ async def test_a_fetch_that_another_cancels_fails_its_request(engine):
     await until(lambda: len(engine._streams) == 2, "admitted")
     shared.cancel()
     for task in tasks:
-        with pytest.raises(RequestFailed, match="did not come: CancelledError"):
+        with pytest.raises(RequestFailed, match="could not be fetched: CancelledError"):
             await asyncio.wait_for(task, 20)
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from mmvllm import LLM, LLMEngine, SamplingParams
+from mmvllm.errors import RequestsAborted
 from mmvllm.intake import Prefetcher
 from mmvllm.models.weights import BUNDLED
 from tests.helpers.engines import assert_idle
@@ -251,13 +252,16 @@ BAD = {
     "narrow": (ask(noise_image(1, 1000), "x"), "image 0: .*long side"),
     "too many placeholders": (
         {"text": "<|vision_start|><|image_pad|><|vision_end|><|image_pad|>", "images": [noise_image(50, 50)]},
-        "2 image placeholders but 1 images",
+        r"1 image placeholder, 1 <\|image_pad\|> outside .* but 1 image was given",
     ),
     "too few placeholders": (
         {"text": "<|image_pad|>", "images": [noise_image(50, 50), noise_image(60, 50)]},
-        "1 image placeholders but 2 images",
+        r"0 image placeholders, 1 <\|image_pad\|> outside .* but 2 images were given",
     ),
-    "literal placeholder": (ask("look: <|image_pad|>"), "1 image placeholders but 0 images"),
+    "literal placeholder": (
+        ask("look: <|image_pad|>"),
+        r"0 image placeholders, 1 <\|image_pad\|> outside .* but 0 images were given",
+    ),
     "empty prompt": ({"text": ""}, "prompt is empty"),
     "too long": (ask("shape " * 2000), r"prompt has \d+ tokens, max_model_len is 1024"),
     "too long, with a picture": (
@@ -417,9 +421,12 @@ def test_a_request_aborted_from_outside_ends_its_wait(llm, monkeypatch):
     monkeypatch.setattr(llm.engine, "step", abort_and_step)
     requests = [ask("x", request_id="lost"), ask("y", request_id="kept")]
     lost, kept = llm.generate_multimodal(requests, SHORT, on_error="return")
-    assert lost.error == "aborted" and kept.error is None
-    with pytest.raises(RuntimeError, match="request 0: aborted"):
+    assert lost.error is None and lost.finish_reason == "aborted"
+    assert kept.error is None and kept.finish_reason == "length"
+    with pytest.raises(RequestsAborted, match="request 0: aborted") as raised:
         llm.generate_multimodal(requests, SHORT)
+    assert [output.finish_reason for output in raised.value.outputs] == ["aborted", "length"]
+    assert raised.value.outputs[1].token_ids == kept.token_ids
 
 
 def test_a_stream_over_an_engine_that_has_exited_raises(checkpoint, make_llm):
@@ -434,7 +441,7 @@ def test_a_stream_over_an_engine_that_has_exited_raises(checkpoint, make_llm):
 def test_pictures_that_wait_in_the_engine_are_bounded_in_bytes(llm, monkeypatch):
     """Room for two that wait beside those that run: the others stay in the prefetcher, which is bounded too."""
     size = sum(pixels.nbytes for pixels in patches_of(llm.processor(GOOD)))
-    monkeypatch.setattr("mmvllm.llm.MAX_BYTES", 2 * size)
+    monkeypatch.setattr("mmvllm.intake.MAX_BYTES", 2 * size)
     # Before each step there come as many as there is room for, however slowly they are prepared.
     monkeypatch.setattr(Prefetcher, "get", lambda self, wait, get=Prefetcher.get: get(self, wait=True))
     held, step = [], llm.engine.step

@@ -71,7 +71,7 @@ class InputProcessor:
         """The sequences of a request; raises RequestError for one that can never run."""
         _check_types(
             sampling_params=(params, SamplingParams),
-            request_id=(request_id, str),
+            request_id=(request_id, str | None),
             cache_salt=(cache_salt, str | None),
             priority=(priority, int),
             arrival_time=(arrival_time, float | int | None),

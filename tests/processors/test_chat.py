@@ -217,7 +217,7 @@ BAD = {
     "neither": ({}, "a request needs either 'messages' or 'text'"),
     "neither, with images": ({"images": [A]}, "a request needs either 'messages' or 'text'"),
     "both": ({**user(), "text": "x"}, "a request needs either 'messages' or 'text'"),
-    "messages with images": ({**user(), "images": [A]}, "'images' go with 'text'; with 'messages', put each picture"),
+    "messages with images": ({**user(), "images": [A]}, "'images' go with 'text'; with 'messages', put each image"),
     "messages with one image": ({**user(), "images": A}, "'images' go with 'text'"),
     "text of parts": ({"text": [text("x")]}, "'text' must be a string, not list"),
     "messages null": ({"messages": None}, "'messages' must be a list of at least one .*, not None"),
@@ -256,7 +256,7 @@ BAD = {
     ),
     "image with text": (
         user({"image": "a.png", "text": "x"}),
-        "image 0: image part has unknown keys text; known: image, image_url, max_pixels, ",
+        "image 0: image part has unknown keys text; known: base64, image, image_url, max_pixels, ",
     ),
     "misspelt size": (
         user({"image": 1}, {"image": 2, "max_pixel": 9}),
@@ -304,7 +304,7 @@ S, P, E = 8, 9, 7  # start, placeholder, end
         ([], [], [], []),
         ([1, S, P, E, 2], [3], [1, S, P, P, P, E, 2], [(2, 3)]),
         ([S, P, E], [2], [S, P, P, E], [(1, 2)]),
-        ([1, S, P, E, 2, S, P, E, 3], [2, 3], [1, S, P, P, E, 2, S, P, P, P, E, 3], [(2, 2), (6, 3)]),
+        ([1, S, P, E, 2, S, P, E, 3], [2, 3], [1, S, P, P, E, 2, S, P, P, P, E, 3], [(2, 2), (7, 3)]),
         ([S, P, E, S, P, E], [2, 3], [S, P, P, E, S, P, P, P, E], [(1, 2), (5, 3)]),
         ([1, S, P, P, P, E, 2], [3], [1, S, P, P, P, E, 2], [(2, 3)]),  # expanded already
         ([S, P, P, E, 1, S, P, P, P, E], [2, 3], [S, P, P, E, 1, S, P, P, P, E], [(1, 2), (6, 3)]),

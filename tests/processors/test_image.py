@@ -60,9 +60,9 @@ def test_an_image_needs_pixels(height, width):
 
 
 @pytest.mark.parametrize("width, height", [(1, 201), (201, 1), (1, 1000), (2, 401)])
-def test_a_thin_picture_is_refused(width, height):
+def test_a_thin_image_is_refused(width, height):
     process = ImageProcessor(image_config())
-    with pytest.raises(ValueError, match=f"picture is {width}x{height} pixels: the long side may be at most 200 times"):
+    with pytest.raises(ValueError, match=f"image is {width}x{height} pixels: the long side may be at most 200 times"):
         process(Image.new("RGB", (width, height)))
     assert process(Image.new("RGB", (200, 1))).grid_thw[0] == 1
 
@@ -183,7 +183,7 @@ def test_the_same_pixels_have_the_same_digest(tmp_path):
 def test_what_differs_has_another_digest():
     image, other = Image.fromarray(noise(60, 90)), noise(60, 90)
     other[45, 30] ^= 128
-    config = ImageProcessorConfig
+    config = image_config
     digests = [
         digest(image),
         digest(Image.fromarray(other)),
