@@ -241,7 +241,7 @@ class EngineConfig:
         attention_backend: "auto" selects flash-attn if it is installed and supports the model, then Triton, then plain
             torch (on a CPU always torch).
         quantization: "int8" quantizes weights when they are loaded and activations dynamically, on a CPU only;
-            completions change slightly. None keeps the dtype.
+            completions change slightly; by default weights keep the dtype.
         enforce_eager: do not capture CUDA graphs for decode steps; the engine starts faster and decodes more slowly.
         skip_warmup: do not run a warm-up batch at start.
         seed: seed for requests without a seed of their own, and for dummy weights.

@@ -7,13 +7,14 @@ import threading
 from importlib.util import find_spec
 from pathlib import Path
 
-from mmvllm.cli.common import add_max_waiting_argument, add_model_arguments, at_least_one
+from mmvllm.cli.common import add_max_waiting_argument, add_model_argument, at_least_one
+from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 from mmvllm.cli.media import add_picture_arguments
 from mmvllm.cli.ports import listen, port
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
+    add_model_argument(parser)
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in (default: %(default)s)")
     parser.add_argument("--port", type=port, metavar="N", help="default: the first free one from 7860 on")
     parser.add_argument("--share", action="store_true", help="also a public address, through Gradio's servers")
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-images", type=at_least_one, default=8, metavar="N", help="in one question (default: %(default)s)"
     )
     add_max_waiting_argument(limits)
+    add_engine_arguments(parser.add_argument_group("engine"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
     policy = MediaPolicy(max_bytes=args.max_image_bytes, max_pixels=args.max_image_pixels)
     listen(args.host, args.port or 0).close()  # before a model is loaded for nothing
-    engine = AsyncLLM(args.model, device=args.device, dtype=args.dtype, max_waiting=args.max_waiting)
+    engine = AsyncLLM(args.model, max_waiting=args.max_waiting, **engine_arguments(args))
     try:
         page = build_page(engine, DemoSettings(policy, args.max_images))
         page.launch(

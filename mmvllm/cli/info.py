@@ -3,12 +3,25 @@
 import argparse
 
 import mmvllm
-from mmvllm.cli.common import add_model_arguments
+from mmvllm.cli.common import add_model_argument
+from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
+
+SHOWN = (
+    *("device", "dtype", "max_model_len", "max_num_seqs", "gpu_memory_utilization", "cpu_kvcache_bytes"),
+    *("encoder_cache_bytes", "attention_backend"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    parser.add_argument("--block-size", type=int, help="tokens in a KV block (default: 256 for flash-attn, else 16)")
+    add_model_argument(parser)
+    parser.add_argument(
+        *("--block-size", "--kvcache-block-size"),
+        type=int,
+        metavar="N",
+        dest="kvcache_block_size",
+        help="tokens per KV cache block (default: 256 for flash-attn, otherwise 16)",
+    )
+    add_engine_arguments(parser, only=SHOWN)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -16,13 +29,15 @@ def run(args: argparse.Namespace) -> int:
     from mmvllm.layers.attention import choose_attention
     from mmvllm.models.weights import resolve_folder
 
-    engine_config = EngineConfig(device=args.device, dtype=args.dtype, kvcache_block_size=args.block_size)
+    engine_config = EngineConfig(**engine_arguments(args))
     device = engine_config.resolve_device()
     folder = resolve_folder(args.model, with_weights=False)
     config = ModelConfig.from_pretrained(folder)
     dtype = engine_config.resolve_dtype(config.dtype, device)
-    attention, reason = choose_attention("auto", config, device, dtype, args.block_size)
-    block_size = args.block_size or attention.block_size
+    attention, reason = choose_attention(
+        engine_config.attention_backend, config, device, dtype, engine_config.kvcache_block_size
+    )
+    block_size = engine_config.kvcache_block_size or attention.block_size
     sections = {
         "versions": _versions(),
         "devices": _devices(),
@@ -32,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
             "runs in": f"{dtype} on {device}".replace("torch.", ""),
         },
         "attention": {
-            **_attention_backends(config, device, dtype, args.block_size),
+            **_attention_backends(config, device, dtype, engine_config.kvcache_block_size),
             "chosen": f"{attention.name} ({reason})",
         },
         "memory": _memory(config, engine_config, attention, block_size, device, dtype),

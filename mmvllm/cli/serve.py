@@ -5,7 +5,8 @@ import os
 import re
 from importlib.util import find_spec
 
-from mmvllm.cli.common import add_max_waiting_argument, add_model_arguments, at_least_one
+from mmvllm.cli.common import add_max_waiting_argument, add_model_argument, at_least_one
+from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 from mmvllm.cli.media import add_picture_arguments, add_source_arguments, media_policy
 from mmvllm.cli.ports import listen, port
 from mmvllm.media import MediaPolicy
@@ -15,22 +16,15 @@ DEFAULTS = ServerSettings(model_names=())
 KEY_VARIABLE = "MMVLLM_API_KEY"
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
-# Arguments that go to the engine under the same names; None leaves its default.
-ENGINE_ARGUMENTS = (
-    *("device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kvcache_blocks"),
-    *("encoder_cache_bytes", "gpu_memory_utilization", "quantization", "attention_backend", "load_format"),
-    *("enforce_eager", "seed"),
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
+    add_model_argument(parser)
     _add_http(parser.add_argument_group("who may call, and from where"))
     _add_limits(parser.add_argument_group("limits of a request"))
     pictures = parser.add_argument_group("where pictures may come from, and how large they may be")
     add_source_arguments(pictures)
     add_picture_arguments(pictures)
-    _add_engine(parser.add_argument_group("engine"))
+    add_engine_arguments(parser.add_argument_group("engine"))
 
 
 def _add_http(group: argparse._ArgumentGroup) -> None:
@@ -105,20 +99,6 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_engine(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--max-model-len", type=at_least_one, metavar="N", help="longest prompt with answer, in tokens")
-    group.add_argument("--max-num-seqs", type=at_least_one, metavar="N", help="answers that are generated at once")
-    group.add_argument("--max-num-batched-tokens", type=at_least_one, metavar="N", help="tokens computed in one step")
-    group.add_argument("--num-kvcache-blocks", type=at_least_one, metavar="N", help="default: what fits")
-    group.add_argument("--encoder-cache-bytes", type=at_least_one, metavar="N", help="for encoded pictures")
-    group.add_argument("--gpu-memory-utilization", type=float, metavar="F", help="share of the GPU's memory to use")
-    group.add_argument("--quantization", choices=("int8",), help="8 bits, on a CPU")
-    group.add_argument("--attention-backend", choices=("auto", "flash", "triton", "torch"), help="default: auto")
-    group.add_argument("--load-format", choices=("auto", "safetensors", "dummy"), help="dummy makes random weights")
-    group.add_argument("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
-    group.add_argument("--seed", type=int, metavar="N", help="of requests that bring none (default: 0)")
-
-
 def run(args: argparse.Namespace) -> int:
     _check_installed(args)
     media = media_policy(args)
@@ -130,8 +110,7 @@ def run(args: argparse.Namespace) -> int:
     keys = _api_keys(args)
     _check_origins(args.cors_origin)
     with listen(args.host, args.port) as listener:
-        given = {name: value for name in ENGINE_ARGUMENTS if (value := getattr(args, name)) is not None}
-        engine = AsyncLLM(args.model, max_waiting=args.max_waiting, **given)
+        engine = AsyncLLM(args.model, max_waiting=args.max_waiting, **engine_arguments(args))
         settings = _settings(args, engine.model, keys, media)
 
         def tell(url: str) -> None:

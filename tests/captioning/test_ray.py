@@ -1,4 +1,4 @@
-"""`--engine ray`: the same records from engines in Ray's actors as from one here, whatever becomes of an actor."""
+"""`--executor ray`: the same records from engines in Ray's actors as from one here, whatever becomes of an actor."""
 
 import json
 import os
@@ -153,7 +153,7 @@ def test_the_command_records_every_picture_once_though_an_actor_is_killed(tmp_pa
     folder, out = many(tmp_path / "pictures", 8 * CHUNK), tmp_path / "out.jsonl"
     (folder / "000.png").write_bytes((folder / "001.png").read_bytes())
     command = [sys.executable, "-m", "mmvllm", "caption", folder, "--model", checkpoint, "--device", "cpu"]
-    command += ["--output", out, "--max-tokens", "200", "--engine", "ray", "--address", "local", "--actors", "2"]
+    command += ["--output", out, "--max-tokens", "200", "--executor", "ray", "--address", "local", "--actors", "2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(list(map(str, command)), text=True, **pipes) as process:
         both, at_work = [], []
@@ -281,11 +281,11 @@ def test_a_caption_that_has_no_place_to_go_is_a_failure():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--actors", "2"], "--actors needs --engine ray"),
-        (["--gpus-per-actor", "0", "--address", "auto"], "--address, --gpus-per-actor needs --engine ray"),
-        (["--engine", "ray", "--gpus-per-actor", "2"], "from 0 to 1"),
-        (["--engine", "ray", "--gpus-per-actor", "0.5"], "num_kvcache_blocks"),
-        (["--engine", "ray", "--device", "cuda:1"], "Ray chooses each actor's GPU"),
+        (["--actors", "2"], "--actors needs --executor ray"),
+        (["--gpus-per-actor", "0", "--address", "auto"], "--address, --gpus-per-actor needs --executor ray"),
+        (["--executor", "ray", "--gpus-per-actor", "2"], "from 0 to 1"),
+        (["--executor", "ray", "--gpus-per-actor", "0.5"], "num_kvcache_blocks"),
+        (["--executor", "ray", "--device", "cuda:1"], "Ray chooses each actor's GPU"),
     ],
 )
 def test_options_that_do_not_fit_together_are_usage_errors(folder, capsys, options, words):
@@ -294,7 +294,7 @@ def test_options_that_do_not_fit_together_are_usage_errors(folder, capsys, optio
 
 
 def test_standard_input_is_refused_because_workers_cannot_read_it(capsys):
-    assert main(["caption", "-", "--engine", "ray"]) == 2
+    assert main(["caption", "-", "--executor", "ray"]) == 2
     assert "standard input" in capsys.readouterr().err
 
 
@@ -303,13 +303,13 @@ def test_an_address_without_a_cluster_is_told_at_once(folder, capsys, monkeypatc
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # and nobody listens
         address = f"127.0.0.1:{unused.getsockname()[1]}"
-        assert main(["caption", str(folder), "--engine", "ray", "--address", address]) == 2
+        assert main(["caption", str(folder), "--executor", "ray", "--address", address]) == 2
     assert f"{address}: no Ray cluster answers there" in capsys.readouterr().err
 
 
 def test_without_ray_the_command_says_how_to_get_it(folder, capsys, monkeypatch):
     monkeypatch.setattr("mmvllm.cli.caption.find_spec", lambda name: None)
-    assert main(["caption", str(folder), "--engine", "ray"]) == 2
+    assert main(["caption", str(folder), "--executor", "ray"]) == 2
     assert "pip install 'mmvllm[ray]'" in capsys.readouterr().err
 
 
