@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(path for folder in ("mmvllm", "processors", "kernels") for path in (ROOT / folder).rglob("*.py"))
 MODULES = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES if path.stem[0] != "_"]
 MODULES = [name if name.startswith("mmvllm.") else f"mmvllm.{name}" for name in MODULES]
-OF_EXTRAS = ("mmvllm.captioning.ray_", "mmvllm.demo.", "mmvllm.fetching", "mmvllm.server.")
+OF_EXTRAS = ("mmvllm.captioning.ray_", "mmvllm.demo.", "mmvllm.http_fetching", "mmvllm.server.")
 
 
 def python(*args: str, **env: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mmvllm.cli.common import add_max_waiting_argument, add_model_argument, at_least_one
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
-from mmvllm.cli.media import add_picture_arguments
+from mmvllm.cli.media import add_image_arguments
 from mmvllm.cli.ports import listen, port
 
 
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     auth.add_argument("--auth", metavar="USER:PASSWORD", help="ask for them; other users here can read command lines")
     auth.add_argument("--auth-file", type=Path, metavar="FILE", help="a file with USER:PASSWORD, one to a line")
     limits = parser.add_argument_group("limits")
-    add_picture_arguments(limits)
+    add_image_arguments(limits)
     limits.add_argument(
         "--max-images", type=at_least_one, default=8, metavar="N", help="in one question (default: %(default)s)"
     )

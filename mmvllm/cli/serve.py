@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from mmvllm.cli.common import add_max_waiting_argument, add_model_argument, at_least_one
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
-from mmvllm.cli.media import add_picture_arguments, add_source_arguments, media_policy
+from mmvllm.cli.media import add_image_arguments, add_source_arguments, media_policy
 from mmvllm.cli.ports import listen, port
 from mmvllm.media import MediaPolicy
 from mmvllm.server.settings import ServerSettings
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_limits(parser.add_argument_group("limits of a request"))
     pictures = parser.add_argument_group("where pictures may come from, and how large they may be")
     add_source_arguments(pictures)
-    add_picture_arguments(pictures)
+    add_image_arguments(pictures)
     add_engine_arguments(parser.add_argument_group("engine"))
 
 
