@@ -1,4 +1,4 @@
-"""`mmvllm info`: versions, devices, attention backends, and the KV cache that fits."""
+"""`mmvllm info`: versions, devices, attention backends, and the size of the KV cache."""
 
 import argparse
 
@@ -104,7 +104,7 @@ def _memory(config, engine_config, attention, block_size: int, device, dtype) ->
         num_parameters = sum(
             parameter.numel() for parameter in model_class(config.architecture)(config, attention).parameters()
         )
-    # On a CPU a tied head is packed, and the embedding stays as it is.
+    # On a CPU a tied head is a packed copy of the embedding.
     copied = config.tie_word_embeddings and device.type == "cpu" and packs_well(dtype)
     weights = (num_parameters + copied * config.vocab_size * config.hidden_size) * dtype.itemsize
     if device.type == "cpu":
@@ -113,7 +113,7 @@ def _memory(config, engine_config, attention, block_size: int, device, dtype) ->
         free, total = torch.cuda.mem_get_info(device)
         budget = int(total * engine_config.gpu_memory_utilization) - (total - free) - weights
         budget -= engine_config.encoder_cache_bytes if config.vision else 0
-        note = " at most; a trial run at start says exactly"
+        note = " at most; the engine measures the exact number when it starts"
     num_blocks = affordable_blocks(budget, engine_config, config, block_size, dtype)
     block_bytes = kv_block_bytes(config, block_size, dtype)
     size = num_blocks * block_bytes / 2**20

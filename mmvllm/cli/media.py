@@ -7,13 +7,13 @@ from mmvllm.cli.common import at_least_one, option_name
 from mmvllm.errors import ArgumentError
 from mmvllm.media import MediaPolicy
 
-# Fields of MediaPolicy -> options, where the names differ.
-OPTIONS = {
-    "allowed_domains": "--allowed-media-domains",
-    "allowed_networks": "--allowed-media-networks",
-    "allowed_local_path": "--allowed-local-media-path",
-    "max_bytes": "--max-image-bytes",
-    "max_pixels": "--max-image-pixels",
+# Field of MediaPolicy -> parsed argument.
+DESTS = {
+    "allowed_domains": "allowed_media_domains",
+    "allowed_networks": "allowed_media_networks",
+    "allowed_local_path": "allowed_local_media_path",
+    "max_bytes": "max_image_bytes",
+    "max_pixels": "max_image_pixels",
 }
 
 
@@ -63,17 +63,11 @@ def add_image_arguments(parser: argparse._ArgumentGroup) -> None:
 
 
 def media_policy(args: argparse.Namespace) -> MediaPolicy:
-    """The policy that these options describe; raises ValueError that names an option with an invalid value."""
+    """The policy that the added options describe; raises ValueError that names an option with an invalid value."""
     try:
-        return MediaPolicy(
-            allowed_domains=args.allowed_media_domains,
-            allowed_networks=args.allowed_media_networks,
-            allowed_local_path=args.allowed_local_media_path,
-            max_bytes=args.max_image_bytes,
-            max_pixels=args.max_image_pixels,
-        )
+        return MediaPolicy(**{name: getattr(args, dest) for name, dest in DESTS.items() if hasattr(args, dest)})
     except ArgumentError as error:
-        raise ValueError(error.spelled(lambda name: OPTIONS.get(name, option_name(name)))) from None
+        raise ValueError(error.spelled(lambda name: option_name(DESTS[name]))) from None
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from tests.helpers.pages import Site, served
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    """The bundled model; pictures of at most 500 KB, three to a question."""
+    """The bundled model; images of at most 500 KB, three to a question."""
     pytest.importorskip("gradio")
     with served(policy=MediaPolicy(max_bytes=500_000), max_images=3) as site:
         yield site

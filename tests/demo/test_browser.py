@@ -140,7 +140,7 @@ def test_the_true_answer_comes_and_the_next_one_uses_the_caches(chromium, site, 
         ]
 
 
-def test_the_cost_of_pictures_is_shown_before_asking_and_follows_the_resolution(chromium, site):
+def test_the_cost_of_images_is_shown_before_asking_and_follows_the_resolution(chromium, site):
     with opened(chromium, site) as tab:
         cost = tab.page.locator("#cost")
         assert cost.inner_text() == "Up to 3 pictures of 488 KiB and 64 million pixels"
@@ -155,7 +155,7 @@ def test_the_cost_of_pictures_is_shown_before_asking_and_follows_the_resolution(
         assert tab.notes()[0].endswith("9 + 9 = 18 picture tokens")
 
 
-def test_what_a_picture_will_cost_is_no_longer_said_once_it_has_been_asked_about(chromium, site):
+def test_what_a_image_will_cost_is_no_longer_said_once_it_has_been_asked_about(chromium, site):
     with opened(chromium, site) as tab:
         tab.add(SCENE)
         cost = tab.page.locator("#cost")
@@ -240,7 +240,7 @@ def test_stop_ends_the_request_in_the_engine_within_a_step(chromium, chatty_site
         until(lambda: engine.stats().num_running == 1)
 
 
-def test_a_closed_tab_ends_its_request_and_takes_its_pictures_with_it(chromium, chatty_site):
+def test_a_closed_tab_ends_its_request_and_takes_its_images_with_it(chromium, chatty_site):
     engine = chatty_site.engine
     with opened(chromium, chatty_site) as stays, opened(chromium, chatty_site) as leaves:
         stays.add(SCENE)
@@ -300,7 +300,7 @@ def test_a_broken_file_gives_a_message_and_the_page_lives_on(content, message, c
         assert tab.told("What is written?", SCENE) == '"4".'
 
 
-def test_too_many_pictures_are_refused_with_a_message(chromium, site):
+def test_too_many_images_are_refused_with_a_message(chromium, site):
     with opened(chromium, site) as tab:
         tab.add(*(IMAGES / f"scene-0{i}.png" for i in range(1, 5)))
         until(lambda: "4 pictures; at most 3" in tab.page.locator("#cost").inner_text())

@@ -9,18 +9,18 @@ from mmvllm.demo.conversation import (
     Options,
     Turn,
     answer_note,
-    pictures_in,
+    images_in,
     queue_note,
     to_chat,
     to_request,
     turn_at,
     without_tags,
 )
-from mmvllm.demo.pictures import Picture
+from mmvllm.demo.images import UploadedImage
 from mmvllm.outputs import CompletionOutput, RequestOutput
 from mmvllm.sampling_params import SamplingParams
 
-A, B, C = (Picture(Path(f"/up/{name}.png"), 100, 80) for name in "abc")
+A, B, C = (UploadedImage(Path(f"/up/{name}.png"), 100, 80) for name in "abc")
 OPTIONS = Options("", 0, 1, 256, -1, 19600, 38416)
 
 
@@ -28,7 +28,7 @@ def parts(message: dict) -> list:
     return [part.get("text", part.get("image")) for part in message["content"]]
 
 
-def test_earlier_turns_come_with_their_pictures_and_answers():
+def test_earlier_turns_come_with_their_images_and_answers():
     turns = [Turn("What is this?", (A, B), "A star.", "note"), Turn("And there?")]
     request = to_request(turns, OPTIONS)
     first, answer, last = request["messages"]
@@ -37,17 +37,17 @@ def test_earlier_turns_come_with_their_pictures_and_answers():
     assert (request["min_pixels"], request["max_pixels"]) == (19600, 38416)
 
 
-def test_a_turn_that_was_stopped_before_any_answer_leaves_its_pictures_to_the_next():
+def test_a_turn_that_was_stopped_before_any_answer_leaves_its_images_to_the_next():
     turns = [Turn("Stopped", (A,), "", "Stopped"), Turn("Stopped too", (B,)), Turn("And now?", (C,))]
     assert [parts(message) for message in to_request(turns, OPTIONS)["messages"]] == [[A, B, C, "And now?"]]
-    assert pictures_in(turns) == [A, B, C]
+    assert images_in(turns) == [A, B, C]
 
 
-def test_pictures_keep_their_order_and_come_once():
+def test_images_keep_their_order_and_come_once():
     turns = [Turn("one", (A,), "1"), Turn("Stopped", (B,)), Turn("two", (), "2"), Turn("three", (C,))]
     one, _, two, _, three = to_request(turns, OPTIONS)["messages"]
     assert [parts(one), parts(two), parts(three)] == [[A, "one"], [B, "two"], [C, "three"]]
-    assert pictures_in(turns) == [A, B, C]
+    assert images_in(turns) == [A, B, C]
 
 
 def test_a_system_prompt_comes_first_and_an_empty_one_not_at_all():
@@ -70,7 +70,7 @@ def test_every_message_of_the_chat_leads_back_to_its_turn():
     assert [m["content"]["text"] for owner, m in questions if "text" in m["content"]] == ["one", "two", "three"]
     for owner, message in questions:
         content = message["content"]
-        assert content.get("text") == owner.question or content.get("path") in [str(p.path) for p in owner.pictures]
+        assert content.get("text") == owner.question or content.get("path") in [str(p.path) for p in owner.images]
     answers = [
         (owner.answer, m["content"][0]["text"])
         for owner, m in zip(owners, messages, strict=True)

@@ -137,8 +137,8 @@ def test_who_hangs_up_in_mid_upload_leaves_no_traceback(site, caplog):
             head = "POST /gradio_api/upload HTTP/1.1", f"Host: {url.host}", "Content-Length: 1000"
             form = "Content-Type: multipart/form-data; boundary=x"
             connection.sendall("\r\n".join((*head, form, "", "--x\r\n")).encode())
-            until(lambda: uploads._num_coming == 1000)
-        until(lambda: uploads._num_coming == 0)
+            until(lambda: uploads._num_incoming == 1000)
+        until(lambda: uploads._num_incoming == 0)
         get(site.url)  # whatever was to be said has been said by now
     finally:
         logger.removeHandler(caplog.handler)

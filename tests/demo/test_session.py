@@ -13,7 +13,7 @@ import pytest
 from mmvllm.async_llm import AsyncLLM
 from mmvllm.demo import session as session_module
 from mmvllm.demo.conversation import Options, Turn
-from mmvllm.demo.pictures import Picture
+from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.session import Sessions, in_ticks
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
@@ -35,11 +35,11 @@ def uploads(tmp_path) -> Uploads:
     return Uploads(tmp_path / "up")
 
 
-def sent(uploads: Uploads, session_id: str, name: str = "a.png") -> Picture:
+def sent(uploads: Uploads, session_id: str, name: str = "a.png") -> UploadedImage:
     path = uploads.folder / "hash" / name
     path.parent.mkdir(exist_ok=True)
     noise_image(100, 80).save(path)
-    return Picture.read(uploads.claim(session_id, str(path)), POLICY)
+    return UploadedImage.read(uploads.claim(session_id, str(path)), POLICY)
 
 
 def with_engine(checkpoint: Path, work, **engine_args) -> None:
@@ -78,7 +78,7 @@ def test_an_answer_grows_and_says_in_the_end_what_it_took(checkpoint, uploads):
         assert turn.note.startswith("Cut at the longest answer · first token after")
         assert turn.note.endswith("12 picture tokens")
         assert (session.request_id, session.turns) == (None, [turn])
-        assert session.gallery[0] == (turn.pictures[0], f"What is this? {turn.answer}")
+        assert session.gallery[0] == (turn.images[0], f"What is this? {turn.answer}")
 
     with_engine(checkpoint, work)
 
@@ -125,7 +125,7 @@ def test_who_stops_listening_ends_the_request(checkpoint, uploads):
     with_engine(checkpoint, work)
 
 
-def test_who_leaves_ends_the_request_and_takes_the_pictures_along(checkpoint, uploads):
+def test_who_leaves_ends_the_request_and_takes_the_images_along(checkpoint, uploads):
     async def work(engine):
         sessions = Sessions(engine, uploads, DemoSettings(POLICY))
         session = sessions.get("one")
@@ -142,7 +142,7 @@ def test_who_leaves_ends_the_request_and_takes_the_pictures_along(checkpoint, up
     with_engine(checkpoint, work)
 
 
-def test_a_question_that_is_taken_back_while_it_is_answered_keeps_its_pictures(checkpoint, uploads):
+def test_a_question_that_is_taken_back_while_it_is_answered_keeps_its_images(checkpoint, uploads):
     gradio = pytest.importorskip("gradio")
     from mmvllm.demo.handlers import Handlers
 

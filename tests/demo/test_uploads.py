@@ -10,7 +10,7 @@ import zlib
 import pytest
 
 from mmvllm.demo import uploads as uploads_module
-from mmvllm.demo.pictures import Picture, PictureError
+from mmvllm.demo.images import UploadedImage, UploadError
 from mmvllm.demo.uploads import ORPHAN_SECONDS, Uploads
 from mmvllm.media import MediaPolicy
 from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig
@@ -110,10 +110,10 @@ def test_there_is_room_for_so_many_bytes_beside_the_files(uploads, monkeypatch):
 
 
 def test_uploads_that_come_at_once_are_counted_together(uploads):
-    with uploads.coming(5) as one:
-        with uploads.coming(8) as both:
+    with uploads.incoming(5) as one:
+        with uploads.incoming(8) as both:
             assert (one, both) == (5, 13)
-        with uploads.coming(2) as both:
+        with uploads.incoming(2) as both:
             assert both == 7
 
 
@@ -129,7 +129,7 @@ def test_there_is_room_for_so_many_files(uploads, monkeypatch):
 @pytest.mark.parametrize("bounds", [(3136, 1_003_520), (20_000, 40_000), (100_000, 100_000)])
 def test_the_tokens_that_the_header_promises_are_those_that_come(size, bounds, tmp_path):
     noise_image(*size).save(tmp_path / "a.png")
-    found, config = Picture.read(tmp_path / "a.png", POLICY), ImageProcessorConfig()
+    found, config = UploadedImage.read(tmp_path / "a.png", POLICY), ImageProcessorConfig()
     grid = ImageProcessor(config)(found.load(POLICY), *bounds).grid_thw
     assert found.num_tokens(config, *bounds) == grid[1] * grid[2] // 4
 
@@ -152,15 +152,15 @@ def header_of(width: int, height: int) -> bytes:
 )
 def test_a_bad_file_is_named_from_its_header_alone(data, message, tmp_path):
     (tmp_path / "a.png").write_bytes(data)
-    with pytest.raises(PictureError, match=message):
-        Picture.read(tmp_path / "a.png", POLICY)
+    with pytest.raises(UploadError, match=message):
+        UploadedImage.read(tmp_path / "a.png", POLICY)
 
 
 def test_a_file_that_breaks_later_is_named_too(tmp_path):
     (tmp_path / "a.png").write_bytes(header_of(100, 100))
-    found = Picture.read(tmp_path / "a.png", POLICY)
-    with pytest.raises(PictureError, match=r"a\.png cannot be read; it may be damaged"):
+    found = UploadedImage.read(tmp_path / "a.png", POLICY)
+    with pytest.raises(UploadError, match=r"a\.png cannot be read; it may be damaged"):
         found.load(POLICY)
     (tmp_path / "a.png").unlink()
-    with pytest.raises(PictureError, match=r"a\.png cannot be read"):
+    with pytest.raises(UploadError, match=r"a\.png cannot be read"):
         found.load(POLICY)

@@ -6,10 +6,10 @@ import os
 import pytest
 from starlette.requests import Request
 
-from mmvllm.demo import gate as gate_module
+from mmvllm.demo import route_filter as gate_module
 from mmvllm.demo import session as session_module
 from mmvllm.demo import uploads as uploads_module
-from mmvllm.demo.gate import MAX_BODY_BYTES, Gate
+from mmvllm.demo.route_filter import MAX_BODY_BYTES, DemoRouteFilter
 from mmvllm.demo.session import Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
@@ -23,14 +23,14 @@ async def app(scope, receive, send):
 
 
 @pytest.fixture
-def gate(tmp_path, monkeypatch) -> Gate:
-    """Of a page whose questions have two pictures of 1 MiB; there is room for five."""
+def route_filter(tmp_path, monkeypatch) -> DemoRouteFilter:
+    """Of a page whose questions have two images of 1 MiB; there is room for five."""
     monkeypatch.setattr(uploads_module, "MAX_BYTES", 5 * MAX_BODY_BYTES)
     settings = DemoSettings(MediaPolicy(max_bytes=MAX_BODY_BYTES), max_images=2)
-    return Gate(app, Sessions(None, Uploads(tmp_path), settings))
+    return DemoRouteFilter(app, Sessions(None, Uploads(tmp_path), settings))
 
 
-def messages(gate: Gate, path: str, method: str = "POST", receive=None, **headers) -> list[dict]:
+def messages(route_filter: DemoRouteFilter, path: str, method: str = "POST", receive=None, **headers) -> list[dict]:
     """What a request is answered with."""
     sent = []
 
@@ -39,13 +39,13 @@ def messages(gate: Gate, path: str, method: str = "POST", receive=None, **header
 
     raw = [(name.replace("_", "-").encode(), str(value).encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": method, "path": path, "headers": raw}
-    asyncio.run(gate(scope, receive, send))
+    asyncio.run(route_filter(scope, receive, send))
     return sent
 
 
-def status(gate: Gate, path: str, method: str = "POST", **headers) -> int:
+def status(route_filter: DemoRouteFilter, path: str, method: str = "POST", **headers) -> int:
     """200 is what the app behind the gate would say."""
-    return messages(gate, path, method, **headers)[0]["status"]
+    return messages(route_filter, path, method, **headers)[0]["status"]
 
 
 @pytest.mark.parametrize("prefix", ["", "/demo"])
@@ -65,37 +65,39 @@ def status(gate: Gate, path: str, method: str = "POST", **headers) -> int:
         ("/gradio_api/deep_link", 404),
     ],
 )
-def test_only_what_the_page_asks_for_comes_through(prefix, path, want, gate):
-    assert status(gate, prefix + path, "GET") == want
+def test_only_what_the_page_asks_for_comes_through(prefix, path, want, route_filter):
+    assert status(route_filter, prefix + path, "GET") == want
 
 
-def test_what_is_no_upload_is_short(gate):
+def test_what_is_no_upload_is_short(route_filter):
     for path in ("/login", "/gradio_api/queue/join", "/gradio_api/run/stop"):
-        assert status(gate, path, content_length=MAX_BODY_BYTES) == 200
-        assert status(gate, path, content_length=MAX_BODY_BYTES + 1) == 413
+        assert status(route_filter, path, content_length=MAX_BODY_BYTES) == 200
+        assert status(route_filter, path, content_length=MAX_BODY_BYTES + 1) == 413
 
 
-def test_a_body_of_unknown_length_is_refused(gate):
+def test_a_body_of_unknown_length_is_refused(route_filter):
     for path in (UPLOAD, "/gradio_api/queue/join"):
-        assert status(gate, path) == status(gate, path, content_length="x") == 411
-        assert status(gate, path, content_length=1, transfer_encoding="chunked") == 411
+        assert status(route_filter, path) == status(route_filter, path, content_length="x") == 411
+        assert status(route_filter, path, content_length=1, transfer_encoding="chunked") == 411
 
 
-def test_an_upload_comes_through_while_there_is_room(gate, tmp_path):
-    assert status(gate, UPLOAD, content_length=2 * MAX_BODY_BYTES) == 200
+def test_an_upload_comes_through_while_there_is_room(route_filter, tmp_path):
+    assert status(route_filter, UPLOAD, content_length=2 * MAX_BODY_BYTES) == 200
     (tmp_path / "a.png").write_bytes(b"x" * 3 * MAX_BODY_BYTES)
-    assert status(gate, UPLOAD, content_length=2 * MAX_BODY_BYTES) == 200
-    assert status(gate, UPLOAD, content_length=2 * MAX_BODY_BYTES + 1) == 507
+    assert status(route_filter, UPLOAD, content_length=2 * MAX_BODY_BYTES) == 200
+    assert status(route_filter, UPLOAD, content_length=2 * MAX_BODY_BYTES + 1) == 507
 
 
-def test_an_upload_is_no_larger_than_a_question(gate):
-    assert status(gate, UPLOAD, content_length=3 * MAX_BODY_BYTES) == 200  # with room for the heads of its parts
-    refusal, text = messages(gate, UPLOAD, content_length=3 * MAX_BODY_BYTES + 1)
+def test_an_upload_is_no_larger_than_a_question(route_filter):
+    assert (
+        status(route_filter, UPLOAD, content_length=3 * MAX_BODY_BYTES) == 200
+    )  # with room for the heads of its parts
+    refusal, text = messages(route_filter, UPLOAD, content_length=3 * MAX_BODY_BYTES + 1)
     assert refusal["status"] == 413
     assert text["body"] == b"Too much for one question; at most 2 pictures of 1,048,576 bytes go into it"
 
 
-def test_uploads_that_come_at_once_find_room_together(gate):
+def test_uploads_that_come_at_once_find_room_together(route_filter):
     """Two of 3 MiB each: one of them is let through, and holds its room until it has come."""
     may_end, seen = asyncio.Event(), []
 
@@ -107,15 +109,15 @@ def test_uploads_that_come_at_once_find_room_together(gate):
         may_end.set()
 
     async def both():
-        gate.app = slow
+        route_filter.app = slow
         headers = [(b"content-length", str(3 * MAX_BODY_BYTES).encode())]
         scope = {"type": "http", "method": "POST", "path": UPLOAD, "headers": headers}
-        await asyncio.wait_for(asyncio.gather(gate(scope, None, send), gate(scope, None, send)), 20)
+        await asyncio.wait_for(asyncio.gather(route_filter(scope, None, send), route_filter(scope, None, send)), 20)
 
     asyncio.run(both())
     assert seen[0] == 507
-    gate.app = app
-    assert status(gate, UPLOAD, content_length=3 * MAX_BODY_BYTES) == 200
+    route_filter.app = app
+    assert status(route_filter, UPLOAD, content_length=3 * MAX_BODY_BYTES) == 200
 
 
 async def never() -> dict:
@@ -129,53 +131,55 @@ async def reading(scope, receive, send):
     await app(scope, receive, send)
 
 
-def test_an_upload_that_does_not_come_is_given_up_and_keeps_no_room(gate, monkeypatch):
+def test_an_upload_that_does_not_come_is_given_up_and_keeps_no_room(route_filter, monkeypatch):
     monkeypatch.setattr(gate_module, "UPLOAD_SECONDS", 0)
-    gate.app = reading
+    route_filter.app = reading
     for _ in range(3):
-        refusal, text = messages(gate, UPLOAD, receive=never, content_length=2 * MAX_BODY_BYTES)
+        refusal, text = messages(route_filter, UPLOAD, receive=never, content_length=2 * MAX_BODY_BYTES)
         assert (refusal["status"], text["body"]) == (408, b"The pictures took too long to arrive; try again")
 
 
-def test_an_upload_that_is_given_up_in_mid_answer_gets_no_second_one(gate, monkeypatch):
+def test_an_upload_that_is_given_up_in_mid_answer_gets_no_second_one(route_filter, monkeypatch):
     async def answering(scope, receive, send):
         await app(scope, receive, send)
         await never()
 
     monkeypatch.setattr(gate_module, "UPLOAD_SECONDS", 0)
-    gate.app = answering
-    assert len(messages(gate, UPLOAD, content_length=1)) == 1
+    route_filter.app = answering
+    assert len(messages(route_filter, UPLOAD, content_length=1)) == 1
 
 
-def test_who_hangs_up_while_sending_is_no_error(gate):
+def test_who_hangs_up_while_sending_is_no_error(route_filter):
     async def gone() -> dict:
         return {"type": "http.disconnect"}
 
-    gate.app = reading
-    assert messages(gate, UPLOAD, receive=gone, content_length=1) == []
+    route_filter.app = reading
+    assert messages(route_filter, UPLOAD, receive=gone, content_length=1) == []
 
 
-def test_a_session_stays_as_long_as_its_tab_is_open(gate, monkeypatch):
+def test_a_session_stays_as_long_as_its_tab_is_open(route_filter, monkeypatch):
     monkeypatch.setattr(session_module, "ORPHAN_SECONDS", -1)
-    sessions = gate._sessions
+    sessions = route_filter._sessions
     session = sessions.get("one")
 
     async def heart(scope, receive, send):
         await sessions.sweep()
         assert sessions.get("one") is session
 
-    gate.app = heart
-    messages(gate, "/demo/gradio_api/heartbeat/one", "GET")
+    route_filter.app = heart
+    messages(route_filter, "/demo/gradio_api/heartbeat/one", "GET")
     asyncio.run(sessions.sweep())
     assert sessions.get("one") is not session
 
 
-def test_uploads_that_nobody_claimed_go_although_nobody_comes(gate, monkeypatch, tmp_path):
+def test_uploads_that_nobody_claimed_go_although_nobody_comes(route_filter, monkeypatch, tmp_path):
     monkeypatch.setattr(session_module, "SWEEP_SECONDS", 0)
     path = tmp_path / "hash" / "a.png"
 
     async def come_once_and_wait() -> None:
-        await gate({"type": "http", "method": "GET", "path": "/", "headers": []}, None, lambda _: asyncio.sleep(0))
+        await route_filter(
+            {"type": "http", "method": "GET", "path": "/", "headers": []}, None, lambda _: asyncio.sleep(0)
+        )
         while path.exists():
             await asyncio.sleep(0)
 
