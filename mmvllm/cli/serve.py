@@ -43,15 +43,15 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="model name in requests; may be repeated for clients that require a certain name (default: the value of --model)",
+        help="model name in requests; may be repeated, for clients that require a certain name (default: as --model)",
     )
     group.add_argument(
         "--api-key",
         action="append",
         default=[],
         metavar="KEY",
-        help=f"require this API key on /v1; may be repeated to accept several. Other users of this machine can see it on "
-        f"the command line; the environment variable {KEY_VARIABLE} avoids that",
+        help=f"require this API key on /v1; may be repeated to accept several; the environment variable {KEY_VARIABLE} "
+        "hides it from other users of this machine",
     )
     group.add_argument(
         "--cors-origin",

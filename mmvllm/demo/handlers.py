@@ -191,4 +191,4 @@ def _warn(error: Exception) -> None:
     if isinstance(error.__cause__, UploadError):  # the cause names the file, the engine's error only its index
         error = error.__cause__
     busy = isinstance(error, EngineBusy)
-    gr.Warning("The server is busy; try again in a moment" if busy else html.escape(str(error)))
+    gr.Warning("Many people are asking right now; try again in a moment" if busy else html.escape(str(error)))

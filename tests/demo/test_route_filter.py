@@ -1,4 +1,4 @@
-"""What does not come through to gradio."""
+"""Requests that do not reach gradio."""
 
 import asyncio
 import os
@@ -24,14 +24,14 @@ async def app(scope, receive, send):
 
 @pytest.fixture
 def route_filter(tmp_path, monkeypatch) -> DemoRouteFilter:
-    """Of a page whose questions have two images of 1 MiB; there is room for five."""
+    """The filter of a page with two images of 1 MiB per question, and space for five."""
     monkeypatch.setattr(uploads_module, "MAX_BYTES", 5 * MAX_BODY_BYTES)
     settings = DemoSettings(MediaPolicy(max_bytes=MAX_BODY_BYTES), max_images=2)
     return DemoRouteFilter(app, Sessions(None, Uploads(tmp_path), settings))
 
 
 def messages(route_filter: DemoRouteFilter, path: str, method: str = "POST", receive=None, **headers) -> list[dict]:
-    """What a request is answered with."""
+    """The messages of the response."""
     sent = []
 
     async def send(message):
@@ -44,7 +44,7 @@ def messages(route_filter: DemoRouteFilter, path: str, method: str = "POST", rec
 
 
 def status(route_filter: DemoRouteFilter, path: str, method: str = "POST", **headers) -> int:
-    """200 is what the app behind the gate would say."""
+    """The status of the response; 200 is the response of the app behind the filter."""
     return messages(route_filter, path, method, **headers)[0]["status"]
 
 
@@ -58,18 +58,18 @@ def status(route_filter: DemoRouteFilter, path: str, method: str = "POST", **hea
         ("/gradio_api/heartbeat/abc", 200),
         ("/gradio_api/file=/tmp/a.png", 200),
         ("/gradio_api/file=https://example.com/a.png", 404),
-        ("/gradio_api/file=//example.com/a.png", 200),  # the path of a file to gradio
+        ("/gradio_api/file=//example.com/a.png", 200),  # gradio takes it for the path of a file
         ("/gradio_api/file/etc/hostname", 404),
         ("/gradio_api/process_recording", 404),
         ("/gradio_api/component_server", 404),
         ("/gradio_api/deep_link", 404),
     ],
 )
-def test_only_what_the_page_asks_for_comes_through(prefix, path, want, route_filter):
+def test_only_routes_of_the_page_reach_gradio(prefix, path, want, route_filter):
     assert status(route_filter, prefix + path, "GET") == want
 
 
-def test_what_is_no_upload_is_short(route_filter):
+def test_requests_other_than_uploads_are_short(route_filter):
     for path in ("/login", "/gradio_api/queue/join", "/gradio_api/run/stop"):
         assert status(route_filter, path, content_length=MAX_BODY_BYTES) == 200
         assert status(route_filter, path, content_length=MAX_BODY_BYTES + 1) == 413
@@ -81,7 +81,7 @@ def test_a_body_of_unknown_length_is_refused(route_filter):
         assert status(route_filter, path, content_length=1, transfer_encoding="chunked") == 411
 
 
-def test_an_upload_comes_through_while_there_is_room(route_filter, tmp_path):
+def test_an_upload_is_accepted_while_there_is_space(route_filter, tmp_path):
     assert status(route_filter, UPLOAD, content_length=2 * MAX_BODY_BYTES) == 200
     (tmp_path / "a.png").write_bytes(b"x" * 3 * MAX_BODY_BYTES)
     assert status(route_filter, UPLOAD, content_length=2 * MAX_BODY_BYTES) == 200
@@ -89,16 +89,14 @@ def test_an_upload_comes_through_while_there_is_room(route_filter, tmp_path):
 
 
 def test_an_upload_is_no_larger_than_a_question(route_filter):
-    assert (
-        status(route_filter, UPLOAD, content_length=3 * MAX_BODY_BYTES) == 200
-    )  # with room for the heads of its parts
+    assert status(route_filter, UPLOAD, content_length=3 * MAX_BODY_BYTES) == 200  # including the multipart headers
     refusal, text = messages(route_filter, UPLOAD, content_length=3 * MAX_BODY_BYTES + 1)
     assert refusal["status"] == 413
     assert text["body"] == b"Too much for one question; at most 2 pictures of 1,048,576 bytes go into it"
 
 
-def test_uploads_that_come_at_once_find_room_together(route_filter):
-    """Two of 3 MiB each: one of them is let through, and holds its room until it has come."""
+def test_concurrent_uploads_share_the_space(route_filter):
+    """Of two uploads of 3 MiB one is accepted, and reserves its space until it is complete."""
     may_end, seen = asyncio.Event(), []
 
     async def slow(scope, receive, send):
@@ -121,7 +119,7 @@ def test_uploads_that_come_at_once_find_room_together(route_filter):
 
 
 async def never() -> dict:
-    """The body of who sends nothing."""
+    """The body of a client that sends nothing."""
     await asyncio.Event().wait()
 
 
@@ -131,7 +129,7 @@ async def reading(scope, receive, send):
     await app(scope, receive, send)
 
 
-def test_an_upload_that_does_not_come_is_given_up_and_keeps_no_room(route_filter, monkeypatch):
+def test_a_stalled_upload_times_out_and_releases_its_space(route_filter, monkeypatch):
     monkeypatch.setattr(gate_module, "UPLOAD_SECONDS", 0)
     route_filter.app = reading
     for _ in range(3):
@@ -139,7 +137,7 @@ def test_an_upload_that_does_not_come_is_given_up_and_keeps_no_room(route_filter
         assert (refusal["status"], text["body"]) == (408, b"The pictures took too long to arrive; try again")
 
 
-def test_an_upload_that_is_given_up_in_mid_answer_gets_no_second_one(route_filter, monkeypatch):
+def test_a_timeout_during_the_response_sends_no_second_one(route_filter, monkeypatch):
     async def answering(scope, receive, send):
         await app(scope, receive, send)
         await never()
@@ -149,7 +147,7 @@ def test_an_upload_that_is_given_up_in_mid_answer_gets_no_second_one(route_filte
     assert len(messages(route_filter, UPLOAD, content_length=1)) == 1
 
 
-def test_who_hangs_up_while_sending_is_no_error(route_filter):
+def test_a_disconnect_while_sending_is_not_an_error(route_filter):
     async def gone() -> dict:
         return {"type": "http.disconnect"}
 
@@ -157,7 +155,7 @@ def test_who_hangs_up_while_sending_is_no_error(route_filter):
     assert messages(route_filter, UPLOAD, receive=gone, content_length=1) == []
 
 
-def test_a_session_stays_as_long_as_its_tab_is_open(route_filter, monkeypatch):
+def test_a_session_is_kept_while_its_tab_is_open(route_filter, monkeypatch):
     monkeypatch.setattr(session_module, "ORPHAN_SECONDS", -1)
     sessions = route_filter._sessions
     session = sessions.get("one")
@@ -172,7 +170,7 @@ def test_a_session_stays_as_long_as_its_tab_is_open(route_filter, monkeypatch):
     assert sessions.get("one") is not session
 
 
-def test_uploads_that_nobody_claimed_go_although_nobody_comes(route_filter, monkeypatch, tmp_path):
+def test_unclaimed_uploads_are_removed_without_further_requests(route_filter, monkeypatch, tmp_path):
     monkeypatch.setattr(session_module, "SWEEP_SECONDS", 0)
     path = tmp_path / "hash" / "a.png"
 
@@ -183,7 +181,7 @@ def test_uploads_that_nobody_claimed_go_although_nobody_comes(route_filter, monk
         while path.exists():
             await asyncio.sleep(0)
 
-    for _ in range(2):  # on another event loop, too
+    for _ in range(2):  # also on another event loop
         path.parent.mkdir()
         path.write_bytes(b"picture")
         os.utime(path, (0, 0))
