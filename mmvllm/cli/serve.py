@@ -50,8 +50,8 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="KEY",
-        help=f"require this API key on /v1; may be repeated to accept several; the environment variable {KEY_VARIABLE} "
-        "hides it from other users of this machine",
+        help=f"require this API key on /v1; may be repeated to accept several. Other users of this machine can see "
+        f"it; they cannot see a key in the environment variable {KEY_VARIABLE}",
     )
     group.add_argument(
         "--cors-origin",

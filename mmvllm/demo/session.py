@@ -31,9 +31,8 @@ class Session:
 
     id: str
     turns: list[Turn] = field(default_factory=list)
-    gallery: deque[tuple[UploadedImage, str]] = field(
-        default_factory=lambda: deque(maxlen=GALLERY_SIZE)
-    )  # newest first
+    # The last images with question and answer, newest first.
+    gallery: deque[tuple[UploadedImage, str]] = field(default_factory=lambda: deque(maxlen=GALLERY_SIZE))
     draft: list[Path] = field(default_factory=list)  # images of the question that is being written
     request_id: str | None = None
     last_seen: float = 0.0  # on the monotonic clock
@@ -152,9 +151,8 @@ class Sessions:
     def _finish(self, session: Session, turn: Turn, options: Options, output: RequestOutput) -> None:
         if turn not in session.turns:  # it was removed in the meantime
             return
-        asked = session.turns[
-            : session.turns.index(turn) + 1
-        ]  # after a stop, the next question may have been added already
+        # After a stop, the next question may have been added already.
+        asked = session.turns[: session.turns.index(turn) + 1]
         config, images = self.engine.image_config, images_in(asked)
         turn.note = answer_note(output, [p.num_tokens(config, options.min_pixels, options.max_pixels) for p in images])
         if images and turn.answer:

@@ -6,7 +6,7 @@ import os
 import pytest
 from starlette.requests import Request
 
-from mmvllm.demo import route_filter as gate_module
+from mmvllm.demo import route_filter as route_filter_module
 from mmvllm.demo import session as session_module
 from mmvllm.demo import uploads as uploads_module
 from mmvllm.demo.route_filter import MAX_BODY_BYTES, DemoRouteFilter
@@ -130,7 +130,7 @@ async def reading(scope, receive, send):
 
 
 def test_a_stalled_upload_times_out_and_releases_its_space(route_filter, monkeypatch):
-    monkeypatch.setattr(gate_module, "UPLOAD_SECONDS", 0)
+    monkeypatch.setattr(route_filter_module, "UPLOAD_SECONDS", 0)
     route_filter.app = reading
     for _ in range(3):
         refusal, text = messages(route_filter, UPLOAD, receive=never, content_length=2 * MAX_BODY_BYTES)
@@ -142,7 +142,7 @@ def test_a_timeout_during_the_response_sends_no_second_one(route_filter, monkeyp
         await app(scope, receive, send)
         await never()
 
-    monkeypatch.setattr(gate_module, "UPLOAD_SECONDS", 0)
+    monkeypatch.setattr(route_filter_module, "UPLOAD_SECONDS", 0)
     route_filter.app = answering
     assert len(messages(route_filter, UPLOAD, content_length=1)) == 1
 

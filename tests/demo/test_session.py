@@ -59,7 +59,7 @@ def _load(engine: AsyncLLM) -> tuple[int, int, int]:
     return stats.num_preparing, stats.num_waiting, stats.num_running
 
 
-async def told(sessions: Sessions, session, turn: Turn, options: Options = OPTIONS) -> list[str]:
+async def answer_steps(sessions: Sessions, session, turn: Turn, options: Options = OPTIONS) -> list[str]:
     """The answer after each update."""
     seen = []
     async with aclosing(sessions.answer(session, turn, options)) as ticks:
@@ -73,7 +73,7 @@ def test_an_answer_is_streamed_and_ends_with_statistics(checkpoint, uploads):
         sessions = Sessions(engine, uploads, DemoSettings(POLICY))
         session = sessions.get("one")
         turn = Turn("What is this?", (sent(uploads, "one"),))
-        seen = await told(sessions, session, turn)
+        seen = await answer_steps(sessions, session, turn)
         assert len(set(seen)) > 2 and all(later.startswith(sooner) for sooner, later in pairwise(seen))
         assert turn.note.startswith("Cut at the longest answer · first token after")
         assert turn.note.endswith("12 picture tokens")
@@ -130,7 +130,7 @@ def test_leaving_aborts_the_request_and_removes_the_images(checkpoint, uploads):
         sessions = Sessions(engine, uploads, DemoSettings(POLICY))
         session = sessions.get("one")
         turn = Turn("talk", (sent(uploads, "one"),))
-        task = asyncio.create_task(told(sessions, session, turn))
+        task = asyncio.create_task(answer_steps(sessions, session, turn))
         while not turn.answer:
             await asyncio.sleep(0.01)
         await sessions.end("one")
@@ -172,7 +172,7 @@ def test_an_invalid_question_leaves_no_turn(checkpoint, uploads):
             (Turn("q", (good,)), replace(OPTIONS, min_pixels=9000, max_pixels=8000), "min_pixels is 9000, above"),
         ):
             with pytest.raises(ValueError, match=message):
-                await told(sessions, session, turn, options)
+                await answer_steps(sessions, session, turn, options)
             assert (session.turns, session.request_id) == ([], None)
 
     with_engine(checkpoint, work)
@@ -183,14 +183,14 @@ def test_a_full_engine_refuses_a_question_and_takes_it_later(checkpoint, uploads
         sessions = Sessions(engine, uploads, DemoSettings(POLICY))
         one, two = sessions.get("one"), sessions.get("two")
         turn = Turn("talk")
-        task = asyncio.create_task(told(sessions, one, turn))
+        task = asyncio.create_task(answer_steps(sessions, one, turn))
         while not turn.answer:
             await asyncio.sleep(0.01)
         with pytest.raises(EngineBusy):
-            await told(sessions, two, Turn("me too"))
+            await answer_steps(sessions, two, Turn("me too"))
         await sessions.stop(one)
         await task
-        assert (await told(sessions, two, Turn("me too"), replace(OPTIONS, max_tokens=5)))[-1]
+        assert (await answer_steps(sessions, two, Turn("me too"), replace(OPTIONS, max_tokens=5)))[-1]
 
     with_engine(checkpoint, work, max_num_seqs=1, max_waiting=0)
 
