@@ -176,7 +176,7 @@ def _ray_options(args: argparse.Namespace) -> "RayOptions | None":
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.executor == "ray":
         if find_spec("ray") is None:
-            raise ValueError("--engine ray needs Ray Data: pip install 'mmvllm[ray]'")
+            raise ValueError("--executor ray needs Ray Data: pip install 'mmvllm[ray]'")
         from mmvllm.captioning.ray_source import RayOptions
 
         return RayOptions(**given)
