@@ -24,7 +24,7 @@ def add_engine_arguments(
     descriptions = _descriptions()
     for field in _fields(only, exclude):
         default = defaults.get(field.name)
-        text = f"{descriptions[field.name].rstrip('.')}{_default_text(field, default)}".replace("%", "%%")
+        text = f"{descriptions.get(field.name, '').rstrip('.')}{_default_text(field, default)}".replace("%", "%%")
         parser.add_argument(option_name(field.name), default=default, help=text, **_value_arguments(field))
 
 
@@ -62,7 +62,7 @@ def _default_text(field: Field, default: Any) -> str:
 
 def _descriptions() -> dict[str, str]:
     """The text of each entry in the `Args` section of `EngineConfig`'s docstring, with fields named as options."""
-    _, _, section = inspect.getdoc(EngineConfig).partition("\nArgs:\n")
+    _, _, section = (inspect.getdoc(EngineConfig) or "").partition("\nArgs:\n")  # None with python -OO
     entries = dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE))
     names = re.compile(rf"\b({'|'.join(name for name in entries if '_' in name)})\b")
     return {
