@@ -16,6 +16,7 @@ _EXPORTS = {
     "LLM": "mmvllm.llm",
     "AsyncLLM": "mmvllm.async_llm",
     "LLMEngine": "mmvllm.engine.llm_engine",
+    "EngineConfig": "mmvllm.config",
     "SamplingParams": "mmvllm.sampling_params",
     "RequestOutput": "mmvllm.outputs",
     "CompletionOutput": "mmvllm.outputs",

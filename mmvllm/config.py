@@ -2,14 +2,16 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import Any
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
-import torch
+from mmvllm.arguments import check_arguments
+
+if TYPE_CHECKING:  # `mmvllm --help` reads EngineConfig and must not load torch
+    import torch
 
 MiB = 1024 * 1024
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ class ModelConfig:
     rope_theta: float
     mrope_section: tuple[int, ...] | None
     tie_word_embeddings: bool
-    dtype: torch.dtype
+    dtype: "torch.dtype"
     eos_token_ids: frozenset[int]
     quantization: str | None
     vision: VisionConfig | None = None
@@ -111,13 +113,69 @@ def _check_int(name: str, value: Any, at_least: int = 1) -> None:
         raise ValueError(f"{name} is {value!r}, must be an integer of at least {at_least}")
 
 
+def torch_dtype(name: Any) -> "torch.dtype | None":
+    """The dtype of weights and KV cache with this name; None if it is not supported."""
+    import torch
+
+    return getattr(torch, name) if name in ("float32", "float16", "bfloat16") else None
+
+
+# Arguments of vLLM's LLM that many programs pass, with the values that describe what mmvllm does anyway.
+HARMLESS = {
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "distributed_executor_backend": (None,),
+    "trust_remote_code": (False,),
+    "tokenizer": (None,),
+    "tokenizer_mode": ("auto",),
+    "revision": (None,),
+    "kv_cache_dtype": ("auto",),
+    "enable_lora": (False,),
+    "enable_chunked_prefill": (True, None),  # prompts are always chunked
+    "mm_processor_kwargs": (None, {}),
+    "swap_space": None,  # preempted sequences are recomputed, never swapped
+    "disable_log_stats": None,  # nothing is logged
+}
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What the user chose. `LLM` documents each field; a wrong value raises ValueError with the value and the range."""
+    """The options of an engine; a wrong value raises ValueError with the value and the range.
+
+    Args:
+        device: "auto" (CUDA if available), "cpu", "cuda" or "cuda:N".
+        dtype: dtype of weights and KV cache: "auto" (the checkpoint's; float32 for a float16 checkpoint on a CPU),
+            "float32", "float16" or "bfloat16".
+        load_format: "auto" or "safetensors" load the checkpoint's weights; "dummy" initializes random weights and needs
+            only the config and the tokenizer.
+        max_model_len: maximum length of prompt and completion together, in tokens; by default the checkpoint's maximum,
+            or what fits in the KV cache.
+        max_num_seqs: maximum number of sequences that run at the same time; temporarily lowered after a batch ran out
+            of memory.
+        max_num_batched_tokens: maximum number of tokens computed in one step; longer prompts are computed in chunks.
+        max_vision_patches: maximum number of image patches encoded in one step; a larger image is encoded alone.
+        kvcache_block_size: tokens per KV cache block, the unit of prefix sharing; by default 256 (flash-attn's minimum)
+            if flash-attn runs the decoder, otherwise 16.
+        num_kvcache_blocks: number of KV cache blocks; by default as many as gpu_memory_utilization allows
+            (cpu_kvcache_bytes on a CPU), but not more than max_num_seqs sequences of maximum length can use.
+        gpu_memory_utilization: fraction of the GPU's memory that the engine may use, in (0, 1].
+        cpu_kvcache_bytes: size of the KV cache on a CPU, in bytes.
+        encoder_cache_bytes: size of the cache of ViT outputs on the device, in bytes; an image whose output is larger
+            is refused.
+        enable_prefix_caching: reuse the KV blocks of a prefix, images included, that was computed before.
+        attention_backend: "auto" selects flash-attn if it is installed and supports the model, then Triton, then plain
+            torch (on a CPU always torch).
+        quantization: "int8" quantizes weights when they are loaded and activations dynamically, on a CPU only;
+            completions change slightly; by default weights keep the dtype.
+        enforce_eager: do not capture CUDA graphs for decode steps; the engine starts faster and decodes more slowly.
+        skip_warmup: do not run a warm-up batch at start.
+        seed: seed for requests without a seed of their own, and for dummy weights.
+    """
 
     device: str = "auto"
-    dtype: str | torch.dtype = "auto"
-    load_format: str = "auto"
+    dtype: "Literal['auto', 'float32', 'float16', 'bfloat16'] | torch.dtype" = "auto"
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 4096
@@ -128,11 +186,20 @@ class EngineConfig:
     cpu_kvcache_bytes: int = 1024 * MiB
     encoder_cache_bytes: int = 512 * MiB
     enable_prefix_caching: bool = True
-    attention_backend: str = "auto"
-    quantization: str | None = None
+    attention_backend: Literal["auto", "flash", "triton", "torch"] = "auto"
+    quantization: Literal["int8"] | None = None
     enforce_eager: bool = False
     skip_warmup: bool = False
     seed: int = 0
+
+    @classmethod
+    def from_arguments(cls, owner: str, /, **engine_args: Any) -> "EngineConfig":
+        """The config of keyword arguments that a user gave to `owner`, "LLM" say.
+
+        Raises TypeError with a suggestion for an unknown name. Arguments of vLLM that change nothing are ignored.
+        """
+        known = [field.name for field in fields(cls)]
+        return cls(**check_arguments(owner, engine_args, known, HARMLESS))
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -141,27 +208,19 @@ class EngineConfig:
                 raise ValueError(f"{f.name} is {value!r}, must be True or False")
             if f.type is int or (f.type == int | None and value is not None):
                 _check_int(f.name, value, at_least={"seed": 0, "max_model_len": 2}.get(f.name, 1))
+            if (choices := literal_choices(f.type)) and value not in choices:
+                raise ValueError(f"{f.name} is {value!r}, must be {_listed(choices)}")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization is {share!r}, must be a number in (0, 1]")
-        if self.load_format not in ("auto", "safetensors", "dummy"):
-            raise ValueError(f"load_format is {self.load_format!r}, must be 'auto', 'safetensors' or 'dummy'")
-        if self.quantization not in (None, "int8"):
-            raise ValueError(f"quantization is {self.quantization!r}, must be None or 'int8'")
 
-    @classmethod
-    def from_arguments(cls, owner: str, **engine_args: Any) -> "EngineConfig":
-        """The config of keyword arguments that a user gave to `owner`; unknown ones raise TypeError."""
-        known = [field.name for field in fields(cls)]
-        for name in engine_args:
-            if name not in known:
-                close = get_close_matches(name, known, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
-                raise TypeError(f"{owner} has no argument {name!r}{hint}")
-        return cls(**engine_args)
+    def resolve_device(self) -> "torch.device":
+        """The device to run on: "auto" is CUDA if it is available.
 
-    def resolve_device(self) -> torch.device:
-        """The device to run on: 'auto' is CUDA where there is one."""
+        Raises ValueError for a device that is unknown or not present.
+        """
+        import torch
+
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
@@ -177,15 +236,33 @@ class EngineConfig:
             )
         return device
 
-    def resolve_dtype(self, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-        """The dtype of weights and KV cache: 'auto' is the checkpoint's, but float32 for a float16 one on a CPU.
+    def resolve_dtype(self, checkpoint_dtype: "torch.dtype", device: "torch.device") -> "torch.dtype":
+        """The dtype of weights and KV cache: "auto" is the checkpoint's, but float32 for a float16 checkpoint on a CPU.
 
-        There float16 products of 64 rows took 3 to 6 times as long as float32 ones (torch 2.13, AVX512).
+        On a CPU float16 products of 64 rows took 3 to 6 times as long as float32 ones (torch 2.13, AVX512).
         """
+        import torch
+
         if self.dtype == "auto":
-            slow = device.type == "cpu" and checkpoint_dtype == torch.float16
-            return torch.float32 if slow else checkpoint_dtype
-        dtype = DTYPES.get(self.dtype) if isinstance(self.dtype, str) else self.dtype
-        if dtype not in DTYPES.values():
+            is_slow = device.type == "cpu" and checkpoint_dtype == torch.float16
+            return torch.float32 if is_slow else checkpoint_dtype
+        # A torch.dtype prints as "torch.float32".
+        dtype = torch_dtype(self.dtype if isinstance(self.dtype, str) else str(self.dtype).removeprefix("torch."))
+        if dtype is None:
             raise ValueError(f"dtype is {self.dtype!r}, must be 'auto', 'float32', 'float16' or 'bfloat16'")
         return dtype
+
+
+def literal_choices(annotation: Any) -> tuple[Any, ...]:
+    """The values of `Literal[...]` or `Literal[...] | None`, None first; () for another annotation."""
+    arguments = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return arguments
+    if len(arguments) == 2 and arguments[1] is NoneType:
+        return (None, *choices) if (choices := literal_choices(arguments[0])) else ()
+    return ()
+
+
+def _listed(choices: tuple[Any, ...]) -> str:
+    *first, last = map(repr, choices)
+    return f"{', '.join(first)} or {last}"

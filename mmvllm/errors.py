@@ -59,14 +59,14 @@ class ParameterError(RequestError):
 
 
 class ImageError(RequestError):
-    """An image that cannot be read or decoded; `source` is what messages call it."""
+    """An image that cannot be read or decoded; `source` is what messages call it, "" if the reason says it."""
 
     def __init__(self, source: str, reason: str):
         super().__init__(reason)
         self.source = source
 
     def __str__(self) -> str:
-        return f"{self._place}{self.source}: {self.reason}"
+        return f"{self._place}{self.source}: {self.reason}" if self.source else super().__str__()
 
 
 class PromptTooLong(RequestError):

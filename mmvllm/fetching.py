@@ -1,209 +1,112 @@
-"""Pictures over HTTP from hosts that a MediaPolicy allows: every hop's name and addresses are checked, and the checked
-address is the one connected to."""
+"""Fetches untrusted images from http(s), data and file URLs, within the limits of a MediaPolicy."""
 
 import asyncio
-import ipaddress
+import errno
+import os
 import re
-import socket
+import stat
 import urllib.parse
-from collections.abc import AsyncIterable
-from functools import cache
-from ssl import SSLContext
-
-import httpcore2
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
 
 from mmvllm.media import MediaError, MediaPolicy
-
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-
-MAX_URL_LENGTH = 8192
-MAX_ADDRESSES = 4  # of a host, tried one after the other
-
-_REDIRECTS = (301, 302, 303, 307, 308)
-_URL = re.compile(
-    r"(?P<scheme>https?)://(?P<host>\[[^\[\]/?#@]*\]|[^\[\]/?#@:]*)(:(?P<port>[0-9]{1,5}))?(?P<target>([/?][^#]*)?)(#.*)?",
-    re.IGNORECASE | re.ASCII,
-)
-_FORBIDDEN = re.compile(r"[\0-\x20\x7f\\]")
-_NAME = re.compile(r"([a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?\.)*[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
-_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
-
-# Ours rather than `is_global`, which says different things in different versions of Python.
-_PUBLIC = (ipaddress.ip_network("0.0.0.0/0"), ipaddress.ip_network("2000::/3"))
-_NOT_PUBLIC = tuple(
-    ipaddress.ip_network(network)
-    for network in (
-        *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12"),
-        *("192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15", "198.51.100.0/24"),
-        *("203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4"),
-        "168.63.129.16/32",  # Azure's own services, though the address looks public
-        *("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20"),  # Teredo and 6to4 among them
-    )
-)
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
-
-_FAILURES = {
-    httpcore2.ConnectTimeout: "its host did not answer in time",
-    httpcore2.TimeoutException: "its host stopped answering",
-    httpcore2.ConnectError: "its host cannot be reached, or not with a valid certificate",
-    httpcore2.ProtocolError: "its host does not answer in HTTP",
-    httpcore2.NetworkError: "the connection was lost",
-    OSError: "the connection was lost",
-}
+from mmvllm.processors.load import decode_data_uri
 
 
 async def fetch(url: str, policy: MediaPolicy) -> bytes:
-    """The body behind an http(s) URL; raises MediaError with the reason alone, which never shows where redirects led or
-    what a name resolved to."""
-    prefix = ""
-    for _ in range(policy.max_redirects + 1):
-        try:
-            answer = await _get(_parse(url, policy), policy)
-            if isinstance(answer, bytes):
-                return answer
-            url, prefix = _joined(url, answer), "after a redirect: "
-        except MediaError as error:
-            raise MediaError(f"{prefix}{error}") from None
-        except tuple(_FAILURES) as error:
-            reason = next(text for kind, text in _FAILURES.items() if isinstance(error, kind))
-            raise MediaError(f"{prefix}{reason}") from None
-    raise MediaError(f"redirects more than {policy.max_redirects} times")
+    """Fetch the encoded image behind an http(s), data or file URL.
+
+    Raises MediaError that names the URL, the reason, and the server option that would allow it.
+    """
+    try:
+        async with asyncio.timeout(policy.total_timeout):
+            return await _fetch(url, policy)
+    except MediaError as error:
+        raise MediaError(f"{_shown(url)}: {error}") from None
+    except TimeoutError:
+        raise MediaError(f"{_shown(url)}: took longer than {policy.total_timeout:g} s") from None
 
 
-def is_allowed(address: Address, policy: MediaPolicy) -> bool:
-    """Whether an address is public, or in a network that the policy allows; of an IPv6 address that stands for an IPv4
-    one, that counts."""
-    if isinstance(address, ipaddress.IPv6Address):
-        address = address.ipv4_mapped or address
-        if address in _NAT64:
-            address = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-    if any(address in ipaddress.ip_network(network) for network in policy.allowed_networks):
-        return True
-    return any(address in network for network in _PUBLIC) and not any(address in network for network in _NOT_PUBLIC)
+async def _fetch(url: str, policy: MediaPolicy) -> bytes:
+    match url[:10].partition(":")[0].lower():
+        case "http" | "https":
+            return await _fetch_http(url, policy)
+        case "data":
+            return await asyncio.to_thread(_read_data, url, policy)
+        case "file":
+            return await asyncio.to_thread(_read_allowed, url, policy)
+    raise MediaError("not a URL of an image; give an http(s):// URL or a data: URI")
 
 
-def _parse(url: str, policy: MediaPolicy) -> httpcore2.URL:
-    """The parts of a URL that is what it looks like: no two programs could read another host in it."""
-    if len(url) > MAX_URL_LENGTH:
-        raise MediaError(f"a URL of {len(url)} characters, at most {MAX_URL_LENGTH} are taken")
-    if _FORBIDDEN.search(url):
-        raise MediaError("holds a space, a control character or a backslash; write them as %20 and the like")
-    if (match := _URL.fullmatch(url)) is None or not 0 < (port := int(match["port"] or 80)) < 65536:
+async def _fetch_http(url: str, policy: MediaPolicy) -> bytes:
+    if not policy.allowed_domains:
         raise MediaError(
-            "not a URL to fetch from; write http(s)://host/path or http(s)://host:port/path, no user names"
+            "this server fetches no URLs; send the image as a data: URI (--allowed-media-domains allows hosts)"
         )
-    host = _host(match["host"])
-    if not any(_matches(host, domain) for domain in policy.allowed_domains):
-        raise MediaError("its host is not one that this server fetches from (--allowed-media-domains)")
-    try:
-        target = urllib.parse.quote(match["target"], safe="%/:=&?~+!$,;'@()*[]")  # what is quoted stays
-    except UnicodeEncodeError:
-        raise MediaError("is not valid Unicode") from None
-    target = target if target.startswith("/") else f"/{target}"
-    return httpcore2.URL(scheme=match["scheme"].lower(), host=host, port=match["port"] and port, target=target)
+    from mmvllm.http_fetching import fetch_http  # needs an optional package, the HTTP client
+
+    return await fetch_http(url, policy)
 
 
-def _host(text: str) -> str:
-    """A host name, or an address as one writes it; others that C libraries take for addresses are refused."""
-    if not text.isascii():  # lower() would make plain letters of some others
-        raise MediaError("its host is not in plain letters; write it in its xn-- form")
-    text = text.lower()
+def _read_data(uri: str, policy: MediaPolicy) -> bytes:
+    header, _, payload = uri.partition(",")
+    # Decoding percent escapes would take a hundred times the payload's size in memory.
+    if not header.lower().endswith(";base64") or "%" in payload:
+        raise MediaError("must be plain base64; write data:image/png;base64,<data>")
+    if len(payload) > -(-policy.max_bytes // 3) * 4:
+        raise MediaError(policy.too_large)
     try:
-        if text.startswith("[") and "%" not in text:
-            return str(ipaddress.IPv6Address(text[1:-1]))
-        if _NUMBER.fullmatch(text.rpartition(".")[2]):
-            return str(ipaddress.IPv4Address(text))
-    except ValueError:
+        return decode_data_uri(uri)
+    except ValueError as error:
+        raise MediaError(str(error)) from None
+
+
+def _read_allowed(url: str, policy: MediaPolicy) -> bytes:
+    if policy.allowed_local_path is None:
         raise MediaError(
-            "its host is not an address as it is usually written, such as 192.0.2.1 or [2001:db8::1]"
-        ) from None
-    if len(text) > 253 or not _NAME.fullmatch(text):
-        raise MediaError("its host is not a name; write letters, digits, '-' and '.'")
-    return text
-
-
-def _matches(host: str, domain: str) -> bool:
-    if domain.startswith("*."):
-        return host.endswith(domain[1:].lower())
-    return domain == "*" or host == domain.lower()
-
-
-async def _get(url: httpcore2.URL, policy: MediaPolicy) -> bytes | str:
-    """The body, or where a redirect leads."""
-    host = f"[{url.host.decode()}]" if b":" in url.host else url.host.decode()
-    headers = {
-        "Host": host if url.port is None else f"{host}:{url.port}",
-        "User-Agent": "mmvllm",
-        "Accept": "image/*, */*;q=0.5",
-        "Accept-Encoding": "identity",
-        "Connection": "close",
-    }
-    timeouts = {"connect": policy.connect_timeout, "read": policy.read_timeout, "write": policy.read_timeout}
-    async with (
-        httpcore2.AsyncHTTPConnection(url.origin, _tls(), network_backend=_CheckedBackend(policy)) as connection,
-        connection.stream("GET", url, headers=headers, extensions={"timeout": timeouts}) as response,
-    ):
-        fields = {name.lower(): value.decode(errors="replace") for name, value in response.headers}
-        if response.status in _REDIRECTS and b"location" in fields:
-            return fields[b"location"]
-        if response.status != 200:
-            raise MediaError(f"its host answered with status {response.status}")
-        return await _body(fields, response.aiter_stream(), policy.max_bytes)
-
-
-async def _body(fields: dict[bytes, str], chunks: AsyncIterable[bytes], max_bytes: int) -> bytes:
-    if (encoding := fields.get(b"content-encoding", "identity").strip().lower()) not in ("", "identity"):
-        raise MediaError(f"comes compressed ({encoding:.20}) although that was not asked for")
-    too_large = f"too large, at most {max_bytes} bytes are taken; shrink it (--max-image-bytes)"
-    if int(fields.get(b"content-length", 0)) > max_bytes:
-        raise MediaError(too_large)
-    body = bytearray()
-    async for chunk in chunks:
-        body += chunk
-        if len(body) > max_bytes:
-            raise MediaError(too_large)
-    return bytes(body)
-
-
-def _joined(url: str, location: str) -> str:
+            "this server reads no file:// URLs; send the image as a data: URI "
+            "(--allowed-local-media-path allows a folder)"
+        )
+    path = urllib.parse.unquote(re.sub("^//(localhost(?=/))?", "", url[len("file:") :]))
     try:
-        return urllib.parse.urljoin(url, location)
-    except ValueError:
-        raise MediaError("redirects to what is not a URL") from None
+        with open(path, "rb", opener=partial(_open_below, policy.allowed_local_path)) as file:
+            return _read(file, policy)
+    except (OSError, ValueError) as error:
+        reason = error if isinstance(error, MediaError) else "no such file in the allowed folder"
+        raise MediaError(str(reason)) from None
 
 
-@cache
-def _tls() -> SSLContext:
-    return httpcore2.default_ssl_context()
+def _read(file: BinaryIO, policy: MediaPolicy) -> bytes:
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device might block forever
+        raise OSError(errno.EINVAL, "not a file")
+    data = file.read(policy.max_bytes + 1) if status.st_size <= policy.max_bytes else None
+    if data is None or len(data) > policy.max_bytes:
+        raise MediaError(policy.too_large)
+    return data
 
 
-class _CheckedBackend(httpcore2.AnyIOBackend):
-    """Connects to addresses that were checked, and looks no name up twice. TLS and the Host header keep the name."""
+def _shown(url: str) -> str:
+    return "the data URI" if url[:5].lower() == "data:" else repr(url if len(url) <= 200 else url[:200] + "...")
 
-    def __init__(self, policy: MediaPolicy):
-        self._policy = policy
 
-    async def connect_tcp(self, host, port, timeout=None, local_address=None, socket_options=None):
-        try:
-            async with asyncio.timeout(timeout):
-                addresses = await self._resolve(host, port)
-        except TimeoutError:
-            raise httpcore2.ConnectTimeout from None
-        share, failure = timeout / len(addresses), httpcore2.ConnectError()
-        for address in addresses:
-            try:
-                return await super().connect_tcp(address, port, share, local_address, socket_options)
-            except (httpcore2.ConnectError, httpcore2.ConnectTimeout) as error:
-                failure = error
-        raise failure
+def _open_below(folder: Path, path: str, flags: int) -> int:
+    """An opener for a file in or below a folder; raises OSError or ValueError.
 
-    async def _resolve(self, host: str, port: int) -> list[str]:
-        try:
-            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            addresses = [ipaddress.ip_address(place[0]) for *_, place in found]
-        except (OSError, ValueError):
-            addresses = []
-        # One text for both: which names there are in an inner network is not told.
-        if not addresses or not all(is_allowed(address, self._policy) for address in addresses):
-            raise MediaError("its host has no public address (--allowed-media-networks allows private ones)")
-        return [str(address) for address in dict.fromkeys(addresses)][:MAX_ADDRESSES]
+    Symbolic links are resolved and must end inside the folder. The resolved path is then opened component by component
+    without following links, so that a link created in the meantime has no effect.
+    """
+    root = os.path.realpath(folder)
+    if ".." in path.split("/") or not any(Path(path).is_relative_to(one) for one in (root, os.path.abspath(folder))):
+        raise ValueError(path)  # the message must not reveal which files and links exist elsewhere
+    *parents, name = Path(os.path.realpath(path)).relative_to(root).parts
+    at = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for parent in parents:
+            inner = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
+            os.close(at)
+            at = inner
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=at)
+    finally:
+        os.close(at)

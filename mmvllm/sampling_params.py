@@ -1,4 +1,4 @@
-"""How one request is sampled."""
+"""The sampling parameters of a request."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -6,29 +6,52 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+from mmvllm.arguments import with_checked_arguments
 from mmvllm.errors import ParameterError, RequestError
 
+# Arguments of vLLM's SamplingParams that many programs pass, with the values that describe what mmvllm does anyway.
+HARMLESS = {
+    "best_of": (None, 1),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),  # of beam search, like the next
+    "early_stopping": (False,),
+    "detokenize": (True,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "prompt_logprobs": (None,),
+    "truncate_prompt_tokens": (None,),
+    "logit_bias": (None, {}),
+    "logits_processors": (None, []),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+}
 
+
+@with_checked_arguments(HARMLESS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop; wrong values raise ValueError with the value and the range.
+    """Sampling and stop conditions of one request.
+
+    Raises ValueError with the value and the range for a wrong value, and TypeError with a suggestion for an unknown
+    argument. Arguments of vLLM that change nothing here, such as `skip_special_tokens=True`, are ignored.
 
     Args:
-        temperature: 0 takes the most likely token, exactly; higher is more random.
-        top_p: keep the smallest set of tokens whose probabilities reach this sum, in (0, 1].
-        top_k: keep this many most likely tokens; 0 or -1 keeps all.
+        temperature: 0 is greedy decoding; higher values make sampling more random.
+        top_p: keep the smallest set of tokens whose probabilities sum to at least this value, in (0, 1].
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
         min_p: keep tokens at least this fraction as likely as the most likely one, in [0, 1].
-        max_tokens: generate at most this many tokens.
-        min_tokens: do not stop before this many.
-        stop: strings that end the answer; the text ends before them.
-        stop_token_ids: token ids that end the answer, beside the checkpoint's own.
-        ignore_eos: go on after the end-of-sequence token, until max_tokens.
-        seed: makes the request's random stream its own: the same text whatever else is in the batch.
-        repetition_penalty: divides positive (multiplies negative) logits of tokens in prompt or answer, > 0.
-        presence_penalty: subtracted from the logits of tokens in the answer, in [-2, 2].
-        frequency_penalty: the same, times how often they occur, in [-2, 2].
-        logprobs: return log-probabilities of each chosen token and of this many most likely ones, 0 to 20.
-        n: number of answers to the same prompt.
+        max_tokens: maximum number of generated tokens.
+        min_tokens: minimum number of generated tokens before a stop condition applies.
+        stop: strings that stop generation; the returned text ends before them.
+        stop_token_ids: token ids that stop generation, in addition to the checkpoint's own.
+        ignore_eos: continue after the end-of-sequence token, until max_tokens.
+        seed: seed of the request's own random generator: the completion does not depend on the rest of the batch.
+        repetition_penalty: divides positive (multiplies negative) logits of tokens in prompt or completion, > 0.
+        presence_penalty: subtracted from the logits of tokens in the completion, in [-2, 2].
+        frequency_penalty: subtracted from the logits of tokens in the completion once per occurrence, in [-2, 2].
+        logprobs: return log-probabilities of each chosen token and of this many most likely tokens, 0 to 20.
+        n: number of completions of the prompt.
     """
 
     temperature: float = 0.0
@@ -67,23 +90,23 @@ class SamplingParams:
             raise ParameterError("ignore_eos", self.ignore_eos, "True or False")
         object.__setattr__(self, "ignore_eos", bool(self.ignore_eos))
 
-    def _number(self, name: str, wanted: str, accept: Callable[[float], bool]) -> None:
+    def _number(self, name: str, required: str, accept: Callable[[float], bool]) -> None:
         value = getattr(self, name)
         number = _as_float(value)
         if not accept(number):
-            raise ParameterError(name, value, f"a number {wanted}")
+            raise ParameterError(name, value, f"a number {required}")
         object.__setattr__(self, name, number)
 
-    def _integer(self, name: str, wanted: str, accept: Callable[[int], bool], optional: bool = False) -> None:
+    def _integer(self, name: str, required: str, accept: Callable[[int], bool], optional: bool = False) -> None:
         value = getattr(self, name)
         if optional and value is None:
             return
         if not _is_integer(value) or not accept(value):
-            raise ParameterError(name, value, f"an integer {wanted}")
+            raise ParameterError(name, value, f"an integer {required}")
         object.__setattr__(self, name, int(value))
 
-    def _tuple(self, name: str, wanted: str, accept: Callable[[Any], bool]) -> None:
-        """Any iterable becomes a tuple; a lone string or integer is one of itself, None is none."""
+    def _tuple(self, name: str, required: str, accept: Callable[[Any], bool]) -> None:
+        """Convert any iterable to a tuple; a single string or integer becomes a tuple of one, None an empty tuple."""
         value = getattr(self, name)
         if value is None:
             items = ()
@@ -91,12 +114,12 @@ class SamplingParams:
             items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
         for item in items:
             if not accept(item):
-                raise RequestError(f"{name} has {item!r}, must be {wanted}", param=name, value=item)
+                raise RequestError(f"{name} has {item!r}, must be {required}", param=name, value=item)
         object.__setattr__(self, name, items)
 
 
 def _as_float(value: Any) -> float:
-    """nan, which is in no range, for what is not a number or too large for one."""
+    """The value as a float; nan, which is outside every range, if it is not a number or too large."""
     try:
         return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     except OverflowError:

@@ -1,4 +1,4 @@
-"""Any form of picture -> upright 8-bit RGB, or a ValueError that says what came and what was wrong with it."""
+"""Loads an image from any source as upright 8-bit RGB, or raises ImageError with the source and the reason."""
 
 import base64
 import errno
@@ -7,25 +7,28 @@ import io
 import os
 import stat
 import string
+import sys
 import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Collection
 from functools import cache
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 from PIL.Image import Transpose
 
-# Larger pictures are refused before they are decoded. Pillow's own limit is the same unless the caller has changed it.
+from mmvllm.errors import ImageError
+
+# Larger images are refused before they are decoded. It is Pillow's own limit, which callers may have changed there.
 MAX_SOURCE_PIXELS = 178_956_970
 MAX_FILE_BYTES = 1024 * 1024 * 1024
 MAX_DOWNLOAD_BYTES = 64 * 1024 * 1024
-DOWNLOAD_TIMEOUT_S = 20.0  # without a single byte
+DOWNLOAD_TIMEOUT_S = 20.0  # without receiving a byte
 
-# EXIF orientation -> what undoes it. `ImageOps.exif_transpose` also writes the EXIF block anew, which fails where that
-# is damaged although the picture is not.
+# EXIF orientation -> the transposition that undoes it. `ImageOps.exif_transpose` would also rewrite the EXIF block,
+# which fails if that block is damaged although the image is not.
 _UPRIGHT = {
     2: Transpose.FLIP_LEFT_RIGHT,
     3: Transpose.ROTATE_180,
@@ -38,7 +41,7 @@ _UPRIGHT = {
 
 _WHITESPACE = string.whitespace.encode()
 
-# A lazily opened PIL image that several requests share must not be read by two threads at once.
+# A lazily opened PIL image or a file object that several requests share must not be read by two threads at once.
 _SHARED = threading.Lock()
 
 
@@ -48,108 +51,151 @@ def load_image(
     max_source_pixels: int | None = None,
     formats: Collection[str] | None = None,
 ) -> Image.Image:
-    """Load a picture from a PIL image, path, bytes, file/http(s) URL or data URI, as upright 8-bit RGB.
+    """Load an image as a new upright 8-bit RGB image.
 
-    EXIF rotation is applied, transparency is laid over white (as qwen-vl-utils does), grey levels of more than 8 bits
-    are scaled to 8, and of an animation the first frame is taken (of a PIL image the one it stands at). The result is
-    the caller's own. With `draft` an encoded JPEG is decoded at the smallest of its scales (1/8, 1/4, 1/2, 1) that is
-    at least this many pixels on each side: faster, other pixel values. A picture of more than `max_source_pixels`
-    (default: MAX_SOURCE_PIXELS) is refused before it is decoded, an encoded one also if it is in none of the `formats`
-    (Pillow's names; default: all that Pillow reads by itself). Raises ValueError that says what came and what was wrong
-    with it.
+    EXIF rotation is applied, and transparency is laid over white (as qwen-vl-utils does). Images with 16 or 32 bits per
+    channel are scaled to 8 bits, where transformers clips them. Of an animation the first frame is taken (of a PIL
+    image its current frame).
+
+    Args:
+        source: a PIL image; a path; encoded bytes or a binary file object; a file:// or http(s):// URL or a data URI;
+            a numpy array or torch tensor of uint8 with shape (height, width, 3), (height, width, 4) with alpha, or
+            (height, width) in grey.
+        draft: decode a JPEG at the smallest of its scales (1/8, 1/4, 1/2, 1) that has at least this many pixels on each
+            side, which is faster and gives other pixel values.
+        max_source_pixels: an image with more pixels is refused before it is decoded (default: MAX_SOURCE_PIXELS).
+        formats: Pillow's names of the accepted formats of encoded images (default: all that Pillow reads without
+            external programs).
+
+    Raises ImageError, a ValueError.
     """
     max_pixels = MAX_SOURCE_PIXELS if max_source_pixels is None else max_source_pixels
     if isinstance(source, Image.Image):
         name = "the PIL image"
         with _SHARED:
             image = _decode(source, name, max_pixels)  # without a draft, which would stay with the caller's image
+    elif _is_array(source):
+        name = "the array"
+        image = _decode(_from_array(source, name), name, max_pixels)
     else:
         data, name = _read(source)
         if not data:
-            raise ValueError(f"{name}: is empty (0 bytes)")
+            raise ImageError(name, "is empty (0 bytes)")
         image = _decode(data, name, max_pixels, formats, draft)
     if 0 in image.size:
-        raise ValueError(f"{name}: has no pixels, it is {image.width}x{image.height}")
+        raise ImageError(name, f"has no pixels, it is {image.width}x{image.height}")
     return image
 
 
+def _is_array(source: Any) -> bool:
+    torch = sys.modules.get("torch")  # loading images does not need torch
+    return isinstance(source, np.ndarray) or (torch is not None and isinstance(source, torch.Tensor))
+
+
+def _from_array(array: Any, name: str) -> Image.Image:
+    """A PIL image of a numpy array or torch tensor; raises ImageError for another shape or dtype."""
+    shape, dtype = tuple(array.shape), str(array.dtype).removeprefix("torch.")
+    if dtype != "uint8" or len(shape) not in (2, 3) or shape[2:] not in ((), (3,), (4,)):
+        required = "uint8 of shape (height, width, 3), (height, width, 4) or (height, width)"
+        raise ImageError(name, f"has shape {shape} and dtype {dtype}, must be {required}")
+    if 0 in shape:
+        raise ImageError(name, f"has no pixels, it is {shape[1]}x{shape[0]}")
+    return Image.fromarray(array if isinstance(array, np.ndarray) else array.cpu().numpy())
+
+
 def _read(source: Any) -> tuple[bytes, str]:
-    """The encoded picture, and what to call it in an error."""
+    """The encoded image, and its name for error messages."""
     if isinstance(source, bytes | bytearray | memoryview):
-        return (data := bytes(source)), f"the picture of {len(data)} bytes"
+        return (data := bytes(source)), f"the image of {len(data)} bytes"
+    if hasattr(source, "read") and hasattr(source, "seek"):
+        return _read_file_object(source), "the image in the file object"
     scheme = source.partition(":")[0].lower() if isinstance(source, str) else ""
     if scheme in ("http", "https"):
-        return _download(source), f"the picture at {source}"
+        return _download(source), f"the image at {source}"
     if scheme == "data":
-        return decode_data_uri(source), "the picture in the data URI"
+        return decode_data_uri(source), "the image in the data URI"
     if scheme == "file":
         return _read_file(_file_url_path(source))
     if isinstance(source, os.PathLike) or (isinstance(source, str) and "://" not in source):
         return _read_file(os.fsdecode(source))
-    came = f"{source:.100}" if isinstance(source, str) else type(source).__name__
-    raise ValueError(
-        f"cannot load a picture from {came}; "
-        "give a PIL image, a path, bytes, a file:// or http(s):// URL, or a data: URI"
-    )
+    given = f"{source:.100}" if isinstance(source, str) else type(source).__name__
+    accepted = "a PIL image, a path, bytes, a binary file, a file:// or http(s):// URL, a data: URI, or a uint8 array"
+    raise ImageError("", f"cannot load an image from {given}; give {accepted}")
 
 
 def _file_url_path(url: str) -> str:
-    """All that follows is path, '?' and '#' too; and relative ones are allowed, as in qwen-vl-utils."""
+    """Everything after the scheme is the path, including '?' and '#'; it may be relative, as in qwen-vl-utils."""
     path = url[len("file:") :].removeprefix("//")
     if path.startswith("localhost/"):
         path = path.removeprefix("localhost")
     return urllib.request.url2pathname(path)
 
 
+def _read_file_object(file: BinaryIO) -> bytes:
+    """All bytes of a binary file object, whatever its position."""
+    name = "the file object"
+    try:
+        with _SHARED:
+            if file.seekable():
+                file.seek(0)
+            data = file.read(MAX_FILE_BYTES + 1)
+    except (AttributeError, OSError, ValueError) as error:  # for example a closed file, or one opened for writing
+        raise ImageError(name, f"cannot be read ({error})") from None
+    if not isinstance(data, bytes):
+        raise ImageError(name, f"gives {type(data).__name__} instead of bytes; open it in binary mode")
+    if len(data) > MAX_FILE_BYTES:
+        raise ImageError(name, f"cannot be read (it has more than {MAX_FILE_BYTES} bytes)")
+    return data
+
+
 def _read_file(path: str) -> tuple[bytes, str]:
-    name = f"{path:.200}" or "''"  # it may be base64 that was meant for a data URI
+    name = f"{path:.200}" or "''"  # shortened: it may be base64 that was meant to be a data URI
     try:
         # Not Path.expanduser, which fails on a file named "~something".
         path = os.path.expanduser(path)
         status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):  # reading might never end
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):  # reading might block forever
             raise OSError(errno.EINVAL, "it is a device or a pipe")
         if status.st_size > MAX_FILE_BYTES:
             raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, more than {MAX_FILE_BYTES}")
         with open(path, "rb") as file:
             return file.read(), name
     except FileNotFoundError:
-        raise ValueError(f"{name}: no such file") from None
+        raise ImageError(name, "no such file") from None
     except IsADirectoryError:
-        raise ValueError(f"{name}: is a folder, not a picture") from None
+        raise ImageError(name, "is a folder, not an image") from None
     except OSError as error:
-        raise ValueError(f"{name}: cannot be read ({error.strerror})") from None
-    except ValueError as error:  # a NUL in the path, say
-        raise ValueError(f"{name}: is not a path ({error})") from None
+        raise ImageError(name, f"cannot be read ({error.strerror})") from None
+    except ValueError as error:  # for example a NUL in the path
+        raise ImageError(name, f"is not a path ({error})") from None
 
 
 def _download(url: str) -> bytes:
-    quoted = urllib.parse.quote(url, safe="%/:=&?~#+!$,;'@()*[]")  # spaces and the like; what is quoted stays
+    quoted = urllib.parse.quote(url, safe="%/:=&?~#+!$,;'@()*[]")  # keeps existing escapes
     try:
-        request = urllib.request.Request(
-            quoted, headers={"User-Agent": "mmvllm"}
-        )  # some sites refuse urllib's own name
+        # Some sites refuse urllib's default user agent.
+        request = urllib.request.Request(quoted, headers={"User-Agent": "mmvllm"})
         with urllib.request.urlopen(request, timeout=DOWNLOAD_TIMEOUT_S) as response:
             data = response.read(MAX_DOWNLOAD_BYTES + 1)
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise ValueError(f"{url}: cannot be fetched ({error})") from None
+        raise ImageError(url, f"cannot be fetched ({error})") from None
     if len(data) > MAX_DOWNLOAD_BYTES:
-        raise ValueError(f"{url}: more than {MAX_DOWNLOAD_BYTES} bytes; fetch and shrink it first")
+        raise ImageError(url, f"more than {MAX_DOWNLOAD_BYTES} bytes; fetch and shrink it first")
     return data
 
 
 def decode_data_uri(uri: str) -> bytes:
-    """What a data URI holds; raises ValueError that shows how it begins."""
+    """The bytes in a data URI; raises ImageError with the first characters of the URI."""
     header, comma, payload = uri.partition(",")
     if not comma:
-        raise ValueError(f"data URI without a comma: {uri[:40]!r}; write data:image/png;base64,<data>")
+        raise ImageError("", f"data URI without a comma: {uri[:40]!r}; write data:image/png;base64,<data>")
     try:
         data = urllib.parse.unquote_to_bytes(payload)
         if not header.lower().endswith(";base64"):
             return data
-        return base64.b64decode(data.translate(None, _WHITESPACE), validate=True)  # encoders wrap their lines
+        return base64.b64decode(data.translate(None, _WHITESPACE), validate=True)  # encoders insert line breaks
     except ValueError as error:
-        raise ValueError(f"data URI is not valid base64 ({error}): {uri[:40]!r}") from None
+        raise ImageError("", f"data URI is not valid base64 ({error}): {uri[:40]!r}") from None
 
 
 def _decode(
@@ -169,17 +215,17 @@ def _decode(
         image.load()
         return _to_rgb(_upright(image))
     except UnidentifiedImageError:
-        wanted = "a picture that Pillow can read" if formats is None else f"a picture in {', '.join(known)}"
-        raise ValueError(f"{name}: not {wanted}") from None
+        required = "an image that Pillow can read" if formats is None else f"an image in {', '.join(known)}"
+        raise ImageError(name, f"not {required}") from None
     except Image.DecompressionBombError as error:
-        raise ValueError(f"{name}: too large to decode ({error}); shrink it first") from None
-    except Exception as error:  # on a damaged file Pillow's readers raise anything
-        raise ValueError(f"{name}: cannot be decoded, damaged or truncated ({error})") from error
+        raise ImageError(name, f"too large to decode ({error}); shrink it first") from None
+    except Exception as error:  # Pillow's readers raise any exception for a damaged file
+        raise ImageError(name, f"cannot be decoded, damaged or truncated ({error})") from error
 
 
 @cache
 def _formats() -> list[str]:
-    """All that Pillow reads by itself; for EPS it would run Ghostscript on the file."""
+    """All formats that Pillow reads, except EPS, for which it would run Ghostscript on the file."""
     Image.init()
     return [name for name in Image.OPEN if name != "EPS"]
 
@@ -190,7 +236,7 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """A new RGB picture."""
+    """A new RGB image."""
     if image.mode == "F" or image.mode.startswith("I"):
         image = _to_8_bits(image)
     if image.has_transparency_data:
@@ -201,9 +247,9 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
-    """Scale grey levels, which Pillow's own conversion clips.
+    """Scale grey levels to 8 bits; Pillow's own conversion clips them.
 
-    32-bit and float pictures do not say what white is: 1 or 255 where no level lies above that, else 65535.
+    32-bit and float images do not define their white level: it is 1 or 255 if no level lies above that, else 65535.
     """
     levels = np.asarray(image, dtype=np.float32)
     top = levels.max(where=np.isfinite(levels), initial=0)

@@ -162,8 +162,8 @@ async def test_a_request_brings_its_own_settings(engine):
     ("request_", "keys", "message"),
     [
         (ask("x", colour="red"), {}, "unknown keys colour"),
-        (ask(b"not a picture", "x"), {}, "image 0: .*not a picture"),
-        (ask(7, "x"), {}, "image 0: cannot load a picture from int"),
+        (ask(b"not a picture", "x"), {}, "image 0: .*not an image"),
+        (ask(7, "x"), {}, "image 0: cannot load an image from int"),
         (7, {}, "must be a dict"),
         ("", {}, "at least one token"),
         ([1, 10**9], {}, "token ids are integers"),

@@ -1,8 +1,11 @@
 """Configs read as transformers reads them, or are refused in words; the user's choices are checked once."""
 
 import copy
+import dataclasses
+import inspect
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -324,6 +327,8 @@ def test_none_leaves_the_two_sizes_that_have_a_default_of_their_own():
         ("skip_warmup", None, "skip_warmup is None, must be True or False"),
         ("load_format", "pt", "load_format is 'pt', must be 'auto', 'safetensors' or 'dummy'"),
         ("load_format", None, "load_format is None, must be 'auto', 'safetensors' or 'dummy'"),
+        ("attention_backend", "fast", "attention_backend is 'fast', must be 'auto', 'flash', 'triton' or 'torch'"),
+        ("quantization", "int4", "quantization is 'int4', must be None or 'int8'"),
     ],
     ids=str,
 )
@@ -394,6 +399,11 @@ def test_an_unknown_dtype_is_refused(dtype):
 def test_llm_refuses_a_wrong_choice(name, checkpoint):
     with pytest.raises(ValueError, match=f"{name} is 'nonsense', must be"):
         LLM(checkpoint, **{name: "nonsense"})
+
+
+def test_every_field_is_documented():
+    documented = re.findall(r"^    (\w+): ", inspect.getdoc(EngineConfig), re.MULTILINE)
+    assert documented == [field.name for field in dataclasses.fields(EngineConfig)]
 
 
 def test_llm_refuses_an_unknown_argument_with_a_hint(checkpoint):

@@ -248,7 +248,7 @@ BAD = {
         {"messages": [{"role": "user", "content": [{"type": "image", "image": "/no/such.png"}]}]},
         "image 0: .*no such file",
     ),
-    "second image": (ask(noise_image(50, 50), b"\x89PNG nonsense", "x"), "image 1: .*not a picture"),
+    "second image": (ask(noise_image(50, 50), b"\x89PNG nonsense", "x"), "image 1: .*not an image"),
     "narrow": (ask(noise_image(1, 1000), "x"), "image 0: .*long side"),
     "too many placeholders": (
         {"text": "<|vision_start|><|image_pad|><|vision_end|><|image_pad|>", "images": [noise_image(50, 50)]},

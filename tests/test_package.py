@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(path for folder in ("mmvllm", "processors", "kernels") for path in (ROOT / folder).rglob("*.py"))
 MODULES = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES if path.stem[0] != "_"]
 MODULES = [name if name.startswith("mmvllm.") else f"mmvllm.{name}" for name in MODULES]
-OF_EXTRAS = ("mmvllm.captioning.ray_", "mmvllm.demo.", "mmvllm.fetching", "mmvllm.server.")
+OF_EXTRAS = ("mmvllm.captioning.ray_", "mmvllm.demo.", "mmvllm.http_fetching", "mmvllm.server.")
 
 
 def python(*args: str, **env: str) -> str:
@@ -38,13 +38,18 @@ def test_import_and_help_do_not_load_torch():
     )
 
 
+def test_the_engine_config_does_not_load_torch():
+    code = "import sys; sys.modules['torch'] = None; import mmvllm; print(mmvllm.EngineConfig().max_num_seqs)"
+    assert python("-c", code) == "64\n"
+
+
 def test_help_names_the_commands():
     text = python("-m", "mmvllm", "--help")
     assert all(name in text for name in ("bench", "caption", "demo", "info", "serve"))
 
 
 def test_public_names_load_on_first_use():
-    assert {"LLM", "LLMEngine", "SamplingParams", "RequestOutput"} <= set(mmvllm.__all__)
+    assert {"LLM", "LLMEngine", "EngineConfig", "SamplingParams", "RequestOutput"} <= set(mmvllm.__all__)
     assert all(getattr(mmvllm, name) is not None for name in mmvllm.__all__)
     with pytest.raises(AttributeError, match="no attribute 'LMM'"):
         mmvllm.LMM  # noqa: B018

@@ -4,7 +4,8 @@ import argparse
 from importlib import import_module
 from pathlib import Path
 
-from mmvllm.cli.common import add_model_argument, add_model_arguments, at_least_one
+from mmvllm.cli.common import add_model_argument, at_least_one
+from mmvllm.cli.engine_options import add_engine_arguments
 
 EPILOG = "The last line of output is a JSON object with the machine, versions, commit, model, arguments and results."
 
@@ -106,7 +107,8 @@ def _add_kernels(benchmarks) -> argparse.ArgumentParser:
         "Median times, at the shapes of the model's config. Kernels need CUDA: on a CPU only the references are timed.",
     )
     parser.add_argument("names", nargs="*", metavar="FILE", help="files of kernels/ to measure (default: all)")
-    add_model_arguments(parser)
+    add_model_argument(parser)
+    add_engine_arguments(parser, only=("device", "dtype"), device="auto", dtype="auto")
     return parser
 
 
@@ -115,16 +117,16 @@ def _add(benchmarks, name: str, summary: str, details: str) -> argparse.Argument
 
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Named as EngineConfig's fields; None leaves a field at its default."""
-    add_model_arguments(parser)
+    """The engine's options, except those that each benchmark describes itself."""
+    add_model_argument(parser)
     parser.add_argument(
-        "--load-format", choices=("auto", "dummy"), help="dummy makes random weights: the speed is the same"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of images, texts and weights (default: %(default)s)",
     )
-    parser.add_argument("--quantization", choices=("int8",), help="8 bits; transformers runs without")
-    parser.add_argument("--attention-backend", choices=("auto", "flash", "triton", "torch"), help="default: auto")
-    parser.add_argument("--seed", type=int, default=0, help="of pictures, texts and random weights (default: 0)")
-    parser.add_argument("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
-    parser.add_argument("--max-num-batched-tokens", type=at_least_one, metavar="N", help="tokens computed in one step")
+    add_engine_arguments(parser.add_argument_group("engine"), exclude=("max_num_seqs", "seed"))
 
 
 def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, TextIO
 from mmvllm.captioning.files import SUFFIXES as FILE_SUFFIXES
 from mmvllm.captioning.output import FORMATS
 from mmvllm.captioning.settings import DEFAULT_PROMPT, PRESETS
-from mmvllm.cli.common import add_model_arguments, at_least_one
+from mmvllm.cli.common import add_model_argument, at_least_one
+from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 from mmvllm.cli.progress import MODES, Display
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ PASSED_ON = (
     *("dtype", "output", "format", "output_dir", "overwrite", "append_anyway", "skip_existing", "retry_failed"),
     *("fail_fast", "limit", "shard", "workers", "worker_processes"),
 )
+# Settings of the captions that have the name of an engine option.
+SETTINGS = ("dtype", "seed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         'text with one path or URL per line (.txt, or - for standard input), or .jsonl with {"image": ..., '
         '"prompt": ..., "context": ..., "id": ...}',
     )
-    add_model_arguments(parser)
+    add_model_argument(parser)
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        help="dtype of weights and KV cache: auto, float32, float16 or bfloat16; it is recorded with the captions "
+        "(default: %(default)s)",
+    )
     _add_prompt(parser.add_argument_group("prompt and sampling"))
     _add_output(parser.add_argument_group("output (without --output, captions are printed)"))
     _add_selection(parser.add_argument_group("selection of images"))
@@ -48,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prepare images in processes instead of threads: for many cores and a fast GPU",
     )
     _add_engine(parser.add_argument_group("where to run"))
+    add_engine_arguments(parser.add_argument_group("engine"), exclude=SETTINGS)
     parser.add_argument(
         "--progress",
         choices=MODES,
@@ -119,13 +129,24 @@ def _add_selection(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_engine(group: argparse._ArgumentGroup) -> None:
+    executors = ("local", "ray")
     group.add_argument(
-        "--engine", choices=("local", "ray"), default="local", help="one engine here, or Ray Data with one per actor"
+        "--executor",
+        choices=executors,
+        default="local",
+        help="local: one engine in this process; ray: Ray Data with one engine per actor (default: %(default)s)",
     )
-    group.add_argument("--address", help="a Ray cluster: auto, HOST:PORT or ray://...; local (the default) starts Ray")
-    group.add_argument("--actors", type=at_least_one, metavar="N", dest="num_actors", help="engines (default: 1)")
-    group.add_argument("--cpus-per-actor", type=at_least_one, metavar="N", help="cores of each engine (default: 1)")
-    group.add_argument("--gpus-per-actor", type=float, metavar="F", help="default: 1 where there is a GPU, else 0")
+    group.add_argument(
+        "--engine", choices=executors, dest="executor", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
+    group.add_argument(
+        "--address", help="address of a Ray cluster: auto, HOST:PORT or ray://...; by default Ray is started locally"
+    )
+    group.add_argument("--actors", type=at_least_one, metavar="N", dest="num_actors", help="Ray actors (default: 1)")
+    group.add_argument("--cpus-per-actor", type=at_least_one, metavar="N", help="CPU cores per actor (default: 1)")
+    group.add_argument(
+        "--gpus-per-actor", type=float, metavar="F", help="GPUs per actor (default: 1 if there is a GPU, otherwise 0)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -141,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
     job = caption_images(
         args.paths,
         model=args.model,
-        engine_args={"device": args.device},
+        engine_args=engine_arguments(args, exclude=SETTINGS),
         prompt=_prompt(args),
         ray=_ray_options(args),
         **{name: getattr(args, name) for name in PASSED_ON},
@@ -175,15 +196,15 @@ def run(args: argparse.Namespace) -> int:
 def _ray_options(args: argparse.Namespace) -> "RayOptions | None":
     names = ("address", "num_actors", "cpus_per_actor", "gpus_per_actor")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if args.engine == "ray":
+    if args.executor == "ray":
         if find_spec("ray") is None:
-            raise ValueError("--engine ray needs Ray Data: pip install 'mmvllm[ray]'")
+            raise ValueError("--executor ray needs Ray Data: pip install 'mmvllm[ray]'")
         from mmvllm.captioning.ray_source import RayOptions
 
         return RayOptions(**given)
     if given:
         options = ", ".join(f"--{name.removeprefix('num_').replace('_', '-')}" for name in given)
-        raise ValueError(f"{options} needs --engine ray")
+        raise ValueError(f"{options} needs --executor ray")
     return None
 
 
@@ -220,7 +241,7 @@ def _prompt(args: argparse.Namespace) -> str:
 def _own_stdout(args: argparse.Namespace) -> Iterator[TextIO]:
     """The stream for captions; Ray prints reports of lost workers, which are redirected to standard error."""
     out = sys.stdout
-    with redirect_stdout(sys.stderr if args.engine == "ray" and not out.isatty() else out):
+    with redirect_stdout(sys.stderr if args.executor == "ray" and not out.isatty() else out):
         yield out
 
 

@@ -1,17 +1,10 @@
-"""Arguments that several subcommands share."""
+"""Arguments and argument types shared by several subcommands."""
 
 import argparse
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that choose a model and where it runs."""
-    add_model_argument(parser)
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
-    parser.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (default: %(default)s)")
-
-
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="checkpoint folder or hub id (default: the small bundled model)")
+    parser.add_argument("--model", help="checkpoint folder or hub id (default: the bundled demo model)")
 
 
 def option_name(name: str) -> str:
@@ -32,7 +25,7 @@ def add_max_waiting_argument(group: argparse._ArgumentGroup) -> None:
         type=_whole_number,
         default=256,
         metavar="N",
-        help="requests taken beyond --max-num-seqs; more are told to come again (default: %(default)s)",
+        help="requests that may wait beyond --max-num-seqs; further ones are refused as busy (default: %(default)s)",
     )
 
 

@@ -1,4 +1,4 @@
-"""`mmvllm demo`: a page to talk about pictures with a model."""
+"""`mmvllm demo`: a chat page for images."""
 
 import argparse
 import asyncio
@@ -7,25 +7,41 @@ import threading
 from importlib.util import find_spec
 from pathlib import Path
 
-from mmvllm.cli.common import add_max_waiting_argument, add_model_arguments, at_least_one
-from mmvllm.cli.media import add_picture_arguments
+from mmvllm.cli.common import add_max_waiting_argument, add_model_argument, at_least_one
+from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
+from mmvllm.cli.media import add_image_arguments, media_policy
 from mmvllm.cli.ports import listen, port
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in (default: %(default)s)")
-    parser.add_argument("--port", type=port, metavar="N", help="default: the first free one from 7860 on")
-    parser.add_argument("--share", action="store_true", help="also a public address, through Gradio's servers")
+    add_model_argument(parser)
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; 0.0.0.0 accepts connections from other machines (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--port", type=port, metavar="N", help="port to listen on (default: the first free port from 7860)"
+    )
+    parser.add_argument("--share", action="store_true", help="create a public address through Gradio's servers")
     auth = parser.add_mutually_exclusive_group()
-    auth.add_argument("--auth", metavar="USER:PASSWORD", help="ask for them; other users here can read command lines")
-    auth.add_argument("--auth-file", type=Path, metavar="FILE", help="a file with USER:PASSWORD, one to a line")
+    auth.add_argument(
+        "--auth",
+        metavar="USER:PASSWORD",
+        help="require this login; other users of this machine can see it on the command line",
+    )
+    auth.add_argument("--auth-file", type=Path, metavar="FILE", help="a file with one USER:PASSWORD per line")
     limits = parser.add_argument_group("limits")
-    add_picture_arguments(limits)
+    add_image_arguments(limits)
     limits.add_argument(
-        "--max-images", type=at_least_one, default=8, metavar="N", help="in one question (default: %(default)s)"
+        "--max-images",
+        type=at_least_one,
+        default=8,
+        metavar="N",
+        help="maximum number of images in a question (default: %(default)s)",
     )
     add_max_waiting_argument(limits)
+    add_engine_arguments(parser.add_argument_group("engine"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,11 +52,10 @@ def run(args: argparse.Namespace) -> int:
     from mmvllm.demo.look import launch_options
     from mmvllm.demo.page import build_page
     from mmvllm.demo.settings import DemoSettings
-    from mmvllm.media import MediaPolicy
 
-    policy = MediaPolicy(max_bytes=args.max_image_bytes, max_pixels=args.max_image_pixels)
-    listen(args.host, args.port or 0).close()  # before a model is loaded for nothing
-    engine = AsyncLLM(args.model, device=args.device, dtype=args.dtype, max_waiting=args.max_waiting)
+    policy = media_policy(args)
+    listen(args.host, args.port or 0).close()  # fail before a model is loaded
+    engine = AsyncLLM(args.model, max_waiting=args.max_waiting, **engine_arguments(args))
     try:
         page = build_page(engine, DemoSettings(policy, args.max_images))
         page.launch(
@@ -63,15 +78,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _signalled() -> threading.Event:
-    """Set once the process is told to end, from now on."""
-    came = threading.Event()
+    """An event that is set by SIGINT or SIGTERM from now on."""
+    received = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: came.set())
-    return came
+        signal.signal(number, lambda *_: received.set())
+    return received
 
 
 def _users(args: argparse.Namespace) -> list[tuple[str, str]] | None:
-    """Who may come in; None is everybody."""
+    """The accepted logins; None accepts everyone."""
     lines = [args.auth] if args.auth is not None else []
     if args.auth_file is not None:
         lines = [line for line in _read(args.auth_file).splitlines() if line.strip()]

@@ -1,14 +1,27 @@
-"""`mmvllm info`: versions, devices, attention backends, and the KV cache that fits."""
+"""`mmvllm info`: versions, devices, attention backends, and the size of the KV cache."""
 
 import argparse
 
 import mmvllm
-from mmvllm.cli.common import add_model_arguments
+from mmvllm.cli.common import add_model_argument
+from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
+
+SHOWN = (
+    *("device", "dtype", "max_model_len", "max_num_seqs", "gpu_memory_utilization", "cpu_kvcache_bytes"),
+    *("encoder_cache_bytes", "attention_backend"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    parser.add_argument("--block-size", type=int, help="tokens in a KV block (default: 256 for flash-attn, else 16)")
+    add_model_argument(parser)
+    parser.add_argument(
+        *("--block-size", "--kvcache-block-size"),
+        type=int,
+        metavar="N",
+        dest="kvcache_block_size",
+        help="tokens per KV cache block (default: 256 for flash-attn, otherwise 16)",
+    )
+    add_engine_arguments(parser, only=SHOWN)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -17,14 +30,15 @@ def run(args: argparse.Namespace) -> int:
     from mmvllm.models.registry import load_config
     from mmvllm.models.weights import resolve_folder
 
-    engine_config = EngineConfig(device=args.device, dtype=args.dtype, kvcache_block_size=args.block_size)
+    engine_config = EngineConfig(**engine_arguments(args))
     device = engine_config.resolve_device()
     folder = resolve_folder(args.model, with_weights=False)
     config = load_config(folder)
     dtype = engine_config.resolve_dtype(config.dtype, device)
-    head_dims = [part.head_dim for part in (config, config.vision) if part]
-    attention, reason = choose_attention("auto", head_dims, device, dtype, args.block_size)
-    block_size = args.block_size or attention.block_size
+    attention, reason = choose_attention(
+        engine_config.attention_backend, config.head_dims, device, dtype, engine_config.kvcache_block_size
+    )
+    block_size = engine_config.kvcache_block_size or attention.block_size
     sections = {
         "versions": _versions(),
         "devices": _devices(),
@@ -34,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
             "runs in": f"{dtype} on {device}".replace("torch.", ""),
         },
         "attention": {
-            **_attention_backends(head_dims, device, dtype, args.block_size),
+            **_attention_backends(config.head_dims, device, dtype, engine_config.kvcache_block_size),
             "chosen": f"{attention.name} ({reason})",
         },
         "memory": _memory(config, engine_config, attention, block_size, device, dtype),
@@ -91,7 +105,7 @@ def _memory(config, engine_config, attention, block_size: int, device, dtype) ->
         num_parameters = sum(
             parameter.numel() for parameter in family_of(config.architecture).build(config, attention).parameters()
         )
-    # On a CPU a tied head is packed, and the embedding stays as it is.
+    # On a CPU a tied head is a packed copy of the embedding.
     copied = config.tie_word_embeddings and device.type == "cpu" and packs_well(dtype)
     weights = (num_parameters + copied * config.vocab_size * config.hidden_size) * dtype.itemsize
     if device.type == "cpu":
@@ -100,7 +114,7 @@ def _memory(config, engine_config, attention, block_size: int, device, dtype) ->
         free, total = torch.cuda.mem_get_info(device)
         budget = int(total * engine_config.gpu_memory_utilization) - (total - free) - weights
         budget -= engine_config.encoder_cache_bytes if config.vision else 0
-        note = " at most; a trial run at start says exactly"
+        note = " at most; the engine measures the exact number when it starts"
     num_blocks = affordable_blocks(budget, engine_config, config, block_size, dtype)
     block_bytes = kv_block_bytes(config, block_size, dtype)
     size = num_blocks * block_bytes / 2**20

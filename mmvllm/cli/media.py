@@ -1,66 +1,73 @@
-"""Options that say where pictures may come from, and how large they may be."""
+"""Options of the media policy: where images may be fetched from, and how large they may be."""
 
 import argparse
 from pathlib import Path
 
-from mmvllm.cli.common import at_least_one
+from mmvllm.cli.common import at_least_one, option_name
+from mmvllm.errors import ArgumentError
 from mmvllm.media import MediaPolicy
+
+# Field of MediaPolicy -> parsed argument.
+DESTS = {
+    "allowed_domains": "allowed_media_domains",
+    "allowed_networks": "allowed_media_networks",
+    "allowed_local_path": "allowed_local_media_path",
+    "max_bytes": "max_image_bytes",
+    "max_pixels": "max_image_pixels",
+}
 
 
 def add_source_arguments(parser: argparse._ArgumentGroup) -> None:
-    """Where pictures may come from."""
+    """Add the options for where images may be fetched from."""
     parser.add_argument(
         "--allowed-media-domains",
         type=_names,
         default=(),
         metavar="HOST,HOST",
-        help="hosts to fetch pictures from, with commas between them: example.org, *.example.org for all below it, or "
-        "* for any host with a public address (default: none, pictures come as data: URIs)",
+        help="comma-separated hosts to fetch images from: example.org, *.example.org for all hosts below it, or * for "
+        "any host with a public address (default: none; images are sent as data: URIs)",
     )
     parser.add_argument(
         "--allowed-media-networks",
         type=_names,
         default=(),
         metavar="CIDR,CIDR",
-        help="private networks in which these hosts may be, with commas between them, such as 10.1.0.0/16 "
-        "(default: none)",
+        help="comma-separated private networks in which these hosts may be, such as 10.1.0.0/16 (default: none)",
     )
     parser.add_argument(
         "--allowed-local-media-path",
         type=Path,
         metavar="DIR",
-        help="let clients read pictures in and below this folder with file:// URLs (default: none)",
+        help="allow clients to read images in and below this folder with file:// URLs (default: none)",
     )
 
 
-def add_picture_arguments(parser: argparse._ArgumentGroup) -> None:
-    """How large one may be."""
+def add_image_arguments(parser: argparse._ArgumentGroup) -> None:
+    """Add the options for the maximum size of an image."""
     default = MediaPolicy()
     parser.add_argument(
         "--max-image-bytes",
         type=at_least_one,
         default=default.max_bytes,
         metavar="N",
-        help="largest encoded picture (default: %(default)s)",
+        help="maximum size of an encoded image (default: %(default)s)",
     )
     parser.add_argument(
         "--max-image-pixels",
         type=at_least_one,
         default=default.max_pixels,
         metavar="N",
-        help="largest picture as it comes; larger ones are refused undecoded (default: %(default)s)",
+        help="maximum number of pixels of an image as it is sent; larger ones are refused before they are decoded "
+        "(default: %(default)s)",
     )
 
 
 def media_policy(args: argparse.Namespace) -> MediaPolicy:
-    """What the options of both say; raises ValueError for what cannot be."""
-    return MediaPolicy(
-        allowed_domains=args.allowed_media_domains,
-        allowed_networks=args.allowed_media_networks,
-        allowed_local_path=args.allowed_local_media_path,
-        max_bytes=args.max_image_bytes,
-        max_pixels=args.max_image_pixels,
-    )
+    """The policy that the added options describe; raises ValueError that names an option with an invalid value."""
+    try:
+        return MediaPolicy(**{name: getattr(args, dest) for name, dest in DESTS.items() if hasattr(args, dest)})
+    except ArgumentError as error:
+        raise ValueError(error.spelled(lambda name: option_name(DESTS[name]))) from None
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Where a server listens."""
+"""The address that a server listens on."""
 
 import argparse
 import socket
@@ -12,7 +12,7 @@ def port(text: str) -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket, which refuses connections until it is served on; raises OSError before a model is loaded."""
+    """A bound socket, which refuses connections until the server listens; raises OSError if binding fails."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)

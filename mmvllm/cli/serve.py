@@ -5,8 +5,9 @@ import os
 import re
 from importlib.util import find_spec
 
-from mmvllm.cli.common import add_max_waiting_argument, add_model_arguments, at_least_one
-from mmvllm.cli.media import add_picture_arguments, add_source_arguments, media_policy
+from mmvllm.cli.common import add_max_waiting_argument, add_model_argument, at_least_one
+from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
+from mmvllm.cli.media import add_image_arguments, add_source_arguments, media_policy
 from mmvllm.cli.ports import listen, port
 from mmvllm.media import MediaPolicy
 from mmvllm.server.settings import ServerSettings
@@ -15,108 +16,101 @@ DEFAULTS = ServerSettings(model_names=())
 KEY_VARIABLE = "MMVLLM_API_KEY"
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
-# Arguments that go to the engine under the same names; None leaves its default.
-ENGINE_ARGUMENTS = (
-    *("device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kvcache_blocks"),
-    *("encoder_cache_bytes", "gpu_memory_utilization", "quantization", "attention_backend", "load_format"),
-    *("enforce_eager", "seed"),
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    _add_http(parser.add_argument_group("who may call, and from where"))
-    _add_limits(parser.add_argument_group("limits of a request"))
-    pictures = parser.add_argument_group("where pictures may come from, and how large they may be")
-    add_source_arguments(pictures)
-    add_picture_arguments(pictures)
-    _add_engine(parser.add_argument_group("engine"))
+    add_model_argument(parser)
+    _add_http(parser.add_argument_group("HTTP server"))
+    _add_limits(parser.add_argument_group("limits of requests"))
+    media = parser.add_argument_group("untrusted media")
+    add_source_arguments(media)
+    add_image_arguments(media)
+    add_engine_arguments(parser.add_argument_group("engine"))
 
 
 def _add_http(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine)")
-    group.add_argument("--port", type=port, default=8000, metavar="N", help="default: %(default)s; 0: any free one")
+    group.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)"
+    )
+    group.add_argument(
+        "--port",
+        type=port,
+        default=8000,
+        metavar="N",
+        help="port to listen on; 0 chooses a free one (default: %(default)s)",
+    )
     group.add_argument(
         "--served-model-name",
         action="append",
         default=[],
         metavar="NAME",
-        help="what requests call the model; may be repeated, for programs that insist on a name (default: as --model)",
+        help="model name in requests; may be repeated, for clients that require a certain name (default: as --model)",
     )
     group.add_argument(
         "--api-key",
         action="append",
         default=[],
         metavar="KEY",
-        help=f"ask for this key (or another: repeat it) on /v1; others on this machine can see it, unless it is in the "
-        f"environment variable {KEY_VARIABLE} instead",
+        help=f"require this API key on /v1; may be repeated to accept several. Other users of this machine can see "
+        f"it; they cannot see a key in the environment variable {KEY_VARIABLE}",
     )
     group.add_argument(
         "--cors-origin",
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="let pages from there call, such as https://example.org, or * for all; may be repeated",
+        help="allow requests of web pages from this origin, such as https://example.org, or * for all; may be repeated",
     )
-    group.add_argument("--demo", action="store_true", help="serve the demo page too, at /demo, which asks for no key")
-    group.add_argument("--access-log", action="store_true", help="a line for each request, on standard error")
+    group.add_argument("--demo", action="store_true", help="also serve the demo page at /demo, which requires no key")
+    group.add_argument("--access-log", action="store_true", help="log a line per request to standard error")
     group.add_argument(
         "--drain-timeout",
         type=_seconds,
         default=30.0,
         metavar="S",
-        help="seconds for what is in flight when the server is told to stop (default: %(default)g)",
+        help="seconds to finish requests in flight after a signal to stop (default: %(default)g)",
     )
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--request-timeout", type=_seconds, metavar="S", help="seconds to answer in (default: no limit)")
+    group.add_argument(
+        "--request-timeout", type=_seconds, metavar="S", help="timeout of a request in seconds (default: none)"
+    )
     add_max_waiting_argument(group)
     group.add_argument(
         "--max-images",
         type=at_least_one,
         default=DEFAULTS.max_images,
         metavar="N",
-        help="pictures in one (default: %(default)s)",
+        help="maximum number of images in a request (default: %(default)s)",
     )
     group.add_argument(
         "--max-pixels",
         type=at_least_one,
         metavar="N",
-        help='of a picture with detail "auto", as most clients send (default: the checkpoint\'s, but no more '
-        "than 1280 tokens)",
+        help='maximum number of pixels of an image with detail "auto", which most clients send (default: the '
+        "checkpoint's, but at most 1280 tokens)",
     )
     group.add_argument(
-        "--max-body-bytes", type=at_least_one, default=DEFAULTS.max_body_bytes, metavar="N", help="default: %(default)s"
+        "--max-body-bytes",
+        type=at_least_one,
+        default=DEFAULTS.max_body_bytes,
+        metavar="N",
+        help="maximum size of a request body (default: %(default)s)",
     )
     group.add_argument(
         "--body-timeout",
         type=_seconds,
         default=DEFAULTS.body_timeout,
         metavar="S",
-        help="seconds in which a body must have come (default: %(default)g)",
+        help="timeout for receiving a request body in seconds (default: %(default)g)",
     )
     group.add_argument(
         "--max-bodies-bytes",
         type=at_least_one,
         default=DEFAULTS.max_bodies_bytes,
         metavar="N",
-        help="of all bodies and pictures held at once (default: %(default)s)",
+        help="maximum size of all request bodies and images held at a time (default: %(default)s)",
     )
-
-
-def _add_engine(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--max-model-len", type=at_least_one, metavar="N", help="longest prompt with answer, in tokens")
-    group.add_argument("--max-num-seqs", type=at_least_one, metavar="N", help="answers that are generated at once")
-    group.add_argument("--max-num-batched-tokens", type=at_least_one, metavar="N", help="tokens computed in one step")
-    group.add_argument("--num-kvcache-blocks", type=at_least_one, metavar="N", help="default: what fits")
-    group.add_argument("--encoder-cache-bytes", type=at_least_one, metavar="N", help="for encoded pictures")
-    group.add_argument("--gpu-memory-utilization", type=float, metavar="F", help="share of the GPU's memory to use")
-    group.add_argument("--quantization", choices=("int8",), help="8 bits, on a CPU")
-    group.add_argument("--attention-backend", choices=("auto", "flash", "triton", "torch"), help="default: auto")
-    group.add_argument("--load-format", choices=("auto", "safetensors", "dummy"), help="dummy makes random weights")
-    group.add_argument("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
-    group.add_argument("--seed", type=int, metavar="N", help="of requests that bring none (default: 0)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -130,8 +124,7 @@ def run(args: argparse.Namespace) -> int:
     keys = _api_keys(args)
     _check_origins(args.cors_origin)
     with listen(args.host, args.port) as listener:
-        given = {name: value for name in ENGINE_ARGUMENTS if (value := getattr(args, name)) is not None}
-        engine = AsyncLLM(args.model, max_waiting=args.max_waiting, **given)
+        engine = AsyncLLM(args.model, max_waiting=args.max_waiting, **engine_arguments(args))
         settings = _settings(args, engine.model, keys, media)
 
         def tell(url: str) -> None:
@@ -165,7 +158,7 @@ def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:
     given += [(KEY_VARIABLE, key) for key in [os.environ.get(KEY_VARIABLE)] if key is not None]
     for source, key in given:
         if not key.strip():
-            raise ValueError(f"{source} is empty; leave it out to serve everyone")
+            raise ValueError(f"{source} is empty; leave it out to require no key")
     return tuple(key for _, key in given)
 
 

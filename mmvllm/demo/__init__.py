@@ -1,1 +1,1 @@
-"""A page to talk about pictures with a model, made with Gradio (extra `demo`); `mmvllm demo` opens it."""
+"""A chat page for images, built with Gradio (extra `demo`); started by `mmvllm demo`."""

@@ -1,4 +1,4 @@
-"""What an event of the page says, checked: anybody can send anything. All raise ValueError."""
+"""Reads events of the page. Their content is untrusted; all functions raise ValueError if it is malformed."""
 
 import json
 from typing import Any
@@ -9,7 +9,7 @@ RELOAD = "the page sent something that cannot be read; load it anew"
 
 
 def read_draft(draft: Any) -> tuple[str, list[str]]:
-    """The text in the message box, and the paths of the pictures there."""
+    """The text and the image paths in the message box."""
     if not isinstance(draft, dict) or not isinstance(draft.get("text"), str):
         raise ValueError(RELOAD)
     return draft["text"], read_files(draft.get("files"))
@@ -31,7 +31,7 @@ def read_paths(text: Any) -> list[str]:
 
 
 def read_index(event: gr.EventData) -> int:
-    """Which message, or which example, an event is about."""
+    """The index of the message or example that an event refers to."""
     index = _field(event, "index")
     if not isinstance(index, int):
         raise ValueError(RELOAD)
@@ -39,14 +39,14 @@ def read_index(event: gr.EventData) -> int:
 
 
 def read_text(event: gr.EventData) -> str:
-    """What a question has been changed to."""
+    """The new text of an edited question."""
     return _strings([_field(event, "value")])[0]
 
 
 def _field(event: gr.EventData, name: str) -> Any:
     try:
         return getattr(event, name, None)
-    except TypeError:  # it came with no data
+    except TypeError:  # the event has no data
         return None
 
 

@@ -1,7 +1,7 @@
-"""What happens when somebody does something on the page.
+"""Handlers of the page's events.
 
-Every handler that changes the conversation gives a `View`: what the page then shows. It is made of what the server
-knows alone; of what the page sends, only texts, numbers and names of uploaded files count.
+Every handler that changes the conversation returns a `View`, the new content of the page. It is built from the server's
+state only; from the page, only texts, numbers and names of uploaded files are used.
 """
 
 import asyncio
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
-from mmvllm.demo.conversation import Options, Turn, picture_note, to_chat, turn_at
+from mmvllm.demo.conversation import Options, Turn, image_note, to_chat, turn_at
 from mmvllm.demo.events import read_draft, read_files, read_index, read_paths, read_text
-from mmvllm.demo.pictures import Picture, PictureError
+from mmvllm.demo.images import UploadedImage, UploadError
 from mmvllm.demo.session import Session, Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
@@ -31,7 +31,7 @@ WAITING_BOX = gr.update(submit_btn=True, stop_btn=False)
 
 
 class Handlers:
-    """The page's handlers; `examples` are the turns that are one click away."""
+    """The page's event handlers; `examples` are the turns offered as examples."""
 
     def __init__(self, engine: "AsyncLLM", settings: DemoSettings, uploads: Uploads, examples: list[Turn]):
         self.engine, self.settings, self.examples = engine, settings, examples
@@ -40,7 +40,7 @@ class Handlers:
         self.retry, self.edit = self._asking(self._same), self._asking(self._edited)
 
     async def undo(self, request: gr.Request, event: gr.EventData) -> View:
-        """Take the last turn back into the message box."""
+        """Remove a turn and the ones after it, and put its question back into the message box."""
         session = self._session(request)
         try:
             turn = await self._take_back(session, read_index(event))
@@ -63,13 +63,13 @@ class Handlers:
         await self.sessions.end(request.session_hash)
 
     async def take_photo(self, request: gr.Request, photo: dict | None, draft: dict) -> tuple[Any, Any]:
-        """Put a photo beside the other pictures of the question at hand."""
+        """Add a photo to the images of the current question."""
         if photo is None:
             return UNCHANGED, UNCHANGED
         try:
             text, paths = read_draft(draft)
             paths += read_files([photo])
-            session = self._session(request)  # gradio would copy other files to where it serves them from
+            session = self._session(request)  # gradio would copy other files into the folder that it serves
             session.draft = [self.uploads.claim(session.id, path) for path in paths]
         except ValueError as error:
             _warn(error)
@@ -77,14 +77,14 @@ class Handlers:
         return None, gr.update(value={"text": text, "files": paths})
 
     async def count(self, request: gr.Request, paths: str, *values: Any) -> str:
-        """What the pictures of the question at hand will cost, or what is wrong with them."""
+        """The number of tokens of the current question's images, or the error in them."""
         options = Options(*values)
         try:
-            pictures = await self._claimed(self._session(request), read_paths(paths))
-            tokens = [p.num_tokens(self.engine.image_config, options.min_pixels, options.max_pixels) for p in pictures]
+            images = await self._claimed(self._session(request), read_paths(paths))
+            tokens = [p.num_tokens(self.engine.image_config, options.min_pixels, options.max_pixels) for p in images]
         except ValueError as error:
             return f'<span class="bad">{html.escape(str(error))}</span>'
-        return picture_note(tokens) if tokens else self.limits
+        return image_note(tokens) if tokens else self.limits
 
     @property
     def limits(self) -> str:
@@ -99,7 +99,7 @@ class Handlers:
     def _asking(
         self, find: Callable[[Session, Any, dict], Awaitable[Turn]]
     ) -> Callable[..., AsyncGenerator[View, None]]:
-        """A handler that asks the question which `find` makes of an event and of what is in the message box."""
+        """A handler that asks the question that `find` derives from an event and the message box."""
 
         async def handler(request: gr.Request, event: gr.EventData, draft: dict, *values: Any):
             session = self._session(request)
@@ -117,45 +117,47 @@ class Handlers:
 
     async def _typed(self, session: Session, event: gr.EventData, draft: dict) -> Turn:
         text, paths = read_draft(draft)
-        pictures = await self._claimed(session, paths)
+        images = await self._claimed(session, paths)
         question = text.strip()
-        if not question and not pictures:
+        if not question and not images:
             raise ValueError("Add a picture, or write a question")
-        return Turn(question or DEFAULT_QUESTION, tuple(pictures))
+        return Turn(question or DEFAULT_QUESTION, tuple(images))
 
     async def _chosen(self, session: Session, event: gr.EventData, draft: dict) -> Turn:
-        place = read_index(event)
-        if not 0 <= place < len(self.examples):
+        index = read_index(event)
+        if not 0 <= index < len(self.examples):
             raise ValueError("there is no such example")
-        example = self.examples[place]
-        return Turn(example.question, example.pictures)
+        example = self.examples[index]
+        return Turn(example.question, example.images)
 
     async def _same(self, session: Session, event: gr.EventData, draft: dict) -> Turn:
         old = await self._take_back(session, read_index(event))
-        return Turn(old.question, old.pictures)
+        return Turn(old.question, old.images)
 
     async def _edited(self, session: Session, event: gr.EventData, draft: dict) -> Turn:
         question = read_text(event)
         old = await self._take_back(session, read_index(event))
-        return Turn(question, old.pictures)
+        return Turn(question, old.images)
 
-    async def _claimed(self, session: Session, paths: list[str]) -> list[Picture]:
-        """The pictures of the question at hand, which become the session's."""
+    async def _claimed(self, session: Session, paths: list[str]) -> list[UploadedImage]:
+        """The images of the current question, which are claimed for the session."""
         session.draft = [self.uploads.claim(session.id, path) for path in paths]
         if len(paths) > self.settings.max_images:
             raise ValueError(f"{len(paths)} pictures; at most {self.settings.max_images} go into one question")
-        return await asyncio.to_thread(lambda: [Picture.read(path, self.settings.policy) for path in session.draft])
+        return await asyncio.to_thread(
+            lambda: [UploadedImage.read(path, self.settings.policy) for path in session.draft]
+        )
 
     async def _take_back(self, session: Session, message: int) -> Turn:
-        """Remove the turn that has this message of the chat, and all after it; raises ValueError if none has."""
+        """Remove all turns from that of a chat message on and return it; raises ValueError if there is none."""
         await self.sessions.stop(session)
-        place = turn_at(session.turns, message)
-        turn = session.turns[place]
-        del session.turns[place:]
+        index = turn_at(session.turns, message)
+        turn = session.turns[index]
+        del session.turns[index:]
         return turn
 
     async def _answer(self, session: Session, turn: Turn, options: Options) -> AsyncGenerator[View, None]:
-        """Ask the session's next question, and show the answer while it forms."""
+        """Ask the session's next question, and stream the answer."""
         if session.request_id is not None:
             _warn(ValueError("The last answer is still being written; stop it first"))
             return
@@ -169,24 +171,24 @@ class Handlers:
         except (ValueError, EngineUnavailable, RequestFailed, DeadlineExceeded) as error:
             _warn(error)
             box = WAITING_BOX if turn.answer else _back_in_box(session, turn)
-        if session.request_id is None:  # else another question has been asked meanwhile, and shows itself
+        if session.request_id is None:  # otherwise a later question updates the page
             self.sessions.tidy(session)
             yield self._view(session, box)
 
     def _view(self, session: Session, box: Any) -> View:
-        gallery = [(str(picture.path), caption) for picture, caption in session.gallery]
+        gallery = [(str(image.path), caption) for image, caption in session.gallery]
         return to_chat(session.turns), box, gallery, gr.update(visible=bool(gallery))
 
 
 def _back_in_box(session: Session, turn: Turn) -> dict:
-    """Put a question into the message box again; its pictures stay, though no turn has them now."""
-    session.draft = [picture.path for picture in turn.pictures]
+    """Put a question back into the message box; its images are kept as the draft's."""
+    session.draft = [image.path for image in turn.images]
     files = [str(path) for path in session.draft]
     return gr.update(value={"text": turn.question, "files": files}, submit_btn=True, stop_btn=False)
 
 
 def _warn(error: Exception) -> None:
-    if isinstance(error.__cause__, PictureError):  # the engine counts pictures, we know their names
+    if isinstance(error.__cause__, UploadError):  # the cause names the file, the engine's error only its index
         error = error.__cause__
     busy = isinstance(error, EngineBusy)
     gr.Warning("Many people are asking right now; try again in a moment" if busy else html.escape(str(error)))

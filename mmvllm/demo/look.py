@@ -1,4 +1,4 @@
-"""How the page looks, and what comes through to it."""
+"""The page's theme and launch options."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 import gradio as gr
 from starlette.middleware import Middleware
 
-from mmvllm.demo.gate import Gate
+from mmvllm.demo.route_filter import DemoRouteFilter
 
 if TYPE_CHECKING:
     from mmvllm.demo.page import Page
 
-FONTS = ("sans-serif",)  # none that would have to be fetched; page.css names those of the system
-# Whatever an answer says, the browser fetches nothing from elsewhere.
+FONTS = ("sans-serif",)  # web fonts would have to be fetched; page.css names system fonts
+# The browser fetches nothing from other hosts, whatever an answer contains.
 POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; form-action 'self'; base-uri 'self'"
 LOOK = {
     "theme": gr.themes.Base(
@@ -34,5 +34,5 @@ LOOK = {
 
 
 def launch_options(page: "Page") -> dict[str, Any]:
-    """Arguments of gradio's `launch` and `mount_gradio_app`; made anew for each, since gradio changes `app_kwargs`."""
-    return LOOK | {"app_kwargs": {"middleware": [Middleware(Gate, sessions=page.sessions)]}}
+    """Arguments of gradio's `launch` and `mount_gradio_app`; each call gives a new dict, since gradio modifies it."""
+    return LOOK | {"app_kwargs": {"middleware": [Middleware(DemoRouteFilter, sessions=page.sessions)]}}

@@ -1,4 +1,4 @@
-"""The page: what is on it, and which handler belongs to what."""
+"""The page: its components, and the handler of each event."""
 
 import html
 import shutil
@@ -11,7 +11,7 @@ from gradio_client import utils as client_utils
 from mmvllm.demo.conversation import Turn
 from mmvllm.demo.events import RELOAD
 from mmvllm.demo.handlers import Handlers
-from mmvllm.demo.pictures import Picture
+from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.session import Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads, process_uploads
@@ -27,14 +27,14 @@ EXAMPLES = {
     "scene-07.png": "What is at the right?",
 }
 NAME_FILES = "(box) => JSON.stringify((box?.files ?? []).map((file) => file.path))"
-MOST_TOKENS = 1280  # of a picture, unless the visitor asks for more
+MOST_TOKENS = 1280  # default maximum of tokens per image
 BUNDLED_NOTE = (
     "The small bundled model knows scenes of coloured shapes and digits, one at a time; --model takes others."
 )
 
 
 class Page(gr.Blocks):
-    """Blocks that take no files but uploaded ones: gradio itself would fetch a URL that is given for one."""
+    """Blocks that accept only uploaded files; gradio itself would fetch a URL that is given in place of a file."""
 
     sessions: Sessions
 
@@ -42,7 +42,7 @@ class Page(gr.Blocks):
         client_utils.traverse(inputs, _refuse_url, client_utils.is_file_obj_with_meta)
         try:
             return await super().preprocess_data(block_fn, inputs, *args, **kwargs)
-        except (ValueError, OSError):  # strangers' garbage is no news
+        except (ValueError, OSError):  # malformed client input is not logged
             raise gr.Error(RELOAD, print_exception=False) from None
 
 
@@ -53,7 +53,7 @@ def _refuse_url(file: dict) -> dict:
 
 
 def build_page(engine: "AsyncLLM", settings: DemoSettings) -> Page:
-    """The page, to be launched or mounted with `**launch_options(page)`."""
+    """Build the page; launch or mount it with `**launch_options(page)`."""
     uploads = process_uploads()
     handlers = Handlers(engine, settings, uploads, _examples(uploads, settings))
     with Page(title="mmvllm", analytics_enabled=False, fill_width=True) as page:
@@ -87,9 +87,9 @@ def build_page(engine: "AsyncLLM", settings: DemoSettings) -> Page:
                 elem_id="gallery",
             )
 
-        quiet = {"show_progress": "hidden", "api_visibility": "private"}
-        shown = {"outputs": [chat, box, gallery, answers], **quiet}
-        # Without gradio's own preprocessing, which would only turn names of files into other names of them.
+        hidden = {"show_progress": "hidden", "api_visibility": "private"}
+        shown = {"outputs": [chat, box, gallery, answers], **hidden}
+        # Gradio's preprocessing is not needed: it would only replace the names of uploaded files.
         asked = {"inputs": [box, *options], "preprocess": False, **shown}
         answered = [
             box.submit(handlers.ask, **asked),
@@ -99,14 +99,14 @@ def build_page(engine: "AsyncLLM", settings: DemoSettings) -> Page:
         ]
         chat.undo(handlers.undo, **shown)
         chat.clear(handlers.clear, **shown)
-        box.stop(handlers.stop, queue=False, **quiet)
-        # The server is told of pictures that come and go, but not of every key.
-        told = {"fn": None, "inputs": box, "outputs": files, "js": NAME_FILES}
-        box.change(**told)
-        photo = camera.input(handlers.take_photo, [camera, box], [camera, box], preprocess=False, **quiet)
+        box.stop(handlers.stop, queue=False, **hidden)
+        # The server is notified when images are added or removed, but not of every keystroke.
+        notify = {"fn": None, "inputs": box, "outputs": files, "js": NAME_FILES}
+        box.change(**notify)
+        photo = camera.input(handlers.take_photo, [camera, box], [camera, box], preprocess=False, **hidden)
         for event in (*answered, photo):
-            event.then(**told)  # a change of pictures alone that the server makes is no `change` to gradio
-        counted = {"fn": handlers.count, "inputs": [files, *options], "outputs": cost, **quiet}
+            event.then(**notify)  # gradio sends no `change` if the server changes only the images
+        counted = {"fn": handlers.count, "inputs": [files, *options], "outputs": cost, **hidden}
         for trigger in (files.change, options[-2].change, options[-1].change):
             trigger(**counted)
         page.unload(handlers.leave)
@@ -120,19 +120,19 @@ def _heading(model: str) -> str:
 
 
 def _examples(uploads: Uploads, settings: DemoSettings) -> list[Turn]:
-    """The packaged pictures, put where gradio serves files from."""
+    """The packaged examples, copied to the folder from which gradio serves files."""
     folder = uploads.folder / "examples"
     shutil.copytree(HERE / "examples", folder, dirs_exist_ok=True)
     paths = [folder / name for name in EXAMPLES]
     for path in paths:
         uploads.keep(path)
-    pictures = [Picture.read(path, settings.policy) for path in paths]
-    return [Turn(question, (picture,)) for question, picture in zip(EXAMPLES.values(), pictures, strict=True)]
+    images = [UploadedImage.read(path, settings.policy) for path in paths]
+    return [Turn(question, (image,)) for question, image in zip(EXAMPLES.values(), images, strict=True)]
 
 
 def _chat(examples: list[Turn]) -> gr.Chatbot:
     cards = [
-        {"text": turn.question, "icon": str(turn.pictures[0].path), "files": [str(turn.pictures[0].path)]}
+        {"text": turn.question, "icon": str(turn.images[0].path), "files": [str(turn.images[0].path)]}
         for turn in examples
     ]
     return gr.Chatbot(
@@ -153,7 +153,7 @@ def _chat(examples: list[Turn]) -> gr.Chatbot:
 
 
 def _controls(engine: "AsyncLLM") -> list[gr.components.Component]:
-    """In the order of `Options`."""
+    """The controls, in the order of the fields of `Options`."""
     config = engine.image_config
     token = config.factor**2
     largest = min(config.max_pixels, engine.max_model_len * token) // token * token

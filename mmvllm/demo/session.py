@@ -1,4 +1,4 @@
-"""What one visitor has: a conversation, uploaded pictures, and at most one request in the engine."""
+"""Sessions of visitors: a conversation, uploaded images, and at most one request in the engine."""
 
 import asyncio
 import time
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmvllm.demo.conversation import Options, Turn, answer_note, pictures_in, queue_note, to_request
-from mmvllm.demo.pictures import Picture
+from mmvllm.demo.conversation import Options, Turn, answer_note, images_in, queue_note, to_request
+from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import ORPHAN_SECONDS, Uploads
 from mmvllm.outputs import Delta, RequestOutput
@@ -19,32 +19,33 @@ from mmvllm.outputs import Delta, RequestOutput
 if TYPE_CHECKING:
     from mmvllm.async_llm import AsyncLLM
 
-TICK_SECONDS = 0.05  # the page is told of new text this often
-MAX_SESSIONS = 1000  # beyond it, who has been away longest is forgotten
+TICK_SECONDS = 0.05  # interval of the page's updates
+MAX_SESSIONS = 1000  # above this number the session that was idle longest is removed
 SWEEP_SECONDS = 60.0
 GALLERY_SIZE = 12
 
 
 @dataclass(slots=True)
 class Session:
-    """One visitor in one tab."""
+    """The state of one browser tab."""
 
     id: str
     turns: list[Turn] = field(default_factory=list)
-    gallery: deque[tuple[Picture, str]] = field(default_factory=lambda: deque(maxlen=GALLERY_SIZE))  # newest first
-    draft: list[Path] = field(default_factory=list)  # pictures of the question that is being written
+    # The last images with question and answer, newest first.
+    gallery: deque[tuple[UploadedImage, str]] = field(default_factory=lambda: deque(maxlen=GALLERY_SIZE))
+    draft: list[Path] = field(default_factory=list)  # images of the question that is being written
     request_id: str | None = None
     last_seen: float = 0.0  # on the monotonic clock
 
     @property
     def files(self) -> set[Path]:
-        """Those that may still be shown or asked about."""
-        shown = [picture for turn in self.turns for picture in turn.pictures] + [picture for picture, _ in self.gallery]
-        return {picture.path for picture in shown} | {*self.draft}
+        """The image files that may still be shown or asked about."""
+        shown = [image for turn in self.turns for image in turn.images] + [image for image, _ in self.gallery]
+        return {image.path for image in shown} | {*self.draft}
 
 
 class Sessions:
-    """The visitors, by gradio's session hash; used from gradio's event loop only."""
+    """All sessions, by gradio's session hash; used only from gradio's event loop."""
 
     def __init__(self, engine: "AsyncLLM", uploads: Uploads, settings: DemoSettings):
         self.engine, self.uploads, self.settings = engine, uploads, settings
@@ -59,29 +60,29 @@ class Sessions:
         if len(self._sessions) > MAX_SESSIONS:
             oldest = next((old for old in self._sessions.values() if old.request_id is None), None)
             if oldest is not None:
-                self._forget(oldest)
+                self._remove(oldest)
         return session
 
     async def stop(self, session: Session) -> None:
-        """End the answer that is being written, if one is."""
+        """Abort the answer that is being generated, if there is one."""
         request_id, session.request_id = session.request_id, None
         if request_id is not None:
             await self.engine.abort(request_id)
 
     async def end(self, session_id: str) -> None:
-        """The visitor has left: end what runs, and remove the pictures."""
+        """Abort the request of a visitor who has left, and remove the images."""
         if (session := self._sessions.get(session_id)) is not None:
             await self.stop(session)
-            self._forget(session)
+            self._remove(session)
 
     @contextmanager
     def open_tab(self, session_id: str) -> Iterator[None]:
-        """A session whose tab is open is kept, however long nothing happens there."""
+        """Keep the session while its tab is open, however long it is idle."""
         self._open_tabs[session_id] += 1
         try:
             yield
         finally:
-            self._open_tabs -= Counter([session_id])  # which drops what is 0
+            self._open_tabs -= Counter([session_id])  # which drops counts of 0
 
     def sweep_regularly(self) -> None:
         """Sweep every `SWEEP_SECONDS` for as long as the event loop runs."""
@@ -94,26 +95,26 @@ class Sessions:
             await self.sweep()
 
     async def sweep(self) -> None:
-        """End what no `end` will come for: sessions that were heard of without a tab, or once more after it closed."""
+        """Remove idle sessions that `end` will not be called for: those without an open tab."""
         oldest = time.monotonic() - ORPHAN_SECONDS
         for session in [*self._sessions.values()]:
-            is_over = session.id not in self._open_tabs and session.request_id is None
-            if is_over and session.last_seen < oldest:
-                self._forget(session)
+            is_idle = session.id not in self._open_tabs and session.request_id is None
+            if is_idle and session.last_seen < oldest:
+                self._remove(session)
         await self.uploads.remove_orphans()
 
     def tidy(self, session: Session) -> None:
-        """Remove pictures that can no longer be seen or asked about."""
+        """Remove images that can no longer be shown or asked about."""
         self.uploads.release(session.id, keep=session.files)
 
-    def _forget(self, session: Session) -> None:
+    def _remove(self, session: Session) -> None:
         self._sessions.pop(session.id, None)
         self.uploads.release(session.id)
 
     async def answer(self, session: Session, turn: Turn, options: Options) -> AsyncGenerator[None, None]:
-        """Add a turn and write its answer, yielding whenever there is something new to show.
+        """Add a turn and generate its answer, yielding whenever the page has to be updated.
 
-        Raises what `AsyncLLM.generate` raises; without any answer the turn is taken away again.
+        Raises what `AsyncLLM.generate` raises; the turn is removed if there is no answer at all.
         """
         session.turns.append(turn)
         session.request_id = request_id = f"demo-{uuid.uuid4().hex}"
@@ -143,24 +144,23 @@ class Sessions:
             params,
             session.request_id,
             timeout=self.settings.timeout,
-            load=lambda picture: picture.load(self.settings.policy),
+            load=lambda image: image.load(self.settings.policy),
         )
         return in_ticks(stream, TICK_SECONDS)
 
     def _finish(self, session: Session, turn: Turn, options: Options, output: RequestOutput) -> None:
-        if turn not in session.turns:  # it has been taken back meanwhile
+        if turn not in session.turns:  # it was removed in the meantime
             return
-        asked = session.turns[: session.turns.index(turn) + 1]  # after a stop, the next question may be there already
-        config, pictures = self.engine.image_config, pictures_in(asked)
-        turn.note = answer_note(
-            output, [p.num_tokens(config, options.min_pixels, options.max_pixels) for p in pictures]
-        )
-        if pictures and turn.answer:
-            session.gallery.appendleft((pictures[-1], f"{turn.question} {turn.answer}"))
+        # After a stop, the next question may have been added already.
+        asked = session.turns[: session.turns.index(turn) + 1]
+        config, images = self.engine.image_config, images_in(asked)
+        turn.note = answer_note(output, [p.num_tokens(config, options.min_pixels, options.max_pixels) for p in images])
+        if images and turn.answer:
+            session.gallery.appendleft((images[-1], f"{turn.question} {turn.answer}"))
 
 
 async def in_ticks(stream: AsyncGenerator[Delta, None], seconds: float) -> AsyncGenerator[list[Delta], None]:
-    """What has come since the last tick, also when it is nothing; closing this closes the stream."""
+    """Yield the deltas since the last tick, or an empty list; closing this generator closes the stream."""
     deltas: list[Delta] = []
 
     async def collect() -> None:
@@ -174,7 +174,7 @@ async def in_ticks(stream: AsyncGenerator[Delta, None], seconds: float) -> Async
             await asyncio.wait([task], timeout=seconds)
             new, deltas[:] = deltas[:], []
             yield new
-        await task  # raises what ended the stream
+        await task  # raises the stream's exception
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

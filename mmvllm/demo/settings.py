@@ -1,4 +1,4 @@
-"""What the page allows."""
+"""The limits of the page."""
 
 from dataclasses import dataclass, field
 
@@ -10,9 +10,9 @@ class DemoSettings:
     """The limits of one page.
 
     Args:
-        policy: how large a picture may be; the page takes uploads alone.
-        max_images: in one question.
-        timeout: seconds for an answer.
+        policy: the maximum size of an image; the page accepts only uploads.
+        max_images: maximum number of images in a question.
+        timeout: timeout of an answer in seconds.
     """
 
     policy: MediaPolicy = field(default_factory=MediaPolicy)

@@ -1,4 +1,4 @@
-"""Pictures that visitors uploaded: whose they are, and when they go."""
+"""Uploaded images: which session holds them, and when they are removed."""
 
 import asyncio
 import atexit
@@ -11,35 +11,35 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-ORPHAN_SECONDS = 600.0  # an upload that no session has claimed by then is removed
-MAX_BYTES, MAX_FILES = 8 * 2**30, 20_000  # of all visitors together
+ORPHAN_SECONDS = 600.0  # an upload that no session has claimed is removed after this time
+MAX_BYTES, MAX_FILES = 8 * 2**30, 20_000  # of all sessions together
 
 
 class Uploads:
-    """Which session holds which file. Gradio names a file by its content, so that several may hold the same one."""
+    """The files that each session holds. Gradio names files by content, so several sessions may hold the same one."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self._held: dict[str, set[Path]] = {}
         self._own: set[Path] = set()
-        self._num_coming = 0
+        self._num_incoming = 0
 
     def keep(self, path: Path) -> None:
-        """Keep a file of the page's own, which no visitor can let go of."""
+        """Keep a file of the page itself, which no session can release."""
         self._own.add(path)
 
     def claim(self, session_id: str, path: str) -> Path:
-        """Make a session a holder of an uploaded file; raises ValueError for any other file."""
-        place = Path(path)
-        if not place.is_relative_to(self.folder) or place.resolve() != place:
+        """Register a session as a holder of an uploaded file; raises ValueError for any other file."""
+        file = Path(path)
+        if not file.is_relative_to(self.folder) or file.resolve() != file:
             raise ValueError("only pictures that were uploaded here can be asked about")
-        if not os.path.isfile(place):
-            raise ValueError(f"{place.name} is no longer here; add it again")
-        self._held.setdefault(session_id, set()).add(place)
-        return place
+        if not os.path.isfile(file):
+            raise ValueError(f"{file.name} is no longer here; add it again")
+        self._held.setdefault(session_id, set()).add(file)
+        return file
 
     def release(self, session_id: str, keep: Collection[Path] = ()) -> None:
-        """Let go of a session's files but those to `keep`, and remove what nobody holds."""
+        """Release a session's files except those in `keep`, and remove files that no session holds."""
         held = self._held.pop(session_id, set())
         if kept := held.intersection(keep):
             self._held[session_id] = kept
@@ -48,28 +48,28 @@ class Uploads:
                 _remove(path)
 
     async def remove_orphans(self) -> None:
-        """Remove old uploads that no session has claimed; the event loop does other things meanwhile."""
+        """Remove old uploads that no session has claimed, without blocking the event loop."""
         for path in await asyncio.to_thread(self._old):
-            if not self._is_in_use(path):  # asked only now: it may have been claimed since
+            if not self._is_in_use(path):  # checked last: it may have been claimed in the meantime
                 _remove(path)
             await asyncio.sleep(0)
 
     @contextmanager
-    def coming(self, num_bytes: int) -> Iterator[int]:
-        """Keep room for an upload while it comes; gives the bytes of all that are coming, this one included."""
-        self._num_coming += num_bytes
+    def incoming(self, num_bytes: int) -> Iterator[int]:
+        """Reserve space for an incoming upload; yields the bytes of all incoming uploads, including this one."""
+        self._num_incoming += num_bytes
         try:
-            yield self._num_coming
+            yield self._num_incoming
         finally:
-            self._num_coming -= num_bytes
+            self._num_incoming -= num_bytes
 
-    def has_room(self, num_coming: int) -> bool:
-        """Whether so many bytes fit beside the files that are here. It reads the whole folder: call it in a thread.
+    def has_room(self, num_incoming: int) -> bool:
+        """Whether this many bytes fit beside the existing files. It scans the whole folder: call it in a thread.
 
-        An upload that arrives meanwhile counts as coming and as a file, rather than as neither.
+        An upload that is completed during the scan may be counted twice, but never not at all.
         """
         sizes = [stat.st_size for _, stat in self._files()]
-        return len(sizes) < MAX_FILES and sum(sizes) + num_coming <= MAX_BYTES
+        return len(sizes) < MAX_FILES and sum(sizes) + num_incoming <= MAX_BYTES
 
     def _old(self) -> list[Path]:
         oldest = time.time() - ORPHAN_SECONDS
@@ -78,7 +78,7 @@ class Uploads:
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
         for folder, _, names in os.walk(self.folder):
             for path in (Path(folder, name) for name in names):
-                with suppress(FileNotFoundError):  # it has just been removed
+                with suppress(FileNotFoundError):  # it was removed during the scan
                     yield path, path.lstat()
 
     def _is_in_use(self, path: Path) -> bool:
@@ -87,14 +87,14 @@ class Uploads:
 
 @cache
 def process_uploads() -> Uploads:
-    """The uploads of this process, all its pages taken together; their folder goes when the process does."""
+    """The uploads of all pages of this process; their folder is removed when the process exits."""
     folder = Path(tempfile.mkdtemp(prefix="mmvllm-demo-")).resolve()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    os.environ["GRADIO_TEMP_DIR"] = str(folder)  # gradio has no other way to be told
+    os.environ["GRADIO_TEMP_DIR"] = str(folder)  # gradio has no other setting for it
     return Uploads(folder)
 
 
 def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
-    with suppress(OSError):  # other files are there, or the folder has gone
+    with suppress(OSError):  # it has other files, or was removed
         path.parent.rmdir()

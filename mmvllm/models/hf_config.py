@@ -5,9 +5,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from mmvllm.config import DTYPES
+from mmvllm.config import torch_dtype
 
 
 def read_json(path: Path) -> dict | None:
@@ -55,7 +53,7 @@ def decoder_fields(raw: dict, generation: dict) -> dict[str, Any]:
         "rope_theta": float(rope["rope_theta"]),
         "mrope_section": tuple(rope["mrope_section"]) if "mrope_section" in rope else None,
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings") or text.get("tie_word_embeddings")),
-        "dtype": DTYPES.get(text.get("dtype") or text.get("torch_dtype"), torch.float32),
+        "dtype": torch_dtype(text.get("dtype") or text.get("torch_dtype")) or torch_dtype("float32"),
         "eos_token_ids": _eos_token_ids(generation.get("eos_token_id", text.get("eos_token_id"))),
         "quantization": quantization.get("quant_method", "unknown") if quantization else None,
     }

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from mmvllm.async_llm import AsyncLLM, Request
+from mmvllm.fetching import fetch
 from mmvllm.media import MediaError
 from mmvllm.server import convert
 from mmvllm.server.answer import Job
@@ -75,7 +76,7 @@ class Jobs:
         is_here = picture.url[:5].lower() == "data:"  # a slow host holds up only those who fetch too
         async with nullcontext() if is_here else self._fetches:
             try:
-                data = await self._settings.media.fetch(picture.url)
+                data = await fetch(picture.url, self._settings.media)
             except MediaError as error:
                 raise ApiError(400, str(error), param=picture.param) from None
         held.take(len(data))

@@ -1,4 +1,4 @@
-"""`--engine ray`: engines in Ray's actors make the records of a local engine, also when an actor is killed."""
+"""`--executor ray`: engines in Ray's actors make the records of a local engine, also when an actor is killed."""
 
 import json
 import os
@@ -156,7 +156,7 @@ def test_the_command_records_every_image_once_if_an_actor_is_killed(tmp_path, ch
     folder, out = many(tmp_path / "images", 8 * CHUNK), tmp_path / "out.jsonl"
     (folder / "000.png").write_bytes((folder / "001.png").read_bytes())
     command = [sys.executable, "-m", "mmvllm", "caption", folder, "--model", checkpoint, "--device", "cpu"]
-    command += ["--output", out, "--max-tokens", "200", "--engine", "ray", "--address", "local", "--actors", "2"]
+    command += ["--output", out, "--max-tokens", "200", "--executor", "ray", "--address", "local", "--actors", "2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(list(map(str, command)), text=True, **pipes) as process:
         both, at_work = [], []
@@ -284,11 +284,11 @@ def test_a_caption_file_that_cannot_be_written_is_a_failure():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--actors", "2"], "--actors needs --engine ray"),
-        (["--gpus-per-actor", "0", "--address", "auto"], "--address, --gpus-per-actor needs --engine ray"),
-        (["--engine", "ray", "--gpus-per-actor", "2"], "from 0 to 1"),
-        (["--engine", "ray", "--gpus-per-actor", "0.5"], "num_kvcache_blocks"),
-        (["--engine", "ray", "--device", "cuda:1"], "Ray chooses each actor's GPU"),
+        (["--actors", "2"], "--actors needs --executor ray"),
+        (["--gpus-per-actor", "0", "--address", "auto"], "--address, --gpus-per-actor needs --executor ray"),
+        (["--executor", "ray", "--gpus-per-actor", "2"], "from 0 to 1"),
+        (["--executor", "ray", "--gpus-per-actor", "0.5"], "num_kvcache_blocks"),
+        (["--executor", "ray", "--device", "cuda:1"], "Ray chooses each actor's GPU"),
     ],
 )
 def test_conflicting_options_are_usage_errors(folder, capsys, options, words):
@@ -297,7 +297,7 @@ def test_conflicting_options_are_usage_errors(folder, capsys, options, words):
 
 
 def test_standard_input_is_refused(capsys):
-    assert main(["caption", "-", "--engine", "ray"]) == 2
+    assert main(["caption", "-", "--executor", "ray"]) == 2
     assert "standard input" in capsys.readouterr().err
 
 
@@ -306,13 +306,13 @@ def test_an_address_without_a_cluster_is_refused_at_once(folder, capsys, monkeyp
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # and not listening
         address = f"127.0.0.1:{unused.getsockname()[1]}"
-        assert main(["caption", str(folder), "--engine", "ray", "--address", address]) == 2
+        assert main(["caption", str(folder), "--executor", "ray", "--address", address]) == 2
     assert f"{address}: no Ray cluster answers there" in capsys.readouterr().err
 
 
 def test_without_ray_the_command_says_how_to_install_it(folder, capsys, monkeypatch):
     monkeypatch.setattr("mmvllm.cli.caption.find_spec", lambda name: None)
-    assert main(["caption", str(folder), "--engine", "ray"]) == 2
+    assert main(["caption", str(folder), "--executor", "ray"]) == 2
     assert "pip install 'mmvllm[ray]'" in capsys.readouterr().err
 
 

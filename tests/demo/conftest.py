@@ -1,4 +1,4 @@
-"""Pages that are served."""
+"""Fixtures with served pages."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from tests.helpers.pages import Site, served
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    """The bundled model; pictures of at most 500 KB, three to a question."""
+    """The bundled model, with at most three images of 500 KB per question."""
     pytest.importorskip("gradio")
     with served(policy=MediaPolicy(max_bytes=500_000), max_images=3) as site:
         yield site
@@ -18,7 +18,7 @@ def site() -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def chatty_site(checkpoint) -> Iterator[Site]:
-    """A random model, which talks nonsense for long."""
+    """A random model, which gives long answers."""
     pytest.importorskip("gradio")
     with served(checkpoint) as site:
         yield site

@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what the page is told, follow from the turns alone."""
+"""Requests to the engine and messages of the page are functions of the turns."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,18 +9,18 @@ from mmvllm.demo.conversation import (
     Options,
     Turn,
     answer_note,
-    pictures_in,
+    images_in,
     queue_note,
     to_chat,
     to_request,
     turn_at,
     without_tags,
 )
-from mmvllm.demo.pictures import Picture
+from mmvllm.demo.images import UploadedImage
 from mmvllm.outputs import CompletionOutput, RequestOutput
 from mmvllm.sampling_params import SamplingParams
 
-A, B, C = (Picture(Path(f"/up/{name}.png"), 100, 80) for name in "abc")
+A, B, C = (UploadedImage(Path(f"/up/{name}.png"), 100, 80) for name in "abc")
 OPTIONS = Options("", 0, 1, 256, -1, 19600, 38416)
 
 
@@ -28,7 +28,7 @@ def parts(message: dict) -> list:
     return [part.get("text", part.get("image")) for part in message["content"]]
 
 
-def test_earlier_turns_come_with_their_pictures_and_answers():
+def test_the_request_has_earlier_turns_with_images_and_answers():
     turns = [Turn("What is this?", (A, B), "A star.", "note"), Turn("And there?")]
     request = to_request(turns, OPTIONS)
     first, answer, last = request["messages"]
@@ -37,20 +37,20 @@ def test_earlier_turns_come_with_their_pictures_and_answers():
     assert (request["min_pixels"], request["max_pixels"]) == (19600, 38416)
 
 
-def test_a_turn_that_was_stopped_before_any_answer_leaves_its_pictures_to_the_next():
+def test_images_of_a_turn_without_an_answer_are_added_to_the_next():
     turns = [Turn("Stopped", (A,), "", "Stopped"), Turn("Stopped too", (B,)), Turn("And now?", (C,))]
     assert [parts(message) for message in to_request(turns, OPTIONS)["messages"]] == [[A, B, C, "And now?"]]
-    assert pictures_in(turns) == [A, B, C]
+    assert images_in(turns) == [A, B, C]
 
 
-def test_pictures_keep_their_order_and_come_once():
+def test_images_keep_their_order_without_repetition():
     turns = [Turn("one", (A,), "1"), Turn("Stopped", (B,)), Turn("two", (), "2"), Turn("three", (C,))]
     one, _, two, _, three = to_request(turns, OPTIONS)["messages"]
     assert [parts(one), parts(two), parts(three)] == [[A, "one"], [B, "two"], [C, "three"]]
-    assert pictures_in(turns) == [A, B, C]
+    assert images_in(turns) == [A, B, C]
 
 
-def test_a_system_prompt_comes_first_and_an_empty_one_not_at_all():
+def test_a_system_prompt_comes_first_and_an_empty_one_is_omitted():
     messages = to_request([Turn("Hello")], replace(OPTIONS, system="Be brief."))["messages"]
     assert messages[0] == {"role": "system", "content": "Be brief."}
     assert len(to_request([Turn("Hello")], replace(OPTIONS, system=" \n"))["messages"]) == 1
@@ -62,7 +62,7 @@ def test_the_controls_become_sampling_params(seed, want):
     assert params == SamplingParams(temperature=0.5, top_p=0.9, max_tokens=99, seed=want)
 
 
-def test_every_message_of_the_chat_leads_back_to_its_turn():
+def test_every_message_of_the_chat_belongs_to_a_turn():
     turns = [Turn("one", (A, B), "1"), Turn("two", (), "2"), Turn("three", (A,), "3")]
     messages = to_chat(turns)
     owners = [turns[turn_at(turns, i)] for i in range(len(messages))]
@@ -70,7 +70,7 @@ def test_every_message_of_the_chat_leads_back_to_its_turn():
     assert [m["content"]["text"] for owner, m in questions if "text" in m["content"]] == ["one", "two", "three"]
     for owner, message in questions:
         content = message["content"]
-        assert content.get("text") == owner.question or content.get("path") in [str(p.path) for p in owner.pictures]
+        assert content.get("text") == owner.question or content.get("path") in [str(p.path) for p in owner.images]
     answers = [
         (owner.answer, m["content"][0]["text"])
         for owner, m in zip(owners, messages, strict=True)
@@ -80,12 +80,12 @@ def test_every_message_of_the_chat_leads_back_to_its_turn():
 
 
 @pytest.mark.parametrize("message", [-1, 2, 100])
-def test_a_message_of_a_conversation_that_is_gone_is_refused(message):
+def test_a_message_index_out_of_range_is_refused(message):
     with pytest.raises(ValueError, match="no longer here"):
         turn_at([Turn("one", (), "1")], message)
 
 
-def test_a_note_is_only_text():
+def test_a_note_is_escaped():
     note = to_chat([Turn("q", (), "a", "<b>bold</b>")])[1]["content"][1]["text"]
     assert "<b>" not in note and "&lt;b&gt;" in note
 
@@ -109,7 +109,7 @@ def output(reason: str = "eos", tokens: int = 11, first: float | None = 10.5) ->
         (output("aborted", 0, None), [], "Stopped"),
     ],
 )
-def test_the_note_under_an_answer_says_what_it_took(given, tokens, note):
+def test_the_note_of_an_answer_has_its_statistics(given, tokens, note):
     assert answer_note(given, tokens) == note
 
 
@@ -125,7 +125,7 @@ def test_the_note_under_an_answer_says_what_it_took(given, tokens, note):
         ("<!-- \n```\n<p>\n```\n-->", "<\u200b!-- \n```\n<p>\n```\n-->"),
     ],
 )
-def test_html_in_an_answer_is_only_text(answer, shown):
+def test_html_in_an_answer_is_shown_as_text(answer, shown):
     assert without_tags(answer) == shown
 
 
@@ -133,5 +133,5 @@ def test_html_in_an_answer_is_only_text(answer, shown):
     "position, note",
     [(None, "Looking …"), (0, "Looking …"), (1, "Waiting, next in line"), (3, "Waiting, 2 ahead of you")],
 )
-def test_who_waits_is_told_how_many_are_ahead(position, note):
+def test_a_queued_request_shows_its_position(position, note):
     assert queue_note(position) == note

@@ -1,4 +1,4 @@
-"""What a page gives to who does not use a browser, and the command that serves it."""
+"""The page's HTTP interface for clients other than its own script, and the command that serves it."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ META = {"_type": "gradio.FileData"}
 
 
 def event(site, component: str, kind: str, data: list, session: str = "crafted", about=None) -> tuple[dict, list]:
-    """Send an event as the page's script does; returns how it ended, and the last output that came before."""
+    """Send an event as the page's script does; returns the final message and the last output before it."""
     config = get(f"{site.url}config").json()
     ids = {part["id"]: part["props"].get("elem_id") for part in config["components"]}
     index = next(
@@ -76,7 +76,7 @@ def test_a_crafted_call_reads_no_other_file_and_fetches_nothing(path, with_meta,
     assert (fetched, site.engine.stats().num_finished) == ([], before)
 
 
-def test_a_crafted_photo_brings_no_other_file_to_where_files_are_served_from(site, tmp_path, monkeypatch):
+def test_a_crafted_photo_copies_no_other_file_into_the_served_folder(site, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # gradio trusts the working directory
     (tmp_path / "secret.txt").write_text("secret")
     for path in ("secret.txt", str(tmp_path / "secret.txt"), "/etc/hostname"):
@@ -110,13 +110,13 @@ def test_a_crafted_photo_brings_no_other_file_to_where_files_are_served_from(sit
         ("chat", "edit", [{"text": "", "files": []}, *CONTROLS], {"index": 0, "value": ["x"]}),
     ],
 )
-def test_garbage_gets_a_message_and_leaves_no_trace(component, kind, data, about, site, capsys):
+def test_malformed_input_gets_a_message_and_leaves_no_state(component, kind, data, about, site, capsys):
     end, log = event(site, component, kind, data, "garbage", about)
     assert len(log) == 1 or "load it anew" in end["output"]["error"]
     assert capsys.readouterr().err == ""
 
 
-def test_no_visitor_can_take_the_examples_away(site):
+def test_no_visitor_can_remove_the_examples(site):
     examples = [*(process_uploads().folder / "examples").iterdir()]
     event(site, "chat", "clear", [], "examples")
     assert examples and all(path.exists() for path in examples)
@@ -128,18 +128,18 @@ def test_a_plain_question_needs_no_browser(site):
     assert site.engine.stats().num_finished >= 1
 
 
-def test_who_hangs_up_in_mid_upload_leaves_no_traceback(site, caplog):
+def test_a_disconnect_during_an_upload_logs_no_traceback(site, caplog):
     uploads, url = process_uploads(), httpx.URL(site.url)
-    logger = logging.getLogger("uvicorn.error")  # which passes nothing on to where caplog listens
+    logger = logging.getLogger("uvicorn.error")  # which does not propagate to the root logger, where caplog listens
     logger.addHandler(caplog.handler)
     try:
         with socket.create_connection((url.host, url.port)) as connection:
             head = "POST /gradio_api/upload HTTP/1.1", f"Host: {url.host}", "Content-Length: 1000"
             form = "Content-Type: multipart/form-data; boundary=x"
             connection.sendall("\r\n".join((*head, form, "", "--x\r\n")).encode())
-            until(lambda: uploads._num_coming == 1000)
-        until(lambda: uploads._num_coming == 0)
-        get(site.url)  # whatever was to be said has been said by now
+            until(lambda: uploads._num_incoming == 1000)
+        until(lambda: uploads._num_incoming == 0)
+        get(site.url)  # a traceback would have been logged by now
     finally:
         logger.removeHandler(caplog.handler)
     assert caplog.text == ""
@@ -160,12 +160,12 @@ def test_no_other_file_is_served(path, site):
     "route",
     ["file=https://example.com/", "proxy=https://example.com/", "deep_link?session_hash=x", "call/stop", "runs"],
 )
-def test_of_gradio_only_what_the_page_needs_is_there(route, site):
+def test_only_the_routes_of_gradio_that_the_page_needs_are_served(route, site):
     answer = get(f"{site.url}gradio_api/{route}")
     assert (answer.status_code, answer.text) == (404, "There is nothing here")
 
 
-def test_the_command_serves_who_may_come_in_and_leaves_no_file(tmp_path):
+def test_the_command_requires_a_login_and_leaves_no_file(tmp_path):
     (tmp_path / "users").write_text("ann:secret\n")
     command = [sys.executable, "-m", "mmvllm", "demo", "--device", "cpu", "--auth-file", str(tmp_path / "users")]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
@@ -184,7 +184,7 @@ def test_the_command_serves_who_may_come_in_and_leaves_no_file(tmp_path):
     assert [*tmp_path.glob("mmvllm-demo-*")] == []
 
 
-def test_a_server_with_the_page_ends_quietly(tmp_path):
+def test_a_server_with_the_page_exits_quietly(tmp_path):
     command = [sys.executable, "-m", "mmvllm", "serve", "--demo", "--device", "cpu", "--port", "0"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes, env={**os.environ, "TMPDIR": str(tmp_path)}) as process:

@@ -1,4 +1,4 @@
-"""A visitor's questions go through the engine, and nothing of them stays behind."""
+"""Questions of a session are answered by the engine, and their requests and files are released."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ import pytest
 from mmvllm.async_llm import AsyncLLM
 from mmvllm.demo import session as session_module
 from mmvllm.demo.conversation import Options, Turn
-from mmvllm.demo.pictures import Picture
+from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.session import Sessions, in_ticks
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
@@ -35,20 +35,20 @@ def uploads(tmp_path) -> Uploads:
     return Uploads(tmp_path / "up")
 
 
-def sent(uploads: Uploads, session_id: str, name: str = "a.png") -> Picture:
+def sent(uploads: Uploads, session_id: str, name: str = "a.png") -> UploadedImage:
     path = uploads.folder / "hash" / name
     path.parent.mkdir(exist_ok=True)
     noise_image(100, 80).save(path)
-    return Picture.read(uploads.claim(session_id, str(path)), POLICY)
+    return UploadedImage.read(uploads.claim(session_id, str(path)), POLICY)
 
 
 def with_engine(checkpoint: Path, work, **engine_args) -> None:
-    """Run `work(engine)`, after which the engine must have nothing left."""
+    """Run `work(engine)`, after which the engine must hold no request."""
 
     async def run() -> None:
         async with AsyncLLM(checkpoint, **SMALL | engine_args) as engine:
             await work(engine)
-            while sum(_load(engine)):  # the engine lets go within a step
+            while sum(_load(engine)):  # the engine releases it within a step
                 await asyncio.sleep(0.01)
 
     elsewhere(asyncio.wait_for(run(), 60))
@@ -59,8 +59,8 @@ def _load(engine: AsyncLLM) -> tuple[int, int, int]:
     return stats.num_preparing, stats.num_waiting, stats.num_running
 
 
-async def told(sessions: Sessions, session, turn: Turn, options: Options = OPTIONS) -> list[str]:
-    """The answer as it grew."""
+async def answer_steps(sessions: Sessions, session, turn: Turn, options: Options = OPTIONS) -> list[str]:
+    """The answer after each update."""
     seen = []
     async with aclosing(sessions.answer(session, turn, options)) as ticks:
         async for _ in ticks:
@@ -68,22 +68,22 @@ async def told(sessions: Sessions, session, turn: Turn, options: Options = OPTIO
     return seen
 
 
-def test_an_answer_grows_and_says_in_the_end_what_it_took(checkpoint, uploads):
+def test_an_answer_is_streamed_and_ends_with_statistics(checkpoint, uploads):
     async def work(engine):
         sessions = Sessions(engine, uploads, DemoSettings(POLICY))
         session = sessions.get("one")
         turn = Turn("What is this?", (sent(uploads, "one"),))
-        seen = await told(sessions, session, turn)
+        seen = await answer_steps(sessions, session, turn)
         assert len(set(seen)) > 2 and all(later.startswith(sooner) for sooner, later in pairwise(seen))
         assert turn.note.startswith("Cut at the longest answer · first token after")
         assert turn.note.endswith("12 picture tokens")
         assert (session.request_id, session.turns) == (None, [turn])
-        assert session.gallery[0] == (turn.pictures[0], f"What is this? {turn.answer}")
+        assert session.gallery[0] == (turn.images[0], f"What is this? {turn.answer}")
 
     with_engine(checkpoint, work)
 
 
-def test_stop_ends_the_answer_where_it_is(checkpoint, uploads):
+def test_stop_keeps_the_answer_so_far(checkpoint, uploads):
     async def work(engine):
         sessions = Sessions(engine, uploads, DemoSettings(POLICY))
         session, turn = sessions.get("one"), Turn("talk")
@@ -113,7 +113,7 @@ def test_a_question_asked_right_after_a_stop_is_not_counted_under_the_stopped_an
     with_engine(checkpoint, work)
 
 
-def test_who_stops_listening_ends_the_request(checkpoint, uploads):
+def test_closing_the_stream_aborts_the_request(checkpoint, uploads):
     async def work(engine):
         sessions = Sessions(engine, uploads, DemoSettings(POLICY))
         session = sessions.get("one")
@@ -125,12 +125,12 @@ def test_who_stops_listening_ends_the_request(checkpoint, uploads):
     with_engine(checkpoint, work)
 
 
-def test_who_leaves_ends_the_request_and_takes_the_pictures_along(checkpoint, uploads):
+def test_leaving_aborts_the_request_and_removes_the_images(checkpoint, uploads):
     async def work(engine):
         sessions = Sessions(engine, uploads, DemoSettings(POLICY))
         session = sessions.get("one")
         turn = Turn("talk", (sent(uploads, "one"),))
-        task = asyncio.create_task(told(sessions, session, turn))
+        task = asyncio.create_task(answer_steps(sessions, session, turn))
         while not turn.answer:
             await asyncio.sleep(0.01)
         await sessions.end("one")
@@ -142,7 +142,7 @@ def test_who_leaves_ends_the_request_and_takes_the_pictures_along(checkpoint, up
     with_engine(checkpoint, work)
 
 
-def test_a_question_that_is_taken_back_while_it_is_answered_keeps_its_pictures(checkpoint, uploads):
+def test_a_question_that_is_undone_while_it_is_answered_keeps_its_images(checkpoint, uploads):
     gradio = pytest.importorskip("gradio")
     from mmvllm.demo.handlers import Handlers
 
@@ -160,7 +160,7 @@ def test_a_question_that_is_taken_back_while_it_is_answered_keeps_its_pictures(c
     with_engine(checkpoint, work)
 
 
-def test_a_question_that_cannot_be_asked_leaves_no_turn(checkpoint, uploads):
+def test_an_invalid_question_leaves_no_turn(checkpoint, uploads):
     async def work(engine):
         sessions = Sessions(engine, uploads, DemoSettings(POLICY))
         session, held, good = sessions.get("one"), sent(uploads, "one"), sent(uploads, "one", "b.png")
@@ -172,30 +172,30 @@ def test_a_question_that_cannot_be_asked_leaves_no_turn(checkpoint, uploads):
             (Turn("q", (good,)), replace(OPTIONS, min_pixels=9000, max_pixels=8000), "min_pixels is 9000, above"),
         ):
             with pytest.raises(ValueError, match=message):
-                await told(sessions, session, turn, options)
+                await answer_steps(sessions, session, turn, options)
             assert (session.turns, session.request_id) == ([], None)
 
     with_engine(checkpoint, work)
 
 
-def test_a_full_engine_says_so_and_takes_the_question_later(checkpoint, uploads):
+def test_a_full_engine_refuses_a_question_and_takes_it_later(checkpoint, uploads):
     async def work(engine):
         sessions = Sessions(engine, uploads, DemoSettings(POLICY))
         one, two = sessions.get("one"), sessions.get("two")
         turn = Turn("talk")
-        task = asyncio.create_task(told(sessions, one, turn))
+        task = asyncio.create_task(answer_steps(sessions, one, turn))
         while not turn.answer:
             await asyncio.sleep(0.01)
         with pytest.raises(EngineBusy):
-            await told(sessions, two, Turn("me too"))
+            await answer_steps(sessions, two, Turn("me too"))
         await sessions.stop(one)
         await task
-        assert (await told(sessions, two, Turn("me too"), replace(OPTIONS, max_tokens=5)))[-1]
+        assert (await answer_steps(sessions, two, Turn("me too"), replace(OPTIONS, max_tokens=5)))[-1]
 
     with_engine(checkpoint, work, max_num_seqs=1, max_waiting=0)
 
 
-def test_many_sessions_are_not_kept_for_ever(uploads, monkeypatch):
+def test_the_number_of_sessions_is_limited(uploads, monkeypatch):
     monkeypatch.setattr(session_module, "MAX_SESSIONS", 3)
     sessions = Sessions(None, uploads, DemoSettings(POLICY))
     held = sent(uploads, "old")
@@ -211,7 +211,7 @@ def sweep(sessions: Sessions) -> None:
     elsewhere(sessions.sweep())
 
 
-def test_what_arrives_after_its_visitor_left_does_not_stay(uploads, monkeypatch):
+def test_an_event_after_its_visitor_left_leaves_no_session(uploads, monkeypatch):
     pytest.importorskip("gradio")
     from mmvllm.demo.handlers import Handlers
 
@@ -226,13 +226,13 @@ def test_what_arrives_after_its_visitor_left_does_not_stay(uploads, monkeypatch)
     elsewhere(late())
     uploads.release("nobody")
     sweep(handlers.sessions)
-    assert held.path.exists()  # somebody who is here may only have lost the connection for a moment
+    assert held.path.exists()  # the connection may have been lost only for a moment
     monkeypatch.setattr(session_module, "ORPHAN_SECONDS", -1)
     sweep(handlers.sessions)
     assert not held.path.exists()
 
 
-def test_an_open_tab_keeps_its_conversation_however_long_it_idles(uploads, monkeypatch):
+def test_an_open_tab_keeps_its_session_however_long_it_idles(uploads, monkeypatch):
     monkeypatch.setattr(session_module, "ORPHAN_SECONDS", -1)
     sessions, held = Sessions(None, uploads, DemoSettings(POLICY)), sent(uploads, "one")
     session = sessions.get("one")
@@ -245,7 +245,7 @@ def test_an_open_tab_keeps_its_conversation_however_long_it_idles(uploads, monke
     assert (sessions.get("one") is session, held.path.exists()) == (False, False)
 
 
-def test_a_session_without_a_tab_is_not_ended_while_it_is_answered(uploads, monkeypatch):
+def test_a_session_without_a_tab_is_kept_while_it_is_answered(uploads, monkeypatch):
     monkeypatch.setattr(session_module, "ORPHAN_SECONDS", -1)
     sessions, held = Sessions(None, uploads, DemoSettings(POLICY)), sent(uploads, "one")
     session = sessions.get("one")
@@ -254,7 +254,7 @@ def test_a_session_without_a_tab_is_not_ended_while_it_is_answered(uploads, monk
     assert sessions.get("one") is session and held.path.exists()
 
 
-def test_ticks_lose_nothing_and_raise_what_ended_the_stream():
+def test_ticks_have_all_deltas_and_raise_the_exception_of_the_stream():
     async def stream():
         for i in range(5):
             yield Delta("id", 0, str(i), [i])

@@ -1,4 +1,4 @@
-"""Uploaded files belong to who uploaded them, and go when nobody needs them; their size is known from the header."""
+"""Uploaded files belong to sessions and are removed when unused; their number of tokens is read from the header."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ import zlib
 import pytest
 
 from mmvllm.demo import uploads as uploads_module
-from mmvllm.demo.pictures import Picture, PictureError
+from mmvllm.demo.images import UploadedImage, UploadError
 from mmvllm.demo.uploads import ORPHAN_SECONDS, Uploads
 from mmvllm.media import MediaPolicy
 from mmvllm.processors.image import ImageProcessor
@@ -33,7 +33,7 @@ def upload(uploads: Uploads, name: str):
     return path
 
 
-def test_a_file_stays_until_the_last_who_has_it_lets_go(uploads):
+def test_a_file_is_kept_until_its_last_holder_releases_it(uploads):
     path = upload(uploads, "a.png")
     assert uploads.claim("one", str(path)) == uploads.claim("two", str(path)) == path
     uploads.release("one")
@@ -46,7 +46,7 @@ def test_a_file_stays_until_the_last_who_has_it_lets_go(uploads):
         uploads.claim("one", str(uploads.folder / ("a" * 5000)))
 
 
-def test_a_session_keeps_what_it_still_shows(uploads):
+def test_a_session_keeps_the_files_that_it_shows(uploads):
     kept, gone = upload(uploads, "a.png"), upload(uploads, "b.png")
     for path in (kept, gone):
         uploads.claim("one", str(path))
@@ -56,7 +56,7 @@ def test_a_session_keeps_what_it_still_shows(uploads):
     assert not kept.exists()
 
 
-def test_only_what_was_uploaded_can_be_claimed(uploads, tmp_path):
+def test_only_uploaded_files_can_be_claimed(uploads, tmp_path):
     secret = tmp_path / "secret.png"
     secret.write_bytes(b"secret")
     link = uploads.folder / "link.png"
@@ -76,7 +76,7 @@ def test_only_what_was_uploaded_can_be_claimed(uploads, tmp_path):
     assert secret.exists()
 
 
-def test_what_nobody_claimed_goes_after_a_while(uploads):
+def test_unclaimed_files_are_removed_after_a_while(uploads):
     old, new, held = (upload(uploads, name) for name in ("old.png", "new.png", "held.png"))
     uploads.claim("one", str(held))
     before = time.time() - ORPHAN_SECONDS - 1
@@ -86,15 +86,15 @@ def test_what_nobody_claimed_goes_after_a_while(uploads):
     assert (old.parent.exists(), new.exists(), held.exists()) == (False, True, True)
 
 
-def test_what_is_claimed_while_orphans_are_looked_for_stays(uploads, monkeypatch):
+def test_a_file_that_is_claimed_during_the_sweep_is_kept(uploads, monkeypatch):
     path, gone = upload(uploads, "a.png"), upload(uploads, "b.png")
     monkeypatch.setattr(uploads, "_old", lambda: [uploads.claim("one", str(path)), gone])
-    shutil.rmtree(gone.parent)  # a session has let go of it meanwhile
+    shutil.rmtree(gone.parent)  # a session has released it in the meantime
     asyncio.run(uploads.remove_orphans())
     assert path.exists()
 
 
-def test_what_is_the_pages_own_stays_whoever_lets_go_of_it(uploads):
+def test_files_of_the_page_itself_are_never_removed(uploads):
     path = upload(uploads, "a.png")
     uploads.keep(path)
     uploads.claim("one", str(path))
@@ -104,21 +104,21 @@ def test_what_is_the_pages_own_stays_whoever_lets_go_of_it(uploads):
     assert path.exists()
 
 
-def test_there_is_room_for_so_many_bytes_beside_the_files(uploads, monkeypatch):
+def test_the_number_of_bytes_is_limited(uploads, monkeypatch):
     monkeypatch.setattr(uploads_module, "MAX_BYTES", 20)
     upload(uploads, "a.png")  # of 7 bytes
     assert (uploads.has_room(13), uploads.has_room(14)) == (True, False)
 
 
-def test_uploads_that_come_at_once_are_counted_together(uploads):
-    with uploads.coming(5) as one:
-        with uploads.coming(8) as both:
+def test_concurrent_uploads_are_counted_together(uploads):
+    with uploads.incoming(5) as one:
+        with uploads.incoming(8) as both:
             assert (one, both) == (5, 13)
-        with uploads.coming(2) as both:
+        with uploads.incoming(2) as both:
             assert both == 7
 
 
-def test_there_is_room_for_so_many_files(uploads, monkeypatch):
+def test_the_number_of_files_is_limited(uploads, monkeypatch):
     monkeypatch.setattr(uploads_module, "MAX_FILES", 2)
     for name in ("a.png", "b.png"):
         assert uploads.has_room(1)
@@ -128,15 +128,15 @@ def test_there_is_room_for_so_many_files(uploads, monkeypatch):
 
 @pytest.mark.parametrize("size", [(200, 100), (1000, 30), (28, 28), (640, 480)])
 @pytest.mark.parametrize("bounds", [(3136, 1_003_520), (20_000, 40_000), (100_000, 100_000)])
-def test_the_tokens_that_the_header_promises_are_those_that_come(size, bounds, tmp_path):
+def test_the_tokens_computed_from_the_header_are_those_of_the_processor(size, bounds, tmp_path):
     noise_image(*size).save(tmp_path / "a.png")
-    found, config = Picture.read(tmp_path / "a.png", POLICY), image_config()
+    found, config = UploadedImage.read(tmp_path / "a.png", POLICY), image_config()
     grid = ImageProcessor(config)(found.load(POLICY), *bounds).grid_thw
     assert found.num_tokens(config, *bounds) == grid[1] * grid[2] // 4
 
 
 def header_of(width: int, height: int) -> bytes:
-    """A PNG that claims this size, and has nothing else."""
+    """A PNG with this size in its header and no pixels."""
     chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">II", zlib.crc32(chunk), 9) + b"IDAT"
 
@@ -153,15 +153,15 @@ def header_of(width: int, height: int) -> bytes:
 )
 def test_a_bad_file_is_named_from_its_header_alone(data, message, tmp_path):
     (tmp_path / "a.png").write_bytes(data)
-    with pytest.raises(PictureError, match=message):
-        Picture.read(tmp_path / "a.png", POLICY)
+    with pytest.raises(UploadError, match=message):
+        UploadedImage.read(tmp_path / "a.png", POLICY)
 
 
-def test_a_file_that_breaks_later_is_named_too(tmp_path):
+def test_a_file_that_fails_to_decode_is_named(tmp_path):
     (tmp_path / "a.png").write_bytes(header_of(100, 100))
-    found = Picture.read(tmp_path / "a.png", POLICY)
-    with pytest.raises(PictureError, match=r"a\.png cannot be read; it may be damaged"):
+    found = UploadedImage.read(tmp_path / "a.png", POLICY)
+    with pytest.raises(UploadError, match=r"a\.png cannot be read; it may be damaged"):
         found.load(POLICY)
     (tmp_path / "a.png").unlink()
-    with pytest.raises(PictureError, match=r"a\.png cannot be read"):
+    with pytest.raises(UploadError, match=r"a\.png cannot be read"):
         found.load(POLICY)

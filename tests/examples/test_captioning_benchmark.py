@@ -67,7 +67,7 @@ def test_a_plan_is_sorted_and_follows_its_seed():
 @pytest.mark.parametrize("kind", BROKEN[:3])
 @pytest.mark.parametrize("image_format", captioning.SUFFIXES)
 def test_broken_files_cannot_be_loaded(kind, image_format):
-    with pytest.raises(ValueError, match=r"is empty|not a picture|damaged or truncated"):
+    with pytest.raises(ValueError, match=r"is empty|not an image|damaged or truncated"):
         load_image(encoded(replace(SMALL, format=image_format, options={}, kind=kind)))
 
 

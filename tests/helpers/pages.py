@@ -1,4 +1,4 @@
-"""Demo pages that are served."""
+"""Served demo pages."""
 
 import asyncio
 import threading
@@ -14,29 +14,29 @@ from mmvllm.media import MediaPolicy
 
 @dataclass
 class Site:
-    """A page that is served, and the engine behind it."""
+    """A served page and its engine."""
 
     url: str
     engine: AsyncLLM
 
 
 def elsewhere(coroutine: Coroutine) -> None:
-    """Run it in another thread: in that of the tests the browser's driver may have an event loop."""
+    """Run a coroutine in another thread: the browser's driver may have an event loop in the thread of the tests."""
     with ThreadPoolExecutor(1) as thread:
         thread.submit(asyncio.run, coroutine).result()
 
 
 def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
-    """Poll what another thread, or the browser, makes true."""
+    """Poll a condition that another thread or the browser makes true."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not happen"
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.02)
 
 
 @contextmanager
 def in_steps(engine: AsyncLLM) -> Iterator[Callable[[int], None]]:
-    """Until the end of this the engine makes only as many steps as it is told to, however slow who looks on is."""
+    """Let the engine make only as many steps as are released, so that tests do not depend on its speed."""
     core, steps = engine._engine, threading.Semaphore(0)
     real = core.step
 

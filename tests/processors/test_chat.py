@@ -484,12 +484,12 @@ def _broken_jpeg() -> bytes:
     "image, message",
     [
         ("no/such.png", r"^image 1: no/such\.png: no such file$"),
-        (_broken_jpeg(), r"^image 1: the picture of 700 bytes: cannot be decoded, damaged or truncated"),
+        (_broken_jpeg(), r"^image 1: the image of 700 bytes: cannot be decoded, damaged or truncated"),
         (
             noise_image(1, 300),
             "^image 1: image is 1x300 pixels: the long side may be at most 200 times the short one",
         ),
-        (3.5, "^image 1: cannot load a picture from float; give a PIL image, a path"),
+        (3.5, "^image 1: cannot load an image from float; give a PIL image, a path"),
     ],
     ids=["missing", "truncated", "thin", "type"],
 )

@@ -241,7 +241,7 @@ def test_errors_have_the_class_field_and_text_that_clients_expect(client):
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.BadRequestError) as bad:
         create(client, image_part(data_uri()), image_part("data:image/png;base64,AAAA"), "Hello")
-    assert bad.value.param == "messages[0].content[1].image_url.url" and "not a picture" in bad.value.message
+    assert bad.value.param == "messages[0].content[1].image_url.url" and "not an image" in bad.value.message
     with pytest.raises(openai.BadRequestError, match="temperature: Input should be less than or equal to 2"):
         create(client, "Hello", temperature=3)
     with pytest.raises(openai.BadRequestError, match=r"fetches no URLs.*--allowed-media-domains"):

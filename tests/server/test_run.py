@@ -17,7 +17,6 @@ from mmvllm.async_llm import AsyncLLM
 from mmvllm.cli import serve
 from mmvllm.cli.main import main
 from mmvllm.cli.ports import listen
-from mmvllm.media import MediaPolicy
 from tests.helpers.engines import unhurried
 from tests.helpers.server import (
     CHAT,
@@ -69,7 +68,7 @@ def test_pictures_that_are_being_fetched_are_in_flight_too(own_engine, monkeypat
         await asyncio.to_thread(is_here.wait, 20)
         return SCENES[0].read_bytes()
 
-    monkeypatch.setattr(MediaPolicy, "fetch", fetch)
+    monkeypatch.setattr("mmvllm.server.jobs.fetch", fetch)
     with serving(own_engine) as running, running.connect() as connection:
         connection.sendall(post(CHAT, chat(image_part("https://example.org/a.png"), max_tokens=2)))
         wait_for(lambda: own_engine.stats().num_preparing == 1)

@@ -1,0 +1,49 @@
+"""Checks of keyword arguments: suggestions for unknown names, tolerance for arguments that change nothing."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from functools import wraps
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Harmless = Mapping[str, Collection[Any] | None]  # name -> accepted values; None accepts any value
+
+
+def check_arguments(owner: str, given: Mapping[str, Any], known: Collection[str], harmless: Harmless) -> dict[str, Any]:
+    """The arguments to use: the `given` ones whose name is in `known`; those in `harmless` are checked and left out.
+
+    Raises TypeError for a name in neither, ValueError for a harmless name with a value that would change something.
+    """
+    for name, value in given.items():
+        if name in known:
+            continue
+        if name not in harmless:
+            raise TypeError(f"{owner} has no argument {name!r}{_hint(name, known)}")
+        accepted = harmless[name]
+        if accepted is not None and value not in accepted:
+            raise ValueError(
+                f"{owner} does not support {name}={value!r}; leave it out or give {' or '.join(map(repr, accepted))}"
+            )
+    return {name: value for name, value in given.items() if name in known}
+
+
+def with_checked_arguments(harmless: Harmless) -> Callable[[type[T]], type[T]]:
+    """Decorates a dataclass so that its constructor calls `check_arguments`; its signature stays the dataclass's."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        init, known = cls.__init__, [field.name for field in fields(cls)]
+
+        @wraps(init)
+        def checked_init(self, **given: Any) -> None:
+            init(self, **check_arguments(cls.__name__, given, known, harmless))
+
+        cls.__init__ = checked_init
+        return cls
+
+    return decorate
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    close = get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"

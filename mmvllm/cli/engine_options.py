@@ -1,0 +1,70 @@
+"""Command line options for `EngineConfig`, generated from its fields and from the `Args` section of its docstring."""
+
+import argparse
+import inspect
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import Field, fields
+from typing import Any
+
+from mmvllm.cli.common import at_least_one, option_name
+from mmvllm.config import EngineConfig, literal_choices
+
+
+def add_engine_arguments(
+    parser: argparse._ActionsContainer,
+    only: Collection[str] | None = None,
+    exclude: Collection[str] = (),
+    **defaults: Any,
+) -> None:
+    """Add an option for every field of `EngineConfig`, or for those in `only`, except those in `exclude`.
+
+    `defaults` are defaults of this command; the other options default to None, which leaves the engine's default.
+    """
+    descriptions = _descriptions()
+    for field in _fields(only, exclude):
+        default = defaults.get(field.name)
+        text = f"{descriptions.get(field.name, '').rstrip('.')}{_default_text(field, default)}".replace("%", "%%")
+        parser.add_argument(option_name(field.name), default=default, help=text, **_value_arguments(field))
+
+
+def engine_arguments(args: argparse.Namespace, exclude: Collection[str] = ()) -> dict[str, Any]:
+    """The engine arguments that were given, by the names of `EngineConfig`'s fields."""
+    given = {field.name: getattr(args, field.name, None) for field in _fields(None, exclude)}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _fields(only: Collection[str] | None, exclude: Collection[str]) -> Iterator[Field]:
+    for field in fields(EngineConfig):
+        if (only is None or field.name in only) and field.name not in exclude:
+            yield field
+
+
+def _value_arguments(field: Field) -> dict[str, Any]:
+    """The arguments of `add_argument` that depend on a field's type."""
+    if field.type is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if choices := literal_choices(field.type):
+        return {"choices": [choice for choice in choices if choice is not None]}
+    if field.name == "seed":
+        return {"type": int, "metavar": "N"}
+    if field.type in (int, int | None):
+        return {"type": at_least_one, "metavar": "N"}
+    return {"type": float, "metavar": "F"} if field.type is float else {"metavar": field.name.upper()}
+
+
+def _default_text(field: Field, default: Any) -> str:
+    value = field.default if default is None else default
+    if value is None:
+        return ""
+    return f" (default: {('no', 'yes')[value] if isinstance(value, bool) else value})"
+
+
+def _descriptions() -> dict[str, str]:
+    """The text of each entry in the `Args` section of `EngineConfig`'s docstring, with fields named as options."""
+    _, _, section = (inspect.getdoc(EngineConfig) or "").partition("\nArgs:\n")  # None with python -OO
+    entries = dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE))
+    names = re.compile(rf"\b({'|'.join(name for name in entries if '_' in name)})\b")
+    return {
+        name: names.sub(lambda match: option_name(match[0]), " ".join(text.split())) for name, text in entries.items()
+    }

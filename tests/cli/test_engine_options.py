@@ -1,0 +1,95 @@
+"""Engine options: every field of EngineConfig is an option of every command that makes an engine."""
+
+import argparse
+from dataclasses import fields
+from importlib import import_module
+
+import pytest
+
+from mmvllm import EngineConfig
+from mmvllm.cli.common import option_name
+from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
+
+COMMANDS = [("caption", "x.png"), ("serve",), ("demo",), ("bench", "throughput"), ("bench", "latency")]
+VALUES = {
+    **{"device": "cpu", "dtype": "float32", "load_format": "dummy", "max_model_len": 100, "max_num_seqs": 3},
+    **{"max_num_batched_tokens": 64, "max_vision_patches": 128, "kvcache_block_size": 32, "num_kvcache_blocks": 10},
+    **{"gpu_memory_utilization": 0.5, "cpu_kvcache_bytes": 2**20, "encoder_cache_bytes": 2**19},
+    **{"enable_prefix_caching": False, "attention_backend": "torch", "quantization": "int8", "enforce_eager": True},
+    **{"skip_warmup": True, "seed": 7},
+}
+
+
+def words(given: dict) -> list[str]:
+    """The command line that gives these engine arguments."""
+    line = []
+    for name, value in given.items():
+        option = option_name(name)
+        if isinstance(value, bool):
+            line.append(option if value else option.replace("--", "--no-", 1))
+        else:
+            line += [option, str(value)]
+    return line
+
+
+def parser_of(*command: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    import_module(f"mmvllm.cli.{command[0]}").add_arguments(parser)
+    return parser
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_field_is_an_option_of_every_command(command):
+    assert list(VALUES) == [field.name for field in fields(EngineConfig)]
+    args = parser_of(*command).parse_args([*command[1:], *words(VALUES)])
+    assert {name: getattr(args, name) for name in VALUES} == VALUES
+    assert EngineConfig(**engine_arguments(args)) == EngineConfig(**VALUES)
+
+
+@pytest.mark.parametrize("command", [("serve",), ("demo",), ("caption", "x.png")], ids=" ".join)
+def test_only_what_is_given_reaches_the_engine(command):
+    args = parser_of(*command).parse_args([*command[1:]])
+    assert engine_arguments(args, exclude=("dtype",)) == {}
+
+
+def test_settings_of_captions_are_no_engine_arguments():
+    args = parser_of("caption").parse_args(["x.png", "--seed", "3", "--dtype", "float32", "--max-num-seqs", "2"])
+    assert engine_arguments(args, exclude=("dtype", "seed")) == {"max_num_seqs": 2}
+
+
+@pytest.mark.parametrize(("option", "executor"), [("--executor", "ray"), ("--engine", "ray"), ("--engine", "local")])
+def test_the_former_name_of_executor_is_accepted_and_hidden(option, executor):
+    parser = parser_of("caption")
+    assert parser.parse_args(["x.png", option, executor]).executor == executor
+    assert parser.parse_args(["x.png"]).executor == "local"
+    assert "--executor" in parser.format_help() and "--engine " not in parser.format_help()
+
+
+def test_a_selection_of_fields_and_defaults_of_a_command():
+    parser = argparse.ArgumentParser()
+    add_engine_arguments(parser, only=("device", "max_num_seqs", "seed"), exclude=("seed",), max_num_seqs=5)
+    assert vars(parser.parse_args([])) == {"device": None, "max_num_seqs": 5}
+    assert "(default: 5)" in parser.format_help() and "(default: auto)" in parser.format_help()
+
+
+def test_help_describes_every_option_and_names_options():
+    parser = argparse.ArgumentParser()
+    add_engine_arguments(parser)
+    for action in parser._actions[1:]:
+        assert len(action.help) > 20 and not any(f"{name} " in action.help for name in VALUES if "_" in name)
+    text = " ".join(parser.format_help().split())
+    assert "number of KV cache blocks; by default as many as --gpu-memory-utilization allows" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--max-num-seqs", "0"], "'0' is not a whole number of at least 1"),
+        (["--attention-backend", "fast"], "invalid choice: 'fast'"),
+        (["--gpu-memory-utilization", "half"], "invalid float value: 'half'"),
+    ],
+)
+def test_a_wrong_value_is_wrong_usage(given, message, capsys):
+    with pytest.raises(SystemExit):
+        parser_of("serve").parse_args(given)
+    assert message in capsys.readouterr().err

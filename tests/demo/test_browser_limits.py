@@ -1,0 +1,119 @@
+"""Refusals and errors on the page in a real browser: the message is shown, and the page still works."""
+
+import socketserver
+import threading
+from contextlib import ExitStack
+
+import pytest
+
+from mmvllm.demo import uploads as uploads_module
+from tests.helpers.browser import IMAGES, OTHER, SCENE, Tab, opened
+from tests.helpers.pages import in_steps, served, until
+from tests.helpers.requests import noise_image
+
+pytest.importorskip("gradio")
+pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("ignore::DeprecationWarning:gradio")]
+
+
+def test_a_full_engine_gives_a_message_and_keeps_the_question(chromium, checkpoint):
+    with (
+        served(checkpoint, max_num_seqs=1, max_waiting=2) as site,
+        ExitStack() as stack,
+        in_steps(site.engine) as make_steps,
+    ):
+        tabs = [stack.enter_context(opened(chromium, site)) for _ in range(4)]
+        for tab in tabs:
+            tab.set_longest(1000)
+        tabs[0].ask("question 0")
+        make_steps(40)
+        until(lambda: any(tabs[0].answers()))
+        for tab, note in ((tabs[1], "Waiting, next in line"), (tabs[2], "Waiting, 1 ahead of you")):
+            tab.ask("question")
+            until(lambda tab=tab, note=note: tab.notes() == [note])
+        tabs[3].ask("question 3")
+        tabs[3].page.get_by_text("Many people are asking right now; try again in a moment").wait_for()
+        assert (tabs[3].box.input_value(), tabs[3].questions()) == ("question 3", [])
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"this is no picture", "broken.png is not a picture that can be read"),
+        (None, "broken.png cannot be read; it may be damaged"),
+    ],
+)
+def test_a_broken_file_gives_a_message_and_the_page_still_works(content, message, chromium, site, tmp_path):
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(SCENE.read_bytes()[:300] if content is None else content)
+    with opened(chromium, site) as tab:
+        tab.add(broken)
+        if content is not None:
+            until(lambda: tab.page.locator("#cost").inner_text() == message)
+        tab.ask("Describe this image.")
+        tab.page.locator(".toast-wrap").get_by_text(message).wait_for()
+        assert tab.box.input_value() == "Describe this image."
+        tab.page.locator("#box .delete-button").click()
+        assert tab.answer_to("What is written?", SCENE) == '"4".'
+
+
+def test_too_many_images_are_refused_with_a_message(chromium, site):
+    with opened(chromium, site) as tab:
+        tab.add(*(IMAGES / f"scene-0{i}.png" for i in range(1, 5)))
+        until(lambda: "4 pictures; at most 3" in tab.page.locator("#cost").inner_text())
+        tab.ask("Describe this image.")
+        tab.page.locator(".toast-wrap").get_by_text("4 pictures; at most 3 go into one question").wait_for()
+        tab.page.locator("#box .delete-button").first.click()
+        tab.ask("Describe this image.")
+        assert tab.finished(1)
+
+
+def test_a_file_that_is_too_large_is_refused_with_a_message(chromium, site, tmp_path):
+    noise_image(900, 700).save(tmp_path / "large.bmp")
+    with opened(chromium, site) as tab:
+        tab.page.locator("#box input[type=file]").set_input_files(str(tmp_path / "large.bmp"))
+        tab.page.locator(".toast-wrap").wait_for()
+        assert "maximum allowed size" in tab.page.locator(".toast-wrap").inner_text()
+        assert tab.answer_to("What is written?", SCENE) == '"4".'
+
+
+def test_a_conversation_that_is_too_long_for_the_model_is_refused_with_a_message(chromium, site):
+    with opened(chromium, site) as tab:
+        tab.ask("word " * 3000)
+        tab.page.locator(".toast-wrap").get_by_text("max_model_len is 2048").wait_for()
+        assert tab.questions() == []
+
+
+def test_no_answer_makes_the_browser_fetch_from_another_host(chromium, site):
+    asked = []
+    listener = socketserver.TCPServer(("127.0.0.1", 0), lambda *_: asked.append(1))
+    threading.Thread(target=listener.serve_forever, args=(0.01,), daemon=True).start()
+    url = f"http://127.0.0.1:{listener.server_address[1]}/x.png"
+    context = chromium.new_context()
+    page = context.new_page()
+    page.goto(site.url)
+    tab = Tab(page)
+    tab.ask(f'![x]({url}) <img src="{url}">')
+    tab.page.locator("#chat .user-row img").nth(1).wait_for(state="attached")
+    until(lambda: "prompt tokens cached" in "".join(tab.notes()))
+    context.close()
+    listener.shutdown()
+    listener.server_close()
+    assert asked == []
+
+
+def test_a_refused_upload_gives_a_message_and_the_page_still_works(chromium, site, tmp_path, monkeypatch):
+    for i in range(7):  # 7 files of 400 KB; a question takes three of 500 KB
+        (tmp_path / f"{i}.png").write_bytes(SCENE.read_bytes() + bytes([i]) * 400_000)
+    context = chromium.new_context()
+    page = context.new_page()  # the console may report the refusals
+    page.goto(site.url)
+    tab, says = Tab(page), page.locator(".toast-wrap").get_by_text
+    choose = page.locator("#box input[type=file]").set_input_files
+    choose([*tmp_path.iterdir()])
+    says("Too much for one question; at most 3 pictures of 500,000 bytes go into it").wait_for()
+    with monkeypatch.context() as patch:
+        patch.setattr(uploads_module, "MAX_BYTES", 0)
+        choose(OTHER)
+        says("There is no room for more pictures right now; try again later").wait_for()
+    assert tab.answer_to("What is written?", SCENE) == '"4".'
+    context.close()

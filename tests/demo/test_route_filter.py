@@ -1,0 +1,188 @@
+"""Requests that do not reach gradio."""
+
+import asyncio
+import os
+
+import pytest
+from starlette.requests import Request
+
+from mmvllm.demo import route_filter as route_filter_module
+from mmvllm.demo import session as session_module
+from mmvllm.demo import uploads as uploads_module
+from mmvllm.demo.route_filter import MAX_BODY_BYTES, DemoRouteFilter
+from mmvllm.demo.session import Sessions
+from mmvllm.demo.settings import DemoSettings
+from mmvllm.demo.uploads import Uploads
+from mmvllm.media import MediaPolicy
+
+UPLOAD = "/gradio_api/upload"
+
+
+async def app(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+
+
+@pytest.fixture
+def route_filter(tmp_path, monkeypatch) -> DemoRouteFilter:
+    """The filter of a page with two images of 1 MiB per question, and space for five."""
+    monkeypatch.setattr(uploads_module, "MAX_BYTES", 5 * MAX_BODY_BYTES)
+    settings = DemoSettings(MediaPolicy(max_bytes=MAX_BODY_BYTES), max_images=2)
+    return DemoRouteFilter(app, Sessions(None, Uploads(tmp_path), settings))
+
+
+def messages(route_filter: DemoRouteFilter, path: str, method: str = "POST", receive=None, **headers) -> list[dict]:
+    """The messages of the response."""
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    raw = [(name.replace("_", "-").encode(), str(value).encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": method, "path": path, "headers": raw}
+    asyncio.run(route_filter(scope, receive, send))
+    return sent
+
+
+def status(route_filter: DemoRouteFilter, path: str, method: str = "POST", **headers) -> int:
+    """The status of the response; 200 is the response of the app behind the filter."""
+    return messages(route_filter, path, method, **headers)[0]["status"]
+
+
+@pytest.mark.parametrize("prefix", ["", "/demo"])
+@pytest.mark.parametrize(
+    "path, want",
+    [
+        ("/", 200),
+        ("/config", 200),
+        ("/gradio_api/queue/data", 200),
+        ("/gradio_api/heartbeat/abc", 200),
+        ("/gradio_api/file=/tmp/a.png", 200),
+        ("/gradio_api/file=https://example.com/a.png", 404),
+        ("/gradio_api/file=//example.com/a.png", 200),  # gradio takes it for the path of a file
+        ("/gradio_api/file/etc/hostname", 404),
+        ("/gradio_api/process_recording", 404),
+        ("/gradio_api/component_server", 404),
+        ("/gradio_api/deep_link", 404),
+    ],
+)
+def test_only_routes_of_the_page_reach_gradio(prefix, path, want, route_filter):
+    assert status(route_filter, prefix + path, "GET") == want
+
+
+def test_requests_other_than_uploads_are_short(route_filter):
+    for path in ("/login", "/gradio_api/queue/join", "/gradio_api/run/stop"):
+        assert status(route_filter, path, content_length=MAX_BODY_BYTES) == 200
+        assert status(route_filter, path, content_length=MAX_BODY_BYTES + 1) == 413
+
+
+def test_a_body_of_unknown_length_is_refused(route_filter):
+    for path in (UPLOAD, "/gradio_api/queue/join"):
+        assert status(route_filter, path) == status(route_filter, path, content_length="x") == 411
+        assert status(route_filter, path, content_length=1, transfer_encoding="chunked") == 411
+
+
+def test_an_upload_is_accepted_while_there_is_space(route_filter, tmp_path):
+    assert status(route_filter, UPLOAD, content_length=2 * MAX_BODY_BYTES) == 200
+    (tmp_path / "a.png").write_bytes(b"x" * 3 * MAX_BODY_BYTES)
+    assert status(route_filter, UPLOAD, content_length=2 * MAX_BODY_BYTES) == 200
+    assert status(route_filter, UPLOAD, content_length=2 * MAX_BODY_BYTES + 1) == 507
+
+
+def test_an_upload_is_no_larger_than_a_question(route_filter):
+    assert status(route_filter, UPLOAD, content_length=3 * MAX_BODY_BYTES) == 200  # including the multipart headers
+    refusal, text = messages(route_filter, UPLOAD, content_length=3 * MAX_BODY_BYTES + 1)
+    assert refusal["status"] == 413
+    assert text["body"] == b"Too much for one question; at most 2 pictures of 1,048,576 bytes go into it"
+
+
+def test_concurrent_uploads_share_the_space(route_filter):
+    """Of two uploads of 3 MiB one is accepted, and reserves its space until it is complete."""
+    may_end, seen = asyncio.Event(), []
+
+    async def slow(scope, receive, send):
+        await may_end.wait()
+
+    async def send(message):
+        seen.append(message.get("status"))
+        may_end.set()
+
+    async def both():
+        route_filter.app = slow
+        headers = [(b"content-length", str(3 * MAX_BODY_BYTES).encode())]
+        scope = {"type": "http", "method": "POST", "path": UPLOAD, "headers": headers}
+        await asyncio.wait_for(asyncio.gather(route_filter(scope, None, send), route_filter(scope, None, send)), 20)
+
+    asyncio.run(both())
+    assert seen[0] == 507
+    route_filter.app = app
+    assert status(route_filter, UPLOAD, content_length=3 * MAX_BODY_BYTES) == 200
+
+
+async def never() -> dict:
+    """The body of a client that sends nothing."""
+    await asyncio.Event().wait()
+
+
+async def reading(scope, receive, send):
+    """An app that reads the body, as starlette does."""
+    await Request(scope, receive).body()
+    await app(scope, receive, send)
+
+
+def test_a_stalled_upload_times_out_and_releases_its_space(route_filter, monkeypatch):
+    monkeypatch.setattr(route_filter_module, "UPLOAD_SECONDS", 0)
+    route_filter.app = reading
+    for _ in range(3):
+        refusal, text = messages(route_filter, UPLOAD, receive=never, content_length=2 * MAX_BODY_BYTES)
+        assert (refusal["status"], text["body"]) == (408, b"The pictures took too long to arrive; try again")
+
+
+def test_a_timeout_during_the_response_sends_no_second_one(route_filter, monkeypatch):
+    async def answering(scope, receive, send):
+        await app(scope, receive, send)
+        await never()
+
+    monkeypatch.setattr(route_filter_module, "UPLOAD_SECONDS", 0)
+    route_filter.app = answering
+    assert len(messages(route_filter, UPLOAD, content_length=1)) == 1
+
+
+def test_a_disconnect_while_sending_is_not_an_error(route_filter):
+    async def gone() -> dict:
+        return {"type": "http.disconnect"}
+
+    route_filter.app = reading
+    assert messages(route_filter, UPLOAD, receive=gone, content_length=1) == []
+
+
+def test_a_session_is_kept_while_its_tab_is_open(route_filter, monkeypatch):
+    monkeypatch.setattr(session_module, "ORPHAN_SECONDS", -1)
+    sessions = route_filter._sessions
+    session = sessions.get("one")
+
+    async def heart(scope, receive, send):
+        await sessions.sweep()
+        assert sessions.get("one") is session
+
+    route_filter.app = heart
+    messages(route_filter, "/demo/gradio_api/heartbeat/one", "GET")
+    asyncio.run(sessions.sweep())
+    assert sessions.get("one") is not session
+
+
+def test_unclaimed_uploads_are_removed_without_further_requests(route_filter, monkeypatch, tmp_path):
+    monkeypatch.setattr(session_module, "SWEEP_SECONDS", 0)
+    path = tmp_path / "hash" / "a.png"
+
+    async def come_once_and_wait() -> None:
+        await route_filter(
+            {"type": "http", "method": "GET", "path": "/", "headers": []}, None, lambda _: asyncio.sleep(0)
+        )
+        while path.exists():
+            await asyncio.sleep(0)
+
+    for _ in range(2):  # also on another event loop
+        path.parent.mkdir()
+        path.write_bytes(b"picture")
+        os.utime(path, (0, 0))
+        asyncio.run(asyncio.wait_for(come_once_and_wait(), 20))

@@ -1,0 +1,36 @@
+"""Files that are built byte by byte, and what is loaded from them."""
+
+import struct
+import zlib
+
+import numpy as np
+
+from mmvllm.processors.load import load_image
+
+
+def levels(source) -> np.ndarray:
+    """(height, width, 3) of what is loaded."""
+    loaded = load_image(source)
+    assert loaded.mode == "RGB"
+    return np.asarray(loaded)
+
+
+def exif(*tags: tuple[int, int, bytes]) -> bytes:
+    """An EXIF block of (tag, type, 4 bytes)."""
+    entries = b"".join(struct.pack("<HHI", tag, kind, 1) + value for tag, kind, value in sorted(tags))
+    return b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", len(tags)) + entries + bytes(4)
+
+
+def rotated(orientation: int) -> tuple[int, int, bytes]:
+    return 0x0112, 3, struct.pack("<I", orientation)
+
+
+def png(width: int, height: int, depth: int, colour_type: int, rows: bytes) -> bytes:
+    """A PNG by the book: 0 is grey, 2 RGB, 6 RGBA; `rows` is packed, without filter bytes."""
+    stride = len(rows) // height if height else 0
+    filtered = b"".join(b"\0" + rows[i * stride : (i + 1) * stride] for i in range(height if rows else 0))
+    header = struct.pack(">IIBBBBB", width, height, depth, colour_type, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(filtered)), (b"IEND", b""))
+    framed = (struct.pack(">I", len(body)) + kind + body for kind, body in chunks)
+    checks = (struct.pack(">I", zlib.crc32(kind + body)) for kind, body in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(a + b for a, b in zip(framed, checks, strict=True))

@@ -1,0 +1,68 @@
+"""Keyword arguments of the engine and of sampling: suggestions for typos, and tolerance for what changes nothing."""
+
+import inspect
+import pickle
+from dataclasses import fields, replace
+
+import pytest
+
+from mmvllm import EngineConfig, SamplingParams
+from mmvllm.arguments import check_arguments
+from mmvllm.config import HARMLESS as ENGINE_HARMLESS
+from mmvllm.sampling_params import HARMLESS as SAMPLING_HARMLESS
+
+KNOWN, HARMLESS = ("size", "seed"), {"parallel": (1,), "log": None}
+
+
+def test_known_arguments_are_returned_and_harmless_ones_dropped():
+    assert check_arguments("LLM", {"size": 3, "parallel": 1, "log": "any"}, KNOWN, HARMLESS) == {"size": 3}
+
+
+def test_an_unknown_argument_gets_a_suggestion_or_the_known_names():
+    with pytest.raises(TypeError, match=r"^LLM has no argument 'sed'; did you mean 'seed'\?$"):
+        check_arguments("LLM", {"sed": 1}, KNOWN, HARMLESS)
+    with pytest.raises(TypeError, match=r"^LLM has no argument 'zzz'; known: size, seed$"):
+        check_arguments("LLM", {"zzz": 1}, KNOWN, HARMLESS)
+
+
+def test_a_harmless_argument_with_another_value_is_not_supported():
+    with pytest.raises(ValueError, match=r"^LLM does not support parallel=2; leave it out or give 1$"):
+        check_arguments("LLM", {"parallel": 2}, KNOWN, HARMLESS)
+
+
+def test_engine_arguments_of_vllm_that_change_nothing_are_accepted():
+    given = {name: 4 if accepted is None else accepted[0] for name, accepted in ENGINE_HARMLESS.items()}
+    assert EngineConfig.from_arguments("LLM", max_num_seqs=3, **given) == EngineConfig(max_num_seqs=3)
+
+
+@pytest.mark.parametrize(("name", "value"), [("tensor_parallel_size", 2), ("trust_remote_code", True)])
+def test_engine_arguments_that_would_change_something_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"AsyncLLM does not support {name}={value}"):
+        EngineConfig.from_arguments("AsyncLLM", **{name: value})
+
+
+def test_the_owner_of_engine_arguments_is_named():
+    with pytest.raises(TypeError, match=r"^AsyncLLM has no argument 'max_num_seq'; did you mean 'max_num_seqs'"):
+        EngineConfig.from_arguments("AsyncLLM", max_num_seq=1)
+
+
+def test_sampling_arguments_of_vllm_that_change_nothing_are_accepted():
+    given = {name: accepted[-1] for name, accepted in SAMPLING_HARMLESS.items()}
+    assert SamplingParams(max_tokens=3, **given) == SamplingParams(max_tokens=3)
+
+
+@pytest.mark.parametrize(("name", "value"), [("best_of", 2), ("logit_bias", {5: 1.0}), ("prompt_logprobs", 1)])
+def test_sampling_arguments_that_would_change_something_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"SamplingParams does not support {name}="):
+        SamplingParams(**{name: value})
+
+
+def test_an_unknown_sampling_argument_gets_a_suggestion():
+    with pytest.raises(TypeError, match="SamplingParams has no argument 'max_token'; did you mean 'max_tokens'"):
+        SamplingParams(max_token=5)
+
+
+def test_the_signature_of_sampling_params_lists_its_fields_and_copies_are_equal():
+    assert list(inspect.signature(SamplingParams).parameters) == [field.name for field in fields(SamplingParams)]
+    params = SamplingParams(n=2, stop="a", detokenize=True)
+    assert pickle.loads(pickle.dumps(params)) == replace(params, n=2) == params

@@ -1,0 +1,226 @@
+"""Images come from data URIs, allowed folders and allowed hosts, or there is a MediaError."""
+
+import base64
+import ipaddress
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmvllm.http_fetching import is_allowed
+from mmvllm.media import MediaError, MediaPolicy
+from tests.helpers.web import ANYWHERE, NAME, PNG, PUBLIC, FakeNetwork, fake_network, fetch, local
+
+
+@pytest.fixture
+def network(monkeypatch) -> FakeNetwork:
+    return fake_network(monkeypatch)
+
+
+def test_by_default_nothing_is_fetched_or_read(network):
+    for url, option in {f"http://{PUBLIC}/": "media-domains", "file:///etc/hosts": "local-media-path"}.items():
+        with pytest.raises(MediaError, match=f"--allowed-{option}"):
+            fetch(url, MediaPolicy())
+    assert network.lookups == []
+
+
+@pytest.mark.parametrize("url", ["ftp://127.0.0.1/a", "gopher://a", "s3://a/b", "/etc/hosts", "a.png", "", "//a"])
+def test_other_schemes_are_refused(url, network):
+    with pytest.raises(MediaError, match=r"give an http\(s\):// URL or a data: URI"):
+        fetch(url, local())
+
+
+def test_the_http_client_is_imported_only_when_a_host_is_allowed():
+    code = """
+import asyncio, sys
+sys.modules["mmvllm.http_fetching"] = None
+from mmvllm.fetching import fetch
+from mmvllm.media import MediaPolicy
+print(asyncio.run(fetch("data:;base64,aGVsbG8=", MediaPolicy())))
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "b'hello'\n"
+
+
+# Data URIs
+
+
+def data_uri(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+@pytest.mark.parametrize("size", [0, 1, 98, 99, 100])
+def test_a_data_uri_up_to_the_limit_is_decoded(size):
+    assert fetch(data_uri(bytes(size)), MediaPolicy(max_bytes=100)) == bytes(size)
+
+
+def test_a_wrapped_data_uri_is_decoded():
+    assert fetch("DATA:image/png;BASE64,\n" + base64.encodebytes(PNG).decode()) == PNG
+
+
+@pytest.mark.parametrize(
+    "uri, message",
+    [
+        (data_uri(bytes(200)), "at most 100 bytes"),
+        ("data:image/png;base64," + " " * 200, "at most 100 bytes"),
+        ("data:image/png;base64,iVBO*Rw0", "not valid base64"),
+        ("data:image/png;base64,\ud800", "not valid base64"),
+        ("data:image/png;base64", "without a comma"),
+        ("data:image/png;base64,aa%3D%3D", "must be plain base64"),
+        ("data:image/png,hello", "must be plain base64"),
+        ("data:", "must be plain base64"),
+    ],
+)
+def test_an_invalid_data_uri_is_refused_and_not_echoed(uri, message):
+    with pytest.raises(MediaError, match=message) as raised:
+        fetch(uri, MediaPolicy(max_bytes=100))
+    assert len(str(raised.value)) < 200
+
+
+# Files
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """An allowed folder, with a secret beside it."""
+    inside = tmp_path / "allowed"
+    (inside / "sub").mkdir(parents=True)
+    for path in (inside / "a.png", inside / "sub" / "50% ä.png", tmp_path / "secret.png"):
+        path.write_bytes(PNG)
+    (tmp_path / "allowed too").mkdir()
+    (tmp_path / "allowed too" / "secret.png").write_bytes(PNG)
+    (inside / "link.png").symlink_to(inside / "sub" / "50% ä.png")
+    (inside / "out.png").symlink_to(tmp_path / "secret.png")
+    (inside / "dangling.png").symlink_to(tmp_path / "missing.png")
+    (inside / "up").symlink_to(tmp_path)
+    (tmp_path / "in").symlink_to(inside)
+    os.mkfifo(inside / "pipe.png")
+    return inside
+
+
+@pytest.mark.parametrize("name", ["a.png", "sub/50% ä.png", "link.png"])
+def test_a_file_in_the_allowed_folder_is_read(name, folder):
+    policy = MediaPolicy(allowed_local_path=folder)
+    assert fetch((folder / name).as_uri(), policy) == PNG
+    assert fetch((folder / name).as_uri().replace("file://", "FILE://localhost"), policy) == PNG
+
+
+def test_an_allowed_folder_may_be_a_link(folder):
+    linked = folder.parent / "in"
+    assert fetch((linked / "a.png").as_uri(), MediaPolicy(allowed_local_path=linked)) == PNG
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(
+            "{0}/missing.png",
+            "{0}/sub",
+            "{0}",
+            "{0}/",
+            "{0}/pipe.png",
+            "{0}/out.png",
+            "{0}/dangling.png",
+            "{0}/a.png/b",
+        ),
+        *(
+            "{0}/up/secret.png",
+            "{0}/up/missing.png",
+            "{0}/../secret.png",
+            "{0}/../missing.png",
+            "{0}/%2e%2e/secret.png",
+        ),
+        *("{0}/../allowed/a.png", "{1}/secret.png", "{1}/missing.png", "{1}/in/a.png", "{0} too/secret.png"),
+        *(
+            "{0}%20too/secret.png",
+            "/{0}/a.png",
+            "{0}/%2561.png",
+            "{0}/a.png%00",
+            "{0}/a.png\0",
+            "example.org{0}/a.png",
+        ),
+        *("/etc/passwd", "/proc/self/environ", "/dev/zero", "a.png", "~/a.png", "", "{0}/\ud800", "{0}/" + "a" * 5000),
+    ],
+)
+def test_other_files_are_refused_alike_whether_they_exist_or_not(path, folder):
+    url = "file://" + path.format(folder, folder.parent)
+    with pytest.raises(MediaError) as raised:
+        fetch(url, MediaPolicy(allowed_local_path=folder))
+    assert str(raised.value).endswith(": no such file in the allowed folder")
+
+
+def test_a_file_over_the_limit_is_refused(folder):
+    with pytest.raises(MediaError, match="at most 20 bytes"):
+        fetch((folder / "a.png").as_uri(), MediaPolicy(allowed_local_path=folder, max_bytes=20))
+
+
+def test_a_folder_that_becomes_a_link_while_it_is_checked_is_not_followed(folder, monkeypatch):
+    realpath = os.path.realpath
+
+    def swap(path, **options):
+        real = realpath(path, **options)
+        if "sub" in str(path) and not (folder / "old").exists():
+            (folder / "sub").rename(folder / "old")
+            (folder / "sub").symlink_to(folder.parent)
+        return real
+
+    monkeypatch.setattr(os.path, "realpath", swap)
+    (folder / "sub" / "secret.png").write_bytes(b"harmless")
+    with pytest.raises(MediaError, match="no such file"):
+        fetch((folder / "sub" / "secret.png").as_uri(), MediaPolicy(allowed_local_path=folder))
+    assert (folder / "sub").is_symlink()
+
+
+def open_below(folder: Path) -> list[str]:
+    """The open files below a folder; other threads may open and close files elsewhere."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return [path for path in found if path.startswith(str(folder))]
+
+
+def test_a_refused_file_leaves_nothing_open(folder):
+    with open(folder / "a.png", "rb"):
+        assert open_below(folder.parent) == [str(folder / "a.png")]
+    for name in ("", "sub", "pipe.png", "sub/missing.png", "out.png"):
+        with pytest.raises(MediaError):
+            fetch(f"file://{folder}/{name}", MediaPolicy(allowed_local_path=folder))
+    assert open_below(folder.parent) == []
+
+
+# Anything
+
+PIECES = [
+    *("http://", "https://", "HTTP:", "//", "///", "/", "\\", ":", "@", ".", "..", "%", "%00", "%2e", "?", "#"),
+    *("[", "]", "[::1]", "[::ffff:7f00:1]", "127.0.0.1", "10.0.0.1", "0x7f", "0177", "1", "2130706433", ":80"),
+    *(":0", "localhost", "images.example", "\xe9", "\uff11", "\u3002", "\u017f", "file:", "file:///", "data:"),
+    *(";base64,", ",", "AAAA", "=", "~", "../", "etc/passwd", "user:pw@", " ", "\t", "\r\n", "\x00", "\u2028", ""),
+    *("\ud800",),
+]
+PARTS = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=5)), max_size=8).map("".join)
+URLS = st.builds(
+    "{}{}{}".format,
+    st.sampled_from(["http://", "https://", "file:///", "data:image/png;base64,", ""]),
+    st.sampled_from(["", "images.example", "images.example/", "localhost:80"]),
+    PARTS,
+)
+
+
+def test_any_url_gives_bytes_or_a_media_error_and_only_public_addresses_are_connected_to(network, tmp_path):
+    network.names = {NAME: [[PUBLIC]], "localhost": [["127.0.0.1"]]}
+    policy = MediaPolicy(allowed_domains=("*",), allowed_local_path=tmp_path)
+
+    @settings(max_examples=400, derandomize=True, deadline=None, database=None)
+    @given(URLS)
+    def holds(url):
+        with suppress(MediaError):
+            assert isinstance(fetch(url, policy), bytes)
+        assert all(is_allowed(ipaddress.ip_address(one), ANYWHERE) for one in network.connected)
+
+    holds()
+    assert PUBLIC in network.connected
