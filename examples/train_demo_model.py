@@ -26,7 +26,7 @@ from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig, normal
 from mmvllm.processors.positions import mrope_positions
 
 VOCAB_SIZE = 768
-IMAGES = ImageProcessorConfig(min_pixels=140 * 140, max_pixels=196 * 196)
+IMAGES = replace(IMAGE_DEFAULTS, min_pixels=140 * 140, max_pixels=196 * 196)
 SPECIAL_TOKENS = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
     "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",

@@ -197,10 +197,11 @@ def reference(args: argparse.Namespace, stack: ExitStack) -> Method:
     from mmvllm.config import EngineConfig
     from mmvllm.models.registry import load_config
     from mmvllm.models.weights import resolve_folder
-    from mmvllm.processors.image import ImageProcessorConfig, pixel_bounds
+    from mmvllm.models.registry import load_image_config
+    from mmvllm.processors.image import pixel_bounds
 
     folder, device = resolve_folder(args.model), EngineConfig().resolve_device()
-    tokenizer, images = AutoTokenizer.from_pretrained(folder), ImageProcessorConfig.from_pretrained(folder)
+    tokenizer, images = AutoTokenizer.from_pretrained(folder), load_image_config(folder)
     transformers = Transformers(folder, tokenizer, device, torch.float32, "auto", batch_size=1)
     low, high = pixel_bounds(None, args.max_pixels, images.min_pixels, images.max_pixels)
     transformers.images = Qwen2VLImageProcessorPil.from_pretrained(folder, min_pixels=low, max_pixels=high)

@@ -13,8 +13,9 @@ import torch
 from mmvllm.bench.report import number, print_table, record
 from mmvllm.bench.workload import encoded, image_sizes, smooth_noise
 from mmvllm.intake import NUM_WORKERS
+from mmvllm.models.registry import load_image_config
 from mmvllm.models.weights import resolve_folder
-from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig
+from mmvllm.processors.image import ImageProcessor
 from mmvllm.processors.load import load_image
 
 FORMATS = ("jpeg", "png", "webp")
@@ -45,7 +46,7 @@ def _formats(text: str) -> list[str]:
 
 
 def _processors(folder: Path, compare: str | None) -> dict[str, Callable[[bytes], object]]:
-    processor = ImageProcessor(ImageProcessorConfig.from_pretrained(folder))
+    processor = ImageProcessor(load_image_config(folder))
     processors = {"mmvllm": lambda data: processor(load_image(data))}
     if compare:
         from mmvllm.bench.reference import Qwen2VLImageProcessorPil, decoded

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from mmvllm.engine.stats import StepStats
+from mmvllm.inputs import EngineInput
 from mmvllm.llm import LLM
 from mmvllm.outputs import RequestOutput
-from mmvllm.processors.chat import Prompt
 from mmvllm.sampling_params import SamplingParams
 
 
@@ -68,7 +68,7 @@ def _recorded(llm: LLM, output_tokens: int) -> Iterator[tuple[list[StepStats], l
     """
     steps, seconds, processor = [], [], llm.processor
 
-    def timed(request: dict) -> Prompt:
+    def timed(request: dict) -> EngineInput:
         start = time.thread_time()
         prompt = processor(request)
         seconds.append(time.thread_time() - start)

@@ -7,7 +7,7 @@ from pathlib import Path
 from PIL import Image
 
 from mmvllm.media import FORMATS, MediaPolicy
-from mmvllm.processors.image import ImageProcessorConfig, pixel_bounds, smart_resize
+from mmvllm.processors.image import ImageProcessorConfig
 
 
 class UploadError(ValueError):
@@ -50,6 +50,5 @@ class UploadedImage:
 
     def num_tokens(self, config: ImageProcessorConfig, min_pixels: int, max_pixels: int) -> int:
         """The number of tokens with these pixel bounds; raises ValueError for invalid bounds or shapes."""
-        low, high = pixel_bounds(min_pixels, max_pixels, config.min_pixels, config.max_pixels)
-        height, width = smart_resize(self.height, self.width, config.factor, low, high)
+        height, width = config.resized(self.height, self.width, min_pixels, max_pixels)
         return height * width // config.factor**2

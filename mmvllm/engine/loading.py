@@ -13,7 +13,7 @@ from mmvllm.engine.memory import num_kv_blocks
 from mmvllm.engine.model_runner import ModelRunner
 from mmvllm.layers.attention import AttentionBackend, choose_attention
 from mmvllm.layers.linear import pack_weights
-from mmvllm.models.registry import family_of, load_config
+from mmvllm.models.registry import load_config, load_image_config
 from mmvllm.models.weights import load_model, resolve_folder
 from mmvllm.processors.image import ImageProcessorConfig
 
@@ -40,7 +40,7 @@ def load(model: str | Path | None, config: EngineConfig) -> Loaded:
     folder = resolve_folder(model, with_weights=config.load_format != "dummy")
     model_config = load_config(folder)
     dtype = config.resolve_dtype(model_config.dtype, device)
-    image_config = family_of(model_config.architecture).image_config(folder)
+    image_config = load_image_config(folder)
     tokenizer = _load_tokenizer(folder)
     _check_image_config(folder, image_config, model_config)
     attention, reason = choose_attention(

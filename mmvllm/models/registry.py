@@ -6,6 +6,7 @@ from mmvllm.config import ModelConfig
 from mmvllm.models import qwen2_vl
 from mmvllm.models.hf_config import read_json
 from mmvllm.models.interface import ModelFamily
+from mmvllm.processors.image import ImageProcessorConfig
 
 FAMILIES: dict[str, ModelFamily] = {
     name: module.FAMILY for module in (qwen2_vl,) for name in module.FAMILY.architectures
@@ -17,6 +18,11 @@ def family_of(architecture: str) -> ModelFamily:
     if architecture not in FAMILIES:
         raise ValueError(f"architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}")
     return FAMILIES[architecture]
+
+
+def load_image_config(folder: str | Path) -> ImageProcessorConfig:
+    """How a checkpoint wants its images prepared; raises ValueError for damaged or unsupported settings."""
+    return family_of(load_config(folder).architecture).image_config(Path(folder))
 
 
 def load_config(folder: str | Path) -> ModelConfig:
