@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from PIL.Image import Image
 
+from mmvllm.errors import RequestError
 from mmvllm.processors.image import PART_SIZES, ImageInput, ImageProcessor, resize_for_part
 from mmvllm.processors.load import load_image
 
@@ -249,11 +250,11 @@ def _check_takes_images(parts: list[dict], image_token_id: int | None) -> None:
 
 @contextmanager
 def _naming_image(i: int) -> Iterator[None]:
-    """Prefix a ValueError with the image it is about."""
+    """Add the index of the image to a ValueError."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"image {i}: {error}") from error
+        raise RequestError(str(error), image_index=i) from error
 
 
 def _apply_template(owner, messages: list[dict]) -> str:
