@@ -36,8 +36,8 @@ def test_cors_allows_configured_origins_also_for_errors(engine):
     assert preflight.headers["access-control-allow-origin"] == "https://a.example"
     refused = call(app, "POST", CHAT, json={}, headers={"Origin": "https://a.example"})
     assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "https://a.example"
-    stranger = call(app, "OPTIONS", CHAT, headers=asks | {"Origin": "https://b.example"})
-    assert stranger.status_code == 400 and "access-control-allow-origin" not in stranger.headers
+    other = call(app, "OPTIONS", CHAT, headers=asks | {"Origin": "https://b.example"})
+    assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
 
 
 def test_cors_is_off_by_default(app):
