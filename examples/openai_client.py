@@ -1,10 +1,10 @@
-"""Ask a server about pictures with OpenAI's own client; the answer appears while it forms.
+"""Ask a server about images with the `openai` client, and print the completion as it is streamed.
 
     pip install ".[serve]" openai
     mmvllm serve &
     python examples/openai_client.py examples/images/scene-04.png "How many stars are there?"
 
-OPENAI_BASE_URL names another server, OPENAI_API_KEY its key.
+Set OPENAI_BASE_URL for another server, and OPENAI_API_KEY for its key.
 """
 
 import argparse
@@ -24,10 +24,10 @@ def image_part(path: Path) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pictures", type=Path, nargs="+")
+    parser.add_argument("images", type=Path, nargs="+")
     parser.add_argument("question")
     args = parser.parse_args()
-    for path in args.pictures:
+    for path in args.images:
         if not path.is_file():
             parser.error(f"{path}: no such file")
     client = OpenAI(
@@ -39,7 +39,7 @@ def main() -> None:
         messages=[
             {
                 "role": "user",
-                "content": [*map(image_part, args.pictures), {"type": "text", "text": args.question}],
+                "content": [*map(image_part, args.images), {"type": "text", "text": args.question}],
             }
         ],
         temperature=0,

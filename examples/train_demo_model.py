@@ -13,6 +13,7 @@ import json
 import math
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,7 +23,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig, normalize_patches
+from mmvllm.models.qwen2_vl.processing import IMAGE_DEFAULTS
+from mmvllm.processors.image import ImageProcessor, normalize_patches
 from mmvllm.processors.positions import mrope_positions
 
 VOCAB_SIZE = 768

@@ -1,13 +1,13 @@
-"""Many clients at once on `mmvllm serve`: is every answer right, is anything left behind, and how fast is it?
+"""Load test of `mmvllm serve`: checks every completion, looks for leaks, and measures latency and throughput.
 
     pip install ".[serve,test]" && python examples/benchmarks/serving.py
 
-Starts the server with the bundled model on this machine and lets 64 clients (the `openai` package) ask without pause:
-about one picture or two, or none; streamed or not; chats and plain completions. One in ten hangs up before its answer
-is complete, one in twenty sends a picture that is none. Every answer is compared with that of `LLM`, computed before;
-then the server must hold no request, no KV block, no temporary file and no more open files and sockets than at its
-start, and its memory must not have grown in the second half. The clients run on the same cores as the server. Exits
-with 1 if anything is wrong.
+Starts the server with the bundled model, and 64 clients (the `openai` package) that send requests without pause:
+chats with two, one or no image and plain completions, streamed or not. One request in ten is cancelled by its client,
+one in twenty has an invalid image. Every completion is compared with that of `LLM`, computed before. At the end the
+server must hold no request, no KV block, no temporary file and no more open files and sockets than at its start, and
+its memory must not have grown in the second half. The clients run on the same cores as the server. Exits with 1 if a
+check fails.
 """
 
 import argparse
@@ -39,27 +39,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from scenes import draw, questions, random_scene
 
 FORMATS = ("PNG", "JPEG", "WEBP")
-NO_PICTURE = "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n no more than a signature").decode()
-HANG_UP, BAD = 0.10, 0.05
-HANG_UP_S = 0.5  # after at most so long, where the answer is not streamed
+INVALID_IMAGE = "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n only a signature").decode()
+CANCELLED, INVALID = 0.10, 0.05  # fractions of the requests
+CANCEL_S = 0.5  # maximum delay before a request that is not streamed is cancelled
 SAMPLE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a client asks, and the answer of the offline engine."""
+    """A request, and the text that `LLM` generates for it."""
 
-    kind: str  # "picture", "two pictures", "text" or "completion"
-    request: dict  # of the client's call, without model and stream
-    answer: str = ""
+    kind: str  # "image", "two images", "text" or "completion"
+    request: dict  # arguments of the client's method, without model and stream
+    expected: str = ""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What the clients saw."""
+    """Results of all clients."""
 
     outcomes: Counter = field(default_factory=Counter)
-    num_right: int = 0
+    num_correct: int = 0
     wrong: list[str] = field(default_factory=list)
     first_token: list[float] = field(default_factory=list)  # seconds
     per_token: list[float] = field(default_factory=list)
@@ -68,19 +68,19 @@ class Tally:
 
 def make_cases(count: int, seed: int) -> list[Case]:
     rng = random.Random(seed)
-    makers = (one_picture, one_picture, one_picture, two_pictures, text_only, completion)
+    makers = (one_image, one_image, one_image, two_images, text_only, completion)
     return [makers[i % len(makers)](rng) for i in range(count)]
 
 
-def one_picture(rng: random.Random) -> Case:
+def one_image(rng: random.Random) -> Case:
     scene = random_scene(rng)
     _, question, _ = rng.choice(questions(scene, rng))
-    return Case("picture", chat(picture_part(scene, rng), text_part(question)))
+    return Case("image", chat(image_part(scene, rng), text_part(question)))
 
 
-def two_pictures(rng: random.Random) -> Case:
-    parts = [picture_part(random_scene(rng), rng) for _ in range(2)]
-    return Case("two pictures", chat(*parts, text_part("Describe this image.")))
+def two_images(rng: random.Random) -> Case:
+    parts = [image_part(random_scene(rng), rng) for _ in range(2)]
+    return Case("two images", chat(*parts, text_part("Describe this image.")))
 
 
 def text_only(rng: random.Random) -> Case:
@@ -102,15 +102,15 @@ def text_part(text: str) -> dict:
     return {"type": "text", "text": text}
 
 
-def picture_part(scene, rng: random.Random) -> dict:
+def image_part(scene, rng: random.Random) -> dict:
     buffer, format = io.BytesIO(), rng.choice(FORMATS)
     draw(scene, rng).save(buffer, format)
     data = base64.b64encode(buffer.getvalue()).decode()
     return {"type": "image_url", "image_url": {"url": f"data:image/{format.lower()};base64,{data}"}}
 
 
-def answered(cases: list[Case]) -> list[Case]:
-    """With the answers of the offline engine."""
+def with_expected_texts(cases: list[Case]) -> list[Case]:
+    """The cases with the texts that `LLM` generates for them."""
     llm = LLM()
     prompts = [
         {"text": c.request["prompt"]} if c.kind == "completion" else {"messages": c.request["messages"]} for c in cases
@@ -122,7 +122,7 @@ def answered(cases: list[Case]) -> list[Case]:
 
 
 class ServerProcess:
-    """`mmvllm serve` with the bundled model on a free port, temporary files in a folder of its own."""
+    """`mmvllm serve` with the bundled model on a free port and its own folder for temporary files."""
 
     def __init__(self, folder: str):
         self.folder = folder
@@ -136,7 +136,7 @@ class ServerProcess:
         self.url = found[0]
         self.memory: list[int] = []
         self._watched = psutil.Process(self._process.pid)
-        self.metrics()  # what the first request makes the server open is there from now on
+        self.metrics()  # so that files opened by the first request are not counted as leaks
         self._num_open = self.num_open()
 
     def metrics(self) -> dict[str, float]:
@@ -150,11 +150,11 @@ class ServerProcess:
             await asyncio.sleep(SAMPLE_S)
 
     def num_open(self) -> int:
-        """Files and sockets."""
+        """The number of open files and sockets."""
         return self._watched.num_fds()
 
     def leaks(self) -> list[str]:
-        """What is left once the clients have gone; empty if nothing is."""
+        """Descriptions of resources still held after all clients have disconnected."""
         found = []
         for _ in range(100):
             metrics = self.metrics()
@@ -178,15 +178,15 @@ class ServerProcess:
         return self._process.wait(60)
 
 
-async def be_a_client(
+async def run_client(
     client: openai.AsyncOpenAI, cases: list[Case], rng: random.Random, end: float, tally: Tally
 ) -> None:
     while time.perf_counter() < end:
-        case, fate = rng.choice(cases), rng.random()
-        if fate < BAD:
-            await ask_badly(client, tally)
-        elif fate < BAD + HANG_UP:
-            await hang_up(client, case, rng, tally)
+        case, number = rng.choice(cases), rng.random()
+        if number < INVALID:
+            await ask_with_invalid_image(client, tally)
+        elif number < INVALID + CANCELLED:
+            await cancel(client, case, rng, tally)
         elif rng.random() < 0.6:
             await ask_streaming(client, case, tally)
         else:
@@ -209,18 +209,18 @@ def new_text(case: Case, choice) -> str:
 def check(tally: Tally, case: Case, text: str, num_tokens: int) -> None:
     tally.outcomes[case.kind] += 1
     tally.num_tokens += num_tokens
-    if text == case.answer:
-        tally.num_right += 1
+    if text == case.expected:
+        tally.num_correct += 1
     else:
-        tally.wrong.append(f"{case.kind}: {text!r} instead of {case.answer!r}")
+        tally.wrong.append(f"{case.kind}: {text!r} instead of {case.expected!r}")
 
 
-async def ask(client: openai.AsyncOpenAI, case: Case, tally: Tally, patience: float | None = None) -> None:
-    """Ask for a whole answer; hang up after `patience` seconds."""
+async def ask(client: openai.AsyncOpenAI, case: Case, tally: Tally, cancel_after: float | None = None) -> None:
+    """Request a completion that is not streamed; cancel it after `cancel_after` seconds."""
     try:
-        response = await asyncio.wait_for(create(client, case), patience)
+        response = await asyncio.wait_for(create(client, case), cancel_after)
     except TimeoutError:
-        tally.outcomes["hung up"] += 1
+        tally.outcomes["cancelled"] += 1
     else:
         check(tally, case, text_of(case, response.choices[0]), response.usage.completion_tokens)
 
@@ -239,42 +239,42 @@ async def ask_streaming(client: openai.AsyncOpenAI, case: Case, tally: Tally) ->
         tally.per_token.append((times[-1] - times[0]) / (usage.completion_tokens - 1))
 
 
-async def hang_up(client: openai.AsyncOpenAI, case: Case, rng: random.Random, tally: Tally) -> None:
+async def cancel(client: openai.AsyncOpenAI, case: Case, rng: random.Random, tally: Tally) -> None:
     if rng.random() < 0.5:
-        await ask(client, case, tally, rng.random() * HANG_UP_S)
+        await ask(client, case, tally, rng.random() * CANCEL_S)
         return
     stream = await create(client, case, stream=True)
     for _ in range(rng.randint(0, 6)):
         await anext(stream, None)
     await stream.close()
-    tally.outcomes["hung up"] += 1
+    tally.outcomes["cancelled"] += 1
 
 
-async def ask_badly(client: openai.AsyncOpenAI, tally: Tally) -> None:
-    parts = ({"type": "image_url", "image_url": {"url": NO_PICTURE}}, text_part("What is this?"))
+async def ask_with_invalid_image(client: openai.AsyncOpenAI, tally: Tally) -> None:
+    parts = ({"type": "image_url", "image_url": {"url": INVALID_IMAGE}}, text_part("What is this?"))
     try:
         await client.chat.completions.create(model="bundled", **chat(*parts))
-        tally.wrong.append("a picture that is none was answered")
+        tally.wrong.append("a request with an invalid image was completed")
     except openai.BadRequestError:
-        tally.outcomes["bad picture, refused"] += 1
+        tally.outcomes["invalid image refused"] += 1
 
 
 async def load(
     server: ServerProcess, cases: list[Case], clients: int, seconds: float, seed: int
 ) -> tuple[Tally, float]:
-    """Let the clients loose; what they saw, and the seconds that it took."""
+    """Run the clients; returns their results and the elapsed seconds."""
     tally, start = Tally(), time.perf_counter()
     watching = asyncio.create_task(server.watch_memory())
     async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         rngs = [random.Random(f"{seed}:{i}") for i in range(clients)]
-        await asyncio.gather(*(be_a_client(client, cases, rng, start + seconds, tally) for rng in rngs))
+        await asyncio.gather(*(run_client(client, cases, rng, start + seconds, tally) for rng in rngs))
     watching.cancel()
     return tally, time.perf_counter() - start
 
 
 def percentiles(seconds: list[float]) -> str:
     if len(seconds) < 2:
-        return "too few answers to say"
+        return "too few samples"
     marks = quantiles(seconds, n=100, method="inclusive")
     return f"p50 {1000 * marks[49]:.0f} ms, p99 {1000 * marks[98]:.0f} ms"
 
@@ -286,7 +286,7 @@ def main() -> int:
     parser.add_argument("--cases", type=at_least_one, default=300, help="different requests (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    cases = answered(make_cases(args.cases, args.seed))
+    cases = with_expected_texts(make_cases(args.cases, args.seed))
     with TemporaryDirectory() as folder:
         server = ServerProcess(folder)
         try:
@@ -295,14 +295,14 @@ def main() -> int:
         finally:
             code = server.stop()
     print(f"{args.clients} clients for {seconds:.0f} s: {dict(tally.outcomes)}")
-    print(f"right answers {tally.num_right}, wrong {len(tally.wrong)}; left behind: {', '.join(leaks) or 'nothing'}")
+    print(f"correct completions {tally.num_correct}, wrong {len(tally.wrong)}; leaks: {', '.join(leaks) or 'none'}")
     print(f"memory at the end {server.memory[-1] >> 20} MiB; server's exit code {code}")
     print(f"time to first token: {percentiles(tally.first_token)}; per token: {percentiles(tally.per_token)}")
     print(f"{sum(tally.outcomes.values()) / seconds:.1f} requests/s, {tally.num_tokens / seconds:.0f} tokens/s")
     print(*tally.wrong[:5], sep="\n")
     summary = {
         "requests": sum(tally.outcomes.values()),
-        "right": tally.num_right,
+        "right": tally.num_correct,
         "wrong": len(tally.wrong),
         "leaks": leaks,
     }

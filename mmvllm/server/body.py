@@ -1,4 +1,4 @@
-"""JSON that means one thing, or a 400: Python's reader takes more than the standard, and lets later keys win."""
+"""Strict JSON bodies: Python's parser accepts more than the standard, and silently drops duplicate keys."""
 
 import json
 import re
@@ -11,20 +11,20 @@ from fastapi.routing import APIRoute
 from mmvllm.server.errors import ApiError
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-MAX_KEYS = 1000  # of one object; every unknown one becomes an error
-MAX_COMMAS = 2_000_000  # small items take thirty times their size, and the event loop's time
-MAX_BRACKETS = 100_000  # each list or object takes as long as dozens of numbers
+MAX_KEYS = 1000  # per object; each unknown key produces an error
+MAX_COMMAS = 2_000_000  # parsed, small items take 30 times their size in memory; parsing blocks the event loop
+MAX_BRACKETS = 100_000  # a list or object takes as long to parse as dozens of numbers
 
 
 class StrictRequest(Request):
-    """A request whose body is read by `parse`."""
+    """A request whose body is parsed by `parse`."""
 
     async def json(self) -> Any:
         return parse(await self.body())
 
 
 class StrictRoute(APIRoute):
-    """A route whose bodies are read by `parse`."""
+    """A route whose request bodies are parsed by `parse`."""
 
     def get_route_handler(self) -> Callable:
         handler = super().get_route_handler()
@@ -36,19 +36,21 @@ class StrictRoute(APIRoute):
 
 
 def parse(body: bytes) -> Any:
-    """Raises ApiError for what is no JSON, is nested too deep, or has NaN, a key twice or half a surrogate pair."""
+    """Parse a body; raises ApiError for invalid or too deeply nested JSON, NaN, duplicate keys and lone surrogates."""
     if body.count(b",") > MAX_COMMAS:
         raise ApiError(400, f"the body has more than {MAX_COMMAS} items")
     if body.count(b"{") + body.count(b"[") > MAX_BRACKETS:
-        raise ApiError(400, f"the body has more than {MAX_BRACKETS} lists and objects, or brackets in its texts")
+        raise ApiError(
+            400, f"the body has more than {MAX_BRACKETS} opening brackets, of lists or objects or in strings"
+        )
     try:
         text = body.decode()
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
         if _SURROGATE.search(text):
-            json.dumps(value, ensure_ascii=False).encode()  # a half one cannot be encoded
+            json.dumps(value, ensure_ascii=False).encode()  # raises for a lone surrogate
         return value
     except RecursionError:
-        raise ApiError(400, "the body is nested too deep") from None
+        raise ApiError(400, "the body is nested too deeply") from None
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {_reason(error)}") from None
 
@@ -59,7 +61,7 @@ def _reason(error: ValueError) -> str:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict:
     if len(pairs) > MAX_KEYS:
-        raise ValueError(f"an object has {len(pairs)} keys, at most {MAX_KEYS} are read")
+        raise ValueError(f"an object has {len(pairs)} keys, at most {MAX_KEYS} are allowed")
     made = dict(pairs)
     if len(made) < len(pairs):
         raise ValueError("an object has the same key twice")

@@ -1,4 +1,4 @@
-"""One connection: uvicorn's, with limits on who says nothing, reads nothing, or sends crumbs."""
+"""uvicorn's HTTP/1.1 protocol, with limits on slow clients and on request bodies of many tiny chunks."""
 
 import asyncio
 from typing import Any
@@ -7,60 +7,63 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_SECONDS = 10.0
-STALL_SECONDS = 60.0  # that a client may take to read what was sent
-CRUMB_BYTES, MAX_CRUMBS = 64, 4096  # chunks so small, and how many of them a body may have
+STALL_SECONDS = 60.0  # a client must read what was sent within this time
+SMALL_CHUNK_BYTES, MAX_SMALL_CHUNKS = 64, 4096  # size of a small chunk, and how many a body may have
 
 
-class Connection(h11.Connection):
-    """Refuses bodies in crumbs: what one read brings of them would keep the event loop for half a second."""
+class ChunkLimitedConnection(h11.Connection):
+    """Refuses bodies of many tiny chunks: parsing those of a single read would block the event loop for 0.5 s."""
 
-    _num_crumbs = 0
+    _num_small_chunks = 0
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         event = super().next_event()
         if isinstance(event, h11.Request):
-            self._num_crumbs = 0
+            self._num_small_chunks = 0
         elif isinstance(event, h11.Data):
-            self._num_crumbs += event.chunk_end and len(event.data) < CRUMB_BYTES
-            if self._num_crumbs > MAX_CRUMBS:
+            self._num_small_chunks += event.chunk_end and len(event.data) < SMALL_CHUNK_BYTES
+            if self._num_small_chunks > MAX_SMALL_CHUNKS:
                 raise h11.RemoteProtocolError("too many small chunks")
         return event
 
 
-class Protocol(H11Protocol):
-    """Hangs up on who has not sent a whole head `HEADER_SECONDS` after connecting, or after its first byte, and on who
-    does not read: what a client leaves unread is kept for ever otherwise, and its connection too."""
+class TimeLimitedProtocol(H11Protocol):
+    """Closes connections whose client is too slow.
+
+    A request's head must be complete `HEADER_SECONDS` after the connection was opened, or after the head's first byte.
+    What was sent must be read within `STALL_SECONDS`; otherwise unread data and its connection would be kept forever.
+    """
 
     _header_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.conn = Connection(h11.SERVER)
+        self.conn = ChunkLimitedConnection(h11.SERVER)
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # so that `pause_writing` tells of all that is left unread
-        self._expect_header()
+        transport.set_write_buffer_limits(high=0)  # so that `pause_writing` is called for any unread data
+        self._start_header_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
-            self._forget_header()
+            self._cancel_header_timer()
         elif self._header_timer is None:
-            self._expect_header()
+            self._start_header_timer()
 
     def send_400_response(self, msg: str) -> None:
         if self.cycle is not None:
-            self.cycle.disconnected = True  # whatever the application answers comes too late
+            self.cycle.disconnected = True  # the application's response can no longer be sent
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
-        else:  # an answer has begun, and there can be no other
+        else:  # a response has already been started
             self.transport.close()
 
     def shutdown(self) -> None:
-        """Let the answer under way be finished; some versions of uvicorn would tell the application to give up."""
+        """Let the response in flight complete; some versions of uvicorn would signal a disconnect to the app."""
         if self.cycle is None or self.cycle.response_complete:
             super().shutdown()
         else:
@@ -72,22 +75,22 @@ class Protocol(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._forget_stall()
+        self._cancel_stall_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._forget_header()
-        self._forget_stall()
+        self._cancel_header_timer()
+        self._cancel_stall_timer()
         super().connection_lost(exc)
 
-    def _expect_header(self) -> None:
+    def _start_header_timer(self) -> None:
         self._header_timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
 
-    def _forget_header(self) -> None:
+    def _cancel_header_timer(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
 
-    def _forget_stall(self) -> None:
+    def _cancel_stall_timer(self) -> None:
         if self._stall_timer is not None:
             self._stall_timer.cancel()
             self._stall_timer = None

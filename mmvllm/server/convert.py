@@ -1,59 +1,68 @@
-"""OpenAI's requests -> the engine's."""
+"""Converts OpenAI requests to requests and sampling parameters of the engine."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mmvllm.errors import RequestError
 from mmvllm.processors.image import ImageProcessorConfig
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
-from mmvllm.server.protocol import ChatRequest, CompletionRequest, ImagePart, Message, SamplingRequest, TextPart
+from mmvllm.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    HistoryMessage,
+    ImagePart,
+    InputMessage,
+    SamplingRequest,
+    TextPart,
+)
 
-LOW_TOKENS, AUTO_TOKENS = 256, 1280  # image tokens of a picture with this detail, at most
+LOW_TOKENS, AUTO_TOKENS = 256, 1280  # maximum image tokens of an image with detail low and auto
 COMPLETION_TOKENS = 16
 
-# The engine's defaults are others: it is greedy. What is missing here is the same in both.
-PASSED_ON = (
+# The temperature differs: the engine's default is greedy. The other defaults are the same in both APIs.
+PARAMS_OF_BOTH_APIS = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("n", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos"),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """The most pixels a picture is resized to, by the detail that is asked for."""
+class DetailLimits:
+    """Maximum pixels of an image after resizing, by its `detail`."""
 
     low: int
     auto: int
     high: int
 
     @classmethod
-    def of(cls, config: ImageProcessorConfig, auto: int | None = None) -> "Bounds":
-        """Those of a checkpoint, with the operator's own for `auto`."""
+    def of(cls, config: ImageProcessorConfig, auto: int | None = None) -> "DetailLimits":
+        """The limits of a checkpoint; `auto` is the server's own setting."""
         token = config.factor**2
         auto = auto or min(config.max_pixels, AUTO_TOKENS * token)
         return cls(min(LOW_TOKENS * token, auto), auto, max(config.max_pixels, auto))
 
-    def cap(self, detail: str | None, asked: int | None) -> int:
-        """`asked` is the request's own bound: instead of that of auto and high, and no less strict than that of low."""
+    def max_pixels(self, detail: str | None, requested: int | None) -> int:
+        """`requested`, the request's `max_pixels`, replaces the limits of auto and high, and may lower that of low."""
         if detail == "low":
-            return min(self.low, asked or self.low)
-        return asked or (self.high if detail == "high" else self.auto)
+            return min(self.low, requested or self.low)
+        return requested or (self.high if detail == "high" else self.auto)
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
-    """A picture of a request: `param` says where in it."""
+class ImageReference:
+    """An image of a request; `param` is the path of its URL in the request."""
 
     param: str
     url: str
     detail: str | None
 
 
-def pictures(body: ChatRequest) -> list[Picture]:
-    """In the order in which the model sees them."""
+def images_of(body: ChatRequest) -> list[ImageReference]:
+    """All images of a request, in the order of the prompt."""
     return [
-        Picture(f"messages[{i}].content[{j}].image_url.url", part.image_url.url, part.image_url.detail)
+        ImageReference(f"messages[{i}].content[{j}].image_url.url", part.image_url.url, part.image_url.detail)
         for i, message in enumerate(body.messages)
         if isinstance(message.content, list)
         for j, part in enumerate(message.content)
@@ -61,37 +70,37 @@ def pictures(body: ChatRequest) -> list[Picture]:
     ]
 
 
-def caps(body: ChatRequest, pictures: Sequence[Picture], bounds: Bounds) -> list[int]:
-    """The most pixels of each picture; raises ApiError for bounds that cannot be kept."""
+def max_pixels_of(body: ChatRequest, images: Sequence[ImageReference], limits: DetailLimits) -> list[int]:
+    """Maximum pixels of each image; raises ApiError for bounds that are too large or contradict each other."""
     for name in ("min_pixels", "max_pixels"):
         value = getattr(body, name)
-        if value is not None and value > bounds.high:  # nobody may have small pictures made huge
-            raise ApiError(400, f"{name} is {value}, must be at most {bounds.high} here", param=name)
-    found = [bounds.cap(picture.detail, body.max_pixels) for picture in pictures]
+        if value is not None and value > limits.high:  # otherwise small images could be enlarged without limit
+            raise ApiError(400, f"{name} is {value}, must be at most {limits.high} here", param=name)
+    found = [limits.max_pixels(image.detail, body.max_pixels) for image in images]
     if body.min_pixels is not None and found and body.min_pixels > min(found):
         message = f"min_pixels is {body.min_pixels}, above the {min(found)} that detail and max_pixels allow"
         raise ApiError(400, message, param="min_pixels")
     return found
 
 
-def chat_request(body: ChatRequest, data: Sequence[bytes], caps: Sequence[int]) -> dict:
-    """The engine's request, with what was fetched for `pictures(body)` and their `caps`.
+def chat_request(body: ChatRequest, data: Sequence[bytes], max_pixels: Sequence[int]) -> dict:
+    """The engine's request, given the encoded bytes of each image of `images_of(body)` and its `max_pixels`.
 
-    If all pictures have the same cap it is the request's, as in a request to `LLM.generate_multimodal`; a picture with
-    a smaller one brings that with it.
+    The largest `max_pixels` becomes that of the request, as in `LLM.generate_multimodal`; images with a smaller limit
+    carry it in their part.
     """
-    largest = max(caps, default=None)
+    largest = max(max_pixels, default=None)
     parts = (
-        {"type": "image", "image": image} | ({"max_pixels": cap} if cap < largest else {})
-        for image, cap in zip(data, caps, strict=True)
+        {"type": "image", "image": image} | ({"max_pixels": limit} if limit < largest else {})
+        for image, limit in zip(data, max_pixels, strict=True)
     )
     request = {"messages": [_message(message, parts) for message in body.messages], "cache_salt": body.cache_salt}
-    return request | ({"min_pixels": body.min_pixels, "max_pixels": largest} if caps else {})
+    return request | ({"min_pixels": body.min_pixels, "max_pixels": largest} if max_pixels else {})
 
 
 @dataclass(frozen=True, slots=True)
 class LengthLimit:
-    """Refuses texts that cannot fit before anyone spends time on tokenizing them."""
+    """Refuses prompts that cannot fit into the context before time is spent on tokenizing them."""
 
     max_model_len: int
     max_token_length: int  # in characters
@@ -100,61 +109,62 @@ class LengthLimit:
     def of(cls, tokenizer: Any, max_model_len: int) -> "LengthLimit":
         return cls(max_model_len, max(map(len, tokenizer.get_vocab())))
 
-    def check(self, param: str, prompts: Iterable[str | list[int]], num_more: int = 0) -> None:
-        """Raises ApiError for a prompt that is too long however its text is cut into tokens, with `num_more` others."""
+    def check(self, param: str, prompts: Iterable[str | list[int]], num_extra_tokens: int = 0) -> None:
+        """Raises ApiError for a prompt that is too long for any tokenization of its text, plus `num_extra_tokens`."""
         for prompt in prompts:
-            least = num_more + (-(-len(prompt) // self.max_token_length) if isinstance(prompt, str) else len(prompt))
-            if least >= self.max_model_len:
-                message = f"the prompt has at least {least} tokens, max_model_len is {self.max_model_len}; shorten it"
+            length = -(-len(prompt) // self.max_token_length) if isinstance(prompt, str) else len(prompt)
+            if num_extra_tokens + length >= self.max_model_len:
+                message = f"the prompt has at least {num_extra_tokens + length} tokens, "
+                message += f"max_model_len is {self.max_model_len}; shorten it"
                 raise ApiError(400, message, param=param, code=CONTEXT_LENGTH_EXCEEDED)
 
 
-def texts(body: ChatRequest) -> Iterator[str]:
-    """All that is said in a conversation."""
+def texts_of(body: ChatRequest) -> Iterator[str]:
+    """All texts of a conversation."""
     for message in body.messages:
-        if isinstance(message.content, str):
-            yield message.content
-        else:
+        if isinstance(message.content, list):
             yield from (part.text for part in message.content if isinstance(part, TextPart))
+        else:
+            yield message.content or ""
 
 
-def _message(message: Message, images: Iterator[dict]) -> dict:
+def _message(message: InputMessage | HistoryMessage, images: Iterator[dict]) -> dict:
     role = "system" if message.role == "developer" else message.role
-    if isinstance(message.content, str):
-        return {"role": role, "content": message.content}
+    if not isinstance(message.content, list):
+        return {"role": role, "content": message.content or ""}
     texts_and_images = [
         {"type": "text", "text": part.text} if isinstance(part, TextPart) else next(images) for part in message.content
     ]
     return {"role": role, "content": texts_and_images}
 
 
-def prompts(body: CompletionRequest) -> list[str | list[int]]:
-    """One or several, given in any of four shapes."""
+def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
+    """The prompts of a request, whose field has one of four shapes."""
     if isinstance(body.prompt, str) or isinstance(body.prompt[0], int):
         return [body.prompt]
     return body.prompt
 
 
 def chat_params(body: ChatRequest, max_model_len: int) -> SamplingParams:
-    """How to answer; without a bound of its own, a request gets as many tokens as fit."""
-    if body.top_logprobs is not None and not body.logprobs:
+    """The sampling parameters of a chat; without a limit of its own, a completion may fill the context."""
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    given = {body.max_completion_tokens, body.max_tokens} - {None}
-    if len(given) == 2:
-        message = "max_completion_tokens and max_tokens are two names of one thing; give one of them"
+    limits = {body.max_completion_tokens, body.max_tokens} - {None}
+    if len(limits) == 2:
+        message = "max_completion_tokens and max_tokens are two names of the same limit; give one of them"
         raise ApiError(400, message, param="max_tokens")
-    max_tokens = given.pop() if given else max_model_len
+    max_tokens = limits.pop() if limits else max_model_len
     return _params(body, max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
 
 
 def completion_params(body: CompletionRequest) -> SamplingParams:
-    """How to go on from the prompts."""
+    """The sampling parameters of a completion request."""
     return _params(body, COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens, body.logprobs)
 
 
 def _params(body: SamplingRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:
-    given = {name: value for name in PASSED_ON if (value := getattr(body, name)) is not None}
+    given = {name: value for name in PARAMS_OF_BOTH_APIS if (value := getattr(body, name)) is not None}
     try:
         return SamplingParams(**{"temperature": 1.0} | given, max_tokens=max_tokens, logprobs=logprobs)
-    except ValueError as error:  # of what the schema cannot say: one field's bound depends on another
-        raise ApiError(400, str(error), param=str(error).partition(" ")[0]) from None
+    except RequestError as error:  # for rules that involve two fields, which the schema cannot express
+        raise ApiError(400, str(error), param=error.param) from None

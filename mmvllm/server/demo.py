@@ -1,4 +1,4 @@
-"""The demo page on the server's engine; needs the extra `demo` too."""
+"""Mounts the demo page on the server; needs the extra `demo` too."""
 
 import gradio
 from fastapi import FastAPI, Request
@@ -14,10 +14,10 @@ PATH = "/demo"
 
 
 def mount(app: FastAPI, engine: AsyncLLM, settings: ServerSettings) -> None:
-    """Serve the page at `PATH` within the server's limits, and lead there from the root."""
+    """Mount the page at `PATH`, with the server's limits, and redirect the root to it."""
 
     @app.get("/", include_in_schema=False)
-    @app.get("/favicon.ico", include_in_schema=False)  # browsers look for it nowhere else
+    @app.get("/favicon.ico", include_in_schema=False)  # browsers request it from the root only
     async def root(request: Request) -> RedirectResponse:
         return RedirectResponse(f"{PATH}{request.url.path}")
 

@@ -1,4 +1,4 @@
-"""Whatever goes wrong, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+"""Every error as OpenAI's error object: {"error": {"message", "type", "param", "code"}}."""
 
 import json
 from collections.abc import Sequence
@@ -13,11 +13,13 @@ from starlette.responses import Response
 from mmvllm.errors import DeadlineExceeded, EngineBusy, EngineUnavailable, RequestFailed
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-# Instead of pydantic's; the names in braces are those of its contexts.
+# These replace pydantic's messages; the names in braces are keys of the error's `ctx`.
 MESSAGES = {
     "extra_forbidden": "is not a field of this request",
     "missing": "is missing",
-    "union_tag_invalid": "has the type {tag!r:.100}, must be {expected_tags}",
+    # The only union whose tag can be invalid or missing is that of content parts.
+    "union_tag_invalid": "has the type {tag!r:.100}, must be 'text', 'image_url'",
+    "union_tag_not_found": "needs a type, which must be 'text', 'image_url'",
     "literal_error": "must be {expected}; nothing else is supported",
     "model_type": "must be an object",
     "model_attributes_type": "must be an object",
@@ -29,7 +31,7 @@ TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_
 
 
 class ApiError(HTTPException):
-    """An error for the client: `param` names the field that is to blame, `code` is for programs."""
+    """An error response; `param` names the field that is wrong, `code` is machine-readable."""
 
     def __init__(
         self,
@@ -46,19 +48,19 @@ class ApiError(HTTPException):
     def body(self) -> bytes:
         kind = TYPES.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
         error = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
-        return json.dumps({"error": error}).encode()  # in ASCII: a message may quote half a surrogate pair
+        return json.dumps({"error": error}).encode()  # ASCII, since a message may quote a lone surrogate
 
     def response(self) -> Response:
         return Response(self.body(), self.status_code, self.headers, media_type="application/json")
 
 
-def no_such_model(name: str, served: Sequence[str]) -> ApiError:
-    message = f"there is no model {name!r:.100} here, only {' and '.join(map(repr, served))}"
+def model_not_found(name: str, served: Sequence[str]) -> ApiError:
+    message = f"the model {name!r:.100} does not exist; served: {' and '.join(map(repr, served))}"
     return ApiError(404, message, param="model", code="model_not_found")
 
 
 def from_engine(error: Exception) -> ApiError:
-    """What the client is told when the engine, or the time, ended its request."""
+    """The error response to a request that the engine refused or did not finish, or that timed out."""
     if isinstance(error, EngineBusy):
         return ApiError(429, str(error), code="engine_busy", headers={"Retry-After": "1"})
     if isinstance(error, EngineUnavailable):
@@ -69,20 +71,20 @@ def from_engine(error: Exception) -> ApiError:
     return ApiError(500, str(error), code="request_failed")
 
 
-def from_bug() -> ApiError:
-    """What the client is told of a mistake of ours."""
-    return ApiError(500, "internal error; the server's log says more")
+def internal_error() -> ApiError:
+    """The error response to an unexpected exception, of which clients see no details."""
+    return ApiError(500, "internal server error; see the server's log")
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error that reaches the app in OpenAI's shape."""
+    """Register handlers that turn every exception into an OpenAI error object."""
 
     async def from_http(request: Request, error: HTTPException) -> Response:
         if isinstance(error, ApiError):
             return error.response()
         message = {
-            404: f"there is no {request.url.path} here; there are /v1/chat/completions, /v1/completions and /v1/models",
-            405: f"{request.url.path} does not take {request.method}",
+            404: f"{request.url.path} does not exist; see /v1/chat/completions, /v1/completions and /v1/models",
+            405: f"{request.url.path} does not support {request.method}",
         }.get(error.status_code, str(error.detail))
         return ApiError(error.status_code, message, headers=error.headers).response()
 
@@ -91,28 +93,28 @@ def install(app: FastAPI) -> None:
             return ApiError(400, "the body is empty; send the request as JSON").response()
         if isinstance(error.body, bytes):
             return ApiError(415, "the body must be JSON, with the header Content-Type: application/json").response()
-        param, message = blame(error.errors(), error.body)
+        param, message = explain(error.errors(), error.body)
         return ApiError(400, f"{param}: {message}" if param else message, param=param).response()
 
     async def from_other(_request: Request, _error: Exception) -> Response:
-        return from_bug().response()
+        return internal_error().response()
 
     app.add_exception_handler(HTTPException, from_http)
     app.add_exception_handler(RequestValidationError, from_validation)
-    # Where fastapi would answer it, none of our own middleware is left to say whose answer it is.
+    # FastAPI's own handler of Exception runs outside all middleware, so its response would lack x-request-id and CORS.
     app.add_middleware(ServerErrorMiddleware, handler=from_other)
 
 
-def blame(errors: list[dict], body: Any) -> tuple[str | None, str]:
-    """The field that pydantic's errors are about, and what is wrong with it.
+def explain(errors: list[dict], body: Any) -> tuple[str | None, str]:
+    """The path of the invalid field, and what is wrong with it, from pydantic's errors.
 
-    A value that fits none of several shapes has errors for each; the deepest are those of the shape that was meant.
+    A value that matches no member of a union has errors for each; the deepest belongs to the intended member.
     """
     found = [(_path(error, body), _message(error)) for error in errors]
     deepest = max(len(path) for path, _ in found)
     path = next(path for path, _ in found if len(path) == deepest)
     messages = dict.fromkeys(message for other, message in found if other == path)
-    return _spelled(path) or None, ", or ".join(messages)
+    return _format_path(path) or None, ", or ".join(messages)
 
 
 def _message(error: dict) -> str:
@@ -120,7 +122,7 @@ def _message(error: dict) -> str:
 
 
 def _path(error: dict, body: Any) -> tuple[str | int, ...]:
-    """Keys and indices from the body to the field, without the names of shapes that pydantic puts between them."""
+    """Keys and indices from the body to the field, without the tags of union members that pydantic adds."""
     path, value, location = [], body, error["loc"][1:]
     for i, step in enumerate(location):
         if (isinstance(value, dict) and step in value) or (isinstance(value, list) and isinstance(step, int)):
@@ -131,5 +133,5 @@ def _path(error: dict, body: Any) -> tuple[str | int, ...]:
     return tuple(path)
 
 
-def _spelled(path: tuple[str | int, ...]) -> str:
+def _format_path(path: tuple[str | int, ...]) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")

@@ -1,4 +1,4 @@
-"""What reaches the app: bodies that are small enough and come in time, from those who may ask. Pure ASGI."""
+"""API keys, and limits on the size and duration of request bodies, as pure ASGI middleware."""
 
 import asyncio
 import secrets
@@ -10,52 +10,54 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmvllm.server.errors import ApiError
 
-# How long, and how much, a client that was refused may go on sending: one that is cut off sees no answer.
+# How long, and how many bytes, a refused client may continue to send: if the connection were closed at once, clients
+# that send the whole body before they read would not see the response.
 LINGER_SECONDS, LINGER_BYTES = 2.0, 4 * 1024 * 1024
 
 
-class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+class ClientDisconnected(Exception):
+    """The client closed the connection before the response was complete."""
 
 
 class ByteBudget:
-    """Bytes of bodies and pictures that may be held at once."""
+    """Bytes of request bodies and fetched images that may be held at a time."""
 
     def __init__(self, capacity: int):
-        self._capacity, self._held = capacity, 0
+        self._capacity, self._num_reserved = capacity, 0
 
     @contextmanager
-    def holding(self) -> "Iterator[Held]":
-        """Bytes that are given back together, at the end of a request."""
-        held = Held(self)
+    def reservation(self) -> "Iterator[ByteReservation]":
+        """The bytes of one request, which are released together when it ends."""
+        reservation = ByteReservation(self)
         try:
-            yield held
+            yield reservation
         finally:
-            self._held -= held.num_bytes
+            self._num_reserved -= reservation.num_bytes
 
     def take(self, num_bytes: int) -> None:
-        if self._held + num_bytes > self._capacity:
-            message = "the server holds as many bytes of requests as it may; try again later"
+        if self._num_reserved + num_bytes > self._capacity:
+            message = "the server holds as many bytes of requests as are allowed; try again later"
             raise ApiError(429, message, code="engine_busy", headers={"Retry-After": "1"})
-        self._held += num_bytes
+        self._num_reserved += num_bytes
 
 
-class Held:
-    """What one request holds of a budget."""
+class ByteReservation:
+    """The share of one request in a budget."""
 
     def __init__(self, budget: ByteBudget):
         self._budget, self.num_bytes = budget, 0
 
     def take(self, num_bytes: int) -> None:
-        """Raises ApiError where there is not so much left."""
+        """Reserve more bytes; raises ApiError if the budget does not have as many left."""
         self._budget.take(num_bytes)
         self.num_bytes += num_bytes
 
 
-class Gate:
-    """Asks for a key, reads the whole body within bounds of size and time, and only then calls the app.
+class AuthAndSizeLimitMiddleware:
+    """Checks the API key and reads the whole body, within limits of size and time, before it calls the app.
 
-    The app finds what the request holds of the budget in `scope["state"]["held"]`. Paths below `open_paths` pass.
+    The app finds the request's `ByteReservation` in `scope["state"]["reservation"]`. Paths that start with one of
+    `open_paths` are passed on unchecked.
     """
 
     def __init__(
@@ -76,30 +78,30 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"].startswith(self._open_paths):
             return await self.app(scope, receive, send)
-        with self._budget.holding() as held:
+        with self._budget.reservation() as reservation:
             try:
                 self._check_key(scope)
-                body = await self._read(scope, receive, held)
+                body = await self._read(scope, receive, reservation)
             except ApiError as error:
                 return await _refuse(error, scope, receive, send)
-            except ClientGone:
+            except ClientDisconnected:
                 return None
-            scope.setdefault("state", {})["held"] = held
+            scope.setdefault("state", {})["reservation"] = reservation
             await self.app(scope, _replay(body, receive), send)
 
     def _check_key(self, scope: Scope) -> None:
         if not self._keys or not scope["path"].startswith("/v1/"):
             return
         scheme, _, given = _header(scope, b"authorization").partition(b" ")
-        # Every key is compared, so that the time tells nothing.
+        # Every key is compared, so that the response time reveals nothing.
         matches = [secrets.compare_digest(given.strip(), key) for key in self._keys]
         if scheme.lower() != b"bearer" or not any(matches):
-            message = "a valid API key is needed, as the header Authorization: Bearer KEY"
+            message = "a valid API key is required, as the header Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
-    async def _read(self, scope: Scope, receive: Receive, held: Held) -> bytes:
-        announced = _header(scope, b"content-length")
-        if announced and int(announced) > self._max_bytes:
+    async def _read(self, scope: Scope, receive: Receive, reservation: ByteReservation) -> bytes:
+        content_length = _header(scope, b"content-length")
+        if content_length and int(content_length) > self._max_bytes:
             raise self._too_large()
         body = bytearray()
         try:
@@ -107,11 +109,11 @@ class Gate:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise ClientGone
+                        raise ClientDisconnected
                     chunk = message.get("body", b"")
                     if len(body) + len(chunk) > self._max_bytes:
                         raise self._too_large()
-                    held.take(len(chunk))
+                    reservation.take(len(chunk))
                     body += chunk
                     if not message.get("more_body", False):
                         return bytes(body)
@@ -119,7 +121,7 @@ class Gate:
             raise ApiError(408, f"the body did not arrive within {self._timeout:g} seconds") from None
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is too large, at most {self._max_bytes} bytes are taken (--max-body-bytes)")
+        return ApiError(413, f"the body is too large, at most {self._max_bytes} bytes are accepted (--max-body-bytes)")
 
 
 def _header(scope: Scope, name: bytes) -> bytes:
@@ -127,7 +129,7 @@ def _header(scope: Scope, name: bytes) -> bytes:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """The body in one piece, and then what comes from the server."""
+    """Returns the body as one message, and the server's messages after it."""
     pieces = [body]
 
     async def replayed() -> Message:
@@ -139,18 +141,18 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer before the body is read, let the client send on for a moment so that it sees this, then hang up."""
+    """Respond before the body is complete, discard some more of it so that the client sees the response, then close."""
     response = error.response()
     response.headers["Connection"] = "close"
     await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})
-    end, left = time.monotonic() + LINGER_SECONDS, LINGER_BYTES
-    while left > 0:
+    deadline, bytes_left = time.monotonic() + LINGER_SECONDS, LINGER_BYTES
+    while bytes_left > 0:
         try:
-            message = await asyncio.wait_for(receive(), max(0.0, end - time.monotonic()))
+            message = await asyncio.wait_for(receive(), max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             break
-        left -= len(message.get("body", b""))
+        bytes_left -= len(message.get("body", b""))
         if message["type"] == "http.disconnect" or not message.get("more_body", False):
             break
     await send({"type": "http.response.body", "body": b"", "more_body": False})

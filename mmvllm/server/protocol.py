@@ -1,66 +1,105 @@
-"""The requests: what clients may send. Only what has an effect is taken, beside what cannot change an answer."""
+"""Pydantic models of the requests: unknown fields are refused unless they cannot change a completion."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-MAX_ANSWERS = 16  # of one prompt
-MAX_PROMPTS = 64  # of one completion
+MAX_CHOICES = 16  # completions per prompt
+MAX_PROMPTS = 64  # prompts per request
 MAX_LOGPROBS = 20
-MAX_STOPS, MAX_STOP_LENGTH = 64, 1000  # characters: each token is compared with all of them
+MAX_STOPS, MAX_STOP_LENGTH = 64, 1000  # length in characters: each new token is compared with every stop string
 MAX_STOP_IDS = 1024
-MAX_SALT = 1024  # characters; the cache keeps it
+MAX_SALT = 1024  # characters; the prefix cache stores the salt
 INT64 = 2**63
 
 
-def _empty(value: Any) -> Any:
+def _require_empty(value: Any) -> Any:
     if value is None or value is False or (isinstance(value, str | list | dict) and not value):
         return value
     raise PydanticCustomError("unsupported", "is not supported by this server; leave it out")
 
 
-# fail_fast: a long list that is wrong all over would otherwise make an error of every item.
+# fail_fast: otherwise a long list of invalid items would produce one error per item.
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=INT64)]], Field(fail_fast=True, min_length=1)]
+TokenId = Annotated[int, Field(ge=0, lt=INT64)]
+StopTokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
+PromptTokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 Ignored = Annotated[Any, BeforeValidator(lambda _: None), Field(description="Accepted and ignored.")]
 Unsupported = Annotated[
     Any,
-    AfterValidator(_empty),
-    WithJsonSchema({"description": "Not supported: must be left out, null or empty.", "enum": [None, False, "", []]}),
+    AfterValidator(_require_empty),
+    WithJsonSchema(
+        {"description": "Not supported: must be omitted, null or empty.", "enum": [None, False, "", [], {}]}
+    ),
 ]
 
 
-class Model(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unknown_nulls(cls, value: Any) -> Any:
+        """A null means "not given", also for fields that this server does not know."""
+        if not isinstance(value, dict):
+            return value
+        return {key: item for key, item in value.items() if item is not None or key in cls.model_fields}
 
-class TextPart(Model):
+
+class TextPart(StrictModel):
     type: Literal["text"]
     text: str
+    cache_control: Ignored = None  # Anthropic's prompt caching hint, which LiteLLM passes on
 
 
-class ImageUrl(Model):
-    url: str = Field(description="http(s), data: or file: URL, as far as the server allows them.")
+class ImageUrl(StrictModel):
+    url: str = Field(description="A data: URI, or an http(s): or file: URL that the server's media policy allows.")
     detail: Literal["auto", "low", "high"] | None = Field(
-        None, description="low: at most 256 image tokens; auto: the server's bound; high: the checkpoint's own."
+        None,
+        description="low: at most 256 image tokens; auto: the server's limit (default); high: the checkpoint's limit.",
     )
 
 
-class ImagePart(Model):
+class ImagePart(StrictModel):
     type: Literal["image_url"]
     image_url: ImageUrl
+    cache_control: Ignored = None
+    uuid: Ignored = None  # vLLM's cache key of the image
 
 
-Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+# Tags of unions appear in pydantic's error locations. With a space in them, they are not mistaken for fields.
+def _part_tag(part: Any) -> str | None:
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return {"text": "text part", "image_url": "image part"}.get(kind, kind) if isinstance(kind, str) else None
 
 
-class Message(Model):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[Part], Field(fail_fast=True, min_length=1)]
+Part = Annotated[
+    Annotated[TextPart, Tag("text part")] | Annotated[ImagePart, Tag("image part")], Discriminator(_part_tag)
+]
+Parts = Annotated[list[Part], Field(fail_fast=True, min_length=1)]
+
+
+class InputMessage(StrictModel):
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant"],  # all of them, for the error message
+        WithJsonSchema({"type": "string", "enum": ["system", "developer", "user"]}),
+    ]
+    content: str | Parts
     name: Ignored = None
-    # What an answer carries that is sent back as history.
+    type: Ignored = None  # lm-eval sends "text"
+    cache_control: Ignored = None
     refusal: Unsupported = None
     annotations: Unsupported = None
     audio: Unsupported = None
@@ -68,17 +107,39 @@ class Message(Model):
     function_call: Unsupported = None
 
 
-class StreamOptions(Model):
+class HistoryMessage(InputMessage):
+    """An assistant message in the history, to which clients and other servers add fields of their own."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    role: Literal["assistant"]
+    content: str | Parts | None = None
+    annotations: Ignored = None
+
+
+def _message_tag(message: Any) -> str:
+    role = message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
+    return "history message" if role == "assistant" else "input message"
+
+
+Message = Annotated[
+    Annotated[InputMessage, Tag("input message")] | Annotated[HistoryMessage, Tag("history message")],
+    Discriminator(_message_tag),
+]
+
+
+class StreamOptions(StrictModel):
     include_usage: bool | None = None
+    continuous_usage_stats: Unsupported = None
     include_obfuscation: Ignored = None
 
 
-class TextFormat(Model):
+class TextFormat(StrictModel):
     type: Literal["text"]
 
 
-class SamplingRequest(Model):
-    """What both endpoints take."""
+class SamplingRequest(StrictModel):
+    """The fields that both endpoints share."""
 
     model: str
     temperature: float | None = Field(None, ge=0, le=2, description="Default: 1.")
@@ -88,31 +149,62 @@ class SamplingRequest(Model):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
-    n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    best_of: Literal[1] | None = None
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
     stop: Stop | Stops | None = None
-    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] | None = None
+    stop_token_ids: StopTokenIds | None = None
     min_tokens: int | None = Field(None, ge=0, lt=INT64)
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Ignored = None
     logit_bias: Unsupported = None
+    echo: Unsupported = None
+    # Extensions of vLLM, accepted with the values that describe what this server does anyway.
+    skip_special_tokens: Literal[True] | None = None
+    add_special_tokens: Literal[False] | None = None
+    priority: Literal[0] | None = None
+    use_beam_search: Unsupported = None
+    include_stop_str_in_output: Unsupported = None
+    prompt_logprobs: Unsupported = None
+    truncate_prompt_tokens: Unsupported = None
+    return_tokens_as_token_ids: Unsupported = None
+    return_token_ids: Unsupported = None
+    allowed_token_ids: Unsupported = None
+    bad_words: Unsupported = None
+    logits_processors: Unsupported = None
+    structured_outputs: Unsupported = None
+    guided_json: Unsupported = None
+    guided_regex: Unsupported = None
+    guided_choice: Unsupported = None
+    guided_grammar: Unsupported = None
+    mm_processor_kwargs: Unsupported = None
+    kv_transfer_params: Unsupported = None
+    vllm_xargs: Unsupported = None
+    length_penalty: Ignored = None  # of beam search
+    early_stopping: Ignored = None  # of beam search
+    spaces_between_special_tokens: Ignored = None  # special tokens are skipped
+    request_id: Ignored = None
 
 
 class ChatRequest(SamplingRequest):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
-    max_completion_tokens: int | None = Field(None, ge=1, lt=INT64, description="Default: what max_model_len leaves.")
-    max_tokens: int | None = Field(None, ge=1, lt=INT64, description="The same, by its older name.")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, lt=INT64, description="Default: as many tokens as max_model_len leaves for the completion."
+    )
+    max_tokens: int | None = Field(None, ge=1, lt=INT64, description="The older name of max_completion_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     cache_salt: str | None = Field(
-        None, max_length=MAX_SALT, description="Cached prompts are shared only among requests with the same."
+        None, max_length=MAX_SALT, description="The prefix cache is shared only among requests with the same salt."
     )
-    min_pixels: int | None = Field(None, ge=1, lt=INT64)
-    max_pixels: int | None = Field(None, ge=1, lt=INT64, description="Instead of the bound of detail auto or high.")
+    min_pixels: int | None = Field(None, ge=1, lt=INT64, description="Smaller images are enlarged to this many pixels.")
+    max_pixels: int | None = Field(
+        None, ge=1, lt=INT64, description="Replaces the limit of detail auto and high; larger images are scaled down."
+    )
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     response_format: TextFormat | None = None
     tool_choice: Literal["none", "auto"] | None = None
@@ -131,14 +223,21 @@ class ChatRequest(SamplingRequest):
     web_search_options: Unsupported = None
     reasoning_effort: Unsupported = None
     verbosity: Unsupported = None
+    # Extensions of vLLM, as above.
+    add_generation_prompt: Literal[True] | None = None
+    continue_final_message: Unsupported = None
+    chat_template: Unsupported = None
+    chat_template_kwargs: Unsupported = None
+    documents: Unsupported = None
+    include_reasoning: Ignored = None  # the models do not separate reasoning from the answer
 
 
-def _prompt_shape(prompt: Any) -> str:
-    """Which of the shapes is meant, so that an error is about that one."""
+def _prompt_tag(prompt: Any) -> str:
+    """The shape that the client meant, so that the error refers to that one."""
     if not isinstance(prompt, list):
         return "a string"
-    shapes = {int: "token ids", list: "lists of ids"}
-    return shapes.get(type(prompt[0]), "strings") if prompt else "strings"
+    tags = {int: "token ids", list: "lists of ids"}
+    return tags.get(type(prompt[0]), "strings") if prompt else "strings"
 
 
 class CompletionRequest(SamplingRequest):
@@ -147,12 +246,12 @@ class CompletionRequest(SamplingRequest):
     prompt: Annotated[
         Annotated[str, Tag("a string")]
         | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS), Tag("strings")]
-        | Annotated[TokenIds, Tag("token ids")]
-        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS), Tag("lists of ids")],
-        Discriminator(_prompt_shape),
+        | Annotated[PromptTokenIds, Tag("token ids")]
+        | Annotated[
+            list[PromptTokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS), Tag("lists of ids")
+        ],
+        Discriminator(_prompt_tag),
     ]
     max_tokens: int | None = Field(None, ge=1, lt=INT64, description="Default: 16.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    best_of: Literal[1] | None = None
-    echo: Unsupported = None
     suffix: Unsupported = None

@@ -1,4 +1,4 @@
-"""A name for every request, as OpenAI gives one: clients show it in their errors."""
+"""Request ids as in OpenAI's API, where clients show them in their errors."""
 
 import logging
 import uuid
@@ -9,7 +9,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestIdMiddleware:
-    """Adds the header `x-request-id` to every response, and logs the id where a mistake of ours is behind it."""
+    """Adds the header `x-request-id` to every response, and logs the id of requests that raised an exception."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -18,13 +18,13 @@ class RequestIdMiddleware:
         request_id = f"req_{uuid.uuid4().hex}"
         header = (b"x-request-id", request_id.encode())
 
-        async def named(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = message | {"headers": [*message.get("headers", ()), header]}
             await send(message)
 
         try:
-            await self.app(scope, receive, named)
-        except Exception:  # whose traceback uvicorn prints
+            await self.app(scope, receive, send_with_id)
+        except Exception:  # uvicorn prints the traceback
             logger.error("request %s failed: %s %s", request_id, scope.get("method"), scope.get("path"))
             raise

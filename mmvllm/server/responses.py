@@ -1,4 +1,4 @@
-"""The answers: what clients get."""
+"""Pydantic models of the responses."""
 
 from typing import Literal
 
@@ -34,14 +34,14 @@ class ChatLogprobs(BaseModel):
     content: list[TokenLogprob]
 
 
-class AnswerMessage(BaseModel):
+class ResponseMessage(BaseModel):
     role: Literal["assistant"]
     content: str
 
 
 class ChatChoice(BaseModel):
     index: int
-    message: AnswerMessage
+    message: ResponseMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
 
@@ -91,16 +91,16 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-class Health(BaseModel):
+class HealthResponse(BaseModel):
     status: Literal["ok", "failing", "draining", "stopped", "failed"]
     reason: str | None
 
 
-class Version(BaseModel):
+class VersionResponse(BaseModel):
     version: str
 
 
-class Error(BaseModel):
+class ErrorDetail(BaseModel):
     message: str
     type: str
     param: str | None
@@ -108,4 +108,4 @@ class Error(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    error: Error
+    error: ErrorDetail

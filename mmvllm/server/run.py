@@ -1,4 +1,4 @@
-"""uvicorn, with a shutdown that finishes what was begun."""
+"""Runs the application in uvicorn, with a graceful shutdown."""
 
 import asyncio
 import logging
@@ -11,18 +11,19 @@ import uvicorn
 from fastapi import FastAPI
 
 from mmvllm.async_llm import AsyncLLM
-from mmvllm.server.connection import Protocol
+from mmvllm.server.connection import TimeLimitedProtocol
 
-SEND_SECONDS = 5.0  # for answers to be sent whose requests have ended
+SEND_SECONDS = 5.0  # for sending the responses of requests that have ended
+SEND_SECONDS_IF_FORCED = 0.5  # the same, after a second signal
 
 
-class Server(uvicorn.Server):
-    """Drains on the first SIGINT or SIGTERM, ends what is in flight on the second; neither is an error."""
+class GracefulServer(uvicorn.Server):
+    """Drains on the first SIGINT or SIGTERM, aborts requests in flight on the second; `run` then returns normally."""
 
     def __init__(self, config: uvicorn.Config, engine: AsyncLLM, drain_seconds: float, on_ready: Callable[[str], None]):
         super().__init__(config)
         self._engine, self._drain_seconds, self._on_ready = engine, drain_seconds, on_ready
-        self._hurry = asyncio.Event()
+        self._forced = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -32,47 +33,47 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
-            self._loop.call_soon_threadsafe(self._hurry.set)
+            self._loop.call_soon_threadsafe(self._forced.set)
         else:
-            print("finishing what is in flight; once more to end now", file=sys.stderr, flush=True)
+            message = "shutting down: finishing the requests in flight; interrupt again to abort them"
+            print(message, file=sys.stderr, flush=True)
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         finishing = asyncio.create_task(self._finish())
-        await super().shutdown(sockets)  # it waits for the connections
+        await super().shutdown(sockets)  # returns when all connections are closed
         await finishing
 
     async def _finish(self) -> None:
-        """End what is in flight: in good time, or at once when asked again; then hang up on who is left."""
+        """Drain the engine, or stop it at once if forced to; then close the connections that are still open."""
         draining = asyncio.create_task(self._engine.shutdown(drain=True, timeout=self._drain_seconds))
-        hurry = asyncio.create_task(self._hurry.wait())
-        await asyncio.wait((draining, hurry), return_when=asyncio.FIRST_COMPLETED)
+        forced = asyncio.create_task(self._forced.wait())
+        await asyncio.wait((draining, forced), return_when=asyncio.FIRST_COMPLETED)
         await self._engine.shutdown(drain=False)
         await draining
-        patience = 0.5 if self._hurry.is_set() else SEND_SECONDS
-        end = self._loop.time() + patience
-        while self.server_state.connections and self._loop.time() < end:
+        deadline = self._loop.time() + (SEND_SECONDS_IF_FORCED if self._forced.is_set() else SEND_SECONDS)
+        while self.server_state.connections and self._loop.time() < deadline:
             await asyncio.sleep(0.05)
-        hurry.cancel()
+        forced.cancel()
         for connection in [*self.server_state.connections]:
             connection.transport.abort()
 
 
 def make_server(
     app: FastAPI, engine: AsyncLLM, drain_seconds: float, access_log: bool, on_ready: Callable[[str], None]
-) -> Server:
-    """A server whose `run([listener])` lasts until SIGINT or SIGTERM; `on_ready` is told the URL."""
+) -> GracefulServer:
+    """A server whose `run([listener])` returns after SIGINT or SIGTERM; `on_ready` is called with the URL."""
     config = uvicorn.Config(
         app,
-        http=Protocol,
+        http=TimeLimitedProtocol,
         ws="none",
         lifespan="on",
         log_config=None,
-        log_level="error",  # strangers' garbage is no news
+        log_level="error",  # malformed client input is not logged
         access_log=access_log,
         server_header=False,
-        timeout_graceful_shutdown=int(drain_seconds + 2 * SEND_SECONDS),  # only if what was hung up on does not end
+        timeout_graceful_shutdown=int(drain_seconds + 2 * SEND_SECONDS),  # in case an aborted connection does not close
     )
     if access_log:
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
-    return Server(config, engine, drain_seconds, on_ready)
+    return GracefulServer(config, engine, drain_seconds, on_ready)

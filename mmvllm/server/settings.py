@@ -1,4 +1,4 @@
-"""What the operator of a server chose."""
+"""The settings of a server."""
 
 from dataclasses import dataclass, field
 
@@ -9,20 +9,20 @@ MiB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """The limits and names of one server; times are in seconds.
+    """Names and limits of one server; times are in seconds.
 
     Args:
-        model_names: what requests may call the model.
-        api_keys: any of these opens /v1; none: /v1 is open.
-        cors_origins: pages from these origins may call the server ("*": from any).
-        max_pixels: of a picture with detail "auto"; by default the checkpoint's, but no more than 1280 tokens.
-        max_images: in one request.
-        request_timeout: for fetching pictures and generating together.
-        max_body_bytes: of one request.
-        body_timeout: within which a body must have arrived.
-        max_bodies_bytes: of all bodies and fetched pictures that are held at once.
-        media: from where pictures may come, and how large they may be.
-        has_demo: serve the demo page at /demo too, to everyone.
+        model_names: the names under which requests may address the model.
+        api_keys: keys that are accepted for /v1; if empty, /v1 needs no key.
+        cors_origins: origins whose pages may call the server; "*" allows every origin.
+        max_pixels: limit for images with detail "auto"; default: the checkpoint's limit, but at most 1280 tokens.
+        max_images: images per request.
+        request_timeout: for fetching images and generating, together.
+        max_body_bytes: size of one request body.
+        body_timeout: for receiving a request body.
+        max_bodies_bytes: total size of all request bodies and fetched images that are held at a time.
+        media: the sources from which images may be read, and their size limits.
+        has_demo: also serve the demo page at /demo, without API keys.
     """
 
     model_names: tuple[str, ...]

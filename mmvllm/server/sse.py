@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.types import Send
 
-PING_SECONDS = 15.0  # of silence; proxies cut what is silent for a minute
+PING_SECONDS = 15.0  # proxies typically close a connection after a minute without data
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -15,18 +15,18 @@ HEADERS = (
 
 
 class EventStream:
-    """A response of events, with a comment whenever nothing was said for a while; ended by the end of `async with`.
+    """An event stream response, closed at the end of `async with`, with a comment after each pause of `PING_SECONDS`.
 
-    It begins, with status 200, when there is something to say: the first event, or the first such comment.
+    The response starts, with status 200, when the first event or comment is sent.
     """
 
     def __init__(self, send: Send):
         self._send = send
-        self.is_open = False  # whether the response has begun
+        self.is_open = False  # whether the response has started
 
     async def __aenter__(self) -> "EventStream":
-        self._last = asyncio.get_running_loop().time()
-        self._pings = asyncio.create_task(self._ping_while_quiet())
+        self._last_sent = asyncio.get_running_loop().time()
+        self._pings = asyncio.create_task(self._ping_when_idle())
         return self
 
     async def __aexit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
@@ -35,19 +35,19 @@ class EventStream:
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def data(self, payload: dict | str) -> None:
-        """Send an event: an object as JSON, or a string as it is."""
+        """Send an event whose data is a JSON object or a plain string."""
         text = payload if isinstance(payload, str) else json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
         await self._write(f"data: {text}\n\n")
 
-    async def _ping_while_quiet(self) -> None:
+    async def _ping_when_idle(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(max(0.0, self._last + PING_SECONDS - loop.time()))
-            if loop.time() >= self._last + PING_SECONDS:
+            await asyncio.sleep(max(0.0, self._last_sent + PING_SECONDS - loop.time()))
+            if loop.time() >= self._last_sent + PING_SECONDS:
                 await self._write(": ping\n\n")
 
     async def _write(self, text: str) -> None:
-        self._last = asyncio.get_running_loop().time()
+        self._last_sent = asyncio.get_running_loop().time()
         if not self.is_open:
             self.is_open = True
             await self._send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})

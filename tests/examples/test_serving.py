@@ -1,4 +1,4 @@
-"""The examples of serving, run as they are: the client's, and the load script, of whose times nothing is asserted."""
+"""The serving examples: the client, and the load test, whose times are not checked."""
 
 import json
 import os
@@ -17,19 +17,19 @@ def run(script: str, *arguments: str, **environment: str) -> subprocess.Complete
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | environment)
 
 
-def test_openais_client_is_told_the_truth():
-    picture = str(EXAMPLES / "images" / "scene-04.png")
+def test_the_client_prints_the_completion_and_its_usage():
+    image = str(EXAMPLES / "images" / "scene-04.png")
     with serving(AsyncLLM(**ENGINE)) as server:
-        done = run("openai_client.py", picture, "How many stars are there?", OPENAI_BASE_URL=f"{server.url}/v1")
+        done = run("openai_client.py", image, "How many stars are there?", OPENAI_BASE_URL=f"{server.url}/v1")
     assert done.returncode == 0, done.stderr
     answer, cost = done.stdout.splitlines()
     assert answer == "One." and cost.endswith(" out)")
 
 
-def test_under_load_every_answer_is_right_and_nothing_is_left_behind():
+def test_under_load_all_completions_are_correct_and_no_resources_leak():
     done = run("benchmarks/serving.py", "--clients", "8", "--seconds", "3", "--cases", "12")
     assert done.returncode in (0, 1), done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["right"] > 0 and told["wrong"] == 0, done.stdout
-    # In so short a time memory grows: what is first needed is kept.
-    assert [leak for leak in told["leaks"] if not leak.startswith("memory")] == []
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary["right"] > 0 and summary["wrong"] == 0, done.stdout
+    # In such a short run memory grows: buffers and caches are still being allocated.
+    assert [leak for leak in summary["leaks"] if not leak.startswith("memory")] == []

@@ -1,4 +1,4 @@
-"""A real server on a loopback port, in a thread, over the bundled model."""
+"""A real server with the bundled model, in a thread, and requests to it."""
 
 import asyncio
 import base64
@@ -15,11 +15,12 @@ from pathlib import Path
 import httpx
 import openai
 from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families
 
 from mmvllm.async_llm import AsyncLLM
 from mmvllm.cli.ports import listen
 from mmvllm.server.app import build_app
-from mmvllm.server.run import Server, make_server
+from mmvllm.server.run import GracefulServer, make_server
 from mmvllm.server.settings import ServerSettings
 from tests.helpers.requests import noise_image
 
@@ -31,11 +32,11 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 @dataclass(frozen=True)
 class Running:
-    """A server that runs: where, and what is inside."""
+    """A running server: its URL, engine and thread."""
 
     url: str
     engine: AsyncLLM
-    server: Server
+    server: GracefulServer
     thread: threading.Thread
 
     @property
@@ -54,23 +55,27 @@ class Running:
 
 @contextmanager
 def serving(engine: AsyncLLM, drain_seconds: float = 20.0, **settings) -> Iterator[Running]:
-    """Ends as on a signal: what is in flight is finished, and the engine shut down."""
-    app = build_app(engine, ServerSettings(model_names=("bundled",), **settings))
-    told: list[str] = []
+    """Shuts down as on a signal: requests in flight are finished, then the engine is shut down."""
+    app = make_app(engine, **settings)
+    urls: list[str] = []
     is_ready = threading.Event()
-    server = make_server(app, engine, drain_seconds, False, lambda url: (told.append(url), is_ready.set()))
+    server = make_server(app, engine, drain_seconds, False, lambda url: (urls.append(url), is_ready.set()))
     thread = threading.Thread(target=server.run, args=([listen("127.0.0.1", 0)],))
     thread.start()
     try:
         assert is_ready.wait(30)
-        yield Running(told[0], engine, server, thread)
+        yield Running(urls[0], engine, server, thread)
     finally:
         server.should_exit = True
         thread.join()
 
 
+def make_app(engine: AsyncLLM, **settings) -> FastAPI:
+    return build_app(engine, ServerSettings(model_names=("bundled",), **settings))
+
+
 def call(app: FastAPI, method: str, path: str, **keys) -> httpx.Response:
-    """One request to an application without a server around it."""
+    """One request to an application without a server."""
 
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -108,7 +113,12 @@ def chat(*parts: str | dict, **keys) -> dict:
     return {"model": "bundled", "messages": [user(*parts)], "temperature": 0, **keys}
 
 
-LONG = chat("Describe this image.", max_tokens=1900, ignore_eos=True)  # on an unhurried engine, 19 s
+def completion(**keys) -> dict:
+    """A request for a completion of one token."""
+    return {"model": "bundled", "prompt": "Hello", "max_tokens": 1, **keys}
+
+
+LONG = chat("Describe this image.", max_tokens=1900, ignore_eos=True)  # 19 s on a slowed engine
 
 
 def head(path: str, length: int | None, *lines: str) -> bytes:
@@ -126,7 +136,7 @@ def post(path: str, body: dict, *lines: str) -> bytes:
 
 
 def receive_until(connection: socket.socket, end: bytes = b"\r\n\r\n") -> bytes:
-    """What comes until `end` has come, or the other side hangs up."""
+    """Receive up to and including `end`, or until the connection is closed."""
     data = b""
     while end not in data and (chunk := connection.recv(65536)):
         data += chunk
@@ -140,24 +150,34 @@ def receive_all(connection: socket.socket) -> bytes:
     return data
 
 
-def error_of(answer: httpx.Response) -> dict:
-    """The error in an answer, which must be in OpenAI's shape."""
-    assert answer.headers["content-type"] == "application/json" and answer.json().keys() == {"error"}, answer.text
-    error = answer.json()["error"]
+def error_of(response: httpx.Response) -> dict:
+    """The error of a response, which must be an OpenAI error object."""
+    assert response.headers["content-type"] == "application/json" and response.json().keys() == {"error"}, response.text
+    error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert isinstance(error["message"], str) and error["message"]
     return error
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Poll what another thread makes true."""
+    """Poll a condition that another thread will make true."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not come true"
+        assert time.monotonic() < end, f"the condition did not hold within {seconds:g} s"
         time.sleep(0.005)
 
 
 def is_idle(engine: AsyncLLM) -> bool:
-    """Whether the engine has let go of every request."""
+    """Whether the engine holds no request and no KV block."""
     stats = engine.stats()
     return not (stats.num_preparing or stats.num_waiting or stats.num_running or stats.num_used_blocks)
+
+
+def metric_samples(app: FastAPI) -> dict[tuple, float]:
+    """Values of /metrics by (name, *sorted labels)."""
+    text = call(app, "GET", "/metrics").text
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }

@@ -1,12 +1,14 @@
-"""A real server on a loopback port, in a thread, over the bundled model."""
+"""Fixtures: engines with the bundled model, an application and a running server."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+from fastapi import FastAPI
 
 from mmvllm.async_llm import AsyncLLM
-from tests.helpers.server import ENGINE, Running, serving
+from tests.helpers.engines import unhurried
+from tests.helpers.server import ENGINE, Running, make_app, serving
 
 
 @pytest.fixture(scope="module")
@@ -17,6 +19,25 @@ def engine() -> Iterator[AsyncLLM]:
 
 
 @pytest.fixture(scope="module")
+def app(engine) -> FastAPI:
+    return make_app(engine)
+
+
+@pytest.fixture(scope="module")
 def running(engine) -> Iterator[Running]:
     with serving(engine) as running:
         yield running
+
+
+@pytest.fixture
+def make_engine() -> Iterator[Callable[..., AsyncLLM]]:
+    """Makes slowed engines that a test may break."""
+    made = []
+
+    def make(**keys) -> AsyncLLM:
+        made.append(unhurried(AsyncLLM(**ENGINE | keys)))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        asyncio.run(engine.shutdown(drain=False))

@@ -1,19 +1,27 @@
-"""OpenAI's requests -> the engine's."""
+"""Conversion of OpenAI requests to engine requests."""
 
 import pytest
 from PIL import Image
 
 from mmvllm import SamplingParams
-from mmvllm.server.convert import Bounds, caps, chat_params, chat_request, completion_params, pictures, prompts
+from mmvllm.server.convert import (
+    DetailLimits,
+    chat_params,
+    chat_request,
+    completion_params,
+    images_of,
+    max_pixels_of,
+    prompts_of,
+)
 from mmvllm.server.errors import ApiError
 from mmvllm.server.protocol import ChatRequest, CompletionRequest
-from mmvllm.server.reply import shown
+from mmvllm.server.response_builder import token_text
 from tests.helpers.images import image_config
 from tests.helpers.requests import digests_of
 from tests.helpers.server import chat, image_part, user
 
 TOKEN = 28 * 28
-BOUNDS = Bounds.of(image_config(max_pixels=16384 * TOKEN))
+LIMITS = DetailLimits.of(image_config(max_pixels=16384 * TOKEN))
 
 
 def request(*parts, **keys) -> ChatRequest:
@@ -22,10 +30,12 @@ def request(*parts, **keys) -> ChatRequest:
 
 def engine_request(*parts, **keys) -> dict:
     body = request(*parts, **keys)
-    return chat_request(body, [picture.url.encode() for picture in pictures(body)], caps(body, pictures(body), BOUNDS))
+    return chat_request(
+        body, [image.url.encode() for image in images_of(body)], max_pixels_of(body, images_of(body), LIMITS)
+    )
 
 
-def images(made: dict) -> list[dict]:
+def image_parts(made: dict) -> list[dict]:
     return [part for message in made["messages"] for part in message["content"] if part["type"] == "image"]
 
 
@@ -39,39 +49,39 @@ def images(made: dict) -> list[dict]:
         (600, 2000, (256, 2000, 2000)),
     ],
 )
-def test_details_have_bounds_in_order(checkpoint, auto, expected):
+def test_the_limits_of_details_are_ordered(checkpoint, auto, expected):
     config = image_config(min_pixels=TOKEN, max_pixels=checkpoint * TOKEN)
-    bounds = Bounds.of(config, auto and auto * TOKEN)
-    assert (bounds.low, bounds.auto, bounds.high) == tuple(tokens * TOKEN for tokens in expected)
+    limits = DetailLimits.of(config, auto and auto * TOKEN)
+    assert (limits.low, limits.auto, limits.high) == tuple(tokens * TOKEN for tokens in expected)
 
 
 @pytest.mark.parametrize(("detail", "tokens"), [("low", 256), ("auto", 1280), (None, 1280), ("high", 16384)])
-def test_pictures_of_one_detail_bring_it_as_the_requests_own_bound(detail, tokens):
+def test_images_of_one_detail_set_the_limit_of_the_request(detail, tokens):
     made = engine_request(image_part("a", detail=detail), "Hi", image_part("b", detail=detail))
     assert made["max_pixels"] == tokens * TOKEN
-    assert images(made) == [{"type": "image", "image": b"a"}, {"type": "image", "image": b"b"}]
+    assert image_parts(made) == [{"type": "image", "image": b"a"}, {"type": "image", "image": b"b"}]
 
 
-def test_a_picture_of_less_detail_than_another_brings_its_own_bound():
+def test_an_image_of_lower_detail_than_another_has_its_own_limit():
     made = engine_request(image_part("a", detail="low"), image_part("b", detail="high"), image_part("c"))
     assert made["max_pixels"] == 16384 * TOKEN
-    assert [image.get("max_pixels") for image in images(made)] == [256 * TOKEN, None, 1280 * TOKEN]
+    assert [image.get("max_pixels") for image in image_parts(made)] == [256 * TOKEN, None, 1280 * TOKEN]
 
 
-def test_a_bound_of_the_request_stands_for_those_of_auto_and_high():
+def test_max_pixels_replaces_the_limits_of_auto_and_high():
     made = engine_request(
         image_part("a", detail="low"), image_part("b", detail="high"), image_part("c"), max_pixels=TOKEN * 300
     )
     assert made["max_pixels"] == 300 * TOKEN
-    assert [image.get("max_pixels") for image in images(made)] == [256 * TOKEN, None, None]
+    assert [image.get("max_pixels") for image in image_parts(made)] == [256 * TOKEN, None, None]
 
 
-def test_text_alone_has_no_bounds():
+def test_text_only_requests_have_no_pixel_limits():
     made = engine_request("Hi", min_pixels=5, cache_salt="x")
     assert made.keys() == {"messages", "cache_salt"}
 
 
-def test_messages_keep_their_order_and_developers_speak_as_the_system():
+def test_messages_keep_their_order_and_developer_becomes_system():
     body = ChatRequest(
         model="m",
         messages=[
@@ -81,11 +91,11 @@ def test_messages_keep_their_order_and_developers_speak_as_the_system():
             user(image_part("2")),
         ],
     )
-    assert [picture.param for picture in pictures(body)] == [
+    assert [image.param for image in images_of(body)] == [
         "messages[1].content[1].image_url.url",
         "messages[3].content[0].image_url.url",
     ]
-    made = chat_request(body, [b"1", b"2"], caps(body, pictures(body), BOUNDS))["messages"]
+    made = chat_request(body, [b"1", b"2"], max_pixels_of(body, images_of(body), LIMITS))["messages"]
     assert made == [
         {"role": "system", "content": "Be brief."},
         {
@@ -101,12 +111,12 @@ def test_messages_keep_their_order_and_developers_speak_as_the_system():
     ]
 
 
-def test_what_is_ignored_is_not_kept():
+def test_ignored_fields_are_not_kept():
     body = request("Hi", user="x", metadata={"a": "b"})
     assert body.user is None and body.metadata is None
 
 
-def test_parameters_are_openais_by_default():
+def test_default_parameters_are_those_of_openai():
     del (body := chat("Hi"))["temperature"]
     assert chat_params(ChatRequest(**body), 99) == SamplingParams(temperature=1.0, max_tokens=99)
     assert completion_params(CompletionRequest(model="m", prompt="Hi")) == SamplingParams(
@@ -135,7 +145,7 @@ def test_every_parameter_reaches_the_engine():
     assert completion_params(CompletionRequest(model="m", prompt="", **given)) == SamplingParams(**given)
 
 
-def test_equal_bounds_under_both_names_are_taken():
+def test_equal_limits_under_both_names_are_accepted():
     assert chat_params(request("Hi", max_tokens=5, max_completion_tokens=5), 99).max_tokens == 5
     with pytest.raises(ApiError):
         chat_params(request("Hi", max_tokens=5, max_completion_tokens=6), 99)
@@ -144,21 +154,21 @@ def test_equal_bounds_under_both_names_are_taken():
 @pytest.mark.parametrize(
     ("prompt", "expected"), [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])]
 )
-def test_prompts_come_in_four_shapes(prompt, expected):
-    assert prompts(CompletionRequest(model="m", prompt=prompt)) == expected
+def test_prompts_have_four_shapes(prompt, expected):
+    assert prompts_of(CompletionRequest(model="m", prompt=prompt)) == expected
 
 
-def test_tokens_that_are_part_of_a_character_are_shown_as_bytes():
-    assert shown("é".encode()) == "é" and shown("é".encode()[:1]) == "bytes:\\xc3"
+def test_incomplete_utf8_is_shown_as_bytes():
+    assert token_text("é".encode()) == "é" and token_text("é".encode()[:1]) == "bytes:\\xc3"
 
 
-def test_one_kind_of_detail_is_prepared_as_the_engine_does_with_that_bound(engine):
-    """Only what is smaller than another picture of the request is resized twice."""
+def test_one_detail_gives_the_same_input_as_max_pixels_of_the_request(engine):
+    """Only images with a smaller limit than others in the request are resized twice."""
     process = engine._llm.processor
     image = Image.effect_noise((300, 200), 90).convert("RGB")
     body = request(image_part("x", detail="low"), "Hi")
-    bounds = Bounds.of(engine.image_config, 28 * 28 * 30)
-    made = process(chat_request(body, [image], caps(body, pictures(body), bounds)))
+    limits = DetailLimits.of(engine.image_config, 28 * 28 * 30)
+    made = process(chat_request(body, [image], max_pixels_of(body, images_of(body), limits)))
     messages = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "Hi"}]}]
     reference = process({"messages": messages, "max_pixels": 28 * 28 * 30})
     assert made.token_ids == reference.token_ids

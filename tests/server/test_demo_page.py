@@ -1,4 +1,4 @@
-"""The demo page beside the API, on one engine."""
+"""The demo page and the API on the same engine."""
 
 import asyncio
 from functools import partial
@@ -23,24 +23,24 @@ def with_demo():
     asyncio.run(engine.shutdown(drain=False))
 
 
-def test_the_root_leads_to_the_page_which_asks_for_no_key(with_demo):
+def test_the_root_redirects_to_the_page_which_needs_no_key(with_demo):
     answer = get(f"{with_demo.url}/", follow_redirects=True)
     assert answer.status_code == 200 and str(answer.url) == f"{with_demo.url}/demo/"
     assert "gradio" in answer.text
 
 
-def test_the_api_beside_it_keeps_its_key_and_its_errors(with_demo):
+def test_the_api_still_needs_a_key_and_returns_openai_errors(with_demo):
     assert post(f"{with_demo.url}{CHAT}", json=chat("Hello")).status_code == 401
-    keyed = {"Authorization": "Bearer secret"}
+    with_key = {"Authorization": "Bearer secret"}
     body = chat("Hello", max_tokens=1)
-    assert post(f"{with_demo.url}{CHAT}", json=body, headers=keyed).status_code == 200
-    assert error_of(get(f"{with_demo.url}/v1/nothing", headers=keyed))
+    assert post(f"{with_demo.url}{CHAT}", json=body, headers=with_key).status_code == 200
+    assert error_of(get(f"{with_demo.url}/v1/nothing", headers=with_key))
 
 
-def test_uploads_have_the_limits_of_pictures_not_of_requests(with_demo):
+def test_uploads_have_the_size_limit_of_images_not_of_bodies(with_demo):
     files = {"files": ("a.png", b"x" * 5000)}
     assert post(f"{with_demo.url}/demo/gradio_api/upload", files=files).status_code == 200
 
 
-def test_without_it_there_is_no_page_and_no_way_around_the_limits(running):
+def test_without_the_option_there_is_no_page(running):
     assert running.get("/").status_code == running.get("/demo/").status_code == 404

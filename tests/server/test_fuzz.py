@@ -1,4 +1,4 @@
-"""Whatever is sent: an answer or an error of ours, and never a failure; what is answered is as the schema says."""
+"""Random input: each request gets a completion or an error below 500, and responses match the schema."""
 
 import contextlib
 import json
@@ -83,7 +83,7 @@ header_values = st.sampled_from(
 
 
 def fields(model) -> st.SearchStrategy[dict]:
-    """Some of a request's own fields, with anything in them."""
+    """Some fields of a request, with random values."""
     names = sorted(set(model.model_fields) - {"model", "messages", "prompt", "max_tokens"})
     likely = st.sampled_from([None, 0, 1, 2, 0.5, True, "stop", [], [3], {}])
     return st.dictionaries(st.sampled_from(names) | st.text(max_size=3), likely | values, max_size=3)
@@ -103,13 +103,13 @@ def check(app, path: str, body) -> None:
 
 @BOUNDED
 @given(messages=messages, keys=fields(ChatRequest))
-def test_any_chat_request_is_answered_or_refused(app, messages, keys):
+def test_any_chat_request_is_completed_or_refused(app, messages, keys):
     check(app, CHAT, {"model": "bundled", "messages": messages, "max_tokens": 2} | keys)
 
 
 @BOUNDED
 @given(prompt=prompts, keys=fields(CompletionRequest))
-def test_any_completion_request_is_answered_or_refused(app, prompt, keys):
+def test_any_completion_request_is_completed_or_refused(app, prompt, keys):
     check(app, COMPLETIONS, {"model": "bundled", "prompt": prompt, "max_tokens": 2} | keys)
 
 
@@ -130,7 +130,7 @@ def test_any_bytes_are_refused(app, body):
 @pytest.mark.parametrize(
     "path", [CHAT, COMPLETIONS, "/v1/models", "/v1/models/{model}", "/health", "/metrics", "/version"]
 )
-def test_the_served_specification_is_true(running, path):
+def test_responses_match_the_openapi_schema(running, path):
     operations = schemathesis.openapi.from_url(f"{running.url}/openapi.json")[path]
     [operation] = operations.values()
 
@@ -152,17 +152,17 @@ def test_the_served_specification_is_true(running, path):
     ),
     st.lists(st.tuples(header_names, header_values), max_size=5),
 )
-def test_any_head_is_answered_or_refused(running, method, target, headers):
+def test_any_head_gets_a_response_or_none(running, method, target, headers):
     lines = [f"{method} {target} HTTP/1.1", "Host: x", *(f"{name}: {value}" for name, value in headers), "", "{}"]
     with running.connect() as connection:
         connection.settimeout(0.1)
-        with contextlib.suppress(TimeoutError, ConnectionResetError):  # it may wait for more of the body
+        with contextlib.suppress(TimeoutError, ConnectionResetError):  # the server may wait for more of the body
             connection.sendall("\r\n".join(lines).encode("latin-1"))
             answer = receive_until(connection)
             assert not answer or 100 <= int(answer.split(b" ", 2)[1]) < 500, answer
     assert running.get("/health").status_code == 200
 
 
-def test_afterwards_nothing_is_left(engine):
+def test_afterwards_the_engine_is_idle(engine):
     wait_for(lambda: is_idle(engine))
     assert engine.health().status == "ok"

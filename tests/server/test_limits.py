@@ -1,15 +1,15 @@
-"""The gate before the application: keys, sizes, times."""
+"""The middleware that checks API keys and limits the size and duration of bodies."""
 
 import asyncio
 import json
 
 import pytest
 
-from mmvllm.server.limits import ByteBudget, Gate
+from mmvllm.server.limits import AuthAndSizeLimitMiddleware, ByteBudget
 
 
 class Exchange:
-    """One request to a gate whose app echoes the body; pieces of the body are sent, then nothing."""
+    """One request whose body is received in pieces; without `ends`, the last piece never arrives."""
 
     def __init__(self, *pieces: bytes, path: str = "/v1/x", ends: bool = True, **headers: str):
         self._pieces, self._ends = list(pieces), ends
@@ -35,7 +35,9 @@ class Exchange:
         return b"".join(message["body"] for message in self.sent[1:])
 
 
-def gate(app=None, budget: ByteBudget | None = None, **keys) -> Gate:
+def make_middleware(app=None, budget: ByteBudget | None = None, **keys) -> AuthAndSizeLimitMiddleware:
+    """Around an app that echoes the body."""
+
     async def echo(scope, receive, send):
         message = await receive()
         assert not message["more_body"]
@@ -43,19 +45,19 @@ def gate(app=None, budget: ByteBudget | None = None, **keys) -> Gate:
         await send({"type": "http.response.body", "body": message["body"]})
 
     limits = {"api_keys": (), "max_bytes": 100, "timeout": 0.05, "open_paths": ("/demo",)}
-    return Gate(app or echo, budget=budget or ByteBudget(1000), **limits | keys)
+    return AuthAndSizeLimitMiddleware(app or echo, budget=budget or ByteBudget(1000), **limits | keys)
 
 
-def run(gate: Gate, *exchanges: Exchange) -> None:
-    async def all_of_them() -> None:
-        await asyncio.gather(*(gate(one.scope, one.receive, one.send) for one in exchanges))
+def run(middleware: AuthAndSizeLimitMiddleware, *exchanges: Exchange) -> None:
+    async def run_all() -> None:
+        await asyncio.gather(*(middleware(one.scope, one.receive, one.send) for one in exchanges))
 
-    asyncio.run(all_of_them())
+    asyncio.run(run_all())
 
 
-def test_the_app_gets_the_body_in_one_piece():
+def test_the_app_receives_the_body_in_one_message():
     exchange = Exchange(b"a" * 40, b"", b"b" * 60)
-    run(gate(), exchange)
+    run(make_middleware(), exchange)
     assert (exchange.status, exchange.body) == (200, b"a" * 40 + b"b" * 60)
 
 
@@ -64,19 +66,19 @@ def test_the_app_gets_the_body_in_one_piece():
 )
 def test_a_body_over_the_limit_is_refused(monkeypatch, exchange):
     monkeypatch.setattr("mmvllm.server.limits.LINGER_SECONDS", 0.01)
-    run(gate(), exchange)
+    run(make_middleware(), exchange)
     assert exchange.status == 413 and b"at most 100 bytes" in exchange.body
 
 
-def test_a_body_that_does_not_come_in_time_is_refused(monkeypatch):
+def test_a_body_that_does_not_arrive_in_time_is_refused(monkeypatch):
     monkeypatch.setattr("mmvllm.server.limits.LINGER_SECONDS", 0.01)
     exchange = Exchange(b"a", ends=False)
-    run(gate(), exchange)
+    run(make_middleware(), exchange)
     assert exchange.status == 408
 
 
-def test_bodies_that_are_held_together_are_bounded(monkeypatch):
-    """While the app works on one, another is refused; afterwards there is room again."""
+def test_the_total_size_of_bodies_is_limited(monkeypatch):
+    """While the app handles the first, the second is refused; afterwards the third is accepted."""
     monkeypatch.setattr("mmvllm.server.limits.LINGER_SECONDS", 0.01)
     is_working, may_end = asyncio.Event(), asyncio.Event()
 
@@ -86,9 +88,9 @@ def test_bodies_that_are_held_together_are_bounded(monkeypatch):
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
     first, second, third = (Exchange(b"a" * 60) for _ in range(3))
-    limited = gate(app, ByteBudget(100))
+    limited = make_middleware(app, ByteBudget(100))
 
-    async def talk() -> None:
+    async def send_three() -> None:
         working = asyncio.create_task(limited(first.scope, first.receive, first.send))
         await is_working.wait()
         await limited(second.scope, second.receive, second.send)
@@ -96,21 +98,21 @@ def test_bodies_that_are_held_together_are_bounded(monkeypatch):
         await working
         await limited(third.scope, third.receive, third.send)
 
-    asyncio.run(talk())
+    asyncio.run(send_three())
     assert [first.status, second.status, third.status] == [200, 429, 200]
     assert dict(second.sent[0]["headers"])[b"retry-after"] == b"1"
 
 
-def test_what_else_a_request_holds_counts_until_it_ends():
+def test_bytes_reserved_by_the_app_count_until_the_request_ends():
     budget = ByteBudget(100)
 
     async def app(scope, receive, send):
-        scope["state"]["held"].take(50)
+        scope["state"]["reservation"].take(50)
         with pytest.raises(Exception, match="as many bytes"):
-            scope["state"]["held"].take(1)
+            scope["state"]["reservation"].take(1)
 
-    run(gate(app, budget), Exchange(b"a" * 50))
-    run(gate(app, budget), Exchange(b"a" * 50))
+    run(make_middleware(app, budget), Exchange(b"a" * 50))
+    run(make_middleware(app, budget), Exchange(b"a" * 50))
 
 
 @pytest.mark.parametrize(
@@ -126,9 +128,9 @@ def test_what_else_a_request_holds_counts_until_it_ends():
         (None, 401),
     ],
 )
-def test_v1_is_open_only_to_who_has_a_key(header, status):
+def test_v1_needs_a_valid_key(header, status):
     exchange = Exchange(b"hi", **({} if header is None else {"authorization": header}))
-    run(gate(api_keys=("one", "two")), exchange)
+    run(make_middleware(api_keys=("one", "two")), exchange)
     assert exchange.status == status
     if status == 401:
         assert dict(exchange.sent[0]["headers"])[b"www-authenticate"] == b"Bearer"
@@ -138,30 +140,30 @@ def test_v1_is_open_only_to_who_has_a_key(header, status):
 
 def test_other_paths_need_no_key():
     exchange = Exchange(b"", path="/health")
-    run(gate(api_keys=("one",)), exchange)
+    run(make_middleware(api_keys=("one",)), exchange)
     assert exchange.status == 200
 
 
-def test_who_is_refused_for_the_key_is_not_read():
+def test_the_body_of_a_request_without_a_key_is_not_read():
     pieces = [b"a" * 50] * 2
     exchange = Exchange(*pieces, content_length="100")
     budget = ByteBudget(10)  # too little for a single piece
-    run(gate(api_keys=("one",), budget=budget), exchange)
+    run(make_middleware(api_keys=("one",), budget=budget), exchange)
     assert exchange.status == 401
 
 
-def test_the_demo_reads_its_own_bodies():
+def test_open_paths_are_passed_on_unchecked():
     exchange = Exchange(b"a" * 1000, path="/demo/upload")
-    run(gate(), exchange)
+    run(make_middleware(), exchange)
     assert (exchange.status, len(exchange.body)) == (200, 1000)
 
 
-def test_who_hangs_up_before_the_body_is_whole_gets_nothing():
+def test_a_disconnect_before_the_end_of_the_body_gets_no_response():
     exchange = Exchange()
 
     async def receive() -> dict:
         return {"type": "http.disconnect"}
 
     exchange.receive = receive
-    run(gate(), exchange)
+    run(make_middleware(), exchange)
     assert exchange.sent == []

@@ -1,4 +1,4 @@
-"""The real `openai` client against a real server."""
+"""The `openai` client and a real server."""
 
 import asyncio
 import math
@@ -24,7 +24,7 @@ def client(running):
 
 @pytest.fixture(scope="module")
 def offline():
-    """Greedy answers of the offline engine."""
+    """Greedy outputs of `LLM`."""
     llm = LLM(**ENGINE)
 
     def answer(*requests: dict, **params) -> list:
@@ -41,7 +41,7 @@ def create(client, *parts, **keys):
 
 
 def streamed(stream) -> tuple[list[str], list[str | None], list]:
-    """Texts and finish reasons by choice, and all usages."""
+    """Texts and finish reasons by choice, and the usage of each chunk."""
     texts, reasons, usages = {}, {}, []
     for chunk in stream:
         assert chunk.object == "chat.completion.chunk" and chunk.model == "bundled"
@@ -52,7 +52,7 @@ def streamed(stream) -> tuple[list[str], list[str | None], list]:
     return [texts[i] for i in sorted(texts)], [reasons[i] for i in sorted(reasons)], usages
 
 
-def test_an_answer_is_the_offline_engines_streamed_or_not(client, offline):
+def test_completions_equal_those_of_llm_streamed_or_not(client, offline):
     [expected] = offline(ask(SCENES[0], QUESTION))
     part = image_part(data_uri())
     whole = create(client, part, QUESTION)
@@ -68,7 +68,7 @@ def test_an_answer_is_the_offline_engines_streamed_or_not(client, offline):
     assert not any(usages)
 
 
-def test_a_stream_ends_with_its_usage_if_asked(client):
+def test_include_usage_adds_a_last_chunk_with_usage(client):
     stream = create(client, "Hello", stream=True, stream_options={"include_usage": True}, max_tokens=5, ignore_eos=True)
     chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -77,7 +77,7 @@ def test_a_stream_ends_with_its_usage_if_asked(client):
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_many_at_once_each_get_their_own_answer(running, offline):
+def test_concurrent_requests_get_their_own_completions(running, offline):
     expected = [output.text for output in offline(*(ask(scene, QUESTION) for scene in SCENES[:6]))]
 
     async def ask_all() -> list[str]:
@@ -93,7 +93,7 @@ def test_many_at_once_each_get_their_own_answer(running, offline):
     assert len(set(expected)) > 1
 
 
-def test_a_conversation_goes_on_with_its_answers(client, offline):
+def test_a_conversation_continues_with_its_completions(client, offline):
     question = ask(SCENES[0], QUESTION)["messages"][0]
     turns = [question, {"role": "assistant", "content": "A star."}, {"role": "user", "content": "How many stars?"}]
     [expected] = offline({"messages": [{"role": "system", "content": "Be brief."}, *turns]})
@@ -110,7 +110,7 @@ def test_a_conversation_goes_on_with_its_answers(client, offline):
     assert again.choices[0].finish_reason == "stop"
 
 
-def test_several_answers_differ_and_a_seed_repeats_them(client):
+def test_choices_differ_and_a_seed_reproduces_them(client):
     keys = {"n": 3, "temperature": 2.0, "seed": 7, "max_tokens": 12, "ignore_eos": True}
     first, second = (create(client, "Hello", **keys) for _ in range(2))
     texts = [choice.message.content for choice in first.choices]
@@ -137,23 +137,23 @@ def test_sampling_is_random_by_default_and_top_k_reaches_the_engine(client):
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_an_answer_ends_before_a_stop_string(client, offline, streams):
+def test_a_completion_ends_before_a_stop_string(client, offline, streams):
     part = image_part(data_uri())
     text = offline(ask(SCENES[0], QUESTION))[0].text
     stop = text[len(text) // 2 :][:4]
-    answer = create(client, part, QUESTION, stop=["never said", stop], stream=streams)
+    answer = create(client, part, QUESTION, stop=["not in the text", stop], stream=streams)
     got = streamed(answer)[:2] if streams else ([answer.choices[0].message.content], [answer.choices[0].finish_reason])
     assert got == ([text[: text.index(stop)]], ["stop"])
     assert create(client, part, QUESTION, stop=stop).choices[0].message.content == text[: text.index(stop)]
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_an_answer_may_be_cut_at_a_number_of_tokens(client, name):
+def test_max_tokens_limits_the_completion(client, name):
     answer = create(client, "Hello", **{name: 3}, ignore_eos=True)
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (3, "length")
 
 
-def test_without_a_bound_an_answer_is_as_long_as_the_model_allows(checkpoint):
+def test_without_max_tokens_a_completion_may_fill_the_context(checkpoint):
     from mmvllm.async_llm import AsyncLLM
 
     engine = AsyncLLM(checkpoint, **ENGINE | {"max_model_len": 64})
@@ -164,7 +164,7 @@ def test_without_a_bound_an_answer_is_as_long_as_the_model_allows(checkpoint):
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_logprobs_come_with_every_token(client, offline, streams):
+def test_every_token_has_logprobs(client, offline, streams):
     [expected] = offline(ask(SCENES[0], QUESTION), logprobs=2)
     answer = create(client, image_part(data_uri()), QUESTION, logprobs=True, top_logprobs=2, stream=streams)
     if streams:
@@ -176,18 +176,18 @@ def test_logprobs_come_with_every_token(client, offline, streams):
     for entry, reference in zip(entries, expected.logprobs, strict=True):
         assert entry.logprob == pytest.approx(next(iter(reference.values())), abs=1e-3)
         assert [top.logprob for top in entry.top_logprobs] == sorted(top.logprob for top in entry.top_logprobs)[::-1]
-        assert len(entry.top_logprobs) == 2 and entry.top_logprobs[0].token == entry.token  # it is greedy
+        assert len(entry.top_logprobs) == 2 and entry.top_logprobs[0].token == entry.token  # greedy
         assert bytes(entry.bytes).decode() == entry.token
-    assert "".join(entry.token for entry in entries[:-1]) == expected.text  # the last one ends the answer
+    assert "".join(entry.token for entry in entries[:-1]) == expected.text  # without the end-of-sequence token
 
 
-def test_logprobs_without_top_logprobs_are_of_the_chosen_tokens_alone(client):
+def test_logprobs_without_top_logprobs_are_those_of_the_sampled_tokens(client):
     [choice] = create(client, "Hello", logprobs=True, max_tokens=4, ignore_eos=True).choices
     assert [entry.top_logprobs for entry in choice.logprobs.content] == [[]] * 4
     assert all(-math.inf < entry.logprob <= 0 for entry in choice.logprobs.content)
 
 
-def test_completions_go_on_from_prompts_of_any_shape(client, running):
+def test_completions_accept_prompts_of_any_shape(client, running):
     ids = running.engine.tokenizer("A small", add_special_tokens=False)["input_ids"]
     keys = {"model": "bundled", "temperature": 0, "max_tokens": 6, "extra_body": {"ignore_eos": True}}
     [text] = [choice.text for choice in client.completions.create(prompt="A small", **keys).choices]
@@ -218,12 +218,12 @@ def test_a_completion_has_16_tokens_by_default_and_logprobs_with_offsets(client)
         assert token.startswith("<|") or choice.text[offset:].startswith(token)
 
 
-def test_a_completions_chosen_tokens_are_among_the_most_likely_ones_that_are_shown(client):
+def test_top_logprobs_of_completions_include_the_sampled_token(client):
     [choice] = client.completions.create(
         model="bundled", prompt="A small", temperature=2, seed=1, logprobs=1, extra_body={"ignore_eos": True}
     ).choices
     shown = choice.logprobs.top_logprobs
-    assert {len(top) for top in shown} == {1, 2}  # the chosen one is the likeliest, or comes on top
+    assert {len(top) for top in shown} == {1, 2}  # the sampled token is the most likely one, or is added
     for token, logprob, top in zip(choice.logprobs.tokens, choice.logprobs.token_logprobs, shown, strict=True):
         assert logprob <= top[token] == max(top.values()) or top[token] == logprob
 
@@ -231,11 +231,11 @@ def test_a_completions_chosen_tokens_are_among_the_most_likely_ones_that_are_sho
 def test_the_model_is_listed(client):
     [model] = client.models.list().data
     assert model.id == "bundled" and client.models.retrieve("bundled").id == "bundled"
-    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4' here, only 'bundled'"):
+    with pytest.raises(openai.NotFoundError, match="the model 'gpt-4' does not exist; served: 'bundled'"):
         client.models.retrieve("gpt-4")
 
 
-def test_errors_have_the_class_field_and_text_that_clients_expect(client):
+def test_errors_have_the_class_param_and_code_that_clients_expect(client):
     with pytest.raises(openai.NotFoundError) as missing:
         create(client, "Hello", model="gpt-4")
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
@@ -251,7 +251,7 @@ def test_errors_have_the_class_field_and_text_that_clients_expect(client):
     assert (long.value.param, long.value.code) == ("messages", "context_length_exceeded")
 
 
-def test_helpers_of_the_client_that_stream_find_what_they_need(client):
+def test_the_clients_stream_helper_works(client):
     with client.chat.completions.stream(
         model="bundled", messages=[user("Hello")], temperature=0, max_tokens=4
     ) as stream:

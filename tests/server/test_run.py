@@ -1,4 +1,4 @@
-"""Starting, stopping, and the command line."""
+"""Start-up, graceful shutdown, and the command line of `mmvllm serve`."""
 
 import argparse
 import asyncio
@@ -45,7 +45,7 @@ def stop(running) -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
-def test_what_is_in_flight_is_finished_before_the_end(own_engine, streams):
+def test_requests_in_flight_are_finished_before_shutdown(own_engine, streams):
     body = chat("Hello", max_tokens=100, ignore_eos=True, stream=streams)
     with serving(own_engine) as running, running.connect() as connection:
         connection.sendall(post(CHAT, body))
@@ -61,11 +61,11 @@ def test_what_is_in_flight_is_finished_before_the_end(own_engine, streams):
     assert own_engine.health().status == "stopped"
 
 
-def test_pictures_that_are_being_fetched_are_in_flight_too(own_engine, monkeypatch):
-    is_here = threading.Event()
+def test_requests_that_fetch_images_are_in_flight(own_engine, monkeypatch):
+    is_fetched = threading.Event()
 
     async def fetch(*_) -> bytes:
-        await asyncio.to_thread(is_here.wait, 20)
+        await asyncio.to_thread(is_fetched.wait, 20)
         return SCENES[0].read_bytes()
 
     monkeypatch.setattr("mmvllm.server.jobs.fetch", fetch)
@@ -74,11 +74,11 @@ def test_pictures_that_are_being_fetched_are_in_flight_too(own_engine, monkeypat
         wait_for(lambda: own_engine.stats().num_preparing == 1)
         stop(running)
         wait_for(lambda: own_engine.health().status == "draining")
-        is_here.set()
+        is_fetched.set()
         assert b"HTTP/1.1 200" in receive_all(connection)
 
 
-def test_what_is_not_finished_in_time_ends_with_an_error_that_clients_raise(own_engine):
+def test_after_the_drain_timeout_clients_raise_an_error(own_engine):
     body = {name: value for name, value in LONG.items() if name != "ignore_eos"}
     with serving(own_engine, drain_seconds=0.2) as running, running.client() as client:
         stream = client.chat.completions.create(**body, stream=True, extra_body={"ignore_eos": True})
@@ -90,7 +90,7 @@ def test_what_is_not_finished_in_time_ends_with_an_error_that_clients_raise(own_
     assert own_engine.health().status == "stopped"
 
 
-def test_a_second_signal_ends_everything_now(own_engine):
+def test_a_second_signal_aborts_requests_in_flight(own_engine):
     with serving(own_engine, drain_seconds=600) as running, running.connect() as connection:
         connection.sendall(post(CHAT, LONG))
         wait_for(lambda: own_engine.stats().num_running == 1)
@@ -103,19 +103,19 @@ def test_a_second_signal_ends_everything_now(own_engine):
         assert not running.thread.is_alive()
 
 
-def test_a_client_that_does_not_read_cannot_hold_up_the_end(own_engine, monkeypatch):
+def test_an_incomplete_body_does_not_delay_shutdown(own_engine, monkeypatch):
     from mmvllm.server import run
 
     monkeypatch.setattr(run, "SEND_SECONDS", 0.2)
     with serving(own_engine, drain_seconds=0.2) as running, running.connect() as connection:
-        connection.sendall(post("/v1/completions", {})[:-1])  # and never the last byte
+        connection.sendall(post("/v1/completions", {})[:-1])  # the last byte is never sent
         wait_for(lambda: any(one.cycle is not None for one in running.server.server_state.connections))
         stop(running)
         running.thread.join(30)
         assert not running.thread.is_alive()
 
 
-def test_while_draining_it_says_so_and_takes_nothing_new(own_engine):
+def test_while_draining_health_is_503_and_requests_are_refused(own_engine):
     with serving(own_engine) as running:
         closing = threading.Thread(target=asyncio.run, args=(own_engine.shutdown(),))
         with running.connect() as connection, running.client() as client:
@@ -133,7 +133,7 @@ def test_while_draining_it_says_so_and_takes_nothing_new(own_engine):
         assert running.get("/health/live").status_code == 503
 
 
-def test_a_taken_port_is_reported_before_a_model_is_loaded(capsys):
+def test_a_port_in_use_is_reported_before_a_model_is_loaded(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--port", str(port), "--model", "/nowhere/at/all"]) == 2
@@ -142,7 +142,7 @@ def test_a_taken_port_is_reported_before_a_model_is_loaded(capsys):
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
-def test_it_listens_on_ipv6_too():
+def test_ipv6_addresses_are_supported():
     try:
         listener = listen("::1", 0)
     except OSError:
@@ -152,13 +152,13 @@ def test_it_listens_on_ipv6_too():
 
 
 @pytest.mark.parametrize("name", ["fastapi", "uvicorn", "prometheus_client"])
-def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys, name):
+def test_a_missing_package_is_reported_with_the_extra(monkeypatch, capsys, name):
     monkeypatch.setattr(serve, "find_spec", lambda wanted: None if wanted == name else object())
     assert main(["serve"]) == 2
     assert f'{name} is not installed; pip install "mmvllm[serve]"' in capsys.readouterr().err
 
 
-def test_the_demo_needs_its_own_extra(monkeypatch, capsys):
+def test_the_demo_needs_its_extra(monkeypatch, capsys):
     monkeypatch.setattr(serve, "find_spec", lambda wanted: None if wanted == "gradio" else object())
     assert main(["serve", "--demo"]) == 2
     assert 'pip install "mmvllm[demo]"' in capsys.readouterr().err
@@ -187,7 +187,7 @@ def test_wrong_arguments_are_named(capsys, arguments, message):
     assert code == 2 and message in capsys.readouterr().err
 
 
-def test_keys_come_from_the_command_line_and_the_environment(monkeypatch):
+def test_keys_are_read_from_the_command_line_and_the_environment(monkeypatch):
     monkeypatch.setenv(serve.KEY_VARIABLE, "from-env")
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
@@ -196,7 +196,7 @@ def test_keys_come_from_the_command_line_and_the_environment(monkeypatch):
     assert serve._api_keys(parser.parse_args([])) == ()
 
 
-def test_the_command_serves_until_a_signal_and_ends_well():
+def test_the_command_serves_until_a_signal_and_exits_with_0():
     command = [sys.executable, "-m", "mmvllm", "serve", "--port", "0", "--device", "cpu", "--num-kvcache-blocks", "64"]
     command += ["--served-model-name", "shapes", "--access-log"]
     environment = os.environ | {serve.KEY_VARIABLE: "secret"}

@@ -1,4 +1,4 @@
-"""Clients that stall, hang up, send garbage or far too much, over raw sockets."""
+"""Clients that stall, disconnect, or send malformed or excessive data, over raw sockets."""
 
 import asyncio
 import contextlib
@@ -50,7 +50,7 @@ def connection(running):
 
 @pytest.fixture
 def brief_linger(monkeypatch):
-    """For clients that send nothing more once they are refused."""
+    """For clients that send nothing after they were refused."""
     monkeypatch.setattr(limits, "LINGER_SECONDS", 0.1)
 
 
@@ -67,20 +67,20 @@ def count_of(running, path: str, code: int) -> float:
 
 
 @pytest.mark.parametrize("begun", [b"", b"POST /v1/chat/comp", b"POST / HTTP/1.1\r\nHost: x\r\nX-Slow: "])
-def test_who_never_ends_the_head_is_hung_up_on(running, monkeypatch, begun):
+def test_an_incomplete_head_times_out(running, monkeypatch, begun):
     monkeypatch.setattr(protocol, "HEADER_SECONDS", 0.5)
-    start, is_over = time.monotonic(), False
+    start, is_closed = time.monotonic(), False
     with contextlib.suppress(OSError), running.connect() as connection:
         connection.sendall(begun)
         connection.settimeout(0.1)
-        while not is_over and time.monotonic() < start + 20:  # drop by drop: a byte in between buys no time
+        while not is_closed and time.monotonic() < start + 20:  # single bytes do not extend the timeout
             connection.sendall(b"x" if begun else b"")
             with contextlib.suppress(TimeoutError):
-                is_over = not connection.recv(1)
+                is_closed = not connection.recv(1)
     assert 0.5 <= time.monotonic() - start < 20
 
 
-def test_a_second_request_must_end_its_head_in_time_too(connection, monkeypatch):
+def test_an_incomplete_head_of_a_second_request_times_out(connection, monkeypatch):
     connection.sendall(post(COMPLETIONS, BRIEF))
     assert status(receive_until(connection, b"}}}")) == 200
     monkeypatch.setattr(protocol, "HEADER_SECONDS", 0.5)
@@ -98,39 +98,39 @@ def test_a_body_that_stalls_gets_408(brief_linger):
     assert b"connection: close" in answer.lower()
 
 
-def test_a_body_that_announces_a_gigabyte_is_refused_unread(connection, brief_linger):
+def test_a_content_length_over_the_limit_is_refused_unread(connection, brief_linger):
     connection.sendall(head(CHAT, 1 << 30))
     answer = receive_all(connection)
     assert status(answer) == 413 and b"at most 1048576 bytes" in answer
 
 
-def test_a_client_that_waits_for_leave_to_send_too_much_does_not_get_it(connection, brief_linger):
+def test_expect_100_continue_over_the_limit_is_refused(connection, brief_linger):
     connection.sendall(head(CHAT, 1 << 30, "Expect: 100-continue"))
     answer = receive_all(connection)
     assert status(answer) == 413 and b"100 Continue" not in answer.split(b"413")[0]
 
 
-@pytest.mark.parametrize("announced", [None, 1 << 30], ids=["chunked", "announced"])
-def test_a_gigabyte_of_body_is_stopped_at_the_limit(connection, announced):
+@pytest.mark.parametrize("content_length", [None, 1 << 30], ids=["chunked", "content-length"])
+def test_reading_a_too_large_body_stops_at_the_limit(connection, content_length):
     piece = b" " * 65536
-    chunk = piece if announced else b"10000\r\n" + piece + b"\r\n"
-    connection.sendall(head(CHAT, announced))
+    chunk = piece if content_length else b"10000\r\n" + piece + b"\r\n"
+    connection.sendall(head(CHAT, content_length))
     sent = 0
     with contextlib.suppress(OSError):
         while sent < 1 << 30:
             connection.sendall(chunk)
             sent += len(piece)
-    # What lies in the sockets' buffers has left us too.
+    # Bytes in the buffers of the sockets count as sent.
     assert sent < MAX_BODY + limits.LINGER_BYTES + (32 << 20)
 
 
-def test_a_client_that_sends_all_before_it_reads_sees_why_it_was_refused(connection):
+def test_a_client_that_sends_the_whole_body_first_receives_the_error(connection):
     connection.sendall(head(CHAT, 2 * MAX_BODY) + b" " * 2 * MAX_BODY)
     assert status(receive_all(connection)) == 413
 
 
 @pytest.mark.parametrize(
-    "garbage",
+    "data",
     [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),  # TLS
         b"GET\r\n\r\n",
@@ -141,16 +141,16 @@ def test_a_client_that_sends_all_before_it_reads_sees_why_it_was_refused(connect
     ],
     ids=["tls", "no-version", "negative-length", "endless-length", "bad-chunk", "endless-header"],
 )
-def test_garbage_gets_400_or_nothing_and_harms_nobody(running, connection, garbage, caplog):
+def test_malformed_requests_get_400_or_no_response_and_are_not_logged(running, connection, data, caplog):
     with contextlib.suppress(OSError):
-        connection.sendall(garbage)
+        connection.sendall(data)
     with contextlib.suppress(ConnectionResetError):
         answer = receive_all(connection)
         assert not answer or 400 <= status(answer) < 500
     assert running.get("/health").status_code == 200 and not caplog.records
 
 
-def test_garbage_after_an_answer_has_begun_ends_it_quietly(connection, caplog):
+def test_malformed_data_after_the_response_has_started_is_not_logged(connection, caplog):
     size = 2 * MAX_BODY
     connection.sendall(head(CHAT, None) + b"%x\r\n" % size + b" " * size)
     assert status(receive_until(connection)) == 413
@@ -160,21 +160,21 @@ def test_garbage_after_an_answer_has_begun_ends_it_quietly(connection, caplog):
     assert not caplog.records
 
 
-def test_a_body_in_crumbs_is_refused(connection, caplog):
-    connection.sendall(head(COMPLETIONS, None) + b"1\r\n \r\n" * (protocol.MAX_CRUMBS + 1))
+def test_a_body_of_too_many_small_chunks_is_refused(connection, caplog):
+    connection.sendall(head(COMPLETIONS, None) + b"1\r\n \r\n" * (protocol.MAX_SMALL_CHUNKS + 1))
     assert status(receive_all(connection)) == 400 and not caplog.records
 
 
-def test_a_body_in_many_chunks_is_taken(connection):
+def test_a_body_of_many_small_chunks_is_accepted(connection):
     data = json.dumps(BRIEF).encode()
-    body = b"".join(b"1\r\n%c\r\n" % byte for byte in data + b" " * (protocol.MAX_CRUMBS - len(data)))
+    body = b"".join(b"1\r\n%c\r\n" % byte for byte in data + b" " * (protocol.MAX_SMALL_CHUNKS - len(data)))
     connection.sendall(head(COMPLETIONS, None, "Connection: close") + body + b"0\r\n\r\n")
     assert status(receive_all(connection)) == 200
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("resets", [False, True], ids=["closes", "resets"])
-def test_who_hangs_up_has_the_request_aborted(running, streams, resets):
+def test_a_disconnect_aborts_the_request(running, streams, resets):
     before = count_of(running, CHAT, 499)
     with running.connect() as connection:
         connection.sendall(post(CHAT, LONG | {"stream": streams}))
@@ -183,11 +183,11 @@ def test_who_hangs_up_has_the_request_aborted(running, streams, resets):
         wait_for(lambda: running.engine.stats().num_running == 1)
         if resets:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    wait_for(lambda: is_idle(running.engine), 10)  # long before the answer would have ended
+    wait_for(lambda: is_idle(running.engine), 10)  # much earlier than the completion would end
     wait_for(lambda: count_of(running, CHAT, 499) == before + 1)
 
 
-def test_who_hangs_up_while_pictures_are_sent_leaves_nothing(running):
+def test_a_disconnect_in_the_body_leaves_no_request(running):
     before = count_of(running, CHAT, 499)
     with running.connect() as connection:
         connection.sendall(post(CHAT, chat(image_part(data_uri(SCENES[0]))))[:-10])
@@ -195,7 +195,7 @@ def test_who_hangs_up_while_pictures_are_sent_leaves_nothing(running):
     assert is_idle(running.engine)
 
 
-def test_who_is_refused_and_hangs_up_was_refused(running):
+def test_a_disconnect_after_a_refusal_is_counted_as_the_refusal(running):
     before = count_of(running, CHAT, 413), count_of(running, CHAT, 499)
     with running.connect() as connection:
         connection.sendall(head(CHAT, 1 << 30))
@@ -209,7 +209,7 @@ def test_several_prompts_are_aborted_together(running):
         body = {"model": "bundled", "prompt": ["Hello", "a", "b"], "n": 2, "max_tokens": 1900, "ignore_eos": True}
         connection.sendall(post(COMPLETIONS, body))
         wait_for(lambda: running.engine.stats().num_running == 6)
-    wait_for(lambda: is_idle(running.engine), 10)  # long before the answers would have ended
+    wait_for(lambda: is_idle(running.engine), 10)  # much earlier than the completions would end
 
 
 def test_a_connection_serves_one_request_after_another(connection):
@@ -218,20 +218,20 @@ def test_a_connection_serves_one_request_after_another(connection):
         assert status(receive_until(connection, b"}}}")) == 200
 
 
-def test_requests_sent_ahead_are_answered_in_turn(connection):
+def test_pipelined_requests_are_answered_in_order(connection):
     connection.sendall(post(COMPLETIONS, BRIEF) + post("/nowhere", {}) + post(COMPLETIONS, BRIEF, "Connection: close"))
     answers = receive_all(connection).split(b"HTTP/1.1 ")[1:]
     assert [answer[:3] for answer in answers] == [b"200", b"404", b"200"]
 
 
-def test_a_body_that_comes_in_pieces_is_put_together(connection):
+def test_a_body_in_several_packets_is_joined(connection):
     for piece in (request := post(COMPLETIONS, BRIEF, "Connection: close"))[:40], request[40:-5], request[-5:]:
         connection.sendall(piece)
         time.sleep(0.02)
     assert status(receive_all(connection)) == 200
 
 
-def test_a_stream_says_what_it_is_and_is_well_formed(connection):
+def test_a_stream_has_the_right_headers_and_events(connection):
     connection.sendall(post(CHAT, chat("Hello", stream=True, max_tokens=3), "Connection: close"))
     answer_head, _, rest = receive_all(connection).partition(b"\r\n\r\n")
     lines = answer_head.lower().split(b"\r\n")
@@ -242,13 +242,13 @@ def test_a_stream_says_what_it_is_and_is_well_formed(connection):
     assert all(json.loads(event[6:])["object"] == "chat.completion.chunk" for event in events[:-1])
 
 
-def test_a_silent_stream_is_kept_alive_with_comments(monkeypatch):
+def test_an_idle_stream_is_kept_alive_with_comments(monkeypatch):
     from mmvllm.server import sse
 
     monkeypatch.setattr(sse, "PING_SECONDS", 0.02)
     sent = []
 
-    async def say_nothing():
+    async def stay_idle():
         async with sse.EventStream(send):
             while len(sent) < 4:
                 await asyncio.sleep(0.01)
@@ -256,20 +256,20 @@ def test_a_silent_stream_is_kept_alive_with_comments(monkeypatch):
     async def send(message):
         sent.append(message.get("body"))
 
-    asyncio.run(asyncio.wait_for(say_nothing(), 20))
+    asyncio.run(asyncio.wait_for(stay_idle(), 20))
     assert sent[0] is None and set(sent[1:-1]) == {b": ping\n\n"} and sent[-1] == b""
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "requests",
     [
         b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 20,
         post(CHAT, LONG | {"stream": True}),
         post(COMPLETIONS, BRIEF | {"max_tokens": 30, "n": 4, "logprobs": 20, "ignore_eos": True}),
     ],
-    ids=["sent-ahead", "stream", "whole"],
+    ids=["pipelined", "stream", "whole"],
 )
-def test_who_does_not_read_is_hung_up_on(running, asked, caplog, monkeypatch):
+def test_a_client_that_does_not_read_is_disconnected(running, requests, caplog, monkeypatch):
     monkeypatch.setattr(protocol, "STALL_SECONDS", 0.5)
     connections = running.server.server_state.connections
     wait_for(lambda: not connections)  # those of earlier tests
@@ -277,7 +277,7 @@ def test_who_does_not_read_is_hung_up_on(running, asked, caplog, monkeypatch):
     wait_for(lambda: len(connections) == 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     next(iter(connections)).transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
-    connection.sendall(asked)
+    connection.sendall(requests)
     wait_for(lambda: not connections)
     wait_for(lambda: is_idle(running.engine))
     connection.close()

@@ -1,4 +1,4 @@
-"""The engine's deltas -> OpenAI's answers, whole or in chunks."""
+"""Builds OpenAI responses, whole or in chunks, from the engine's deltas."""
 
 import codecs
 import time
@@ -12,13 +12,13 @@ from mmvllm.outputs import Delta, RequestOutput
 from mmvllm.server.responses import ChatCompletion, Completion, Usage
 
 FINISH_REASONS = {None: None, "eos": "stop", "stop": "stop", "length": "length"}
-NO_LOGPROB = -9999.0  # JSON knows no infinity
+NO_LOGPROB = -9999.0  # JSON has no infinity
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
-    """Tokens of all prompts and all answers together."""
+    """Total token counts over all prompts and completions."""
     prompt = sum(output.num_prompt_tokens for output in outputs)
-    completion = sum(len(answer.token_ids) for output in outputs for answer in output.completions)
+    completion = sum(len(one.token_ids) for output in outputs for one in output.completions)
     details = {
         "cached_tokens": sum(output.num_cached_tokens for output in outputs),
         "image_tokens": sum(output.num_image_tokens for output in outputs),
@@ -32,8 +32,8 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
 
 
 @dataclass(slots=True)
-class Choice:
-    """One answer, as far as it has come."""
+class ChoiceBuffer:
+    """The deltas of one choice received so far."""
 
     index: int
     text: list[str] = field(default_factory=list)
@@ -46,8 +46,8 @@ class Choice:
         self.finish_reason = FINISH_REASONS[delta.finish_reason]
 
 
-class Reply:
-    """What chat and completion answers have in common; one for each HTTP request."""
+class ResponseBuilder:
+    """The common part of chat and completion responses; one instance per HTTP request."""
 
     kind: str
     chunk_kind: str
@@ -55,7 +55,7 @@ class Reply:
     prompt_field: str  # of the request
 
     def __init__(self, model: str, tokenizer: Any, top_logprobs: int | None):
-        """`top_logprobs` most likely tokens are shown beside each chosen one; None shows no log-probabilities."""
+        """Shows the `top_logprobs` most likely tokens for each sampled one; None shows no log-probabilities."""
         self._head = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
             "object": self.kind,
@@ -65,25 +65,25 @@ class Reply:
         self._tokenizer, self._top_logprobs = tokenizer, top_logprobs
 
     def usage_chunk(self, usage: Usage) -> dict:
-        """A stream's last chunk."""
+        """The last chunk of a stream."""
         return self._head | {"object": self.chunk_kind, "choices": [], "usage": usage.model_dump()}
 
     def _chunk(self, choice: dict) -> dict:
         return self._head | {"object": self.chunk_kind, "choices": [choice]}
 
     def _top(self, logprobs: dict[int, float]) -> list[tuple[int, float]]:
-        """The most likely tokens, as many as were asked for; the chosen one need not be among them."""
+        """The requested number of most likely tokens, which need not include the sampled one."""
         ranked = sorted(logprobs.items(), key=lambda item: -item[1])
         return ranked[: self._top_logprobs]
 
 
-class ChatReply(Reply):
-    """Answers of /v1/chat/completions."""
+class ChatResponseBuilder(ResponseBuilder):
+    """Responses of /v1/chat/completions."""
 
     kind, chunk_kind, id_prefix, prompt_field = "chat.completion", "chat.completion.chunk", "chatcmpl", "messages"
 
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> ChatCompletion:
-        """The answer to a request that is not streamed."""
+    def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> ChatCompletion:
+        """The response to a request that is not streamed."""
         made = [
             {
                 "index": choice.index,
@@ -95,8 +95,8 @@ class ChatReply(Reply):
         ]
         return ChatCompletion(**self._head, choices=made, usage=usage)
 
-    def opening(self, num_choices: int) -> list[dict]:
-        """A stream's first chunks."""
+    def first_chunks(self, num_choices: int) -> list[dict]:
+        """The chunks that start a stream: the role of each choice."""
         first = {"role": "assistant", "content": ""}
         return [
             self._chunk({"index": index, "delta": first, "logprobs": None, "finish_reason": None})
@@ -104,7 +104,7 @@ class ChatReply(Reply):
         ]
 
     def chunk(self, index: int, delta: Delta) -> dict:
-        """What is new of one answer."""
+        """The chunk for the new tokens of one choice."""
         content = {"content": delta.text} if delta.text else {}
         logprobs = self._logprobs(delta.logprobs or [])
         return self._chunk(
@@ -121,28 +121,28 @@ class ChatReply(Reply):
             return None
         made = []
         for logprobs in entries:
-            chosen, logprob = next(iter(logprobs.items()))
+            sampled, logprob = next(iter(logprobs.items()))
             top = [self._entry(*item) for item in self._top(logprobs)]
-            made.append(self._entry(chosen, logprob) | {"top_logprobs": top})
+            made.append(self._entry(sampled, logprob) | {"top_logprobs": top})
         return {"content": made}
 
     def _entry(self, token_id: int, logprob: float) -> dict:
         data = token_bytes(self._tokenizer, token_id)
-        return {"token": shown(data), "logprob": max(logprob, NO_LOGPROB), "bytes": list(data)}
+        return {"token": token_text(data), "logprob": max(logprob, NO_LOGPROB), "bytes": list(data)}
 
 
-class CompletionReply(Reply):
-    """Answers of /v1/completions."""
+class CompletionResponseBuilder(ResponseBuilder):
+    """Responses of /v1/completions."""
 
     kind, chunk_kind, id_prefix, prompt_field = "text_completion", "text_completion", "cmpl", "prompt"
 
     def __init__(self, model: str, tokenizer: Any, top_logprobs: int | None):
         super().__init__(model, tokenizer, top_logprobs)
-        self._offsets: dict[int, _Offset] = {}  # by choice
+        self._offsets: dict[int, _OffsetCounter] = {}  # by choice
         self._special_ids = special_ids(tokenizer)
 
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> Completion:
-        """The answer to a request that is not streamed."""
+    def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> Completion:
+        """The response to a request that is not streamed."""
         made = [
             {
                 "index": choice.index,
@@ -154,12 +154,12 @@ class CompletionReply(Reply):
         ]
         return Completion(**self._head, choices=made, usage=usage)
 
-    def opening(self, _num_choices: int) -> list[dict]:
-        """A stream's first chunks: none."""
+    def first_chunks(self, _num_choices: int) -> list[dict]:
+        """A completion stream has no chunks before the first text."""
         return []
 
     def chunk(self, index: int, delta: Delta) -> dict:
-        """What is new of one answer."""
+        """The chunk for the new tokens of one choice."""
         logprobs = self._logprobs(index, delta.logprobs or [])
         return self._chunk(
             {
@@ -173,29 +173,31 @@ class CompletionReply(Reply):
     def _logprobs(self, index: int, entries: Sequence[dict[int, float]]) -> dict | None:
         if self._top_logprobs is None:
             return None
-        offset = self._offsets.setdefault(index, _Offset(self._special_ids))
-        chosen = [(next(iter(entry)), entry) for entry in entries]
+        offset = self._offsets.setdefault(index, _OffsetCounter(self._special_ids))
+        sampled = [(next(iter(entry)), entry) for entry in entries]
         return {
-            "tokens": [self._shown(token_id) for token_id, _ in chosen],
-            "token_logprobs": [max(entry[token_id], NO_LOGPROB) for token_id, entry in chosen],
+            "tokens": [self._token_text(token_id) for token_id, _ in sampled],
+            "token_logprobs": [max(entry[token_id], NO_LOGPROB) for token_id, entry in sampled],
             "top_logprobs": [self._top_by_text(entry) for entry in entries],
-            "text_offset": [offset.advance(token_id, token_bytes(self._tokenizer, token_id)) for token_id, _ in chosen],
+            "text_offset": [
+                offset.advance(token_id, token_bytes(self._tokenizer, token_id)) for token_id, _ in sampled
+            ],
         }
 
     def _top_by_text(self, logprobs: dict[int, float]) -> dict[str, float]:
-        """The chosen token is always among them; of tokens that look the same, the likeliest counts."""
-        chosen = next(iter(logprobs.items()))
+        """Includes the sampled token; of tokens with the same text, the most likely one is shown."""
+        sampled = next(iter(logprobs.items()))
         made: dict[str, float] = {}
-        for token_id, logprob in [*self._top(logprobs), chosen]:
-            made.setdefault(self._shown(token_id), max(logprob, NO_LOGPROB))
+        for token_id, logprob in [*self._top(logprobs), sampled]:
+            made.setdefault(self._token_text(token_id), max(logprob, NO_LOGPROB))
         return made
 
-    def _shown(self, token_id: int) -> str:
-        return shown(token_bytes(self._tokenizer, token_id))
+    def _token_text(self, token_id: int) -> str:
+        return token_text(token_bytes(self._tokenizer, token_id))
 
 
-class _Offset:
-    """Where in an answer's text each of its tokens begins, in characters; special ones leave nothing in it."""
+class _OffsetCounter:
+    """Character offset of each token in the text of a completion, to which special tokens contribute nothing."""
 
     def __init__(self, special_ids: frozenset[int]):
         self._decoder, self._at, self._special_ids = codecs.getincrementaldecoder("utf-8")("replace"), 0, special_ids
@@ -207,8 +209,8 @@ class _Offset:
         return before
 
 
-def shown(data: bytes) -> str:
-    """A token as text; part of a character as OpenAI writes it, "bytes:\\xf0\\x9f"."""
+def token_text(data: bytes) -> str:
+    """A token's text; incomplete UTF-8 is escaped as in OpenAI's API, "bytes:\\xf0\\x9f"."""
     try:
         return data.decode()
     except UnicodeDecodeError:

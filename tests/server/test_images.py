@@ -1,0 +1,115 @@
+"""Images of chat requests: detail, sources, and the byte budget."""
+
+import asyncio
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+
+from mmvllm.media import MediaPolicy
+from tests.helpers.server import (
+    CHAT,
+    SCENES,
+    call,
+    chat,
+    data_uri,
+    error_of,
+    image_part,
+    make_app,
+    png,
+)
+
+
+def test_detail_limits_the_tokens_of_an_image(engine):
+    app = make_app(engine, max_pixels=28 * 28 * 36)
+    uri = data_uri(png(600, 600))
+
+    def tokens(*details: str | None, **keys) -> int:
+        parts = [image_part(uri, **({} if detail is None else {"detail": detail})) for detail in details]
+        answer = call(app, "POST", CHAT, json=chat(*parts, "Hi", max_tokens=1, **keys)).json()
+        return answer["usage"]["prompt_tokens_details"]["image_tokens"]
+
+    assert (tokens("high"), tokens("auto"), tokens(None), tokens("low")) == (49, 36, 36, 36)
+    assert tokens("high", "auto") == 49 + 36
+    assert tokens("auto", max_pixels=28 * 28 * 25) == 25 and tokens("low", "high", max_pixels=28 * 28 * 40) == 36 + 36
+
+
+def test_local_images_are_read_from_the_allowed_folder_only(engine, tmp_path):
+    (tmp_path / "a.png").write_bytes(SCENES[0].read_bytes())
+    app = make_app(engine, media=MediaPolicy(allowed_local_path=tmp_path))
+    answer = call(app, "POST", CHAT, json=chat(image_part(f"file://{tmp_path}/a.png"), "Describe this image."))
+    expected = call(app, "POST", CHAT, json=chat(image_part(data_uri(SCENES[0])), "Describe this image."))
+    assert answer.status_code == 200 and answer.json()["choices"] == expected.json()["choices"]
+    answer = call(app, "POST", CHAT, json=chat("a", image_part("file:///etc/passwd"), "b"))
+    assert answer.status_code == 400 and error_of(answer)["param"] == "messages[0].content[1].image_url.url"
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_images_are_fetched_from_allowed_hosts_only(engine, tmp_path, allowed):
+    (tmp_path / "a.png").write_bytes(SCENES[0].read_bytes())
+    domain = "127.0.0.1" if allowed else "example.org"
+    media = MediaPolicy(allowed_domains=(domain,), allowed_networks=("127.0.0.1/32",))
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=tmp_path)) as files:
+        threading.Thread(target=files.serve_forever).start()
+        part = image_part(f"http://127.0.0.1:{files.server_port}/a.png")
+        answer = call(make_app(engine, media=media), "POST", CHAT, json=chat(part, max_tokens=1))
+        files.shutdown()
+    assert answer.status_code == (200 if allowed else 400)
+    if not allowed:
+        assert error_of(answer)["param"] == "messages[0].content[0].image_url.url"
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *_) -> None:
+        pass
+
+
+def test_fetched_images_count_towards_the_byte_budget(engine, tmp_path):
+    (tmp_path / "a.png").write_bytes(data := SCENES[0].read_bytes())
+    media = MediaPolicy(allowed_local_path=tmp_path)
+    part = image_part(f"file://{tmp_path}/a.png")
+    app = make_app(engine, media=media, max_bodies_bytes=len(data) + 1000)
+    assert call(app, "POST", CHAT, json=chat(part, max_tokens=1)).status_code == 200
+    answer = call(app, "POST", CHAT, json=chat(part, part, max_tokens=1))
+    assert answer.status_code == 429 and error_of(answer)["code"] == "engine_busy"
+    assert call(app, "POST", CHAT, json=chat(part, max_tokens=1)).status_code == 200
+
+
+def test_a_data_uri_does_not_wait_for_a_slow_host(engine, monkeypatch):
+    real, is_asked = MediaPolicy.fetch, asyncio.Event()
+
+    async def fetch(policy, url):
+        if url.startswith("data:"):
+            return await real(policy, url)
+        is_asked.set()
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(MediaPolicy, "fetch", fetch)
+    transport = httpx.ASGITransport(make_app(engine))
+
+    async def ask() -> int:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            slow = asyncio.create_task(client.post(CHAT, json=chat(*[image_part("http://slow/")] * 16)))
+            await is_asked.wait()
+            answer = await asyncio.wait_for(client.post(CHAT, json=chat(image_part(data_uri()), max_tokens=1)), 20)
+            slow.cancel()
+        return answer.status_code
+
+    assert asyncio.run(ask()) == 200
+
+
+def test_no_image_is_fetched_for_a_request_over_capacity(engine, monkeypatch):
+    monkeypatch.setattr(engine, "max_requests", 0)
+    monkeypatch.setattr(MediaPolicy, "fetch", None)
+    assert call(make_app(engine), "POST", CHAT, json=chat(image_part(data_uri()))).status_code == 429
+
+
+def test_fetching_images_counts_towards_the_timeout(engine, monkeypatch):
+    async def never(*_):
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(MediaPolicy, "fetch", never)
+    answer = call(make_app(engine, request_timeout=0.05), "POST", CHAT, json=chat(image_part(data_uri())))
+    assert answer.status_code == 504 and "after 0.05 seconds" in error_of(answer)["message"]

@@ -1,0 +1,109 @@
+"""Models, health, metrics, API keys, CORS and request ids."""
+
+import httpx
+import pytest
+
+import mmvllm
+from mmvllm.server.app import build_app
+from mmvllm.server.settings import ServerSettings
+from tests.helpers.server import (
+    CHAT,
+    call,
+    chat,
+    data_uri,
+    error_of,
+    image_part,
+    make_app,
+    metric_samples,
+)
+
+
+def test_api_keys_are_required_for_v1_only(engine):
+    app = make_app(engine, api_keys=("secret",))
+    answer = call(app, "POST", CHAT, json=chat("Hello"))
+    assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+    assert error_of(answer)["code"] == "invalid_api_key"
+    assert call(app, "GET", "/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
+    assert call(app, "GET", "/health").status_code == 200
+
+
+def test_cors_allows_configured_origins_also_for_errors(engine):
+    app = make_app(engine, api_keys=("secret",), cors_origins=("https://a.example",))
+    asks = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    asks["Access-Control-Request-Headers"] = "authorization,content-type"
+    preflight = call(app, "OPTIONS", CHAT, headers=asks)
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == "https://a.example"
+    refused = call(app, "POST", CHAT, json={}, headers={"Origin": "https://a.example"})
+    assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "https://a.example"
+    other = call(app, "OPTIONS", CHAT, headers=asks | {"Origin": "https://b.example"})
+    assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
+
+
+def test_cors_is_off_by_default(app):
+    answer = call(app, "GET", "/v1/models", headers={"Origin": "https://a.example"})
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_version_health_and_models(app):
+    assert call(app, "GET", "/version").json() == {"version": mmvllm.__version__}
+    assert call(app, "GET", "/health").json() == {"status": "ok", "reason": None}
+    [model] = call(app, "GET", "/v1/models").json()["data"]
+    assert (model["id"], model["max_model_len"]) == ("bundled", 2048)
+    assert call(app, "GET", "/v1/models/a/b").status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready"])
+def test_health_supports_head_requests(running, path):
+    answer = httpx.head(running.url + path, timeout=60)
+    assert (answer.status_code, answer.content) == (200, b"")
+
+
+def test_model_names_may_contain_slashes(engine):
+    app = build_app(engine, ServerSettings(model_names=("Qwen/Qwen2-VL-2B", "gpt-4o")))
+    assert call(app, "GET", "/v1/models/Qwen/Qwen2-VL-2B").json()["id"] == "Qwen/Qwen2-VL-2B"
+
+
+def test_a_model_may_have_several_names(engine):
+    app = build_app(engine, ServerSettings(model_names=("ours", "gpt-4o")))
+    assert [model["id"] for model in call(app, "GET", "/v1/models").json()["data"]] == ["ours", "gpt-4o"]
+    for name in ("ours", "gpt-4o"):
+        assert call(app, "POST", "/v1/completions", json={"model": name, "prompt": "x"}).json()["model"] == name
+    refused = call(app, "POST", "/v1/completions", json={"model": "gpt-4", "prompt": "x"})
+    assert refused.status_code == 404 and "served: 'ours' and 'gpt-4o'" in refused.json()["error"]["message"]
+
+
+def test_every_response_has_a_unique_request_id(app):
+    paths = ("/version", "/nowhere", "/v1/models/none", "/version")
+    ids = [call(app, "GET", path).headers["x-request-id"] for path in paths]
+    assert all(len(one) > 20 for one in ids) and len(set(ids)) == 4
+
+
+def test_responses_of_middleware_are_counted_by_path(engine):
+    app = build_app(engine, ServerSettings(model_names=("bundled",), api_keys=("secret",)))
+    for path in (CHAT, "/v1/no-such-path"):
+        assert call(app, "POST", path, json={}).status_code == 401
+    counted = {key[1:]: value for key, value in metric_samples(app).items() if key[0] == "mmvllm_http_responses_total"}
+    assert counted[("path", CHAT), ("status", "401")] == counted[("path", "other"), ("status", "401")] == 1
+
+
+def test_metrics_are_valid_and_count_requests(app):
+    before = metric_samples(app)
+    assert call(app, "POST", CHAT, json=chat(image_part(data_uri()), max_tokens=3, ignore_eos=True, n=2)).is_success
+    assert call(app, "POST", CHAT, json={}).status_code == 400
+    assert call(app, "GET", "/no/such/path").status_code == 404
+    after = metric_samples(app)
+
+    def moved(name: str, **labels: str) -> float:
+        key = (name, *sorted(labels.items()))
+        return after[key] - before.get(key, 0.0)
+
+    assert moved("mmvllm_http_responses_total", path=CHAT, status="200") == 1
+    assert moved("mmvllm_http_responses_total", path=CHAT, status="400") == 1
+    assert moved("mmvllm_http_responses_total", path="other", status="404") == 1
+    assert moved("mmvllm_answers_total", finish_reason="length") == 2
+    assert moved("mmvllm_output_tokens_total") == 6 and moved("mmvllm_images_total") == 1
+    assert moved("mmvllm_prompt_tokens_total") > 10 and moved("mmvllm_requests_finished_total") == 1
+    for name in ("first_token", "per_token", "end_to_end"):
+        assert moved(f"mmvllm_{name}_seconds_count") == 1 and moved(f"mmvllm_{name}_seconds_sum") > 0
+    assert after["mmvllm_ready",] == 1 and after["mmvllm_sequences_running",] == 0

@@ -1,0 +1,261 @@
+"""Validation of requests: which are refused, with which error, and which fields are ignored."""
+
+import json
+
+import pytest
+
+from tests.helpers.server import (
+    CHAT,
+    COMPLETIONS,
+    call,
+    chat,
+    completion,
+    data_uri,
+    error_of,
+    image_part,
+    user,
+)
+
+ASSISTANT = {"role": "assistant", "content": "A star."}
+CONTINUOUS_USAGE = "stream_options.continuous_usage_stats"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"messages": [user("Hi")]}, "model", "is missing"),
+        ({"model": "bundled"}, "messages", "is missing"),
+        (chat(messages=[]), "messages", "at least 1"),
+        (chat(messages="Hi"), "messages", "must be a list"),
+        (chat(messages=[{"role": "user"}]), "messages[0].content", "is missing"),
+        (chat(messages=[{"role": "user", "content": None}]), "messages[0].content", "must be a string"),
+        (chat(messages=[user("Hi"), {"role": "tool", "content": "x"}]), "messages[1].role", "'assistant'"),
+        (chat(messages=[{"role": "user", "content": []}]), "messages[0].content", "at least 1"),
+        (chat({"type": "text"}), "messages[0].content[0].text", "is missing"),
+        (chat("Hi", {"type": "text", "text": 5}), "messages[0].content[1].text", "must be a string"),
+        (chat("Hi", {"type": "input_audio"}), "messages[0].content[1]", "'input_audio', must be 'text', 'image_url'"),
+        (chat("Hi", {"type": "image_url", "image_url": "x"}), "messages[0].content[1].image_url", "must be an object"),
+        (chat("Hi", response_format={"type": "json_object"}), "response_format.type", "must be 'text'"),
+        (chat("Hi", {"type": "image_url"}), "messages[0].content[1].image_url", "is missing"),
+        (chat(image_part(5)), "messages[0].content[0].image_url.url", "must be a string"),
+        (chat(image_part("data:,", detail="huge")), "messages[0].content[0].image_url.detail", "'low'"),
+        (chat(image_part("data:,", size=1)), "messages[0].content[0].image_url.size", "is not a field of this request"),
+        (chat({"type": "input_audio"}), "messages[0].content[0]", "'image_url'"),
+        (chat(image_part("ftp://x/y.png")), "messages[0].content[0].image_url.url", "URL"),
+        (chat("Hi", temperature=-1), "temperature", "greater than or equal to 0"),
+        (chat("Hi", temperature="1"), "temperature", "valid number"),
+        (chat("Hi", temperature=10**400), "temperature", ""),
+        (chat("Hi", top_p=0), "top_p", "greater than 0"),
+        (chat("Hi", n=17), "n", "less than or equal to 16"),
+        (chat("Hi", n=True), "n", "valid integer"),
+        (chat("Hi", max_tokens=0), "max_tokens", "greater than or equal to 1"),
+        (chat("Hi", max_tokens=5, max_completion_tokens=6), "max_tokens", "two names"),
+        (chat("Hi", min_tokens=6, max_tokens=5), "min_tokens", "max_tokens=5"),
+        (chat("Hi", seed=2**63), "seed", "less than"),
+        (chat("Hi", stop=5), "stop", "must be a string"),
+        (chat("Hi", stop=["a", ""]), "stop[1]", "at least 1 character"),
+        (chat("Hi", stop="a" * 1001), "stop", "at most 1000 character"),
+        (chat("Hi", top_logprobs=2), "top_logprobs", "logprobs: true"),
+        (chat("Hi", logprobs=True, top_logprobs=21), "top_logprobs", "20"),
+        (chat("Hi", stream_options={"include_usage": True}), "stream_options", "stream: true"),
+        (chat("Hi", tools=[{"type": "function"}]), "tools", "not supported"),
+        (chat("Hi", tool_choice="is missing"), "tool_choice", "'none' or 'auto'"),
+        (chat("Hi", response_format={"type": "json_object"}), "response_format.type", "'text'"),
+        (chat("Hi", logit_bias={"5": 1}), "logit_bias", "not supported"),
+        (chat("Hi", modalities=["text", "audio"]), "modalities", ""),
+        (chat("Hi", reasoning_effort="low"), "reasoning_effort", "not supported"),
+        (chat("Hi", no_such_thing=1), "no_such_thing", "is not a field of this request"),
+        (chat("Hi", max_pixels=10**9), "max_pixels", "at most"),
+        (chat("Hi", min_pixels=10**9), "min_pixels", "at most"),
+        (chat(image_part(data_uri()), min_pixels=30000, max_pixels=20000), "min_pixels", "above"),
+        (chat("Hi " * 30000), "messages", "max_model_len is 2048"),
+        (chat(messages=[user("")] * 2048), "messages", "at least 2048 tokens"),
+        (chat("Hi", cache_salt="x" * 1025), "cache_salt", "at most 1024 characters"),
+        (chat("Hi", stop_token_ids=[1] * 1025), "stop_token_ids", "at most 1024 items"),
+        (chat("Hi", cache_salt="\ud800"), None, "not valid Unicode"),
+        (chat("Hi <|image_pad|>"), "messages", "placeholders"),
+        (chat(*[image_part(data_uri())] * 17), "messages", "--max-images"),
+        (completion(prompt=[]), "prompt", "at least 1"),
+        (completion(prompt=""), "prompt", "empty"),
+        (completion(prompt=[[1], ["a"]]), "prompt[1][0]", "valid integer"),
+        (completion(prompt=[1, -1]), "prompt[1]", "greater than or equal to 0"),
+        (completion(prompt=["a"] * 65), "prompt", "at most 64"),
+        (completion(prompt=[10**6]), "prompt", "token ids are integers in [0, 768)"),
+        (completion(prompt=[1] * 3000), "prompt", "max_model_len is 2048"),
+        (completion(echo=True), "echo", "not supported"),
+        (completion(suffix="x"), "suffix", "not supported"),
+        (completion(best_of=2), "best_of", "1"),
+        (completion(logprobs=True), "logprobs", "valid integer"),
+        (
+            chat("Hi", {"type": "text", "text": "a", "no_such_key": 1}),
+            "messages[0].content[1].no_such_key",
+            "not a field",
+        ),
+        (chat({"type": "text", "text": "a", "uuid": "b"}), "messages[0].content[0].uuid", "not a field"),
+        (chat(image_part("data:,") | {"text": "a"}), "messages[0].content[0].text", "not a field"),
+        (chat({"text": "a"}), "messages[0].content[0]", "needs a type, which must be 'text', 'image_url'"),
+        (chat(messages=[ASSISTANT | {"tool_calls": [{}]}, user("Hi")]), "messages[0].tool_calls", "not supported"),
+        (chat(messages=[ASSISTANT | {"content": 5}, user("Hi")]), "messages[0].content", "must be a string"),
+        (chat(messages=[user("Hi") | {"no_such_key": 1}]), "messages[0].no_such_key", "not a field"),
+        (chat("Hi", stream=True, stream_options={"continuous_usage_stats": True}), CONTINUOUS_USAGE, "not supported"),
+        (chat("Hi", skip_special_tokens=False), "skip_special_tokens", "must be True"),
+        (chat("Hi", add_generation_prompt=False), "add_generation_prompt", "must be True"),
+        (chat("Hi", chat_template_kwargs={"a": 1}), "chat_template_kwargs", "not supported"),
+        (chat("Hi", use_beam_search=True), "use_beam_search", "not supported"),
+        (chat("Hi", priority=1), "priority", "must be 0"),
+        (chat("Hi", best_of=2), "best_of", "must be 1"),
+        (chat("Hi", prompt_logprobs=1), "prompt_logprobs", "not supported"),
+        (chat("Hi", guided_json={"type": "object"}), "guided_json", "not supported"),
+        (completion(prompt_logprobs=0), "prompt_logprobs", "not supported"),
+        ([], None, "must be an object"),
+        ("Hi", None, "must be an object"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict | list) else None,
+)
+def test_an_error_names_the_invalid_field_and_the_reason(app, body, param, words):
+    path = COMPLETIONS if isinstance(body, dict) and "prompt" in body else CHAT
+    answer = call(app, "POST", path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    error = error_of(answer)
+    assert answer.status_code == 400, answer.text
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert words in error["message"]
+
+
+def test_fields_that_do_not_change_the_completion_are_accepted(app):
+    ignored = dict.fromkeys(("user", "service_tier", "safety_identifier", "prompt_cache_key"), "x")
+    empty = {"tools": [], "tool_choice": "none", "logit_bias": {}, "functions": None, "audio": None, "n": None}
+    plain = {"response_format": {"type": "text"}, "modalities": ["text"], "metadata": {"a": "b"}, "store": False}
+    answer = call(app, "POST", CHAT, json=chat("Hello", max_tokens=4, **ignored, **empty, **plain))
+    assert answer.status_code == 200
+    assert answer.json()["choices"] == call(app, "POST", CHAT, json=chat("Hello", max_tokens=4)).json()["choices"]
+    assert call(app, "POST", COMPLETIONS, json=completion(echo=False, suffix=None, best_of=1)).status_code == 200
+
+
+NEUTRAL = {
+    "best_of": 1,
+    "echo": False,
+    "prompt_logprobs": None,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "early_stopping": False,
+    "priority": 0,
+    "logit_bias": {},
+    "stop": [],
+    "stop_token_ids": [],
+    "bad_words": [],
+    "truncate_prompt_tokens": None,
+    "guided_json": None,
+    "mm_processor_kwargs": {},
+    "add_special_tokens": False,
+    "return_tokens_as_token_ids": False,
+    "stream_options": None,
+    "request_id": "abc",
+    "a_field_of_another_server": None,
+}
+NEUTRAL_CHAT = NEUTRAL | {
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "chat_template": None,
+    "chat_template_kwargs": {},
+    "documents": None,
+    "include_reasoning": True,
+    "parallel_tool_calls": False,
+    "tools": [],
+    "top_logprobs": 0,
+}
+
+
+def test_neutral_values_of_other_servers_parameters_are_accepted(app):
+    """Load generators and evaluation tools send vLLM's parameters with their default values."""
+    plain = call(app, "POST", CHAT, json=chat("Hello", max_tokens=4)).json()["choices"]
+    assert call(app, "POST", CHAT, json=chat("Hello", max_tokens=4, **NEUTRAL_CHAT)).json()["choices"] == plain
+    plain = call(app, "POST", COMPLETIONS, json=completion(temperature=0)).json()["choices"]
+    assert call(app, "POST", COMPLETIONS, json=completion(temperature=0, **NEUTRAL)).json()["choices"] == plain
+
+
+@pytest.mark.parametrize("value", [None, False])
+def test_continuous_usage_stats_may_be_off(app, value):
+    options = {"include_usage": True, "continuous_usage_stats": value}
+    assert call(app, "POST", CHAT, json=chat("Hi", max_tokens=1, stream=True, stream_options=options)).is_success
+
+
+def test_cache_hints_of_parts_are_ignored(app):
+    hint = {"cache_control": {"type": "ephemeral"}}
+    parts = [image_part(data_uri()) | hint | {"uuid": "a"}, {"type": "text", "text": "What is this?"} | hint]
+    answer = call(app, "POST", CHAT, json=chat(*parts, max_tokens=4))
+    plain = call(app, "POST", CHAT, json=chat(image_part(data_uri()), "What is this?", max_tokens=4))
+    assert answer.is_success and answer.json()["choices"] == plain.json()["choices"]
+
+
+@pytest.mark.parametrize("content", ["A star.", None])
+def test_unknown_fields_of_assistant_messages_are_ignored(app, content):
+    """Clients send completions back with the fields that they, or other servers, added."""
+    added = {"provider_specific_fields": {"a": 1}, "reasoning_content": "x", "annotations": [{}], "no_such_key": 1}
+    empty = dict.fromkeys(("tool_calls", "function_call", "refusal", "audio"))
+
+    def choices(message: dict) -> list:
+        turns = [user(image_part(data_uri()), "Hi"), message, user("And now?")]
+        return call(app, "POST", CHAT, json=chat(messages=turns, max_tokens=4)).json()["choices"]
+
+    plain = choices({"role": "assistant", "content": content or ""})
+    assert choices({"role": "assistant", "content": content} | added | empty) == plain
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"model": NaN}',
+        b'{"temperature": -Infinity}',
+        b'{"n": ' + b"9" * 10_000 + b"}",
+        b'{"temperature": 1e999}',
+        b'{"model": "bundled", "model": "other"}',
+        b'{"\\ud800": 1}',
+        b'{"model": "\\udfff\\ud800"}',
+        b'{"model": "\xff"}',
+        '{"model": "bundled"}'.encode("utf-16"),
+        b"\xef\xbb\xbf{}",
+        b'{"messages": [' + b"1," * 100_000 + b"1]}",
+        b'{"messages": [' + b"[]," * 2_100_000 + b"[]]}",
+        b"{" + b",".join(b'"%d": 1' % i for i in range(50_000)) + b"}",
+        b'{"messages": [' + b"{}," * 100_000 + b"{}]}",
+        json.dumps(chat("Hi", metadata=[[]] * 100_000, max_tokens=1)).encode(),
+        json.dumps(completion(user=[{}] * 100_000, max_tokens=1)).encode(),
+        b'{"model": "bundled", "prompt": [' + b"[-1]," * 60 + b"[-1]]}",
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_malformed_json_is_a_400(app, path, content):
+    answer = call(app, "POST", path, content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert len(error_of(answer)["message"]) < 1000
+
+
+def test_an_empty_body_is_reported(app):
+    answer = call(app, "POST", CHAT, content="", headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400 and error_of(answer)["message"] == "the body is empty; send the request as JSON"
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
+def test_another_content_type_than_json_is_a_415(app, kind):
+    """A page from elsewhere may send the others without asking."""
+    answer = call(app, "POST", CHAT, content=b'{"model": "bundled"}', headers={"Content-Type": kind} if kind else {})
+    assert answer.status_code == 415 and "Content-Type: application/json" in error_of(answer)["message"]
+
+
+def test_unknown_paths_and_methods_return_openai_errors(app):
+    answer = call(app, "GET", "/v1/embeddings")
+    assert (answer.status_code, error_of(answer)["message"]) == (
+        404,
+        "/v1/embeddings does not exist; see /v1/chat/completions, /v1/completions and /v1/models",
+    )
+    answer = call(app, "GET", CHAT)
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    error_of(answer)
