@@ -1,8 +1,6 @@
 """The engine: requests in, one step at a time, outputs out."""
 
 import atexit
-import logging
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from itertools import count
@@ -23,15 +21,13 @@ from mmvllm.engine.sampler import Sampler
 from mmvllm.engine.scheduler import SampledToken, Scheduler
 from mmvllm.engine.sequence import FinishReason, SequenceGroup
 from mmvllm.engine.stats import StepStats, step_stats
+from mmvllm.engine.warmup import warm_up
 from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput
-from mmvllm.models.registry import family_of
 from mmvllm.outputs import RequestOutput
 from mmvllm.processors.tensors import Array
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.transfer import current_device
-
-logger = logging.getLogger(__name__)
 
 
 class LLMEngine:
@@ -41,28 +37,14 @@ class LLMEngine:
         """Load a checkpoint; `engine_args` are the fields of `EngineConfig`, unless a `config` is given."""
         self.config = config = config or EngineConfig.from_arguments("LLMEngine", **engine_args)
         loaded = load(model, config)
-        self.model_config, self.image_config, self.tokenizer = (
-            loaded.model_config,
-            loaded.image_config,
-            loaded.tokenizer,
-        )
+        self.model_config, self.image_config = loaded.model_config, loaded.image_config
+        self.tokenizer, self.media_rules = loaded.tokenizer, loaded.media_rules
         self.attention, self.model_runner, self.max_model_len = loaded.attention, loaded.runner, loaded.max_model_len
         self.block_size = self.model_runner.block_size
-        self.media_rules = family_of(self.model_config.architecture).media_rules(self.model_config)
-        self.encoder_cache = EncoderCache(
-            config.encoder_cache_bytes, self.model_config.row_size * self.model_runner.dtype.itemsize
-        )
-        eos_token_ids = self.model_config.eos_token_ids | {self.tokenizer.eos_token_id} - {None}
-        self.output_processor = OutputProcessor(self.tokenizer, eos_token_ids)
-        self.input_processor = InputProcessor(
-            self.model_config,
-            self.media_rules,
-            self.tokenizer,
-            self.encoder_cache,
-            max_model_len=self.max_model_len,
-            block_size=self.block_size,
-            seed=config.seed,
-        )
+        bytes_per_row = self.model_config.row_size * self.model_runner.dtype.itemsize
+        self.encoder_cache = EncoderCache(config.encoder_cache_bytes, bytes_per_row)
+        self.input_processor = InputProcessor(loaded, self.encoder_cache, config.seed)
+        self.output_processor = OutputProcessor(self.tokenizer, loaded.eos_token_ids)
         self.scheduler = Scheduler(
             BlockManager(self.model_runner.num_blocks, self.block_size, config.enable_prefix_caching),
             self.encoder_cache,
@@ -71,7 +53,7 @@ class LLMEngine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_vision_patches=config.max_vision_patches,
         )
-        self.executor = Executor(self.model_runner, Sampler(eos_token_ids), self.scheduler)
+        self.executor = Executor(self.model_runner, Sampler(loaded.eos_token_ids), self.scheduler)
         self.recovery = Recovery(self.scheduler, self.model_runner)
         self.on_step: Callable[[StepStats], None] | None = None  # called after every step
         # Nothing overlaps where a launch waits: for values, or on a CPU for the computation itself.
@@ -175,7 +157,7 @@ class LLMEngine:
                 launched = self._ahead or self.executor.launch_next()
                 self._ahead = self.executor.launch_ahead(launched) if self._launches_ahead else None
                 tokens, error = launched.wait()
-                finished = self._commit(launched, tokens) if error is None else self._recover(launched, error)
+                finished = self._commit(launched, tokens, error)
             except BaseException:
                 self._ahead = None
                 self.recovery.undo()
@@ -184,10 +166,11 @@ class LLMEngine:
             self._report(launched)
         return outputs, launched.scheduled.num_tokens
 
-    def _commit(self, launched: Launched, tokens: list[SampledToken]) -> list[SequenceGroup]:
-        return self.scheduler.postprocess(launched.scheduled, tokens)
-
-    def _recover(self, launched: Launched, error: RuntimeError | MemoryError) -> list[SequenceGroup]:
+    def _commit(
+        self, launched: Launched, tokens: list[SampledToken], error: RuntimeError | MemoryError | None
+    ) -> list[SequenceGroup]:
+        if error is None:
+            return self.scheduler.postprocess(launched.scheduled, tokens)
         self._ahead = None  # the sequences of a step launched behind one that failed are preempted, or have ended
         return self.recovery.recover(launched.scheduled, error)
 
@@ -202,24 +185,8 @@ class LLMEngine:
         return self.scheduler.is_finished()
 
     def warmup_model(self) -> float:
-        """Run a prefill (with an image, if the model takes images) and a decode; return the seconds it took."""
-        start = time.perf_counter()
-        tensors, token_ids = {}, [0] * max(1, min(16, self.max_model_len - 2))
-        rules = self.media_rules
-        if rules is not None and len(token_ids) >= 4 and self.encoder_cache.fits(4):
-            side = 2 * rules.merge_size
-            tensors["pixel_values"] = torch.zeros(side * side, rules.patch_dim, dtype=torch.uint8)
-            tensors["image_grid_thw"] = [(1, side, side)]
-            token_ids[:4] = [rules.image_token_id] * 4
-        prompt = self.input_processor.engine_input(token_ids, **tensors)
-        group = self.add(prompt, SamplingParams(max_tokens=2, ignore_eos=True, seed=0), cache_salt="warm-up")
-        while group.output is None:
-            self.step()
-        if group.error is not None:
-            raise RuntimeError(f"warm-up failed: {group.error}")
-        seconds = time.perf_counter() - start
-        logger.info("warm-up took %.2f s", seconds)
-        return seconds
+        """Run a first batch; return the seconds that it took."""
+        return warm_up(self)
 
     def exit(self) -> None:
         """Abort what is in flight and free the device's memory; safe to call twice, and called at interpreter exit."""

@@ -1,4 +1,4 @@
-"""From a checkpoint folder to what an engine is made of."""
+"""From a checkpoint folder to the parts of an engine."""
 
 import json
 import logging
@@ -11,9 +11,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mmvllm.config import EngineConfig, ModelConfig
 from mmvllm.engine.memory import num_kv_blocks
 from mmvllm.engine.model_runner import ModelRunner
+from mmvllm.inputs import MediaRules
 from mmvllm.layers.attention import AttentionBackend, choose_attention
 from mmvllm.layers.linear import pack_weights
-from mmvllm.models.registry import load_config, load_image_config
+from mmvllm.models.registry import family_of, load_config, load_image_config
 from mmvllm.models.weights import load_model, resolve_folder
 from mmvllm.processors.image import ImageProcessorConfig
 
@@ -21,18 +22,23 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedModel:
     """A model on its device, and what its checkpoint says."""
 
     model_config: ModelConfig
     image_config: ImageProcessorConfig
+    media_rules: MediaRules | None
     tokenizer: PreTrainedTokenizerBase
     attention: type[AttentionBackend]
     runner: ModelRunner
     max_model_len: int
 
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self.model_config.eos_token_ids | {self.tokenizer.eos_token_id} - {None}
 
-def load(model: str | Path | None, config: EngineConfig) -> Loaded:
+
+def load(model: str | Path | None, config: EngineConfig) -> LoadedModel:
     """Load a checkpoint and allocate its KV cache; raises ValueError for what cannot be served."""
     device = config.resolve_device()
     if config.quantization and device.type != "cpu":
@@ -59,7 +65,8 @@ def load(model: str | Path | None, config: EngineConfig) -> Loaded:
     max_model_len = _max_model_len(config, model_config, num_blocks, block_size)
     if use_graphs:
         runner.capture_graphs(config.max_num_seqs, max_model_len)
-    return Loaded(model_config, image_config, tokenizer, attention, runner, max_model_len)
+    media_rules = family_of(model_config.architecture).media_rules(model_config)
+    return LoadedModel(model_config, image_config, media_rules, tokenizer, attention, runner, max_model_len)
 
 
 def _uses_graphs(config: EngineConfig, device: torch.device, attention: type[AttentionBackend]) -> bool:

@@ -81,7 +81,7 @@ def test_a_device_error_is_a_500_for_the_requests_of_that_step_only(make_engine,
     engine = make_engine()
     app = make_app(engine)
     with monkeypatch.context() as patch:
-        patch.setattr(engine._llm.engine.model_runner, "run", raising(RuntimeError("the device is on fire")))
+        patch.setattr(engine._engine.model_runner, "run", raising(RuntimeError("the device is on fire")))
         answer = call(app, "POST", CHAT, json=chat("Hello", stream=streams))
         assert answer.status_code == 500 and "on fire" in error_of(answer)["message"]
         health = call(app, "GET", "/health")
@@ -94,7 +94,7 @@ def test_a_device_error_is_a_500_for_the_requests_of_that_step_only(make_engine,
 def test_a_failed_engine_is_reported_by_all_routes(make_engine, monkeypatch):
     engine = make_engine()
     app = make_app(engine)
-    monkeypatch.setattr(engine._llm.engine.scheduler, "schedule", raising(KeyError("a mistake")))
+    monkeypatch.setattr(engine._engine.scheduler, "schedule", raising(KeyError("a mistake")))
     for _ in range(2):
         answer = call(app, "POST", CHAT, json=chat("Hello"))
         assert answer.status_code == 503 and "a mistake" in error_of(answer)["message"]
@@ -107,7 +107,7 @@ def test_a_failed_engine_is_reported_by_all_routes(make_engine, monkeypatch):
 
 def test_an_error_in_a_started_stream_is_its_last_event(make_engine, monkeypatch):
     engine = make_engine()
-    runner, tokens = engine._llm.engine.model_runner, iter(range(5))
+    runner, tokens = engine._engine.model_runner, iter(range(5))
     run = type(runner).run
     monkeypatch.setattr(
         runner,
@@ -146,8 +146,8 @@ def test_pings_are_sent_before_the_first_token(make_engine, monkeypatch):
     """Proxies cut a response that has not begun."""
     monkeypatch.setattr(sse, "PING_SECONDS", 0.02)
     engine = make_engine()
-    real, pings = engine._llm.engine.step, threading.Event()
-    monkeypatch.setattr(engine._llm.engine, "step", lambda: pings.wait(20) and real())
+    real, pings = engine._engine.step, threading.Event()
+    monkeypatch.setattr(engine._engine, "step", lambda: pings.wait(20) and real())
     with serving(engine) as running, running.connect() as connection:
         connection.sendall(post(CHAT, chat("Hello", stream=True, max_tokens=2, ignore_eos=True), "Connection: close"))
         begun = receive_until(connection, b": ping")
@@ -159,7 +159,7 @@ def test_pings_are_sent_before_the_first_token(make_engine, monkeypatch):
 def test_an_error_after_pings_is_an_event(make_engine, monkeypatch):
     monkeypatch.setattr(sse, "PING_SECONDS", 0.02)
     engine = make_engine()
-    monkeypatch.setattr(engine._llm.engine, "step", lambda: time.sleep(0.3) or raising(KeyError("a mistake"))())
+    monkeypatch.setattr(engine._engine, "step", lambda: time.sleep(0.3) or raising(KeyError("a mistake"))())
     answer = call(make_app(engine), "POST", CHAT, json=chat("Hello", stream=True))
     *pings, event = answer.text.strip().split("\n\n")
     assert answer.status_code == 200 and set(pings) == {": ping"}
