@@ -26,7 +26,6 @@ class RequestOutput:
 
     request_id: str
     completions: list[CompletionOutput] = field(default_factory=list)  # SamplingParams.n of them
-    prompt_token_ids: list[int] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
     num_image_tokens: int = 0
@@ -34,6 +33,7 @@ class RequestOutput:
     arrival_time: float | None = None
     first_token_time: float | None = None
     finish_time: float | None = None
+    prompt_token_ids: list[int] = field(default_factory=list)
     exception: RequestError | None = field(default=None, repr=False, compare=False)  # `error` with its facts
 
     @property

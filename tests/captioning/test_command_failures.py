@@ -33,7 +33,7 @@ def bad_files(folder: Path) -> dict[str, str]:
     return {
         "empty.png": "is empty (0 bytes)",
         "cut.png": "damaged or truncated",
-        "text.png": "not a picture that Pillow can read",
+        "text.png": "not an image that Pillow can read",
         "huge.png": "too large to decode",
         "fifo.png": "a device or a pipe",
         "nowhere.png": "no such file",
@@ -62,7 +62,7 @@ def test_a_folder_or_a_missing_file_in_a_list_is_a_record(caption, folder, out, 
     (tmp_path / "list.txt").write_text(f"x.png\nabsent.png\n{folder}/000.png\n")
     assert caption(tmp_path / "list.txt", "--output", out).code == 3
     errors = {name: record["error"] for name, record in by_name(out).items()}
-    assert errors == {"x.png": "is a folder, not a picture", "absent.png": "no such file", "000.png": None}
+    assert errors == {"x.png": "is a folder, not an image", "absent.png": "no such file", "000.png": None}
 
 
 def test_retry_failed_takes_only_failures_and_leaves_one_record_of_each(caption, folder, out):

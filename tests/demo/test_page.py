@@ -192,7 +192,10 @@ def test_a_server_with_the_page_exits_quietly(tmp_path):
         assert get(f"{url}config").json()["title"] == "mmvllm"
         process.send_signal(signal.SIGTERM)
         said = process.communicate(timeout=60)[1]
-    assert (process.returncode, said) == (0, "finishing what is in flight; once more to end now\n")
+    assert (process.returncode, said) == (
+        0,
+        "shutting down: finishing the requests in flight; interrupt again to abort them\n",
+    )
     assert [*tmp_path.glob("mmvllm-demo-*")] == []
 
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, Qwen2VLForConditionalGenerat
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from mmvllm import LLM, SamplingParams
-from mmvllm.config import VisionConfig
+from mmvllm.models.qwen2_vl.config import Qwen2VLVisionConfig
 from mmvllm.models.registry import load_config
 from mmvllm.models.weights import load_model
 from tests.helpers.configs import assert_equals_transformers
@@ -44,7 +44,7 @@ def test_configs_equal_transformers_and_the_facts(name):
     assert (config.vocab_size, config.tie_word_embeddings, config.dtype) == (vocab_size, tied, dtype)
     assert (config.num_hidden_layers, config.head_dim, config.max_position_embeddings) == (28, 128, 32768)
     assert (config.rope_theta, config.mrope_section, config.rms_norm_eps) == (1e6, (16, 24, 24), 1e-6)
-    assert config.vision == VisionConfig(depth=32, embed_dim=1280, num_heads=16, hidden_size=hidden_size)
+    assert config.vision == Qwen2VLVisionConfig(depth=32, embed_dim=1280, num_heads=16, hidden_size=hidden_size)
     assert (config.vision.head_dim, config.vision.patch_dim) == (80, 1176)
     assert config.eos_token_ids == {151645, 151643} and config.image_token_id == 151655
     assert config.quantization == ("awq" if name == QUANTIZED else None)

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from mmvllm.media import MediaPolicy
-from mmvllm.server import sse
+from mmvllm.server import jobs, sse
 from tests.helpers.server import (
     CHAT,
     COMPLETIONS,
@@ -172,7 +171,7 @@ def test_an_unexpected_exception_after_pings_is_an_event_without_details(engine,
         raise ZeroDivisionError("secret")
 
     monkeypatch.setattr(sse, "PING_SECONDS", 0.02)
-    monkeypatch.setattr(MediaPolicy, "fetch", fetch)
+    monkeypatch.setattr(jobs, "fetch", fetch)
     answer = call(make_app(engine), "POST", CHAT, json=chat(image_part(data_uri()), stream=True))
     *pings, event = answer.text.strip().split("\n\n")
     assert answer.status_code == 200 and set(pings) == {": ping"}

@@ -8,7 +8,9 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import pytest
 
+from mmvllm.intake import AdmissionWindow
 from mmvllm.media import MediaPolicy
+from mmvllm.server import jobs
 from tests.helpers.server import (
     CHAT,
     SCENES,
@@ -78,15 +80,15 @@ def test_fetched_images_count_towards_the_byte_budget(engine, tmp_path):
 
 
 def test_a_data_uri_does_not_wait_for_a_slow_host(engine, monkeypatch):
-    real, is_asked = MediaPolicy.fetch, asyncio.Event()
+    real, is_asked = jobs.fetch, asyncio.Event()
 
-    async def fetch(policy, url):
+    async def fetch(url, policy):
         if url.startswith("data:"):
-            return await real(policy, url)
+            return await real(url, policy)
         is_asked.set()
         await asyncio.sleep(60)
 
-    monkeypatch.setattr(MediaPolicy, "fetch", fetch)
+    monkeypatch.setattr(jobs, "fetch", fetch)
     transport = httpx.ASGITransport(make_app(engine))
 
     async def ask() -> int:
@@ -101,8 +103,8 @@ def test_a_data_uri_does_not_wait_for_a_slow_host(engine, monkeypatch):
 
 
 def test_no_image_is_fetched_for_a_request_over_capacity(engine, monkeypatch):
-    monkeypatch.setattr(engine, "max_requests", 0)
-    monkeypatch.setattr(MediaPolicy, "fetch", None)
+    monkeypatch.setattr(engine, "admission", AdmissionWindow(0))
+    monkeypatch.setattr(jobs, "fetch", None)
     assert call(make_app(engine), "POST", CHAT, json=chat(image_part(data_uri()))).status_code == 429
 
 
@@ -110,6 +112,6 @@ def test_fetching_images_counts_towards_the_timeout(engine, monkeypatch):
     async def never(*_):
         await asyncio.sleep(60)
 
-    monkeypatch.setattr(MediaPolicy, "fetch", never)
+    monkeypatch.setattr(jobs, "fetch", never)
     answer = call(make_app(engine, request_timeout=0.05), "POST", CHAT, json=chat(image_part(data_uri())))
     assert answer.status_code == 504 and "after 0.05 seconds" in error_of(answer)["message"]
