@@ -64,7 +64,7 @@ def test_preemption(checkpoint, make_llm):
 def test_steps_launched_ahead_give_the_same_tokens_and_wait_for_nothing(temperature, checkpoint, make_llm, monkeypatch):
     ahead, plain = (make_llm(checkpoint, device="cuda", skip_warmup=False) for _ in range(2))
     plain.engine._launches_ahead = False
-    launch, launched = ahead.engine._launch_ahead, []
+    launch, launched = ahead.engine.executor.launch_ahead, []
 
     def watched(running):
         torch.cuda.set_sync_debug_mode("error")
@@ -74,7 +74,7 @@ def test_steps_launched_ahead_give_the_same_tokens_and_wait_for_nothing(temperat
             torch.cuda.set_sync_debug_mode("default")
         return launched[-1]
 
-    monkeypatch.setattr(ahead.engine, "_launch_ahead", watched)
+    monkeypatch.setattr(ahead.engine.executor, "launch_ahead", watched)
     params = SamplingParams(temperature=temperature, seed=1, min_tokens=3, max_tokens=20)
     want, got = (llm.generate_multimodal(list(REQUESTS.values()), params) for llm in (plain, ahead))
     assert [output.token_ids for output in got] == [output.token_ids for output in want]
