@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
+from mmvllm.calls import Call, Event, output_of, without_errors
 from mmvllm.config import EngineConfig
 from mmvllm.engine.llm_engine import LLMEngine
-from mmvllm.engine.output_processor import DeltaStream
-from mmvllm.engine.sequence import SequenceGroup
 from mmvllm.errors import RequestError, RequestsAborted
 from mmvllm.inputs import EngineInput
 from mmvllm.intake import (
@@ -32,9 +31,8 @@ from mmvllm.models.weights import model_name
 from mmvllm.outputs import Delta, RequestOutput
 from mmvllm.processors.requests import PROMPT_KEYS
 from mmvllm.processors.tensors import counted
-from mmvllm.sampling_params import SamplingParams
 
-Outputs = Iterator[tuple[int, RequestOutput]]
+Events = Iterator[tuple[int, Event | None]]  # by request; None for a request that was not selected
 
 
 class LLM:
@@ -90,18 +88,18 @@ class LLM:
             raise
         return _in_order(outputs, "prompt", "raise")
 
-    def _generate(self, prompts: list[Request], sampling_params: Params) -> Outputs:
+    def _generate(self, prompts: list[Request], sampling_params: Params) -> Events:
         """Prompts without media are all in the engine before its first step."""
         if any(map(has_media, prompts)):
             yield from self.stream_prepared(self._prefetch(prompts), sampling_params)
             return
-        call = _Call(self)
+        call = self._call()
         try:
             for index, prompt in enumerate(prompts):
                 with naming_request(index):
                     call.add(index, self._intake.prepare(prompt), params_for(sampling_params, index))
             while call.groups:
-                yield from _without_errors(call.step(), "prompt")
+                yield from without_errors(call.step(), "prompt")
         finally:
             call.abort()
 
@@ -168,10 +166,10 @@ class LLM:
         total = len(requests) if hasattr(requests, "__len__") else None
         if total is not None:
             _check_lengths(sampling_params, total)
-        prefetcher, call = self._prefetch(requests, processor), _StreamingCall(self) if stream else _Call(self)
+        prefetcher, call = self._prefetch(requests, processor), self._call(streams=stream)
         aborted = {}
         for index, event in _progress(self._stream(call, prefetcher, sampling_params, on_error), total, use_tqdm):
-            if (output := _output_of(event)) is not None and _is_aborted(output):
+            if (output := output_of(event)) is not None and _is_aborted(output):
                 aborted[index] = output
             yield event
         if aborted and on_error == "raise":
@@ -215,17 +213,17 @@ class LLM:
         `select` sees every request that could be prepared before the engine gets it; one that it does not select gets
         None for an output. Once `is_stopped`, waiting requests are dropped, and those that have begun are finished.
         """
-        return self._stream(_Call(self), prefetcher, sampling_params, on_error, select, is_stopped)
+        return self._stream(self._call(), prefetcher, sampling_params, on_error, select, is_stopped)
 
     def _stream(
         self,
-        call: "_Call",
+        call: Call,
         prefetcher: Prefetcher,
         sampling_params: Params,
         on_error: str,
         select: Callable[[Prepared], bool] = lambda _: True,
         is_stopped: Callable[[], bool] = lambda: False,
-    ) -> Iterator[tuple[int, Any]]:
+    ) -> Events:
         try:
             if on_error not in ("raise", "return"):
                 raise ValueError(f"on_error is {on_error!r}, must be 'raise' or 'return'")
@@ -240,17 +238,20 @@ class LLM:
                     except RequestError as error:
                         if on_error == "raise":
                             raise
-                        yield item.index, call.refused(self._refused(item, error))
+                        yield item.index, call.refusal(self._refused(item, error))
                     else:
                         if not is_selected:
                             yield item.index, None
                 if not call.groups and prefetcher.is_exhausted:
                     return
                 events = call.step()
-                yield from _without_errors(events, "request") if on_error == "raise" else events
+                yield from without_errors(events, "request") if on_error == "raise" else events
         finally:
             prefetcher.close()
             call.abort()
+
+    def _call(self, streams: bool = False) -> Call:
+        return Call(self.engine, self._lock, streams)
 
     def _prefetch(
         self, requests: Iterable[dict], processor: Any = None, indices: Iterable[int] | None = None
@@ -258,13 +259,13 @@ class LLM:
         prepare = self.processor if processor is None else self._intake.adapt(processor)
         return Prefetcher(requests, prepare, max_requests=self.admission.max_requests, indices=indices)
 
-    def _has_room(self, call: "_Call") -> bool:
+    def _has_room(self, call: Call) -> bool:
         """Whether the engine should take another request; always one, however large."""
         with self._lock:  # another thread's step may finish requests meanwhile
             num_bytes = self.engine.scheduler.num_waiting_bytes
         return not call.groups or self.admission.has_room(len(call.groups), num_bytes)
 
-    def _add(self, call: "_Call", item: Prepared, sampling_params: Params, select: Callable[[Prepared], bool]) -> bool:
+    def _add(self, call: Call, item: Prepared, sampling_params: Params, select: Callable[[Prepared], bool]) -> bool:
         """Give a prepared request to the engine if it is selected."""
         prompt = item.engine_input()
         if not select(item):
@@ -279,77 +280,6 @@ class LLM:
         request_id = self.engine.new_request_id() if own_id is None else own_id
         error.request_index = None  # an output belongs to its request
         return RequestOutput(request_id, error=str(error), exception=error)
-
-
-class _Call:
-    """The requests of one call that are in flight, by their index.
-
-    Several calls may be interleaved, from open generators or from threads: each finds its own requests finished,
-    whoever ran the step.
-    """
-
-    follows_text = False
-
-    def __init__(self, llm: LLM):
-        self._llm = llm
-        self.groups: dict[int, SequenceGroup] = {}
-
-    def add(self, index: int, prompt: EngineInput, params: SamplingParams, **options: Any) -> None:
-        with self._llm._lock:
-            self.groups[index] = self._llm.engine.add(prompt, params, follow_text=self.follows_text, **options)
-
-    def step(self) -> list[tuple[int, Any]]:
-        """Run the engine once, unless something of this call has finished already; what is new, by index."""
-        with self._llm._lock:
-            self._llm.engine.check_alive()
-            if all(group.output is None for group in self.groups.values()):
-                self._llm.engine.step()
-            return self._take_events()
-
-    def abort_waiting(self) -> None:
-        """Drop the requests that the engine has not begun."""
-        self._abort(index for index, group in [*self.groups.items()] if not group.has_begun)
-
-    def abort(self) -> None:
-        self._abort([*self.groups])
-
-    def refused(self, output: RequestOutput) -> Any:
-        """What this call yields for a request that the engine never got."""
-        return output
-
-    def _take_events(self) -> list[tuple[int, Any]]:
-        finished = [(index, group.output) for index, group in self.groups.items() if group.output is not None]
-        for index, _ in finished:
-            del self.groups[index]
-        return finished
-
-    def _abort(self, indices: Iterable[int]) -> None:
-        with self._llm._lock:
-            for index in indices:
-                self._llm.engine.abort_request(self.groups.pop(index).request_id)
-
-
-class _StreamingCall(_Call):
-    """A call that yields deltas."""
-
-    follows_text = True
-
-    def __init__(self, llm: LLM):
-        super().__init__(llm)
-        self._streams: dict[int, DeltaStream] = {}
-
-    def add(self, index: int, prompt: EngineInput, params: SamplingParams, **options: Any) -> None:
-        super().add(index, prompt, params, **options)
-        self._streams[index] = self._llm.engine.delta_stream(self.groups[index])
-
-    def refused(self, output: RequestOutput) -> Delta:
-        return Delta(output.request_id, 0, "", [], finish_reason="error", output=output)
-
-    def _take_events(self) -> list[tuple[int, Delta]]:
-        events = [(index, delta) for index, stream in self._streams.items() for delta in stream.deltas()]
-        for index, _ in super()._take_events():
-            del self._streams[index]
-        return events
 
 
 def _as_prompts(prompts: Any) -> list[Request]:
@@ -389,19 +319,6 @@ def _check_lengths(sampling_params: Params, num_requests: int) -> None:
         )
 
 
-def _output_of(event: RequestOutput | Delta | None) -> RequestOutput | None:
-    return event.output if isinstance(event, Delta) else event
-
-
-def _without_errors(events: Iterable[tuple[int, Any]], noun: str) -> Iterator[tuple[int, Any]]:
-    """Raises RuntimeError for a request that failed in the engine."""
-    for index, event in events:
-        output = _output_of(event)
-        if output is not None and output.error is not None:
-            raise RuntimeError(f"{noun} {index}: {output.error}")
-        yield index, event
-
-
 def _is_aborted(output: RequestOutput) -> bool:
     return any(completion.finish_reason == "aborted" for completion in output.completions)
 
@@ -418,14 +335,14 @@ def _in_order(outputs: dict[int, RequestOutput], noun: str, on_error: str) -> li
     return ordered
 
 
-def _progress(stream: Iterator[tuple[int, Any]], total: int | None, use_tqdm: bool) -> Iterator[tuple[int, Any]]:
+def _progress(stream: Events, total: int | None, use_tqdm: bool) -> Events:
     """Pass the stream through, with a progress bar and token rates on a terminal and in a notebook."""
     bar = tqdm(total=total, unit="request", dynamic_ncols=True, disable=None if use_tqdm else True)
     num_input = num_output = 0
     with bar, closing(stream):
         for index, event in stream:
             yield index, event
-            if (output := _output_of(event)) is None:
+            if (output := output_of(event)) is None:
                 continue
             num_input += output.num_prompt_tokens
             num_output += sum(len(completion.token_ids) for completion in output.completions)

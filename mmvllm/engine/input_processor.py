@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
+import torch
 import xxhash
 
 from mmvllm.engine.detokenizer import AnswerText
@@ -41,6 +42,17 @@ class InputProcessor:
         token_ids = tokenize(self._tokenizer, prompt) if isinstance(prompt, str) else own_token_ids(prompt)
         items = items_from_tensors(self._rules, token_ids, **tensors)
         return self._rules.engine_input(token_ids, items) if items else EngineInput(token_ids)
+
+    def warmup_input(self) -> EngineInput:
+        """A short prompt, with an image if the model takes images."""
+        token_ids = [0] * max(1, min(16, self._max_model_len - 2))
+        rules = self._rules
+        if rules is None or len(token_ids) < 4 or not self._encoder_cache.fits(4):
+            return self.engine_input(token_ids)
+        side = 2 * rules.merge_size
+        token_ids[:4] = [rules.image_token_id] * 4
+        pixel_values = torch.zeros(side * side, rules.patch_dim, dtype=torch.uint8)
+        return self.engine_input(token_ids, pixel_values=pixel_values, image_grid_thw=[(1, side, side)])
 
     def group(
         self,

@@ -1,6 +1,8 @@
 """The engine: requests in, one step at a time, outputs out."""
 
 import atexit
+import logging
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from itertools import count
@@ -21,13 +23,14 @@ from mmvllm.engine.sampler import Sampler
 from mmvllm.engine.scheduler import SampledToken, Scheduler
 from mmvllm.engine.sequence import FinishReason, SequenceGroup
 from mmvllm.engine.stats import StepStats, step_stats
-from mmvllm.engine.warmup import warm_up
 from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput
 from mmvllm.outputs import RequestOutput
 from mmvllm.processors.tensors import Array
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.transfer import current_device
+
+logger = logging.getLogger(__name__)
 
 
 class LLMEngine:
@@ -185,8 +188,17 @@ class LLMEngine:
         return self.scheduler.is_finished()
 
     def warmup_model(self) -> float:
-        """Run a first batch; return the seconds that it took."""
-        return warm_up(self)
+        """Run a prefill and a decode, which compile kernels and allocate memory; return the seconds they took."""
+        start = time.perf_counter()
+        params = SamplingParams(max_tokens=2, ignore_eos=True, seed=0)
+        group = self.add(self.input_processor.warmup_input(), params, cache_salt="warm-up")
+        while group.output is None:
+            self.step()
+        if group.error is not None:
+            raise RuntimeError(f"warm-up failed: {group.error}")
+        seconds = time.perf_counter() - start
+        logger.info("warm-up took %.2f s", seconds)
+        return seconds
 
     def exit(self) -> None:
         """Abort what is in flight and free the device's memory; safe to call twice, and called at interpreter exit."""

@@ -1,0 +1,86 @@
+"""The requests of one call of `LLM`, from the engine's admission to the caller."""
+
+import threading
+from collections.abc import Iterable, Iterator
+
+from mmvllm.engine.llm_engine import LLMEngine
+from mmvllm.engine.output_processor import DeltaStream
+from mmvllm.engine.sequence import SequenceGroup
+from mmvllm.inputs import EngineInput
+from mmvllm.outputs import Delta, RequestOutput
+from mmvllm.sampling_params import SamplingParams
+
+Event = RequestOutput | Delta
+
+
+class Call:
+    """The requests of one call that are in flight, by their index.
+
+    Several calls may be interleaved, from open generators or from threads: each finds its own requests finished,
+    whichever of them ran the step.
+
+    Args:
+        lock: held by every user of the engine.
+        streams: yield a delta for whatever is new, rather than an output for each request that has finished.
+    """
+
+    def __init__(self, engine: LLMEngine, lock: threading.RLock, streams: bool = False):
+        self._engine, self._lock, self._streams = engine, lock, streams
+        self.groups: dict[int, SequenceGroup] = {}
+        self._deltas: dict[int, DeltaStream] = {}
+
+    def add(self, index: int, prompt: EngineInput, params: SamplingParams, **options) -> None:
+        """Give a request to the engine; `options` are those of `LLMEngine.add`."""
+        with self._lock:
+            group = self.groups[index] = self._engine.add(prompt, params, follow_text=self._streams, **options)
+            if self._streams:
+                self._deltas[index] = self._engine.delta_stream(group)
+
+    def step(self) -> list[tuple[int, Event]]:
+        """Run the engine once, unless a request of this call has finished already; what is new, by index."""
+        with self._lock:
+            self._engine.check_alive()
+            if all(group.output is None for group in self.groups.values()):
+                self._engine.step()
+            return self._take_events()
+
+    def refusal(self, output: RequestOutput) -> Event:
+        """What stands for a request that the engine refused."""
+        if not self._streams:
+            return output
+        return Delta(output.request_id, 0, "", [], finish_reason="error", output=output)
+
+    def abort_waiting(self) -> None:
+        """Drop the requests that the engine has not begun."""
+        self._abort([index for index, group in self.groups.items() if not group.has_begun])
+
+    def abort(self) -> None:
+        self._abort([*self.groups])
+
+    def _take_events(self) -> list[tuple[int, Event]]:
+        events = [(index, delta) for index, stream in self._deltas.items() for delta in stream.deltas()]
+        finished = [(index, group.output) for index, group in self.groups.items() if group.output is not None]
+        for index, _ in finished:
+            del self.groups[index]
+            self._deltas.pop(index, None)
+        return events if self._streams else finished
+
+    def _abort(self, indices: list[int]) -> None:
+        with self._lock:
+            for index in indices:
+                self._engine.abort_request(self.groups.pop(index).request_id)
+                self._deltas.pop(index, None)
+
+
+def output_of(event: Event | None) -> RequestOutput | None:
+    """The output of a request that has finished; None before."""
+    return event.output if isinstance(event, Delta) else event
+
+
+def without_errors(events: Iterable[tuple[int, Event]], noun: str) -> Iterator[tuple[int, Event]]:
+    """Pass events through; raises RuntimeError for a request that failed in the engine."""
+    for index, event in events:
+        output = output_of(event)
+        if output is not None and output.error is not None:
+            raise RuntimeError(f"{noun} {index}: {output.error}")
+        yield index, event
