@@ -11,7 +11,7 @@ from bisect import bisect_left
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from mmvllm.batch import Batch, decode_buffers, first_sequences
 from mmvllm.models.interface import Model

@@ -43,7 +43,7 @@ class Executor:
 
     def launch_ahead(self, running: Launched) -> Launched | None:
         """Launch the step after one whose tokens are not known yet; None where it cannot be foreseen."""
-        if running.sampled is None or not running.sampled.lets_next_launch:
+        if running.sampled is None or not running.sampled.allows_launch_ahead:
             return None
         watch = Stopwatch(self.runner.device)
         scheduled = self.scheduler.schedule_ahead(running.scheduled)

@@ -30,7 +30,7 @@ class Sampled:
         self.input_ids = token_ids.clamp(min=0)  # (R,), what the next step computes
 
     @property
-    def lets_next_launch(self) -> bool:
+    def allows_launch_ahead(self) -> bool:
         """Whether the next step may be launched before `tokens` is called.
 
         Penalties count the tokens, and logprobs are read from logits that the next CUDA graph overwrites.

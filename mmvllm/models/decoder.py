@@ -1,4 +1,4 @@
-"""The Qwen2 decoder over a paged KV cache."""
+"""The decoder that the families share, over a paged KV cache."""
 
 from torch import Tensor, nn
 
