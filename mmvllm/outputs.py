@@ -100,3 +100,4 @@ class Delta:
     logprobs: list[dict[int, float]] | None = None
     finish_reason: str | None = None  # "eos", "stop", "length" or "aborted", in the completion's last delta
     output: RequestOutput | None = None  # in the last delta of the request: all of it
+    num_prompt_tokens: int = 0

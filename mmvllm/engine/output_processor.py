@@ -103,4 +103,4 @@ class _Cursor:
         logprobs = None if seq.sampling_params.logprobs is None else seq.logprobs[start:]
         new = text[self.num_sent_chars :]
         self.num_sent, self.num_sent_chars = start + len(token_ids), len(text)
-        return Delta(seq.request_id, self.index, new, token_ids, logprobs, finish_reason, output)
+        return Delta(seq.request_id, self.index, new, token_ids, logprobs, finish_reason, output, seq.num_prompt_tokens)

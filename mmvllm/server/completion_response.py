@@ -14,7 +14,7 @@ from mmvllm.server.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, from_engine,
 from mmvllm.server.jobs import CompletionJob
 from mmvllm.server.limits import ClientDisconnected
 from mmvllm.server.metrics import Metrics
-from mmvllm.server.response_builder import ChoiceBuffer, usage_of
+from mmvllm.server.response_builder import ChoiceBuffer, RunningUsage, usage_of
 from mmvllm.server.settings import ServerSettings
 from mmvllm.server.sse import EventStream
 
@@ -66,13 +66,16 @@ class CompletionResponse(Response):
 
     async def _send_all(self, events: EventStream, deltas: AsyncGenerator[tuple[int, Delta], None]) -> None:
         job, outputs, has_started = self._job, [], False
-        no_usage = {"usage": None} if job.includes_usage else {}
+        usage = {"usage": None} if job.includes_usage else {}
+        running = RunningUsage(job.params.n)
         async for index, delta in deltas:
+            if job.repeats_usage:
+                usage = {"usage": running.add(index, delta)}
             if not has_started:  # only now, so that an error before the first delta still determines the status
                 has_started = True
                 for chunk in job.builder.first_chunks(job.num_choices):
-                    await events.data(chunk | no_usage)
-            await events.data(job.builder.chunk(index, delta) | no_usage)
+                    await events.data(chunk | usage)
+            await events.data(job.builder.chunk(index, delta) | usage)
             if delta.output is not None:
                 outputs.append(delta.output)
         if job.includes_usage:

@@ -29,7 +29,8 @@ class CompletionJob:
     builder: ChatResponseBuilder | CompletionResponseBuilder
     images: Sequence[ImageReference] = ()
     streams: bool = False
-    includes_usage: bool = False
+    includes_usage: bool = False  # in the last chunk
+    repeats_usage: bool = False  # in every chunk, as far as it is known
 
     @property
     def num_choices(self) -> int:
@@ -104,4 +105,5 @@ def _streaming(body: SamplingRequest) -> dict[str, bool]:
     includes_usage = bool(body.stream_options and body.stream_options.include_usage)
     if includes_usage and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
-    return {"streams": bool(body.stream), "includes_usage": includes_usage}
+    repeats_usage = includes_usage and bool(body.stream_options.continuous_usage_stats)
+    return {"streams": bool(body.stream), "includes_usage": includes_usage, "repeats_usage": repeats_usage}

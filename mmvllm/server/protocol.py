@@ -130,7 +130,7 @@ Message = Annotated[
 
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
-    continuous_usage_stats: Unsupported = None
+    continuous_usage_stats: bool | None = Field(None, description="With include_usage: usage so far in every chunk.")
     include_obfuscation: Ignored = None
 
 

@@ -31,6 +31,22 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
     )
 
 
+class RunningUsage:
+    """Token counts while a response is streamed, as vLLM's `continuous_usage_stats` reports them."""
+
+    def __init__(self, choices_per_prompt: int):
+        self._choices_per_prompt = choices_per_prompt
+        self._prompt_tokens: dict[int, int] = {}  # by prompt
+        self._completion_tokens = 0
+
+    def add(self, index: int, delta: Delta) -> dict[str, int]:
+        """Count the delta of a choice; return the counts so far."""
+        self._prompt_tokens[index // self._choices_per_prompt] = delta.num_prompt_tokens
+        self._completion_tokens += len(delta.token_ids)
+        prompt, completion = sum(self._prompt_tokens.values()), self._completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
 @dataclass(slots=True)
 class ChoiceBuffer:
     """The deltas of one choice received so far."""

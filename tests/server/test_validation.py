@@ -97,7 +97,7 @@ CONTINUOUS_USAGE = "stream_options.continuous_usage_stats"
         (chat(messages=[ASSISTANT | {"tool_calls": [{}]}, user("Hi")]), "messages[0].tool_calls", "not supported"),
         (chat(messages=[ASSISTANT | {"content": 5}, user("Hi")]), "messages[0].content", "must be a string"),
         (chat(messages=[user("Hi") | {"no_such_key": 1}]), "messages[0].no_such_key", "not a field"),
-        (chat("Hi", stream=True, stream_options={"continuous_usage_stats": True}), CONTINUOUS_USAGE, "not supported"),
+        (chat("Hi", stream=True, stream_options={"continuous_usage_stats": 2}), CONTINUOUS_USAGE, "valid boolean"),
         (chat("Hi", skip_special_tokens=False), "skip_special_tokens", "must be True"),
         (chat("Hi", add_generation_prompt=False), "add_generation_prompt", "must be True"),
         (chat("Hi", chat_template_kwargs={"a": 1}), "chat_template_kwargs", "not supported"),
@@ -180,6 +180,18 @@ def test_neutral_values_of_other_servers_parameters_are_accepted(app):
 def test_continuous_usage_stats_may_be_off(app, value):
     options = {"include_usage": True, "continuous_usage_stats": value}
     assert call(app, "POST", CHAT, json=chat("Hi", max_tokens=1, stream=True, stream_options=options)).is_success
+
+
+def test_continuous_usage_stats_count_tokens_in_every_chunk(app):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = chat("Hi", max_tokens=5, n=2, ignore_eos=True, stream=True, stream_options=options)
+    events = call(app, "POST", CHAT, json=body).text.strip().split("\n\n")
+    assert events.pop() == "data: [DONE]"
+    usages = [json.loads(event.removeprefix("data: "))["usage"] for event in events]
+    assert {usage["prompt_tokens"] for usage in usages} == {usages[-1]["prompt_tokens"]} != {0}
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert counts == sorted(counts) and counts[-1] == 10 and len(set(counts)) > 2
+    assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages)
 
 
 def test_cache_hints_of_parts_are_ignored(app):
