@@ -12,21 +12,19 @@ _root = Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file():
     __path__.append(str(_root))
 
-_EXPORTS = {
-    "LLM": "mmvllm.llm",
-    "AsyncLLM": "mmvllm.async_llm",
-    "LLMEngine": "mmvllm.engine.llm_engine",
-    "EngineConfig": "mmvllm.config",
-    "SamplingParams": "mmvllm.sampling_params",
-    "RequestOutput": "mmvllm.outputs",
-    "CompletionOutput": "mmvllm.outputs",
-    "Delta": "mmvllm.outputs",
-    "EngineBusy": "mmvllm.errors",
-    "EngineStopped": "mmvllm.errors",
-    "EngineFailed": "mmvllm.errors",
-    "RequestFailed": "mmvllm.errors",
-    "DeadlineExceeded": "mmvllm.errors",
+_EXPORTS_BY_MODULE = {
+    "mmvllm.llm": ("LLM",),
+    "mmvllm.async_llm": ("AsyncLLM",),
+    "mmvllm.engine.llm_engine": ("LLMEngine",),
+    "mmvllm.config": ("EngineConfig",),
+    "mmvllm.sampling_params": ("SamplingParams",),
+    "mmvllm.outputs": ("RequestOutput", "CompletionOutput", "Delta"),
+    "mmvllm.errors": (
+        *("RequestError", "ParameterError", "ImageError", "PromptTooLong", "RequestFailed", "RequestsAborted"),
+        *("EngineBusy", "EngineStopped", "EngineFailed", "DeadlineExceeded", "ArgumentError"),
+    ),
 }
+_EXPORTS = {name: module for module, names in _EXPORTS_BY_MODULE.items() for name in names}
 __all__ = [*_EXPORTS, "__version__"]
 
 

@@ -22,10 +22,11 @@ class Call:
     Args:
         lock: held by every user of the engine.
         streams: yield a delta for whatever is new, rather than an output for each request that has finished.
+        noun: what messages call a request.
     """
 
-    def __init__(self, engine: LLMEngine, lock: threading.RLock, streams: bool = False):
-        self._engine, self._lock, self._streams = engine, lock, streams
+    def __init__(self, engine: LLMEngine, lock: threading.RLock, *, streams: bool = False, noun: str = "request"):
+        self._engine, self._lock, self._streams, self.noun = engine, lock, streams, noun
         self.groups: dict[int, SequenceGroup] = {}
         self._deltas: dict[int, DeltaStream] = {}
 

@@ -40,6 +40,11 @@ class RequestError(ValueError):
         image = "" if self.image_index is None else f"image {self.image_index}: "
         return request + image
 
+    def detached(self) -> "RequestError":
+        """This error without its traceback and causes, whose frames may hold decoded images; for keeping."""
+        self.__traceback__ = self.__cause__ = self.__context__ = None
+        return self
+
     def __reduce__(self):
         """Worker processes send errors back: text and facts, no traceback."""
         return _restore, (type(self), self.args, self.__dict__)

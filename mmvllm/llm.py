@@ -91,15 +91,15 @@ class LLM:
     def _generate(self, prompts: list[Request], sampling_params: Params) -> Events:
         """Prompts without media are all in the engine before its first step."""
         if any(map(has_media, prompts)):
-            yield from self.stream_prepared(self._prefetch(prompts), sampling_params)
+            yield from self._stream(self._call(noun="prompt"), self._prefetch(prompts), sampling_params, "raise")
             return
-        call = self._call()
+        call = self._call(noun="prompt")
         try:
             for index, prompt in enumerate(prompts):
                 with naming_request(index):
                     call.add(index, self._intake.prepare(prompt), params_for(sampling_params, index))
             while call.groups:
-                yield from without_errors(call.step(), "prompt")
+                yield from without_errors(call.step(), call.noun)
         finally:
             call.abort()
 
@@ -245,13 +245,13 @@ class LLM:
                 if not call.groups and prefetcher.is_exhausted:
                     return
                 events = call.step()
-                yield from without_errors(events, "request") if on_error == "raise" else events
+                yield from without_errors(events, call.noun) if on_error == "raise" else events
         finally:
             prefetcher.close()
             call.abort()
 
-    def _call(self, streams: bool = False) -> Call:
-        return Call(self.engine, self._lock, streams)
+    def _call(self, **options: Any) -> Call:
+        return Call(self.engine, self._lock, **options)
 
     def _prefetch(
         self, requests: Iterable[dict], processor: Any = None, indices: Iterable[int] | None = None
@@ -279,7 +279,7 @@ class LLM:
         own_id = item.request.get("request_id") if isinstance(item.request, dict) else None
         request_id = self.engine.new_request_id() if own_id is None else own_id
         error.request_index = None  # an output belongs to its request
-        return RequestOutput(request_id, error=str(error), exception=error)
+        return RequestOutput(request_id, error=str(error), exception=error.detached())
 
 
 def _as_prompts(prompts: Any) -> list[Request]:
