@@ -154,7 +154,7 @@ class ForeignProcessor:
     def _without_images(self, parsed: ParsedRequest) -> EngineInput:
         """Token ids, which the interface does not take, need no processor unless there are images."""
         if parsed.images:
-            raise RequestError("a processor of your own needs a prompt with images as text or messages, not as token ids")
+            raise RequestError("a processor of your own needs a prompt with images as text, not as token ids")
         token_ids = own_token_ids(parsed.token_ids)
         return EngineInput(token_ids if self.rules is None else expand_placeholders(token_ids, [], self.rules)[0])
 
