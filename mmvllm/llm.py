@@ -23,6 +23,7 @@ from mmvllm.intake import (
     Prepared,
     Request,
     as_request,
+    check_lengths,
     has_media,
     naming_request,
     params_for,
@@ -31,7 +32,6 @@ from mmvllm.intake import (
 from mmvllm.models.weights import model_name
 from mmvllm.outputs import Delta, RequestOutput
 from mmvllm.processors.requests import PROMPT_KEYS
-from mmvllm.processors.tensors import counted
 from mmvllm.sampling_params import SamplingParams
 
 Outputs = Iterator[tuple[int, RequestOutput]]
@@ -83,7 +83,7 @@ class LLM:
         """
         try:
             prompts = _as_prompts(prompts)
-            _check_lengths(sampling_params, len(prompts))
+            check_lengths(sampling_params, len(prompts))
             outputs = dict(_progress(self._generate(prompts, sampling_params), len(prompts), use_tqdm))
         except RequestError as error:
             error.noun = "prompt"
@@ -128,7 +128,7 @@ class LLM:
         "raise", RequestsAborted is raised once the others have finished, with the outputs of all.
         """
         requests = [requests] if isinstance(requests, dict) else list(requests)
-        _check_lengths(sampling_params, len(requests))
+        check_lengths(sampling_params, len(requests))
         order = sorted(range(len(requests)), key=lambda index: _priority(requests[index]))
         prefetcher = self._prefetch([requests[index] for index in order], processor, order)
         stream = self.stream_prepared(prefetcher, sampling_params, on_error)
@@ -167,7 +167,7 @@ class LLM:
         requests = [requests] if isinstance(requests, dict) else requests
         total = len(requests) if hasattr(requests, "__len__") else None
         if total is not None:
-            _check_lengths(sampling_params, total)
+            check_lengths(sampling_params, total)
         prefetcher, call = self._prefetch(requests, processor), _StreamingCall(self) if stream else _Call(self)
         aborted = {}
         for index, event in _progress(self._stream(call, prefetcher, sampling_params, on_error), total, use_tqdm):
@@ -179,6 +179,7 @@ class LLM:
 
     def add_request(self, prompt: Request | EngineInput, sampling_params: Params = None, **options: Any) -> str:
         """Queue a request in any form; return its id. `options` are those of `LLMEngine.add_request`."""
+        check_lengths(sampling_params, 1)
         if isinstance(prompt, dict):
             options = request_options(prompt) | {"request_id": prompt.get("request_id")} | options
             params = params_for(sampling_params, 0, prompt.get("sampling_params"))
@@ -377,16 +378,6 @@ def _priority(request: Any) -> int:
     """By which requests are ordered; a bad one is refused later."""
     priority = request.get("priority") if isinstance(request, dict) else None
     return priority if isinstance(priority, int) else 0
-
-
-def _check_lengths(sampling_params: Params, num_requests: int) -> None:
-    if isinstance(sampling_params, list | tuple) and len(sampling_params) > num_requests:
-        raise RequestError(
-            f"{len(sampling_params)} sampling_params were given for {counted(num_requests, 'request')}; give one each",
-            param="sampling_params",
-            value=len(sampling_params),
-            limit=num_requests,
-        )
 
 
 def _output_of(event: RequestOutput | Delta | None) -> RequestOutput | None:
