@@ -1,12 +1,11 @@
 """`LLM`: one model for use from Python, a call at a time or from several threads."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm.auto import tqdm
 
 from mmvllm.config import EngineConfig
@@ -355,10 +354,10 @@ class _StreamingCall(_Call):
 
 def _as_prompts(prompts: Any) -> list[Request]:
     """One prompt or several, in any form that `generate` takes -> requests; raises RequestError."""
-    if isinstance(prompts, str | dict) or getattr(prompts, "ndim", 0) == 1:
+    if isinstance(prompts, str | bytes | Mapping) or getattr(prompts, "ndim", 2) < 2:
         prompts = [prompts]
     prompts = list(prompts)
-    if prompts and isinstance(prompts[0], int | np.integer):
+    if prompts and (isinstance(prompts[0], int) or getattr(prompts[0], "ndim", 1) == 0):
         prompts = [prompts]
     return [_as_prompt(index, prompt) for index, prompt in enumerate(prompts)]
 
@@ -371,7 +370,7 @@ def _as_prompt(index: int, prompt: Any) -> Request:
             return prompt
         if isinstance(prompt, str | list | tuple) or hasattr(prompt, "shape"):
             return as_request(prompt)
-        raise RequestError(f"prompt must be a string or a list of token ids, not {type(prompt).__name__}")
+        raise RequestError(f"prompt must be a string or a list of token ids, or a dict, not {type(prompt).__name__}")
 
 
 def _priority(request: Any) -> int:
