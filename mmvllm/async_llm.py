@@ -38,7 +38,16 @@ from mmvllm.errors import (
     RequestError,
     RequestFailed,
 )
-from mmvllm.intake import AdmissionWindow, Intake, PreparationQueue, Request, has_media, params_for, request_options
+from mmvllm.intake import (
+    AdmissionWindow,
+    Intake,
+    PreparationQueue,
+    Request,
+    check_lengths,
+    has_media,
+    params_for,
+    request_options,
+)
 from mmvllm.models.weights import model_name
 from mmvllm.outputs import Delta
 from mmvllm.processors.load import load_image
@@ -146,6 +155,7 @@ class AsyncLLM:
         raises. An aborted request ends with a delta whose `finish_reason` is "aborted".
         """
         own = request if isinstance(request, dict) else {}
+        check_lengths(sampling_params, 1)
         params = params_for(sampling_params, 0, own.get("sampling_params"))
         stream = self._admit(own.get("request_id") if request_id is None else request_id, params.n)
         timer = fetching = None

@@ -28,6 +28,7 @@ from mmvllm.processors.chat import ForeignProcessor, Processor
 from mmvllm.processors.image import ImageProcessor
 from mmvllm.processors.load import load_image
 from mmvllm.processors.requests import parse_request
+from mmvllm.processors.tensors import counted
 from mmvllm.sampling_params import SamplingParams
 
 NUM_WORKERS = min(8, os.cpu_count() or 1)
@@ -103,13 +104,26 @@ def request_options(request: dict) -> dict[str, Any]:
     return {"priority": request.get("priority") or 0, "cache_salt": request.get("cache_salt")}
 
 
+def check_lengths(sampling_params: Params, num_requests: int) -> None:
+    """Raise RequestError for a list of more parameters than requests."""
+    if isinstance(sampling_params, list | tuple) and len(sampling_params) > num_requests:
+        raise RequestError(
+            f"{len(sampling_params)} sampling_params were given for {counted(num_requests, 'request')}; give one each",
+            param="sampling_params",
+            value=len(sampling_params),
+            limit=num_requests,
+        )
+
+
 def params_for(sampling_params: Params, index: int, own: SamplingParams | dict | None = None) -> SamplingParams:
     """A request's own parameters, else those of the call: one for all, or a list with one per request."""
-    params = sampling_params if own is None else own
-    if isinstance(params, list | tuple):
-        if index >= len(params):
-            raise RequestError(f"{len(params)} sampling_params were given, none for this one; give one per request")
-        params = params[index]
+    params = own
+    if own is None:
+        params = sampling_params
+        if isinstance(params, list | tuple):
+            if index >= len(params):
+                raise RequestError(f"{len(params)} sampling_params were given, none for this one; give one per request")
+            params = params[index]
     if isinstance(params, dict):
         try:
             params = SamplingParams(**params)

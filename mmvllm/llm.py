@@ -1,12 +1,11 @@
 """`LLM`: one model for use from Python, a call at a time or from several threads."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm.auto import tqdm
 
 from mmvllm.calls import Call, Event, output_of, without_errors
@@ -22,6 +21,7 @@ from mmvllm.intake import (
     Prepared,
     Request,
     as_request,
+    check_lengths,
     has_media,
     naming_request,
     params_for,
@@ -30,7 +30,6 @@ from mmvllm.intake import (
 from mmvllm.models.weights import model_name
 from mmvllm.outputs import Delta, RequestOutput
 from mmvllm.processors.requests import PROMPT_KEYS
-from mmvllm.processors.tensors import counted
 
 Events = Iterator[tuple[int, Event | None]]  # by request; None for a request that was not selected
 
@@ -81,7 +80,7 @@ class LLM:
         """
         try:
             prompts = _as_prompts(prompts)
-            _check_lengths(sampling_params, len(prompts))
+            check_lengths(sampling_params, len(prompts))
             outputs = dict(_progress(self._generate(prompts, sampling_params), len(prompts), use_tqdm))
         except RequestError as error:
             error.noun = "prompt"
@@ -126,7 +125,7 @@ class LLM:
         "raise", RequestsAborted is raised once the others have finished, with the outputs of all.
         """
         requests = [requests] if isinstance(requests, dict) else list(requests)
-        _check_lengths(sampling_params, len(requests))
+        check_lengths(sampling_params, len(requests))
         order = sorted(range(len(requests)), key=lambda index: _priority(requests[index]))
         prefetcher = self._prefetch([requests[index] for index in order], processor, order)
         stream = self.stream_prepared(prefetcher, sampling_params, on_error)
@@ -165,7 +164,7 @@ class LLM:
         requests = [requests] if isinstance(requests, dict) else requests
         total = len(requests) if hasattr(requests, "__len__") else None
         if total is not None:
-            _check_lengths(sampling_params, total)
+            check_lengths(sampling_params, total)
         prefetcher, call = self._prefetch(requests, processor), self._call(streams=stream)
         aborted = {}
         for index, event in _progress(self._stream(call, prefetcher, sampling_params, on_error), total, use_tqdm):
@@ -177,6 +176,7 @@ class LLM:
 
     def add_request(self, prompt: Request | EngineInput, sampling_params: Params = None, **options: Any) -> str:
         """Queue a request in any form; return its id. `options` are those of `LLMEngine.add_request`."""
+        check_lengths(sampling_params, 1)
         if isinstance(prompt, dict):
             options = request_options(prompt) | {"request_id": prompt.get("request_id")} | options
             params = params_for(sampling_params, 0, prompt.get("sampling_params"))
@@ -284,10 +284,10 @@ class LLM:
 
 def _as_prompts(prompts: Any) -> list[Request]:
     """One prompt or several, in any form that `generate` takes -> requests; raises RequestError."""
-    if isinstance(prompts, str | dict) or getattr(prompts, "ndim", 0) == 1:
+    if isinstance(prompts, str | bytes | Mapping) or getattr(prompts, "ndim", 2) < 2:
         prompts = [prompts]
     prompts = list(prompts)
-    if prompts and isinstance(prompts[0], int | np.integer):
+    if prompts and (isinstance(prompts[0], int) or getattr(prompts[0], "ndim", 1) == 0):
         prompts = [prompts]
     return [_as_prompt(index, prompt) for index, prompt in enumerate(prompts)]
 
@@ -300,23 +300,13 @@ def _as_prompt(index: int, prompt: Any) -> Request:
             return prompt
         if isinstance(prompt, str | list | tuple) or hasattr(prompt, "shape"):
             return as_request(prompt)
-        raise RequestError(f"prompt must be a string or a list of token ids, not {type(prompt).__name__}")
+        raise RequestError(f"prompt must be a string or a list of token ids, or a dict, not {type(prompt).__name__}")
 
 
 def _priority(request: Any) -> int:
     """By which requests are ordered; a bad one is refused later."""
     priority = request.get("priority") if isinstance(request, dict) else None
     return priority if isinstance(priority, int) else 0
-
-
-def _check_lengths(sampling_params: Params, num_requests: int) -> None:
-    if isinstance(sampling_params, list | tuple) and len(sampling_params) > num_requests:
-        raise RequestError(
-            f"{len(sampling_params)} sampling_params were given for {counted(num_requests, 'request')}; give one each",
-            param="sampling_params",
-            value=len(sampling_params),
-            limit=num_requests,
-        )
 
 
 def _is_aborted(output: RequestOutput) -> bool:

@@ -11,7 +11,7 @@ from mmvllm.inputs import EngineInput, MediaItem, MediaRules, Span
 from mmvllm.processors.image import ImageInput, ImageProcessor, resize_for_part
 from mmvllm.processors.load import load_image
 from mmvllm.processors.requests import ParsedRequest, naming_image, parse_request
-from mmvllm.processors.tensors import counted, items_from_tensors, own_token_ids
+from mmvllm.processors.tensors import counted, items_from_tensors, own_grids, own_token_ids
 
 
 def expand_placeholders(
@@ -145,11 +145,18 @@ class ForeignProcessor:
         _check_takes_images(parsed, self.rules)
         images = [self._image(i, part, request, load) for i, part in enumerate(parsed.images)]
         if parsed.token_ids is not None:
-            raise RequestError("a processor of your own needs a prompt as text or messages, not as token ids")
+            return self._without_images(parsed)
         with self._lock:
             text = parsed.text if parsed.messages is None else _apply_template(self.processor, parsed.messages)
             made = self.processor(text=[text], images=images or None, return_tensors="pt")
             return self._engine_input(made, len(images))
+
+    def _without_images(self, parsed: ParsedRequest) -> EngineInput:
+        """Token ids, which the interface does not take, need no processor unless there are images."""
+        if parsed.images:
+            raise RequestError("a processor of your own needs a prompt with images as text, not as token ids")
+        token_ids = own_token_ids(parsed.token_ids)
+        return EngineInput(token_ids if self.rules is None else expand_placeholders(token_ids, [], self.rules)[0])
 
     def _image(self, i: int, part: dict, request: dict, load: Callable[[Any], Image]) -> Image:
         bounds = {key: request.get(key) for key in ("min_pixels", "max_pixels")}
@@ -161,10 +168,10 @@ class ForeignProcessor:
         token_ids = own_token_ids(_returned(made, "input_ids")[0])
         if self.rules is None:
             return EngineInput(token_ids)
-        grids = _returned(made, "image_grid_thw") if num_images else []
+        grids = own_grids(_returned(made, "image_grid_thw"), self.rules.merge_size) if num_images else []
         if len(grids) != num_images:
             raise RequestError(f"the processor returned {len(grids)} image_grid_thw for {num_images} images")
-        lengths = [self.rules.num_tokens(tuple(map(int, grid))) for grid in grids]
+        lengths = [self.rules.num_tokens(grid) for grid in grids]
         token_ids, spans = expand_placeholders(token_ids, lengths, self.rules)
         if not num_images:
             return EngineInput(token_ids)

@@ -41,7 +41,8 @@ def parse_request(request: Any) -> ParsedRequest:
     _check_sizes(request)
     given = {key: request[key] for key in ("messages", "text", "prompt", "prompt_token_ids") if _is_given(request, key)}
     if len(given) != 1:
-        raise RequestError("a request needs either 'messages' or 'text'")
+        forms = "'prompt' or 'prompt_token_ids'" if request.keys() & set(PROMPT_KEYS) else "'messages' or 'text'"
+        raise RequestError(f"a request needs either {forms}")
     (form, content), images = next(iter(given.items())), _as_list(request.get("images"))
     if form == "messages":
         if images:
@@ -127,15 +128,22 @@ def _image_part(i: int, part: dict) -> dict:
 def _source(part: dict) -> Any:
     """What `load_image` takes, from the keys of mmvllm, OpenAI, qwen-vl-utils and transformers."""
     if "path" in part:
-        return Path(part["path"])
+        return part["path"] if isinstance(part["path"], Path) else Path(_string(part, "path"))
     if "base64" in part:
-        return f"data:image/*;base64,{part['base64']}"
+        text = _string(part, "base64")
+        return text if text.startswith("data:") else f"data:image/*;base64,{text}"
     source = next((part[key] for key in ("image", "image_url", "url") if key in part), None)
     if isinstance(source, dict):
         source = source.get("url")
     if source is None:
         raise RequestError("an image part needs 'image', or 'image_url' with 'url'")
     return source
+
+
+def _string(part: dict, key: str) -> str:
+    if not isinstance(part[key], str):
+        raise RequestError(f"{key!r} of an image part must be a string, not {type(part[key]).__name__}")
+    return part[key]
 
 
 @contextmanager
