@@ -1,4 +1,4 @@
-"""Fixtures of many tests: small random checkpoints, engines that exit, transformers as the reference, a browser."""
+"""Fixtures of many tests: random checkpoints, engines that exit after the test, transformers' models, a browser."""
 
 import os
 import shutil
@@ -13,15 +13,16 @@ if not torch.cuda.is_available():
 from mmvllm import LLM
 from mmvllm.models.weights import BUNDLED
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.engines import assert_idle
 from tests.helpers.reference import Reference
 
-# The models are tiny: a second thread only waits for the first, and badly so on a busy machine.
+# The models are tiny: a second thread would cost more than it computes, above all on a busy machine.
 torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
-    """Folder of a random checkpoint by the name of its shape, made on first use."""
+    """Return the folder of the random checkpoint of a named shape, made on first use."""
     made = {}
 
     def folder(shape: str) -> Path:
@@ -57,9 +58,24 @@ def make_llm():
         llm.exit()
 
 
+@pytest.fixture(scope="module")
+def shared_llm(checkpoint):
+    llm = LLM(checkpoint, dtype="float32", device="cpu", num_kvcache_blocks=64, max_num_seqs=4, skip_warmup=True)
+    yield llm
+    llm.exit()
+
+
+@pytest.fixture
+def llm(shared_llm):
+    """The module's LLM; after each test no request, block or image is left in it."""
+    yield shared_llm
+    assert_idle(shared_llm)
+    shared_llm.engine.encoder_cache.check(set())
+
+
 @pytest.fixture(scope="session")
 def reference(checkpoints):
-    """`Reference` by the name of a shape, or of the bundled checkpoint for None."""
+    """Return the `Reference` of a named shape, or of the bundled checkpoint for None."""
     made = {}
 
     def get(shape: str | None) -> Reference:
@@ -70,13 +86,14 @@ def reference(checkpoints):
     return get
 
 
-@pytest.fixture(scope="module")  # no longer: its driver keeps an event loop in the thread of the tests
+# Not for the session: the driver keeps an event loop running in the main thread.
+@pytest.fixture(scope="module")
 def chromium():
-    """Debian's browser without a window, with a camera that films a test card."""
+    """A headless Chromium with a fake camera."""
     sync_api = pytest.importorskip("playwright.sync_api")
     executable = shutil.which("chromium")
     if executable is None:
-        pytest.skip("there is no chromium")
+        pytest.skip("chromium is not installed")
     flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
     flags += ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
     with sync_api.sync_playwright() as playwright:

@@ -7,8 +7,8 @@ from mmvllm import AsyncLLM, SamplingParams
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
-def unhurried(engine: AsyncLLM) -> AsyncLLM:
-    """Make every step last 10 ms at least, and a long answer as many seconds as a test needs to look at it."""
+def slow_steps(engine: AsyncLLM) -> AsyncLLM:
+    """Make every step last at least 10 ms, so that a test can observe a long completion while it is generated."""
     real = engine._engine.step
 
     def step():
@@ -20,7 +20,7 @@ def unhurried(engine: AsyncLLM) -> AsyncLLM:
 
 
 def run_at_once(llm, requests: list[dict], params: SamplingParams = GREEDY) -> list[list[int]]:
-    """Tokens of requests that all wait before the first step, whatever their preparation took."""
+    """Tokens of requests that are all added before the first step, however long their preparation takes."""
     order, outputs = [], {}
     for request in requests:
         prompt = llm.processor(request)

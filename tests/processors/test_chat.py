@@ -1,37 +1,39 @@
-"""Requests in every form become the prompt transformers' processor would make of them, or a ValueError."""
+"""Prompts of the processor equal those of transformers' processor; errors name the request and the image."""
 
 import io
 import json
-import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from hashlib import sha256
 from math import prod
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput
 from mmvllm.models.qwen2_vl import FAMILY
 from mmvllm.models.registry import load_config
 from mmvllm.models.weights import BUNDLED
-from mmvllm.processors.chat import ForeignProcessor, Processor, expand_placeholders
+from mmvllm.processors.chat import ForeignProcessor, Processor
 from mmvllm.processors.image import ImageProcessor, normalize_patches
-from mmvllm.processors.requests import parse_request
 from tests.helpers.images import image_config
 from tests.helpers.requests import ask, digests_of, grids_of, noise_image, patches_of, spans_of
 
 IMAGE = json.loads((BUNDLED / "config.json").read_text())["image_token_id"]
+
+
 RULES = FAMILY.media_rules(load_config(BUNDLED))
-TOKENS = replace(RULES, image_token_id=9, start_token_id=8, end_token_id=7)
+
+
 CONFIG = image_config(min_pixels=112 * 112, max_pixels=196 * 196)
+
+
 A, B, C = noise_image(200, 120, 1), noise_image(133, 260, 2), noise_image(180, 180, 3)
+
+
 ONE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
@@ -94,266 +96,6 @@ def seen(prompt: EngineInput) -> tuple:
         spans_of(prompt),
         sha256(pixels.numpy().tobytes()).hexdigest(),
     )
-
-
-# Parsing
-
-FORMS = {
-    "string": ({"messages": [{"role": "user", "content": "hi"}]}, ["hi"], []),
-    "text part": (user(text("hi")), [[text("hi")]], []),
-    "text shorthand": (user({"text": "hi"}), [[text("hi")]], []),
-    "empty text": (user(text("")), [[text("")]], []),
-    "no parts": (user(), [[]], []),
-    "image": (user({"type": "image", "image": "a.png"}), [[{"type": "image"}]], ["a.png"]),
-    "image shorthand": (user({"image": "a.png"}), [[{"type": "image"}]], ["a.png"]),
-    "image_url string": (user({"type": "image_url", "image_url": "a.png"}), [[{"type": "image"}]], ["a.png"]),
-    "image_url dict": (user({"type": "image_url", "image_url": {"url": "a.png"}}), [[{"type": "image"}]], ["a.png"]),
-    "image_url detail": (
-        user({"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}}),
-        [[{"type": "image"}]],
-        ["a.png"],
-    ),
-    "image_url shorthand": (user({"image_url": {"url": "a.png"}}), [[{"type": "image"}]], ["a.png"]),
-    "image of type image_url": (user({"type": "image", "image_url": "a.png"}), [[{"type": "image"}]], ["a.png"]),
-    "tuple of parts": (
-        {"messages": ({"role": "user", "content": (text("x"), {"image": 1})},)},
-        [[text("x"), {"type": "image"}]],
-        [1],
-    ),
-    "nulls": (
-        user(
-            {"type": "text", "text": "hi", "image": None, "max_pixels": None},
-            {"type": "image", "image": "a.png", "text": None, "image_url": None, "min_pixels": None},
-            {"type": None, "image": None, "image_url": None, "text": "shorthand"},
-            {"image": None, "image_url": {"url": "b.png"}, "text": None},
-        ),
-        [[text("hi"), {"type": "image"}, text("shorthand"), {"type": "image"}]],
-        ["a.png", "b.png"],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_messages_in_every_form(name):
-    request, contents, images = FORMS[name]
-    messages, parts, *_ = parse_request(request)
-    assert [message["content"] for message in messages] == contents
-    assert parts == [{"image": image} for image in images]
-
-
-def test_order_is_kept_over_messages():
-    messages, parts, *_ = parse_request(
-        {
-            "messages": [
-                {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": [text("a"), {"image": 1}, {"image": 2}, text("b")], "name": "Kim"},
-                {"role": "assistant", "content": [text("c")]},
-                {"role": "user", "content": [{"image": 3}, text("d"), {"image": 4}]},
-            ]
-        }
-    )
-    image = {"type": "image"}
-    assert messages == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": [text("a"), image, image, text("b")], "name": "Kim"},
-        {"role": "assistant", "content": [text("c")]},
-        {"role": "user", "content": [image, text("d"), image]},
-    ]
-    assert parts == [{"image": 1}, {"image": 2}, {"image": 3}, {"image": 4}]
-
-
-@pytest.mark.parametrize(
-    "images, parts",
-    [
-        (None, []),
-        ([], []),
-        ((), []),
-        ("a.png", ["a.png"]),
-        (b"PNG", [b"PNG"]),
-        (A, [A]),
-        (["a.png", A], ["a.png", A]),
-        (("a.png", "b.png"), ["a.png", "b.png"]),
-        ({"image": "a.png"}, ["a.png"]),
-        ([{"image_url": {"url": "a.png"}}, {"type": "image", "image": "b.png"}, "c.png"], ["a.png", "b.png", "c.png"]),
-    ],
-    ids=lambda value: re.sub(" at 0x[0-9A-F]+", "", repr(value)),
-)
-def test_text_with_images_in_every_form(images, parts):
-    assert parse_request({"text": "hi", "images": images})[:2] == (None, [{"image": part} for part in parts])
-
-
-def test_an_array_for_images_is_one_image():
-    array = np.zeros((4, 4, 3), dtype=np.uint8)  # has no truth value
-    assert parse_request({"text": "hi", "images": array})[1][0]["image"] is array
-
-
-def test_sizes_of_an_image_part_go_with_it():
-    sizes = {"min_pixels": 1, "max_pixels": 2, "resized_height": 3, "resized_width": 4}
-    part = {"type": "image", "image": "a.png", **sizes}
-    assert parse_request(user(part, {"image": "b.png"}))[1] == [{"image": "a.png", **sizes}, {"image": "b.png"}]
-    assert parse_request({"text": "hi", "images": [part]})[1] == [{"image": "a.png", **sizes}]
-
-
-def test_none_for_optional_keys_is_harmless():
-    names = ("min_pixels", "max_pixels", "request_id", "priority", "cache_salt", "sampling_params")
-    nothing = dict.fromkeys(names)
-    assert parse_request({"text": "hi", "images": None, "messages": None, **nothing})[:2] == (None, [])
-    request = {**user(text("hi")), "text": None, "images": None, **nothing}
-    assert parse_request(request) == parse_request(user(text("hi")))
-    assert parse_request({**user({"image": 1}), "images": []})[1] == [{"image": 1}]
-
-
-def test_the_request_is_never_modified():
-    request = user({"type": "image", "image": "a.png", "max_pixels": 9}, text("hi"))
-    before = json.dumps(request)
-    parse_request(request)
-    assert json.dumps(request) == before
-
-
-BAD = {
-    "not a dict": ("hi", "a request must be a dict with 'messages' or 'text', not str"),
-    "unknown keys": ({"text": "x", "image": A, "seed": 1}, "request has unknown keys image, seed; known: cache_salt, "),
-    "unknown key that is no string": ({"text": "x", 7: 8}, "request has unknown keys 7; known: "),
-    "neither": ({}, "a request needs either 'messages' or 'text'"),
-    "neither, with images": ({"images": [A]}, "a request needs either 'messages' or 'text'"),
-    "both": ({**user(), "text": "x"}, "a request needs either 'messages' or 'text'"),
-    "messages with images": ({**user(), "images": [A]}, "'images' go with 'text'; with 'messages', put each image"),
-    "messages with one image": ({**user(), "images": A}, "'images' go with 'text'"),
-    "text of parts": ({"text": [text("x")]}, "'text' must be a string, not list"),
-    "messages null": ({"messages": None}, "'messages' must be a list of at least one .*, not None"),
-    "messages empty": ({"messages": []}, r"'messages' must be a list of at least one .*, not \[\]"),
-    "messages dict": ({"messages": {"role": "user"}}, "'messages' must be a list of at least one .*, not {'role'"),
-    "messages string": ({"messages": "hi"}, "'messages' must be a list of at least one .*, not 'hi'"),
-    "message string": ({"messages": ["hi"]}, "a message must be a dict with 'role' and 'content', not 'hi'"),
-    "message list": ({"messages": [[{"role": "user"}]]}, "a message must be a dict with 'role' and 'content'"),
-    "no role": ({"messages": [{"content": "x"}]}, "a message must be a dict with 'role' and 'content', not {'content'"),
-    "role null": ({"messages": [{"role": None, "content": "x"}]}, "must be a dict with 'role' and 'content'"),
-    "no content": ({"messages": [{"role": "user"}]}, "a message must be a dict with 'role' and 'content', not {'role'"),
-    "content null": (
-        {"messages": [{"role": "user", "content": None}]},
-        "message content must be a string or a list of parts, not NoneType",
-    ),
-    "content dict": (
-        {"messages": [{"role": "user", "content": text("x")}]},
-        "message content must be a string or a list of parts, not dict",
-    ),
-    "part string": (user("hi"), "a content part must be a dict, not str"),
-    "part image": (user(A), "a content part must be a dict, not Image"),
-    "empty part": (user({}), r"a content part must be text, image or image_url, not None with keys \[\]"),
-    "unknown type": (
-        user({"type": "input_audio", "input_audio": {}}),
-        r"must be text, image or image_url, not 'input_audio' with keys \['input_audio', 'type'\]",
-    ),
-    "type of no string": (user({"type": ["text"], 3: 4}), r"image_url, not \['text'\] with keys \['3', 'type'\]"),
-    "video": (user({"type": "video", "video": "a.mp4"}), "video parts are not supported; give frames of it as image"),
-    "video shorthand": (user({"video": "a.mp4", "fps": 2}), "video parts are not supported"),
-    "video_url": (user({"type": "video_url", "video_url": {"url": "a.mp4"}}), "video parts are not supported"),
-    "text without text": (user({"type": "text"}), "a text part needs 'text' with a string, not None"),
-    "text of another type": (user({"type": "text", "text": 5}), "a text part needs 'text' with a string, not 5"),
-    "text with image": (
-        user({"type": "text", "text": "x", "image": "a.png"}),
-        "text part has unknown keys image; known: text, type",
-    ),
-    "image with text": (
-        user({"image": "a.png", "text": "x"}),
-        "image 0: image part has unknown keys text; known: base64, image, image_url, max_pixels, ",
-    ),
-    "misspelt size": (
-        user({"image": 1}, {"image": 2, "max_pixel": 9}),
-        "image 1: image part has unknown keys max_pixel; known: ",
-    ),
-    "image without image": (user({"type": "image"}), "image 0: an image part needs 'image', or 'image_url' with 'url'"),
-    "image null": (user({"type": "image", "image": None}), "image 0: an image part needs 'image'"),
-    "url null": (user({"type": "image_url", "image_url": {"url": None}}), "image 0: an image part needs 'image'"),
-    "url missing": (user({"type": "image_url", "image_url": {}}), "image 0: an image part needs 'image'"),
-    "images with a text part": ({"text": "x", "images": [A, text("x")]}, "image 1: image part has unknown keys text"),
-    "images with an empty part": ({"text": "x", "images": [A, {}]}, "image 1: an image part needs 'image'"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_request_is_named(name):
-    request, message = BAD[name]
-    with pytest.raises(ValueError, match=message):
-        parse_request(request)
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.5, "100", True, [1], 10**30], ids=repr)
-def test_sizes_are_positive_integers(value):
-    message = r" is .+, must be an integer of at least 1"
-    for key in ("min_pixels", "max_pixels"):
-        with pytest.raises(ValueError, match=key + message):
-            parse_request({"text": "x", key: value})
-    for key in ("min_pixels", "max_pixels", "resized_height", "resized_width"):
-        with pytest.raises(ValueError, match="image 1: " + key + message):
-            parse_request(user({"image": 1}, {"image": 2, key: value}))
-        with pytest.raises(ValueError, match="image 0: " + key + message):
-            parse_request({"text": "x", "images": {"image": 2, key: value}})
-
-
-# Placeholders
-
-
-S, P, E = 8, 9, 7  # start, placeholder, end
-
-
-@pytest.mark.parametrize(
-    "token_ids, lengths, want, placeholders",
-    [
-        ([1, 2], [], [1, 2], []),
-        ([], [], [], []),
-        ([1, S, P, E, 2], [3], [1, S, P, P, P, E, 2], [(2, 3)]),
-        ([S, P, E], [2], [S, P, P, E], [(1, 2)]),
-        ([1, S, P, E, 2, S, P, E, 3], [2, 3], [1, S, P, P, E, 2, S, P, P, P, E, 3], [(2, 2), (7, 3)]),
-        ([S, P, E, S, P, E], [2, 3], [S, P, P, E, S, P, P, P, E], [(1, 2), (5, 3)]),
-        ([1, S, P, P, P, E, 2], [3], [1, S, P, P, P, E, 2], [(2, 3)]),  # expanded already
-        ([S, P, P, E, 1, S, P, P, P, E], [2, 3], [S, P, P, E, 1, S, P, P, P, E], [(1, 2), (6, 3)]),
-        ([S, P, P, E], [3], [S, P, P, P, E], [(1, 3)]),  # by another count
-        ([S, E], [2], [S, P, P, E], [(1, 2)]),
-        ([S, 5, 6, E, 5], [1], [S, P, E, 5], [(1, 1)]),  # whatever stands between
-        ([1, E, 2], [], [1, E, 2], []),
-    ],
-)
-def test_placeholders_are_expanded_once(token_ids, lengths, want, placeholders):
-    before = list(token_ids)
-    assert expand_placeholders(token_ids, lengths, TOKENS) == (want, placeholders)
-    assert expand_placeholders(want, lengths, TOKENS) == (want, placeholders)
-    assert token_ids == before
-
-
-@pytest.mark.parametrize(
-    "token_ids, lengths, message",
-    [
-        (
-            [1, 2],
-            [4],
-            r"prompt has 0 image placeholders but 1 image was given; write .* once per image",
-        ),
-        ([S, P, E, 1, S, P, E], [4], "prompt has 2 image placeholders but 1 image was given"),
-        ([S, P, E], [], "prompt has 1 image placeholder but 0 images were given"),
-        ([S, P, E], [2, 2], "prompt has 1 image placeholder but 2 images were given"),
-        (
-            [P],
-            [4],
-            r"0 image placeholders, 1 <.image_pad.> outside <.vision_start.> and <.vision_end.>, but 1",
-        ),
-        ([S, P, E, P, P], [1], r"prompt has 1 image placeholder, 2 <.image_pad.> outside .*, but 1 image was given"),
-        (
-            [1, S, P, 2],
-            [1],
-            r"0 image placeholders, 1 .* outside .*, 1 <.vision_start.> without <.vision_end.>, but",
-        ),
-        ([S, S, P, E], [1], r"prompt has 1 image placeholder, 1 <.vision_start.> without <.vision_end.>, but 1 image"),
-        (
-            [S],
-            [],
-            r"0 image placeholders, 1 <.vision_start.> without <.vision_end.>, but 0 images were",
-        ),
-    ],
-)
-def test_placeholders_that_do_not_fit_are_refused(token_ids, lengths, message):
-    with pytest.raises(RequestError, match=message):
-        expand_placeholders(token_ids, lengths, TOKENS)
 
 
 # Prompts

@@ -7,7 +7,7 @@ import pytest
 from fastapi import FastAPI
 
 from mmvllm.async_llm import AsyncLLM
-from tests.helpers.engines import unhurried
+from tests.helpers.engines import slow_steps
 from tests.helpers.server import ENGINE, Running, make_app, serving
 
 
@@ -35,7 +35,7 @@ def make_engine() -> Iterator[Callable[..., AsyncLLM]]:
     made = []
 
     def make(**keys) -> AsyncLLM:
-        made.append(unhurried(AsyncLLM(**ENGINE | keys)))
+        made.append(slow_steps(AsyncLLM(**ENGINE | keys)))
         return made[-1]
 
     yield make

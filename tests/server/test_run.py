@@ -17,7 +17,7 @@ from mmvllm.async_llm import AsyncLLM
 from mmvllm.cli import serve
 from mmvllm.cli.main import main
 from mmvllm.cli.ports import listen
-from tests.helpers.engines import unhurried
+from tests.helpers.engines import slow_steps
 from tests.helpers.server import (
     CHAT,
     ENGINE,
@@ -35,7 +35,7 @@ from tests.helpers.server import (
 
 @pytest.fixture
 def own_engine():
-    engine = unhurried(AsyncLLM(**ENGINE))
+    engine = slow_steps(AsyncLLM(**ENGINE))
     yield engine
     asyncio.run(engine.shutdown(drain=False))
 

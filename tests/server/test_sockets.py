@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from mmvllm.async_llm import AsyncLLM
 from mmvllm.server import connection as protocol
 from mmvllm.server import limits
-from tests.helpers.engines import unhurried
+from tests.helpers.engines import slow_steps
 from tests.helpers.server import (
     CHAT,
     COMPLETIONS,
@@ -38,7 +38,7 @@ BRIEF = {"model": "bundled", "prompt": "Hello", "max_tokens": 2}
 
 @pytest.fixture(scope="module")
 def running():
-    with serving(unhurried(AsyncLLM(**ENGINE)), max_body_bytes=MAX_BODY) as running:
+    with serving(slow_steps(AsyncLLM(**ENGINE)), max_body_bytes=MAX_BODY) as running:
         yield running
 
 

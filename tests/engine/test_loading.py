@@ -1,0 +1,60 @@
+"""Start-up of an engine: length limits, warm-up, and damaged or untrusted checkpoint folders."""
+
+import contextlib
+import json
+import shutil
+
+import pytest
+
+from mmvllm import LLM, SamplingParams
+from tests.helpers.requests import ask, noise_image
+
+GOOD = ask(noise_image(80, 60), "Describe this image.")
+
+
+def test_max_model_len_must_fit_the_checkpoint_and_the_kv_cache(checkpoint, make_llm):
+    with pytest.raises(ValueError, match="max_model_len is 2000, the checkpoint was made for at most 1024"):
+        make_llm(checkpoint, max_model_len=2000)
+    with pytest.raises(ValueError, match="max_model_len is 500, but the KV cache holds 160 tokens"):
+        make_llm(checkpoint, max_model_len=500, num_kvcache_blocks=10)
+    short = make_llm(checkpoint, max_model_len=40)
+    output = short.generate("Count.", SamplingParams(max_tokens=200, ignore_eos=True))[0]
+    assert output.num_prompt_tokens + len(output.token_ids) == 40 and output.finish_reason == "length"
+
+
+@pytest.mark.parametrize("max_model_len", [2, 3, 5])
+def test_warm_up_with_the_shortest_max_model_len(max_model_len, checkpoint, make_llm):
+    llm = make_llm(checkpoint, max_model_len=max_model_len, skip_warmup=False, encoder_cache_bytes=1)
+    assert len(llm.generate([[5]], SamplingParams(max_tokens=9, ignore_eos=True))[0].token_ids) == max_model_len - 1
+
+
+def test_no_remote_code_runs_even_if_confirmed_interactively(checkpoint, tmp_path, monkeypatch):
+    shutil.copytree(checkpoint, tmp_path / "evil")
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoTokenizer": ["evil.T", "evil.T"]}}
+    (tmp_path / "evil" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "evil" / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.setattr("builtins.input", lambda *args: "y")
+    with contextlib.suppress(ValueError):
+        LLM(tmp_path / "evil", skip_warmup=True, num_kvcache_blocks=64).exit()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_damaged_chat_template_file_is_named(checkpoint, make_llm, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "damaged")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = settings.pop("chat_template")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert make_llm(folder).processor(GOOD).token_ids == make_llm(checkpoint).processor(GOOD).token_ids
+    for content in ("{", "[]", "{}"):
+        (folder / "chat_template.json").write_text(content)
+        with pytest.raises(ValueError, match=r"chat_template.json is damaged"):
+            make_llm(folder)
+
+
+def test_image_settings_that_do_not_fit_the_vit_are_refused(checkpoint, make_llm, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "other")
+    (folder / "preprocessor_config.json").write_text(json.dumps({"patch_size": 16}))
+    with pytest.raises(ValueError, match=r"\(16, 2, 2\), vision_config needs \(14, 2, 2\)"):
+        make_llm(folder)

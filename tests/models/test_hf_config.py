@@ -1,0 +1,289 @@
+"""Configs of checkpoints are read as transformers reads them, or refused with the reason."""
+
+import copy
+import json
+
+import pytest
+
+from mmvllm.models.qwen2_vl.config import Qwen2VLVisionConfig
+from mmvllm.models.registry import load_config
+from tests.helpers.configs import DECODER, assert_equals_transformers
+
+FLAT = {  # the layout of the published checkpoints
+    "architectures": ["Qwen2VLForConditionalGeneration"],
+    "model_type": "qwen2_vl",
+    "eos_token_id": 45,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "image_token_id": 50,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    "rope_theta": 5000.0,
+    "sliding_window": 256,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vision_config": {
+        "depth": 5,
+        "embed_dim": 48,
+        "hidden_size": 64,
+        "in_chans": 3,
+        "mlp_ratio": 2,
+        "num_heads": 3,
+        "patch_size": 7,
+        "spatial_merge_size": 4,
+        "spatial_patch_size": 7,
+        "temporal_patch_size": 1,
+    },
+    "vocab_size": 80,
+}
+
+
+DECODER += ("num_key_value_heads", "rms_norm_eps", "vocab_size", "eos_token_id", "hidden_act")
+
+
+NESTED = {  # the layout that transformers 5 saves
+    **{key: FLAT[key] for key in ("architectures", "model_type", "image_token_id", "tie_word_embeddings")},
+    "dtype": "bfloat16",
+    "text_config": {
+        **{key: FLAT[key] for key in DECODER},
+        "model_type": "qwen2_vl_text",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 3, 3]},
+    },
+    "vision_config": FLAT["vision_config"],
+}
+
+
+SPARSE = {**FLAT, "vision_config": {"hidden_size": 64, "in_chans": 3, "model_type": "qwen2_vl"}}
+
+
+UNTIED = {key: value for key, value in FLAT.items() if key != "tie_word_embeddings"}
+
+
+TEXT_ONLY = {
+    **{key: FLAT[key] for key in DECODER},
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "rope_theta": 5000.0,
+    "torch_dtype": "float16",
+}
+
+
+LAYOUTS = {"flat": FLAT, "nested": NESTED, "sparse vision": SPARSE, "untied": UNTIED, "text-only": TEXT_ONLY}
+
+
+@pytest.fixture
+def folder_of(tmp_path):
+    """A folder with the given config.json, and generation_config.json if there is one."""
+
+    def write(config, generation=None):
+        (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return tmp_path
+
+    return write
+
+
+def with_value(config: dict, value, *keys: str) -> dict:
+    """A copy with one value replaced, at config[key][key]...; the copy lacks it where value is `...`."""
+    config = inner = copy.deepcopy(config)
+    for key in keys[:-1]:
+        inner = inner[key]
+    if value is ...:
+        del inner[keys[-1]]
+    else:
+        inner[keys[-1]] = value
+    return config
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_equals_transformers(layout, folder_of):
+    got = assert_equals_transformers(folder_of(LAYOUTS[layout]))
+    assert got.eos_token_ids == {45}
+
+
+def test_flat_layout_and_nested_layout_are_the_same_model(folder_of):
+    assert load_config(folder_of(FLAT)) == load_config(folder_of(NESTED))
+
+
+def test_saved_by_transformers_equals_transformers(checkpoints):
+    for shape in ("gqa2-tied", "gqa3-untied"):
+        assert_equals_transformers(checkpoints(shape))
+
+
+def test_sparse_vision_config_takes_the_class_defaults(folder_of):
+    vision = load_config(folder_of(SPARSE)).vision
+    assert (vision.depth, vision.embed_dim, vision.num_heads, vision.head_dim) == (32, 1280, 16, 80)
+    assert vision.patch_dim == 3 * 2 * 14 * 14
+
+
+def test_derived_sizes(folder_of):
+    config = load_config(folder_of(FLAT))
+    assert (config.head_dim, config.vision.head_dim, config.vision.patch_dim) == (16, 16, 3 * 7 * 7)
+
+
+@pytest.mark.parametrize(
+    ("generation", "want"),
+    [
+        (None, {45}),
+        ({"eos_token_id": [45, 43]}, {45, 43}),
+        ({"eos_token_id": 7}, {7}),
+        ({"eos_token_id": 0}, {0}),
+        ({"eos_token_id": None}, {45}),
+        ({"temperature": 0.1}, {45}),
+    ],
+)
+@pytest.mark.parametrize("layout", ["flat", "nested"])
+def test_eos_ids_come_from_the_generation_config_first(layout, generation, want, folder_of):
+    assert load_config(folder_of(LAYOUTS[layout], generation)).eos_token_ids == want
+
+
+@pytest.mark.parametrize(
+    ("config", "keys", "same_as"),
+    [
+        (NESTED, ("text_config", "dtype"), NESTED),
+        (NESTED, ("text_config", "tie_word_embeddings"), NESTED),
+        (NESTED, ("rope_scaling",), NESTED),
+        (NESTED, ("quantization_config",), NESTED),
+        (FLAT, ("text_config",), FLAT),
+        (FLAT, ("head_dim",), FLAT),
+        (FLAT, ("sliding_window",), FLAT),
+        (FLAT, ("use_sliding_window",), FLAT),
+        (FLAT, ("rope_parameters",), FLAT),
+        (FLAT, ("rope_scaling", "rope_type"), FLAT),
+        (FLAT, ("hidden_act",), FLAT),
+        (FLAT, ("vision_config", "depth"), with_value(FLAT, 32, "vision_config", "depth")),
+        (FLAT, ("image_token_id",), with_value(FLAT, 151655, "image_token_id")),
+        (FLAT, ("torch_dtype",), with_value(FLAT, "float32", "torch_dtype")),
+        (FLAT, ("tie_word_embeddings",), with_value(FLAT, False, "tie_word_embeddings")),
+        (FLAT, ("num_key_value_heads",), with_value(FLAT, 4, "num_key_value_heads")),
+        (FLAT, ("max_position_embeddings",), with_value(FLAT, 32768, "max_position_embeddings")),
+        (FLAT, ("eos_token_id",), with_value(FLAT, [], "eos_token_id")),
+        (TEXT_ONLY, ("vision_config",), TEXT_ONLY),
+        (TEXT_ONLY, ("rope_scaling",), TEXT_ONLY),
+    ],
+    ids=lambda value: ".".join(value) if isinstance(value, tuple) else "",
+)
+def test_null_means_what_leaving_out_means(config, keys, same_as, folder_of):
+    want = load_config(folder_of(same_as))
+    assert load_config(folder_of(with_value(config, None, *keys))) == want
+
+
+def test_vision_model_without_a_vision_config_is_still_one(folder_of):
+    """transformers takes the class defaults then; ours must not serve it as a text-only model."""
+    big = {**FLAT, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
+    del big["vision_config"], big["rope_scaling"], big["image_token_id"]
+    config = load_config(folder_of(big))
+    assert (config.vision, config.mrope_section, config.image_token_id) == (Qwen2VLVisionConfig(), (16, 24, 24), 151655)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_quantization_is_noted(method, folder_of):
+    config = {**FLAT, "quantization_config": {"quant_method": method, "bits": 4}}
+    assert load_config(folder_of(config)).quantization == method
+    assert load_config(folder_of(FLAT)).quantization is None
+
+
+def test_a_folder_without_config_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"not a checkpoint folder, it has no config\.json"):
+        load_config(tmp_path)
+    with pytest.raises(ValueError, match=r"absent: not a checkpoint folder"):
+        load_config(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("text", ["", '{"hidden_size": 64,', "[1, 2]", "null", "\x00"])
+def test_damaged_json_is_refused(text, folder_of):
+    with pytest.raises(ValueError, match=r"config\.json is damaged: .*; download it again"):
+        load_config(folder_of(text))
+
+
+def test_damaged_generation_config_is_refused(folder_of, tmp_path):
+    (tmp_path / "generation_config.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"generation_config\.json is damaged"):
+        load_config(folder_of(FLAT))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+        "rms_norm_eps",
+        "rope_theta",
+    ],
+)
+@pytest.mark.parametrize("value", [..., None], ids=["missing", "null"])
+def test_a_missing_value_is_named(name, value, folder_of):
+    with pytest.raises(ValueError, match=rf"config\.json: does not give {name}$"):
+        load_config(folder_of(with_value(FLAT, value, name)))
+
+
+def test_all_missing_values_are_named(folder_of):
+    nested = with_value(with_value(NESTED, ..., "text_config", "vocab_size"), ..., "text_config", "hidden_size")
+    with pytest.raises(ValueError, match=r"does not give hidden_size, vocab_size$"):
+        load_config(folder_of(nested))
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "match"),
+    [
+        (("hidden_size",), "64", "hidden_size is '64', must be an integer of at least 1"),
+        (("num_attention_heads",), 0, "num_attention_heads is 0, must be an integer of at least 1"),
+        (("num_hidden_layers",), True, "num_hidden_layers is True, must be an integer"),
+        (("num_key_value_heads",), 3, "num_attention_heads is 4, must be a multiple of num_key_value_heads, 3"),
+        (("max_position_embeddings",), -1, "max_position_embeddings is -1, must be an integer"),
+        (("use_sliding_window",), True, "sliding-window attention, which is not supported"),
+        (("hidden_act",), "gelu", "hidden_act is 'gelu', only 'silu' is supported"),
+        (("rope_scaling", "type"), "yarn", "asks for 'yarn' rotary scaling; supported: 'default', 'mrope'"),
+        (("rope_scaling", "rope_type"), "llama3", "asks for 'llama3' rotary scaling"),
+        (("rope_scaling", "mrope_section"), [2, 3, 4], r"mrope_section is \[2, 3, 4\], must be three .* half .* 16"),
+        (("rope_scaling", "mrope_section"), [4, 4], r"mrope_section is \[4, 4\], must be three numbers"),
+        (("rope_scaling",), "mrope", "rope_parameters is 'mrope', must be a JSON object"),
+        (("text_config",), [1], r"text_config is \[1\], must be a JSON object"),
+        (("vision_config",), "vit", "vision_config is 'vit', must be a JSON object"),
+        (("vision_config", "hidden_size"), 32, "vision_config's hidden_size is 32, must be the decoder's, 64"),
+        (("vision_config", "patch_size"), [14, 14], r"vision_config's patch_size is \[14, 14\], must be an integer"),
+        (("vision_config", "num_heads"), 5, "embed_dim is 48, must be a multiple of num_heads, 5"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_served_is_refused(keys, value, match, folder_of):
+    with pytest.raises(ValueError, match=r"config\.json: .*" + match):
+        load_config(folder_of(with_value(FLAT, value, *keys)))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**FLAT, "architectures": ["Qwen2_5_VLForConditionalGeneration"]},
+        {"architectures": ["GPT2LMHeadModel"], "n_embd": 768},
+        {"architectures": ["LlamaForCausalLM"], "rope_scaling": {"rope_type": "llama3"}, "use_sliding_window": True},
+        {"model_type": "bert"},
+        {},
+    ],
+    ids=lambda config: (config.get("architectures") or [config.get("model_type", "nothing")])[0],
+)
+def test_another_architecture_is_refused_before_its_values(config, folder_of):
+    name = (config.get("architectures") or [config.get("model_type", "unknown")])[0]
+    supported = "Qwen2VLForConditionalGeneration, Qwen2ForCausalLM"
+    with pytest.raises(ValueError, match=f"architecture '{name}' is not supported; supported: {supported}"):
+        load_config(folder_of(config))
+
+
+def test_an_unknown_vision_activation_is_refused(checkpoint, tmp_path, make_llm):
+    config = json.loads((checkpoint / "config.json").read_text())
+    for path in checkpoint.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(with_value(config, "tanh", "vision_config", "hidden_act")))
+    with pytest.raises(ValueError, match="hidden_act is 'tanh'; supported: quick_gelu, gelu, silu"):
+        make_llm(tmp_path)

@@ -1,0 +1,100 @@
+"""A model is named by a folder or a hub id; anything else is refused, and pickled weights are never loaded."""
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmvllm import LLM
+from mmvllm.models.weights import BUNDLED, resolve_folder
+
+
+class Trap:
+    """Unpickling one writes a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_pickled_weights_are_refused_and_not_unpickled(copy_of, tmp_path):
+    folder = copy_of("gqa2-tied")
+    (folder / "model.safetensors").unlink()
+    sprung = tmp_path / "sprung"
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(sprung)))
+    with pytest.raises(
+        ValueError, match=r"no \*\.safetensors weights \(found: .*pytorch_model\.bin.*\); mmvllm loads no"
+    ):
+        LLM(folder)
+    assert not sprung.exists()
+    pickle.loads((folder / "pytorch_model.bin").read_bytes())
+    assert sprung.exists()  # the trap works
+
+
+def test_an_empty_folder_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"not a checkpoint folder, it has no config\.json"):
+        LLM(tmp_path)
+
+
+def test_no_model_is_the_bundled_one_and_a_folder_is_itself(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    assert resolve_folder(None) == BUNDLED
+    assert resolve_folder(tmp_path) == resolve_folder(str(tmp_path)) == tmp_path
+    assert resolve_folder("~/mine") == tmp_path / "mine"
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "./absent", "../absent/model", "a b/c", "a/b/c", "x" * 100])
+def test_what_is_neither_folder_nor_hub_id_is_refused(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError) as error:
+        LLM(model)
+    assert str(error.value) == f"model {model!r} is neither a local folder nor a hub id like 'Qwen/Qwen2-VL-2B'"
+
+
+@pytest.mark.parametrize("model", ["~nobody-here/model", "x" * 300], ids=["unknown home", "name too long"])
+def test_a_name_that_no_folder_can_have_is_refused(model):
+    with pytest.raises(
+        ValueError, match=f"model '{model}' is not a local folder and cannot be downloaded from the hub: "
+    ):
+        LLM(model)
+
+
+def test_an_empty_name_is_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"not a checkpoint folder, it has no config\.json"):
+        LLM("")
+
+
+def test_a_weight_file_is_no_model(checkpoint):
+    with pytest.raises(ValueError, match=r"is neither a local folder nor a hub id like 'Qwen/Qwen2-VL-2B"):
+        LLM(checkpoint / "model.safetensors")
+
+
+def test_hub_ids_offline(checkpoint, tmp_path):
+    """A cached one is its snapshot folder, another a clear error; the mode is read when the library is imported."""
+    snapshot = tmp_path / "models--tiny--cached" / "snapshots" / "0123456789"
+    shutil.copytree(checkpoint, snapshot)
+    (tmp_path / "models--tiny--cached" / "refs").mkdir()
+    (tmp_path / "models--tiny--cached" / "refs" / "main").write_text("0123456789")
+    code = """
+from mmvllm.models.weights import resolve_folder
+print(resolve_folder("tiny/cached"))
+try:
+    resolve_folder("tiny/not-cached")
+except ValueError as error:
+    print(error)
+"""
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, rest = done.stdout.split("\n", 1)
+    assert Path(first) == snapshot
+    assert rest.startswith("model 'tiny/not-cached' is not a local folder and cannot be downloaded from the hub: ")
+    assert "offline" in rest.lower()

@@ -1,0 +1,154 @@
+"""Image settings of a checkpoint are read as transformers reads them; invalid ones are refused by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as hf
+
+from mmvllm.models.qwen2_vl.processing import IMAGE_DEFAULTS
+from mmvllm.models.weights import BUNDLED
+from mmvllm.processors.image import (
+    ImageProcessorConfig,
+)
+from tests.helpers.images import image_config
+
+# Settings of a checkpoint
+
+NORM = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+
+
+CHECKPOINTS = {
+    "empty": {},
+    "old": {"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2},
+    "old, mean": {"min_pixels": 784, "max_pixels": 7840, **NORM},
+    "new": {"size": {"shortest_edge": 1000, "longest_edge": 50000}, "patch_size": 16, "do_convert_rgb": True},
+    "both": {"min_pixels": 1000, "max_pixels": 2000, "size": {"shortest_edge": 5, "longest_edge": 7}},
+    "both, published": {"min_pixels": 9, "max_pixels": 99, "size": {"min_pixels": 5, "max_pixels": 7}},
+    "min and size": {"min_pixels": 6, "size": {"shortest_edge": 5, "longest_edge": 7}},
+    "max and size": {"max_pixels": 6, "size": {"shortest_edge": 5, "longest_edge": 7}},
+    "min only": {"min_pixels": 6},
+    "max only": {"max_pixels": 6000},
+    "nulls": {"min_pixels": None, "size": None, "image_mean": None, "rescale_factor": None},
+    "one mean": {"image_mean": 0.5, "image_std": 0.25},
+    "all": {
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "resample": 3,
+        "rescale_factor": 0.004,
+        **NORM,
+    },
+    "no rgb": {"do_convert_rgb": False},
+    "more": {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2VLProcessor", "do_pad": True},
+}
+
+
+def from_transformers(folder: Path) -> ImageProcessorConfig:
+    theirs = hf.Qwen2VLImageProcessorPil.from_pretrained(folder)
+    names = ("patch_size", "temporal_patch_size", "merge_size", "rescale_factor")
+    means = {name: getattr(theirs, name) for name in ("image_mean", "image_std")}
+    return image_config(
+        min_pixels=theirs.size["shortest_edge"],
+        max_pixels=theirs.size["longest_edge"],
+        **{name: getattr(theirs, name) for name in names},
+        **{name: (mean,) * 3 if isinstance(mean, float) else tuple(mean) for name, mean in means.items()},
+    )
+
+
+def checkpoint_with(folder: Path, **files) -> Path:
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (folder / f"{name}.json").write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_settings_are_read_as_transformers_does(name, tmp_path):
+    if "null" in name:  # transformers reads null as nothing in some places and fails in others
+        want = image_config()
+    else:
+        want = from_transformers(checkpoint_with(tmp_path, preprocessor_config=CHECKPOINTS[name]))
+    checkpoint_with(tmp_path, preprocessor_config=CHECKPOINTS[name])
+    assert ImageProcessorConfig.from_pretrained(tmp_path, IMAGE_DEFAULTS) == want
+
+
+@pytest.mark.parametrize("name", [name for name in CHECKPOINTS if "null" not in name])
+def test_processor_config_comes_first(name, tmp_path):
+    processor = {"processor_class": "Qwen2VLProcessor", "image_processor": CHECKPOINTS[name]}
+    checkpoint_with(tmp_path, processor_config=processor, preprocessor_config={"min_pixels": 77, "patch_size": 7})
+    assert ImageProcessorConfig.from_pretrained(tmp_path, IMAGE_DEFAULTS) == from_transformers(tmp_path)
+
+
+def test_processor_config_may_say_nothing_of_pictures(tmp_path):
+    checkpoint_with(tmp_path, processor_config={"processor_class": "X"}, preprocessor_config={"min_pixels": 77})
+    assert ImageProcessorConfig.from_pretrained(tmp_path, IMAGE_DEFAULTS) == from_transformers(tmp_path)
+    assert ImageProcessorConfig.from_pretrained(tmp_path, IMAGE_DEFAULTS).min_pixels == 77
+
+
+def test_settings_that_transformers_saves_are_read_back(tmp_path):
+    hf.Qwen2VLImageProcessorPil(min_pixels=999, max_pixels=8888, patch_size=16, **NORM).save_pretrained(tmp_path)
+    assert ImageProcessorConfig.from_pretrained(str(tmp_path), IMAGE_DEFAULTS) == image_config(
+        min_pixels=999, max_pixels=8888, patch_size=16, image_mean=(0.1, 0.2, 0.3), image_std=(0.4, 0.5, 0.6)
+    )
+
+
+def test_sizes_in_their_oldest_place_are_read(tmp_path):
+    checkpoint_with(tmp_path, preprocessor_config={"size": {"min_pixels": 5, "max_pixels": 7}})
+    config = ImageProcessorConfig.from_pretrained(tmp_path, IMAGE_DEFAULTS)
+    assert (config.min_pixels, config.max_pixels) == (5, 7)
+
+
+def test_the_bundled_checkpoint_is_read_as_transformers_does():
+    assert ImageProcessorConfig.from_pretrained(BUNDLED, IMAGE_DEFAULTS) == from_transformers(BUNDLED)
+
+
+def test_without_settings_they_are_qwen2_vls(tmp_path):
+    assert ImageProcessorConfig.from_pretrained(tmp_path, IMAGE_DEFAULTS) == image_config()
+    assert from_transformers(checkpoint_with(tmp_path, preprocessor_config={})) == image_config()
+    assert image_config().factor == 28
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("{", r"preprocessor_config\.json is damaged: not valid JSON \(.*\); download it again"),
+        ("", r"preprocessor_config\.json is damaged: not valid JSON"),
+        ("[]", r"preprocessor_config\.json: the settings must be a JSON object, not \[\]"),
+        ({"patch_size": "14"}, r"preprocessor_config\.json: patch_size is '14', must be an integer of at least 1"),
+        ({"merge_size": 0}, "merge_size is 0, must be an integer of at least 1"),
+        ({"min_pixels": 0}, "min_pixels is 0, must be an integer of at least 1"),
+        ({"max_pixels": 1e6}, "max_pixels is 1000000.0, must be an integer"),
+        ({"min_pixels": True}, "min_pixels is True, must be an integer"),
+        ({"min_pixels": 9, "max_pixels": 8}, "min_pixels is 9, above max_pixels 8"),
+        ({"size": 224}, "size is 224, must have shortest_edge and longest_edge"),
+        ({"image_mean": [0.5, 0.5]}, r"preprocessor_config\.json: "),
+        ({"image_std": "wide"}, r"preprocessor_config\.json: "),
+        ({"do_resize": False}, "do_resize is False, mmvllm supports only True"),
+        ({"do_rescale": False}, "do_rescale is False, mmvllm supports only True"),
+        ({"do_normalize": False}, "do_normalize is False, mmvllm supports only True"),
+        ({"resample": 2}, "resample is 2, mmvllm supports only 3"),
+    ],
+)
+def test_bad_settings_are_named(content, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        ImageProcessorConfig.from_pretrained(checkpoint_with(tmp_path, preprocessor_config=content), IMAGE_DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("{", r"processor_config\.json is damaged"),
+        ({"image_processor": 5}, r"processor_config\.json: the settings must be a JSON object, not 5"),
+        ({"image_processor": {"patch_size": 0}}, r"processor_config\.json: patch_size is 0"),
+    ],
+)
+def test_a_bad_processor_config_is_named(content, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        ImageProcessorConfig.from_pretrained(checkpoint_with(tmp_path, processor_config=content), IMAGE_DEFAULTS)
+
+
+def test_settings_that_are_not_text_are_named(tmp_path):
+    (tmp_path / "preprocessor_config.json").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ValueError, match=r"preprocessor_config\.json is damaged"):
+        ImageProcessorConfig.from_pretrained(tmp_path, IMAGE_DEFAULTS)

@@ -1,0 +1,111 @@
+"""Sizes given with an image part mean what they mean in qwen-vl-utils."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from mmvllm.processors.image import (
+    resize_for_part,
+)
+from tests.helpers.requests import noise_image
+
+steady = settings(derandomize=True, deadline=None)
+
+
+# Size
+
+side = st.integers(1, 6000) | st.integers(1, 60)
+
+
+# Sizes of an image part
+
+
+def fetch_image(ele: dict) -> Image.Image:
+    """qwen-vl-utils' rule for a picture that is already RGB."""
+    if "resized_height" in ele and "resized_width" in ele:
+        size = qwen_smart_resize(ele["resized_height"], ele["resized_width"])
+    else:
+        width, height = ele["image"].size
+        low, high = ele.get("min_pixels", 4 * 28 * 28), ele.get("max_pixels", 16384 * 28 * 28)
+        size = qwen_smart_resize(height, width, low, high)
+    return ele["image"].resize((size[1], size[0]))
+
+
+def qwen_smart_resize(height: int, width: int, low: int = 4 * 28 * 28, high: int = 16384 * 28 * 28) -> tuple[int, int]:
+    """Differs from transformers' in that no side rounds to 0."""
+    assert high >= low
+    rounded = [max(28, round(side / 28) * 28) for side in (height, width)]
+    if rounded[0] * rounded[1] > high:
+        beta = math.sqrt((height * width) / high)
+        # The library itself lets a side become 0 here, and then fails.
+        rounded = [max(28, math.floor(side / beta / 28) * 28) for side in (height, width)]
+    elif rounded[0] * rounded[1] < low:
+        beta = math.sqrt(low / (height * width))
+        rounded = [math.ceil(side * beta / 28) * 28 for side in (height, width)]
+    return rounded[0], rounded[1]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"max_pixels": 28 * 28 * 6},
+        {"min_pixels": 28 * 28 * 100},
+        {"min_pixels": 28 * 28 * 10, "max_pixels": 28 * 28 * 20},
+        {"resized_height": 100, "resized_width": 300},
+        {"resized_height": 1, "resized_width": 1},
+        {"resized_height": 10, "resized_width": 2000},
+        {"resized_height": 100, "resized_width": 300, "min_pixels": 10**6, "max_pixels": 2 * 10**6},
+        {"resized_height": 100},
+        {"resized_width": 100, "max_pixels": 28 * 28 * 6},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("width, height", [(300, 200), (60, 60), (2, 2), (1000, 9), (9, 1000), (28, 28)])
+def test_sizes_of_a_part_mean_what_they_mean_in_qwen_vl_utils(sizes, width, height):
+    image = noise_image(width, height)
+    got, want = resize_for_part(image, sizes, 28), fetch_image({"image": image, **sizes})
+    assert got.size == want.size
+    assert got.tobytes() == want.tobytes()
+
+
+@settings(steady, max_examples=150)
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(28 * 28, 10**5), st.integers(28 * 28, 10**5))
+def test_bounds_of_a_part_mean_what_they_mean_in_qwen_vl_utils(width, height, a, b):
+    width, height = min(width, 200 * height), min(height, 200 * width)
+    sizes = {"min_pixels": min(a, b), "max_pixels": max(a, b)}
+    got = resize_for_part(Image.new("RGB", (width, height)), sizes, 28)
+    assert (got.height, got.width) == qwen_smart_resize(height, width, *sizes.values())
+
+
+def test_a_part_without_sizes_leaves_the_picture_alone():
+    image = noise_image(33, 44)
+    for part in ({}, {"image": image}, {"min_pixels": None, "max_pixels": None, "resized_height": None}):
+        assert resize_for_part(image, part, 28) is image
+
+
+def test_the_parts_default_bounds_go_by_the_tokens_size():
+    part = {"resized_height": 16, "resized_width": 16}
+    assert resize_for_part(noise_image(50, 50), part, factor=32).size == (64, 64)
+    assert resize_for_part(noise_image(50, 50), part, factor=28).size == (56, 56)
+
+
+@pytest.mark.parametrize(
+    "part, message",
+    [
+        ({"min_pixels": 5000, "max_pixels": 4000}, "min_pixels is 5000, above max_pixels 4000"),
+        ({"min_pixels": 10**10}, "min_pixels is 10000000000, must be at most"),
+        ({"resized_height": 1, "resized_width": 500}, "500x1 pixels: the long side may be at most 200 times"),
+        ({"resized_height": 2**62, "resized_width": 1}, "the long side may be at most 200 times"),
+    ],
+)
+def test_bad_sizes_of_a_part_are_refused(part, message):
+    with pytest.raises(ValueError, match=message):
+        resize_for_part(noise_image(50, 50), part, 28)
+
+
+def test_absurd_sizes_of_a_part_are_bounded():
+    part = {"resized_height": 2**62, "resized_width": 2**62}
+    assert resize_for_part(noise_image(2, 2), part, 28).size == (3584, 3584)
