@@ -326,7 +326,9 @@ class _Call:
     def _abort(self, indices: Iterable[int]) -> None:
         with self._llm._lock:
             for index in indices:
-                self._llm.engine.abort_request(self.groups.pop(index).request_id)
+                group = self.groups.pop(index)
+                if group.output is None:  # else another request may have its id by now
+                    self._llm.engine.abort_request(group.request_id)
 
 
 class _StreamingCall(_Call):
