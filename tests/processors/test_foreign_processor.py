@@ -16,7 +16,7 @@ from mmvllm.errors import RequestError
 from mmvllm.models.weights import BUNDLED
 from mmvllm.processors.chat import ForeignProcessor
 from tests.helpers.engines import run_at_once
-from tests.helpers.requests import ask, digests_of, grids_of, noise_image, patches_of, spans_of
+from tests.helpers.requests import ask, grids_of, noise_image, patches_of, spans_of
 from tests.helpers.server import CHAT, make_app
 
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -82,7 +82,7 @@ class PickyChange(Changed):
 
 def test_the_tensor_on_another_device_behaves_like_one():
     tensor = torch.ones(2, 2).as_subclass(OnAnotherDevice)
-    with pytest.raises(TypeError, match="copy|cpu"):
+    with pytest.raises(TypeError, match="to numpy"):
         tensor[0].numpy()
     assert type(tensor.cpu()) is torch.Tensor and type(tensor[0]) is OnAnotherDevice
 
