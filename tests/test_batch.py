@@ -104,8 +104,8 @@ def test_the_first_sequences_of_buffers_are_views(num_seqs):
     assert first.query_lens == (1,) * num_seqs and first.context_lens == (64,) * num_seqs
     assert first.block_table.shape == (num_seqs, 4) and first.positions.shape == (3, num_seqs)
     assert first.cu_seqlens_q.tolist() == list(range(num_seqs + 1))
-    names = "input_ids positions slot_mapping kv_lens block_table sample_at cu_seqlens_q cu_seqlens_k".split()
-    for name in names:
+    views = ("input_ids", "positions", "slot_mapping", "kv_lens", "block_table", "sample_at")
+    for name in (*views, "cu_seqlens_q", "cu_seqlens_k"):
         assert getattr(first, name).data_ptr() == getattr(buffers, name).data_ptr(), name
     buffers.input_ids[0], buffers.positions[:, 0], buffers.kv_lens[0] = 42, 7, 8
     assert first.input_ids[0] == 42 and first.positions[:, 0].tolist() == [7, 7, 7] and first.kv_lens[0] == 8

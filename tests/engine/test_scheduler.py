@@ -73,7 +73,8 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decodes():
     sched.add(group("a", num_tokens=4, first_token=50))
     commit(sched, sched.schedule())
     sched.add(group("b", num_tokens=10))
-    assert chunks_of(step := sched.schedule()) == [("a", 4, 5, True), ("b", 0, 4, False)]
+    step = sched.schedule()
+    assert chunks_of(step) == [("a", 4, 5, True), ("b", 0, 4, False)]
     assert not step.chunks[1].decodes and step.chunks[0].decodes and step.num_tokens == 5
     commit(sched, step)
     assert chunks_of(sched.schedule()) == [("a", 5, 6, True), ("b", 4, 8, False)]
@@ -138,7 +139,8 @@ def test_a_preempted_sequence_is_aborted_like_any_other():
 def test_completions_of_one_prompt_share_its_blocks():
     sched = scheduler()
     sched.add(group(num_tokens=8, n=3))
-    assert chunks_of(step := sched.schedule()) == [("r", 0, 8, True)]
+    step = sched.schedule()
+    assert chunks_of(step) == [("r", 0, 8, True)]
     commit(sched, step)
     step = sched.schedule()
     assert chunks_of(step) == [("r", 8, 9, True), ("r", 7, 8, True), ("r", 7, 8, True)]
@@ -243,7 +245,8 @@ def test_the_limit_of_sequences_is_reduced_and_recovers():
     sched.reduce_batch_size(4)
     assert sched.seq_limit == 2 and not sched.running and len(sched.waiting) == 4
     for _ in range(32):
-        assert len((step := sched.schedule()).chunks) == 2
+        step = sched.schedule()
+        assert len(step.chunks) == 2
         commit(sched, step)
     assert sched.seq_limit == 3
 
