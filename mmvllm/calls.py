@@ -69,8 +69,10 @@ class Call:
     def _abort(self, indices: list[int]) -> None:
         with self._lock:
             for index in indices:
-                self._engine.abort_request(self.groups.pop(index).request_id)
+                group = self.groups.pop(index)
                 self._deltas.pop(index, None)
+                if group.output is None:  # another request may have the id of one that has finished
+                    self._engine.abort_request(group.request_id)
 
 
 def output_of(event: Event | None) -> RequestOutput | None:

@@ -1,7 +1,7 @@
 """`LLM`: one model for use from Python, a call at a time or from several threads."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -126,8 +126,7 @@ class LLM:
         """
         requests = [requests] if isinstance(requests, dict) else list(requests)
         check_lengths(sampling_params, len(requests))
-        order = sorted(range(len(requests)), key=lambda index: _priority(requests[index]))
-        prefetcher = self._prefetch([requests[index] for index in order], processor, order)
+        prefetcher = self._prefetch_in_order(requests, processor)
         stream = self.stream_prepared(prefetcher, sampling_params, on_error)
         return _in_order(dict(_progress(stream, len(requests), use_tqdm)), "request", on_error)
 
@@ -158,14 +157,15 @@ class LLM:
         delta of a request has its output.
 
         Requests are taken a bounded number ahead, in a thread of their own. Outputs come in any order: give requests a
-        `request_id` to tell them apart. Priorities count among the requests that the engine holds. Closing the
-        generator aborts what is left.
+        `request_id` to tell them apart. A list of requests begins in the order of their priority; of another iterable,
+        priorities count among the requests that the engine holds. Closing the generator aborts what is left.
         """
         requests = [requests] if isinstance(requests, dict) else requests
         total = len(requests) if hasattr(requests, "__len__") else None
         if total is not None:
             check_lengths(sampling_params, total)
-        prefetcher, call = self._prefetch(requests, processor), self._call(streams=stream)
+        prefetch = self._prefetch_in_order if isinstance(requests, list | tuple) else self._prefetch
+        prefetcher, call = prefetch(requests, processor), self._call(streams=stream)
         aborted = {}
         for index, event in _progress(self._stream(call, prefetcher, sampling_params, on_error), total, use_tqdm):
             if (output := output_of(event)) is not None and _is_aborted(output):
@@ -258,6 +258,11 @@ class LLM:
     ) -> Prefetcher:
         prepare = self.processor if processor is None else self._intake.adapt(processor)
         return Prefetcher(requests, prepare, max_requests=self.admission.max_requests, indices=indices)
+
+    def _prefetch_in_order(self, requests: Sequence[dict], processor: Any = None) -> Prefetcher:
+        """Prepares requests in the order of their priority."""
+        order = sorted(range(len(requests)), key=lambda index: _priority(requests[index]))
+        return self._prefetch([requests[index] for index in order], processor, order)
 
     def _has_room(self, call: Call) -> bool:
         """Whether the engine should take another request; always one, however large."""

@@ -107,8 +107,9 @@ def _as_list(name: str, given: Any) -> list:
 
 def own_grids(given: Array, merge_size: int) -> list[Grid]:
     """Sizes (t, h, w) in patches; raises RequestError for what is not an array (number of images, 3) of such sizes."""
+    rows = _as_list("image_grid_thw", given)
     try:
-        array = np.stack([_to_numpy(row) for row in _as_list("image_grid_thw", given)])
+        array = np.stack([_to_numpy(row) for row in rows])
     except ValueError:  # rows of different lengths
         raise RequestError(
             "image_grid_thw has rows of different lengths, must be (number of images, 3)", param="image_grid_thw"

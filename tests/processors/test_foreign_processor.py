@@ -1,0 +1,212 @@
+"""A processor of the caller's: transformers' real class, tensors on another device, reused buffers, wrong returns."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from fastapi.testclient import TestClient
+from transformers import AutoTokenizer, Qwen2VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from mmvllm import AsyncLLM, SamplingParams
+from mmvllm.demo.page import build_page
+from mmvllm.demo.settings import DemoSettings
+from mmvllm.errors import RequestError
+from mmvllm.models.weights import BUNDLED
+from mmvllm.processors.chat import ForeignProcessor
+from tests.helpers.engines import run_at_once
+from tests.helpers.requests import ask, grids_of, noise_image, patches_of, spans_of
+from tests.helpers.server import CHAT, make_app
+
+SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
+A, B = noise_image(90, 60, 1), noise_image(60, 120, 2)
+QUESTIONS = [ask(A, "What?"), ask("One ", A, " two ", B, " which?"), ask("No image.")]
+ENGINE = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 256, "skip_warmup": True}
+
+
+class NoVideos:
+    """In place of the video processor, which needs torchvision."""
+
+    merge_size = 2
+    model_input_names = ("pixel_values_videos", "video_grid_thw")
+
+
+class ImagesOnly(Qwen2VLProcessor):
+    """transformers' class; only the check of the video processor's class is left out."""
+
+    def check_argument_for_proper_class(self, argument_name, argument):
+        if argument_name == "video_processor":
+            return NoVideos
+        return super().check_argument_for_proper_class(argument_name, argument)
+
+
+def real_processor(folder) -> Qwen2VLProcessor:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    images = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    return ImagesOnly(images, tokenizer, NoVideos(), chat_template=tokenizer.chat_template)
+
+
+class OnAnotherDevice(torch.Tensor):
+    """A tensor that numpy cannot read until it is copied to the host, like one on a GPU."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.numpy, torch.Tensor.__array__):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if func not in (torch.Tensor.cpu, torch.Tensor.to):
+            return result
+        with torch._C.DisableTorchFunctionSubclass():
+            return result.as_subclass(torch.Tensor)
+
+
+class Changed:
+    """transformers' processor, whose results are changed by `change`."""
+
+    def __init__(self, folder, change):
+        self.inner, self.change = real_processor(folder), change
+        self.apply_chat_template = self.inner.apply_chat_template
+
+    def __call__(self, **arguments):
+        made = dict(self.inner(**arguments))
+        return self.change(made) or made
+
+
+class PickyChange(Changed):
+    """Changes only what has images."""
+
+    def __call__(self, **arguments):
+        return super().__call__(**arguments) if arguments["images"] else self.inner(**arguments)
+
+
+def test_the_tensor_on_another_device_behaves_like_one():
+    tensor = torch.ones(2, 2).as_subclass(OnAnotherDevice)
+    with pytest.raises(TypeError, match="to numpy"):
+        tensor[0].numpy()
+    assert type(tensor.cpu()) is torch.Tensor and type(tensor[0]) is OnAnotherDevice
+
+
+def moved(made: dict) -> dict:
+    return {name: value.as_subclass(OnAnotherDevice) for name, value in made.items()}
+
+
+@pytest.fixture
+def llm(checkpoint, make_llm):
+    return make_llm(checkpoint)
+
+
+def tokens_of(llm, questions=QUESTIONS, **options) -> list[list[int]]:
+    return [output.token_ids for output in llm.generate_multimodal(questions, SHORT, use_tqdm=False, **options)]
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_transformers_own_class_gives_the_same_prompt(question, checkpoint, llm):
+    own, theirs = llm.processor(question), llm._intake.adapt(real_processor(checkpoint))(question)
+    assert own.token_ids == theirs.token_ids
+    assert spans_of(own) == spans_of(theirs) and grids_of(own) == grids_of(theirs)
+    assert [len(patches) for patches in patches_of(own)] == [len(patches) for patches in patches_of(theirs)]
+    if own.items:
+        assert np.array_equal(own.positions, theirs.positions) and own.position_delta == theirs.position_delta
+
+
+def test_transformers_own_class_gives_the_same_completions(checkpoint, make_llm, llm):
+    want = tokens_of(llm)
+    assert tokens_of(llm, processor=real_processor(checkpoint)) == want
+    assert tokens_of(make_llm(checkpoint, processor=real_processor(checkpoint))) == want
+
+
+def test_tensors_on_another_device_are_copied_to_the_host(checkpoint, llm):
+    assert tokens_of(llm, processor=Changed(checkpoint, moved)) == tokens_of(llm)
+
+
+def test_tensors_on_another_device_are_taken_from_callers_too(checkpoint, llm):
+    prompt = llm.processor(QUESTIONS[1])
+    patches = torch.cat(patches_of(prompt)).as_subclass(OnAnotherDevice)
+    grids = torch.tensor(grids_of(prompt)).as_subclass(OnAnotherDevice)
+    ids = torch.tensor(prompt.token_ids).as_subclass(OnAnotherDevice)
+    llm.add_request(ids, SHORT, pixel_values=patches, image_grid_thw=grids)
+    outputs = []
+    while not llm.engine.is_finished():
+        outputs += llm.step()[0]
+    assert outputs[0].token_ids == tokens_of(llm, [QUESTIONS[1]])[0]
+
+
+def test_a_processor_may_reuse_its_buffers(checkpoint, make_llm, llm):
+    buffers = {}
+
+    def reused(made):
+        for name, value in made.items():
+            buffer = buffers.setdefault(name, torch.zeros(4096, value.shape[1], dtype=value.dtype))
+            rows = buffer[: len(value)] if value.shape[1] == buffer.shape[1] else value
+            rows[:] = value
+            made[name] = rows
+
+    questions = [ask(noise_image(90, 60, seed), "What?") for seed in range(6)]
+    theirs = make_llm(checkpoint, processor=Changed(checkpoint, reused))
+    want = run_at_once(llm, questions)
+    assert run_at_once(theirs, questions) == want
+    assert len({tuple(tokens) for tokens in want}) > 1, "the images must make a difference"
+    assert run_at_once(theirs, questions) == want, "cached rows must be those of the right pixels"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda made: made.update(image_grid_thw=made["image_grid_thw"][0]), r"shape \(3,\)"),
+        (lambda made: made.update(image_grid_thw=made["image_grid_thw"][:, :2]), r"shape \(1, 2\)"),
+        (lambda made: made.update(image_grid_thw=made["image_grid_thw"] + 0.5), "must be integers"),
+        (lambda made: made.update(image_grid_thw=-made["image_grid_thw"]), "must be positive"),
+        (lambda made: made.update(image_grid_thw=5), "image_grid_thw is 5"),
+        (lambda made: made.update(pixel_values=made["pixel_values"].int()), "dtype torch.int32"),
+        (lambda made: made.update(pixel_values=None), "pixel_values have shapes"),
+        (lambda made: made.update(input_ids=made["input_ids"].float()), "token ids are integers"),
+    ],
+)
+def test_malformed_returns_are_refused_and_other_requests_finish(change, message, checkpoint, llm):
+    with pytest.raises(RequestError, match=message):
+        llm._intake.adapt(Changed(checkpoint, change))(QUESTIONS[0])
+    outputs = llm.generate_multimodal(
+        [QUESTIONS[0], {"text": "fine"}], SHORT, processor=PickyChange(checkpoint, change), on_error="return"
+    )
+    assert outputs[0].error is not None and "preparation failed" not in outputs[0].error
+    assert outputs[1].error is None and len(outputs[1].token_ids) == 6
+
+
+def test_token_ids_without_images_need_no_processor(checkpoint, make_llm):
+    theirs = make_llm(checkpoint, processor=real_processor(checkpoint))
+    text = "<|vision_start|><|image_pad|><|vision_end|>What?"
+    prompts = [{"prompt": text, "multi_modal_data": {"image": A}}, [5, 6], {"prompt_token_ids": np.array([5, 6])}]
+    outputs = theirs.generate(prompts, SHORT, use_tqdm=False)
+    assert outputs[1].token_ids == outputs[2].token_ids and outputs[0].num_image_tokens > 0
+    with pytest.raises(RequestError, match="prompt 0: a processor of your own needs a prompt with images as text"):
+        theirs.generate({"prompt_token_ids": [5], "multi_modal_data": {"image": A}}, SHORT)
+
+
+def test_a_text_only_model_takes_token_ids_beside_a_processor():
+    adapted = ForeignProcessor(None, None, factor=28)
+    assert adapted({"prompt_token_ids": (5, 6)}).token_ids == [5, 6]
+
+
+def test_async_llm_and_the_demo_page_take_a_processor(checkpoint, llm):
+    async def answers() -> list[list[int]]:
+        async with AsyncLLM(checkpoint, processor=Changed(checkpoint, moved), **ENGINE) as engine:
+            assert build_page(engine, DemoSettings()) is not None
+            outputs = []
+            for question in QUESTIONS:
+                deltas = [delta async for delta in engine.generate(question, SHORT)]
+                outputs.append(deltas[-1].output.token_ids)
+            return outputs
+
+    assert asyncio.run(answers()) == tokens_of(llm)
+
+
+def test_the_server_takes_a_processor():
+    calls = []
+    engine = AsyncLLM(processor=Changed(BUNDLED, lambda made: calls.append(sorted(made))), **ENGINE)
+    message = {"role": "user", "content": "Count."}
+    with TestClient(make_app(engine)) as client:
+        response = client.post(CHAT, json={"model": "bundled", "messages": [message], "max_tokens": 3})
+    assert response.status_code == 200, response.text
+    assert len(calls) == 1 and "input_ids" in calls[0]
+    asyncio.run(engine.shutdown())

@@ -1,0 +1,140 @@
+"""Priority of listed requests, and aborts from another thread while a call waits."""
+
+import asyncio
+import threading
+
+import pytest
+
+from mmvllm import LLM, AsyncLLM, SamplingParams
+from mmvllm.errors import RequestError, RequestsAborted
+from tests.helpers.engines import assert_idle
+from tests.helpers.requests import ask, noise_image
+
+SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
+ENGINE = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 128, "skip_warmup": True}
+IMAGE = noise_image(90, 60)
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    with LLM(checkpoint, **ENGINE, max_num_seqs=4) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(llm):
+    yield
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("call", ["generate_multimodal", "stream_multimodal"])
+def test_a_list_begins_in_the_order_of_priority(call, checkpoint, make_llm):
+    """One runs at a time and the engine holds two: the last of the list still begins first."""
+    llm = make_llm(checkpoint, max_num_seqs=1)
+    requests = [ask("Count.", request_id=str(i), priority=-i) for i in range(9)]
+    params = [SamplingParams(max_tokens=i + 1, ignore_eos=True) for i in range(9)]
+    outputs = list(getattr(llm, call)(requests, params))
+    by_id = {int(output.request_id): output for output in outputs}
+    assert sorted(by_id, key=lambda i: by_id[i].finish_time) == list(range(8, -1, -1))
+    assert [len(by_id[i].token_ids) for i in range(9)] == list(range(1, 10)), "each has its own parameters"
+    if call == "generate_multimodal":
+        assert list(by_id) == list(range(9))
+
+
+def test_errors_name_the_callers_index_whatever_the_priority(llm):
+    requests = [ask("x"), {**ask("y"), "priority": -5, "min_pixels": 0}, ask("z")]
+    with pytest.raises(RequestError, match="request 1: min_pixels is 0"):
+        llm.generate_multimodal(requests, SHORT)
+
+
+LONG = SamplingParams(max_tokens=800, ignore_eos=True, n=2)
+
+
+def abort_soon(llm, request_id: str) -> threading.Thread:
+    """Abort a request from another thread once it has begun."""
+
+    def work() -> None:
+        while llm.abort_request(request_id) is None:
+            pass
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def long_requests() -> list[dict]:
+    return [ask("Count.", request_id="lost", sampling_params=LONG), ask("Count.", request_id="kept")]
+
+
+def test_an_abort_returns_the_text_so_far(llm):
+    thread = abort_soon(llm, "lost")
+    lost, kept = llm.generate_multimodal(long_requests(), SHORT, on_error="return", use_tqdm=False)
+    thread.join()
+    assert [each.finish_reason for each in lost.outputs] == ["aborted", "aborted"] and lost.error is None
+    assert kept.finish_reason == "length" and len(kept.token_ids) == 4
+    assert lost.text == llm.tokenizer.decode(lost.token_ids, skip_special_tokens=True) and len(lost.token_ids) < 800
+    assert lost.token_ids[:4] == kept.token_ids[: len(lost.token_ids)]
+
+
+def test_an_abort_is_raised_once_the_others_have_finished(llm):
+    thread = abort_soon(llm, "lost")
+    with pytest.raises(RequestsAborted, match="request 0: aborted") as raised:
+        llm.generate_multimodal(long_requests(), SHORT, use_tqdm=False)
+    thread.join()
+    lost, kept = raised.value.outputs
+    assert (lost.request_id, lost.finish_reason) == ("lost", "aborted")
+    assert (kept.request_id, kept.finish_reason, len(kept.token_ids)) == ("kept", "length", 4)
+
+
+def test_an_abort_of_a_request_that_waits_in_the_engine(checkpoint, make_llm):
+    """It has no text; what runs is not affected."""
+    llm = make_llm(checkpoint, max_num_seqs=1)
+    first = {**ask("Count.", request_id="first"), "sampling_params": {"max_tokens": 60, "ignore_eos": True}}
+    thread = abort_soon(llm, "second")
+    requests = [first, ask("Wait.", request_id="second")]
+    outputs = llm.generate_multimodal(requests, SHORT, on_error="return", use_tqdm=False)
+    thread.join()
+    assert [output.finish_reason for output in outputs] == ["length", "aborted"]
+    assert len(outputs[0].token_ids) == 60
+
+
+def test_a_request_that_the_engine_does_not_have_yet_cannot_be_aborted(llm):
+    aborted = []
+
+    def requests():
+        yield ask("x", request_id="first")
+        aborted.append(llm.abort_request("second"))
+        yield ask("y", request_id="second")
+
+    outputs = list(llm.stream_multimodal(requests(), SHORT))
+    assert aborted == [None] and [output.finish_reason for output in outputs] == ["length", "length"]
+
+
+def test_async_llm_aborts_a_request_that_is_not_prepared_yet(checkpoint):
+    """Every completion of it ends, and the loader never sees the engine."""
+    may_load = threading.Event()
+
+    def load(source):
+        assert may_load.wait(20)
+        return source
+
+    async def online() -> list:
+        async with AsyncLLM(checkpoint, **ENGINE) as engine:
+            deltas = []
+
+            async def consume() -> None:
+                async for delta in engine.generate(ask(IMAGE, "What?"), LONG, "r", load=load):
+                    deltas.append(delta)
+
+            task = asyncio.create_task(consume())
+            while engine.position("r") is None:
+                await asyncio.sleep(0.005)
+            assert await engine.abort("r")
+            may_load.set()
+            await task
+            assert engine.position("r") is None
+            return deltas
+
+    deltas = asyncio.run(online())
+    assert [(delta.index, delta.finish_reason) for delta in deltas] == [(0, "aborted"), (1, "aborted")]
+    assert [each.finish_reason for each in deltas[-1].output.outputs] == ["aborted", "aborted"]
