@@ -1,9 +1,9 @@
 """M-RoPE position ids: integers, computed once per request and kept with its sequence.
 
-Text advances all three axes (time, height, width) together. A picture's tokens all start at the position after the text
-before it and spread over height and width by row and column (and over time by frame); the text after it goes on behind
-the picture's longer side, so positions run behind token counts by a constant that decoding needs: the delta. (Qwen2-VL,
-arXiv 2409.12191, section 2.1.)
+Text advances all three axes (time, height, width) together. The tokens of an image all start at the position after the
+text before it and spread over height and width by row and column (and over time by frame); the text after it continues
+after the image's longer side, so positions differ from token counts by a constant that decoding needs: the delta.
+(Qwen2-VL, arXiv 2409.12191, section 2.1.)
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def mrope_positions(
 ) -> tuple[np.ndarray, int]:
     """Positions (3, num_tokens) int64 of a prompt, and the delta: token i behind the prompt has position i + delta.
 
-    `vision_placeholders` are the (offset, length) of each picture's tokens in the prompt, in order; `grids` their
+    `vision_placeholders` are the (offset, length) of each image's tokens in the prompt, in order; `grids` their
     (t, h, w) in patches. Both results equal those of transformers' `get_rope_index`.
     """
     spans, end, position = [], 0, 0

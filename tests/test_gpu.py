@@ -45,7 +45,7 @@ def test_the_bundled_model_generates_the_same_tokens_as_on_the_cpu(make_llm):
 
 
 @pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_k": 5, "min_p": 0.05}, {}])
-def test_seeded_requests_repeat_themselves(params, checkpoint, make_llm):
+def test_seeded_requests_are_reproducible(params, checkpoint, make_llm):
     llm = make_llm(checkpoint, device="cuda")
     drawn = SamplingParams(temperature=0.9, seed=11, max_tokens=16, ignore_eos=True, **params)
     requests = list(REQUESTS.values())

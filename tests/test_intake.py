@@ -159,7 +159,7 @@ def test_finish_does_not_wait_for_a_blocked_iterable():
     blocked.set()
 
 
-class BreakablePool(ThreadPoolExecutor):
+class BreakingPool(ThreadPoolExecutor):
     """A pool that a request with `kills` breaks, as a process pool breaks when a worker dies."""
 
     def submit(self, function, request):
@@ -177,7 +177,7 @@ class BreakablePool(ThreadPoolExecutor):
 def test_a_request_that_kills_its_worker_fails_alone():
     requests = [{"i": i, "kills": i == 3} for i in range(8)]
     prefetcher = Prefetcher(
-        requests, lambda request: prompt_of(1), max_requests=9, num_workers=2, make_pool=BreakablePool
+        requests, lambda request: prompt_of(1), max_requests=9, num_workers=2, make_pool=BreakingPool
     )
     items = drain(prefetcher)
     assert [item.index for item in items] == list(range(8))
@@ -186,7 +186,7 @@ def test_a_request_that_kills_its_worker_fails_alone():
 
 def test_workers_that_always_die_end_the_run():
     requests = [{"kills": True}] * 3
-    prefetcher = Prefetcher(requests, lambda request: prompt_of(1), max_requests=9, make_pool=BreakablePool)
+    prefetcher = Prefetcher(requests, lambda request: prompt_of(1), max_requests=9, make_pool=BreakingPool)
     with pytest.raises(RuntimeError, match="end as soon as they begin: a worker died"):
         drain(prefetcher)
     prefetcher.close()

@@ -20,7 +20,7 @@ from mmvllm.outputs import RequestOutput
 class Task:
     """An item to be captioned; `key` identifies its record, `file` is its caption file, if one is to be written.
 
-    A folder, tar or list that could not be read is a task too (`is_picture` is false): it gets a record of its error.
+    A folder, tar or list that could not be read is a task too (`is_image` is false): it gets a record of its error.
     """
 
     item: Item

@@ -34,7 +34,7 @@ def test_graph_sizes_cover_every_step_with_little_padding(max_num_seqs):
 
 
 @pytest.mark.parametrize("max_num_seqs", [3, 16])
-def test_answers_do_not_change_and_nothing_of_others_is_touched(max_num_seqs, checkpoint, make_llm, replayed):
+def test_padded_steps_give_the_same_tokens(max_num_seqs, checkpoint, make_llm, replayed):
     # A small budget, so that prompts are computed, and completions end, one after the other.
     options = {"max_num_seqs": max_num_seqs, "kvcache_block_size": 4, "max_num_batched_tokens": 60}
     requests = list(REQUESTS.values())

@@ -102,9 +102,7 @@ def test_a_damaged_index_is_named(text, copy_of):
         load(folder)
 
 
-@pytest.mark.parametrize(
-    "length", [0, 4, 100, -1000], ids=["empty", "partial length", "partial header", "missing data"]
-)
+@pytest.mark.parametrize("length", [0, 4, 100, -1000], ids=["empty", "half length", "half header", "no data"])
 def test_a_truncated_file_is_named(length, copy_of):
     path = copy_of("gqa2-tied") / "model.safetensors"
     path.write_bytes(path.read_bytes()[:length])
