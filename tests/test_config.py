@@ -42,11 +42,8 @@ def test_none_is_valid_only_for_sizes_with_a_computed_default():
 @pytest.mark.parametrize(
     ("name", "value", "match"),
     [
-        (
-            "max_model_len",
-            1,
-            "max_model_len is 1, must be an integer of at least 2",
-        ),  # prompt and completion
+        # One token of the prompt and one of the completion.
+        ("max_model_len", 1, "max_model_len is 1, must be an integer of at least 2"),
         ("seed", -1, "seed is -1, must be an integer of at least 0"),
         ("seed", None, "seed is None, must be an integer of at least 0"),
         ("seed", 0.5, "seed is 0.5, must be an integer"),

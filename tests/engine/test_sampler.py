@@ -122,7 +122,7 @@ def test_min_tokens_forbids_every_end():
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
-def test_logprobs_are_the_models_own(count):
+def test_logprobs_are_those_of_the_logits_before_penalties(count):
     x = logits(2)
     params = SamplingParams(logprobs=count, repetition_penalty=1.3)
     token, plain = Sampler(frozenset([EOS]))(x, [sequence(params), sequence(SamplingParams())]).tokens()

@@ -43,7 +43,7 @@ def test_smart_resize_equals_transformers(height, width, factor, a, b):
         assert smart_resize(*arguments) == hf.smart_resize(*arguments)
 
 
-def test_the_default_bounds_are_transformers():
+def test_the_default_bounds_are_those_of_transformers():
     for height, width in ((1, 1), (20, 4000), (700, 500), (5000, 3000)):
         assert image_config().resized(height, width) == hf.smart_resize(height, width)
 
@@ -93,7 +93,7 @@ def test_max_pixels_has_no_upper_limit():
 
 
 def transformers_patches(image: Image.Image, **settings) -> tuple[tuple[int, int, int], torch.Tensor]:
-    """Grid and float32 patches of transformers' own processor."""
+    """Grid and float32 patches from the processor of transformers."""
     made = hf.Qwen2VLImageProcessorPil(**settings)(image, return_tensors="pt")
     return tuple(made["image_grid_thw"][0].tolist()), made["pixel_values"]
 

@@ -97,7 +97,7 @@ def test_text_with_images_in_every_form(images, parts):
 
 
 def test_an_array_as_images_is_one_image():
-    array = np.zeros((4, 4, 3), dtype=np.uint8)  # its truth value is undefined
+    array = np.zeros((4, 4, 3), dtype=np.uint8)  # bool(array) raises
     assert parse_request({"text": "hi", "images": array})[1][0]["image"] is array
 
 
