@@ -1,9 +1,9 @@
 """M-RoPE position ids: integers, computed once per request and kept with its sequence.
 
-Text advances all three axes (time, height, width) together. An image's tokens all start at the position after the text
-before it and spread over height and width by row and column (and over time by frame); the text after it continues after
-the image's longer side, so positions differ from token counts by a constant that decoding needs: the delta. (Qwen2-VL,
-arXiv 2409.12191, section 2.1.)
+Text advances all three axes (time, height, width) together. The tokens of an image all start at the position after the
+text before it and spread over height and width by row and column (and over time by frame); the text after it continues
+after the image's longer side, so positions differ from token counts by a constant that decoding needs: the delta.
+(Qwen2-VL, arXiv 2409.12191, section 2.1.)
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ def mrope_positions(
     grids: Sequence[tuple[int, int, int]],
     merge_size: int,
 ) -> tuple[np.ndarray, int]:
-    """Positions (3, num_tokens) int64 of a prompt, and the delta: token i after the prompt has position i + delta.
+    """Positions (3, num_tokens) int64 of a prompt, and the delta: token i behind the prompt has position i + delta.
 
     `vision_placeholders` are the (offset, length) of each image's tokens in the prompt, in order; `grids` their
     (t, h, w) in patches. Both results equal those of transformers' `get_rope_index`.
@@ -33,5 +33,5 @@ def mrope_positions(
         end = offset + length
     spans.append(np.tile(np.arange(position, position + num_tokens - end), (3, 1)))
     positions = np.concatenate(spans, axis=1).astype(np.int64)  # (3, num_tokens)
-    # After the highest position, which a grid of many frames may place above those of the text after it.
+    # Behind the highest position, which a grid of many frames may have put above those of the text after it.
     return positions, int(positions.max(initial=-1)) + 1 - num_tokens

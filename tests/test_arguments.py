@@ -1,4 +1,4 @@
-"""Keyword arguments of the engine and of sampling: suggestions for typos, and tolerance for what changes nothing."""
+"""Keyword arguments of the engine and of sampling: typos get suggestions, arguments without effect are accepted."""
 
 import inspect
 import pickle

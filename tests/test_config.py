@@ -32,7 +32,7 @@ def test_sizes_are_kept(name, value):
     assert getattr(EngineConfig(**{name: value}), name) == value
 
 
-def test_none_leaves_the_two_sizes_that_have_a_default_of_their_own():
+def test_none_is_valid_only_for_sizes_with_a_computed_default():
     config = EngineConfig(max_model_len=None, num_kvcache_blocks=None)
     assert config == EngineConfig()
     with pytest.raises(ValueError, match="max_num_seqs is None, must be an integer of at least 1"):
@@ -42,7 +42,8 @@ def test_none_leaves_the_two_sizes_that_have_a_default_of_their_own():
 @pytest.mark.parametrize(
     ("name", "value", "match"),
     [
-        ("max_model_len", 1, "max_model_len is 1, must be an integer of at least 2"),  # a prompt and an answer
+        # One token of the prompt and one of the completion.
+        ("max_model_len", 1, "max_model_len is 1, must be an integer of at least 2"),
         ("seed", -1, "seed is -1, must be an integer of at least 0"),
         ("seed", None, "seed is None, must be an integer of at least 0"),
         ("seed", 0.5, "seed is 0.5, must be an integer"),
@@ -61,13 +62,13 @@ def test_none_leaves_the_two_sizes_that_have_a_default_of_their_own():
     ],
     ids=str,
 )
-def test_a_wrong_choice_is_refused_with_value_and_range(name, value, match):
+def test_an_invalid_value_is_refused_with_value_and_range(name, value, match):
     with pytest.raises(ValueError, match=match):
         EngineConfig(**{name: value})
 
 
 @pytest.mark.parametrize("value", [1, 1.0, 0.05, np.float32(0.5)], ids=str)
-def test_memory_shares_are_kept(value):
+def test_gpu_memory_utilization_is_kept(value):
     assert EngineConfig(gpu_memory_utilization=value).gpu_memory_utilization == value
 
 
@@ -79,7 +80,7 @@ def test_an_unknown_device_is_refused(device):
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda")], ids=str)
-def test_cuda_is_refused_where_there_is_none(device, monkeypatch):
+def test_cuda_is_refused_without_cuda_devices(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match=r"device is .*cuda.*, but this torch \(.*\) sees no CUDA devices"):
         EngineConfig(device=device).resolve_device()
@@ -93,14 +94,14 @@ def test_a_cuda_index_beyond_the_last_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("cuda", [True, False])
-def test_device_auto_is_cuda_where_there_is_one(cuda, monkeypatch):
+def test_device_auto_is_cuda_if_available(cuda, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     assert EngineConfig().resolve_device().type == ("cuda" if cuda else "cpu")
     assert EngineConfig(device="cpu").resolve_device() == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("asked", "checkpoint_dtype", "device", "want"),
+    ("given", "checkpoint_dtype", "device", "want"),
     [
         ("auto", torch.float16, "cpu", torch.float32),
         ("auto", torch.bfloat16, "cpu", torch.bfloat16),
@@ -113,8 +114,8 @@ def test_device_auto_is_cuda_where_there_is_one(cuda, monkeypatch):
     ],
     ids=str,
 )
-def test_dtype_is_the_asked_one_or_the_checkpoints(asked, checkpoint_dtype, device, want):
-    assert EngineConfig(dtype=asked).resolve_dtype(checkpoint_dtype, torch.device(device)) == want
+def test_dtype_is_the_given_one_or_that_of_the_checkpoint(given, checkpoint_dtype, device, want):
+    assert EngineConfig(dtype=given).resolve_dtype(checkpoint_dtype, torch.device(device)) == want
 
 
 @pytest.mark.parametrize("dtype", ["half", "float64", "bf16", "", None, torch.float64, torch.int8, 16], ids=str)
@@ -125,7 +126,7 @@ def test_an_unknown_dtype_is_refused(dtype):
 
 
 @pytest.mark.parametrize("name", ["device", "dtype", "load_format", "max_num_seqs"])
-def test_llm_refuses_a_wrong_choice(name, checkpoint):
+def test_llm_refuses_an_invalid_value(name, checkpoint):
     with pytest.raises(ValueError, match=f"{name} is 'nonsense', must be"):
         LLM(checkpoint, **{name: "nonsense"})
 

@@ -193,7 +193,7 @@ def test_a_refused_file_leaves_nothing_open(folder):
     assert open_below(folder.parent) == []
 
 
-# Anything
+# Random URLs
 
 PIECES = [
     *("http://", "https://", "HTTP:", "//", "///", "/", "\\", ":", "@", ".", "..", "%", "%00", "%2e", "?", "#"),

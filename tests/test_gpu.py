@@ -1,4 +1,4 @@
-"""On a CUDA device: the same tokens as transformers on the CPU, whatever was cut, cached or interrupted."""
+"""On a CUDA device: the same tokens as transformers on the CPU, with chunking, caching and preemption."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_cuda_graphs_give_the_same_tokens(max_num_seqs, checkpoint, make_llm):
     assert run_at_once(captured, requests) == run_at_once(eager, requests)
 
 
-def test_the_bundled_model_answers_as_on_the_cpu(make_llm):
+def test_the_bundled_model_generates_the_same_tokens_as_on_the_cpu(make_llm):
     from mmvllm.models.weights import BUNDLED
 
     requests = list(REQUESTS.values())
@@ -45,7 +45,7 @@ def test_the_bundled_model_answers_as_on_the_cpu(make_llm):
 
 
 @pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_k": 5, "min_p": 0.05}, {}])
-def test_seeded_requests_repeat_themselves(params, checkpoint, make_llm):
+def test_seeded_requests_are_reproducible(params, checkpoint, make_llm):
     llm = make_llm(checkpoint, device="cuda")
     drawn = SamplingParams(temperature=0.9, seed=11, max_tokens=16, ignore_eos=True, **params)
     requests = list(REQUESTS.values())
@@ -53,7 +53,7 @@ def test_seeded_requests_repeat_themselves(params, checkpoint, make_llm):
 
 
 def test_preemption(checkpoint, make_llm):
-    """The answers outgrow the blocks; on the CPU with blocks to spare they are the same."""
+    """The completions need more blocks than there are; they equal those of a CPU with enough blocks."""
     few = make_llm(checkpoint, device="cuda", kvcache_block_size=4, num_kvcache_blocks=30, enable_prefix_caching=False)
     requests = list(REQUESTS.values())
     assert run_at_once(few, requests) == run_at_once(make_llm(checkpoint), requests)
@@ -61,7 +61,9 @@ def test_preemption(checkpoint, make_llm):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_steps_launched_ahead_give_the_same_tokens_and_wait_for_nothing(temperature, checkpoint, make_llm, monkeypatch):
+def test_steps_launched_ahead_give_the_same_tokens_without_synchronization(
+    temperature, checkpoint, make_llm, monkeypatch
+):
     ahead, plain = (make_llm(checkpoint, device="cuda", skip_warmup=False) for _ in range(2))
     plain.engine._launches_ahead = False
     launch, launched = ahead.engine.executor.launch_ahead, []
@@ -81,10 +83,10 @@ def test_steps_launched_ahead_give_the_same_tokens_and_wait_for_nothing(temperat
     assert any(launched) and not any(step.error for step in launched if step is not None)
 
 
-def test_blocks_fill_the_memory_that_was_allowed(checkpoint, make_llm):
+def test_kv_blocks_fill_the_allowed_memory(checkpoint, make_llm):
     free, total = torch.cuda.mem_get_info()
-    share = (total - free + 2 * 2**30) / total  # two GiB beyond what is taken now
-    # So many sequences that they could use more blocks than fit.
+    share = (total - free + 2 * 2**30) / total  # two GiB more than is used now
+    # Enough sequences to use more blocks than fit.
     options = {"num_kvcache_blocks": None, "gpu_memory_utilization": share, "max_num_seqs": 200_000}
     llm = make_llm(checkpoint, device="cuda", **options)
     assert 2**30 < llm.engine.model_runner.kv_cache.nbytes < 2 * 2**30
@@ -100,7 +102,7 @@ def test_half_precision_runs(dtype, backend, checkpoint, make_llm):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("backend", ["flash", "triton", "torch"])
-def test_attention_errs_at_most_twice_as_much_as_plain_torch(dtype, backend, checkpoint, reference, make_llm):
+def test_the_error_of_attention_is_at_most_twice_that_of_plain_torch(dtype, backend, checkpoint, reference, make_llm):
     from tests.helpers.reference import assert_no_worse, first_logits, in_double, in_float64
 
     if backend == "flash":

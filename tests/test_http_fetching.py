@@ -157,7 +157,7 @@ def test_only_allowed_hosts_are_looked_up(domains, host, is_tried, network):
     assert bool(network.lookups) == is_tried
 
 
-# Answers
+# Responses
 
 
 def test_an_image_is_fetched_without_proxy_or_cookies(network, monkeypatch):

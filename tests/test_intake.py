@@ -1,4 +1,4 @@
-"""Preparation ahead of the engine: in order, beside it, and bounded."""
+"""Requests are prepared ahead of the engine in worker threads: in order, and bounded in number and bytes."""
 
 import threading
 import time
@@ -26,16 +26,16 @@ def drain(prefetcher: Prefetcher) -> list:
 
 
 def settle(condition) -> None:
-    """Wait until a condition holds; it is then left to hold for a moment."""
+    """Wait until a condition holds, and 50 ms more for it to change again."""
     deadline = time.monotonic() + 10
     while not condition():
-        assert time.monotonic() < deadline, "never came true"
+        assert time.monotonic() < deadline, "the condition never held"
         time.sleep(0.005)
     time.sleep(0.05)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 7])
-def test_results_come_in_order_whoever_is_faster(num_workers):
+def test_results_are_in_order_however_long_each_takes(num_workers):
     def prepare(request):
         time.sleep(0.01 if request["i"] % 3 == 0 else 0)
         return prompt_of(request["i"])
@@ -55,7 +55,7 @@ def test_requests_are_taken_a_bounded_number_ahead():
             yield {}
 
     prefetcher = Prefetcher(requests(), lambda request: prompt_of(0), max_requests=4, num_workers=2)
-    settle(lambda: len(taken) == 5)  # four prepared, and one in the feeder's hand
+    settle(lambda: len(taken) == 5)  # four prepared, and one held by the feeder
     assert len(taken) == 5
     prefetcher.get(wait=True)
     settle(lambda: len(taken) == 6)
@@ -72,37 +72,37 @@ def test_bytes_are_bounded():
 
     prefetcher = Prefetcher([{}] * 50, prepare, max_requests=50, max_bytes=1000, num_workers=2)
     settle(lambda: len(done) >= 2)
-    assert len(done) <= 1 + 2, "one below the bound, and at most one more per worker"
+    assert len(done) <= 1 + 2, "one below the limit, and at most one more per worker"
     assert len(drain(prefetcher)) == 50
 
 
-def test_a_prompt_larger_than_the_bound_goes_alone():
+def test_a_prompt_larger_than_the_byte_limit_is_prepared_alone():
     prefetcher = Prefetcher([{}] * 3, lambda request: prompt_of(5000), max_requests=8, max_bytes=1000, num_workers=1)
     assert len(drain(prefetcher)) == 3
 
 
-def test_an_error_is_its_requests_own():
+def test_an_error_affects_only_its_request():
     def prepare(request):
         if request["i"] == 1:
-            raise ValueError("bad picture")
+            raise ValueError("invalid image")
         return prompt_of(0)
 
     items = drain(Prefetcher([{"i": i} for i in range(3)], prepare, max_requests=2))
     assert items[0].prompt.result() and items[2].prompt.result()
-    with pytest.raises(ValueError, match="bad picture"):
+    with pytest.raises(ValueError, match="invalid image"):
         items[1].prompt.result()
 
 
-def test_get_does_not_wait_unless_told_to():
-    go = threading.Event()
+def test_get_waits_only_if_asked_to():
+    may_finish = threading.Event()
 
     def prepare(request):
-        go.wait(10)
+        may_finish.wait(10)
         return prompt_of(0)
 
     prefetcher = Prefetcher([{}], prepare, max_requests=2)
     assert prefetcher.get(wait=False) is None and not prefetcher.is_exhausted
-    go.set()
+    may_finish.set()
     assert prefetcher.get(wait=True).index == 0
     assert prefetcher.get(wait=True) is None and prefetcher.is_exhausted
     prefetcher.close()
@@ -125,28 +125,28 @@ def test_closing_stops_the_feeder():
     assert len(taken) == before
 
 
-def test_out_of_order_a_slow_request_holds_up_no_other():
-    can_go_on = threading.Event()
+def test_out_of_order_a_slow_request_does_not_delay_others():
+    may_finish = threading.Event()
 
     def prepare(request):
-        assert request["i"] or can_go_on.wait(10)
+        assert request["i"] or may_finish.wait(10)
         return prompt_of(0)
 
     prefetcher = Prefetcher(({"i": i} for i in range(6)), prepare, max_requests=9, num_workers=2, in_order=False)
     assert [prefetcher.get(wait=True).index for _ in range(5)] == [1, 2, 3, 4, 5]
-    can_go_on.set()
+    may_finish.set()
     assert prefetcher.get(wait=True).index == 0
     prefetcher.close()
 
 
-def test_finish_takes_no_more_and_gives_what_was_taken():
+def test_finish_takes_no_more_requests_and_returns_those_already_taken():
     prefetcher = Prefetcher(({} for _ in iter(int, 1)), lambda request: prompt_of(0), max_requests=4, num_workers=2)
     settle(lambda: len(prefetcher._items) == 4)
     prefetcher.finish()
-    assert 4 <= len(drain(prefetcher)) <= 5  # one may have been in the feeder's hand
+    assert 4 <= len(drain(prefetcher)) <= 5  # one may be held by the feeder
 
 
-def test_finish_ends_a_wait_for_an_iterable_that_gives_nothing():
+def test_finish_does_not_wait_for_a_blocked_iterable():
     blocked = threading.Event()
 
     def requests():
@@ -159,8 +159,8 @@ def test_finish_ends_a_wait_for_an_iterable_that_gives_nothing():
     blocked.set()
 
 
-class Mortal(ThreadPoolExecutor):
-    """Workers that a request with `kills` ends, with all that is under way, as a process pool's do."""
+class BreakingPool(ThreadPoolExecutor):
+    """A pool that a request with `kills` breaks, as a process pool breaks when a worker dies."""
 
     def submit(self, function, request):
         if getattr(self, "is_broken", False):
@@ -176,15 +176,17 @@ class Mortal(ThreadPoolExecutor):
 
 def test_a_request_that_kills_its_worker_fails_alone():
     requests = [{"i": i, "kills": i == 3} for i in range(8)]
-    prefetcher = Prefetcher(requests, lambda request: prompt_of(1), max_requests=9, num_workers=2, make_pool=Mortal)
+    prefetcher = Prefetcher(
+        requests, lambda request: prompt_of(1), max_requests=9, num_workers=2, make_pool=BreakingPool
+    )
     items = drain(prefetcher)
     assert [item.index for item in items] == list(range(8))
     assert [item.index for item in items if item.prompt.exception() is not None] == [3]
 
 
-def test_workers_that_never_live_end_the_run():
+def test_workers_that_always_die_end_the_run():
     requests = [{"kills": True}] * 3
-    prefetcher = Prefetcher(requests, lambda request: prompt_of(1), max_requests=9, make_pool=Mortal)
+    prefetcher = Prefetcher(requests, lambda request: prompt_of(1), max_requests=9, make_pool=BreakingPool)
     with pytest.raises(RuntimeError, match="end as soon as they begin: a worker died"):
         drain(prefetcher)
     prefetcher.close()

@@ -1,4 +1,4 @@
-"""What must not matter, does not: the same greedy tokens however the work was batched, cut, cached or interrupted."""
+"""Greedy tokens do not depend on batching, chunking, caching or preemption."""
 
 from math import prod
 
@@ -21,7 +21,7 @@ REQUESTS = {
 
 @pytest.fixture(scope="module")
 def expected(checkpoint):
-    """Tokens of each request alone, whole, cold: one prefill of everything, no cache of any kind."""
+    """Tokens of each request alone, with one prefill of the whole prompt and without caches."""
     from mmvllm import LLM
 
     tokens = {}
@@ -33,7 +33,7 @@ def expected(checkpoint):
 
 
 def run(llm, names=tuple(REQUESTS), **keys) -> dict:
-    """Outputs of the named requests, which must all have succeeded, with nothing left behind."""
+    """Outputs of the named requests; the engine must be idle afterwards."""
     outputs = llm.generate_multimodal([{**REQUESTS[name], **keys} for name in names], GREEDY)
     assert_idle(llm)
     return dict(zip(names, outputs, strict=True))
@@ -44,25 +44,25 @@ def tokens(outputs: dict) -> dict:
 
 
 def count_encoded(llm) -> list[int]:
-    """Patches of each ViT call from now on."""
+    """The number of patches of each ViT call from now on."""
     calls, vit = [], llm.engine.model_runner.model.visual
     vit.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
     return calls
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_batched_or_alone(order, checkpoint, make_llm, expected):
+def test_batch_order(order, checkpoint, make_llm, expected):
     assert tokens(run(make_llm(checkpoint), tuple(REQUESTS)[::order])) == expected
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3])
-def test_few_at_once(max_num_seqs, checkpoint, make_llm, expected):
+def test_max_num_seqs(max_num_seqs, checkpoint, make_llm, expected):
     assert tokens(run(make_llm(checkpoint, max_num_seqs=max_num_seqs))) == expected
 
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_every_token_budget(name, checkpoint, make_llm, expected):
-    """Chunks end at every place of the prompt, inside pictures too, and in mixed steps."""
+    """Chunks end at every position of the prompt, inside images too, and in mixed steps."""
     llm = make_llm(checkpoint, enable_prefix_caching=False, kvcache_block_size=4)
     length = len(llm.processor(REQUESTS[name]).token_ids)
     for budget in range(1, length + 2):
@@ -71,7 +71,7 @@ def test_every_token_budget(name, checkpoint, make_llm, expected):
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 7, 16, 30, 61])
-def test_token_budgets_with_neighbours(budget, checkpoint, make_llm, expected):
+def test_token_budgets_with_several_requests(budget, checkpoint, make_llm, expected):
     assert tokens(run(make_llm(checkpoint, max_num_batched_tokens=budget))) == expected
 
 
@@ -83,14 +83,14 @@ def test_prefix_cold_and_hit(block_size, checkpoint, make_llm, expected):
     cold = len(encoded)
     warm = run(llm)
     assert tokens(warm) == expected
-    for name, output in warm.items():  # all but the last token may be had from the cache, in whole blocks
+    for name, output in warm.items():  # whole blocks of all tokens but the last come from the cache
         assert output.num_cached_tokens == (output.num_prompt_tokens - 1) // block_size * block_size, name
     if block_size == 1:
-        assert len(encoded) == cold, "a prefix hit that covers a picture must spare its ViT pass"
+        assert len(encoded) == cold, "an image inside a prefix hit must not be encoded"
 
 
-def test_prefix_hit_that_ends_at_every_place(checkpoint, make_llm, expected):
-    """One block per token, and a cache that holds the first k of them: before, inside, between, behind pictures."""
+def test_prefix_hits_of_every_length(checkpoint, make_llm, expected):
+    """One block per token; the cache holds the first k tokens, so hits end before, inside, between and after images."""
     llm = make_llm(checkpoint, kvcache_block_size=1)
     blocks = llm.engine.scheduler.block_manager
     prompt = llm.processor(REQUESTS["two apart"])
@@ -106,7 +106,7 @@ def test_prefix_hit_that_ends_at_every_place(checkpoint, make_llm, expected):
 
 
 def forget_prefixes_longer_than(blocks, num_blocks: int) -> None:
-    """Drop cached blocks, newest prefix first, as eviction does."""
+    """Drop cached blocks, the longest prefix first, as eviction does."""
     for block, key in sorted(blocks.keys.items(), key=lambda item: blocks.cached[item[1]][1])[num_blocks:]:
         del blocks.cached[key], blocks.keys[block]
 
@@ -136,8 +136,8 @@ def test_preemption_at_each_step(name, caching, checkpoint, make_llm, expected):
 
 
 @pytest.mark.parametrize("num_blocks", [21, 26, 30])
-def test_preemption_for_want_of_blocks(num_blocks, checkpoint, make_llm, expected):
-    """Prompts fit beside each other but their answers do not: the last are preempted, and come back."""
+def test_preemption_when_blocks_run_out(num_blocks, checkpoint, make_llm, expected):
+    """The prompts fit together but their completions do not: the last sequences are preempted and resumed."""
     llm = make_llm(checkpoint, kvcache_block_size=4, num_kvcache_blocks=num_blocks, enable_prefix_caching=False)
     names = ["text", "one", "text", "one", "two apart", "text"]
     assert run_at_once(llm, [REQUESTS[name] for name in names]) == [expected[name] for name in names]
@@ -145,16 +145,16 @@ def test_preemption_for_want_of_blocks(num_blocks, checkpoint, make_llm, expecte
     assert_idle(llm)
 
 
-@pytest.mark.parametrize("num_pictures", [1, 1.5, 2])
+@pytest.mark.parametrize("num_images", [1, 1.5, 2])
 @pytest.mark.parametrize("budget", [5, 4096])
-def test_encoder_cache_eviction(num_pictures, budget, checkpoint, make_llm, expected):
-    """Room for the rows of one or two pictures: they take turns, and are encoded again after they were evicted."""
+def test_encoder_cache_eviction(num_images, budget, checkpoint, make_llm, expected):
+    """Space for the rows of one or two images: images are evicted and encoded again."""
     probe = make_llm(checkpoint)
     bytes_per_row = probe.engine.encoder_cache.bytes_per_row
     largest = max(prod(grids_of(probe.processor(ask(x)))[0]) // 4 for x in (A, B, C))
     llm = make_llm(
         checkpoint,
-        encoder_cache_bytes=int(largest * bytes_per_row * num_pictures),
+        encoder_cache_bytes=int(largest * bytes_per_row * num_images),
         max_num_batched_tokens=budget,
         enable_prefix_caching=False,
     )
@@ -171,8 +171,8 @@ def test_vision_patch_budget(patches, checkpoint, make_llm, expected):
     assert max(encoded) <= max(patches, *sizes)
 
 
-def test_a_picture_is_encoded_once(checkpoint, make_llm, expected):
-    """Three requests with picture A in one step, more later, with and without a prefix in common: one ViT pass."""
+def test_an_image_is_encoded_once(checkpoint, make_llm, expected):
+    """Requests with image A in the same and in later steps, with and without a common prefix: one ViT pass."""
     llm = make_llm(checkpoint, enable_prefix_caching=False)
     encoded = count_encoded(llm)
     outputs = run(llm, ("one", "three", "one"))
@@ -184,7 +184,7 @@ def test_a_picture_is_encoded_once(checkpoint, make_llm, expected):
 
 @pytest.mark.parametrize("block_size", [1, 4, 7, 16])
 @pytest.mark.parametrize("caching", [True, False])
-def test_n_answers_share_the_prompt(block_size, caching, checkpoint, make_llm, expected):
+def test_n_completions_share_the_blocks_of_the_prompt(block_size, caching, checkpoint, make_llm, expected):
     llm = make_llm(checkpoint, kvcache_block_size=block_size, enable_prefix_caching=caching)
     manager = llm.engine.scheduler.block_manager
     most_used, allocate = [], manager.allocate
@@ -200,13 +200,13 @@ def test_n_answers_share_the_prompt(block_size, caching, checkpoint, make_llm, e
         output = llm.generate_multimodal([{**request, "cache_salt": name}], params)[0]
         assert [completion.token_ids for completion in output.completions] == [expected[name]] * 4
         prompt_blocks = -(-output.num_prompt_tokens // block_size)
-        answer_blocks = -(-TOKENS // block_size) + 2
-        assert max(most_used) <= prompt_blocks + 4 * answer_blocks, "the prompt's blocks must be shared"
+        completion_blocks = -(-TOKENS // block_size) + 2
+        assert max(most_used) <= prompt_blocks + 4 * completion_blocks, "the prompt's blocks must be shared"
         most_used.clear()
         assert_idle(llm)
 
 
-def test_n_answers_with_few_blocks(checkpoint, make_llm, expected):
+def test_n_completions_with_few_blocks(checkpoint, make_llm, expected):
     llm = make_llm(checkpoint, kvcache_block_size=4, num_kvcache_blocks=22, enable_prefix_caching=False)
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, n=5)
     output = llm.generate_multimodal([REQUESTS["two apart"]], params)[0]

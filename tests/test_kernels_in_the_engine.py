@@ -21,7 +21,7 @@ REQUESTS = [
 
 @pytest.fixture
 def interpreted(monkeypatch) -> set[str]:
-    """Send CPU tensors to the kernels; returns the names of the kernels that ran."""
+    """Run the Triton kernels on CPU tensors; returns the names of the kernels that ran."""
     ran = set()
 
     def runs_triton(x: torch.Tensor) -> bool:

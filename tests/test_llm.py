@@ -9,8 +9,6 @@ from mmvllm.models.weights import BUNDLED
 from tests.helpers.requests import ask, noise_image, spans_of
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
-
-
 GOOD = ask(noise_image(80, 60), "Describe this image.")
 
 

@@ -12,8 +12,6 @@ from mmvllm.intake import Prefetcher
 from tests.helpers.requests import ask, noise_image, patches_of
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
-
-
 GOOD = ask(noise_image(80, 60), "Describe this image.")
 
 

@@ -1,25 +1,41 @@
-"""What importing the package does, from a bare checkout and without the optional packages."""
+"""Rules for the whole package: imports, optional packages, names, words and file sizes."""
 
 import ast
 import os
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 import mmvllm
-from mmvllm.outputs import CompletionOutput, RequestOutput
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(path for folder in ("mmvllm", "processors", "kernels") for path in (ROOT / folder).rglob("*.py"))
 MODULES = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES if path.stem[0] != "_"]
 MODULES = [name if name.startswith("mmvllm.") else f"mmvllm.{name}" for name in MODULES]
-OF_EXTRAS = ("mmvllm.captioning.ray_", "mmvllm.demo.", "mmvllm.http_fetching", "mmvllm.server.")
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+OF_EXTRAS = (  # modules that need an optional extra; `.ci/run` has the same list
+    "mmvllm.captioning.ray_source",
+    "mmvllm.captioning.ray_worker",
+    "mmvllm.demo.",
+    "mmvllm.http_fetching",
+    "mmvllm.server.",
+)
+DOCUMENTS = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+SCRIPTS = [ROOT / "demo_app.py", *sorted((ROOT / "examples").rglob("*.py"))]
+# Where the code may say "picture": the visible texts of the demo, and data that must stay as it is.
+PICTURES = {
+    "examples/scenes.py": '"What is in this picture?"',  # a question of the training data
+    "examples/train_demo_model.py": "{% if add_vision_id %}Picture {{ image_count.value }}",  # Qwen2-VL's template
+    "mmvllm/captioning/run.py": "'beside the pictures'",  # part of a hash in the records of earlier runs
+}
 
 
 def python(*args: str, **env: str) -> str:
-    """What a fresh interpreter prints, started in the repository root."""
+    """Output of a new interpreter that is started in the repository root."""
     done = subprocess.run([sys.executable, *args], cwd=ROOT, env=os.environ | env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -55,13 +71,13 @@ def test_public_names_load_on_first_use():
         mmvllm.LMM  # noqa: B018
 
 
-def test_everything_imports_without_the_optional_packages_beside_transformers():
-    """In one fresh interpreter in the checkout, whose top-level folders transformers must not take for packages."""
+def test_modules_import_without_the_optional_packages_and_with_transformers():
+    """In a new process in the checkout, whose top-level folders transformers must not import."""
     code = """
 import sys, importlib, importlib.machinery
 
 absent = ("torchvision", "flash_attn", "qwen_vl_utils", "gradio", "fastapi", "uvicorn", "prometheus_client",
-          "matplotlib", "ray")
+          "matplotlib", "pyarrow", "ray")
 find_spec = importlib.machinery.PathFinder.find_spec
 importlib.machinery.PathFinder.find_spec = lambda name, *args: (
     None if name.split(".")[0] in absent else find_spec(name, *args)
@@ -77,13 +93,18 @@ print(mmvllm.processors.image.__file__)
     assert Path(python("-c", code, *modules).strip()) == ROOT / "processors" / "image.py"
 
 
+def test_the_ci_script_has_the_same_list_of_modules_of_extras():
+    (text,) = re.findall(r"^of_extras = (\(.*?\))$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE | re.DOTALL)
+    assert ast.literal_eval(text) == OF_EXTRAS
+
+
 @pytest.mark.parametrize("folder", ["kernels", "processors"])
 def test_top_level_folders_are_not_packages_of_their_own(folder):
     assert not (ROOT / folder / "__init__.py").exists()
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_source_unpickles_nothing_runs_no_foreign_code_and_imports_no_top_level_folder(path):
+def test_no_source_unpickles_runs_remote_code_or_imports_a_top_level_folder(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -95,16 +116,34 @@ def test_source_unpickles_nothing_runs_no_foreign_code_and_imports_no_top_level_
             assert isinstance(node.value, ast.Constant) and node.value.value is False
 
 
-def test_an_output_reads_like_its_first_answer_and_like_a_dict():
-    answer = CompletionOutput("a cat", [5, 6], "eos", cumulative_logprob=-1.5, logprobs=[{5: -1.0}, {6: -0.5}])
-    output = RequestOutput("r", [answer, CompletionOutput("a dog", [7], "length")])
-    for name in ("text", "token_ids", "finish_reason", "cumulative_logprob", "logprobs"):
-        assert getattr(output, name) == output[name] == getattr(answer, name)
-    with pytest.raises(KeyError, match="caption"):
-        output["caption"]
+def test_class_names_are_unique():
+    modules = defaultdict(list)
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                modules[node.name].append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in modules.items() if len(paths) > 1} == {}
 
 
-def test_an_output_without_answers_reads_as_an_error():
-    output = RequestOutput("r", error="no such file")
-    assert (output.text, output.token_ids, output.finish_reason) == ("", [], "error")
-    assert output.logprobs is None and output.cumulative_logprob is None
+def test_an_image_is_called_image():
+    """Only the visible texts of the demo and a few values that must not change say "picture"."""
+    found = {}
+    for path in (*SOURCES, *SCRIPTS, *DOCUMENTS):
+        name = str(path.relative_to(ROOT))
+        text = path.read_text(encoding="utf-8").replace(PICTURES.get(name, "\0"), "")
+        if not name.startswith("mmvllm/demo/") and "picture" in text.lower():
+            found[name] = [line for line in text.splitlines() if "picture" in line.lower()]
+    assert found == {}
+
+
+def test_names_in_the_demo_say_image():
+    names = set()
+    for path in (ROOT / "mmvllm" / "demo").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names |= {getattr(node, field) for field in ("id", "name", "arg", "attr") if hasattr(node, field)}
+    assert {name for name in names if name and "picture" in name.lower()} == set()
+
+
+def test_test_files_are_short():
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in TESTS}
+    assert {name: length for name, length in lengths.items() if length >= 450} == {}

@@ -1,4 +1,4 @@
-"""The tokens equal transformers': ids, grids, positions, ViT rows, logits, and 32 greedy tokens."""
+"""Parity with transformers: ids, grids, positions, ViT rows, logits, and 32 greedy tokens."""
 
 import numpy as np
 import pytest
@@ -49,7 +49,7 @@ def test_positions_equal_transformers(name, checkpoint, reference, make_llm):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_vit_errs_at_most_twice_as_much_as_transformers(shape, checkpoints, reference, make_llm):
+def test_the_error_of_the_vit_is_at_most_twice_that_of_transformers(shape, checkpoints, reference, make_llm):
     hf, ours = reference(shape), make_llm(checkpoints(shape)).engine.model_runner.model.visual
     inputs = hf.inputs(REQUESTS["three"])
     patches, grids = inputs["pixel_values"], inputs["image_grid_thw"]
@@ -62,7 +62,7 @@ def test_vit_errs_at_most_twice_as_much_as_transformers(shape, checkpoints, refe
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["text", "three"])
-def test_logits_err_at_most_twice_as_much_as_transformers(shape, name, checkpoints, reference, make_llm):
+def test_the_error_of_the_logits_is_at_most_twice_that_of_transformers(shape, name, checkpoints, reference, make_llm):
     hf, engine = reference(shape), make_llm(checkpoints(shape)).engine
     inputs = {**hf.inputs(REQUESTS[name]), "use_cache": False}
     with torch.inference_mode():

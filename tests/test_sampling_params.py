@@ -1,4 +1,4 @@
-"""Wrong values are refused with the value and the range; good ones are kept, as plain Python values."""
+"""Invalid values are refused with the value and the range; valid ones are kept as plain Python values."""
 
 import math
 from fractions import Fraction
@@ -38,34 +38,34 @@ def cases(table: dict, extra: list, which: int) -> list:
 
 
 @pytest.mark.parametrize(("name", "wanted", "value"), cases(NUMBERS, NOT_NUMBERS, 1))
-def test_a_wrong_number_is_refused(name, wanted, value):
+def test_an_invalid_number_is_refused(name, wanted, value):
     with pytest.raises(ValueError, match=f"^{name} is .*, must be a number {wanted}$") as error:
         SamplingParams(**{name: value})
     assert repr(value) in str(error.value)
 
 
 @pytest.mark.parametrize(("name", "wanted", "value"), cases(INTEGERS, NOT_INTEGERS, 1))
-def test_a_wrong_integer_is_refused(name, wanted, value):
+def test_an_invalid_integer_is_refused(name, wanted, value):
     with pytest.raises(ValueError, match=f"^{name} is .*, must be an integer {wanted}$") as error:
         SamplingParams(**{name: value})
     assert repr(value) in str(error.value)
 
 
 @pytest.mark.parametrize(("name", "wanted", "value"), cases(NUMBERS, [], 2))
-def test_good_numbers_are_kept(name, wanted, value):
+def test_valid_numbers_are_kept(name, wanted, value):
     for given in (value, np.float64(value), np.float32(value)):
         kept = getattr(SamplingParams(**{name: given}), name)
         assert type(kept) is float and kept == given
 
 
 @pytest.mark.parametrize(("name", "wanted", "value"), cases(INTEGERS, [], 2))
-def test_good_integers_are_kept(name, wanted, value):
+def test_valid_integers_are_kept(name, wanted, value):
     for given in (value, np.int64(value)) if abs(value) < 2**63 else (value,):
         kept = getattr(SamplingParams(**{name: given}), name)
         assert type(kept) is int and kept == value
 
 
-def test_defaults_are_greedy_and_pass_their_own_checks():
+def test_defaults_are_greedy_and_valid():
     params = SamplingParams()
     assert (params.temperature, params.max_tokens, params.n, params.seed, params.logprobs) == (0.0, 256, 1, None, None)
     assert params == SamplingParams(seed=None, logprobs=None)
@@ -96,7 +96,7 @@ def test_stop_strings_become_a_tuple(stop, want):
 @pytest.mark.parametrize(
     ("stop", "shown"), [("", "''"), (["a", ""], "''"), ([1], "1"), (5, "5"), ([None], "None"), (b"a", "97"), (0, "0")]
 )
-def test_wrong_stop_strings_are_refused(stop, shown):
+def test_invalid_stop_strings_are_refused(stop, shown):
     with pytest.raises(ValueError) as error:
         SamplingParams(stop=stop)
     assert str(error.value) == f"stop has {shown}, must be strings that are not empty"
@@ -125,7 +125,7 @@ def test_stop_token_ids_become_a_tuple_of_integers(ids, want):
     ("ids", "shown"),
     [([1, -1], "-1"), ([1.0], "1.0"), (["5"], "'5'"), ("5", "'5'"), ([True], "True"), ([[1]], r"\[1\]"), (2.5, "2.5")],
 )
-def test_wrong_stop_token_ids_are_refused(ids, shown):
+def test_invalid_stop_token_ids_are_refused(ids, shown):
     with pytest.raises(ValueError, match=f"^stop_token_ids has {shown}, must be integers of at least 0$"):
         SamplingParams(stop_token_ids=ids)
 
@@ -137,18 +137,18 @@ def test_ignore_eos_is_a_bool(value):
 
 
 @pytest.mark.parametrize("value", ["yes", None, 2, [True], math.nan])
-def test_wrong_ignore_eos_is_refused(value):
+def test_an_invalid_ignore_eos_is_refused(value):
     with pytest.raises(ValueError, match=r"ignore_eos is .*, must be True or False"):
         SamplingParams(ignore_eos=value)
 
 
-def test_equal_params_are_equal_and_hash_alike_however_they_were_written():
+def test_equal_params_have_equal_hashes_in_every_notation():
     lists = SamplingParams(stop=["a"], stop_token_ids=[1], temperature=1, top_k=np.int64(3))
     tuples = SamplingParams(stop="a", stop_token_ids=(1,), temperature=1.0, top_k=3)
     assert lists == tuples and hash(lists) == hash(tuples)
 
 
-def test_names_are_required_and_checked():
+def test_arguments_are_keyword_only_and_validated():
     with pytest.raises(TypeError):
         SamplingParams(0.5)
     with pytest.raises(TypeError, match="temprature"):

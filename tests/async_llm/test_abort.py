@@ -33,13 +33,13 @@ async def _at_stage(engine: AsyncLLM, stage: str, others: contextlib.AsyncExitSt
                 await task
     load = blocked if stage == "being prepared" else load_image
     task = asyncio.create_task(collect(engine, QUESTION, LONG, request_id="it", load=load))
-    stats = engine._engine.scheduler.groups
+    groups = engine._engine.scheduler.groups
     if stage == "being prepared":
         await reached(blocked.is_reached.is_set, "prepared")
     elif stage == "waiting in the engine":
-        await reached(lambda: "it" in stats, "in the engine")
+        await reached(lambda: "it" in groups, "in the engine")
     elif stage == "generating":
-        await reached(lambda: "it" in stats and stats["it"].first_seq.num_completion_tokens > 3, "answered")
+        await reached(lambda: "it" in groups and groups["it"].first_seq.num_completion_tokens > 3, "generating")
     else:
         await reached(lambda: "it" in engine._streams, "admitted")
     return task

@@ -81,9 +81,7 @@ async def test_a_shutdown_that_drains_completes_requests_in_flight(make_engine):
     await engine.shutdown()  # a second shutdown has no effect
 
 
-@pytest.mark.parametrize(
-    "how", [{"drain": False}, {"drain": True, "timeout": 0.05}], ids=["without draining", "drain timeout"]
-)
+@pytest.mark.parametrize("how", [{"drain": False}, {"drain": True, "timeout": 0.05}], ids=["no drain", "drain timeout"])
 @async_test
 async def test_requests_that_a_shutdown_does_not_complete_fail_with_engine_stopped(make_engine, how):
     engine = make_engine(max_num_seqs=1)

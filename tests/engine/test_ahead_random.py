@@ -13,8 +13,6 @@ request = st.tuples(
     st.integers(1, 3),  # n
     st.sampled_from([{}, {"temperature": 1.0}, {"stop": ("e", "1")}, {"presence_penalty": 1.0}]),
 )
-
-
 action = st.one_of(
     st.tuples(st.just("add"), request),
     st.tuples(st.just("step"), st.integers(1, 4)),

@@ -1,4 +1,4 @@
-"""Sharing by content: which requests get which blocks."""
+"""Blocks are shared by content: which requests get which blocks."""
 
 import numpy as np
 import pytest
@@ -60,9 +60,9 @@ def test_the_last_token_is_never_taken_from_the_cache():
         {"digests": [b"A" * 16], "placeholders": [(2, 4)], "salt": "tenant"},
     ],
 )
-def test_pictures_and_salt_are_part_of_the_prefix(other):
+def test_images_and_salt_are_part_of_the_prefix(other):
     manager = BlockManager(8, 4)
-    token_ids = [7] * 12  # all placeholders share one id: tokens alone cannot tell
+    token_ids = [7] * 12  # all placeholders have the same token id
     compute(manager, sequence(token_ids, digests=[b"A" * 16], placeholders=[(2, 4)]))
     assert manager.attach_prefix(sequence(token_ids, **other)) == 0
     assert manager.attach_prefix(sequence(token_ids, digests=[b"A" * 16], placeholders=[(2, 4)])) == 8
@@ -74,7 +74,7 @@ def test_a_block_whose_prefix_differs_is_not_shared():
     assert manager.attach_prefix(sequence([2, 2, 2, 2, 5, 5, 5, 5, 9])) == 0
 
 
-def test_hits_rest_on_content_even_if_every_hash_collides(monkeypatch):
+def test_hits_are_correct_even_if_every_hash_collides(monkeypatch):
     class Collides(int):
         def __hash__(self):
             return 0
@@ -85,7 +85,7 @@ def test_hits_rest_on_content_even_if_every_hash_collides(monkeypatch):
     assert manager.attach_prefix(sequence(map(Collides, [1, 2, 3, 4, 6]))) == 4
 
 
-def test_blocks_without_content_go_first_then_the_least_recently_used_tail():
+def test_uncached_blocks_are_used_first_then_the_least_recently_used_tail():
     manager = BlockManager(5, 4)
     first = sequence(range(9))  # two full blocks, and one with a single token
     compute(manager, first)
@@ -119,7 +119,7 @@ def test_fork_copies_on_write(length):
     assert copies == [(parent.block_table[-1], child.block_table[-1])] and copies[0][0] != copies[0][1]
     assert child.block_table[:-1] == parent.block_table[:-1]
     manager.check([parent, child])
-    assert manager.allocate(parent, 1) == [], "nobody else has the parent's last block any more"
+    assert manager.allocate(parent, 1) == [], "the parent's last block is no longer shared"
 
 
 def test_check_finds_a_lost_block():
@@ -135,12 +135,12 @@ def blocks_of(llm, request) -> tuple[int, list]:
     return output.num_cached_tokens, output.token_ids
 
 
-def test_requests_share_blocks_exactly_if_their_pictures_are_the_same(checkpoint, make_llm, tmp_path):
+def test_requests_share_blocks_only_if_their_images_are_equal(checkpoint, make_llm, tmp_path):
     llm = make_llm(checkpoint, kvcache_block_size=4)
     image = noise_image(120, 90, 1)
     image.save(tmp_path / "same.png")
     asked = "Describe this image."
-    before = spans_of(llm.processor(ask(image, asked)))[0][0] // 4 * 4  # text before the picture
+    before = spans_of(llm.processor(ask(image, asked)))[0][0] // 4 * 4  # text before the image
     cold, tokens = blocks_of(llm, ask(image, asked))
     whole = (len(llm.processor(ask(image, asked)).token_ids) - 1) // 4 * 4
     assert cold == 0
@@ -148,11 +148,11 @@ def test_requests_share_blocks_exactly_if_their_pictures_are_the_same(checkpoint
     assert blocks_of(llm, ask(image, asked, cache_salt="other"))[0] == 0
     assert blocks_of(llm, ask(noise_image(120, 90, 2), asked))[0] == before
     assert blocks_of(llm, ask(image, asked, max_pixels=60 * 60))[0] == before
-    # Bounds that leave the size as it is are another treatment all the same.
+    # Other bounds are another treatment even if the size stays the same.
     assert blocks_of(llm, ask(image, asked, max_pixels=200 * 200))[0] == before
 
 
-def test_a_grid_of_the_same_number_of_tokens_is_another_picture(checkpoint, make_llm):
+def test_another_grid_with_the_same_number_of_tokens_is_another_image(checkpoint, make_llm):
     llm = make_llm(checkpoint, kvcache_block_size=1)
     pixels = np.zeros((24, 3 * 2 * 14 * 14), dtype=np.float32)
     ids = [llm.engine.model_config.image_token_id] * 6 + [5]

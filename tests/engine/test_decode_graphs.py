@@ -1,4 +1,4 @@
-"""Decode steps padded into fixed buffers, as CUDA graphs need them; captured and replayed for real in test_gpu."""
+"""Decode steps padded into fixed buffers, as CUDA graphs need them; test_gpu captures and replays real graphs."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.helpers.parity import REQUESTS
 
 @pytest.fixture
 def replayed(monkeypatch) -> list[int]:
-    """Compute where a graph would be replayed, on the same buffers; the sizes so computed."""
+    """Compute on the same buffers where a graph would be replayed; returns the sizes."""
     sizes = []
 
     def compute(graphs: DecodeGraphs, size: int) -> None:
@@ -25,7 +25,7 @@ def replayed(monkeypatch) -> list[int]:
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 8, 100, 256, 1000])
-def test_sizes_reach_the_largest_step_there_can_be_but_not_far_beyond(max_num_seqs):
+def test_graph_sizes_cover_every_step_with_little_padding(max_num_seqs):
     sizes = graph_sizes(max_num_seqs)
     assert sizes == sorted(set(sizes)) and sizes[-1] == min(max_num_seqs, 256)
     for S in range(1, sizes[-1] + 1):
@@ -34,19 +34,19 @@ def test_sizes_reach_the_largest_step_there_can_be_but_not_far_beyond(max_num_se
 
 
 @pytest.mark.parametrize("max_num_seqs", [3, 16])
-def test_answers_do_not_change_and_nothing_of_others_is_touched(max_num_seqs, checkpoint, make_llm, replayed):
-    # A small budget, so that prompts are computed, and answers end, one after the other.
+def test_padded_steps_give_the_same_tokens(max_num_seqs, checkpoint, make_llm, replayed):
+    # A small budget, so that prompts are computed, and completions end, one after the other.
     options = {"max_num_seqs": max_num_seqs, "kvcache_block_size": 4, "max_num_batched_tokens": 60}
     requests = list(REQUESTS.values())
     want = run_at_once(make_llm(checkpoint, enforce_eager=True, **options), requests)
     assert not replayed
     llm = make_llm(checkpoint, **options)
-    llm.engine.model_runner.kv_cache[:, :, -1] = float("nan")  # what padding rows see is theirs alone
+    llm.engine.model_runner.kv_cache[:, :, -1] = float("nan")  # padding rows read it, and nothing else does
     assert run_at_once(llm, requests) == want
     assert len(set(replayed)) > 1  # the batch shrank: rows of longer ones became padding
 
 
-def test_a_step_that_is_too_large_or_no_decode_runs_eagerly(checkpoint, make_llm, replayed, monkeypatch):
+def test_a_step_that_is_too_large_or_has_a_prefill_runs_eagerly(checkpoint, make_llm, replayed, monkeypatch):
     monkeypatch.setattr(decode_graphs, "LARGEST", 2)
     llm = make_llm(checkpoint, max_num_seqs=4)
     params = SamplingParams(max_tokens=5, ignore_eos=True)
@@ -57,7 +57,7 @@ def test_a_step_that_is_too_large_or_no_decode_runs_eagerly(checkpoint, make_llm
 
 
 def test_logits_are_those_of_the_eager_step(checkpoint, make_llm, replayed):
-    """But for the rounding of products of more rows: no row sees another."""
+    """Except for rounding, which depends on the number of rows."""
     eager, padded = (make_llm(checkpoint, max_num_seqs=4, enforce_eager=eager) for eager in (True, False))
     for llm in (eager, padded):
         for i in range(3):

@@ -7,8 +7,6 @@ from mmvllm import SamplingParams
 from tests.helpers.requests import ask, noise_image
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
-
-
 GOOD = ask(noise_image(80, 60), "Describe this image.")
 
 

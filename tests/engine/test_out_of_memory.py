@@ -1,4 +1,4 @@
-"""A batch that runs out of memory: nothing is lost, fewer run at once, and that passes."""
+"""A batch that runs out of memory is computed again in smaller parts; no request is lost, and the limit recovers."""
 
 import pytest
 import torch
@@ -11,18 +11,18 @@ from tests.helpers.requests import ask, noise_image
 TOKENS = 8
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
 THREE = SamplingParams(max_tokens=TOKENS, ignore_eos=True, n=3)
-PICTURES = [noise_image(91, 64, 1), noise_image(60, 133, 2)]
+IMAGES = [noise_image(91, 64, 1), noise_image(60, 133, 2)]
 OVERSIZED = noise_image(140, 140, 3)
 REQUESTS = [
     (ask("Count the shapes."), GREEDY),
-    (ask(PICTURES[0], "Describe this image."), THREE),
-    (ask("First: ", PICTURES[1], " then: ", PICTURES[0], " what changed?"), GREEDY),
-    (ask(PICTURES[0], "Describe this image."), GREEDY),
+    (ask(IMAGES[0], "Describe this image."), THREE),
+    (ask("First: ", IMAGES[1], " then: ", IMAGES[0], " what changed?"), GREEDY),
+    (ask(IMAGES[0], "Describe this image."), GREEDY),
     (ask("And now?"), SamplingParams(temperature=1.0, seed=1, max_tokens=TOKENS, ignore_eos=True)),
 ]
 TOO_LARGE = torch.OutOfMemoryError("tried to allocate 8 GiB")
 
-both_ways = pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "ahead"])
+with_and_without_launching_ahead = pytest.mark.parametrize("ahead", [False, True], ids=["synchronous", "ahead"])
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def make(checkpoint, make_llm):
 
 @pytest.fixture
 def expected(make):
-    return answers(make())
+    return completions(make())
 
 
 def add(llm, requests) -> list[str]:
@@ -49,7 +49,7 @@ def add(llm, requests) -> list[str]:
 
 
 def finish(llm) -> dict:
-    """Outputs by request; the books balance after every step."""
+    """Outputs by request id; the invariants of the scheduler hold after every step."""
     outputs = {}
     while not llm.engine.is_finished():
         outputs |= {output.request_id: output for output in llm.engine.step()[0]}
@@ -60,19 +60,19 @@ def finish(llm) -> dict:
     return outputs
 
 
-def answers(llm, requests=REQUESTS) -> list[list[list[int]]]:
-    """Tokens of every answer to requests that all wait before the first step, and of which none may fail."""
+def completions(llm, requests=REQUESTS) -> list[list[list[int]]]:
+    """Tokens of every completion. All requests are added before the first step, and none may fail."""
     ids = add(llm, requests)
     outputs = finish(llm)
     assert [outputs[request_id].error for request_id in ids] == [None] * len(ids)
     return [[completion.token_ids for completion in outputs[request_id].completions] for request_id in ids]
 
 
-def starve(llm, too_much, error=TOO_LARGE, after=False) -> list[int]:
-    """Run out of memory where `too_much(batch)`, perhaps only after all was computed; the sizes that were tried."""
+def limit_memory(llm, too_much, error=TOO_LARGE, after=False) -> list[int]:
+    """Raise `error` for batches with `too_much(batch)`, before or after they run; returns the sizes of all batches."""
     run, sizes = llm.engine.model_runner.run, []
 
-    def starved(batch, *rest):
+    def limited(batch, *rest):
         sizes.append(len(batch.query_lens))
         if too_much(batch):
             if after:
@@ -80,7 +80,7 @@ def starve(llm, too_much, error=TOO_LARGE, after=False) -> list[int]:
             raise error
         return run(batch, *rest)
 
-    llm.engine.model_runner.run = starved
+    llm.engine.model_runner.run = limited
     return sizes
 
 
@@ -93,26 +93,26 @@ def has_oversized(batch) -> bool:
 
 
 def once(too_much):
-    """The same, the first time alone."""
+    """Return a condition that holds only the first time `too_much` does."""
     calls = []
     return lambda batch: too_much(batch) and not calls and not calls.append(None)
 
 
-@both_ways
+@with_and_without_launching_ahead
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("num_seqs", [1, 2, 3])
-def test_answers_are_those_of_an_undisturbed_run(num_seqs, caching, after, ahead, make, expected):
+def test_completions_equal_those_of_a_run_with_enough_memory(num_seqs, caching, after, ahead, make, expected):
     llm = make(ahead, enable_prefix_caching=caching, max_num_seqs=7)
-    sizes = starve(llm, more_than(num_seqs), after=after)
-    assert answers(llm) == expected
-    assert max(sizes) == 5  # all leaders in the first step
+    sizes = limit_memory(llm, more_than(num_seqs), after=after)
+    assert completions(llm) == expected
+    assert max(sizes) == 5  # the first sequence of each request, in the first step
 
 
-@both_ways
+@with_and_without_launching_ahead
 @pytest.mark.parametrize("where", ["run", "tokens"])
 @pytest.mark.parametrize("at", range(TOKENS))
-def test_a_want_of_memory_in_each_step(where, at, ahead, make, expected, monkeypatch):
+def test_out_of_memory_in_each_step(where, at, ahead, make, expected, monkeypatch):
     llm = make(ahead)
     owner = llm.engine.model_runner if where == "run" else Sampled
     original, calls = getattr(owner, where), []
@@ -124,7 +124,7 @@ def test_a_want_of_memory_in_each_step(where, at, ahead, make, expected, monkeyp
         return original(*args)
 
     monkeypatch.setattr(owner, where, failing)
-    assert answers(llm) == expected
+    assert completions(llm) == expected
     assert llm.engine.scheduler.num_preemptions > 0
 
 
@@ -141,47 +141,47 @@ def allocate_on_a_gpu():
 
 
 @pytest.mark.parametrize("allocate", [allocate_on_the_cpu, allocate_in_python, allocate_on_a_gpu])
-def test_every_kind_of_want_of_memory_is_known(allocate, make, expected, monkeypatch, caplog):
+def test_out_of_memory_errors_of_every_kind_are_recognized(allocate, make, expected, monkeypatch, caplog):
     llm = make()
     run = llm.engine.model_runner.run
 
-    def starved(batch, *rest):
+    def limited(batch, *rest):
         if len(batch.query_lens) > 2:
             allocate()
         return run(batch, *rest)
 
-    monkeypatch.setattr(llm.engine.model_runner, "run", starved)
-    assert answers(llm) == expected
+    monkeypatch.setattr(llm.engine.model_runner, "run", limited)
+    assert completions(llm) == expected
     assert "a step of 5 sequences ran out of memory; they compute again, and at most 2 run at once" in caplog.text
 
 
-@both_ways
-def test_another_failure_ends_the_batch_with_errors(ahead, make, expected):
+@with_and_without_launching_ahead
+def test_another_error_fails_the_requests_of_the_batch(ahead, make, expected):
     llm = make(ahead)
-    starve(llm, once(more_than(1)), RuntimeError("an illegal memory access was encountered"))
+    limit_memory(llm, once(more_than(1)), RuntimeError("an illegal memory access was encountered"))
     ids = add(llm, REQUESTS)
     outputs = finish(llm)
     assert all("illegal memory access" in outputs[request_id].error for request_id in ids)
     assert llm.engine.scheduler.seq_limit == llm.engine.config.max_num_seqs
-    assert answers(llm) == expected
+    assert completions(llm) == expected
 
 
-@both_ways
+@with_and_without_launching_ahead
 @pytest.mark.parametrize("error", [TOO_LARGE, MemoryError()])
-def test_when_nothing_ever_fits_each_request_fails_alone(error, ahead, make):
+def test_a_request_that_fails_alone_ends_with_an_error(error, ahead, make):
     llm = make(ahead)
-    sizes = starve(llm, lambda batch: True, error)
+    sizes = limit_memory(llm, lambda batch: True, error)
     ids = add(llm, REQUESTS)
     outputs = finish(llm)
     assert all(type(error).__name__ in outputs[request_id].error for request_id in ids)
     assert sizes == [5, 2, 1, 1, 1, 1, 1]
 
 
-@both_ways
+@with_and_without_launching_ahead
 @pytest.mark.parametrize("place", range(len(REQUESTS) + 1))
-def test_an_oversized_picture_fails_and_its_neighbours_do_not(place, ahead, make, expected):
+def test_a_request_with_an_oversized_image_fails_alone(place, ahead, make, expected):
     llm = make(ahead)
-    sizes = starve(llm, has_oversized)
+    sizes = limit_memory(llm, has_oversized)
     oversized = (ask(OVERSIZED, "Describe this image."), GREEDY)
     ids = add(llm, [*REQUESTS[:place], oversized, *REQUESTS[place:]])
     outputs = finish(llm)
@@ -191,42 +191,42 @@ def test_an_oversized_picture_fails_and_its_neighbours_do_not(place, ahead, make
     assert 1 in sizes
 
 
-@both_ways
-def test_the_limit_grows_by_one_after_so_many_steps(ahead, make, monkeypatch):
+@with_and_without_launching_ahead
+def test_the_limit_recovers_by_one_after_recovery_steps(ahead, make, monkeypatch):
     monkeypatch.setattr("mmvllm.engine.scheduler.RECOVERY_STEPS", 3)
     llm = make(ahead, max_num_seqs=4)
     limits, running = [], []
-    starve(llm, once(more_than(1)))
+    limit_memory(llm, once(more_than(1)))
     llm.engine.on_step = lambda stats: (
         limits.append(llm.engine.scheduler.seq_limit) or running.append(stats.num_running)
     )
     params = SamplingParams(max_tokens=20, ignore_eos=True)
-    answers(llm, [(ask(text), params) for text in "abcdef"])
+    completions(llm, [(ask(text), params) for text in "abcdef"])
     assert limits[:10] == [2, 2, 2, 3, 3, 3, 4, 4, 4, 4] and max(limits) == 4
     assert running[:2] == [0, 2] and running[9] == 4
 
 
-def test_a_second_want_of_memory_halves_what_was_tried(make):
+def test_each_out_of_memory_error_halves_the_batch(make):
     llm = make(max_num_seqs=64)
-    sizes = starve(llm, more_than(2))
-    answers(llm, [(ask("Count the shapes."), GREEDY)] * 12)
+    sizes = limit_memory(llm, more_than(2))
+    completions(llm, [(ask("Count the shapes."), GREEDY)] * 12)
     assert sizes[:4] == [12, 6, 3, 1]
 
 
-def test_two_steps_in_flight_halve_once(make, expected, monkeypatch, caplog):
-    """The second was launched before it came out that the first had failed; it has failed too."""
+def test_two_failed_steps_in_flight_halve_the_batch_once(make, expected, monkeypatch, caplog):
+    """The second step was launched before the failure of the first was known, and fails too."""
     llm, calls = make(ahead=True), []
-    starve(llm, lambda batch: calls.append(None) or len(calls) == 2)
+    limit_memory(llm, lambda batch: calls.append(None) or len(calls) == 2)
     monkeypatch.setattr(Sampled, "tokens", lambda sampled: monkeypatch.undo() or (_ for _ in ()).throw(TOO_LARGE))
-    assert answers(llm) == expected
+    assert completions(llm) == expected
     assert caplog.text.count("ran out of memory") == 1
 
 
-def test_who_waits_for_memory_does_not_keep_others_from_being_launched_ahead(make):
+def test_steps_are_launched_ahead_while_sequences_wait_for_memory(make):
     llm = make(ahead=True)
-    starve(llm, once(more_than(1)))
+    limit_memory(llm, once(more_than(1)))
     add(llm, [REQUESTS[0]] * 4)
-    for _ in range(2):  # taken back, then half of it
+    for _ in range(2):  # the first is rolled back, the second has half of its sequences
         llm.engine.step()
     scheduler = llm.engine.scheduler
     assert len(scheduler.running) == len(scheduler.waiting) == 2 and llm.engine._ahead is not None
@@ -235,21 +235,21 @@ def test_who_waits_for_memory_does_not_keep_others_from_being_launched_ahead(mak
 
 @pytest.mark.parametrize("stored", [0, 1])
 def test_images_count_as_encoded_only_if_they_are(stored, make, expected):
-    """Memory runs out among the pictures of a step: those before are kept, and the others are encoded again."""
+    """Memory runs out after `stored` images of a step: those are kept, the others are encoded again."""
     llm = make(enable_prefix_caching=False)
 
-    class Starved(dict):
-        """Rows by digest, of which only so many find memory at first."""
+    class LimitedRows(dict):
+        """Rows by digest; storing the next after `stored` ones fails once."""
 
         def __setitem__(self, digest, rows):
-            if len(self) == stored and not self.is_fed:
-                self.is_fed = True
+            if len(self) == stored and not self.has_failed:
+                self.has_failed = True
                 raise TOO_LARGE
             super().__setitem__(digest, rows)
 
-        is_fed = False
+        has_failed = False
 
-    llm.engine.model_runner._rows = Starved()
+    llm.engine.model_runner._rows = LimitedRows()
     encoded, encode = [], llm.engine.model_runner._encode
 
     def watched(items):
@@ -257,15 +257,15 @@ def test_images_count_as_encoded_only_if_they_are(stored, make, expected):
         encode(items)
 
     llm.engine.model_runner._encode = watched
-    assert answers(llm) == expected
+    assert completions(llm) == expected
     assert len(set(encoded)) == 2 and len(encoded) == 4 - stored
 
 
-def test_an_answer_aborted_while_its_step_is_taken_back(make, expected):
-    """A step of two that was launched ahead has failed; when that comes out, one of the two has been aborted."""
+def test_an_abort_before_the_failure_of_a_launched_step_is_known(make, expected):
+    """A step of two requests that was launched ahead has failed; one is aborted before that is known."""
     llm = make(ahead=True)
     calls = []
-    starve(llm, lambda batch: calls.append(None) or len(calls) == 3)
+    limit_memory(llm, lambda batch: calls.append(None) or len(calls) == 3)
     kept, aborted = add(llm, [REQUESTS[2], REQUESTS[0]])
     for _ in range(2):
         llm.engine.step()
@@ -274,11 +274,11 @@ def test_an_answer_aborted_while_its_step_is_taken_back(make, expected):
     assert finish(llm)[kept].completions[0].token_ids == expected[2][0]
 
 
-def test_a_long_prompt_does_not_begin_for_ever(make, monkeypatch):
-    """One picture a step and no prefix cache: were its steps to count, another would disturb it before it has ended."""
+def test_a_long_prompt_is_not_restarted_forever(make, monkeypatch):
+    """One image per step, no prefix cache: if prefill steps raised the limit, the prompt would be preempted again."""
     monkeypatch.setattr("mmvllm.engine.scheduler.RECOVERY_STEPS", 2)
     llm = make(enable_prefix_caching=False, max_vision_patches=1, encoder_cache_bytes=24 * 64 * 4)
-    sizes = starve(llm, more_than(1))
+    sizes = limit_memory(llm, more_than(1))
     add(llm, [(ask(*(noise_image(91, 64, seed) for seed in range(6))), GREEDY), REQUESTS[0]])
     for _ in range(100):
         llm.engine.step()

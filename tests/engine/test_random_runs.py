@@ -1,4 +1,4 @@
-"""Randomised runs with aborts, preemptions and failures: the books balance after every step, and nothing is kept."""
+"""Random runs with aborts, preemptions and failures: invariants hold after every step, and nothing leaks."""
 
 import pytest
 import torch
@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from mmvllm import LLM, SamplingParams
 from tests.helpers.requests import ask, noise_image
 
-PICTURES = [noise_image(40, 56, 1), noise_image(91, 64, 2), noise_image(64, 91, 3)]
+IMAGES = [noise_image(40, 56, 1), noise_image(91, 64, 2), noise_image(64, 91, 3)]
 PROMPTS = [
     ask("Count the shapes."),
-    ask(PICTURES[0], "What?"),
-    ask("So: ", PICTURES[1], " and ", PICTURES[2]),
-    ask(PICTURES[2], PICTURES[0], PICTURES[2]),
+    ask(IMAGES[0], "What?"),
+    ask("So: ", IMAGES[1], " and ", IMAGES[2]),
+    ask(IMAGES[2], IMAGES[0], IMAGES[2]),
 ]
 
 ERRORS = [RuntimeError("illegal memory access"), torch.OutOfMemoryError("tried to allocate 8 GiB")]
@@ -40,7 +40,7 @@ def prompts(checkpoint):
     return llm, [llm.processor(prompt) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("looks_ahead", [False, True])
+@pytest.mark.parametrize("launches_ahead", [False, True])
 @settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     actions=st.lists(action, max_size=30),
@@ -49,8 +49,8 @@ def prompts(checkpoint):
     budget=st.sampled_from([1, 5, 17, 4096]),
     caching=st.booleans(),
 )
-def test_books_balance(looks_ahead, actions, block_size, spare_blocks, budget, caching, checkpoint, prompts):
-    # Room for the longest request alone, and a little more.
+def test_invariants_hold(launches_ahead, actions, block_size, spare_blocks, budget, caching, checkpoint, prompts):
+    # Enough blocks for the longest request alone, and some more.
     longest = max(len(prompt.token_ids) for prompt in prompts[1]) + 9
     llm = LLM(
         checkpoint,
@@ -65,7 +65,7 @@ def test_books_balance(looks_ahead, actions, block_size, spare_blocks, budget, c
         skip_warmup=True,
     )
     engine = llm.engine
-    engine._launches_ahead = looks_ahead
+    engine._launches_ahead = launches_ahead
     added, ended = set(), set()
 
     def step():
@@ -104,7 +104,7 @@ def test_books_balance(looks_ahead, actions, block_size, spare_blocks, budget, c
 
 
 def fail_once(engine, when: str, error: RuntimeError) -> None:
-    """Let the next step fail, before or after it has encoded pictures and written KV."""
+    """Make the next step fail, before or after it encodes images and writes KV."""
     run = engine.model_runner.run
 
     def failing(*arguments):

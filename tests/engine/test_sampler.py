@@ -1,4 +1,4 @@
-"""Sampling against transformers' own logits processors, and against the probabilities it should follow."""
+"""Sampling equals the logits processors of transformers and follows the expected probabilities."""
 
 import pytest
 import torch
@@ -12,9 +12,9 @@ V = 97
 EOS = 3
 
 
-def sequence(params: SamplingParams, prompt=(5, 6, 6, 7), answer=(), seed=1) -> Sequence:
+def sequence(params: SamplingParams, prompt=(5, 6, 6, 7), completion=(), seed=1) -> Sequence:
     seq = Sequence(list(prompt), params, request_id="r", block_size=4, seed=seed)
-    for token_id in answer:
+    for token_id in completion:
         seq.append_token(token_id)
     return seq
 
@@ -59,7 +59,7 @@ def test_zero_temperature_is_argmax():
         ),
     ],
 )
-def testdraws_follow_transformers_distribution(params, warpers):
+def test_draws_follow_the_distribution_of_transformers(params, warpers):
     x = logits(1)
     want = x
     for warper in warpers:
@@ -77,7 +77,7 @@ def test_tiny_temperatures_are_nearly_greedy(temperature):
     assert sample(x, [sequence(params) for _ in range(4)]) == x.argmax(-1).tolist()
 
 
-def test_rows_with_different_parameters_do_not_disturb_each_other():
+def test_rows_with_different_parameters_are_independent():
     params = [
         SamplingParams(),
         SamplingParams(temperature=1.0),
@@ -88,7 +88,7 @@ def test_rows_with_different_parameters_do_not_disturb_each_other():
     ]
     x = logits(len(params), seed=4)
     for trial in range(50):
-        seqs = [sequence(p, answer=[1, 1, 2], seed=trial * 10 + i) for i, p in enumerate(params)]
+        seqs = [sequence(p, completion=[1, 1, 2], seed=trial * 10 + i) for i, p in enumerate(params)]
         alone = [sample(x[i : i + 1], [seq])[0] for i, seq in enumerate(seqs)]
         assert sample(x, seqs) == alone
 
@@ -98,14 +98,14 @@ def test_repetition_penalty_equals_transformers():
     params = SamplingParams(repetition_penalty=1.7)
     ids = torch.tensor([[5, 6, 6, 7, 9, 10]])
     want = hf.RepetitionPenaltyLogitsProcessor(1.7)(ids, x.clone())
-    seq = sequence(params, answer=(9, 10))
+    seq = sequence(params, completion=(9, 10))
     assert torch.allclose(_penalize(x, [seq]), want, rtol=1e-6, atol=0)
 
 
-def test_presence_and_frequency_penalties_count_the_answer_only():
+def test_presence_and_frequency_penalties_count_only_the_completion():
     params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
     x = logits(2)
-    got = _penalize(x, [sequence(params, answer=(9, 9, 11)), sequence(SamplingParams())])
+    got = _penalize(x, [sequence(params, completion=(9, 9, 11)), sequence(SamplingParams())])
     want = x.clone()
     want[0, 9] -= 0.5 + 2 * 0.25
     want[0, 11] -= 0.5 + 0.25
@@ -117,12 +117,12 @@ def test_min_tokens_forbids_every_end():
     x[0, EOS], x[0, 8], x[0, 20] = 9.0, 8.0, 7.0
     params = SamplingParams(min_tokens=2, stop_token_ids=[8])
     assert sample(x, [sequence(params)]) == [20]
-    assert sample(x, [sequence(params, answer=(20,))]) == [20]
-    assert sample(x, [sequence(params, answer=(20, 20))]) == [EOS]
+    assert sample(x, [sequence(params, completion=(20,))]) == [20]
+    assert sample(x, [sequence(params, completion=(20, 20))]) == [EOS]
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
-def test_logprobs_are_the_models_own(count):
+def test_logprobs_are_those_of_the_logits_before_penalties(count):
     x = logits(2)
     params = SamplingParams(logprobs=count, repetition_penalty=1.3)
     token, plain = Sampler(frozenset([EOS]))(x, [sequence(params), sequence(SamplingParams())]).tokens()
@@ -133,7 +133,7 @@ def test_logprobs_are_the_models_own(count):
     assert plain.logprobs is None
 
 
-def test_a_uniform_at_the_very_end_stilldraws_a_possible_token():
+def test_the_largest_uniform_draws_a_possible_token():
     x = torch.full((1, V), -50.0)
     x[0, 40] = 0.0
     params = SamplingParams(temperature=1.0, top_k=1)
@@ -153,10 +153,10 @@ def test_a_uniform_at_the_very_end_stilldraws_a_possible_token():
         {"temperature": 1.0, "min_tokens": 1, "stop_token_ids": [V, 10**9]},
     ],
 )
-def test_extreme_parametersdraw_a_token_and_spare_the_neighbours(extreme):
+def test_extreme_parameters_draw_a_token_and_do_not_affect_other_rows(extreme):
     x = logits(2, scale=10.0)
     mild = sequence(SamplingParams(temperature=1.0))
-    tokens = sample(x, [sequence(SamplingParams(**extreme), answer=() if "min_tokens" in extreme else (5,)), mild])
+    tokens = sample(x, [sequence(SamplingParams(**extreme), completion=() if "min_tokens" in extreme else (5,)), mild])
     assert 0 <= tokens[0] < V and tokens[1] == sample(x[1:], [mild])[0]
     if extreme.get("temperature") == 1e-50 or extreme.get("top_p") == 1e-50:
         assert tokens[0] == x[0].argmax()

@@ -12,7 +12,7 @@ from mmvllm.models.weights import BUNDLED
 SMALL_PIXELS = {"min_pixels": 56 * 56, "max_pixels": 140 * 140}
 
 
-# Shapes that differ where code goes wrong: the ratio of query to KV heads, odd depths, tied and untied heads, sections.
+# The ratio of query to KV heads, the depth, tied embeddings and the M-RoPE sections vary.
 SHAPES = {
     "gqa2-tied": {"heads": 4, "kv_heads": 2, "layers": 2, "depth": 3, "section": [2, 3, 3], "tied": True},
     "gqa3-untied": {"heads": 6, "kv_heads": 2, "layers": 3, "depth": 1, "section": [4, 2, 2], "tied": False},
@@ -45,7 +45,7 @@ def make_checkpoint(folder: Path, shape: str) -> Path:
     )
     model = Qwen2VLForConditionalGeneration(config)
     for name, parameter in model.named_parameters():
-        # Wide enough that logits differ and answers are not one token repeated.
+        # Wide enough for logits to differ, so that completions do not repeat one token.
         parameter.data.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.15)
     model.generation_config.eos_token_id = config.text_config.eos_token_id
     model.save_pretrained(folder)

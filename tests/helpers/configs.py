@@ -1,4 +1,4 @@
-"""Configs compared with transformers' own."""
+"""Compare a parsed config with the one of transformers."""
 
 from dataclasses import fields
 
@@ -11,7 +11,7 @@ DECODER = ("hidden_size", "intermediate_size", "max_position_embeddings", "num_a
 
 
 def assert_equals_transformers(folder) -> ModelConfig:
-    """Every value that transformers' own config has too."""
+    """Compare every value that both configs have."""
     got, want = load_config(folder), AutoConfig.from_pretrained(folder)
     text = want.get_text_config()
     for name in set(DECODER) - {"eos_token_id", "hidden_act"}:

@@ -1,4 +1,4 @@
-"""Engines driven and checked step by step."""
+"""Run engines step by step and check their state."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Encoded images, and how they are processed."""
+"""Random images, encoded files, and image processor settings."""
 
 import io
 from dataclasses import replace
@@ -12,7 +12,7 @@ from mmvllm.processors.image import ImageProcessorConfig
 
 
 def noise(width: int, height: int, channels: int = 3, seed: int = 0) -> np.ndarray:
-    """(height, width, channels) uint8, all levels and every pixel another."""
+    """Uniform noise: (height, width, channels) uint8."""
     return np.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=np.uint8)
 
 
@@ -23,11 +23,9 @@ def encode(image: Image.Image, file_format: str = "PNG", **options) -> bytes:
 
 
 RGB = noise(13, 7)
-
-
 PNG = encode(Image.fromarray(RGB))
 
 
 def image_config(**settings: Any) -> ImageProcessorConfig:
-    """Qwen2-VL's, but for the given settings."""
+    """The settings of Qwen2-VL, except for the given ones."""
     return replace(IMAGE_DEFAULTS, **settings)

@@ -1,4 +1,4 @@
-"""Files that are built byte by byte, and what is loaded from them."""
+"""Image files built byte by byte, and the pixels loaded from them."""
 
 import struct
 import zlib
@@ -9,7 +9,7 @@ from mmvllm.processors.load import load_image
 
 
 def levels(source) -> np.ndarray:
-    """(height, width, 3) of what is loaded."""
+    """Pixels of a loaded image: (height, width, 3) uint8."""
     loaded = load_image(source)
     assert loaded.mode == "RGB"
     return np.asarray(loaded)
@@ -26,7 +26,7 @@ def rotated(orientation: int) -> tuple[int, int, bytes]:
 
 
 def png(width: int, height: int, depth: int, colour_type: int, rows: bytes) -> bytes:
-    """A PNG by the book: 0 is grey, 2 RGB, 6 RGBA; `rows` is packed, without filter bytes."""
+    """A PNG built from its chunks. Colour type 0 is grey, 2 RGB, 6 RGBA; `rows` is packed, without filter bytes."""
     stride = len(rows) // height if height else 0
     filtered = b"".join(b"\0" + rows[i * stride : (i + 1) * stride] for i in range(height if rows else 0))
     header = struct.pack(">IIBBBBB", width, height, depth, colour_type, 0, 0, 0)

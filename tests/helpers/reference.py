@@ -1,4 +1,4 @@
-"""transformers as the reference, and errors measured against float64."""
+"""Reference results of transformers, and errors relative to float64."""
 
 from math import prod
 from pathlib import Path
@@ -11,19 +11,19 @@ from mmvllm import SamplingParams
 
 
 class Reference:
-    """transformers' own tokenizer, picture processor and model, in float32, one request at a time."""
+    """The tokenizer, image processor and model of transformers, in float32, one request at a time."""
 
     def __init__(self, folder: Path):
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.images = Qwen2VLImageProcessorPil.from_pretrained(folder)
+        self.image_processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
         self.model = Qwen2VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
         self.image_token_id = self.model.config.image_token_id
 
     def inputs(self, request: dict) -> dict:
-        """What transformers' Qwen2VLProcessor returns (it cannot be built itself without torchvision)."""
-        pictures = [part["image"] for m in request["messages"] for part in m["content"] if "image" in part]
+        """What transformers' Qwen2VLProcessor returns, which cannot be constructed without torchvision."""
+        images = [part["image"] for m in request["messages"] for part in m["content"] if "image" in part]
         text = self.tokenizer.apply_chat_template(request["messages"], tokenize=False, add_generation_prompt=True)
-        made = dict(self.images(pictures, return_tensors="pt")) if pictures else {}
+        made = dict(self.image_processor(images, return_tensors="pt")) if images else {}
         for grid in made.get("image_grid_thw", []):
             text = text.replace("<|image_pad|>", "<|placeholder|>" * (prod(grid.tolist()) // 4), 1)
         made["input_ids"] = self.tokenizer(
@@ -34,7 +34,7 @@ class Reference:
 
     @torch.inference_mode()
     def generate(self, request: dict, max_tokens: int = 32) -> list[int]:
-        """Greedy tokens, past any end-of-sequence token."""
+        """Greedy tokens; end-of-sequence tokens are ignored."""
         inputs = self.inputs(request)
         self.model.model.rope_deltas = None
         out = self.model.generate(

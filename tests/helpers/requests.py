@@ -1,4 +1,4 @@
-"""Requests, images for them, and what was prepared of them."""
+"""Requests with random images, and parts of prepared prompts."""
 
 import numpy as np
 from PIL import Image
@@ -13,11 +13,21 @@ def noise_image(width: int, height: int, seed: int = 0) -> Image.Image:
 
 
 def ask(*parts, **keys) -> dict:
-    """A request with one user turn of strings and images, in that order."""
+    """A request with one user turn of the given strings and images."""
     content = [
         {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
     ]
     return {"messages": [{"role": "user", "content": content}], **keys}
+
+
+def user(*content) -> dict:
+    """A request with one user turn of the given content parts."""
+    return {"messages": [{"role": "user", "content": list(content)}]}
+
+
+def text(string: str) -> dict:
+    """A content part of text."""
+    return {"type": "text", "text": string}
 
 
 def spans_of(prompt: EngineInput) -> list[Span]:

@@ -1,4 +1,4 @@
-"""The published checkpoints' own configs, weight names and tokenizers; their weights are not needed.
+"""Configs, weight names and tokenizers of the published checkpoints; their weights are not needed.
 
 MMVLLM_CHECKPOINT_METADATA names a folder that has, per checkpoint, a folder with the repository's small files.
 """
@@ -56,7 +56,7 @@ def index_of(name: str) -> dict:
 
 
 def transformers_shapes(name: str) -> dict[str, torch.Size]:
-    """The shapes of transformers' own model, by the names that are published."""
+    """Shapes of the model in transformers, by published tensor name."""
     with torch.device("meta"):
         model = Qwen2VLForConditionalGeneration(AutoConfig.from_pretrained(ROOT / name))
     return {
@@ -65,8 +65,8 @@ def transformers_shapes(name: str) -> dict[str, torch.Size]:
     }
 
 
-def write_hollow(path: Path, shapes: dict[str, torch.Size]) -> None:
-    """A bfloat16 safetensors file of these shapes, all zeros that take no room on the disk."""
+def write_sparse_zeros(path: Path, shapes: dict[str, torch.Size]) -> None:
+    """A bfloat16 safetensors file of these shapes, all zeros, as a sparse file."""
     header, end = {}, 0
     for name, shape in shapes.items():
         start, end = end, end + 2 * prod(shape)
@@ -77,14 +77,14 @@ def write_hollow(path: Path, shapes: dict[str, torch.Size]) -> None:
 
 
 @pytest.mark.parametrize("name", [SMALL, BIG])
-def test_every_published_tensor_fills_one_place_and_no_place_is_left(name, tmp_path):
-    """Loads a checkpoint with the published names, shards and shapes, but without values, onto the meta device."""
+def test_published_tensors_and_parameters_match_one_to_one(name, tmp_path):
+    """Loads a checkpoint with the published names, shards and shapes onto the meta device."""
     index, shapes = index_of(name), transformers_shapes(name)
     shards = defaultdict(dict)
     for tensor, file in index["weight_map"].items():
         shards[file][tensor] = shapes[tensor]
     for file, inside in shards.items():
-        write_hollow(tmp_path / file, inside)
+        write_sparse_zeros(tmp_path / file, inside)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     num_values = sum(prod(shapes[tensor]) for tensor in index["weight_map"])
     assert 2 * num_values == index["metadata"]["total_size"]
@@ -94,9 +94,9 @@ def test_every_published_tensor_fills_one_place_and_no_place_is_left(name, tmp_p
 
 
 @pytest.fixture(scope="module", params=[SMALL, BIG])
-def shrunken(request, tmp_path_factory):
+def tiny(request, tmp_path_factory):
     """The name of a checkpoint, and an LLM with its tokenizer, template and ids over a tiny model of random weights."""
-    folder = tmp_path_factory.mktemp("shrunken")
+    folder = tmp_path_factory.mktemp("tiny")
     for path in (ROOT / request.param).iterdir():
         if path.name != "config.json" and "index" not in path.name:
             (folder / path.name).symlink_to(path)
@@ -112,14 +112,14 @@ def shrunken(request, tmp_path_factory):
 
 
 def reference_ids(name: str, request: dict) -> list[int]:
-    """What transformers' processor makes of a request with the checkpoint's own files."""
+    """Token ids by the processing of transformers, with the checkpoint's files."""
     tokenizer = AutoTokenizer.from_pretrained(ROOT / name)
     template = json.loads((ROOT / name / "chat_template.json").read_text())["chat_template"]
     text = tokenizer.apply_chat_template(
         request["messages"], chat_template=template, tokenize=False, add_generation_prompt=True
     )
-    pictures = [part["image"] for message in request["messages"] for part in message["content"] if "image" in part]
-    grids = Qwen2VLImageProcessorPil.from_pretrained(ROOT / name)(pictures)["image_grid_thw"] if pictures else []
+    images = [part["image"] for message in request["messages"] for part in message["content"] if "image" in part]
+    grids = Qwen2VLImageProcessorPil.from_pretrained(ROOT / name)(images)["image_grid_thw"] if images else []
     for grid in grids:
         text = text.replace("<|image_pad|>", "<|placeholder|>" * (prod(map(int, grid)) // 4), 1)
     return tokenizer(text.replace("<|placeholder|>", "<|image_pad|>"))["input_ids"]
@@ -133,13 +133,13 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("kind", REQUESTS)
-def test_ids_equal_transformers(kind, shrunken):
-    name, llm = shrunken
+def test_ids_equal_transformers(kind, tiny):
+    name, llm = tiny
     assert llm.processor(REQUESTS[kind]).token_ids == reference_ids(name, REQUESTS[kind])
 
 
-def test_special_tokens_have_their_published_ids(shrunken):
-    llm = shrunken[1]
+def test_special_tokens_have_their_published_ids(tiny):
+    llm = tiny[1]
     assert llm.tokenizer(MARKED_UP)["input_ids"] == MARKED_UP_IDS
     assert llm.tokenizer.decode(MARKED_UP_IDS, skip_special_tokens=True) == "user\nDescribe this image.\n"
     ids = llm.processor(REQUESTS["one"]).token_ids
@@ -148,8 +148,8 @@ def test_special_tokens_have_their_published_ids(shrunken):
     assert ids[start - 3 : start] == MARKED_UP_IDS[:3] and ids[end : end + 7] == MARKED_UP_IDS[5:]
 
 
-def test_an_engine_with_published_ids_answers_about_pictures(shrunken):
-    llm = shrunken[1]
+def test_an_engine_with_published_ids_generates_for_images(tiny):
+    llm = tiny[1]
     assert llm.engine.executor.sampler.eos_token_ids == {151645, 151643}
     outputs = llm.generate_multimodal(list(REQUESTS.values()), SamplingParams(max_tokens=2, ignore_eos=True))
     assert [len(output.token_ids) for output in outputs] == [2, 2, 2]

@@ -44,36 +44,28 @@ FLAT = {  # the layout of the published checkpoints
 }
 
 
-DECODER += ("num_key_value_heads", "rms_norm_eps", "vocab_size", "eos_token_id", "hidden_act")
+DECODER_KEYS = (*DECODER, "num_key_value_heads", "rms_norm_eps", "vocab_size", "eos_token_id", "hidden_act")
 
 
 NESTED = {  # the layout that transformers 5 saves
     **{key: FLAT[key] for key in ("architectures", "model_type", "image_token_id", "tie_word_embeddings")},
     "dtype": "bfloat16",
     "text_config": {
-        **{key: FLAT[key] for key in DECODER},
+        **{key: FLAT[key] for key in DECODER_KEYS},
         "model_type": "qwen2_vl_text",
         "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 3, 3]},
     },
     "vision_config": FLAT["vision_config"],
 }
-
-
 SPARSE = {**FLAT, "vision_config": {"hidden_size": 64, "in_chans": 3, "model_type": "qwen2_vl"}}
-
-
 UNTIED = {key: value for key, value in FLAT.items() if key != "tie_word_embeddings"}
-
-
 TEXT_ONLY = {
-    **{key: FLAT[key] for key in DECODER},
+    **{key: FLAT[key] for key in DECODER_KEYS},
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
     "rope_theta": 5000.0,
     "torch_dtype": "float16",
 }
-
-
 LAYOUTS = {"flat": FLAT, "nested": NESTED, "sparse vision": SPARSE, "untied": UNTIED, "text-only": TEXT_ONLY}
 
 
@@ -108,16 +100,16 @@ def test_every_layout_equals_transformers(layout, folder_of):
     assert got.eos_token_ids == {45}
 
 
-def test_flat_layout_and_nested_layout_are_the_same_model(folder_of):
+def test_the_flat_and_the_nested_layout_give_the_same_config(folder_of):
     assert load_config(folder_of(FLAT)) == load_config(folder_of(NESTED))
 
 
-def test_saved_by_transformers_equals_transformers(checkpoints):
+def test_a_config_saved_by_transformers_equals_transformers(checkpoints):
     for shape in ("gqa2-tied", "gqa3-untied"):
         assert_equals_transformers(checkpoints(shape))
 
 
-def test_sparse_vision_config_takes_the_class_defaults(folder_of):
+def test_missing_vision_values_have_the_defaults_of_transformers(folder_of):
     vision = load_config(folder_of(SPARSE)).vision
     assert (vision.depth, vision.embed_dim, vision.num_heads, vision.head_dim) == (32, 1280, 16, 80)
     assert vision.patch_dim == 3 * 2 * 14 * 14
@@ -140,7 +132,7 @@ def test_derived_sizes(folder_of):
     ],
 )
 @pytest.mark.parametrize("layout", ["flat", "nested"])
-def test_eos_ids_come_from_the_generation_config_first(layout, generation, want, folder_of):
+def test_eos_ids_of_the_generation_config_have_precedence(layout, generation, want, folder_of):
     assert load_config(folder_of(LAYOUTS[layout], generation)).eos_token_ids == want
 
 
@@ -170,13 +162,13 @@ def test_eos_ids_come_from_the_generation_config_first(layout, generation, want,
     ],
     ids=lambda value: ".".join(value) if isinstance(value, tuple) else "",
 )
-def test_null_means_what_leaving_out_means(config, keys, same_as, folder_of):
+def test_null_means_absent(config, keys, same_as, folder_of):
     want = load_config(folder_of(same_as))
     assert load_config(folder_of(with_value(config, None, *keys))) == want
 
 
-def test_vision_model_without_a_vision_config_is_still_one(folder_of):
-    """transformers takes the class defaults then; ours must not serve it as a text-only model."""
+def test_a_vision_model_without_a_vision_config_has_the_default_vit(folder_of):
+    """transformers uses its defaults then; the model must not be served as text-only."""
     big = {**FLAT, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
     del big["vision_config"], big["rope_scaling"], big["image_token_id"]
     config = load_config(folder_of(big))
@@ -184,7 +176,7 @@ def test_vision_model_without_a_vision_config_is_still_one(folder_of):
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
-def test_quantization_is_noted(method, folder_of):
+def test_the_quantization_method_is_recorded(method, folder_of):
     config = {**FLAT, "quantization_config": {"quant_method": method, "bits": 4}}
     assert load_config(folder_of(config)).quantization == method
     assert load_config(folder_of(FLAT)).quantization is None
@@ -256,7 +248,7 @@ def test_all_missing_values_are_named(folder_of):
     ],
     ids=str,
 )
-def test_what_cannot_be_served_is_refused(keys, value, match, folder_of):
+def test_unsupported_values_are_refused(keys, value, match, folder_of):
     with pytest.raises(ValueError, match=r"config\.json: .*" + match):
         load_config(folder_of(with_value(FLAT, value, *keys)))
 
@@ -272,7 +264,7 @@ def test_what_cannot_be_served_is_refused(keys, value, match, folder_of):
     ],
     ids=lambda config: (config.get("architectures") or [config.get("model_type", "nothing")])[0],
 )
-def test_another_architecture_is_refused_before_its_values(config, folder_of):
+def test_an_unsupported_architecture_is_refused_before_its_values_are_checked(config, folder_of):
     name = (config.get("architectures") or [config.get("model_type", "unknown")])[0]
     supported = "Qwen2VLForConditionalGeneration, Qwen2ForCausalLM"
     with pytest.raises(ValueError, match=f"architecture '{name}' is not supported; supported: {supported}"):

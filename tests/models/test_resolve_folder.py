@@ -13,8 +13,8 @@ from mmvllm import LLM
 from mmvllm.models.weights import BUNDLED, resolve_folder
 
 
-class Trap:
-    """Unpickling one writes a file."""
+class WritesFile:
+    """Unpickling an instance creates a file."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -26,15 +26,15 @@ class Trap:
 def test_pickled_weights_are_refused_and_not_unpickled(copy_of, tmp_path):
     folder = copy_of("gqa2-tied")
     (folder / "model.safetensors").unlink()
-    sprung = tmp_path / "sprung"
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(sprung)))
+    created = tmp_path / "created"
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(WritesFile(created)))
     with pytest.raises(
         ValueError, match=r"no \*\.safetensors weights \(found: .*pytorch_model\.bin.*\); mmvllm loads no"
     ):
         LLM(folder)
-    assert not sprung.exists()
+    assert not created.exists()
     pickle.loads((folder / "pytorch_model.bin").read_bytes())
-    assert sprung.exists()  # the trap works
+    assert created.exists()  # unpickling does create the file
 
 
 def test_an_empty_folder_is_refused(tmp_path):
@@ -42,7 +42,7 @@ def test_an_empty_folder_is_refused(tmp_path):
         LLM(tmp_path)
 
 
-def test_no_model_is_the_bundled_one_and_a_folder_is_itself(tmp_path, monkeypatch):
+def test_no_model_means_the_bundled_one_and_a_folder_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine").mkdir()
     assert resolve_folder(None) == BUNDLED
@@ -51,34 +51,34 @@ def test_no_model_is_the_bundled_one_and_a_folder_is_itself(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "./absent", "../absent/model", "a b/c", "a/b/c", "x" * 100])
-def test_what_is_neither_folder_nor_hub_id_is_refused(model, tmp_path, monkeypatch):
+def test_a_name_that_is_neither_folder_nor_hub_id_is_refused(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError) as error:
         LLM(model)
     assert str(error.value) == f"model {model!r} is neither a local folder nor a hub id like 'Qwen/Qwen2-VL-2B'"
 
 
-@pytest.mark.parametrize("model", ["~nobody-here/model", "x" * 300], ids=["unknown home", "name too long"])
-def test_a_name_that_no_folder_can_have_is_refused(model):
+@pytest.mark.parametrize("model", ["~no-such-user/model", "x" * 300], ids=["unknown home", "name too long"])
+def test_an_impossible_folder_name_is_refused(model):
     with pytest.raises(
         ValueError, match=f"model '{model}' is not a local folder and cannot be downloaded from the hub: "
     ):
         LLM(model)
 
 
-def test_an_empty_name_is_the_current_folder(tmp_path, monkeypatch):
+def test_an_empty_name_means_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"not a checkpoint folder, it has no config\.json"):
         LLM("")
 
 
-def test_a_weight_file_is_no_model(checkpoint):
+def test_a_weight_file_is_refused(checkpoint):
     with pytest.raises(ValueError, match=r"is neither a local folder nor a hub id like 'Qwen/Qwen2-VL-2B"):
         LLM(checkpoint / "model.safetensors")
 
 
 def test_hub_ids_offline(checkpoint, tmp_path):
-    """A cached one is its snapshot folder, another a clear error; the mode is read when the library is imported."""
+    """A cached id gives its snapshot folder, another an error. A new process, because the mode is read at import."""
     snapshot = tmp_path / "models--tiny--cached" / "snapshots" / "0123456789"
     shutil.copytree(checkpoint, snapshot)
     (tmp_path / "models--tiny--cached" / "refs").mkdir()

@@ -11,14 +11,12 @@ from mmvllm.models.weights import BUNDLED
 from tests.helpers.requests import ask, noise_image
 
 GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
-
-
 PROMPTS = [[5, 9, 200, 31], [700], list(range(40, 77))]
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def text_only(request, tmp_path_factory):
-    """A text-only checkpoint as transformers saves it, and transformers' own model of it."""
+    """A text-only checkpoint saved by transformers, and its model in transformers."""
     torch.manual_seed(11)
     config = Qwen2Config(
         vocab_size=768,
@@ -42,7 +40,7 @@ def text_only(request, tmp_path_factory):
     return folder, model
 
 
-def test_text_only_checkpoint_gives_transformers_tokens(text_only, make_llm):
+def test_text_only_checkpoint_generates_the_tokens_of_transformers(text_only, make_llm):
     folder, model = text_only
     outputs = make_llm(folder).generate(PROMPTS, GREEDY)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
@@ -53,10 +51,10 @@ def test_text_only_checkpoint_gives_transformers_tokens(text_only, make_llm):
         assert len(set(output.token_ids)) > 4  # not one token repeated
 
 
-def test_text_only_checkpoint_answers_chats_and_refuses_pictures(text_only, make_llm):
+def test_text_only_checkpoint_takes_chats_and_refuses_images(text_only, make_llm):
     llm = make_llm(text_only[0], skip_warmup=False)
-    (answer,) = llm.generate_multimodal([ask("Hello")], SamplingParams(max_tokens=3, ignore_eos=True))
-    assert len(answer.token_ids) == 3
+    (output,) = llm.generate_multimodal([ask("Hello")], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert len(output.token_ids) == 3
     with pytest.raises(ValueError, match="request 0: this checkpoint is text-only, it cannot take images"):
         llm.generate_multimodal([ask(noise_image(64, 64), "What?")])
     refused, fine = llm.generate_multimodal(
@@ -64,4 +62,4 @@ def test_text_only_checkpoint_answers_chats_and_refuses_pictures(text_only, make
         SamplingParams(max_tokens=3, ignore_eos=True),
         on_error="return",
     )
-    assert "text-only" in refused.error and fine.token_ids == answer.token_ids
+    assert "text-only" in refused.error and fine.token_ids == output.token_ids

@@ -14,12 +14,9 @@ from tests.helpers.weights import assert_same, load, state
 GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
 
 
-CPU = torch.device("cpu")
-
-
 @pytest.fixture
 def bare(checkpoint, tmp_path) -> Path:
-    """Only config and tokenizer."""
+    """A folder with only the config and the tokenizer."""
     folder = tmp_path / "bare"
     folder.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -37,7 +34,7 @@ def test_dummy_weights_need_only_config_and_tokenizer(bare, make_llm):
         make_llm(bare)
 
 
-def test_dummy_weights_are_the_seeds(bare):
+def test_dummy_weights_depend_only_on_the_seed(bare):
     def weights(seed: int) -> dict[str, torch.Tensor]:
         return load(bare, load_format="dummy", seed=seed).state_dict()
 
@@ -48,7 +45,7 @@ def test_dummy_weights_are_the_seeds(bare):
     weights(2**64 + 5)
 
 
-def test_quantized_weights_are_refused_but_dummy_ones_are_not(copy_of):
+def test_quantized_weights_are_refused_except_as_dummy_weights(copy_of):
     folder = copy_of("gqa2-tied", config=lambda c: c | {"quantization_config": {"quant_method": "awq", "bits": 4}})
     with pytest.raises(ValueError, match="is awq-quantized, which is not supported; use the original weights"):
         load(folder)

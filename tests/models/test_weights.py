@@ -10,8 +10,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers.weights import assert_same, load, state
 
-CPU = torch.device("cpu")
-
 
 def renamed(**prefixes: str):
     """Rename tensors by the first prefix that fits; `__` stands for a dot."""
@@ -42,7 +40,7 @@ def test_names_of_every_layout_give_the_same_model(shape, rename, checkpoints, c
 
 
 def test_every_parameter_comes_from_the_checkpoint(checkpoint):
-    """The values, not only the names: each checkpoint tensor is found again in the model."""
+    """Each tensor of the checkpoint is found in the model by its values, not only by its name."""
     tensors, model = load_file(checkpoint / "model.safetensors"), load(checkpoint)
     parameters = dict(model.named_parameters())
     assert sum(p.numel() for p in parameters.values()) == sum(t.numel() for t in tensors.values())
@@ -60,7 +58,7 @@ def test_every_parameter_comes_from_the_checkpoint(checkpoint):
 
 
 def shard(folder: Path, num_shards: int, index: bool = True) -> Path:
-    """Split the folder's weights into shards, with or without the index that says so."""
+    """Split the folder's weights into shards, with or without an index file."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = [f"model-{i + 1:05}-of-{num_shards:05}.safetensors" for i in range(num_shards)]
@@ -77,13 +75,13 @@ def test_shards_give_the_same_model(index, checkpoint, copy_of):
     assert_same(state(shard(copy_of("gqa2-tied"), 3, index)), state(checkpoint))
 
 
-def test_files_that_the_index_does_not_name_are_left_alone(checkpoint, copy_of):
+def test_files_that_the_index_does_not_name_are_ignored(checkpoint, copy_of):
     folder = shard(copy_of("gqa2-tied"), 2)
     save_file({"model.norm.weight": torch.zeros(64)}, folder / "consolidated.safetensors")
     assert_same(state(folder), state(checkpoint))
 
 
-def test_files_beside_model_safetensors_are_left_alone(checkpoint, copy_of):
+def test_files_beside_model_safetensors_are_ignored(checkpoint, copy_of):
     folder = copy_of("gqa2-tied")
     save_file({"model.norm.weight": torch.zeros(64)}, folder / "adapter.safetensors")
     assert_same(state(folder), state(checkpoint))
@@ -104,7 +102,7 @@ def test_a_damaged_index_is_named(text, copy_of):
         load(folder)
 
 
-@pytest.mark.parametrize("length", [0, 4, 100, -1000], ids=["empty", "half a length", "half a header", "short of data"])
+@pytest.mark.parametrize("length", [0, 4, 100, -1000], ids=["empty", "half length", "half header", "no data"])
 def test_a_truncated_file_is_named(length, copy_of):
     path = copy_of("gqa2-tied") / "model.safetensors"
     path.write_bytes(path.read_bytes()[:length])
@@ -112,14 +110,14 @@ def test_a_truncated_file_is_named(length, copy_of):
         load(path.parent)
 
 
-def test_a_git_lfs_pointer_is_no_checkpoint(copy_of):
+def test_a_git_lfs_pointer_is_refused(copy_of):
     path = copy_of("gqa2-tied") / "model.safetensors"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
         load(path.parent)
 
 
-def test_what_a_tied_checkpoint_does_not_need_is_ignored(checkpoint, copy_of):
+def test_tensors_that_a_tied_checkpoint_does_not_need_are_ignored(checkpoint, copy_of):
     extra = {
         "lm_head.weight": torch.full((768, 64), 7.0),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
@@ -128,7 +126,7 @@ def test_what_a_tied_checkpoint_does_not_need_is_ignored(checkpoint, copy_of):
     assert_same(state(copy_of("gqa2-tied", lambda tensors: tensors | extra)), state(checkpoint))
 
 
-def test_an_untied_checkpoint_uses_its_head(checkpoints):
+def test_an_untied_checkpoint_uses_its_lm_head(checkpoints):
     assert torch.equal(
         state(checkpoints("gqa3-untied"))["lm_head.weight"],
         load_file(checkpoints("gqa3-untied") / "model.safetensors")["lm_head.weight"],
@@ -148,7 +146,7 @@ def test_an_untied_checkpoint_uses_its_head(checkpoints):
         ("gqa2-tied", "visual.merger.mlp.0.weight"),
     ],
 )
-def test_a_missing_tensor_is_called_what_checkpoints_call_it(shape, name, copy_of):
+def test_a_missing_tensor_is_named_as_in_checkpoints(shape, name, copy_of):
     folder = copy_of(shape, lambda tensors: {key: tensors[key] for key in tensors if key != name})
     with pytest.raises(ValueError, match=rf"does not match its config\.json: missing tensors \(1\): {name}$"):
         load(folder)
@@ -164,7 +162,7 @@ def test_an_extra_tensor_is_named(name, copy_of):
         load(folder)
 
 
-def test_a_tensor_that_comes_under_two_names_is_named(copy_of):
+def test_a_tensor_under_two_names_is_named(copy_of):
     folder = copy_of("gqa2-tied", lambda tensors: tensors | {"model.language_model.norm.weight": torch.ones(64)})
     with pytest.raises(ValueError, match=r"belong to no parameter or come twice \(1\): model\.norm\.weight$"):
         load(folder)
@@ -187,7 +185,7 @@ def test_a_misshapen_tensor_is_named_with_both_shapes(name, shape, needed, copy_
     assert str(error.value).endswith(f"tensors of the wrong shape (1): {name} is {shape}, needs {needed}")
 
 
-def test_all_problems_are_told_at_once_but_not_all_names(copy_of):
+def test_all_problems_are_listed_with_some_of_the_names(copy_of):
     rename = renamed(model__layers__1="model.layers.7", visual__blocks__0__attn__qkv="visual.blocks.0.attn.Wqkv")
     match = r"missing tensors \(14\): .*, \.\.\.; tensors that belong to no .* \(14\): .*, \.\.\.$"
     with pytest.raises(ValueError, match=match) as error:
@@ -195,7 +193,7 @@ def test_all_problems_are_told_at_once_but_not_all_names(copy_of):
     assert len(re.findall(r"\.weight|\.bias", str(error.value))) == 10
 
 
-def test_a_vision_config_that_the_weights_lack_is_a_mismatch(copy_of):
+def test_missing_vision_weights_are_a_mismatch(copy_of):
     folder = copy_of("gqa2-tied", lambda tensors: {k: v for k, v in tensors.items() if not k.startswith("visual.")})
     with pytest.raises(ValueError, match=r"missing tensors \(\d+\): visual\.patch_embed\.proj\.weight, "):
         load(folder)

@@ -20,29 +20,13 @@ from mmvllm.models.weights import BUNDLED
 from mmvllm.processors.chat import ForeignProcessor, Processor
 from mmvllm.processors.image import ImageProcessor, normalize_patches
 from tests.helpers.images import image_config
-from tests.helpers.requests import ask, digests_of, grids_of, noise_image, patches_of, spans_of
+from tests.helpers.requests import ask, digests_of, grids_of, noise_image, patches_of, spans_of, text, user
 
 IMAGE = json.loads((BUNDLED / "config.json").read_text())["image_token_id"]
-
-
 RULES = FAMILY.media_rules(load_config(BUNDLED))
-
-
 CONFIG = image_config(min_pixels=112 * 112, max_pixels=196 * 196)
-
-
 A, B, C = noise_image(200, 120, 1), noise_image(133, 260, 2), noise_image(180, 180, 3)
-
-
 ONE = "<|vision_start|><|image_pad|><|vision_end|>"
-
-
-def user(*content) -> dict:
-    return {"messages": [{"role": "user", "content": list(content)}]}
-
-
-def text(string: str) -> dict:
-    return {"type": "text", "text": string}
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +39,8 @@ def processor(tokenizer):
     return Processor(tokenizer, ImageProcessor(CONFIG), RULES)
 
 
-class Theirs:
-    """What transformers' Qwen2VLProcessor does (it cannot be built itself without torchvision)."""
+class HFProcessor:
+    """Computes what transformers' Qwen2VLProcessor does, which cannot be constructed without torchvision."""
 
     def __init__(self, tokenizer, expands: bool):
         self.tokenizer, self.expands = tokenizer, expands
@@ -80,13 +64,13 @@ class Theirs:
         return text.replace("<|placeholder|>", "<|image_pad|>")
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["expands", "leaves it to us"])
+@pytest.fixture(scope="module", params=[True, False], ids=["expands", "does not expand"])
 def foreign(request, tokenizer):
-    return ForeignProcessor(Theirs(tokenizer, request.param), RULES, factor=28)
+    return ForeignProcessor(HFProcessor(tokenizer, request.param), RULES, factor=28)
 
 
-def seen(prompt: EngineInput) -> tuple:
-    """A prompt by value; of its pixels, normalised, a digest, because they are too many to print where they differ."""
+def as_values(prompt: EngineInput) -> tuple:
+    """A prompt as comparable values; of the normalised pixels only a digest, so that differences can be printed."""
     pixels = torch.cat([*patches_of(prompt)] or [torch.zeros(0)])
     if pixels.dtype == torch.uint8:
         pixels = normalize_patches(pixels, CONFIG)
@@ -97,8 +81,6 @@ def seen(prompt: EngineInput) -> tuple:
         sha256(pixels.numpy().tobytes()).hexdigest(),
     )
 
-
-# Prompts
 
 REQUESTS = {
     "text": ask("Count the shapes."),
@@ -127,15 +109,15 @@ REQUESTS = {
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_foreign_processor_gives_the_same_prompt(name, processor, foreign):
-    own, theirs = processor(REQUESTS[name]), foreign(REQUESTS[name])
-    assert seen(own) == seen(theirs)
+    own, foreign_prompt = processor(REQUESTS[name]), foreign(REQUESTS[name])
+    assert as_values(own) == as_values(foreign_prompt)
     num_images = len(own.items)
     assert own.token_ids.count(IMAGE) == sum(length for _, length in spans_of(own))
     assert [len(digest) for digest in digests_of(own)] == [16] * num_images
-    assert (own.num_bytes > 0) == (num_images > 0) == (theirs.num_bytes > 0)
+    assert (own.num_bytes > 0) == (num_images > 0) == (foreign_prompt.num_bytes > 0)
 
 
-def test_placeholders_lie_where_the_pictures_are(processor, tokenizer):
+def test_placeholders_are_where_the_images_are(processor, tokenizer):
     prompt = processor(ask("First: ", B, " then: ", A, " what changed?"))
     around = []
     for offset, length in spans_of(prompt):
@@ -146,7 +128,7 @@ def test_placeholders_lie_where_the_pictures_are(processor, tokenizer):
     assert lengths == [prod(grid) // 4 for grid in grids_of(prompt)]
 
 
-def test_pictures_stay_in_order(processor):
+def test_images_stay_in_order(processor):
     alone = [digests_of(processor(ask(image)))[0] for image in (A, B, C)]
     assert len(set(alone)) == 3
     assert digests_of(processor(ask(C, "x", A, B, A))) == [alone[2], alone[0], alone[1], alone[0]]
@@ -154,13 +136,13 @@ def test_pictures_stay_in_order(processor):
     assert digests_of(processor({"messages": turns})) == [alone[1], alone[2]]
 
 
-def test_every_way_to_write_a_request_gives_the_same_prompt(processor, tmp_path):
+def test_every_form_of_a_request_gives_the_same_prompt(processor, tmp_path):
     A.save(tmp_path / "a.png")
     path, question = str(tmp_path / "a.png"), "What is it?"
     rendered = processor.tokenizer.apply_chat_template(
         user({"type": "image"}, text(question))["messages"], tokenize=False, add_generation_prompt=True
     )
-    want = seen(processor(ask(A, question)))
+    want = as_values(processor(ask(A, question)))
     for request in (
         user({"image": path}, {"text": question}),
         user({"type": "image_url", "image_url": {"url": f"file://{path}"}}, text(question)),
@@ -169,29 +151,29 @@ def test_every_way_to_write_a_request_gives_the_same_prompt(processor, tmp_path)
         {"text": rendered, "images": [{"image": path}]},
         {**ask(A, question), "images": None, "max_pixels": None},
     ):
-        assert seen(processor(request)) == want
+        assert as_values(processor(request)) == want
 
 
-def test_an_expanded_prompt_is_taken_as_it_is(processor):
+def test_an_expanded_prompt_is_not_expanded_again(processor):
     want = processor({"text": f"x {ONE} y", "images": [A]})
     expanded = processor.tokenizer.decode(want.token_ids)
     assert expanded.count("<|image_pad|>") > 1
-    assert seen(processor({"text": expanded, "images": [A]})) == seen(want)
+    assert as_values(processor({"text": expanded, "images": [A]})) == as_values(want)
 
 
-def test_requests_bounds_reach_every_picture(processor):
+def test_bounds_of_a_request_apply_to_every_image(processor):
     prompt = processor({**ask(A, B), "max_pixels": 28 * 28 * 20, "min_pixels": 28 * 28 * 5})
     assert all(20 >= prod(grid) // 4 >= 5 for grid in grids_of(prompt))
     assert [prod(grid) // 4 for grid in grids_of(processor(ask(A, B)))] == [28, 45]
 
 
-def test_sizes_of_a_part_go_by_the_checkpoints_patches(tokenizer):
+def test_sizes_of_a_part_are_multiples_of_the_checkpoints_patch_size(tokenizer):
     process = Processor(tokenizer, ImageProcessor(image_config(patch_size=16)), RULES)
     prompt = process(user({"image": A, "resized_height": 300, "resized_width": 300}))
     assert grids_of(prompt) == [(1, 18, 18)]  # 9.4 times 32, not 10.7 times 28
 
 
-def test_requests_bounds_narrow_a_foreign_processors(foreign):
+def test_bounds_of_a_request_narrow_those_of_a_foreign_processor(foreign):
     def num_tokens(image, **bounds) -> int:
         return prod(grids_of(foreign({**ask(image), **bounds}))[0]) // 4
 
@@ -207,10 +189,10 @@ def test_a_literal_placeholder_is_refused(request_, processor, foreign):
             prepare(request_)
 
 
-def test_a_literal_placeholder_beside_a_picture_is_refused(processor):
+def test_a_literal_placeholder_beside_an_image_is_refused(processor):
     with pytest.raises(ValueError, match=r"1 image placeholder, 1 .* outside .*, but 1 image was given"):
-        processor(ask(A, "is <|image_pad|> a picture?"))
-    # As many as an expanded image would need, but not in its place.
+        processor(ask(A, "is <|image_pad|> an image?"))
+    # As many as an expanded image needs, but in another place.
     length = spans_of(processor(ask(A)))[0][1]
     with pytest.raises(ValueError, match=rf"1 image placeholder, {length - 1} .* outside"):
         processor(ask("<|image_pad|>" * (length - 1), A))
@@ -235,14 +217,14 @@ def _broken_jpeg() -> bytes:
     ],
     ids=["missing", "truncated", "thin", "type"],
 )
-def test_a_bad_image_is_named(image, message, processor):
+def test_an_invalid_image_is_named(image, message, processor):
     with pytest.raises(ValueError, match=message):
         processor(user({"image": A}, {"image": image}, text("?")))
     with pytest.raises(ValueError, match=message):
         processor({"text": ONE * 2, "images": [A, image]})
 
 
-def test_a_foreign_processors_bad_image_is_named(foreign):
+def test_an_invalid_image_for_a_foreign_processor_is_named(foreign):
     with pytest.raises(ValueError, match=r"^image 1: no/such\.png: no such file$"):
         foreign(user({"image": A}, {"image": "no/such.png"}))
     with pytest.raises(ValueError, match=r"^image 0: .*the long side may be at most 200 times"):
@@ -257,16 +239,16 @@ def test_bounds_that_cross_are_refused(processor, foreign):
             prepare(user({"image": A}, {"image": A, "min_pixels": 9000, "max_pixels": 8000}))
 
 
-def test_a_text_only_checkpoint_takes_text_alone(tokenizer, processor):
+def test_a_text_only_checkpoint_refuses_images(tokenizer, processor):
     own = Processor(tokenizer, ImageProcessor(CONFIG), None)
-    foreign = ForeignProcessor(Theirs(tokenizer, expands=False), None, factor=28)
+    foreign = ForeignProcessor(HFProcessor(tokenizer, expands=False), None, factor=28)
     for prepare in (own, foreign):
         assert prepare(ask("hi")) == processor(ask("hi"))
         with pytest.raises(ValueError, match="this checkpoint is text-only, it cannot take images"):
             prepare(user({"image": "no/such.png"}))
 
 
-def test_what_a_template_raises_is_a_value_error(tokenizer, processor):
+def test_an_exception_in_the_chat_template_is_a_value_error(tokenizer, processor):
     class Refusing:
         def apply_chat_template(self, messages, tokenize, add_generation_prompt):
             raise KeyError("tools")
@@ -281,8 +263,8 @@ def test_what_a_template_raises_is_a_value_error(tokenizer, processor):
         Processor(bare, ImageProcessor(CONFIG), RULES)(ask("hi"))
 
 
-class Careless(Theirs):
-    """Changes what it returns."""
+class ChangedOutput(HFProcessor):
+    """Applies `change` to the output."""
 
     def __init__(self, tokenizer, change):
         super().__init__(tokenizer, expands=True)
@@ -312,9 +294,9 @@ class Careless(Theirs):
     ],
     ids=["no ids", "no grid", "no pixels", "one grid", "fewer pixels", "fewer ids"],
 )
-def test_what_a_foreign_processor_gets_wrong_is_named(change, message, tokenizer):
+def test_invalid_output_of_a_foreign_processor_is_refused(change, message, tokenizer):
     with pytest.raises(ValueError, match=message):
-        ForeignProcessor(Careless(tokenizer, change), RULES, factor=28)(ask(A, B))
+        ForeignProcessor(ChangedOutput(tokenizer, change), RULES, factor=28)(ask(A, B))
 
 
 def test_a_foreign_processor_may_return_lists_and_arrays(tokenizer):
@@ -322,42 +304,42 @@ def test_a_foreign_processor_may_return_lists_and_arrays(tokenizer):
         made.update(input_ids=made["input_ids"].tolist(), image_grid_thw=made["image_grid_thw"].tolist())
         made.update(pixel_values=made["pixel_values"].numpy())
 
-    want = ForeignProcessor(Theirs(tokenizer, expands=True), RULES, 28)(ask(A, B))
-    assert seen(ForeignProcessor(Careless(tokenizer, plain), RULES, 28)(ask(A, B))) == seen(want)
+    want = ForeignProcessor(HFProcessor(tokenizer, expands=True), RULES, 28)(ask(A, B))
+    assert as_values(ForeignProcessor(ChangedOutput(tokenizer, plain), RULES, 28)(ask(A, B))) == as_values(want)
 
 
 @pytest.mark.parametrize("kind", ["own", "foreign"])
-def test_many_threads_give_what_one_gives(kind, processor, tokenizer):
-    prepare = processor if kind == "own" else ForeignProcessor(Theirs(tokenizer, expands=True), RULES, 28)
+def test_prompts_are_the_same_from_many_threads(kind, processor, tokenizer):
+    prepare = processor if kind == "own" else ForeignProcessor(HFProcessor(tokenizer, expands=True), RULES, 28)
     requests = list(REQUESTS.values()) * 4
-    want = [seen(prepare(request)) for request in REQUESTS.values()] * 4
+    want = [as_values(prepare(request)) for request in REQUESTS.values()] * 4
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda request: seen(prepare(request)), requests)) == want
+        assert list(pool.map(lambda request: as_values(prepare(request)), requests)) == want
 
 
-class Delicate(Theirs):
-    """Bears one thread at a time."""
+class NotThreadSafe(HFProcessor):
+    """Fails if two threads call it at the same time."""
 
     def __init__(self, tokenizer):
         super().__init__(tokenizer, expands=True)
-        self.alone = threading.Lock()
+        self.lock = threading.Lock()
 
     def __call__(self, text, images=None, return_tensors=None, **options):
-        assert self.alone.acquire(blocking=False), "two threads at once"
+        assert self.lock.acquire(blocking=False), "two threads at once"
         try:
             time.sleep(0.002)
-            if return_tensors is None:  # as a tokenizer
+            if return_tensors is None:  # called as a tokenizer
                 return self.tokenizer(text, **options)
             return super().__call__(text, images, return_tensors)
         finally:
-            self.alone.release()
+            self.lock.release()
 
 
 @pytest.mark.parametrize("kind", ["own", "foreign"])
 def test_a_tokenizer_is_used_by_one_thread_at_a_time(kind, tokenizer):
-    delicate = Delicate(tokenizer)
-    own = Processor(delicate, ImageProcessor(CONFIG), RULES)
-    prepare = own if kind == "own" else ForeignProcessor(delicate, RULES, 28)
+    tokenizer_and_processor = NotThreadSafe(tokenizer)
+    own = Processor(tokenizer_and_processor, ImageProcessor(CONFIG), RULES)
+    prepare = own if kind == "own" else ForeignProcessor(tokenizer_and_processor, RULES, 28)
     with ThreadPoolExecutor(8) as pool:
         prompts = list(pool.map(prepare, [ask(str(i)) for i in range(24)]))
     assert [prompt.token_ids for prompt in prompts] == [prepare(ask(str(i))).token_ids for i in range(24)]

@@ -27,8 +27,6 @@ steady = settings(derandomize=True, deadline=None)
 # Size
 
 side = st.integers(1, 6000) | st.integers(1, 60)
-
-
 bound = st.integers(1, 4_000_000) | st.integers(1, 5000)
 
 
@@ -45,13 +43,13 @@ def test_smart_resize_equals_transformers(height, width, factor, a, b):
         assert smart_resize(*arguments) == hf.smart_resize(*arguments)
 
 
-def test_the_default_bounds_are_transformers():
+def test_the_default_bounds_are_those_of_transformers():
     for height, width in ((1, 1), (20, 4000), (700, 500), (5000, 3000)):
         assert image_config().resized(height, width) == hf.smart_resize(height, width)
 
 
 @pytest.mark.parametrize("height, width", [(0, 5), (5, 0), (-1, 5)])
-def test_an_image_needs_pixels(height, width):
+def test_an_image_without_pixels_is_refused(height, width):
     with pytest.raises(ValueError, match=f"image is {width}x{height} pixels; both sides must be at least 1"):
         image_config().resized(height, width)
 
@@ -64,7 +62,7 @@ def test_a_thin_image_is_refused(width, height):
     assert process(Image.new("RGB", (200, 1))).grid_thw[0] == 1
 
 
-def test_a_bound_given_alone_moves_the_other_where_they_would_cross():
+def test_a_single_bound_moves_the_other_if_they_would_cross():
     assert pixel_bounds(None, None, 100, 200) == (100, 200)
     assert pixel_bounds(None, 150, 100, 200) == (100, 150)
     assert pixel_bounds(None, 50, 100, 200) == (50, 50)
@@ -81,12 +79,12 @@ def test_a_bound_given_alone_moves_the_other_where_they_would_cross():
         ((10**12, None), "min_pixels is 1000000000000, must be at most 178956970"),
     ],
 )
-def test_bad_bounds_are_refused(bounds, message):
+def test_invalid_bounds_are_refused(bounds, message):
     with pytest.raises(ValueError, match=message):
         ImageProcessor(image_config())(noise_image(50, 50), *bounds)
 
 
-def test_max_pixels_may_be_without_bound():
+def test_max_pixels_has_no_upper_limit():
     process = ImageProcessor(image_config(max_pixels=28 * 28 * 4))
     assert process(noise_image(300, 200), max_pixels=2**63 - 1).grid_thw == (1, 14, 22)
 
@@ -95,7 +93,7 @@ def test_max_pixels_may_be_without_bound():
 
 
 def transformers_patches(image: Image.Image, **settings) -> tuple[tuple[int, int, int], torch.Tensor]:
-    """Grid and float32 patches of transformers' own processor."""
+    """Grid and float32 patches from the processor of transformers."""
     made = hf.Qwen2VLImageProcessorPil(**settings)(image, return_tensors="pt")
     return tuple(made["image_grid_thw"][0].tolist()), made["pixel_values"]
 
@@ -139,12 +137,12 @@ def test_patches_with_other_settings_equal_transformers(settings):
     assert_equals_transformers(Image.fromarray(noise(123, 77)), **settings)
 
 
-def test_every_level_is_normalised_as_in_transformers():
+def test_each_of_256_levels_is_normalized_as_in_transformers():
     ramp = np.repeat(np.arange(256, dtype=np.uint8).repeat(12).reshape(48, 64, 1), 3, axis=2)
     assert_equals_transformers(Image.fromarray(ramp), patch_size=8, min_pixels=1, max_pixels=48 * 64)
 
 
-def test_requests_bounds_replace_the_checkpoints():
+def test_bounds_of_a_request_replace_those_of_the_checkpoint():
     process, image = ImageProcessor(image_config(min_pixels=10_000, max_pixels=20_000)), noise_image(300, 200)
     for low, high in (
         (None, 50_000),
@@ -177,7 +175,7 @@ def test_the_same_pixels_have_the_same_digest(tmp_path):
     assert digest(encode(Image.fromarray(RGB), "BMP")) == digest(PNG) == digest(encode(Image.fromarray(RGB), "TIFF"))
 
 
-def test_what_differs_has_another_digest():
+def test_different_pixels_or_settings_have_different_digests():
     image, other = Image.fromarray(noise(60, 90)), noise(60, 90)
     other[45, 30] ^= 128
     config = image_config
@@ -200,7 +198,7 @@ def test_what_differs_has_another_digest():
 def test_the_shape_is_part_of_the_digest():
     flat = noise(1, 6, 3)
     assert digest(Image.fromarray(flat.reshape(2, 3, 3))) != digest(Image.fromarray(flat.reshape(3, 2, 3)))
-    # Of one colour, the patches are the same and only the grid differs.
+    # Images of one colour: the patches are equal and only the grids differ.
     grey = [Image.new("RGB", size, (9, 9, 9)) for size in ((84, 56), (56, 84))]
     wide, high = (ImageProcessor(image_config())(image) for image in grey)
     assert torch.equal(wide.pixel_values, high.pixel_values)

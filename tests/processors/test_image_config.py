@@ -13,11 +13,7 @@ from mmvllm.processors.image import (
 )
 from tests.helpers.images import image_config
 
-# Settings of a checkpoint
-
 NORM = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
-
-
 CHECKPOINTS = {
     "empty": {},
     "old": {"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2},
@@ -64,8 +60,8 @@ def checkpoint_with(folder: Path, **files) -> Path:
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_settings_are_read_as_transformers_does(name, tmp_path):
-    if "null" in name:  # transformers reads null as nothing in some places and fails in others
+def test_settings_are_read_as_in_transformers(name, tmp_path):
+    if "null" in name:  # transformers ignores null in some places and fails in others
         want = image_config()
     else:
         want = from_transformers(checkpoint_with(tmp_path, preprocessor_config=CHECKPOINTS[name]))
@@ -74,36 +70,36 @@ def test_settings_are_read_as_transformers_does(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in CHECKPOINTS if "null" not in name])
-def test_processor_config_comes_first(name, tmp_path):
+def test_processor_config_has_precedence(name, tmp_path):
     processor = {"processor_class": "Qwen2VLProcessor", "image_processor": CHECKPOINTS[name]}
     checkpoint_with(tmp_path, processor_config=processor, preprocessor_config={"min_pixels": 77, "patch_size": 7})
     assert ImageProcessorConfig.from_pretrained(tmp_path, IMAGE_DEFAULTS) == from_transformers(tmp_path)
 
 
-def test_processor_config_may_say_nothing_of_pictures(tmp_path):
+def test_processor_config_may_have_no_image_settings(tmp_path):
     checkpoint_with(tmp_path, processor_config={"processor_class": "X"}, preprocessor_config={"min_pixels": 77})
     assert ImageProcessorConfig.from_pretrained(tmp_path, IMAGE_DEFAULTS) == from_transformers(tmp_path)
     assert ImageProcessorConfig.from_pretrained(tmp_path, IMAGE_DEFAULTS).min_pixels == 77
 
 
-def test_settings_that_transformers_saves_are_read_back(tmp_path):
+def test_settings_saved_by_transformers_are_read(tmp_path):
     hf.Qwen2VLImageProcessorPil(min_pixels=999, max_pixels=8888, patch_size=16, **NORM).save_pretrained(tmp_path)
     assert ImageProcessorConfig.from_pretrained(str(tmp_path), IMAGE_DEFAULTS) == image_config(
         min_pixels=999, max_pixels=8888, patch_size=16, image_mean=(0.1, 0.2, 0.3), image_std=(0.4, 0.5, 0.6)
     )
 
 
-def test_sizes_in_their_oldest_place_are_read(tmp_path):
+def test_pixel_bounds_under_size_are_read(tmp_path):
     checkpoint_with(tmp_path, preprocessor_config={"size": {"min_pixels": 5, "max_pixels": 7}})
     config = ImageProcessorConfig.from_pretrained(tmp_path, IMAGE_DEFAULTS)
     assert (config.min_pixels, config.max_pixels) == (5, 7)
 
 
-def test_the_bundled_checkpoint_is_read_as_transformers_does():
+def test_the_bundled_checkpoint_is_read_as_in_transformers():
     assert ImageProcessorConfig.from_pretrained(BUNDLED, IMAGE_DEFAULTS) == from_transformers(BUNDLED)
 
 
-def test_without_settings_they_are_qwen2_vls(tmp_path):
+def test_defaults_are_those_of_qwen2_vl(tmp_path):
     assert ImageProcessorConfig.from_pretrained(tmp_path, IMAGE_DEFAULTS) == image_config()
     assert from_transformers(checkpoint_with(tmp_path, preprocessor_config={})) == image_config()
     assert image_config().factor == 28
@@ -130,7 +126,7 @@ def test_without_settings_they_are_qwen2_vls(tmp_path):
         ({"resample": 2}, "resample is 2, mmvllm supports only 3"),
     ],
 )
-def test_bad_settings_are_named(content, message, tmp_path):
+def test_invalid_settings_are_named(content, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         ImageProcessorConfig.from_pretrained(checkpoint_with(tmp_path, preprocessor_config=content), IMAGE_DEFAULTS)
 
@@ -143,7 +139,7 @@ def test_bad_settings_are_named(content, message, tmp_path):
         ({"image_processor": {"patch_size": 0}}, r"processor_config\.json: patch_size is 0"),
     ],
 )
-def test_a_bad_processor_config_is_named(content, message, tmp_path):
+def test_an_invalid_processor_config_is_named(content, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         ImageProcessorConfig.from_pretrained(checkpoint_with(tmp_path, processor_config=content), IMAGE_DEFAULTS)
 

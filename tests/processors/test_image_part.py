@@ -7,24 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmvllm.processors.image import (
-    resize_for_part,
-)
+from mmvllm.processors.image import resize_for_part
 from tests.helpers.requests import noise_image
 
 steady = settings(derandomize=True, deadline=None)
 
 
-# Size
-
-side = st.integers(1, 6000) | st.integers(1, 60)
-
-
-# Sizes of an image part
-
-
 def fetch_image(ele: dict) -> Image.Image:
-    """qwen-vl-utils' rule for a picture that is already RGB."""
+    """The rule of qwen-vl-utils for an RGB image."""
     if "resized_height" in ele and "resized_width" in ele:
         size = qwen_smart_resize(ele["resized_height"], ele["resized_width"])
     else:
@@ -35,12 +25,12 @@ def fetch_image(ele: dict) -> Image.Image:
 
 
 def qwen_smart_resize(height: int, width: int, low: int = 4 * 28 * 28, high: int = 16384 * 28 * 28) -> tuple[int, int]:
-    """Differs from transformers' in that no side rounds to 0."""
+    """Like the one of transformers, but no side is rounded to 0."""
     assert high >= low
     rounded = [max(28, round(side / 28) * 28) for side in (height, width)]
     if rounded[0] * rounded[1] > high:
         beta = math.sqrt((height * width) / high)
-        # The library itself lets a side become 0 here, and then fails.
+        # The library lets a side become 0 here, and fails later.
         rounded = [max(28, math.floor(side / beta / 28) * 28) for side in (height, width)]
     elif rounded[0] * rounded[1] < low:
         beta = math.sqrt(low / (height * width))
@@ -80,13 +70,13 @@ def test_bounds_of_a_part_mean_what_they_mean_in_qwen_vl_utils(width, height, a,
     assert (got.height, got.width) == qwen_smart_resize(height, width, *sizes.values())
 
 
-def test_a_part_without_sizes_leaves_the_picture_alone():
+def test_a_part_without_sizes_does_not_change_the_image():
     image = noise_image(33, 44)
     for part in ({}, {"image": image}, {"min_pixels": None, "max_pixels": None, "resized_height": None}):
         assert resize_for_part(image, part, 28) is image
 
 
-def test_the_parts_default_bounds_go_by_the_tokens_size():
+def test_default_bounds_of_a_part_depend_on_the_token_size():
     part = {"resized_height": 16, "resized_width": 16}
     assert resize_for_part(noise_image(50, 50), part, factor=32).size == (64, 64)
     assert resize_for_part(noise_image(50, 50), part, factor=28).size == (56, 56)
@@ -101,11 +91,11 @@ def test_the_parts_default_bounds_go_by_the_tokens_size():
         ({"resized_height": 2**62, "resized_width": 1}, "the long side may be at most 200 times"),
     ],
 )
-def test_bad_sizes_of_a_part_are_refused(part, message):
+def test_invalid_sizes_of_a_part_are_refused(part, message):
     with pytest.raises(ValueError, match=message):
         resize_for_part(noise_image(50, 50), part, 28)
 
 
-def test_absurd_sizes_of_a_part_are_bounded():
+def test_huge_sizes_of_a_part_are_bounded():
     part = {"resized_height": 2**62, "resized_width": 2**62}
     assert resize_for_part(noise_image(2, 2), part, 28).size == (3584, 3584)

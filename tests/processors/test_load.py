@@ -71,7 +71,7 @@ def test_every_form_gives_the_same_pixels(form, home):
     assert np.array_equal(levels(FORMS[form](home)), RGB)
 
 
-ANSWERS = {
+RESPONSES = {
     "/plain.png": (200, {}, PNG),
     "/with%20space.png?size=1&name=a%26b": (200, {}, PNG),
     "/B%C3%A4r.png": (200, {}, PNG),
@@ -90,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
         if "urllib" in self.headers["User-Agent"].lower():  # as some large sites do
             self.send_error(403)
             return
-        status, headers, body = ANSWERS.get(self.path, (404, {}, b"no"))
+        status, headers, body = RESPONSES.get(self.path, (404, {}, b"no"))
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
@@ -139,7 +139,7 @@ def test_a_url_gives_the_same_pixels(path, site):
         ("/half.png", r"the image at http.*/half\.png: cannot be decoded, damaged or truncated"),
     ],
 )
-def test_a_bad_response_is_named(path, message, site):
+def test_an_invalid_response_is_named(path, message, site):
     with pytest.raises(ValueError, match=message):
         load_image(site + path)
 
@@ -160,7 +160,7 @@ def test_a_download_is_bounded(site, monkeypatch):
         load_image(site + "/plain.png")
 
 
-# Bad input
+# Invalid input
 
 JPEG = encode(noise_image(64, 48, seed=2), "JPEG")
 LARGE_PNG = encode(Image.fromarray(noise(64, 48)))
@@ -204,7 +204,7 @@ LARGE_PNG = encode(Image.fromarray(noise(64, 48)))
         (RGB.tolist(), "^cannot load an image from list; give"),
     ],
 )
-def test_bad_input_is_named(source, message, home):
+def test_invalid_input_is_named(source, message, home):
     (home / "empty.png").touch()
     (home / "text.jpg").write_text("Dear Sir or Madam")
     (home / "folder").mkdir()

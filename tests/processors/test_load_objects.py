@@ -100,7 +100,7 @@ def test_a_binary_file_object_may_be_loaded_repeatedly(kind, folder):
         assert np.array_equal(levels(file), RGB)
 
 
-def test_wrong_file_objects_are_named(folder):
+def test_invalid_file_objects_are_named(folder):
     with pytest.raises(ImageError, match=r"^the file object: gives str instead of bytes; open it in binary mode$"):
         load_image(io.StringIO("text"))
     with (

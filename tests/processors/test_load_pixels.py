@@ -76,7 +76,7 @@ def test_alpha_is_laid_over_white(file_format):
     assert np.array_equal(levels(source), over_white(RGB, ALPHA))
 
 
-def test_alpha_over_white_is_qwen_vl_utils_rule():
+def test_alpha_is_composited_as_in_qwen_vl_utils():
     image = Image.fromarray(RGBA)
     white = Image.new("RGB", image.size, (255, 255, 255))
     white.paste(image, mask=image.split()[3])

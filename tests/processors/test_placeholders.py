@@ -11,12 +11,7 @@ from mmvllm.models.weights import BUNDLED
 from mmvllm.processors.chat import expand_placeholders
 
 RULES = FAMILY.media_rules(load_config(BUNDLED))
-
-
 TOKENS = replace(RULES, image_token_id=9, start_token_id=8, end_token_id=7)
-
-
-# Placeholders
 
 
 S, P, E = 8, 9, 7  # start, placeholder, end
@@ -31,11 +26,11 @@ S, P, E = 8, 9, 7  # start, placeholder, end
         ([S, P, E], [2], [S, P, P, E], [(1, 2)]),
         ([1, S, P, E, 2, S, P, E, 3], [2, 3], [1, S, P, P, E, 2, S, P, P, P, E, 3], [(2, 2), (7, 3)]),
         ([S, P, E, S, P, E], [2, 3], [S, P, P, E, S, P, P, P, E], [(1, 2), (5, 3)]),
-        ([1, S, P, P, P, E, 2], [3], [1, S, P, P, P, E, 2], [(2, 3)]),  # expanded already
+        ([1, S, P, P, P, E, 2], [3], [1, S, P, P, P, E, 2], [(2, 3)]),  # already expanded
         ([S, P, P, E, 1, S, P, P, P, E], [2, 3], [S, P, P, E, 1, S, P, P, P, E], [(1, 2), (6, 3)]),
-        ([S, P, P, E], [3], [S, P, P, P, E], [(1, 3)]),  # by another count
+        ([S, P, P, E], [3], [S, P, P, P, E], [(1, 3)]),  # another number of placeholders than the image needs
         ([S, E], [2], [S, P, P, E], [(1, 2)]),
-        ([S, 5, 6, E, 5], [1], [S, P, E, 5], [(1, 1)]),  # whatever stands between
+        ([S, 5, 6, E, 5], [1], [S, P, E, 5], [(1, 1)]),  # other tokens between start and end are replaced
         ([1, E, 2], [], [1, E, 2], []),
     ],
 )

@@ -1,4 +1,4 @@
-"""M-RoPE positions: written out by hand, from a plain token-by-token reference, and as transformers computes them."""
+"""M-RoPE positions equal hand-written ones, a token-by-token reference, and those of transformers."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -18,8 +18,8 @@ BY_HAND = {
     "text": (3, [], [[0, 1, 2]] * 3, 0),
     "one token": (1, [], [[0]] * 3, 0),
     "nothing": (0, [], [[], [], []], 0),
-    # Two rows of three; the text goes on behind the longer side.
-    "picture in text": (
+    # Two rows of three tokens; the positions of the text continue after the longer side.
+    "image in text": (
         10,
         [(2, (1, 4, 6))],
         [
@@ -29,9 +29,9 @@ BY_HAND = {
         ],
         -3,
     ),
-    "picture alone": (4, [(0, (1, 4, 4))], [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1]], -2),
-    "one-token picture": (3, [(1, (1, 2, 2))], [[0, 1, 2]] * 3, 0),
-    "two pictures, then text": (
+    "image alone": (4, [(0, (1, 4, 4))], [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1]], -2),
+    "one-token image": (3, [(1, (1, 2, 2))], [[0, 1, 2]] * 3, 0),
+    "two images, then text": (
         8,
         [(1, (1, 2, 4)), (4, (1, 6, 2))],
         [
@@ -41,7 +41,7 @@ BY_HAND = {
         ],
         0,
     ),
-    "pictures side by side": (4, [(0, (1, 2, 4)), (2, (1, 4, 2))], [[0, 0, 2, 2], [0, 0, 2, 3], [0, 1, 2, 2]], 0),
+    "adjacent images": (4, [(0, (1, 2, 4)), (2, (1, 4, 2))], [[0, 0, 2, 2], [0, 0, 2, 3], [0, 1, 2, 2]], 0),
     "two frames": (
         10,
         [(1, (2, 4, 4))],
@@ -52,16 +52,16 @@ BY_HAND = {
         ],
         -6,
     ),
-    # transformers counts on from the longer side, whatever the number of frames, but the answer starts behind them all.
+    # transformers continues after the longer side, whatever the number of frames; generated tokens follow them all.
     "more frames than rows": (5, [(1, (3, 2, 2))], [[0, 1, 2, 3, 2], [0, 1, 1, 1, 2], [0, 1, 1, 1, 2]], -1),
 }
 
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_positions_written_out_by_hand(name):
-    num_tokens, pictures, want, want_delta = BY_HAND[name]
-    placeholders = [(offset, t * h * w // 4) for offset, (t, h, w) in pictures]
-    positions, delta = mrope_positions(num_tokens, placeholders, [grid for _, grid in pictures], merge_size=2)
+    num_tokens, images, want, want_delta = BY_HAND[name]
+    placeholders = [(offset, t * h * w // 4) for offset, (t, h, w) in images]
+    positions, delta = mrope_positions(num_tokens, placeholders, [grid for _, grid in images], merge_size=2)
     assert positions.tolist() == want
     assert positions.dtype == np.int64 and positions.shape == (3, num_tokens)
     assert delta == want_delta
@@ -70,7 +70,7 @@ def test_positions_written_out_by_hand(name):
 def prompt_of(
     texts: list[int], grids: list[tuple[int, int, int]], merge_size: int
 ) -> tuple[int, list[tuple[int, int]]]:
-    """Length and placeholders of a prompt of texts with a picture between each two."""
+    """Length and placeholders of a prompt with an image between each two texts."""
     at, placeholders = texts[0], []
     for text, (t, h, w) in zip(texts[1:], grids, strict=True):
         length = t * h * w // merge_size**2
@@ -109,7 +109,7 @@ def test_positions_equal_a_token_by_token_reference(prompt):
 
 
 @steady
-@given(prompts(shortest_text=1))  # transformers takes pictures without text between them for one
+@given(prompts(shortest_text=1))  # transformers merges images without text between them
 def test_positions_equal_transformers(prompt):
     _, grids, merge_size = prompt
     num_tokens, placeholders = prompt_of(*prompt)

@@ -7,20 +7,10 @@ import numpy as np
 import pytest
 
 from mmvllm.processors.requests import parse_request
-from tests.helpers.requests import noise_image
+from tests.helpers.requests import noise_image, text, user
 
 A, B, C = noise_image(200, 120, 1), noise_image(133, 260, 2), noise_image(180, 180, 3)
 
-
-def user(*content) -> dict:
-    return {"messages": [{"role": "user", "content": list(content)}]}
-
-
-def text(string: str) -> dict:
-    return {"type": "text", "text": string}
-
-
-# Parsing
 
 FORMS = {
     "string": ({"messages": [{"role": "user", "content": "hi"}]}, ["hi"], []),
@@ -65,7 +55,7 @@ def test_messages_in_every_form(name):
     assert parts == [{"image": image} for image in images]
 
 
-def test_order_is_kept_over_messages():
+def test_the_order_of_parts_is_kept_across_messages():
     messages, parts, *_ = parse_request(
         {
             "messages": [
@@ -106,19 +96,19 @@ def test_text_with_images_in_every_form(images, parts):
     assert parse_request({"text": "hi", "images": images})[:2] == (None, [{"image": part} for part in parts])
 
 
-def test_an_array_for_images_is_one_image():
-    array = np.zeros((4, 4, 3), dtype=np.uint8)  # has no truth value
+def test_an_array_as_images_is_one_image():
+    array = np.zeros((4, 4, 3), dtype=np.uint8)  # bool(array) raises
     assert parse_request({"text": "hi", "images": array})[1][0]["image"] is array
 
 
-def test_sizes_of_an_image_part_go_with_it():
+def test_sizes_of_an_image_part_are_kept():
     sizes = {"min_pixels": 1, "max_pixels": 2, "resized_height": 3, "resized_width": 4}
     part = {"type": "image", "image": "a.png", **sizes}
     assert parse_request(user(part, {"image": "b.png"}))[1] == [{"image": "a.png", **sizes}, {"image": "b.png"}]
     assert parse_request({"text": "hi", "images": [part]})[1] == [{"image": "a.png", **sizes}]
 
 
-def test_none_for_optional_keys_is_harmless():
+def test_none_for_an_optional_key_means_absent():
     names = ("min_pixels", "max_pixels", "request_id", "priority", "cache_salt", "sampling_params")
     nothing = dict.fromkeys(names)
     assert parse_request({"text": "hi", "images": None, "messages": None, **nothing})[:2] == (None, [])
@@ -137,7 +127,7 @@ def test_the_request_is_never_modified():
 BAD = {
     "not a dict": ("hi", "a request must be a dict with 'messages' or 'text', not str"),
     "unknown keys": ({"text": "x", "image": A, "seed": 1}, "request has unknown keys image, seed; known: cache_salt, "),
-    "unknown key that is no string": ({"text": "x", 7: 8}, "request has unknown keys 7; known: "),
+    "unknown key that is not a string": ({"text": "x", 7: 8}, "request has unknown keys 7; known: "),
     "neither": ({}, "a request needs either 'messages' or 'text'"),
     "neither, with images": ({"images": [A]}, "a request needs either 'messages' or 'text'"),
     "both": ({**user(), "text": "x"}, "a request needs either 'messages' or 'text'"),
@@ -168,7 +158,10 @@ BAD = {
         user({"type": "input_audio", "input_audio": {}}),
         r"must be text, image or image_url, not 'input_audio' with keys \['input_audio', 'type'\]",
     ),
-    "type of no string": (user({"type": ["text"], 3: 4}), r"image_url, not \['text'\] with keys \['3', 'type'\]"),
+    "type that is not a string": (
+        user({"type": ["text"], 3: 4}),
+        r"image_url, not \['text'\] with keys \['3', 'type'\]",
+    ),
     "video": (user({"type": "video", "video": "a.mp4"}), "video parts are not supported; give frames of it as image"),
     "video shorthand": (user({"video": "a.mp4", "fps": 2}), "video parts are not supported"),
     "video_url": (user({"type": "video_url", "video_url": {"url": "a.mp4"}}), "video parts are not supported"),
@@ -196,7 +189,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_request_is_named(name):
+def test_an_invalid_request_is_refused_with_the_reason(name):
     request, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         parse_request(request)

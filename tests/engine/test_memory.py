@@ -1,4 +1,4 @@
-"""How many KV blocks there are, and what is copied before a step."""
+"""The number of KV blocks: from bytes on a CPU, from a trial run on a GPU."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from mmvllm.engine.memory import kv_block_bytes, num_kv_blocks, peak_memory
 GiB = 2**30
 
 
-def test_blocks_on_a_cpu_come_from_a_stated_number_of_bytes(checkpoint, make_llm):
+def test_num_blocks_on_a_cpu_follows_cpu_kvcache_bytes(checkpoint, make_llm):
     engine = make_llm(checkpoint, num_kvcache_blocks=None, cpu_kvcache_bytes=1_000_000).engine
     config = engine.model_config
     block_bytes = 2 * config.num_hidden_layers * 16 * config.num_key_value_heads * config.head_dim * 4
@@ -24,8 +24,8 @@ def test_blocks_on_a_cpu_come_from_a_stated_number_of_bytes(checkpoint, make_llm
         make_llm(checkpoint, num_kvcache_blocks=None, cpu_kvcache_bytes=100)
 
 
-def test_blocks_on_a_gpu_are_what_the_largest_step_leaves(checkpoint, make_llm, monkeypatch):
-    """The arithmetic, with a card of 80 GiB of which another process holds 10."""
+def test_num_blocks_on_a_gpu_is_what_the_largest_step_leaves(checkpoint, make_llm, monkeypatch):
+    """The arithmetic for a GPU of 80 GiB of which another process uses 10."""
     runner = make_llm(checkpoint).engine.model_runner
     config = EngineConfig(gpu_memory_utilization=0.5, encoder_cache_bytes=2 * GiB, max_num_seqs=10**6)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (64 * GiB, 80 * GiB))
@@ -44,13 +44,13 @@ def test_blocks_on_a_gpu_are_what_the_largest_step_leaves(checkpoint, make_llm, 
         num_blocks()
 
 
-def test_there_are_no_more_blocks_than_all_sequences_could_use(checkpoint, make_llm):
+def test_num_blocks_is_at_most_what_all_sequences_can_use(checkpoint, make_llm):
     engine = make_llm(checkpoint, num_kvcache_blocks=None, max_num_seqs=3, max_model_len=100).engine
     assert engine.model_runner.num_blocks == 3 * 7
 
 
 @pytest.mark.parametrize("patches", [1, 5, 64])
-def test_the_trial_run_takes_the_largest_step(patches, checkpoint, make_llm, monkeypatch):
+def test_the_trial_run_computes_the_largest_step(patches, checkpoint, make_llm, monkeypatch):
     runner = make_llm(checkpoint).engine.model_runner
     seen = []
     runner.model.visual.register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
