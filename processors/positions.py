@@ -17,7 +17,7 @@ def mrope_positions(
     grids: Sequence[tuple[int, int, int]],
     merge_size: int,
 ) -> tuple[np.ndarray, int]:
-    """Positions (3, num_tokens) int64 of a prompt, and the delta: token i behind the prompt has position i + delta.
+    """Positions (3, num_tokens) int64 of a prompt, and the delta: token i after the prompt has position i + delta.
 
     `vision_placeholders` are the (offset, length) of each image's tokens in the prompt, in order; `grids` their
     (t, h, w) in patches. Both results equal those of transformers' `get_rope_index`.

@@ -7,7 +7,7 @@ from tokenizers.decoders import DecodeStream
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 
-class AnswerText:
+class CompletionText:
     """The text of one completion. `stop_at` is where in `text` the stop string completed last begins, or None."""
 
     def __init__(self, tokenizer, stop: Sequence[str] = ()):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import xxhash
 
-from mmvllm.engine.detokenizer import AnswerText
+from mmvllm.engine.detokenizer import CompletionText
 from mmvllm.engine.encoder_cache import EncoderCache
 from mmvllm.engine.loading import LoadedModel
 from mmvllm.engine.sequence import Sequence, SequenceGroup
@@ -92,7 +92,7 @@ class InputProcessor:
                 priority=priority,
                 cache_salt=cache_salt,
                 arrival_time=arrival_time,
-                answer_text=AnswerText(self._tokenizer, params.stop) if params.stop or follow_text else None,
+                answer_text=CompletionText(self._tokenizer, params.stop) if params.stop or follow_text else None,
             )
             for i in range(params.n)
         ]

@@ -15,7 +15,7 @@ from mmvllm.outputs import RequestOutput
 from mmvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from mmvllm.engine.detokenizer import AnswerText
+    from mmvllm.engine.detokenizer import CompletionText
 
 
 class SequenceStatus(Enum):
@@ -59,9 +59,9 @@ class Sequence:
         priority: int = 0,
         cache_salt: str | None = None,
         arrival_time: float | None = None,
-        answer_text: "AnswerText | None" = None,
+        answer_text: "CompletionText | None" = None,
     ):
-        """`positions` (3, T) are those of the prompt; `max_num_tokens` ends the sequence, prompt and answer counted."""
+        """`positions` (3, T) are those of the prompt; `max_num_tokens` ends the sequence, prompt and completion counted."""
         self.seq_id = next(self._seq_ids)
         self.request_id = request_id
         self.sampling_params = sampling_params
@@ -203,8 +203,8 @@ class Sequence:
     def positions_of(self, start: int, end: int) -> np.ndarray:
         """M-RoPE positions (3, end - start) of tokens [start, end), of prompt and completion alike."""
         prompt = self.positions[:, start:end]
-        answer = np.arange(max(start, self.num_prompt_tokens), end) + self.mrope_position_delta
-        return np.concatenate([prompt, np.broadcast_to(answer, (3, len(answer)))], axis=1)
+        completion = np.arange(max(start, self.num_prompt_tokens), end) + self.mrope_position_delta
+        return np.concatenate([prompt, np.broadcast_to(completion, (3, len(completion)))], axis=1)
 
 
 @dataclass(slots=True)

@@ -135,5 +135,5 @@ def test_a_folder_may_change_while_it_is_read(start, tmp_path, out):
     assert done.code in (0, 3) and "Traceback" not in done.err
     assert sorted(made) == [f"{i:03}.png" for i in range(200)]
     assert all(record["error"] is None for record in made.values())
-    causes = ("no such file", "is empty", "damaged or truncated", "not a picture")
+    causes = ("no such file", "is empty", "damaged or truncated", "not an image")
     assert all(any(cause in record["error"] for cause in causes) for record in passing.values() if record["error"])

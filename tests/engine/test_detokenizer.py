@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from mmvllm.engine.detokenizer import AnswerText, token_bytes
+from mmvllm.engine.detokenizer import CompletionText, token_bytes
 from mmvllm.models.weights import BUNDLED
 
 METADATA = os.environ.get("MMVLLM_CHECKPOINT_METADATA")
@@ -32,9 +32,9 @@ def bundled():
     return AutoTokenizer.from_pretrained(BUNDLED)
 
 
-def follow(tokenizer, token_ids: list[int], stop: tuple[str, ...] = ()) -> AnswerText:
+def follow(tokenizer, token_ids: list[int], stop: tuple[str, ...] = ()) -> CompletionText:
     """Append the tokens one by one; at every step the text is a prefix of the offline text."""
-    completion = AnswerText(tokenizer, stop)
+    completion = CompletionText(tokenizer, stop)
     for end, token_id in enumerate(token_ids, 1):
         completion.append(token_id)
         offline = tokenizer.decode(token_ids[:end], skip_special_tokens=True)
@@ -59,7 +59,7 @@ def test_random_tokens_including_special_ones_and_invalid_bytes(tokenizer, data)
 
 def test_special_tokens_are_not_decoded_again_with_each_token(bundled):
     """A completion with ignore_eos may have thousands of them."""
-    completion = AnswerText(bundled)
+    completion = CompletionText(bundled)
     completion._stream = None  # the stream would keep them
     for _ in range(10):
         assert not completion.append(bundled.eos_token_id)
@@ -100,7 +100,7 @@ def test_the_cost_of_long_stop_strings_does_not_grow_with_the_text(bundled):
             num_calls += 1
             return super().startswith(*args)
 
-    completion = AnswerText(bundled, [Watched("b" * 5000)])
+    completion = CompletionText(bundled, [Watched("b" * 5000)])
     for token_id in bundled("a", add_special_tokens=False)["input_ids"] * 300:
         completion.append(token_id)
         assert completion.num_settled == len(completion.text)
@@ -110,7 +110,7 @@ def test_the_cost_of_long_stop_strings_does_not_grow_with_the_text(bundled):
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(text=st.text("ab\n", max_size=12), stop=st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3))
 def test_text_that_could_begin_a_stop_string_is_not_settled(bundled, text, stop):
-    completion = AnswerText(bundled, stop)
+    completion = CompletionText(bundled, stop)
     sent = 0
     for token_id in bundled(text, add_special_tokens=False)["input_ids"]:
         found = completion.append(token_id)
