@@ -61,7 +61,7 @@ class Sequence:
         arrival_time: float | None = None,
         answer_text: "CompletionText | None" = None,
     ):
-        """`positions` (3, T) are those of the prompt; `max_num_tokens` ends the sequence, prompt and completion counted."""
+        """`positions` (3, T) are those of the prompt; `max_num_tokens` counts prompt and completion."""
         self.seq_id = next(self._seq_ids)
         self.request_id = request_id
         self.sampling_params = sampling_params
