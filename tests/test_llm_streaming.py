@@ -256,8 +256,9 @@ class Bars:
         real = mmvllm.llm.tqdm
 
         def make(*args, **keys):
-            self.made.append((keys, real(*args, **keys)))
-            return self.made[-1][1]
+            bar = real(*args, **keys)
+            self.made.append((keys, bar, not bar.disable))
+            return bar
 
         monkeypatch.setattr(mmvllm.llm, "tqdm", make)
 
@@ -276,7 +277,7 @@ def test_a_notebooks_bar_is_shown_although_its_output_is_no_terminal(llm, monkey
     bars = Bars(monkeypatch)
     llm.generate_multimodal([ask("x")] * 3, SHORT)
     llm.generate_multimodal([ask("x")] * 3, SHORT, use_tqdm=False)
-    assert [bar.disable for _, bar in bars.made] == [False, True] and bars.made[0][1].n == 3
+    assert [is_shown for _, _, is_shown in bars.made] == [True, False] and bars.made[0][1].n == 3
 
 
 @pytest.mark.parametrize("call", ["generate", "generate_multimodal", "chat", "stream"])
@@ -295,7 +296,7 @@ def test_a_bar_counts_requests_and_tokens_on_a_terminal(call, llm, monkeypatch):
         list(llm.stream_multimodal([ask(word) for word in "xyz"], SHORT, use_tqdm=True, stream=True))
     else:
         llm.generate_multimodal([ask(word) for word in "xyz"], SHORT)
-    (keys, bar), written = bars.made[0], sys.stderr.getvalue()
+    (keys, bar, _), written = bars.made[0], sys.stderr.getvalue()
     assert len(bars.made) == 1 and keys["total"] == 3 and bar.n == 3
     assert "3/3" in written and "tok/s" in written
 
