@@ -47,6 +47,7 @@ from mmvllm.intake import (
     has_media,
     params_for,
     request_options,
+    with_own_token_ids,
 )
 from mmvllm.models.weights import model_name
 from mmvllm.outputs import Delta
@@ -146,7 +147,7 @@ class AsyncLLM:
         Args:
             request: as for `LLM.generate_multimodal`; or a string or token ids, to which no chat template is applied;
                 or an async function that returns one of these, without parameters and id, and is called once the
-                request is admitted: to fetch images.
+                request is admitted: to fetch images. Its images are read in a thread and must not change meanwhile.
             timeout: seconds from now until the request must be complete.
             load: reads the request's images, in a thread; `mmvllm.media.MediaPolicy.load` for untrusted media.
 
@@ -256,6 +257,7 @@ class AsyncLLM:
             raise
 
     def _queue(self, stream: _Stream, request: Request, params: SamplingParams, load: Callable[[Any], Image]) -> None:
+        request = with_own_token_ids(request)
         prepare, with_media = partial(self._prepare, stream, request, params, load), has_media(request)
         with self._changed:
             if not stream.ended.done():  # else the pool may be shut down

@@ -28,7 +28,7 @@ from mmvllm.processors.chat import ForeignProcessor, Processor
 from mmvllm.processors.image import ImageProcessor
 from mmvllm.processors.load import load_image
 from mmvllm.processors.requests import parse_request
-from mmvllm.processors.tensors import counted
+from mmvllm.processors.tensors import counted, own_token_ids
 from mmvllm.sampling_params import SamplingParams
 
 NUM_WORKERS = min(8, os.cpu_count() or 1)
@@ -79,6 +79,14 @@ def as_request(request: Request) -> Any:
     if isinstance(request, list | tuple) or hasattr(request, "shape"):
         return {"prompt_token_ids": request}
     return request
+
+
+def with_own_token_ids(request: Request) -> Request:
+    """The request with token ids of its own: the caller may reuse its array before a worker prepares the request."""
+    if isinstance(request, dict):
+        ids = request.get("prompt_token_ids")
+        return request if ids is None else {**request, "prompt_token_ids": own_token_ids(ids)}
+    return own_token_ids(request) if isinstance(request, list | tuple) or hasattr(request, "shape") else request
 
 
 @contextmanager

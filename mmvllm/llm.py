@@ -156,9 +156,10 @@ class LLM:
         With `stream=True` it yields `Delta`s instead: the new text of every completion as it is generated; the last
         delta of a request has its output.
 
-        Requests are taken a bounded number ahead, in a thread of their own. Outputs come in any order: give requests a
-        `request_id` to tell them apart. A list of requests begins in the order of their priority; of another iterable,
-        priorities count among the requests that the engine holds. Closing the generator aborts what is left.
+        Requests are taken a bounded number ahead, in a thread of their own, so an iterable must not change what it has
+        yielded, such as the array of an image. Outputs come in any order: give requests a `request_id` to tell them
+        apart. A list of requests begins in the order of their priority; of another iterable, priorities count among
+        the requests that the engine holds. Closing the generator aborts what is left.
         """
         requests = [requests] if isinstance(requests, dict) else requests
         total = len(requests) if hasattr(requests, "__len__") else None

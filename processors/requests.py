@@ -43,12 +43,12 @@ def parse_request(request: Any) -> ParsedRequest:
     if len(given) != 1:
         forms = "'prompt' or 'prompt_token_ids'" if request.keys() & set(PROMPT_KEYS) else "'messages' or 'text'"
         raise RequestError(f"a request needs either {forms}")
-    (form, content), images = next(iter(given.items())), _as_list(request.get("images"))
+    form, content = next(iter(given.items()))
+    images = _as_list(request.get("images")) + _multi_modal_images(request.get("multi_modal_data"))
     if form == "messages":
         if images:
             raise RequestError("'images' go with 'text'; with 'messages', put each image into its message as a part")
         return ParsedRequest(*_parse_messages(content))
-    images += _multi_modal_images(request.get("multi_modal_data"))
     parts = [image if isinstance(image, dict) else {"image": image} for image in images]
     parsed = ParsedRequest(None, [_image_part(i, part) for i, part in enumerate(parts)])
     if form == "prompt_token_ids":

@@ -181,6 +181,12 @@ def test_image_parts_as_other_libraries_write_them(form, llm, tmp_path):
     )
 
 
+def test_images_beside_messages_are_refused_not_dropped(llm):
+    for key, value in (("images", IMAGE), ("multi_modal_data", {"image": IMAGE})):
+        with pytest.raises(RequestError, match="with 'messages', put each image into its message"):
+            llm.generate_multimodal({**ask("What?"), key: value}, SHORT)
+
+
 def test_grey_arrays_are_images(llm):
     grey = IMAGE.convert("L")
     first, second = llm.generate_multimodal([ask(np.asarray(grey), "What?"), ask(grey, "What?")], SHORT)
@@ -254,6 +260,8 @@ def test_an_engine_takes_the_arguments_of_llm(checkpoint):
     engine = LLMEngine(checkpoint, **ENGINE, max_num_seqs=3, tensor_parallel_size=1)
     assert engine.config == EngineConfig(**ENGINE, max_num_seqs=3)
     engine.exit()
+    with pytest.raises(TypeError, match="given a config and max_num_seqs; give one or the other"):
+        LLMEngine(checkpoint, EngineConfig(), max_num_seqs=3)
     with pytest.raises(TypeError, match="LLMEngine has no argument 'max_num_seq'; did you mean 'max_num_seqs'"):
         LLMEngine(checkpoint, max_num_seq=3)
     assert {"EngineConfig", "LLMEngine"} <= set(mmvllm.__all__)

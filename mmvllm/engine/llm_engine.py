@@ -37,7 +37,9 @@ class LLMEngine:
     """Continuous batching over one model on one device; not thread-safe: one thread owns it."""
 
     def __init__(self, model: str | Path | None = None, config: EngineConfig | None = None, **engine_args: Any):
-        """Load a checkpoint; `engine_args` are the fields of `EngineConfig`, unless a `config` is given."""
+        """Load a checkpoint, with a `config` or with the fields of one as `engine_args`."""
+        if config is not None and engine_args:
+            raise TypeError(f"LLMEngine was given a config and {', '.join(engine_args)}; give one or the other")
         self.config = config = config or EngineConfig.from_arguments("LLMEngine", **engine_args)
         loaded = load(model, config)
         self.model_config, self.image_config = loaded.model_config, loaded.image_config
