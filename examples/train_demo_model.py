@@ -89,6 +89,7 @@ def train_tokenizer(folder: Path) -> None:
         "chat_template": CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)  # where newer programs look for it
 
 
 def _corpus(count: int):
