@@ -86,7 +86,8 @@ def check_command(words: list[str]) -> None:
         case ["python", "-m", "venv" | "tests.helpers.option_tables", *_]:
             pass
         case ["python", script, *arguments]:
-            with patch.object(sys, "argv", [script, *arguments]), patch.object(sys, "path", [*sys.path]):
+            folder = str((ROOT / script).parent)  # which Python puts on the path
+            with patch.object(sys, "argv", [script, *arguments]), patch.object(sys, "path", [folder, *sys.path]):
                 _parse(lambda: runpy.run_path(str(ROOT / script), run_name="__main__"))
         case [program, *_] if program.startswith(".ci/"):
             assert (ROOT / program).is_file(), f"{program} does not exist"
@@ -109,8 +110,10 @@ def _parse(run) -> None:
     with patch.object(argparse.ArgumentParser, "parse_args", parse_only):
         try:
             run()
-        except _Parsed:
-            return
+        except (_Parsed, SystemExit) as end:
+            if isinstance(end, _Parsed) or not end.code:  # --help exits with 0
+                return
+            raise
     raise AssertionError("the program parsed no arguments")
 
 
