@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -141,6 +142,13 @@ def test_files_in_the_tree_exist():
     named = {name for line in tree.splitlines() for name in re.findall(r"\b\w+\.py\b", line)}
     found = {path.name for folder in ("mmvllm", "processors", "kernels") for path in (ROOT / folder).rglob("*.py")}
     assert len(named) > 40 and named <= found, named - found
+
+
+def test_the_drawing_of_imports_has_all_layers():
+    drawing = next(block.text for block in blocks_of(ROOT / "docs" / "architecture.md") if "cli\n" in block.text)
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    names = {name for layer in contract["layers"] for name in layer.split(" | ")} - {"__main__"}
+    assert names <= {*re.findall(r"\w+", drawing)}
 
 
 def test_the_readme_is_short():
