@@ -130,7 +130,10 @@ class RequestFailed(RuntimeError):
 
 
 class RequestsAborted(RuntimeError):
-    """Requests of a call were aborted from outside; `outputs` are those of all requests, in their order."""
+    """Requests of a call were aborted from outside.
+
+    `outputs` are those of all requests in their order; of a stream, which has yielded them, those of aborted requests.
+    """
 
     def __init__(self, message: str, outputs: list):
         super().__init__(message)

@@ -10,12 +10,10 @@ import types
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 import mmvllm
 from mmvllm import LLM, AsyncLLM, EngineConfig, LLMEngine, SamplingParams
 from mmvllm.errors import RequestError
-from mmvllm.models.weights import BUNDLED
 from tests.helpers.engines import assert_idle
 from tests.helpers.images import encode
 from tests.helpers.requests import ask, noise_image
@@ -341,11 +339,3 @@ def test_a_refused_request_is_ready_for_json_too(llm):
     read = json.loads(json.dumps(output.to_dict()))
     assert read["error"] == output.error and read["finish_reason"] == "error" and read["completions"] == []
     assert output.exception.image_index == 0
-
-
-def test_the_bundled_folder_has_its_chat_template_as_a_file():
-    template = (BUNDLED / "chat_template.jinja").read_text(encoding="utf-8")
-    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
-    assert tokenizer.chat_template == template
-    text = tokenizer.apply_chat_template(ask(IMAGE, "What?")["messages"], tokenize=False, add_generation_prompt=True)
-    assert text.count("<|vision_start|><|image_pad|><|vision_end|>") == 1
