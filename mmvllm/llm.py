@@ -96,7 +96,8 @@ class LLM:
         try:
             for index, prompt in enumerate(prompts):
                 with naming_request(index):
-                    call.add(index, self._intake.prepare(prompt), params_for(sampling_params, index))
+                    params = params_for(sampling_params, index)
+                    call.add(index, self._intake.prepare(prompt), params, **request_options(prompt))
             while call.groups:
                 yield from without_errors(call.step(), call.noun)
         finally:
