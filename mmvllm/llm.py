@@ -198,8 +198,9 @@ class LLM:
             return self.engine.abort_request(request_id)
 
     def exit(self) -> None:
-        """Free the engine's memory; safe to call twice."""
-        self.engine.exit()
+        """Free the engine's memory, after the step that another thread runs; safe to call twice."""
+        with self._lock:
+            self.engine.exit()
 
     def stream_prepared(
         self,
