@@ -116,6 +116,9 @@ class EngineBusy(EngineUnavailable):
         super().__init__(f"{value} requests are being served or wait; try again later")
         self.value, self.limit = value, limit
 
+    def __reduce__(self):
+        return type(self), (self.value, self.limit)
+
 
 class EngineStopped(EngineUnavailable):
     """The engine is shutting down, or has."""
@@ -138,6 +141,9 @@ class RequestsAborted(RuntimeError):
     def __init__(self, message: str, outputs: list):
         super().__init__(message)
         self.outputs = outputs
+
+    def __reduce__(self):
+        return type(self), (str(self), self.outputs)
 
 
 class DeadlineExceeded(TimeoutError):

@@ -20,7 +20,6 @@ from mmvllm.intake import (
     Prefetcher,
     Prepared,
     Request,
-    as_request,
     check_lengths,
     has_media,
     naming_request,
@@ -90,13 +89,16 @@ class LLM:
     def _generate(self, prompts: list[Request], sampling_params: Params) -> Events:
         """Prompts without media are all in the engine before its first step."""
         if any(map(has_media, prompts)):
-            yield from self._stream(self._call(noun="prompt"), self._prefetch(prompts), sampling_params, "raise")
+            prefetcher = Prefetcher(prompts, self._intake.prepare, max_requests=self.admission.max_requests)
+            yield from self._stream(self._call(noun="prompt"), prefetcher, sampling_params, "raise")
             return
         call = self._call(noun="prompt")
         try:
             for index, prompt in enumerate(prompts):
                 with naming_request(index):
-                    call.add(index, self._intake.prepare(prompt), params_for(sampling_params, index))
+                    params = params_for(sampling_params, index)
+                    options = request_options(prompt) if isinstance(prompt, dict) else {}
+                    call.add(index, self._intake.prepare(prompt), params, **options)
             while call.groups:
                 yield from without_errors(call.step(), call.noun)
         finally:
@@ -198,8 +200,9 @@ class LLM:
             return self.engine.abort_request(request_id)
 
     def exit(self) -> None:
-        """Free the engine's memory; safe to call twice."""
-        self.engine.exit()
+        """Free the engine's memory, after the step that another thread runs; safe to call twice."""
+        with self._lock:
+            self.engine.exit()
 
     def stream_prepared(
         self,
@@ -289,7 +292,7 @@ class LLM:
 
 
 def _as_prompts(prompts: Any) -> list[Request]:
-    """One prompt or several, in any form that `generate` takes -> requests; raises RequestError."""
+    """One prompt or several, in any form that `generate` takes -> a list of prompts; raises RequestError."""
     if isinstance(prompts, str | bytes | Mapping) or getattr(prompts, "ndim", 2) < 2:
         prompts = [prompts]
     prompts = list(prompts)
@@ -305,7 +308,7 @@ def _as_prompt(index: int, prompt: Any) -> Request:
                 raise RequestError(f"prompt has unknown keys {', '.join(unknown)}; known: {', '.join(PROMPT_KEYS)}")
             return prompt
         if isinstance(prompt, str | list | tuple) or hasattr(prompt, "shape"):
-            return as_request(prompt)
+            return prompt
         raise RequestError(f"prompt must be a string or a list of token ids, or a dict, not {type(prompt).__name__}")
 
 

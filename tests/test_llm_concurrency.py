@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 
@@ -137,3 +137,24 @@ def test_a_keyboard_interrupt_aborts_all_requests(llm, monkeypatch):
         llm.generate_multimodal([GOOD] * 3, SHORT)
     monkeypatch.setattr(llm.engine, "step", step)
     assert llm.engine.is_finished()
+
+
+def test_exit_waits_for_the_step_of_another_thread(checkpoint, make_llm, monkeypatch):
+    llm = make_llm(checkpoint)
+    real, runs, may_run = llm.engine.model_runner.run, threading.Event(), threading.Event()
+
+    def slow(*args):
+        runs.set()
+        assert may_run.wait(20)
+        return real(*args)
+
+    monkeypatch.setattr(llm.engine.model_runner, "run", slow)
+    with ThreadPoolExecutor(2) as pool:
+        generated = pool.submit(llm.generate_multimodal, [GOOD], SHORT)
+        assert runs.wait(20)
+        exited = pool.submit(llm.exit)
+        assert not wait([exited], timeout=0.1).done
+        may_run.set()
+        with pytest.raises(RuntimeError, match="the engine has exited"):
+            generated.result(20)
+        exited.result(20)

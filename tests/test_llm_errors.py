@@ -62,6 +62,7 @@ BAD = {
     "not a dict": ("describe", "must be a dict"),
     "bad parameters": (ask("x", sampling_params={"temprature": 1}), "temprature"),
     "bad request_id": (ask("x", request_id=5), r"request_id is 5, must be str \| None"),
+    "request_id without a hash": (ask("x", request_id=["a"]), r"request_id is \['a'\], must be str \| None"),
     "bad priority": (ask("x", priority="high"), "priority is 'high', must be int"),
     "lone surrogate": (ask("b\udcff"), "not valid Unicode"),
     "bad salt": (ask("x", cache_salt=b"x"), "cache_salt is b'x'"),

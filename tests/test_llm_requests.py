@@ -82,6 +82,17 @@ def test_no_images_may_be_written_out(data, llm):
     assert generated(llm, {"prompt": "Count.", "multi_modal_data": data}) == generated(llm, "Count.")
 
 
+def test_prompts_with_different_salts_share_no_blocks(llm):
+    text = "Count the shapes. " * 20
+
+    def num_cached_tokens(salt):
+        return llm.generate({"prompt": text, "cache_salt": salt}, SHORT)[0].num_cached_tokens
+
+    assert num_cached_tokens("mine") == 0
+    assert num_cached_tokens("yours") == 0 and num_cached_tokens(None) == 0
+    assert num_cached_tokens("mine") > 0
+
+
 def test_strings_ids_and_dicts_may_be_mixed(llm, with_image):
     ids = llm.tokenizer("Count.")["input_ids"]
     mixed = [PROMPTS["dict"], "Count.", ids, np.array(ids), {"prompt": "Count."}, {"prompt_token_ids": tuple(ids)}]

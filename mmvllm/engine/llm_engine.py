@@ -124,7 +124,7 @@ class LLMEngine:
         """
         self.check_alive()
         request_id = self.new_request_id() if request_id is None else request_id
-        if request_id in self.scheduler.groups:
+        if isinstance(request_id, str) and request_id in self.scheduler.groups:
             raise RequestError(f"request_id {request_id!r} is already in flight", param="request_id", value=request_id)
         group = self.input_processor.group(
             prompt,

@@ -95,6 +95,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # both lists are kept in order of service
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._uncollected: set[str] = set()  # requests whose sequences a commit may have ended
         self._reduced_to, self._clean_steps = max_num_seqs, 0  # since a step last ran out of memory
 
     @property
@@ -253,6 +254,7 @@ class Scheduler:
         """
         # Steps without a sampled token do not count: a long prompt could be preempted and begin again endlessly.
         self._clean_steps += bool(sampled)
+        self._uncollected |= {chunk.seq.request_id for chunk in step.chunks}  # and of a commit that was interrupted
         self.encoder_cache.mark_encoded(step.items_to_encode)
         tokens = iter(sampled)
         for chunk in step.chunks:
@@ -268,7 +270,7 @@ class Scheduler:
                     self.encoder_cache.release(seq.items[i].digest, (seq.seq_id, i))
             if token is not None:
                 self._append(seq, token)
-        return self._collect({chunk.seq.request_id for chunk in step.chunks})
+        return self._collect()
 
     def _append(self, seq: Sequence, token: SampledToken) -> None:
         group = self.groups[seq.request_id]
@@ -309,9 +311,10 @@ class Scheduler:
                     users.add((seq.seq_id, i))
         self.encoder_cache.check(users)
 
-    def _collect(self, request_ids: set[str]) -> list[SequenceGroup]:
-        groups = [self.groups[request_id] for request_id in request_ids if request_id in self.groups]
+    def _collect(self) -> list[SequenceGroup]:
+        groups = [self.groups[request_id] for request_id in self._uncollected if request_id in self.groups]
         finished = [group for group in groups if group.is_finished]
+        self._uncollected.clear()
         for group in finished:
             del self.groups[group.request_id]
         return sorted(finished, key=lambda group: group.first_seq)

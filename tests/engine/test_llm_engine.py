@@ -59,6 +59,24 @@ def test_an_interrupted_step_does_not_affect_other_requests(where, at, checkpoin
     assert [completion.token_ids for completion in outputs[0].completions] == [want] * 3
 
 
+def test_a_request_that_finished_in_an_interrupted_commit_is_not_lost(llm, monkeypatch):
+    scheduler, params = llm.engine.scheduler, SamplingParams(max_tokens=1, ignore_eos=True)
+    first, second = (llm.engine.add_request("Count the shapes.", params) for _ in range(2))
+    real = scheduler._finish_reason
+
+    def interrupted(seq):
+        if seq.request_id == second:
+            raise KeyboardInterrupt
+        return real(seq)
+
+    monkeypatch.setattr(scheduler, "_finish_reason", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.engine.step()
+    llm.engine.abort_request(second)
+    assert [output.request_id for output in llm.engine.step()[0]] == [first]
+    assert llm.engine.is_finished()
+
+
 def test_request_ids_in_flight_are_unique(llm):
     llm.engine.add_request("x", SHORT, "a")
     with pytest.raises(ValueError, match="request_id 'a' is already in flight"):

@@ -183,6 +183,19 @@ def test_token_ids_without_images_need_no_processor(checkpoint, make_llm):
         theirs.generate({"prompt_token_ids": [5], "multi_modal_data": {"image": A}}, SHORT)
 
 
+def test_plain_strings_need_no_processor(checkpoint, make_llm, llm):
+    class ForImages:
+        def __call__(self, **arguments):
+            raise AssertionError("a prompt without a template and images was given to the processor")
+
+    theirs, question = make_llm(checkpoint, processor=ForImages()), "What is this?"
+    want = llm.generate(question, SHORT)[0].token_ids
+    mixed = [question, {"prompt_token_ids": [5], "multi_modal_data": {"image": A}}]
+    assert theirs.generate(question, SHORT)[0].token_ids == want
+    with pytest.raises(RequestError, match="prompt 1: a processor of your own needs"):
+        theirs.generate(mixed, SHORT)
+
+
 def test_a_text_only_model_takes_token_ids_beside_a_processor():
     adapted = ForeignProcessor(None, None, factor=28)
     assert adapted({"prompt_token_ids": (5, 6)}).token_ids == [5, 6]
