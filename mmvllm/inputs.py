@@ -26,7 +26,8 @@ class MediaItem:
         modality: "image".
         patches: (P, patch_dim) uint8, or floats that are already normalised; on the host.
         grid: P = t * h * w patches.
-        digest: stands for the item in the prefix cache and the encoder cache: equal digests, equal rows.
+        digest: stands for the item in the prefix cache and the encoder cache: items with equal digests have equal
+            rows, grids and times.
         spans: runs of placeholder tokens in the prompt that the item's rows replace, in order.
         times: seconds from the start of a video, one per temporal patch; empty for an image.
     """
@@ -58,8 +59,8 @@ class MediaItem:
         return sum(self.spans[-1])
 
     def touches(self, start: int, end: int) -> bool:
-        """Whether tokens [start, end) include one of the item's."""
-        return any(offset < end and start < offset + length for offset, length in self.spans)
+        """Whether tokens [start, end) include one from the item's first to its last, with those between its spans."""
+        return self.offset < end and start < self.end
 
     def rows_in(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
         """(first token, first row, number) of each run of the item's rows that tokens [start, end) need.
@@ -114,10 +115,11 @@ class EngineInput:
 
 @dataclass(frozen=True, slots=True)
 class MediaRules:
-    """What a model family says of media in prompts; the processors work from this alone.
+    """How a model family represents media in a prompt; the processors use nothing else of it.
 
     Args:
         image_token_id: the placeholder; `start_token_id` and `end_token_id` enclose an item's.
+        start, image, end: the same three tokens as text, for messages.
         merge_size: merge_size**2 patches become one token.
         patch_dim: values in a patch.
         positions: (number of prompt tokens, items) -> positions (3, T) and their delta.
@@ -126,6 +128,9 @@ class MediaRules:
     image_token_id: int
     start_token_id: int
     end_token_id: int
+    start: str
+    image: str
+    end: str
     merge_size: int
     patch_dim: int
     positions: Callable[[int, Sequence[MediaItem]], tuple[np.ndarray, int]]

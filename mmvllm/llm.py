@@ -18,6 +18,7 @@ from mmvllm.intake import (
     Intake,
     Params,
     Prefetcher,
+    Prepare,
     Prepared,
     Request,
     check_lengths,
@@ -49,7 +50,6 @@ class LLM:
         self.model = model_name(model)
         self.tokenizer = self.engine.tokenizer
         self._intake = Intake(self.engine, processor)
-        self.processor = self._intake.processor
         # As many requests again wait in the engine as run, so that a step never lacks work.
         self.admission = AdmissionWindow(2 * self.engine.config.max_num_seqs)
         self._lock = threading.RLock()
@@ -59,6 +59,15 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.exit()
+
+    @property
+    def processor(self) -> Prepare:
+        """Prepares chat requests: a dict -> EngineInput."""
+        return self._intake.processor
+
+    @processor.setter
+    def processor(self, prepare: Prepare) -> None:
+        self._intake.processor = prepare
 
     def get_tokenizer(self):
         """The tokenizer, by the name of vLLM's method."""
@@ -140,6 +149,12 @@ class LLM:
         **options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several; `options` are those of `generate_multimodal`."""
+        if not isinstance(messages, list | tuple):
+            raise RequestError(
+                f"messages must be a list of messages, or of such lists, not {type(messages).__name__}",
+                param="messages",
+                value=messages,
+            )
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         requests = [{"messages": conversation} for conversation in conversations]
         return self.generate_multimodal(requests, sampling_params, use_tqdm=use_tqdm, **options)
@@ -295,6 +310,8 @@ def _as_prompts(prompts: Any) -> list[Request]:
     """One prompt or several, in any form that `generate` takes -> a list of prompts; raises RequestError."""
     if isinstance(prompts, str | bytes | Mapping) or getattr(prompts, "ndim", 2) < 2:
         prompts = [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}")
     prompts = list(prompts)
     if prompts and (isinstance(prompts[0], int) or getattr(prompts[0], "ndim", 1) == 0):
         prompts = [prompts]

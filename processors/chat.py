@@ -43,7 +43,7 @@ def expand_placeholders(
             num_pairs += 1
             i = end
     if num_outside or num_open or num_pairs != len(lengths):
-        raise RequestError(_misplaced(num_pairs, num_outside, num_open, len(lengths)))
+        raise RequestError(_misplaced(num_pairs, num_outside, num_open, len(lengths), rules))
     return expanded, spans
 
 
@@ -57,16 +57,16 @@ def _find_end(token_ids: list[int], start: int, rules: MediaRules) -> int | None
     return None
 
 
-def _misplaced(num_pairs: int, num_outside: int, num_open: int, num_images: int) -> str:
+def _misplaced(num_pairs: int, num_outside: int, num_open: int, num_images: int, rules: MediaRules) -> str:
     found = counted(num_pairs, "image placeholder")
     if num_outside:
-        found += f", {num_outside} <|image_pad|> outside <|vision_start|> and <|vision_end|>,"
+        found += f", {num_outside} {rules.image} outside {rules.start} and {rules.end},"
     if num_open:
-        found += f", {num_open} <|vision_start|> without <|vision_end|>,"
+        found += f", {num_open} {rules.start} without {rules.end},"
     were = "was" if num_images == 1 else "were"
     return (
         f"prompt has {found} but {counted(num_images, 'image')} {were} given; "
-        "write <|vision_start|><|image_pad|><|vision_end|> once per image and nowhere else"
+        f"write {rules.start}{rules.image}{rules.end} once per image and nowhere else"
     )
 
 

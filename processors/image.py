@@ -232,7 +232,7 @@ class ImageProcessor:
 
 
 def patchify(pixels: np.ndarray, patch_size: int, merge_size: int) -> np.ndarray:
-    """(height, width, C) uint8 -> (P, C * patch_size**2), patches in Qwen order.
+    """(height, width, C) uint8 -> (P, C * patch_size**2), patches in merge order.
 
     The merge_size**2 patches that become one token follow each other; tokens go row by row.
     """

@@ -350,3 +350,16 @@ def test_a_refused_request_is_ready_for_json_too(llm):
     read = json.loads(json.dumps(output.to_dict()))
     assert read["error"] == output.error and read["finish_reason"] == "error" and read["completions"] == []
     assert output.exception.image_index == 0
+
+
+@pytest.mark.parametrize("messages", [None, 5, {"role": "user", "content": "x"}])
+def test_chat_refuses_what_is_no_list_of_messages(llm, messages):
+    with pytest.raises(RequestError, match="messages must be a list of messages") as caught:
+        llm.chat(messages)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("prompts", [None, 5])
+def test_generate_refuses_what_is_no_prompt(llm, prompts):
+    with pytest.raises(RequestError, match=f"not {type(prompts).__name__}"):
+        llm.generate(prompts)

@@ -171,7 +171,7 @@ class Sequence:
         return sum(item.num_tokens for item in self.items)
 
     def items_in(self, start: int, end: int) -> list[int]:
-        """Indices of the items that have a token in [start, end)."""
+        """Indices of the items that tokens [start, end) touch."""
         return [i for i, item in enumerate(self.items) if item.touches(start, end)]
 
     @property

@@ -37,7 +37,7 @@ def mrope_cos_sin(
 
 @lru_cache(maxsize=256)
 def vision_positions(grid_thw: tuple[int, int, int], merge_size: int) -> Tensor:
-    """Row and column (2, P) of each patch of an image, in Qwen order; on the CPU, cached for recent grids."""
+    """Row and column (2, P) of each patch of an image, in merge order; on the CPU, cached for recent grids."""
     t, h, w = grid_thw
     m = merge_size
     rows_and_columns = torch.stack(torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij"))

@@ -1,5 +1,7 @@
 """The scheduler with a block manager and an encoder cache, and no model: what each step computes, and for whom."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -210,6 +212,22 @@ def test_an_item_without_room_in_the_encoder_cache_waits():
     assert step.freed_digests == (b"A",) and list(step.items_to_encode) == [b"B"]
     assert [each.request_id for each in commit(sched, step)] == ["a"]
     assert run(sched) == ["b"]
+
+
+@pytest.mark.parametrize("budget", range(1, 13))
+def test_an_item_of_several_spans_is_held_from_its_first_token_to_its_last(budget):
+    item = replace(image("video", 1, 4), spans=((1, 2), (6, 2)))  # a block ends between its spans
+    sched = scheduler(max_num_batched_tokens=budget)
+    rows = []
+    for text in (30, 40):  # the second prompt finds the first block in the prefix cache
+        token_ids = [10, PAD, PAD, 20, text, text, PAD, PAD, text, text]
+        params = SamplingParams(max_tokens=2)
+        sched.add(SequenceGroup([Sequence(token_ids, params, request_id=str(text), block_size=4, items=(item,))]))
+        while not sched.is_finished():
+            step = sched.schedule()
+            rows += [row for chunk in step.chunks for row in item.rows_in(chunk.start, chunk.end)]
+            commit(sched, step)  # checks that items are held by exactly the sequences inside them
+    assert [row for _, first, number in rows for row in range(first, first + number)] == [0, 1, 2, 3, 2, 3]
 
 
 def test_duplicate_items_of_one_step_are_encoded_once():

@@ -11,7 +11,9 @@ from mmvllm.processors.tensors import items_from_tensors, own_grids, own_token_i
 from tests.helpers.requests import ask, digests_of, noise_image, patches_of
 
 PAD, PATCH_DIM = 9, 6
-RULES = MediaRules(PAD, 7, 8, merge_size=2, patch_dim=PATCH_DIM, positions=lambda *_: (None, 0))
+RULES = MediaRules(
+    PAD, 7, 8, "<start>", "<image>", "<end>", merge_size=2, patch_dim=PATCH_DIM, positions=lambda *_: (None, 0)
+)
 IDS = [1, PAD, 2, PAD, PAD, 3]
 GRIDS = [(1, 2, 2), (1, 2, 4)]  # 4 patches and 8
 PIXELS = np.random.default_rng(0).standard_normal((12, PATCH_DIM)).astype(np.float32)

@@ -12,7 +12,7 @@ from mmvllm.layers.attention import AttentionBackend
 from mmvllm.models.interface import ModelFamily
 from mmvllm.models.qwen2_vl.config import TEXT_ONLY, parse_config
 from mmvllm.models.qwen2_vl.model import Qwen2VL
-from mmvllm.models.qwen2_vl.processing import IMAGE_DEFAULTS
+from mmvllm.models.qwen2_vl.processing import IMAGE_DEFAULTS, PLACEHOLDER_TEXTS
 from mmvllm.processors.image import ImageProcessorConfig
 from mmvllm.processors.positions import mrope_positions
 
@@ -35,6 +35,7 @@ class Qwen2VLFamily(ModelFamily):
             image_token_id=config.image_token_id,
             start_token_id=config.vision_start_token_id,
             end_token_id=config.vision_end_token_id,
+            **PLACEHOLDER_TEXTS,
             merge_size=config.vision.spatial_merge_size,
             patch_dim=config.vision.patch_dim,
             positions=partial(_positions, config.vision.spatial_merge_size),

@@ -1,4 +1,4 @@
-"""How Qwen2-VL wants images: sizes, normalisation, placeholders."""
+"""Image sizes, normalisation and placeholders of Qwen2-VL."""
 
 from mmvllm.processors.image import ImageProcessorConfig
 
@@ -13,3 +13,6 @@ IMAGE_DEFAULTS = ImageProcessorConfig(
     image_mean=(0.48145466, 0.4578275, 0.40821073),
     image_std=(0.26862954, 0.26130258, 0.27577711),
 )
+
+# The tokens that the chat template writes for an image, as `MediaRules` names them.
+PLACEHOLDER_TEXTS = {"start": "<|vision_start|>", "image": "<|image_pad|>", "end": "<|vision_end|>"}
