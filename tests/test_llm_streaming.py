@@ -67,9 +67,11 @@ def test_deltas_together_are_the_completions(llm):
         assert "".join(part.text for part in parts) == completion.text
         assert [token for part in parts for token in part.token_ids] == completion.token_ids
         assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [completion.finish_reason]
+    outputs = {delta.request_id: delta.output for delta in deltas if delta.output is not None}
+    for (name, i), parts in grouped.items():
+        completion = outputs[name].outputs[i]  # of the same call: how requests are batched changes the last bits
         if completion.logprobs is not None:
             assert [row for part in parts for row in part.logprobs] == completion.logprobs
-    outputs = {delta.request_id: delta.output for delta in deltas if delta.output is not None}
     assert {name: [each.text for each in output.outputs] for name, output in outputs.items()} == {
         name: [each.text for each in output.outputs] for name, output in want.items()
     }
