@@ -23,7 +23,6 @@ class VisionConfig(ABC):
         embed_dim: width of a block; num_heads divide it.
         patch_size: pixels of a patch's side; `temporal_patch_size` frames deep, `in_channels` values a pixel.
         spatial_merge_size: so many patches squared become one row.
-        hidden_size: width of a row, which is the decoder's.
     """
 
     depth: int
@@ -33,7 +32,6 @@ class VisionConfig(ABC):
     patch_size: int
     temporal_patch_size: int
     spatial_merge_size: int
-    hidden_size: int
 
     @property
     def head_dim(self) -> int:
@@ -45,14 +43,19 @@ class VisionConfig(ABC):
         """Width inside a block's MLP."""
 
     @property
+    @abstractmethod
+    def out_hidden_size(self) -> int:
+        """Width of the decoder, for which the rows are made."""
+
+    @property
     def patch_dim(self) -> int:
         """Values in one patch: channels * frames * height * width."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
     @property
     def row_size(self) -> int:
-        """Values in a row that the ViT makes of merged patches; more than the hidden size in some families."""
-        return self.hidden_size
+        """Values in a row that the ViT makes of merged patches; more than the decoder's width in some families."""
+        return self.out_hidden_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +94,6 @@ class ModelConfig:
             raise ValueError(
                 f"mrope_section is {list(section)}, must be three numbers that add up to half of the head size, "
                 f"{self.head_dim}"
-            )
-        if self.vision is not None and self.vision.hidden_size != self.hidden_size:
-            raise ValueError(
-                f"vision_config's hidden_size is {self.vision.hidden_size}, must be the decoder's, {self.hidden_size}"
             )
 
     @property

@@ -30,6 +30,10 @@ class Qwen2VLVisionConfig(VisionConfig):
     def intermediate_size(self) -> int:
         return self.mlp_ratio * self.embed_dim
 
+    @property
+    def out_hidden_size(self) -> int:
+        return self.hidden_size
+
 
 def parse_config(architecture: str, raw: dict, generation: dict) -> ModelConfig:
     decoder = decoder_fields(raw, generation)
@@ -37,6 +41,10 @@ def parse_config(architecture: str, raw: dict, generation: dict) -> ModelConfig:
         return ModelConfig(architecture=architecture, **decoder | {"mrope_section": None})
     decoder["mrope_section"] = decoder["mrope_section"] or MROPE_SECTION
     vision = _vision_config(json_object("vision_config", raw.get("vision_config", {})))
+    if vision.hidden_size != decoder["hidden_size"]:
+        raise ValueError(
+            f"vision_config's hidden_size is {vision.hidden_size}, must be the decoder's, {decoder['hidden_size']}"
+        )
     token_ids = {name: raw.get(name, default) for name, default in TOKEN_IDS.items()}
     return ModelConfig(architecture=architecture, **decoder, **token_ids, vision=vision)
 
