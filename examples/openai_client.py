@@ -13,7 +13,7 @@ import mimetypes
 import os
 from pathlib import Path
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 
 def image_part(path: Path) -> dict:
@@ -54,4 +54,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except APIConnectionError as error:
+        raise SystemExit(f"no server answers at {error.request.url}; start one with: mmvllm serve") from None

@@ -135,7 +135,9 @@ def params_for(sampling_params: Params, index: int, own: SamplingParams | dict |
     if isinstance(params, dict):
         try:
             params = SamplingParams(**params)
-        except TypeError as error:
+        except RequestError:
+            raise
+        except (TypeError, ValueError) as error:
             raise RequestError(f"sampling_params: {error}", param="sampling_params") from None
     if not isinstance(params, SamplingParams | None):
         raise RequestError(

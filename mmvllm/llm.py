@@ -145,10 +145,11 @@ class LLM:
         self,
         messages: list[dict] | list[list[dict]],
         sampling_params: Params = None,
+        processor: Any = None,
         use_tqdm: bool = True,
-        **options: Any,
+        on_error: str = "raise",
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several; `options` are those of `generate_multimodal`."""
+        """Answer one conversation, or several; the other arguments are those of `generate_multimodal`."""
         if not isinstance(messages, list | tuple):
             raise RequestError(
                 f"messages must be a list of messages, or of such lists, not {type(messages).__name__}",
@@ -157,7 +158,7 @@ class LLM:
             )
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         requests = [{"messages": conversation} for conversation in conversations]
-        return self.generate_multimodal(requests, sampling_params, use_tqdm=use_tqdm, **options)
+        return self.generate_multimodal(requests, sampling_params, processor, use_tqdm, on_error)
 
     def stream_multimodal(
         self,

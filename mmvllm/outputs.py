@@ -1,5 +1,6 @@
 """What the engine returns: completions, finished requests, and the deltas of a stream."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -68,6 +69,13 @@ class RequestOutput:
 
     def __contains__(self, name: object) -> bool:
         return name in _NAMES
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_NAMES)
+
+    def keys(self) -> tuple[str, ...]:
+        """The names of all fields, for `dict(output)`."""
+        return _NAMES
 
     def get(self, name: str, default: Any = None) -> Any:
         """As of a dict."""

@@ -71,7 +71,7 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        self._number("temperature", "at least 0", lambda v: 0 <= v < math.inf)
+        self._number("temperature", "of at least 0", lambda v: 0 <= v < math.inf)
         self._number("top_p", "in (0, 1]", lambda v: 0 < v <= 1)
         self._number("min_p", "in [0, 1]", lambda v: 0 <= v <= 1)
         self._number("repetition_penalty", "above 0", lambda v: 0 < v < math.inf)

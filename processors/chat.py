@@ -181,7 +181,7 @@ class ForeignProcessor:
 
 def _returned(made, name: str) -> Any:
     if name not in made:
-        raise RequestError(f"the processor returned no {name}, only {', '.join(made)}")
+        raise RequestError(f"the processor returned no {name}, only {', '.join(made) or 'an empty dict'}")
     return made[name]
 
 

@@ -363,3 +363,14 @@ def test_chat_refuses_what_is_no_list_of_messages(llm, messages):
 def test_generate_refuses_what_is_no_prompt(llm, prompts):
     with pytest.raises(RequestError, match=f"not {type(prompts).__name__}"):
         llm.generate(prompts)
+
+
+def test_parameters_that_cannot_be_compared_fail_only_their_request(llm):
+    bad = ask("x") | {"sampling_params": {"ignore_eos": np.array([1, 2])}}
+    failed, good = llm.generate_multimodal([bad, ask("x")], SHORT, on_error="return", use_tqdm=False)
+    assert "sampling_params" in failed.error and good.error is None
+
+
+def test_chat_names_itself_for_an_unknown_argument(llm):
+    with pytest.raises(TypeError, match=r"chat\(\) got an unexpected keyword argument 'max_tokens'"):
+        llm.chat(ask("x")["messages"], max_tokens=3)

@@ -18,3 +18,8 @@ def test_an_output_without_completions_has_finish_reason_error():
     output = RequestOutput("r", error="no such file")
     assert (output.text, output.token_ids, output.finish_reason) == ("", [], "error")
     assert output.logprobs is None and output.cumulative_logprob is None
+
+
+def test_an_output_converts_to_a_dict():
+    output = RequestOutput("r", [CompletionOutput("text", [1], "eos")])
+    assert dict(output)["text"] == "text" and [*output] == [*output.keys()] == [*dict(output)]

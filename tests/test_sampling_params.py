@@ -11,7 +11,7 @@ from mmvllm import SamplingParams
 NOT_NUMBERS = [math.nan, math.inf, -math.inf, None, "1", True, [1.0], 1j, 10**400]
 NOT_NUMBERS += [np.bool_(True), np.float32("nan"), np.float32("inf")]
 NUMBERS = {  # name: (range as the message says it, values outside, values inside)
-    "temperature": ("at least 0", [-1, -1e-9, np.float64(-1)], [0, 0.0, 0.7, 2, 1e-3, 100.0]),
+    "temperature": ("of at least 0", [-1, -1e-9, np.float64(-1)], [0, 0.0, 0.7, 2, 1e-3, 100.0]),
     "top_p": (r"in \(0, 1\]", [0, -0.1, 1.0001, 2], [1, 1.0, 0.5, 1e-3, Fraction(1, 4)]),
     "min_p": (r"in \[0, 1\]", [-0.1, 1.0001, 2], [0, 1, 0.05]),
     "repetition_penalty": ("above 0", [0, -1.0], [1, 1.05, 0.5, 20]),
