@@ -1,4 +1,4 @@
-"""How Qwen2-VL wants images: sizes, normalisation, placeholders."""
+"""Image preprocessing of Qwen2-VL: sizes, normalisation, placeholders."""
 
 from mmvllm.processors.image import ImageProcessorConfig
 
