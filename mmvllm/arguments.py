@@ -1,4 +1,4 @@
-"""Checks of keyword arguments: suggestions for unknown names, tolerance for arguments that change nothing."""
+"""Checks of keyword arguments: suggestions for unknown names; arguments that change nothing are accepted."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
@@ -7,28 +7,30 @@ from functools import wraps
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-Harmless = Mapping[str, Collection[Any] | None]  # name -> accepted values; None accepts any value
+AcceptedArguments = Mapping[str, Collection[Any] | None]  # name -> accepted values; None accepts any value
 
 
-def check_arguments(owner: str, given: Mapping[str, Any], known: Collection[str], harmless: Harmless) -> dict[str, Any]:
-    """The arguments to use: the `given` ones whose name is in `known`; those in `harmless` are checked and left out.
+def check_arguments(
+    owner: str, given: Mapping[str, Any], known: Collection[str], accepted: AcceptedArguments
+) -> dict[str, Any]:
+    """The arguments to use: the `given` ones whose name is in `known`; those in `accepted` are checked and left out.
 
-    Raises TypeError for a name in neither, ValueError for a harmless name with a value that would change something.
+    Raises TypeError for a name in neither, ValueError for an accepted name with another value than those accepted.
     """
     for name, value in given.items():
         if name in known:
             continue
-        if name not in harmless:
+        if name not in accepted:
             raise TypeError(f"{owner} has no argument {name!r}{_hint(name, known)}")
-        accepted = harmless[name]
-        if accepted is not None and value not in accepted:
+        values = accepted[name]
+        if values is not None and value not in values:
             raise ValueError(
-                f"{owner} does not support {name}={value!r}; leave it out or give {' or '.join(map(repr, accepted))}"
+                f"{owner} does not support {name}={value!r}; leave it out or give {' or '.join(map(repr, values))}"
             )
     return {name: value for name, value in given.items() if name in known}
 
 
-def with_checked_arguments(harmless: Harmless) -> Callable[[type[T]], type[T]]:
+def with_checked_arguments(accepted: AcceptedArguments) -> Callable[[type[T]], type[T]]:
     """Decorates a dataclass so that its constructor calls `check_arguments`; its signature stays the dataclass's."""
 
     def decorate(cls: type[T]) -> type[T]:
@@ -36,7 +38,7 @@ def with_checked_arguments(harmless: Harmless) -> Callable[[type[T]], type[T]]:
 
         @wraps(init)
         def checked_init(self, **given: Any) -> None:
-            init(self, **check_arguments(cls.__name__, given, known, harmless))
+            init(self, **check_arguments(cls.__name__, given, known, accepted))
 
         cls.__init__ = checked_init
         return cls

@@ -162,7 +162,7 @@ class AsyncLLM:
         timer = fetching = None
         try:
             if timeout is not None:
-                error = DeadlineExceeded(f"the answer was not complete after {timeout:g} seconds")
+                error = DeadlineExceeded(f"the completion was not finished after {timeout:g} seconds")
                 timer = stream.loop.call_later(timeout, self._end, stream, error)
             if callable(request):
                 fetching = asyncio.create_task(self._queue_when_fetched(stream, request, params, load))
@@ -340,7 +340,7 @@ class AsyncLLM:
             if drain:
                 self._end_lost()
                 self._changed.wait_for(lambda: not self._streams, timeout)
-        self._end_all(EngineStopped, "the engine was shut down before the answer was complete")
+        self._end_all(EngineStopped, "the engine was shut down before the completion was finished")
         with self._changed:
             self._preparation.shutdown()
         with self._closing:

@@ -7,6 +7,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from mmvllm.arguments import check_arguments
+from mmvllm.text import counted, listed
 
 if TYPE_CHECKING:  # `mmvllm --help` reads EngineConfig and must not load torch
     import torch
@@ -22,7 +23,7 @@ class VisionConfig(ABC):
         depth: number of blocks.
         embed_dim: width of a block; num_heads divide it.
         patch_size: pixels of a patch's side; `temporal_patch_size` frames deep, `in_channels` values a pixel.
-        spatial_merge_size: so many patches squared become one row.
+        spatial_merge_size: a square of spatial_merge_size x spatial_merge_size patches becomes one row.
     """
 
     depth: int
@@ -120,7 +121,7 @@ def torch_dtype(name: Any) -> "torch.dtype | None":
 
 
 # Arguments of vLLM's LLM that many programs pass, with the values that describe what mmvllm does anyway.
-HARMLESS = {
+ACCEPTED_VLLM_ARGUMENTS = {
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
@@ -154,8 +155,8 @@ class EngineConfig:
             of memory.
         max_num_batched_tokens: maximum number of tokens computed in one step; longer prompts are computed in chunks.
         max_vision_patches: maximum number of image patches encoded in one step; a larger image is encoded alone.
-        kvcache_block_size: tokens per KV cache block, the unit of prefix sharing; by default 256 (flash-attn's minimum)
-            if flash-attn runs the decoder, otherwise 16.
+        kvcache_block_size: tokens per KV cache block, the unit of prefix sharing; by default 256 if FlashAttention
+            runs the decoder, from flash-attn or from torch, which needs a multiple of 256, otherwise 16.
         num_kvcache_blocks: number of KV cache blocks; by default as many as gpu_memory_utilization allows
             (cpu_kvcache_bytes on a CPU), but not more than max_num_seqs sequences of maximum length can use.
         gpu_memory_utilization: fraction of the GPU's memory that the engine may use, in (0, 1].
@@ -198,7 +199,7 @@ class EngineConfig:
         Raises TypeError with a suggestion for an unknown name. Arguments of vLLM that change nothing are ignored.
         """
         known = [field.name for field in fields(cls)]
-        return cls(**check_arguments(owner, engine_args, known, HARMLESS))
+        return cls(**check_arguments(owner, engine_args, known, ACCEPTED_VLLM_ARGUMENTS))
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -208,7 +209,7 @@ class EngineConfig:
             if f.type is int or (f.type == int | None and value is not None):
                 _check_int(f.name, value, at_least={"seed": 0, "max_model_len": 2}.get(f.name, 1))
             if (choices := literal_choices(f.type)) and value not in choices:
-                raise ValueError(f"{f.name} is {value!r}, must be {_listed(choices)}")
+                raise ValueError(f"{f.name} is {value!r}, must be {listed(choices)}")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization is {share!r}, must be a number in (0, 1]")
@@ -228,11 +229,9 @@ class EngineConfig:
             device = None
         if device is None or device.type not in ("cpu", "cuda"):
             raise ValueError(f"device is {self.device!r}, must be 'auto', 'cpu', 'cuda' or 'cuda:N'")
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(
-                f"device is {self.device!r}, but this torch ({torch.__version__}) sees "
-                f"{torch.cuda.device_count() or 'no'} CUDA devices"
-            )
+        if device.type == "cuda" and (device.index or 0) >= (number := torch.cuda.device_count()):
+            found = counted(number, "CUDA device") if number else "no CUDA devices"
+            raise ValueError(f"device is {self.device!r}, but this torch ({torch.__version__}) sees {found}")
         return device
 
     def resolve_dtype(self, checkpoint_dtype: "torch.dtype", device: "torch.device") -> "torch.dtype":
@@ -260,8 +259,3 @@ def literal_choices(annotation: Any) -> tuple[Any, ...]:
     if len(arguments) == 2 and arguments[1] is NoneType:
         return (None, *choices) if (choices := literal_choices(arguments[0])) else ()
     return ()
-
-
-def _listed(choices: tuple[Any, ...]) -> str:
-    *first, last = map(repr, choices)
-    return f"{', '.join(first)} or {last}"

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from string import Formatter
 from typing import Any
 
+from mmvllm.text import counted
+
 
 class RequestError(ValueError):
     """A request that cannot be served as it is.
@@ -75,7 +77,7 @@ class ImageError(RequestError):
 
 
 class PromptTooLong(RequestError):
-    """A prompt that leaves no room for an answer; `value` is its tokens, `limit` the model's."""
+    """A prompt that leaves no room for a completion; `value` is its tokens, `limit` the model's."""
 
 
 class ArgumentError(ValueError):
@@ -110,10 +112,11 @@ class EngineUnavailable(RuntimeError):
 
 
 class EngineBusy(EngineUnavailable):
-    """As many requests are being served or wait (`value`) as may (`limit`); try again later."""
+    """As many requests are being served or waiting (`value`) as may be (`limit`); try again later."""
 
     def __init__(self, value: int, limit: int):
-        super().__init__(f"{value} requests are being served or wait; try again later")
+        verb = "is" if value == 1 else "are"
+        super().__init__(f"{counted(value, 'request')} {verb} being served or waiting; try again later")
         self.value, self.limit = value, limit
 
     def __reduce__(self):
@@ -125,7 +128,7 @@ class EngineStopped(EngineUnavailable):
 
 
 class EngineFailed(EngineUnavailable):
-    """The engine broke, and serves nothing any more; the text says why."""
+    """The engine failed and serves no more requests; the text says why."""
 
 
 class RequestFailed(RuntimeError):

@@ -17,7 +17,7 @@ from mmvllm.processors.load import decode_data_uri
 async def fetch(url: str, policy: MediaPolicy) -> bytes:
     """Fetch the encoded image behind an http(s), data or file URL.
 
-    Raises MediaError that names the URL, the reason, and the server option that would allow it.
+    Raises MediaError that names the URL, the reason, and the field of the policy that would allow it.
     """
     try:
         async with asyncio.timeout(policy.total_timeout):
@@ -41,9 +41,7 @@ async def _fetch(url: str, policy: MediaPolicy) -> bytes:
 
 async def _fetch_http(url: str, policy: MediaPolicy) -> bytes:
     if not policy.allowed_domains:
-        raise MediaError(
-            "this server fetches no URLs; send the image as a data: URI (--allowed-media-domains allows hosts)"
-        )
+        raise MediaError("this server fetches no URLs; send the image as a data: URI (allowed_domains allows hosts)")
     from mmvllm.http_fetching import fetch_http  # needs an optional package, the HTTP client
 
     return await fetch_http(url, policy)
@@ -65,8 +63,7 @@ def _read_data(uri: str, policy: MediaPolicy) -> bytes:
 def _read_allowed(url: str, policy: MediaPolicy) -> bytes:
     if policy.allowed_local_path is None:
         raise MediaError(
-            "this server reads no file:// URLs; send the image as a data: URI "
-            "(--allowed-local-media-path allows a folder)"
+            "this server reads no file:// URLs; send the image as a data: URI (allowed_local_path allows a folder)"
         )
     path = urllib.parse.unquote(re.sub("^//(localhost(?=/))?", "", url[len("file:") :]))
     try:

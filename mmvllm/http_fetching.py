@@ -62,10 +62,10 @@ async def fetch_http(url: str, policy: MediaPolicy) -> bytes:
     prefix = ""
     for _ in range(policy.max_redirects + 1):
         try:
-            answer = await _get(_parse(url, policy), policy)
-            if isinstance(answer, bytes):
-                return answer
-            url, prefix = _joined(url, answer), "after a redirect: "
+            response = await _get(_parse(url, policy), policy)
+            if isinstance(response, bytes):
+                return response
+            url, prefix = _joined(url, response), "after a redirect: "
         except MediaError as error:
             raise MediaError(f"{prefix}{error}") from None
         except tuple(_FAILURES) as error:
@@ -88,7 +88,7 @@ def is_allowed(address: Address, policy: MediaPolicy) -> bool:
 def _parse(url: str, policy: MediaPolicy) -> httpcore2.URL:
     """Parse a URL strictly: URLs in which different parsers could see different hosts are refused."""
     if len(url) > MAX_URL_LENGTH:
-        raise MediaError(f"a URL of {len(url)} characters, at most {MAX_URL_LENGTH} are taken")
+        raise MediaError(f"the URL has {len(url)} characters; the maximum is {MAX_URL_LENGTH}")
     if _FORBIDDEN.search(url):
         raise MediaError("contains a space, a control character or a backslash; percent-encode them")
     if (match := _URL.fullmatch(url)) is None or not 0 < (port := int(match["port"] or 80)) < 65536:
@@ -97,7 +97,7 @@ def _parse(url: str, policy: MediaPolicy) -> httpcore2.URL:
         )
     host = _host(match["host"])
     if not any(_matches(host, domain) for domain in policy.allowed_domains):
-        raise MediaError("its host is not one that this server fetches from (--allowed-media-domains)")
+        raise MediaError("its host is not one that this server fetches from (allowed_domains)")
     try:
         target = urllib.parse.quote(match["target"], safe="%/:=&?~+!$,;'@()*[]")  # keeps existing escapes
     except UnicodeEncodeError:
@@ -207,5 +207,5 @@ class _CheckedBackend(httpcore2.AnyIOBackend):
             addresses = []
         # The same message for both: it must not reveal which names exist in a private network.
         if not addresses or not all(is_allowed(address, self._policy) for address in addresses):
-            raise MediaError("its host has no public address (--allowed-media-networks allows private ones)")
+            raise MediaError("its host has no public address (allowed_networks allows private ones)")
         return [str(address) for address in dict.fromkeys(addresses)][:MAX_ADDRESSES]

@@ -28,8 +28,9 @@ from mmvllm.processors.chat import ForeignProcessor, Processor
 from mmvllm.processors.image import ImageProcessor
 from mmvllm.processors.load import load_image
 from mmvllm.processors.requests import parse_request
-from mmvllm.processors.tensors import counted, own_token_ids
+from mmvllm.processors.tensors import own_token_ids
 from mmvllm.sampling_params import SamplingParams
+from mmvllm.text import counted
 
 NUM_WORKERS = min(8, os.cpu_count() or 1)
 MAX_BYTES = 256 * 1024 * 1024

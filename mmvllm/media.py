@@ -86,7 +86,7 @@ class MediaPolicy:
     @property
     def too_large(self) -> str:
         """The reason that is given for an encoded image over `max_bytes`."""
-        return f"too large, at most {self.max_bytes} bytes are taken; shrink it (--max-image-bytes)"
+        return f"too large, at most {self.max_bytes} bytes are accepted; shrink it (max_bytes)"
 
 
 def _wrong(name: str, reason: str, **values: object) -> ArgumentError:

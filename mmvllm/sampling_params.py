@@ -10,7 +10,7 @@ from mmvllm.arguments import with_checked_arguments
 from mmvllm.errors import ParameterError, RequestError
 
 # Arguments of vLLM's SamplingParams that many programs pass, with the values that describe what mmvllm does anyway.
-HARMLESS = {
+ACCEPTED_VLLM_ARGUMENTS = {
     "best_of": (None, 1),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),  # of beam search, like the next
@@ -28,7 +28,7 @@ HARMLESS = {
 }
 
 
-@with_checked_arguments(HARMLESS)
+@with_checked_arguments(ACCEPTED_VLLM_ARGUMENTS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling and stop conditions of one request.

@@ -11,7 +11,8 @@ from mmvllm.inputs import EngineInput, MediaItem, MediaRules, Span
 from mmvllm.processors.image import ImageInput, ImageProcessor, resize_for_part
 from mmvllm.processors.load import load_image
 from mmvllm.processors.requests import ParsedRequest, naming_image, parse_request
-from mmvllm.processors.tensors import counted, items_from_tensors, own_grids, own_token_ids
+from mmvllm.processors.tensors import items_from_tensors, own_grids, own_token_ids
+from mmvllm.text import counted
 
 
 def expand_placeholders(
@@ -170,7 +171,7 @@ class ForeignProcessor:
             return EngineInput(token_ids)
         grids = own_grids(_returned(made, "image_grid_thw"), self.rules.merge_size) if num_images else []
         if len(grids) != num_images:
-            raise RequestError(f"the processor returned {len(grids)} image_grid_thw for {num_images} images")
+            raise RequestError(f"the processor returned {len(grids)} image_grid_thw for {counted(num_images, 'image')}")
         lengths = [self.rules.num_tokens(grid) for grid in grids]
         token_ids, spans = expand_placeholders(token_ids, lengths, self.rules)
         if not num_images:

@@ -32,7 +32,7 @@ _FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample
 
 @dataclass(frozen=True, slots=True)
 class ImageProcessorConfig:
-    """How a checkpoint wants images resized, cut into patches and normalised."""
+    """How images are resized, cut into patches and normalised for a checkpoint."""
 
     min_pixels: int
     max_pixels: int

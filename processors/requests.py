@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 from mmvllm.errors import ParameterError, RequestError
 from mmvllm.processors.image import PART_SIZES
+from mmvllm.text import listed
 
+FORMS = ("messages", "text", "prompt", "prompt_token_ids")
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data")
 REQUEST_KEYS = frozenset(
     (
@@ -39,11 +41,7 @@ def parse_request(request: Any) -> ParsedRequest:
         raise RequestError(f"a request must be a dict with 'messages' or 'text', not {type(request).__name__}")
     _check_keys("request", request, REQUEST_KEYS)
     _check_sizes(request)
-    given = {key: request[key] for key in ("messages", "text", "prompt", "prompt_token_ids") if _is_given(request, key)}
-    if len(given) != 1:
-        forms = "'prompt' or 'prompt_token_ids'" if request.keys() & set(PROMPT_KEYS) else "'messages' or 'text'"
-        raise RequestError(f"a request needs either {forms}")
-    form, content = next(iter(given.items()))
+    form, content = _form(request)
     images = _as_list(request.get("images")) + _multi_modal_images(request.get("multi_modal_data"))
     if form == "messages":
         if images:
@@ -58,9 +56,18 @@ def parse_request(request: Any) -> ParsedRequest:
     return parsed._replace(text=content)
 
 
-def _is_given(request: dict, key: str) -> bool:
-    """None is as good as nothing, except that messages of None alone are named as what is wrong."""
-    return request.get(key) is not None or (key == "messages" in request and request.get("text") is None)
+def _form(request: dict) -> tuple[str, Any]:
+    """The key that holds the prompt, and its value.
+
+    A value of None counts as absent, except that messages of None, if nothing else is given, are named as invalid.
+    """
+    given = {key: request[key] for key in FORMS if request.get(key) is not None}
+    if not given and "messages" in request:
+        return "messages", None
+    if len(given) != 1:
+        found = listed(given, "and") if given else "none"
+        raise RequestError(f"a request needs exactly one of {listed(FORMS, 'and')}; this one has {found}")
+    return next(iter(given.items()))
 
 
 def _as_list(images: Any) -> list:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmvllm.errors import RequestError
 from mmvllm.inputs import Grid, MediaItem, MediaRules, Span
+from mmvllm.text import counted
 
 Array = Tensor | np.ndarray | Sequence  # of numbers, nested or not, on any device
 
@@ -85,11 +86,6 @@ def items_from_tensors(
         MediaItem("image", own, grid, digest, (span,))
         for own, grid, digest, span in zip(patches, grids, digests, spans, strict=True)
     )
-
-
-def counted(number: int, noun: str) -> str:
-    """ "1 image", "2 images"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _to_numpy(array: Any) -> np.ndarray:

@@ -8,30 +8,30 @@ import pytest
 
 from mmvllm import EngineConfig, SamplingParams
 from mmvllm.arguments import check_arguments
-from mmvllm.config import HARMLESS as ENGINE_HARMLESS
-from mmvllm.sampling_params import HARMLESS as SAMPLING_HARMLESS
+from mmvllm.config import ACCEPTED_VLLM_ARGUMENTS as ENGINE_ARGUMENTS
+from mmvllm.sampling_params import ACCEPTED_VLLM_ARGUMENTS as SAMPLING_ARGUMENTS
 
-KNOWN, HARMLESS = ("size", "seed"), {"parallel": (1,), "log": None}
+KNOWN, ACCEPTED = ("size", "seed"), {"parallel": (1,), "log": None}
 
 
-def test_known_arguments_are_returned_and_harmless_ones_dropped():
-    assert check_arguments("LLM", {"size": 3, "parallel": 1, "log": "any"}, KNOWN, HARMLESS) == {"size": 3}
+def test_known_arguments_are_returned_and_accepted_ones_dropped():
+    assert check_arguments("LLM", {"size": 3, "parallel": 1, "log": "any"}, KNOWN, ACCEPTED) == {"size": 3}
 
 
 def test_an_unknown_argument_gets_a_suggestion_or_the_known_names():
     with pytest.raises(TypeError, match=r"^LLM has no argument 'sed'; did you mean 'seed'\?$"):
-        check_arguments("LLM", {"sed": 1}, KNOWN, HARMLESS)
+        check_arguments("LLM", {"sed": 1}, KNOWN, ACCEPTED)
     with pytest.raises(TypeError, match=r"^LLM has no argument 'zzz'; known: size, seed$"):
-        check_arguments("LLM", {"zzz": 1}, KNOWN, HARMLESS)
+        check_arguments("LLM", {"zzz": 1}, KNOWN, ACCEPTED)
 
 
-def test_a_harmless_argument_with_another_value_is_not_supported():
+def test_an_accepted_argument_with_another_value_is_not_supported():
     with pytest.raises(ValueError, match=r"^LLM does not support parallel=2; leave it out or give 1$"):
-        check_arguments("LLM", {"parallel": 2}, KNOWN, HARMLESS)
+        check_arguments("LLM", {"parallel": 2}, KNOWN, ACCEPTED)
 
 
 def test_engine_arguments_of_vllm_that_change_nothing_are_accepted():
-    given = {name: 4 if accepted is None else accepted[0] for name, accepted in ENGINE_HARMLESS.items()}
+    given = {name: 4 if accepted is None else accepted[0] for name, accepted in ENGINE_ARGUMENTS.items()}
     assert EngineConfig.from_arguments("LLM", max_num_seqs=3, **given) == EngineConfig(max_num_seqs=3)
 
 
@@ -47,7 +47,7 @@ def test_the_owner_of_engine_arguments_is_named():
 
 
 def test_sampling_arguments_of_vllm_that_change_nothing_are_accepted():
-    given = {name: accepted[-1] for name, accepted in SAMPLING_HARMLESS.items()}
+    given = {name: accepted[-1] for name, accepted in SAMPLING_ARGUMENTS.items()}
     assert SamplingParams(max_tokens=3, **given) == SamplingParams(max_tokens=3)
 
 

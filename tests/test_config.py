@@ -86,11 +86,13 @@ def test_cuda_is_refused_without_cuda_devices(device, monkeypatch):
         EngineConfig(device=device).resolve_device()
 
 
-def test_a_cuda_index_beyond_the_last_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert EngineConfig(device="cuda:1").resolve_device() == torch.device("cuda:1")
-    with pytest.raises(ValueError, match=r"device is 'cuda:2', but this torch .* sees 2 CUDA devices"):
-        EngineConfig(device="cuda:2").resolve_device()
+@pytest.mark.parametrize(("number", "found"), [(1, "1 CUDA device"), (2, "2 CUDA devices")])
+def test_a_cuda_index_beyond_the_last_is_refused(number, found, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+    last = f"cuda:{number - 1}"
+    assert EngineConfig(device=last).resolve_device() == torch.device(last)
+    with pytest.raises(ValueError, match=rf"device is 'cuda:{number}', but this torch .* sees {found}$"):
+        EngineConfig(device=f"cuda:{number}").resolve_device()
 
 
 @pytest.mark.parametrize("cuda", [True, False])

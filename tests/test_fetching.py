@@ -23,8 +23,8 @@ def network(monkeypatch) -> FakeNetwork:
 
 
 def test_by_default_nothing_is_fetched_or_read(network):
-    for url, option in {f"http://{PUBLIC}/": "media-domains", "file:///etc/hosts": "local-media-path"}.items():
-        with pytest.raises(MediaError, match=f"--allowed-{option}"):
+    for url, field in {f"http://{PUBLIC}/": "domains", "file:///etc/hosts": "local_path"}.items():
+        with pytest.raises(MediaError, match=f"allowed_{field}"):
             fetch(url, MediaPolicy())
     assert network.lookups == []
 

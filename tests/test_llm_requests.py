@@ -130,8 +130,8 @@ BAD_PROMPTS = {
     "UserDict": (collections.UserDict({"prompt": TEXT}), "not UserDict"),
     "UserDict in a list": ([collections.UserDict({"prompt": TEXT})], "not UserDict"),
     "bytes": (b"Count.", "not bytes"),
-    "only images": ({"multi_modal_data": {"image": IMAGE}}, "needs either 'prompt' or 'prompt_token_ids'"),
-    "both": ({"prompt": "x", "prompt_token_ids": [5]}, "needs either 'prompt' or 'prompt_token_ids'"),
+    "only images": ({"multi_modal_data": {"image": IMAGE}}, "needs exactly one of .*; this one has none"),
+    "both": ({"prompt": "x", "prompt_token_ids": [5]}, "this one has 'prompt' and 'prompt_token_ids'"),
     "messages": (ask("x"), "unknown keys messages; known: prompt, prompt_token_ids, multi_modal_data"),
     "unknown key": ({"prompt": "x", "multi_modal_uuids": {}}, "unknown keys multi_modal_uuids"),
     "video": ({"prompt": "x", "multi_modal_data": {"video": []}}, "multi_modal_data has video; only 'image'"),
@@ -285,8 +285,8 @@ def test_both_front_doors_check_names_before_they_load(kind, name):
 
 
 def test_arguments_of_vllm_that_change_nothing_are_accepted(checkpoint):
-    harmless = {"tensor_parallel_size": 1, "trust_remote_code": False, "revision": None, "swap_space": 4}
-    with LLM(checkpoint, **ENGINE, **harmless) as llm:
+    accepted = {"tensor_parallel_size": 1, "trust_remote_code": False, "revision": None, "swap_space": 4}
+    with LLM(checkpoint, **ENGINE, **accepted) as llm:
         params = SamplingParams(max_tokens=4, ignore_eos=True, skip_special_tokens=True, best_of=1)
         assert len(llm.generate("x", params)[0].token_ids) == 4
     with pytest.raises(TypeError, match="did you mean 'max_tokens'"):

@@ -76,7 +76,7 @@ def test_modules_import_without_the_optional_packages_and_with_transformers():
     code = """
 import sys, importlib, importlib.machinery
 
-absent = ("torchvision", "flash_attn", "qwen_vl_utils", "gradio", "fastapi", "uvicorn", "prometheus_client",
+absent = ("torchvision", "flash_attn", "gradio", "fastapi", "uvicorn", "prometheus_client",
           "matplotlib", "pyarrow", "ray")
 find_spec = importlib.machinery.PathFinder.find_spec
 importlib.machinery.PathFinder.find_spec = lambda name, *args: (

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mmvllm.bench.runs import Run
+from mmvllm.text import counted
 
 
 def require_matplotlib() -> None:
@@ -37,7 +38,7 @@ def _draw_tokens(axes, run: Run) -> None:
         axes.plot(*zip(*((end, tokens) for end, tokens in steps if tokens), strict=True), marker, label=kind)
     axes.set_yscale("log")  # a prefill step computes thousands of tokens, a decode step a few
     axes.set_ylabel("tokens in a step")
-    axes.set_title(f"{len(run.outputs)} requests in {run.seconds:.2f} s, {len(run.steps)} steps")
+    axes.set_title(f"{counted(len(run.outputs), 'request')} in {run.seconds:.2f} s, {counted(len(run.steps), 'step')}")
     axes.legend(loc="upper right")
 
 

@@ -15,6 +15,7 @@ from mmvllm.config import EngineConfig, ModelConfig
 from mmvllm.llm import LLM
 from mmvllm.models.registry import load_config
 from mmvllm.models.weights import resolve_folder
+from mmvllm.text import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Bench:
         for name, engine in self.engines.items():
             runs[name] = engine.run(requests, output_tokens)
             label = f"round {i}" if i else "warm-up"
-            print(f"{label}: {len(requests)} requests, {name}, {runs[name].seconds:.2f} s", file=sys.stderr)
+            print(f"{label}: {counted(len(requests), 'request')}, {name}, {runs[name].seconds:.2f} s", file=sys.stderr)
         return runs
 
 

@@ -7,6 +7,7 @@ from mmvllm.bench import measures
 from mmvllm.bench.report import number, percent, print_table, record
 from mmvllm.bench.runs import Run
 from mmvllm.bench.setup import Bench
+from mmvllm.text import counted
 
 LATENCIES = {
     "first_token_seconds": "time to first token",
@@ -61,7 +62,7 @@ def _print(results: dict, args: argparse.Namespace) -> None:
     result = results["mmvllm"]
     num_requests, num_images = result["requests"], result["images"]
     print(
-        f"{num_requests:.0f} requests, {args.max_num_seqs} at a time, {num_images:.0f} with a JPEG image "
+        f"{counted(round(num_requests), 'request')}, {args.max_num_seqs} at a time, {num_images:.0f} with a JPEG image "
         f"({args.size}); {result['input_tokens'] / num_requests:.1f} tokens in, {args.output_tokens} out; "
         f"median of {args.repeat}"
     )

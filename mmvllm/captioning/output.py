@@ -43,7 +43,7 @@ class Output:
         _check(self.path, self.format, output_dir, overwrite, skip_existing)
         if overwrite and (skip_existing or retry_failed):
             raise ArgumentError(
-                "{overwrite} begins anew, with nothing to skip or to try again; do not combine it with {skip_existing} "
+                "{overwrite} starts over, with nothing to skip or to try again; do not combine it with {skip_existing} "
                 "or {retry_failed}"
             )
         self.files = None

@@ -25,6 +25,7 @@ from mmvllm.captioning.ray_options import RayOptions
 from mmvllm.captioning.ray_worker import CaptionActor, Chunk, RayJobSpec, walk
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.captioning.worklist import Selection, Worklist
+from mmvllm.text import counted
 
 logger = logging.getLogger(__name__)
 MAX_RETRIES = 3  # of a chunk whose actor is lost: an image in it may be the cause
@@ -139,8 +140,8 @@ class RaySource:
         for name, each in wanted.items():
             needed, available = each * self._options.num_actors, ray.cluster_resources().get(name, 0)
             if needed > available:
-                actors = f"{self._options.num_actors} actors with {each:g} {name} each"
-                text = f"{actors} need {needed:g}; Ray has {available:g}"
+                actors = counted(self._options.num_actors, "actor")
+                text = f"{needed:g} {name} requested for {actors}, {each:g} each; Ray has {available:g}"
                 if self._is_ours and self._options.address == "local":
                     raise ValueError(f"{text}. Give fewer actors, or less to each")
                 logger.warning("%s; some actors wait until more are added", text)
@@ -200,7 +201,7 @@ def _start(options: RayOptions) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Fail at once if no cluster answers; Ray itself would retry for minutes."""
+    """Fail at once if no cluster responds; Ray itself would retry for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if port.isdecimal():
         try:

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         dest="kvcache_block_size",
-        help="tokens per KV cache block (default: 256 for flash-attn, otherwise 16)",
+        help="tokens per KV cache block (default: 256 for FlashAttention, from flash-attn or torch, otherwise 16)",
     )
     add_engine_arguments(parser, only=SHOWN)
 
@@ -65,7 +65,7 @@ def _versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     versions = {"mmvllm": mmvllm.__version__, "python": platform.python_version()}
-    for package in ("torch", "transformers", "triton", "flash-attn", "torchvision", "qwen-vl-utils"):
+    for package in ("torch", "transformers", "triton", "flash-attn", "torchvision"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:

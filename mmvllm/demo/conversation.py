@@ -91,7 +91,7 @@ def turn_at(turns: Sequence[Turn], message: int) -> int:
     """The index of the turn that a message of `to_chat` belongs to; raises ValueError if there is none."""
     owners = [place for place, turn in enumerate(turns) for _ in range(len(turn.images) + 2)]
     if not 0 <= message < len(owners):
-        raise ValueError("this conversation is no longer here; start anew")
+        raise ValueError("this conversation is no longer here; start over")
     return owners[message]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import gradio as gr
 
-RELOAD = "the page sent something that cannot be read; load it anew"
+RELOAD = "the page sent something that cannot be read; reload it"
 
 
 def read_draft(draft: Any) -> tuple[str, list[str]]:

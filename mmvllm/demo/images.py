@@ -31,17 +31,17 @@ class UploadedImage:
                 with Image.open(path, formats=FORMATS) as image:
                     width, height = image.size
         except Image.DecompressionBombError:
-            raise UploadError(f"{path.name} has too many pixels; at most {policy.max_pixels:,} are taken") from None
+            raise UploadError(f"{path.name} has too many pixels; at most {policy.max_pixels:,} are accepted") from None
         except Exception:  # Pillow's readers raise any exception for a damaged file
             raise UploadError(f"{path.name} is not a picture that can be read") from None
         if (size := path.stat().st_size) > policy.max_bytes:
-            raise UploadError(f"{path.name} has {size:,} bytes; at most {policy.max_bytes:,} are taken")
+            raise UploadError(f"{path.name} has {size:,} bytes; at most {policy.max_bytes:,} are accepted")
         if width * height > policy.max_pixels:
-            raise UploadError(f"{path.name} has {width * height:,} pixels; at most {policy.max_pixels:,} are taken")
+            raise UploadError(f"{path.name} has {width * height:,} pixels; at most {policy.max_pixels:,} are accepted")
         return cls(path, width, height)
 
     def load(self, policy: MediaPolicy) -> Image.Image:
-        """Decode the image within the policy's limits; raises ImageError."""
+        """Decode the image within the policy's limits; raises UploadError."""
         try:
             return policy.load(self.path.read_bytes())
         except (OSError, ValueError) as error:

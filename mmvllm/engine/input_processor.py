@@ -92,7 +92,7 @@ class InputProcessor:
                 priority=priority,
                 cache_salt=cache_salt,
                 arrival_time=arrival_time,
-                answer_text=CompletionText(self._tokenizer, params.stop) if params.stop or follow_text else None,
+                completion_text=CompletionText(self._tokenizer, params.stop) if params.stop or follow_text else None,
             )
             for i in range(params.n)
         ]
@@ -112,7 +112,7 @@ class InputProcessor:
             of_images = f" ({num_media_tokens} of them from images)" if num_media_tokens else ""
             raise PromptTooLong(
                 f"prompt has {num_tokens} tokens{of_images}, max_model_len is {self._max_model_len} including the "
-                f"answer; shorten it{', lower max_pixels' if of_images else ''} or raise max_model_len",
+                f"completion; shorten it{', lower max_pixels' if of_images else ''} or raise max_model_len",
                 value=num_tokens,
                 limit=self._max_model_len,
             )

@@ -105,7 +105,7 @@ def _max_model_len(config: EngineConfig, model_config: ModelConfig, num_blocks: 
     """The user's choice or the checkpoint's; a default is cut to what the KV cache can hold of one sequence."""
     limit, asked, capacity = model_config.max_position_embeddings, config.max_model_len, num_blocks * block_size
     if asked is not None and asked > limit:
-        raise ValueError(f"max_model_len is {asked}, the checkpoint was made for at most {limit} positions")
+        raise ValueError(f"max_model_len is {asked}; the checkpoint supports at most {limit}")
     if asked is not None and asked > capacity:
         raise ValueError(
             f"max_model_len is {asked}, but the KV cache holds {capacity} tokens "

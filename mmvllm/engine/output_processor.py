@@ -16,7 +16,7 @@ class OutputProcessor:
     def finish_reason(self, seq: Sequence) -> FinishReason | None:
         """Why a sequence ends with the token that was just appended, or None; call it once for each token."""
         params, token_id = seq.sampling_params, seq.last_token
-        completes_stop_string = seq.answer_text is not None and seq.answer_text.append(token_id)
+        completes_stop_string = seq.completion_text is not None and seq.completion_text.append(token_id)
         if seq.num_completion_tokens >= params.min_tokens:
             if token_id in self._eos_token_ids and not params.ignore_eos:
                 return FinishReason.EOS
@@ -26,12 +26,14 @@ class OutputProcessor:
 
     def completion(self, seq: Sequence) -> CompletionOutput:
         """The completion of a sequence that has finished."""
-        stop_at = seq.answer_text.stop_at if seq.answer_text and seq.finish_reason is FinishReason.STOP else None
+        stop_at = (
+            seq.completion_text.stop_at if seq.completion_text and seq.finish_reason is FinishReason.STOP else None
+        )
         wants_logprobs = seq.sampling_params.logprobs is not None
         return CompletionOutput(
             text=self._tokenizer.decode(seq.completion_token_ids, skip_special_tokens=True)
             if stop_at is None
-            else seq.answer_text.text[:stop_at],
+            else seq.completion_text.text[:stop_at],
             token_ids=seq.completion_token_ids,
             finish_reason=seq.finish_reason.value,
             cumulative_logprob=seq.cumulative_logprob if wants_logprobs else None,
@@ -89,7 +91,7 @@ class _Cursor:
 
     def delta(self) -> Delta | None:
         """What is new of a completion that is not finished; None if there is no settled text."""
-        text = self.seq.answer_text
+        text = self.seq.completion_text
         settled = text.num_settled
         return self._take(text.text[:settled]) if settled > self.num_sent_chars else None
 

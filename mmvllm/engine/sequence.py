@@ -59,7 +59,7 @@ class Sequence:
         priority: int = 0,
         cache_salt: str | None = None,
         arrival_time: float | None = None,
-        answer_text: "CompletionText | None" = None,
+        completion_text: "CompletionText | None" = None,
     ):
         """`positions` (3, T) are those of the prompt; `max_num_tokens` counts prompt and completion."""
         self.seq_id = next(self._seq_ids)
@@ -70,7 +70,7 @@ class Sequence:
         self.cache_salt = cache_salt
         self.arrival_time = time.time() if arrival_time is None else arrival_time
         self.block_size = block_size
-        self.answer_text = answer_text  # where there are stop strings, or the text is streamed
+        self.completion_text = completion_text  # where there are stop strings, or the text is streamed
 
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = len(token_ids)

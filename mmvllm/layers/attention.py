@@ -16,6 +16,7 @@ from mmvllm.batch import Batch
 from mmvllm.kernels.dispatch import triton_unusable
 from mmvllm.kernels.packed_attention import packed_attention_torch, packed_attention_triton
 from mmvllm.kernels.paged_attention import paged_attention_torch, paged_attention_triton
+from mmvllm.text import listed
 from mmvllm.transfer import to_device
 
 FLASH_BLOCK_SIZE = 256  # FlashAttention 2 reads paged KV in blocks of a multiple of this
@@ -167,7 +168,7 @@ def choose_attention(
     """
     unusable = unusable_backends(head_dims, device, dtype, block_size)
     if name != "auto" and name not in unusable:
-        raise ValueError(f"attention_backend is {name!r}, must be 'auto', {', '.join(map(repr, unusable))}")
+        raise ValueError(f"attention_backend is {name!r}, must be {listed(('auto', *unusable))}")
     if name != "auto" and unusable[name]:
         raise ValueError(f"attention_backend is {name!r}, which {unusable[name]}")
     chosen, reason = name, "requested"

@@ -50,7 +50,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, kv_cache: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor]:
-        """What the layer before computed, and the stream it has not been added to yet -> the same of this layer."""
+        """The previous layer's output and the residual to add it to, both (N, C) -> the same of this layer."""
         x, residual = self.input_layernorm(x, residual)
         x, residual = self.post_attention_layernorm(self.self_attn(x, cos, sin, kv_cache, batch), residual)
         return self.mlp(x), residual

@@ -62,7 +62,7 @@ def decoder_fields(raw: dict, generation: dict) -> dict[str, Any]:
 def _check_decoder(text: dict, rope: dict) -> None:
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     given = {**text, "rope_theta": rope["rope_theta"]}
-    # A guess at rms_norm_eps or rope_theta would go unnoticed: the answers would only be worse.
+    # A guess at rms_norm_eps or rope_theta would go unnoticed: the completions would only be worse.
     if missing := [name for name in (*sizes, "rms_norm_eps", "rope_theta") if given.get(name) is None]:
         raise ValueError(f"does not give {', '.join(missing)}")
     for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):

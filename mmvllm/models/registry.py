@@ -21,7 +21,7 @@ def family_of(architecture: str) -> ModelFamily:
 
 
 def load_image_config(folder: str | Path) -> ImageProcessorConfig:
-    """How a checkpoint wants its images prepared; raises ValueError for damaged or unsupported settings."""
+    """How images are prepared for a checkpoint; raises ValueError for damaged or unsupported settings."""
     return family_of(load_config(folder).architecture).image_config(Path(folder))
 
 

@@ -18,8 +18,8 @@ MESSAGES = {
     "extra_forbidden": "is not a field of this request",
     "missing": "is missing",
     # The only union whose tag can be invalid or missing is that of content parts.
-    "union_tag_invalid": "has the type {tag!r:.100}, must be 'text', 'image_url'",
-    "union_tag_not_found": "needs a type, which must be 'text', 'image_url'",
+    "union_tag_invalid": "has the type {tag!r:.100}, must be 'text' or 'image_url'",
+    "union_tag_not_found": "needs a type, which must be 'text' or 'image_url'",
     "literal_error": "must be {expected}; nothing else is supported",
     "model_type": "must be an object",
     "model_attributes_type": "must be an object",
@@ -83,7 +83,7 @@ def install(app: FastAPI) -> None:
         if isinstance(error, ApiError):
             return error.response()
         message = {
-            404: f"{request.url.path} does not exist; see /v1/chat/completions, /v1/completions and /v1/models",
+            404: f"{request.url.path} does not exist; /openapi.json describes the routes",
             405: f"{request.url.path} does not support {request.method}",
         }.get(error.status_code, str(error.detail))
         return ApiError(error.status_code, message, headers=error.headers).response()

@@ -68,7 +68,7 @@ class JobFactory:
         params, prompts = convert.completion_params(body), convert.prompts_of(body)
         self._length_limit.check("prompt", prompts)
         if len(prompts) > self._engine.max_requests:
-            message = f"{len(prompts)} prompts, at most {self._engine.max_requests} are accepted (--max-waiting)"
+            message = f"{len(prompts)} prompts, at most {self._engine.max_requests} are accepted (max_waiting)"
             raise ApiError(400, message, param="prompt")
         builder = CompletionResponseBuilder(body.model, self._engine.tokenizer, params.logprobs)
         return CompletionJob(prompts, params, builder, **_streaming(body))
@@ -79,7 +79,7 @@ class JobFactory:
 
     def _check_number(self, images: Sequence[ImageReference]) -> None:
         if len(images) > self._settings.max_images:
-            message = f"{len(images)} images, at most {self._settings.max_images} are accepted (--max-images)"
+            message = f"{len(images)} images, at most {self._settings.max_images} are accepted (max_images)"
             raise ApiError(400, message, param="messages")
 
     async def _fetch_all(self, images: Sequence[ImageReference], reservation: ByteReservation) -> list[bytes]:

@@ -121,7 +121,7 @@ class AuthAndSizeLimitMiddleware:
             raise ApiError(408, f"the body did not arrive within {self._timeout:g} seconds") from None
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is too large, at most {self._max_bytes} bytes are accepted (--max-body-bytes)")
+        return ApiError(413, f"the body is too large, at most {self._max_bytes} bytes are accepted (max_body_bytes)")
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

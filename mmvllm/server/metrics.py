@@ -78,7 +78,7 @@ class _EngineCollector:
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()
         gauges = {
-            "requests_preparing": (stats.num_preparing, "Requests whose images and text are being preprocessed."),
+            "requests_preparing": (stats.num_preparing, "Requests admitted and not yet in the engine."),
             "sequences_waiting": (stats.num_waiting, "Sequences waiting in the engine."),
             "sequences_running": (stats.num_running, "Sequences running in the engine."),
             "kv_cache_usage_ratio": (stats.kv_usage, "Fraction of the KV cache blocks in use."),
@@ -88,7 +88,7 @@ class _EngineCollector:
             ),
             "image_hit_ratio": (
                 stats.image_hit_rate or 0.0,
-                "Fraction of images whose features came from the encoder cache.",
+                "Fraction of images that were not encoded, because their rows or the prompt's KV were cached.",
             ),
             "prompt_tokens_per_second": (stats.prompt_tokens_per_s, "Prompt tokens per second, over the last seconds."),
             "output_tokens_per_second": (stats.output_tokens_per_s, "Output tokens per second, over the last seconds."),

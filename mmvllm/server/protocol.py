@@ -229,7 +229,7 @@ class ChatRequest(SamplingRequest):
     chat_template: Unsupported = None
     chat_template_kwargs: Unsupported = None
     documents: Unsupported = None
-    include_reasoning: Ignored = None  # the models do not separate reasoning from the answer
+    include_reasoning: Ignored = None  # the models do not separate reasoning from the completion
 
 
 def _prompt_tag(prompt: Any) -> str:

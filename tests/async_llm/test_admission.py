@@ -27,7 +27,7 @@ async def test_requests_beyond_max_waiting_are_refused_and_queue_positions_are_r
         tasks.append(asyncio.create_task(anext(stream)))
         await reached(lambda name=name: name in engine._streams, "admitted")
     assert [engine.position(name) for name in ("a", "b", "c", "d")] == [0, 1, 2, None]
-    with pytest.raises(EngineBusy, match="3 requests are being served or wait"):
+    with pytest.raises(EngineBusy, match="3 requests are being served or waiting"):
         await collect(engine, QUESTION, SHORT)
     await streams[0].aclose()
     (deltas, _), *_ = await asyncio.gather(collect(engine, QUESTION, SHORT), engine.abort("b"), engine.abort("c"))

@@ -89,7 +89,7 @@ async def test_requests_that_a_shutdown_does_not_complete_fail_with_engine_stopp
     await reached(lambda: engine.stats().num_running, "running")
     await engine.shutdown(**how)
     for task in tasks:
-        with pytest.raises(EngineStopped, match="shut down before the answer was complete"):
+        with pytest.raises(EngineStopped, match="shut down before the completion was finished"):
             await task
     assert engine.health().status == "stopped" and not engine.health().is_live
 

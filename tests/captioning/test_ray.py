@@ -130,6 +130,15 @@ def test_another_run_adds_only_new_images(joined, folder, checkpoint):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("number", "text"), [(1, "8 CPU requested for 1 actor, 8 each"), (2, "16 CPU .* 2 actors,")])
+def test_more_than_ray_has_is_refused(number, text, monkeypatch):
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
+    source = object.__new__(ray_source.RaySource)
+    source._options, source._gpus, source._is_ours = RayOptions("local", number, 8), 0, True
+    with pytest.raises(ValueError, match=f"{text}.*; Ray has 4"):
+        source._check_resources()
+
+
 def test_stop_and_fail_fast_end_the_actors(joined, tmp_path, checkpoint):
     folder = many(tmp_path / "images", 6 * CHUNK)
     (folder / "000.png").write_bytes(b"nothing")

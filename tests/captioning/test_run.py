@@ -221,7 +221,7 @@ def test_pixel_bounds_change_the_tokens_of_an_image(folder, llm):
         ({"output": "/no/such/folder/out.jsonl"}, "there is no folder /no/such/folder"),
         ({"prompt": " "}, "the prompt is empty"),
         ({"min_pixels": 10**12}, "min_pixels is 1000000000000, must be at most"),
-        ({"overwrite": True, "skip_existing": True, "format": "txt"}, "overwrite begins anew"),
+        ({"overwrite": True, "skip_existing": True, "format": "txt"}, "overwrite starts over"),
         ({"retry_failed": True}, "retry_failed concerns existing records; give output too"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

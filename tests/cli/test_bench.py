@@ -78,6 +78,11 @@ def test_throughput_without_images_or_with_a_few(bench):
     assert none["results"]["mmvllm"]["roofline"]["vision_of_arithmetic"] is None
 
 
+def test_one_request_is_counted_in_the_singular(bench):
+    _, lines, err = bench("throughput", *SMALL, "--requests", "1", "--text-share", "1")
+    assert "round 1: 1 request, mmvllm" in err and any(line.startswith("1 request, ") for line in lines)
+
+
 def test_throughput_compared_with_transformers(bench):
     code, lines, err = bench(
         "throughput", *SMALL, "--requests", "3", "--compare", "transformers", "--load-format", "dummy"

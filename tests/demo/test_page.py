@@ -112,7 +112,7 @@ def test_a_crafted_photo_copies_no_other_file_into_the_served_folder(site, tmp_p
 )
 def test_malformed_input_gets_a_message_and_leaves_no_state(component, kind, data, about, site, capsys):
     end, log = event(site, component, kind, data, "garbage", about)
-    assert len(log) == 1 or "load it anew" in end["output"]["error"]
+    assert len(log) == 1 or "reload it" in end["output"]["error"]
     assert capsys.readouterr().err == ""
 
 

@@ -13,7 +13,7 @@ GOOD = ask(noise_image(80, 60), "Describe this image.")
 
 
 def test_max_model_len_must_fit_the_checkpoint_and_the_kv_cache(checkpoint, make_llm):
-    with pytest.raises(ValueError, match="max_model_len is 2000, the checkpoint was made for at most 1024"):
+    with pytest.raises(ValueError, match="max_model_len is 2000; the checkpoint supports at most 1024"):
         make_llm(checkpoint, max_model_len=2000)
     with pytest.raises(ValueError, match="max_model_len is 500, but the KV cache holds 160 tokens"):
         make_llm(checkpoint, max_model_len=500, num_kvcache_blocks=10)

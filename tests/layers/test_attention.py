@@ -77,7 +77,7 @@ def test_torch_is_chosen_without_triton(head_dims, gpu, monkeypatch):
 def test_an_unusable_choice_is_refused(head_dims, gpu, monkeypatch):
     with pytest.raises(ValueError, match="attention_backend is 'flash', which needs a CUDA device"):
         choose_attention("flash", head_dims, CPU, torch.float32, None)
-    with pytest.raises(ValueError, match="attention_backend is 'fast', must be 'auto', 'flash', 'triton', 'torch'"):
+    with pytest.raises(ValueError, match="attention_backend is 'fast', must be 'auto', 'flash', 'triton' or 'torch'"):
         choose_attention("fast", head_dims, CPU, torch.float32, None)
     monkeypatch.setattr(dispatch.triton.knobs.runtime, "interpret", False)
     with pytest.raises(ValueError, match="attention_backend is 'triton', which needs a CUDA device"):

@@ -299,6 +299,14 @@ def test_invalid_output_of_a_foreign_processor_is_refused(change, message, token
         ForeignProcessor(ChangedOutput(tokenizer, change), RULES, factor=28)(ask(A, B))
 
 
+def test_more_grids_than_images_are_refused(tokenizer):
+    def twice(made):
+        made.update(image_grid_thw=made["image_grid_thw"].repeat(2, 1))
+
+    with pytest.raises(ValueError, match=r"returned 2 image_grid_thw for 1 image$"):
+        ForeignProcessor(ChangedOutput(tokenizer, twice), RULES, factor=28)(ask(A))
+
+
 def test_a_foreign_processor_may_return_lists_and_arrays(tokenizer):
     def plain(made):
         made.update(input_ids=made["input_ids"].tolist(), image_grid_thw=made["image_grid_thw"].tolist())

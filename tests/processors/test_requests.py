@@ -124,13 +124,16 @@ def test_the_request_is_never_modified():
     assert json.dumps(request) == before
 
 
+ONE_FORM = "a request needs exactly one of 'messages', 'text', 'prompt' and 'prompt_token_ids'; this one has"
 BAD = {
     "not a dict": ("hi", "a request must be a dict with 'messages' or 'text', not str"),
     "unknown keys": ({"text": "x", "image": A, "seed": 1}, "request has unknown keys image, seed; known: cache_salt, "),
     "unknown key that is not a string": ({"text": "x", 7: 8}, "request has unknown keys 7; known: "),
-    "neither": ({}, "a request needs either 'messages' or 'text'"),
-    "neither, with images": ({"images": [A]}, "a request needs either 'messages' or 'text'"),
-    "both": ({**user(), "text": "x"}, "a request needs either 'messages' or 'text'"),
+    "neither": ({}, f"{ONE_FORM} none$"),
+    "neither, with images": ({"images": [A]}, f"{ONE_FORM} none$"),
+    "both": ({**user(), "text": "x"}, f"{ONE_FORM} 'messages' and 'text'$"),
+    "messages and prompt": ({**user(), "prompt": "x"}, f"{ONE_FORM} 'messages' and 'prompt'$"),
+    "text null": ({"text": None}, f"{ONE_FORM} none$"),
     "messages with images": ({**user(), "images": [A]}, "'images' go with 'text'; with 'messages', put each image"),
     "messages with one image": ({**user(), "images": A}, "'images' go with 'text'"),
     "text of parts": ({"text": [text("x")]}, "'text' must be a string, not list"),

@@ -47,7 +47,7 @@ def test_a_timeout_is_a_504_or_an_event(make_engine, streams):
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
     else:
         assert answer.status_code == 504 and error_of(answer)["code"] == "deadline_exceeded"
-        assert error_of(answer)["message"] == "the answer was not complete after 0.1 seconds"
+        assert error_of(answer)["message"] == "the completion was not finished after 0.1 seconds"
     wait_for(lambda: is_idle(engine))
 
 

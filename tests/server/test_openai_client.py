@@ -244,7 +244,7 @@ def test_errors_have_the_class_param_and_code_that_clients_expect(client):
     assert bad.value.param == "messages[0].content[1].image_url.url" and "not an image" in bad.value.message
     with pytest.raises(openai.BadRequestError, match="temperature: Input should be less than or equal to 2"):
         create(client, "Hello", temperature=3)
-    with pytest.raises(openai.BadRequestError, match=r"fetches no URLs.*--allowed-media-domains"):
+    with pytest.raises(openai.BadRequestError, match=r"fetches no URLs.*allowed_domains"):
         create(client, image_part("http://127.0.0.1/a.png"), "Hello")
     with pytest.raises(openai.BadRequestError, match=r"prompt has .* tokens") as long:
         create(client, "Hello " * 2000)

@@ -84,7 +84,7 @@ def test_after_the_drain_timeout_clients_raise_an_error(own_engine):
         stream = client.chat.completions.create(**body, stream=True, extra_body={"ignore_eos": True})
         next(stream)
         stop(running)
-        with pytest.raises(openai.APIError, match="shut down before the answer was complete") as ended:
+        with pytest.raises(openai.APIError, match="shut down before the completion was finished") as ended:
             list(stream)
         assert ended.value.code == "engine_unavailable"
     assert own_engine.health().status == "stopped"
@@ -98,7 +98,7 @@ def test_a_second_signal_aborts_requests_in_flight(own_engine):
         wait_for(lambda: own_engine.health().status == "draining")
         stop(running)
         answer = receive_all(connection)
-        assert b"HTTP/1.1 503" in answer and b"shut down before the answer was complete" in answer
+        assert b"HTTP/1.1 503" in answer and b"shut down before the completion was finished" in answer
         running.thread.join(30)
         assert not running.thread.is_alive()
 

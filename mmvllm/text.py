@@ -1,0 +1,15 @@
+"""Numbers and choices in messages."""
+
+from collections.abc import Iterable
+from typing import Any
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 image", "2 images"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def listed(items: Iterable[Any], conjunction: str = "or") -> str:
+    """The representations of one or several items: "'a', 'b' or 'c'"."""
+    *first, last = map(repr, items)
+    return f"{', '.join(first)} {conjunction} {last}" if first else last
