@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 # Arguments that are passed to `caption_images` under the same names.
 PASSED_ON = (
     *("system", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels", "prefix", "suffix", "trigger_word"),
-    *("dtype", "output", "format", "output_dir", "overwrite", "append_anyway", "skip_existing", "retry_failed"),
-    *("fail_fast", "limit", "shard", "workers", "worker_processes"),
+    *("dtype", "quantization", "output", "format", "output_dir", "overwrite", "append_anyway", "skip_existing"),
+    *("retry_failed", "fail_fast", "limit", "shard", "workers", "worker_processes"),
 )
 # Settings of the captions that have the name of an engine option.
-SETTINGS = ("dtype", "seed")
+SETTINGS = ("dtype", "quantization", "seed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,12 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         '"prompt": ..., "context": ..., "id": ...}',
     )
     add_model_argument(parser)
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        help="dtype of weights and KV cache: auto, float32, float16 or bfloat16; it is recorded with the captions "
-        "(default: %(default)s)",
-    )
     _add_prompt(parser.add_argument_group("prompt and sampling"))
     _add_output(parser.add_argument_group("output (without --output, captions are printed)"))
     _add_selection(parser.add_argument_group("selection of images"))
@@ -57,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prepare images in processes instead of threads: for many cores and a fast GPU",
     )
     _add_engine(parser.add_argument_group("where to run"))
-    add_engine_arguments(parser.add_argument_group("engine"), exclude=SETTINGS)
+    add_engine_arguments(parser.add_argument_group("engine"), exclude=("seed",), dtype="auto")
     parser.add_argument(
         "--progress",
         choices=MODES,
