@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from mmvllm.captioning.captioner import Captioner
 from mmvllm.captioning.errors import JobError
-from mmvllm.captioning.files import SUFFIXES as FILE_SUFFIXES
+from mmvllm.captioning.files import FILE_FORMATS
 from mmvllm.captioning.find import find_items
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.output import Output
@@ -52,8 +52,8 @@ def caption_images(
         paths: folders, files, glob patterns, lists, tar files and URLs, as on the command line.
         llm: an engine to use, which stays open; without one, an engine is made from `model` and `engine_args`.
         output: the file to record in; None records nothing.
-        format: "jsonl", "csv", "parquet", "txt" or "webdataset-json"; by default it follows the suffix of `output`.
-        output_dir: where "txt" and "webdataset-json" write their files; None is beside the images.
+        format: a name in `mmvllm.captioning.output.FORMATS`, "jsonl" say; by default it follows the suffix of `output`.
+        output_dir: where formats with a file per image write; None is beside the images.
         overwrite, append_anyway: replace an output, or add to one that was made with other settings.
         skip_existing: leave out images whose caption file exists.
         retry_failed: take only images that an earlier run recorded as failed.
@@ -105,7 +105,7 @@ def _settings_of(llm: LLM) -> dict[str, Any]:
 
 
 def _caption_files(format: str | None, output_dir: Path | None) -> str | None:
-    return f"{format} {output_dir or BESIDE_IMAGES}" if format in FILE_SUFFIXES else None
+    return f"{format} {output_dir or BESIDE_IMAGES}" if format in FILE_FORMATS else None
 
 
 def _check_engine(

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from mmvllm.captioning.files import SUFFIXES as FILE_SUFFIXES
+from mmvllm.captioning.files import FILE_FORMATS
 from mmvllm.captioning.output import FORMATS
 from mmvllm.captioning.settings import DEFAULT_PROMPT, PRESETS
 from mmvllm.cli.common import add_model_argument, at_least_one
@@ -98,12 +98,10 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--format",
         choices=FORMATS,
-        help="txt and webdataset-json write a file for each image in addition to the records (default: by the suffix "
-        "of --output, else jsonl)",
+        help=f"{' and '.join(FILE_FORMATS)} write a file for each image in addition to the records (default: by the "
+        "suffix of --output, else jsonl)",
     )
-    group.add_argument(
-        "--output-dir", type=Path, metavar="DIR", help="write txt and json files there, in the same folders"
-    )
+    group.add_argument("--output-dir", type=Path, metavar="DIR", help="write caption files there, in the same folders")
     group.add_argument("--overwrite", action="store_true", help="replace the output and existing caption files")
     group.add_argument(
         "--append-anyway", action="store_true", help="add to an output that was made with other settings"
@@ -117,7 +115,7 @@ def _add_selection(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--shard", type=_shard, metavar="I/N", help="caption the I-th of N parts of the images, 1/N to N/N"
     )
-    group.add_argument("--skip-existing", action="store_true", help="skip images whose txt or json file exists")
+    group.add_argument("--skip-existing", action="store_true", help="skip images whose caption file exists")
     group.add_argument("--retry-failed", action="store_true", help="caption only images that are recorded as failed")
     group.add_argument("--fail-fast", action="store_true", help="stop at the first failure")
 
@@ -151,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
         from mmvllm.captioning.report import check_place, write_report
 
         check_place(args.report)
-        if args.output is None and args.format not in FILE_SUFFIXES:
+        if args.output is None and args.format not in FILE_FORMATS:
             raise ValueError("--report shows the records; give --output too")
     job = caption_images(
         args.paths,
