@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import wraps
+from numbers import Integral
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -28,6 +29,12 @@ def check_arguments(
                 f"{owner} does not support {name}={value!r}; leave it out or give {' or '.join(map(repr, values))}"
             )
     return {name: value for name, value in given.items() if name in known}
+
+
+def check_int(name: str, value: Any, at_least: int = 1) -> None:
+    """Raise ValueError for anything but an integer of at least `at_least`; a bool is none."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
+        raise ValueError(f"{name} is {value!r}, must be an integer of at least {at_least}")
 
 
 def with_checked_arguments(accepted: AcceptedArguments) -> Callable[[type[T]], type[T]]:

@@ -1,12 +1,13 @@
 """What the user chose (`EngineConfig`), and what all checkpoints state (`ModelConfig`): frozen, checked once."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
+from numbers import Real
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
-from mmvllm.arguments import check_arguments
+from mmvllm.arguments import check_arguments, check_int
 from mmvllm.text import counted, listed
 
 if TYPE_CHECKING:  # `mmvllm --help` reads EngineConfig and must not load torch
@@ -108,11 +109,6 @@ class ModelConfig:
         return self.hidden_size if self.vision is None else self.vision.row_size
 
 
-def _check_int(name: str, value: Any, at_least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
-        raise ValueError(f"{name} is {value!r}, must be an integer of at least {at_least}")
-
-
 def torch_dtype(name: Any) -> "torch.dtype | None":
     """The dtype of weights and KV cache with this name; None if it is not supported."""
     import torch
@@ -207,7 +203,7 @@ class EngineConfig:
             if f.type is bool and not isinstance(value, bool):
                 raise ValueError(f"{f.name} is {value!r}, must be True or False")
             if f.type is int or (f.type == int | None and value is not None):
-                _check_int(f.name, value, at_least={"seed": 0, "max_model_len": 2}.get(f.name, 1))
+                check_int(f.name, value, at_least={"seed": 0, "max_model_len": 2}.get(f.name, 1))
             if (choices := literal_choices(f.type)) and value not in choices:
                 raise ValueError(f"{f.name} is {value!r}, must be {listed(choices)}")
         share = self.gpu_memory_utilization
@@ -249,6 +245,12 @@ class EngineConfig:
         if dtype is None:
             raise ValueError(f"dtype is {self.dtype!r}, must be 'auto', 'float32', 'float16' or 'bfloat16'")
         return dtype
+
+
+def given_engine_args(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the `values` that are named as fields of `EngineConfig` and are not None."""
+    given = {field.name: values.get(field.name) for field in fields(EngineConfig)}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def literal_choices(annotation: Any) -> tuple[Any, ...]:

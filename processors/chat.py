@@ -140,6 +140,10 @@ class ForeignProcessor:
         self.processor, self.rules, self.factor = processor, rules, factor
         self._lock = threading.Lock()  # the interface does not promise that two threads may use it at once
 
+    def __reduce__(self):
+        """A processor in another process gets a lock of its own."""
+        return ForeignProcessor, (self.processor, self.rules, self.factor)
+
     def __call__(self, request: dict, load: Callable[[Any], Image] = load_image) -> EngineInput:
         """Prepare one request; raises RequestError that says what is wrong, and with which image."""
         parsed = parse_request(request)

@@ -16,6 +16,7 @@ import torch
 import xxhash
 from PIL import Image
 
+from mmvllm.arguments import check_int
 from mmvllm.errors import ParameterError, RequestError
 from mmvllm.processors.load import MAX_SOURCE_PIXELS
 
@@ -45,9 +46,7 @@ class ImageProcessorConfig:
 
     def __post_init__(self):
         for name in ("min_pixels", "max_pixels", "patch_size", "temporal_patch_size", "merge_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}, must be an integer of at least 1")
+            check_int(name, getattr(self, name))
         _check_bounds(self.min_pixels, self.max_pixels)
 
     @classmethod

@@ -44,7 +44,7 @@ def record(args: argparse.Namespace, device: torch.device, config: ModelConfig |
         "benchmark": args.benchmark,
         "arguments": {name: value for name, value in vars(args).items() if name not in ("command", "benchmark")},
         "hardware": _hardware(device),
-        "versions": _versions(),
+        "versions": versions("torch", "transformers", "triton"),
         "commit": _commit(),
         "model": config and _shape(config),
         **parts,
@@ -91,14 +91,15 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _versions() -> dict[str, str | None]:
-    versions = {"mmvllm": mmvllm.__version__, "python": platform.python_version()}
-    for package in ("torch", "transformers", "triton"):
+def versions(*packages: str) -> dict[str, str | None]:
+    """The versions of mmvllm, of Python and of these packages; None for one that is not installed."""
+    found = {"mmvllm": mmvllm.__version__, "python": platform.python_version()}
+    for package in packages:
         try:
-            versions[package] = version(package)
+            found[package] = version(package)
         except PackageNotFoundError:
-            versions[package] = None
-    return versions
+            found[package] = None
+    return found
 
 
 def _commit() -> str | None:

@@ -3,7 +3,7 @@
 import argparse
 import sys
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -11,7 +11,7 @@ from mmvllm.bench.report import device_name
 from mmvllm.bench.roofline import Machine, Roofline
 from mmvllm.bench.runs import Mmvllm, Run
 from mmvllm.bench.workload import Workload, image_sizes
-from mmvllm.config import EngineConfig, ModelConfig
+from mmvllm.config import EngineConfig, ModelConfig, given_engine_args
 from mmvllm.llm import LLM
 from mmvllm.models.registry import load_config
 from mmvllm.models.weights import resolve_folder
@@ -90,8 +90,7 @@ def _measured_machine(device: torch.device, dtype: torch.dtype, int8: bool) -> M
 
 
 def _engine_options(args: argparse.Namespace) -> dict:
-    """The fields of `EngineConfig` that the user gave."""
-    known = [field.name for field in fields(EngineConfig)]
-    options = {name: value for name, value in vars(args).items() if name in known and value is not None}
+    """The fields of `EngineConfig` that the user gave, with a default for comparisons."""
     # On a GPU, leave half of the memory to transformers.
-    return {"gpu_memory_utilization": 0.5} | options if args.compare else options
+    default = {"gpu_memory_utilization": 0.5} if args.compare else {}
+    return default | given_engine_args(vars(args))

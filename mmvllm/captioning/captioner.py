@@ -30,12 +30,15 @@ class Task:
 
 
 class Captioner:
-    """One engine and the settings of one job; images are prepared in threads, or in worker processes."""
+    """One engine and the settings of one job; images are prepared in threads, or in worker processes.
+
+    Raises ArgumentError if the engine's processor cannot be sent to worker processes.
+    """
 
     def __init__(self, llm: LLM, settings: CaptionSettings, num_workers: int | None = None, in_processes: bool = False):
         self.llm, self.settings = llm, settings
         self._num_workers = num_workers or NUM_WORKERS
-        self._in_processes = in_processes
+        self._processes = WorkerProcesses(llm.processor) if in_processes else None
         self._prefetcher: Prefetcher | None = None
         self._is_stopped = False
 
@@ -67,10 +70,9 @@ class Captioner:
                     raise JobError(f"the engine fails every time, now with: {output.error}")
 
     def _prefetch(self, requests: Iterator[dict]) -> Prefetcher:
-        processor = self.llm.processor
-        prepare, make_pool = CaptionPreparer(processor), worker_threads
-        if self._in_processes:
-            prepare, make_pool = prepare_in_worker, WorkerProcesses(processor)
+        prepare, make_pool = CaptionPreparer(self.llm.processor), worker_threads
+        if self._processes is not None:
+            prepare, make_pool = prepare_in_worker, self._processes
             requests = without_signals(requests)
         return Prefetcher(
             requests,

@@ -1,7 +1,8 @@
-"""One caption file per image: NAME.txt as training tools expect it, or NAME.json as in webdataset shards."""
+"""Output formats with one caption file per image."""
 
 import json
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,14 +13,27 @@ from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.replacing import replacing
 
-SUFFIXES = {"txt": ".txt", "webdataset-json": ".json"}
+
+def _as_text(record: dict) -> str:
+    return record["caption"]
+
+
+def _as_json(record: dict) -> str:
+    return json.dumps(record, ensure_ascii=False, indent=1)
+
+
+# Format -> suffix, and the function from a record to the text of its file.
+FILE_FORMATS: dict[str, tuple[str, Callable[[dict], str]]] = {
+    "txt": (".txt", _as_text),  # as training tools expect it
+    "webdataset-json": (".json", _as_json),  # as in webdataset shards
+}
 
 
 class CaptionFiles:
     """Chooses the path of each caption file, and writes the files.
 
     Args:
-        format: "txt" (the caption) or "webdataset-json" (the whole record).
+        format: a name in `FILE_FORMATS`.
         output_dir: the folder in which the tree of the images is mirrored; None is beside each image.
         overwrite: replace existing files. Without it, an image whose file exists fails.
         skip_existing: leave out images whose file exists.
@@ -32,9 +46,10 @@ class CaptionFiles:
 
     def path(self, item: Item) -> Path | None:
         """The path of an item's caption file; None if it would be beside an image that is not a file of its own."""
+        suffix, _ = FILE_FORMATS[self.format]
         if self.output_dir is not None:
-            return (self.output_dir / item.relative).with_suffix(SUFFIXES[self.format])
-        return None if item.file is None else item.file.with_suffix(SUFFIXES[self.format])
+            return (self.output_dir / item.relative).with_suffix(suffix)
+        return None if item.file is None else item.file.with_suffix(suffix)
 
     def skips(self, item: Item) -> bool:
         """Whether an image is left out because its caption file exists."""
@@ -67,11 +82,11 @@ class CaptionFiles:
     def write(self, record: dict) -> None:
         """Write a record's file, completely or not at all; raises JobError if that fails."""
         path = Path(record["file"])
-        text = record["caption"] if self.format == "txt" else json.dumps(record, ensure_ascii=False, indent=1)
+        _, render = FILE_FORMATS[self.format]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as temporary:
-                temporary.write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
+                temporary.write_text(f"{render(record)}\n", encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             raise JobError.cannot_write(path, error) from error
 

@@ -12,7 +12,6 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 from mmvllm.captioning.errors import JobError
@@ -117,7 +116,7 @@ class Journal:
     def _begin_writing(self) -> None:
         if self._overwrite:
             os.ftruncate(self._file, 0)
-        known = self._known | {self._settings.fingerprint: asdict(self._settings)}
+        known = self._known | {self._settings.fingerprint: self._settings.as_dict()}
         with replacing(self._settings_path) as temporary:
             with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
                 json.dump(known, file, ensure_ascii=False, indent=1)

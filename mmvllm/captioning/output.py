@@ -8,9 +8,8 @@ from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 
-from mmvllm.captioning import files
 from mmvllm.captioning.errors import JobError
-from mmvllm.captioning.files import CaptionFiles
+from mmvllm.captioning.files import FILE_FORMATS, CaptionFiles
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.journal import Journal
@@ -20,7 +19,7 @@ from mmvllm.errors import ArgumentError
 
 logger = logging.getLogger(__name__)
 TABLES = {"csv": write_csv, "parquet": write_parquet}
-FORMATS = ("jsonl", *TABLES, *files.SUFFIXES)
+FORMATS = ("jsonl", *TABLES, *FILE_FORMATS)
 DEFAULT_JOURNAL = "captions.jsonl"
 
 
@@ -48,7 +47,7 @@ class Output:
             )
         self.files = None
         self._unwritten: deque[dict] = deque()  # records whose files are to be written
-        if self.format in files.SUFFIXES:
+        if self.format in FILE_FORMATS:
             self.files = CaptionFiles(self.format, output_dir, overwrite, skip_existing)
             self.path = path or (output_dir or Path()) / DEFAULT_JOURNAL
         self.journal = None
@@ -153,10 +152,11 @@ def _check(path: Path | None, format: str, output_dir: Path | None, overwrite: b
         raise ArgumentError("{output_dir} {path} is not a folder; make it first", path=output_dir)
     if output_dir is not None and not os.access(output_dir, os.W_OK | os.X_OK):
         raise ArgumentError("{output_dir} {path} is not writable", path=output_dir)
-    if format not in files.SUFFIXES:
+    if format not in FILE_FORMATS:
         for name, value in (("output_dir", output_dir), ("skip_existing", skip_existing)):
             if value:
-                raise ArgumentError(f"{{{name}}} is for caption files (txt, webdataset-json), the format is {format}")
+                names = ", ".join(FILE_FORMATS)
+                raise ArgumentError(f"{{{name}}} is for caption files ({names}), the format is {format}")
     if format in TABLES:
         _check_table(path, format, overwrite)
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ import xxhash
 from PIL.Image import Image
 
 from mmvllm.captioning.items import Item
+from mmvllm.errors import ArgumentError
 from mmvllm.inputs import EngineInput
-from mmvllm.processors.chat import Processor
+from mmvllm.processors.chat import ForeignProcessor, Processor
 from mmvllm.processors.load import load_image
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -33,7 +35,7 @@ class CaptionInput(EngineInput):
 class CaptionPreparer:
     """Prepares requests whose image is an `Item`; raises RequestError for an image that cannot be used."""
 
-    def __init__(self, processor: Processor):
+    def __init__(self, processor: Processor | ForeignProcessor):
         self._processor = processor
 
     def __call__(self, request: dict) -> CaptionInput:
@@ -52,9 +54,18 @@ class CaptionPreparer:
 
 
 class WorkerProcesses:
-    """Makes pools of worker processes for `prepare_in_worker`: for more work than one interpreter lock allows."""
+    """Makes pools of worker processes for `prepare_in_worker`: for more work than one interpreter lock allows.
 
-    def __init__(self, processor: Processor):
+    Raises ArgumentError for a processor that cannot be sent to them.
+    """
+
+    def __init__(self, processor: Processor | ForeignProcessor):
+        try:
+            pickle.dumps(processor)
+        except Exception as error:  # objects decide themselves what they raise
+            raise ArgumentError(
+                "{worker_processes} needs a processor that can be pickled: {reason}", reason=error
+            ) from error
         self._processor = processor
 
     def __call__(self, num_workers: int) -> Executor:
@@ -75,7 +86,7 @@ def without_signals(requests: Iterator[dict]) -> Iterator[dict]:
 _prepare: CaptionPreparer | None = None  # of a worker process
 
 
-def _start_worker(processor: Processor) -> None:
+def _start_worker(processor: Processor | ForeignProcessor) -> None:
     global _prepare
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

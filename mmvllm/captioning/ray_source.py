@@ -25,6 +25,7 @@ from mmvllm.captioning.ray_options import RayOptions
 from mmvllm.captioning.ray_worker import CaptionActor, Chunk, RayJobSpec, walk
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.captioning.worklist import Selection, Worklist
+from mmvllm.errors import ArgumentError
 from mmvllm.text import counted
 
 logger = logging.getLogger(__name__)
@@ -170,12 +171,12 @@ def _finalize(task: Task, record: dict, settings: CaptionSettings, index: Index)
 def _gpus_per_actor(options: RayOptions, engine_args: dict[str, Any]) -> float:
     device = str(engine_args.get("device", "auto"))
     if ":" in device:
-        raise ValueError(f"device is {device!r}, but Ray chooses each actor's GPU; give 'cuda'")
+        raise ArgumentError("{device} is {value!r}, but Ray chooses each actor's GPU; give 'cuda'", value=device)
     gpus = options.gpus_per_actor
     if gpus is None:
         gpus = float(device == "cuda" or (device == "auto" and torch.cuda.is_available()))
     if 0 < gpus < 1 and "num_kvcache_blocks" not in engine_args:
-        raise ValueError(f"{gpus:g} GPU per actor: engines that share a GPU need num_kvcache_blocks in engine_args")
+        raise ArgumentError("{share:g} GPU per actor: engines that share a GPU need {num_kvcache_blocks}", share=gpus)
     return gpus
 
 

@@ -17,7 +17,7 @@ COLUMNS = {
     "time": float,  # when it was recorded, in seconds since the epoch
     "model": str,
     "prompt": str,
-    "file": str,  # its caption file, for txt and webdataset-json
+    "file": str,  # its caption file, if the format has one per image
     "settings": str,  # fingerprint of the settings
     "key": str,  # of this image, prompt and settings
 }

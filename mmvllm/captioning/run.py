@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 from mmvllm.captioning.captioner import Captioner
 from mmvllm.captioning.errors import JobError
-from mmvllm.captioning.files import SUFFIXES as FILE_SUFFIXES
+from mmvllm.captioning.files import FILE_FORMATS
 from mmvllm.captioning.find import find_items
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.output import Output
 from mmvllm.captioning.progress import Progress
 from mmvllm.captioning.ray_options import RayOptions
-from mmvllm.captioning.settings import CaptionSettings
+from mmvllm.captioning.settings import BESIDE_IMAGES, CaptionSettings
 from mmvllm.captioning.worklist import Selection, Worklist
 from mmvllm.errors import ArgumentError
 from mmvllm.llm import LLM
@@ -52,8 +52,8 @@ def caption_images(
         paths: folders, files, glob patterns, lists, tar files and URLs, as on the command line.
         llm: an engine to use, which stays open; without one, an engine is made from `model` and `engine_args`.
         output: the file to record in; None records nothing.
-        format: "jsonl", "csv", "parquet", "txt" or "webdataset-json"; by default it follows the suffix of `output`.
-        output_dir: where "txt" and "webdataset-json" write their files; None is beside the images.
+        format: a name in `mmvllm.captioning.output.FORMATS`, "jsonl" say; by default it follows the suffix of `output`.
+        output_dir: where formats with a file per image write; None is beside the images.
         overwrite, append_anyway: replace an output, or add to one that was made with other settings.
         skip_existing: leave out images whose caption file exists.
         retry_failed: take only images that an earlier run recorded as failed.
@@ -64,16 +64,18 @@ def caption_images(
         worker_processes: prepare images in processes, which do not share one interpreter lock.
         ray: caption on Ray Data, with engines made from `model` and `engine_args` in the actors.
         settings: fields of `CaptionSettings`: prompt, system, max_tokens, temperature, seed, min_pixels, max_pixels,
-            prefix, suffix, trigger_word, dtype.
+            prefix, suffix, trigger_word, and dtype and quantization of the engine that is made.
 
     Raises ValueError for arguments that do not fit together, and if another run is writing to the output.
     """
     paths = [paths] if isinstance(paths, str | PathLike) else list(paths)
     output, output_dir = (None if path is None else Path(path) for path in (output, output_dir))
     engine_args = dict(engine_args or {})
-    _check_arguments(paths, llm, model, engine_args, output, ray)
-    model_id = llm.model if llm is not None else model_name(model)
-    job = CaptionSettings(model=model_id, caption_files=_caption_files(format, output_dir), **settings)
+    _check_engine(llm, model, engine_args, ray, settings)
+    _check_paths(paths, output)
+    settings |= {"model": model_name(model)} if llm is None else _settings_of(llm)
+    job = CaptionSettings(caption_files=_caption_files(format, output_dir), **settings)
+    engine_args |= {"dtype": job.dtype, "quantization": job.quantization}
     selection = Selection(paths, retry_failed, limit, shard)
     with ExitStack() as stack:
         out = Output(job, output, format, output_dir, overwrite, append_anyway, skip_existing, retry_failed)
@@ -82,29 +84,36 @@ def caption_images(
         if ray is not None:
             from mmvllm.captioning.ray_source import RaySource  # here, because Ray is an optional dependency
 
-            engine_args["dtype"] = job.dtype
             source = RaySource(job, selection, model, engine_args, out.files, workers, worker_processes, ray)
             stack.callback(source.close)
         else:
             if llm is None:
-                llm = LLM(model, dtype=job.dtype, **engine_args)
+                llm = LLM(model, **engine_args)
                 stack.callback(llm.exit)
             source = Captioner(llm, job, workers, worker_processes)
         return CaptionRun(job, selection, source, out, fail_fast, stack.pop_all().close)
 
 
+def _settings_of(llm: LLM) -> dict[str, Any]:
+    """The settings that an engine has, as they were given to it: "auto" stays "auto", as in a run without `llm`."""
+    config = llm.engine.config
+    return {
+        "model": llm.model,
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "quantization": config.quantization,
+    }
+
+
 def _caption_files(format: str | None, output_dir: Path | None) -> str | None:
-    # Settings are compared by a hash of their values: this text must stay as it is for older outputs to be resumable.
-    return f"{format} {output_dir or 'beside the pictures'}" if format in FILE_SUFFIXES else None
+    return f"{format} {output_dir or BESIDE_IMAGES}" if format in FILE_FORMATS else None
 
 
-def _check_arguments(
-    paths: list[str | PathLike],
+def _check_engine(
     llm: LLM | None,
     model: str | PathLike | None,
     engine_args: dict[str, Any],
-    output: Path | None,
     ray: RayOptions | None,
+    settings: dict[str, Any],
 ) -> None:
     if llm is not None and (model is not None or engine_args):
         raise ArgumentError("give either {llm}, or {model} and {engine_args} to make an engine")
@@ -112,8 +121,16 @@ def _check_arguments(
         raise ArgumentError(
             "{llm} cannot be sent to Ray's actors, which make engines of their own; give {model} instead"
         )
-    if "dtype" in engine_args:
-        raise ArgumentError("{dtype} is one of the job's settings; give it as an argument, not in {engine_args}")
+    for name in ("dtype", "quantization"):
+        if name in engine_args:
+            raise ArgumentError(
+                f"{{{name}}} is one of the job's settings; give it as an argument, not in {{engine_args}}"
+            )
+        if llm is not None and name in settings:
+            raise ArgumentError(f"{{{name}}} cannot be given together with {{llm}}, whose own is used and recorded")
+
+
+def _check_paths(paths: list[str | PathLike], output: Path | None) -> None:
     find_items(paths)  # checks the paths; the search itself begins with the first item
     if output is not None and output.is_file():
         for path in map(Path, paths):

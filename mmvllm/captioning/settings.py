@@ -12,6 +12,8 @@ from mmvllm.captioning.items import Item
 from mmvllm.processors.load import MAX_SOURCE_PIXELS
 from mmvllm.sampling_params import SamplingParams
 
+# Part of the fingerprints of earlier outputs, so it must stay as it is; messages say "images".
+BESIDE_IMAGES = "beside the pictures"
 DEFAULT_PROMPT = "Describe this image."
 PRESETS = {
     "short": "Describe this image in one short sentence.",
@@ -46,6 +48,7 @@ class CaptionSettings:
     suffix: str = ""
     trigger_word: str | None = None
     caption_files: str | None = None
+    quantization: str | None = None
 
     def __post_init__(self):
         _ = self.sampling_params  # checks the values
@@ -64,6 +67,13 @@ class CaptionSettings:
         """A hash of the settings, 16 hex digits, equal in every run."""
         return _fingerprint(self)
 
+    def as_dict(self) -> dict[str, Any]:
+        """The values by name, without `quantization` if it is None: earlier versions did not record it."""
+        values = dataclasses.asdict(self)
+        if self.quantization is None:
+            del values["quantization"]
+        return values
+
     @property
     def is_repeatable(self) -> bool:
         """Whether the model repeats its caption for equal images: decoding is greedy or seeded."""
@@ -72,7 +82,7 @@ class CaptionSettings:
     def difference(self, other: dict[str, Any]) -> list[str]:
         """The fields that differ from another run's settings, as text."""
         return [
-            f"{name} was {other.get(name)!r:.200}, is {value!r:.200}"
+            f"{name} was {_shown(name, other.get(name))}, is {_shown(name, value)}"
             for name, value in dataclasses.asdict(self).items()
             if other.get(name) != value
         ]
@@ -108,7 +118,12 @@ class CaptionSettings:
 
 @cache  # called for every image that is found
 def _fingerprint(settings: CaptionSettings) -> str:
-    return _digest(json.dumps(dataclasses.asdict(settings), sort_keys=True))[:16]
+    return _digest(json.dumps(settings.as_dict(), sort_keys=True))[:16]
+
+
+def _shown(name: str, value: Any) -> str:
+    text = f"{value!r:.200}"
+    return text.replace(BESIDE_IMAGES, "beside the images") if name == "caption_files" else text
 
 
 def _digest(text: str) -> str:

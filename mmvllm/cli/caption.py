@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from mmvllm.captioning.files import SUFFIXES as FILE_SUFFIXES
+from mmvllm.captioning.files import FILE_FORMATS
 from mmvllm.captioning.output import FORMATS
 from mmvllm.captioning.settings import DEFAULT_PROMPT, PRESETS
 from mmvllm.cli.common import add_model_argument, at_least_one
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 # Arguments that are passed to `caption_images` under the same names.
 PASSED_ON = (
     *("system", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels", "prefix", "suffix", "trigger_word"),
-    *("dtype", "output", "format", "output_dir", "overwrite", "append_anyway", "skip_existing", "retry_failed"),
-    *("fail_fast", "limit", "shard", "workers", "worker_processes"),
+    *("dtype", "quantization", "output", "format", "output_dir", "overwrite", "append_anyway", "skip_existing"),
+    *("retry_failed", "fail_fast", "limit", "shard", "workers", "worker_processes"),
 )
 # Settings of the captions that have the name of an engine option.
-SETTINGS = ("dtype", "seed")
+SETTINGS = ("dtype", "quantization", "seed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,12 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         '"prompt": ..., "context": ..., "id": ...}',
     )
     add_model_argument(parser)
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        help="dtype of weights and KV cache: auto, float32, float16 or bfloat16; it is recorded with the captions "
-        "(default: %(default)s)",
-    )
     _add_prompt(parser.add_argument_group("prompt and sampling"))
     _add_output(parser.add_argument_group("output (without --output, captions are printed)"))
     _add_selection(parser.add_argument_group("selection of images"))
@@ -57,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prepare images in processes instead of threads: for many cores and a fast GPU",
     )
     _add_engine(parser.add_argument_group("where to run"))
-    add_engine_arguments(parser.add_argument_group("engine"), exclude=SETTINGS)
+    add_engine_arguments(parser.add_argument_group("engine"), exclude=("seed",), dtype="auto")
     parser.add_argument(
         "--progress",
         choices=MODES,
@@ -104,12 +98,10 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--format",
         choices=FORMATS,
-        help="txt and webdataset-json write a file for each image in addition to the records (default: by the suffix "
-        "of --output, else jsonl)",
+        help=f"{' and '.join(FILE_FORMATS)} write a file for each image in addition to the records (default: by the "
+        "suffix of --output, else jsonl)",
     )
-    group.add_argument(
-        "--output-dir", type=Path, metavar="DIR", help="write txt and json files there, in the same folders"
-    )
+    group.add_argument("--output-dir", type=Path, metavar="DIR", help="write caption files there, in the same folders")
     group.add_argument("--overwrite", action="store_true", help="replace the output and existing caption files")
     group.add_argument(
         "--append-anyway", action="store_true", help="add to an output that was made with other settings"
@@ -123,7 +115,7 @@ def _add_selection(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--shard", type=_shard, metavar="I/N", help="caption the I-th of N parts of the images, 1/N to N/N"
     )
-    group.add_argument("--skip-existing", action="store_true", help="skip images whose txt or json file exists")
+    group.add_argument("--skip-existing", action="store_true", help="skip images whose caption file exists")
     group.add_argument("--retry-failed", action="store_true", help="caption only images that are recorded as failed")
     group.add_argument("--fail-fast", action="store_true", help="stop at the first failure")
 
@@ -157,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
         from mmvllm.captioning.report import check_place, write_report
 
         check_place(args.report)
-        if args.output is None and args.format not in FILE_SUFFIXES:
+        if args.output is None and args.format not in FILE_FORMATS:
             raise ValueError("--report shows the records; give --output too")
     job = caption_images(
         args.paths,

@@ -8,7 +8,7 @@ from dataclasses import Field, fields
 from typing import Any
 
 from mmvllm.cli.common import at_least_one, option_name
-from mmvllm.config import EngineConfig, literal_choices
+from mmvllm.config import EngineConfig, given_engine_args, literal_choices
 
 
 def add_engine_arguments(
@@ -30,8 +30,7 @@ def add_engine_arguments(
 
 def engine_arguments(args: argparse.Namespace, exclude: Collection[str] = ()) -> dict[str, Any]:
     """The engine arguments that were given, by the names of `EngineConfig`'s fields."""
-    given = {field.name: getattr(args, field.name, None) for field in _fields(None, exclude)}
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in given_engine_args(vars(args)).items() if name not in exclude}
 
 
 def _fields(only: Collection[str] | None, exclude: Collection[str]) -> Iterator[Field]:

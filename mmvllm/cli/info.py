@@ -2,10 +2,10 @@
 
 import argparse
 
-import mmvllm
 from mmvllm.cli.common import add_model_argument
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 
+PACKAGES = ("torch", "transformers", "triton", "flash-attn", "torchvision", "qwen-vl-utils")
 SHOWN = (
     *("device", "dtype", "max_model_len", "max_num_seqs", "gpu_memory_utilization", "cpu_kvcache_bytes"),
     *("encoder_cache_bytes", "attention_backend"),
@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from mmvllm.bench.report import versions
     from mmvllm.config import EngineConfig
     from mmvllm.layers.attention import choose_attention
     from mmvllm.models.registry import load_config
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     )
     block_size = engine_config.kvcache_block_size or attention.block_size
     sections = {
-        "versions": _versions(),
+        "versions": {name: text or "not installed" for name, text in versions(*PACKAGES).items()},
         "devices": _devices(),
         "model": {
             "folder": str(folder),
@@ -58,19 +59,6 @@ def run(args: argparse.Namespace) -> int:
         for name, value in rows.items():
             print(f"  {name:<16} {value}")
     return 0
-
-
-def _versions() -> dict[str, str]:
-    import platform
-    from importlib.metadata import PackageNotFoundError, version
-
-    versions = {"mmvllm": mmvllm.__version__, "python": platform.python_version()}
-    for package in ("torch", "transformers", "triton", "flash-attn", "torchvision"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
 
 
 def _devices() -> dict[str, str]:

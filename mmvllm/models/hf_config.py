@@ -1,10 +1,10 @@
 """Reading of Hugging Face configs: JSON files, and the fields that all decoders have."""
 
 import json
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from mmvllm.arguments import check_int
 from mmvllm.config import torch_dtype
 
 
@@ -22,11 +22,6 @@ def json_object(name: str, value: Any) -> dict:
     if not isinstance(value, dict):
         raise ValueError(f"{name} is {value!r:.50}, must be a JSON object")
     return {key: item for key, item in value.items() if item is not None}
-
-
-def check_int(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{name} is {value!r}, must be an integer of at least 1")
 
 
 def decoder_fields(raw: dict, generation: dict) -> dict[str, Any]:

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from mmvllm.config import MiB
 from mmvllm.media import MediaPolicy
-
-MiB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import pytest
 
 from mmvllm import LLM
 from mmvllm.captioning import caption_images
+from mmvllm.captioning.files import FILE_FORMATS
 from mmvllm.captioning.output import FORMATS
 from mmvllm.captioning.record import COLUMNS
 from mmvllm.captioning.worklist import Selection
@@ -328,3 +329,12 @@ def test_shards_are_disjoint_complete_and_stable_when_images_are_added(number, t
     for i in range(60, 90):
         Path(f"{i}.png").touch()
     assert all(earlier <= later for earlier, later in zip(before, shards(), strict=True))
+
+
+def test_a_new_format_with_a_file_per_image_is_one_entry(caption, two, monkeypatch):
+    monkeypatch.setitem(FILE_FORMATS, "sizes", (".size", lambda record: f"{record['width']}x{record['height']}"))
+    monkeypatch.setattr("mmvllm.captioning.output.FORMATS", (*FORMATS, "sizes"))
+    caption(two, output=two / "out.jsonl", format="sizes")
+    assert (two / "a.size").read_text() == "40x40\n" and (two / "deep/b.size").read_text() == "40x44\n"
+    with pytest.raises(ValueError, match=r"for caption files \(txt, webdataset-json, sizes\), the format is csv"):
+        caption(two, output=two / "out.csv", format="csv", skip_existing=True)

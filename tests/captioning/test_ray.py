@@ -24,7 +24,9 @@ from mmvllm.captioning.items import Item
 from mmvllm.captioning.ray_options import RayOptions
 from mmvllm.captioning.record import COLUMNS
 from mmvllm.captioning.worklist import Selection
+from mmvllm.cli.common import option_name
 from mmvllm.cli.main import main
+from mmvllm.errors import ArgumentError
 from tests.helpers.requests import noise_image
 
 ray = pytest.importorskip("ray")
@@ -328,3 +330,27 @@ def test_without_ray_the_command_says_how_to_install_it(folder, capsys, monkeypa
 def test_a_local_engine_cannot_be_combined_with_ray(folder, make_llm, checkpoint):
     with pytest.raises(ValueError, match="engines of their own"):
         caption_images(folder, llm=make_llm(checkpoint), ray=TWO)
+
+
+def test_an_output_resumes_on_ray_only_with_its_quantization(folder, checkpoint, joined, tmp_path):
+    ours, theirs = tmp_path / "bfloat16.jsonl", tmp_path / "int8.jsonl"
+    assert len(list(run([folder], checkpoint, output=ours))) == 6
+    with pytest.raises(ValueError, match="quantization was None, is 'int8'"):
+        run([folder], checkpoint, output=ours, quantization="int8", ray=RayOptions())
+    assert len(list(run([folder], checkpoint, output=theirs, quantization="int8", ray=RayOptions()))) == 6
+    assert list(run([folder], checkpoint, output=theirs, quantization="int8")) == []
+    with pytest.raises(ValueError, match="quantization was 'int8', is None"):
+        run([folder], checkpoint, output=theirs)
+
+
+@pytest.mark.parametrize(
+    ("options", "engine_args", "message"),
+    [
+        ({}, {"device": "cuda:1"}, "--device is 'cuda:1', but Ray chooses each actor's GPU; give 'cuda'"),
+        ({"gpus_per_actor": 0.5}, {}, "0.5 GPU per actor: engines that share a GPU need --num-kvcache-blocks"),
+    ],
+)
+def test_gpus_that_engines_cannot_share_are_refused(options, engine_args, message):
+    with pytest.raises(ArgumentError) as raised:
+        ray_source._gpus_per_actor(RayOptions(**options), engine_args)
+    assert raised.value.spelled(option_name) == message

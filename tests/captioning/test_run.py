@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from mmvllm import LLM, SamplingParams
 from mmvllm.captioning import CaptionSettings, JobError, caption_images
@@ -297,6 +298,10 @@ def test_an_engine_that_fails_every_time_ends_the_run(folder, llm, tmp_path, mon
     [
         ({"model": "some/model"}, "give either llm, or model and engine_args"),
         ({"llm": None, "engine_args": {"dtype": "float32"}}, "dtype is one of the job's settings"),
+        ({"llm": None, "engine_args": {"quantization": "int8"}}, "quantization is one of the job's settings"),
+        ({"engine_args": {"max_num_seqs": 2}}, "give either llm, or model and engine_args"),
+        ({"dtype": "float32"}, "dtype cannot be given together with llm"),
+        ({"quantization": "int8"}, "quantization cannot be given together with llm"),
     ],
 )
 def test_conflicting_engine_arguments_are_refused(options, message, folder, llm):
@@ -347,6 +352,15 @@ def test_errors_name_python_arguments_and_have_the_path(folder, llm, tmp_path):
 def test_the_fingerprint_of_settings_is_stable(settings, fingerprint):
     """Outputs are resumed by it, so it must be the same in all versions."""
     assert CaptionSettings(**settings).fingerprint == fingerprint
+
+
+def test_the_dtype_and_quantization_of_an_engine_are_recorded(folder, llm, checkpoint):
+    assert run(folder, llm).settings.dtype == "float32" and run(folder, llm).settings.quantization is None
+    options = {"device": "cpu", "num_kvcache_blocks": 64, "skip_warmup": True, "quantization": "int8"}
+    for dtype, recorded in ((torch.bfloat16, "bfloat16"), ("auto", "auto")):
+        with LLM(checkpoint, dtype=dtype, **options) as own:
+            settings = run(folder, own).settings
+        assert (settings.dtype, settings.quantization) == (recorded, "int8")
 
 
 def test_images_in_flight_are_named_when_the_output_cannot_be_written(folder, llm, tmp_path, monkeypatch):

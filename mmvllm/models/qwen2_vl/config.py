@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, fields
 
+from mmvllm.arguments import check_int
 from mmvllm.config import ModelConfig, VisionConfig
-from mmvllm.models.hf_config import check_int, decoder_fields, json_object
+from mmvllm.models.hf_config import decoder_fields, json_object
 
 TEXT_ONLY = "Qwen2ForCausalLM"
 # Of configs that leave them out.

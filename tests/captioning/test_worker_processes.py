@@ -1,0 +1,64 @@
+"""Images are prepared in worker processes by a processor of the caller's."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from mmvllm import LLM
+from mmvllm.captioning import caption_images
+from mmvllm.errors import ArgumentError
+from tests.helpers.requests import noise_image
+
+ENGINE = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 256, "skip_warmup": True}
+
+
+class CallersProcessor:
+    """The interface of transformers' processors, without a video processor."""
+
+    def __init__(self, folder: str):
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.images = Qwen2VLImageProcessorPil.from_pretrained(folder)
+
+    def apply_chat_template(self, messages: list[dict], **options) -> str:
+        return self.tokenizer.apply_chat_template(messages, **options)
+
+    def __call__(self, text: list[str], images: list | None, return_tensors: str) -> dict:
+        return {**self.tokenizer(text), **self.images(images, return_tensors=return_tensors)}
+
+
+@pytest.fixture
+def processor(checkpoint) -> CallersProcessor:
+    return CallersProcessor(checkpoint)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for i in range(3):
+        noise_image(60 + i, 64, seed=i).save(folder / f"{i}.png")
+    return folder
+
+
+def captions(folder: Path, llm: LLM, **options) -> dict[str, str]:
+    return {record["path"]: record["caption"] for record in caption_images(folder, llm=llm, max_tokens=4, **options)}
+
+
+def test_captions_with_a_callers_processor_are_those_of_threads(folder, checkpoint, processor):
+    with LLM(checkpoint, processor=processor, **ENGINE) as llm:
+        want = captions(folder, llm)
+        assert len(want) == 3 and None not in want.values()
+        assert captions(folder, llm, worker_processes=True, workers=2) == want
+
+
+def test_a_processor_that_cannot_be_pickled_is_refused_before_the_run(folder, checkpoint, processor, tmp_path):
+    out = tmp_path / "out.jsonl"
+    with LLM(checkpoint, processor=processor, **ENGINE) as llm:
+        captions(folder, llm, output=out)
+        before = out.read_bytes()
+        processor.change = lambda made: made
+        with pytest.raises(ArgumentError, match=r"worker_processes needs a processor that can be pickled: .*lambda"):
+            caption_images(folder, llm=llm, output=out, overwrite=True, worker_processes=True)
+    assert before and out.read_bytes() == before
