@@ -5,7 +5,7 @@ import argparse
 from mmvllm.cli.common import add_model_argument
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 
-PACKAGES = ("torch", "transformers", "triton", "flash-attn", "torchvision", "qwen-vl-utils")
+PACKAGES = ("torch", "transformers", "triton", "flash-attn", "torchvision")
 SHOWN = (
     *("device", "dtype", "max_model_len", "max_num_seqs", "gpu_memory_utilization", "cpu_kvcache_bytes"),
     *("encoder_cache_bytes", "attention_backend"),
