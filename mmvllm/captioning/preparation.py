@@ -2,12 +2,12 @@
 
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ class WorkerProcesses:
 
     def __init__(self, processor: Processor | ForeignProcessor):
         try:
-            pickle.dumps(processor)
+            ForkingPickler.dumps(processor)
         except Exception as error:  # objects decide themselves what they raise
             raise ArgumentError(
                 "{worker_processes} needs a processor that can be pickled: {reason}", reason=error
