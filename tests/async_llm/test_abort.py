@@ -138,7 +138,7 @@ async def test_the_deadline_applies_at_every_stage(engine, stage):
         blockers = [engine.generate(QUESTION, LONG) for _ in range(4)]
         await asyncio.gather(*(anext(blocker) for blocker in blockers))
     load = blocked if stage == "being prepared" else load_image
-    with pytest.raises(DeadlineExceeded, match=r"not complete after 0\.1 seconds"):
+    with pytest.raises(DeadlineExceeded, match=r"not finished after 0\.1 seconds"):
         await collect(engine, QUESTION, LONG, timeout=0.1, load=load)
     blocked.may_return.set()
     for blocker in blockers:

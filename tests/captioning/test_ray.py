@@ -298,7 +298,7 @@ def test_a_caption_file_that_cannot_be_written_is_a_failure():
         (["--actors", "2"], "--actors needs --executor ray"),
         (["--gpus-per-actor", "0", "--address", "auto"], "--address, --gpus-per-actor needs --executor ray"),
         (["--executor", "ray", "--gpus-per-actor", "2"], "from 0 to 1"),
-        (["--executor", "ray", "--gpus-per-actor", "0.5"], "num_kvcache_blocks"),
+        (["--executor", "ray", "--gpus-per-actor", "0.5"], "--num-kvcache-blocks"),
         (["--executor", "ray", "--device", "cuda:1"], "Ray chooses each actor's GPU"),
     ],
 )
