@@ -60,7 +60,7 @@ def make_llm():
 
 @pytest.fixture(scope="module")
 def shared_llm(checkpoint):
-    llm = LLM(checkpoint, dtype="float32", device="cpu", num_kvcache_blocks=64, max_num_seqs=4, skip_warmup=True)
+    llm = LLM(checkpoint, dtype="float32", device="cpu", num_kvcache_blocks=128, max_num_seqs=4, skip_warmup=True)
     yield llm
     llm.exit()
 

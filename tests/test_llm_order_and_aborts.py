@@ -5,26 +5,13 @@ import threading
 
 import pytest
 
-from mmvllm import LLM, AsyncLLM, SamplingParams
+from mmvllm import AsyncLLM, SamplingParams
 from mmvllm.errors import RequestError, RequestsAborted
-from tests.helpers.engines import assert_idle
 from tests.helpers.requests import ask, noise_image
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 ENGINE = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 128, "skip_warmup": True}
 IMAGE = noise_image(90, 60)
-
-
-@pytest.fixture(scope="module")
-def llm(checkpoint):
-    with LLM(checkpoint, **ENGINE, max_num_seqs=4) as llm:
-        yield llm
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(llm):
-    yield
-    assert_idle(llm)
 
 
 @pytest.mark.parametrize("call", ["generate_multimodal", "stream_multimodal"])

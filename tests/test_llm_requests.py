@@ -14,7 +14,6 @@ import torch
 import mmvllm
 from mmvllm import LLM, AsyncLLM, EngineConfig, LLMEngine, SamplingParams
 from mmvllm.errors import RequestError
-from tests.helpers.engines import assert_idle
 from tests.helpers.images import encode
 from tests.helpers.requests import ask, noise_image
 
@@ -23,18 +22,6 @@ ENGINE = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 128, "skip_
 IMAGE = noise_image(90, 60)
 TEXT = "<|vision_start|><|image_pad|><|vision_end|>What?"
 PNG = encode(IMAGE)
-
-
-@pytest.fixture(scope="module")
-def llm(checkpoint):
-    with LLM(checkpoint, **ENGINE, max_num_seqs=4) as llm:
-        yield llm
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(llm):
-    yield
-    assert_idle(llm)
 
 
 def tokens(outputs) -> list[list[int]]:
@@ -49,8 +36,8 @@ def generated(llm, prompts, **options) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def with_image(llm) -> list[int]:
-    return tokens(llm.generate_multimodal({"text": TEXT, "images": IMAGE}, SHORT))[0]
+def with_image(shared_llm) -> list[int]:
+    return tokens(shared_llm.generate_multimodal({"text": TEXT, "images": IMAGE}, SHORT))[0]
 
 
 PROMPTS = {

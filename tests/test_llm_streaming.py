@@ -15,12 +15,10 @@ import tqdm.notebook
 import mmvllm.llm
 from mmvllm import LLM, Delta, RequestOutput, SamplingParams
 from mmvllm.errors import RequestError, RequestsAborted
-from tests.helpers.engines import assert_idle
 from tests.helpers.requests import ask, noise_image
 
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
 LONG = SamplingParams(max_tokens=500, ignore_eos=True)
-ENGINE = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 128, "skip_warmup": True}
 IMAGE = noise_image(90, 60)
 REQUESTS = [
     ask("Count.", request_id="text"),
@@ -29,19 +27,6 @@ REQUESTS = [
     ask("Logprobs.", request_id="logprobs", sampling_params={"logprobs": 2, "max_tokens": 5, "ignore_eos": True}),
     ask("Stop.", request_id="stop", sampling_params={"stop": ["e"], "max_tokens": 40, "ignore_eos": True}),
 ]
-
-
-@pytest.fixture(scope="module")
-def llm(checkpoint):
-    with LLM(checkpoint, **ENGINE, max_num_seqs=4) as llm:
-        yield llm
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(llm):
-    yield
-    assert_idle(llm)
-    assert not llm.engine.scheduler.groups
 
 
 def by_completion(deltas: list[Delta]) -> dict[tuple[str, int], list[Delta]]:
