@@ -110,14 +110,18 @@ class WorkerPool:
             is_error, result = worker.run(task, args, _Limit(timeout, is_cancelled), self._reserve)
         except BaseException as error:
             self._drop(worker)
-            if isinstance(error, WorkerDied) and (self._is_closed or not self._has_worked):
-                reason = "the worker pool is closed" if self._is_closed else f"worker processes end at once: {error}"
-                raise WorkersUnusable(reason) from None
+            if isinstance(error, WorkerDied) and self._is_closed:
+                raise WorkersUnusable("the worker pool is closed") from None
+            if isinstance(error, WorkerDied) and not self._has_worked:
+                raise WorkersUnusable(f"worker processes end as soon as they begin: {error}") from None
             raise
         self._give_back(worker)
-        if is_error:
-            raise result
-        return result
+        try:
+            if is_error:
+                raise result
+            return result
+        finally:
+            del result  # else an error and this frame, which holds the arguments, keep each other alive
 
     def close(self) -> None:
         """Kill all processes; tasks in flight raise WorkersUnusable."""
@@ -260,15 +264,16 @@ def _send(pipe: Connection, message: Any) -> None:
     """Send an object; its large buffers, such as pixels, are not copied into the pickle."""
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
-    pipe.send_bytes(len(buffers).to_bytes(4) + data)
+    pipe.send_bytes(bytes(buffer.raw().readonly for buffer in buffers))
+    pipe.send_bytes(data)
     for buffer in buffers:
         pipe.send_bytes(buffer.raw())
 
 
 def _receive(pipe: Connection) -> Any:
-    data = pipe.recv_bytes()
-    buffers = [pipe.recv_bytes() for _ in range(int.from_bytes(data[:4]))]
-    return pickle.loads(memoryview(data)[4:], buffers=buffers)
+    are_readonly, data = pipe.recv_bytes(), pipe.recv_bytes()
+    buffers = [pipe.recv_bytes() if readonly else bytearray(pipe.recv_bytes()) for readonly in are_readonly]
+    return pickle.loads(data, buffers=buffers)
 
 
 @contextmanager

@@ -150,6 +150,7 @@ async def _merged(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenera
             else:
                 yield i, item
     finally:
+        item = None  # else an error and this frame keep each other alive
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
