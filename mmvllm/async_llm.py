@@ -37,6 +37,7 @@ from mmvllm.errors import (
     ParameterError,
     RequestError,
     RequestFailed,
+    without_frames,
 )
 from mmvllm.intake import (
     AdmissionWindow,
@@ -94,9 +95,12 @@ class _Stream:
 
     async def get(self) -> Delta:
         item = await self._items.get()
-        if isinstance(item, Exception):
-            raise item
-        return item
+        try:
+            if isinstance(item, Exception):
+                raise item
+            return item
+        finally:
+            del item  # else an error and this frame, which holds the request, keep each other alive
 
 
 class AsyncLLM:
@@ -149,7 +153,8 @@ class AsyncLLM:
                 or an async function that returns one of these, without parameters and id, and is called once the
                 request is admitted: to fetch images. Its images are read in a thread and must not change meanwhile.
             timeout: seconds from now until the request must be complete.
-            load: reads the request's images, in a thread; `mmvllm.media.MediaPolicy.load` for untrusted media.
+            load: reads the request's images, in a thread; for untrusted media, a session's of
+                `mmvllm.decoding.ImageDecoder`.
 
         Raises ValueError for a bad request, `EngineBusy`, `EngineStopped` or `EngineFailed` if it cannot be admitted or
         finished, `RequestFailed` if the device or the preparation fails, `DeadlineExceeded`, and whatever `request`
@@ -162,8 +167,7 @@ class AsyncLLM:
         timer = fetching = None
         try:
             if timeout is not None:
-                error = DeadlineExceeded(f"the completion was not finished after {timeout:g} seconds")
-                timer = stream.loop.call_later(timeout, self._end, stream, error)
+                timer = stream.loop.call_later(timeout, self._end, stream, _deadline_exceeded(timeout))
             if callable(request):
                 fetching = asyncio.create_task(self._queue_when_fetched(stream, request, params, load))
             else:
@@ -272,7 +276,7 @@ class AsyncLLM:
             prompt = self._intake.prepare(request, load)
             options = request_options(request) if isinstance(request, dict) else {}
         except ValueError as error:
-            self._end(stream, error)
+            self._end(stream, without_frames(error))
         except Exception as error:  # a bug, ours or of the caller's `load`: other requests are not affected
             self._end(stream, RequestFailed(f"preparation failed: {type(error).__name__}: {error}"))
         else:
@@ -349,6 +353,10 @@ class AsyncLLM:
         with self._changed:
             if self._status == "draining":
                 self._status = "stopped"
+
+
+def _deadline_exceeded(timeout: float) -> DeadlineExceeded:
+    return DeadlineExceeded(f"the completion was not finished after {timeout:g} seconds")
 
 
 def _check_fetched(request: Request) -> None:

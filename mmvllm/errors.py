@@ -2,9 +2,17 @@
 
 from collections.abc import Callable
 from string import Formatter
-from typing import Any
+from typing import Any, TypeVar
 
 from mmvllm.text import counted
+
+E = TypeVar("E", bound=BaseException)
+
+
+def without_frames(error: E) -> E:
+    """The error for keeping: its text and facts, without traceback and causes, whose frames may hold decoded images."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    return error
 
 
 class RequestError(ValueError):
@@ -41,11 +49,6 @@ class RequestError(ValueError):
         request = "" if self.request_index is None else f"{self.noun} {self.request_index}: "
         image = "" if self.image_index is None else f"image {self.image_index}: "
         return request + image
-
-    def detached(self) -> "RequestError":
-        """This error without its traceback and causes, whose frames may hold decoded images; for keeping."""
-        self.__traceback__ = self.__cause__ = self.__context__ = None
-        return self
 
     def __reduce__(self):
         """Worker processes send errors back: text and facts, no traceback."""

@@ -4,16 +4,15 @@
 
 Preparation runs ahead of the engine and is bounded: at most so many requests, and no new one is begun while the media
 of requests that wait for the engine take `MAX_BYTES`. `LLM` walks an iterable (`Prefetcher`), `AsyncLLM` is given
-requests one by one (`PreparationQueue`). Workers are threads, unless the caller has processes made: Pillow, numpy and
-torch release the interpreter lock in their loops, so preparation runs beside the model.
+requests one by one (`PreparationQueue`). Workers are threads: Pillow, numpy and torch release the interpreter lock in
+their loops, so preparation runs beside the model. A thread may wait for a process that does its work (`workers.py`).
 """
 
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
@@ -22,7 +21,7 @@ from typing import Any
 from PIL.Image import Image
 
 from mmvllm.engine.llm_engine import LLMEngine
-from mmvllm.errors import RequestError
+from mmvllm.errors import RequestError, without_frames
 from mmvllm.inputs import EngineInput
 from mmvllm.processors.chat import ForeignProcessor, Processor
 from mmvllm.processors.image import ImageProcessor
@@ -31,8 +30,8 @@ from mmvllm.processors.requests import parse_request
 from mmvllm.processors.tensors import own_token_ids
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.text import counted
+from mmvllm.workers import NUM_WORKERS, WorkersUnusable
 
-NUM_WORKERS = min(8, os.cpu_count() or 1)
 MAX_BYTES = 256 * 1024 * 1024
 
 Request = dict | str | list[int]  # a dict as `processors.requests` reads it; a string or token ids, without a template
@@ -156,19 +155,18 @@ class Prepared:
     prompt: "Future[EngineInput]"
 
     def engine_input(self) -> EngineInput:
-        """The input; raises RequestError for whatever was wrong with the request or went wrong in preparing it."""
+        """The input; raises RequestError for whatever was wrong with the request or went wrong in preparing it.
+
+        Raises WorkersUnusable if no request can be prepared.
+        """
         try:
             return self.prompt.result()
-        except RequestError:
+        except (RequestError, WorkersUnusable):
             raise
         except ValueError as error:
             raise RequestError(str(error)) from error
         except Exception as error:  # of a processor that is not ours, or a bug: other requests are not affected
             raise RequestError(f"preparation failed: {type(error).__name__}: {error}") from error
-
-
-def worker_threads(num_workers: int) -> Executor:
-    return ThreadPoolExecutor(num_workers, thread_name_prefix="mmvllm-prepare")
 
 
 class PreparationQueue:
@@ -183,7 +181,7 @@ class PreparationQueue:
         self._lock, self._num_waiting_bytes = lock, num_waiting_bytes
         self._queued: dict[Hashable, Callable[[], None]] = {}
         self._num_preparing = 0  # requests with media
-        self._pool = worker_threads(NUM_WORKERS + 1)  # one more than media may use: text waits for none
+        self._pool = _worker_threads(NUM_WORKERS + 1)  # one more than media may use: text waits for none
 
     @property
     def num_queued(self) -> int:
@@ -225,7 +223,6 @@ class Prefetcher:
 
     Args:
         in_order: give requests in the caller's order, rather than each as soon as it is prepared.
-        make_pool: makes the workers; again if one has died, such as a process that a damaged image has crashed.
         indices: `Prepared.index` of each request.
     """
 
@@ -237,13 +234,13 @@ class Prefetcher:
         max_bytes: int = MAX_BYTES,
         num_workers: int = NUM_WORKERS,
         in_order: bool = True,
-        make_pool: Callable[[int], Executor] = worker_threads,
         indices: Iterable[int] | None = None,
     ):
         self._started: float | None = None  # when `get` first gave something
         self._waited = 0.0  # seconds since then in which callers had to wait
         self._requests, self._prepare = requests, prepare
         self._max_requests, self._max_bytes, self._num_workers = max_requests, max_bytes, num_workers
+        self._pool = _worker_threads(num_workers)
         self._changed = threading.Condition()
         self._items: deque[Prepared] = deque()
         self._num_preparing = 0
@@ -252,8 +249,6 @@ class Prefetcher:
         self._failure: BaseException | None = None
         self._in_order = in_order
         self._indices = count() if indices is None else iter(indices)
-        self._make_pool, self._pool = make_pool, make_pool(num_workers)
-        self._has_prepared = False
         # A daemon: an endless iterable may block, and then the thread never sees `_closed`.
         threading.Thread(target=self._feed, name="mmvllm-feed", daemon=True).start()
 
@@ -278,7 +273,7 @@ class Prefetcher:
             del self._items[place]
             self._num_bytes -= _num_bytes(item.prompt)
             self._changed.notify_all()
-        return self._alone(item) if _has_died(item.prompt) else item
+        return item
 
     @property
     def is_exhausted(self) -> bool:
@@ -313,9 +308,7 @@ class Prefetcher:
                     if self._closed or self._exhausted:
                         return
                     self._num_preparing += 1
-                # Not under our lock: a pool that breaks holds its own lock while it calls `_on_done`.
-                future = self._submit(request)
-                with self._changed:
+                    future = self._pool.submit(self._prepare, request)
                     self._items.append(Prepared(index, request, future))
                 future.add_done_callback(self._on_done)
         except BaseException as error:  # the caller's, raised again in `get`
@@ -324,21 +317,6 @@ class Prefetcher:
             with self._changed:
                 self._exhausted = True
                 self._changed.notify_all()
-
-    def _submit(self, request: dict) -> "Future[EngineInput]":
-        try:
-            return self._pool.submit(self._prepare, request)
-        except BrokenExecutor:
-            self._pool = self._make_pool(self._num_workers)
-            return self._pool.submit(self._prepare, request)
-
-    def _alone(self, item: Prepared) -> Prepared:
-        """Prepare a request that was in flight when a worker died again, in a worker of its own."""
-        with self._make_pool(1) as pool:
-            future = pool.submit(self._prepare, item.request)
-        if _has_died(future) and not self._has_prepared:
-            raise RuntimeError(f"worker processes end as soon as they begin: {future.exception()}")
-        return Prepared(item.index, item.request, future)
 
     def _has_room(self) -> bool:
         # No more are begun than there are workers: the bytes of a request are known once it is prepared.
@@ -349,10 +327,11 @@ class Prefetcher:
         )
 
     def _on_done(self, future: "Future[EngineInput]") -> None:
+        if not future.cancelled() and (error := future.exception()) is not None:
+            without_frames(error)  # it may wait long, and a decoded image with it
         with self._changed:
             self._num_preparing -= 1
             self._num_bytes += _num_bytes(future)
-            self._has_prepared |= not _has_died(future)
             self._changed.notify_all()
 
     def _ready(self) -> int | None:
@@ -361,8 +340,8 @@ class Prefetcher:
         return next((place for place, item in enumerate(candidates) if item.prompt.done()), None)
 
 
-def _has_died(future: "Future[EngineInput]") -> bool:
-    return not future.cancelled() and isinstance(future.exception(), BrokenExecutor)
+def _worker_threads(num_workers: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_workers, thread_name_prefix="mmvllm-prepare")
 
 
 def _num_bytes(future: "Future[EngineInput]") -> int:

@@ -3,13 +3,15 @@
 import ipaddress
 import os
 import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image
 
 from mmvllm.errors import ArgumentError
-from mmvllm.processors.load import MAX_SOURCE_PIXELS, load_image
+from mmvllm.processors.load import DECODING, MAX_SOURCE_PIXELS, load_image
 
 # The formats that browsers show and clients send. Pillow reads more, some of them in slow Python loops that a few
 # bytes of input can keep running for a long time.
@@ -37,6 +39,7 @@ class MediaPolicy:
         connect_timeout: timeout in seconds for looking up a host, and again for connecting to it.
         read_timeout: timeout in seconds for receiving the next bytes.
         total_timeout: timeout in seconds for one image, redirects included.
+        image_timeout: seconds in which a worker process must have decoded an image (`mmvllm.decoding.ImageDecoder`).
 
     Raises ArgumentError that names the argument for an invalid domain, network, folder or limit.
     """
@@ -50,12 +53,13 @@ class MediaPolicy:
     connect_timeout: float = 5.0
     read_timeout: float = 10.0
     total_timeout: float = 30.0
+    image_timeout: float = 10.0
 
     def __post_init__(self):
         for name in ("allowed_domains", "allowed_networks"):
             if isinstance(getattr(self, name), str):
                 raise _wrong(name, "is one string, {value!r}; give a tuple of strings", value=getattr(self, name))
-        for name in ("max_bytes", "connect_timeout", "read_timeout", "total_timeout"):
+        for name in ("max_bytes", "connect_timeout", "read_timeout", "total_timeout", "image_timeout"):
             if not getattr(self, name) > 0:
                 raise _wrong(name, "is {value!r}, must be above 0", value=getattr(self, name))
         if self.max_redirects < 0:
@@ -71,8 +75,8 @@ class MediaPolicy:
                 "max_pixels", "is {value}, must be from 1 to {most}", value=self.max_pixels, most=MAX_SOURCE_PIXELS
             )
 
-    def load(self, data: bytes) -> Image.Image:
-        """Decode an encoded image to upright 8-bit RGB.
+    def load(self, data: bytes, reserve: Callable[[int], AbstractContextManager] = DECODING.reserve) -> Image.Image:
+        """Decode an encoded image to upright 8-bit RGB, in the calling thread; `ImageDecoder` has a time limit.
 
         Raises MediaError if `data` is not bytes (a path could have been chosen by a client) or exceeds the limits, and
         ValueError if it is not an image in one of `FORMATS`.
@@ -81,7 +85,7 @@ class MediaPolicy:
             raise MediaError(f"an image must be given as bytes, not as {type(data).__name__}")
         if len(data) > self.max_bytes:
             raise MediaError(f"the image of {len(data)} bytes: {self.too_large}")
-        return load_image(data, max_source_pixels=self.max_pixels, formats=FORMATS)
+        return load_image(data, max_source_pixels=self.max_pixels, formats=FORMATS, reserve=reserve)
 
     @property
     def too_large(self) -> str:

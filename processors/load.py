@@ -11,7 +11,8 @@ import sys
 import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, BinaryIO
 
@@ -44,12 +45,39 @@ _WHITESPACE = string.whitespace.encode()
 # A lazily opened PIL image or a file object that several requests share must not be read by two threads at once.
 _SHARED = threading.Lock()
 
+BYTES_PER_PIXEL = 12  # of an image while it is decoded, with its copies
+MAX_DECODING_BYTES = 2 * 1024 * 1024 * 1024
+
+
+class DecodeBudget:
+    """Bounds the bytes of the images that are decoded at once; one image is always let in."""
+
+    def __init__(self, max_bytes: int = MAX_DECODING_BYTES):
+        self._max_bytes, self._num_bytes, self._changed = max_bytes, 0, threading.Condition()
+
+    @contextmanager
+    def reserve(self, num_bytes: int) -> Iterator[None]:
+        """Wait until there is room for so many bytes, and hold them."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_bytes or self._num_bytes + num_bytes <= self._max_bytes)
+            self._num_bytes += num_bytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_bytes -= num_bytes
+                self._changed.notify_all()
+
+
+DECODING = DecodeBudget()  # of this process; worker processes ask their parent's
+
 
 def load_image(
     source: Any,
     draft: int | None = None,
     max_source_pixels: int | None = None,
     formats: Collection[str] | None = None,
+    reserve: Callable[[int], AbstractContextManager] = DECODING.reserve,
 ) -> Image.Image:
     """Load an image as a new upright 8-bit RGB image.
 
@@ -66,6 +94,7 @@ def load_image(
         max_source_pixels: an image with more pixels is refused before it is decoded (default: MAX_SOURCE_PIXELS).
         formats: Pillow's names of the accepted formats of encoded images (default: all that Pillow reads without
             external programs).
+        reserve: called with the number of bytes that decoding takes; the image is decoded within what it returns.
 
     Raises ImageError, a ValueError.
     """
@@ -73,15 +102,17 @@ def load_image(
     if isinstance(source, Image.Image):
         name = "the PIL image"
         with _SHARED:
-            image = _decode(source, name, max_pixels)  # without a draft, which would stay with the caller's image
+            image = _decode(
+                source, name, max_pixels, reserve
+            )  # without a draft, which would stay with the caller's image
     elif _is_array(source):
         name = "the array"
-        image = _decode(_from_array(source, name), name, max_pixels)
+        image = _decode(_from_array(source, name), name, max_pixels, reserve)
     else:
         data, name = _read(source)
         if not data:
             raise ImageError(name, "is empty (0 bytes)")
-        image = _decode(data, name, max_pixels, formats, draft)
+        image = _decode(data, name, max_pixels, reserve, formats, draft)
     if 0 in image.size:
         raise ImageError(name, f"has no pixels, it is {image.width}x{image.height}")
     return image
@@ -202,6 +233,7 @@ def _decode(
     data: Image.Image | bytes,
     name: str,
     max_pixels: int,
+    reserve: Callable[[int], AbstractContextManager],
     formats: Collection[str] | None = None,
     draft: int | None = None,
 ) -> Image.Image:
@@ -212,8 +244,9 @@ def _decode(
             raise Image.DecompressionBombError(f"it is {image.width}x{image.height}, more than {max_pixels} pixels")
         if draft is not None:
             image.draft(None, (draft, draft))
-        image.load()
-        return _to_rgb(_upright(image))
+        with reserve(image.width * image.height * BYTES_PER_PIXEL):
+            image.load()
+            return _to_rgb(_upright(image))
     except UnidentifiedImageError:
         required = "an image that Pillow can read" if formats is None else f"an image in {', '.join(known)}"
         raise ImageError(name, f"not {required}") from None

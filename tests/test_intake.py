@@ -2,13 +2,13 @@
 
 import threading
 import time
-from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 
 import pytest
 import torch
 
 from mmvllm.inputs import EngineInput, MediaItem
 from mmvllm.intake import Prefetcher
+from mmvllm.workers import WorkersUnusable
 
 
 def prompt_of(num_bytes: int) -> EngineInput:
@@ -159,34 +159,11 @@ def test_finish_does_not_wait_for_a_blocked_iterable():
     blocked.set()
 
 
-class BreakingPool(ThreadPoolExecutor):
-    """A pool that a request with `kills` breaks, as a process pool breaks when a worker dies."""
+def test_workers_that_cannot_prepare_anything_end_the_run():
+    def prepare(request):
+        raise WorkersUnusable("worker processes end as soon as they begin: it ended with exit code 3")
 
-    def submit(self, function, request):
-        if getattr(self, "is_broken", False):
-            raise BrokenExecutor("a worker died")
-        future = super().submit(function, request)
-        if request.get("kills"):
-            self.is_broken = True
-            future.cancel()
-            future = Future()
-            future.set_exception(BrokenExecutor("a worker died"))
-        return future
-
-
-def test_a_request_that_kills_its_worker_fails_alone():
-    requests = [{"i": i, "kills": i == 3} for i in range(8)]
-    prefetcher = Prefetcher(
-        requests, lambda request: prompt_of(1), max_requests=9, num_workers=2, make_pool=BreakingPool
-    )
-    items = drain(prefetcher)
-    assert [item.index for item in items] == list(range(8))
-    assert [item.index for item in items if item.prompt.exception() is not None] == [3]
-
-
-def test_workers_that_always_die_end_the_run():
-    requests = [{"kills": True}] * 3
-    prefetcher = Prefetcher(requests, lambda request: prompt_of(1), max_requests=9, make_pool=BreakingPool)
-    with pytest.raises(RuntimeError, match="end as soon as they begin: a worker died"):
-        drain(prefetcher)
+    prefetcher = Prefetcher([{}] * 3, prepare, max_requests=9)
+    with pytest.raises(WorkersUnusable, match="end as soon as they begin"):
+        prefetcher.get(wait=True).engine_input()
     prefetcher.close()

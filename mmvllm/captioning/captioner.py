@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.index import Index, keep_caption
 from mmvllm.captioning.items import Item
-from mmvllm.captioning.preparation import CaptionPreparer, WorkerProcesses, prepare_in_worker, without_signals
+from mmvllm.captioning.preparation import CaptionPreparer, WorkerProcesses
 from mmvllm.captioning.record import COLUMNS
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.errors import ImageError
-from mmvllm.intake import NUM_WORKERS, Prefetcher, Prepared, worker_threads
+from mmvllm.intake import Prefetcher, Prepared
 from mmvllm.llm import LLM
 from mmvllm.outputs import RequestOutput
+from mmvllm.workers import NUM_WORKERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Captioner:
     def __init__(self, llm: LLM, settings: CaptionSettings, num_workers: int | None = None, in_processes: bool = False):
         self.llm, self.settings = llm, settings
         self._num_workers = num_workers or NUM_WORKERS
-        self._processes = WorkerProcesses(llm.processor) if in_processes else None
+        self._processes = WorkerProcesses(llm.processor, self._num_workers) if in_processes else None
         self._prefetcher: Prefetcher | None = None
         self._is_stopped = False
 
@@ -62,25 +63,24 @@ class Captioner:
         self._prefetcher = self._prefetch(jobs.requests(tasks))
         params, num_failures = self.settings.sampling_params, 0
         stream = self.llm.stream_prepared(self._prefetcher, params, "return", jobs.select, lambda: self._is_stopped)
-        for number, output in stream:
-            yield from jobs.finish(number, output)
-            if output is not None and output.arrival_time is not None:  # it reached the engine
-                num_failures = num_failures + 1 if output.error is not None else 0
-                if num_failures > 2 * self.llm.admission.max_requests:  # more than any few steps can have
-                    raise JobError(f"the engine fails every time, now with: {output.error}")
+        try:
+            for number, output in stream:
+                yield from jobs.finish(number, output)
+                if output is not None and output.arrival_time is not None:  # it reached the engine
+                    num_failures = num_failures + 1 if output.error is not None else 0
+                    if num_failures > 2 * self.llm.admission.max_requests:  # more than any few steps can have
+                        raise JobError(f"the engine fails every time, now with: {output.error}")
+        finally:
+            if self._processes is not None:
+                self._processes.close()
 
     def _prefetch(self, requests: Iterator[dict]) -> Prefetcher:
-        prepare, make_pool = CaptionPreparer(self.llm.processor), worker_threads
-        if self._processes is not None:
-            prepare, make_pool = prepare_in_worker, self._processes
-            requests = without_signals(requests)
         return Prefetcher(
             requests,
-            prepare,
+            self._processes or CaptionPreparer(self.llm.processor),
             max_requests=self.llm.admission.max_requests,
             num_workers=self._num_workers,
             in_order=False,
-            make_pool=make_pool,
         )
 
 

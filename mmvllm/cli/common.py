@@ -19,6 +19,16 @@ def at_least_one(text: str) -> int:
     return int(text)
 
 
+def seconds(text: str) -> float:
+    """An argparse type."""
+    try:
+        if 0 < float(text) < 1e6:
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+
+
 def add_max_waiting_argument(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-waiting",

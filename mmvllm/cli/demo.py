@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     engine = AsyncLLM(args.model, max_waiting=args.max_waiting, **engine_arguments(args))
     try:
         page = build_page(engine, DemoSettings(policy, args.max_images))
+        page.sessions.decoder.start()
         page.launch(
             server_name=args.host,
             server_port=args.port,

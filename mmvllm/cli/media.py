@@ -1,9 +1,9 @@
-"""Options of the media policy: where images may be fetched from, and how large they may be."""
+"""Options of the media policy: where images may be fetched from, how large they may be, and how slow to decode."""
 
 import argparse
 from pathlib import Path
 
-from mmvllm.cli.common import at_least_one, option_name
+from mmvllm.cli.common import at_least_one, option_name, seconds
 from mmvllm.errors import ArgumentError
 from mmvllm.media import MediaPolicy
 
@@ -14,6 +14,7 @@ DESTS = {
     "allowed_local_path": "allowed_local_media_path",
     "max_bytes": "max_image_bytes",
     "max_pixels": "max_image_pixels",
+    "image_timeout": "image_timeout",
 }
 
 
@@ -43,7 +44,7 @@ def add_source_arguments(parser: argparse._ArgumentGroup) -> None:
 
 
 def add_image_arguments(parser: argparse._ArgumentGroup) -> None:
-    """Add the options for the maximum size of an image."""
+    """Add the options for the maximum size of an image, and the time to decode it."""
     default = MediaPolicy()
     parser.add_argument(
         "--max-image-bytes",
@@ -59,6 +60,14 @@ def add_image_arguments(parser: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="maximum number of pixels of an image as it is sent; larger ones are refused before they are decoded "
         "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--image-timeout",
+        type=seconds,
+        default=default.image_timeout,
+        metavar="S",
+        help="seconds in which an image must be decoded, in a worker process that is ended otherwise "
+        "(default: %(default)g)",
     )
 
 

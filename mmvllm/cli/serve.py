@@ -5,7 +5,7 @@ import os
 import re
 from importlib.util import find_spec
 
-from mmvllm.cli.common import add_max_waiting_argument, add_model_argument, at_least_one
+from mmvllm.cli.common import add_max_waiting_argument, add_model_argument, at_least_one, seconds
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 from mmvllm.cli.media import add_image_arguments, add_source_arguments, media_policy
 from mmvllm.cli.ports import listen, port
@@ -64,7 +64,7 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--access-log", action="store_true", help="log a line per request to standard error")
     group.add_argument(
         "--drain-timeout",
-        type=_seconds,
+        type=seconds,
         default=30.0,
         metavar="S",
         help="seconds to finish requests in flight after a signal to stop (default: %(default)g)",
@@ -73,7 +73,7 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--request-timeout", type=_seconds, metavar="S", help="timeout of a request in seconds (default: none)"
+        "--request-timeout", type=seconds, metavar="S", help="timeout of a request in seconds (default: none)"
     )
     add_max_waiting_argument(group)
     group.add_argument(
@@ -99,7 +99,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--body-timeout",
-        type=_seconds,
+        type=seconds,
         default=DEFAULTS.body_timeout,
         metavar="S",
         help="timeout for receiving a request body in seconds (default: %(default)g)",
@@ -174,13 +174,3 @@ def _check_installed(args: argparse.Namespace) -> None:
         raise ValueError(f'{", ".join(missing)} is not installed; pip install "mmvllm[serve]"')
     if args.demo and find_spec("gradio") is None:
         raise ValueError('--demo needs gradio; pip install "mmvllm[demo]"')
-
-
-def _seconds(text: str) -> float:
-    """An argparse type."""
-    try:
-        if 0 < float(text) < 1e6:
-            return float(text)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")

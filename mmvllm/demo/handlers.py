@@ -188,7 +188,6 @@ def _back_in_box(session: Session, turn: Turn) -> dict:
 
 
 def _warn(error: Exception) -> None:
-    if isinstance(error.__cause__, UploadError):  # the cause names the file, the engine's error only its index
-        error = error.__cause__
+    text = error.reason if isinstance(error, UploadError) else str(error)  # the reason names the file, not its index
     busy = isinstance(error, EngineBusy)
-    gr.Warning("Many people are asking right now; try again in a moment" if busy else html.escape(str(error)))
+    gr.Warning("Many people are asking right now; try again in a moment" if busy else html.escape(text))

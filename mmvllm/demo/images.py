@@ -6,12 +6,14 @@ from pathlib import Path
 
 from PIL import Image
 
+from mmvllm.decoding import Load
+from mmvllm.errors import RequestError
 from mmvllm.media import FORMATS, MediaPolicy
 from mmvllm.processors.image import ImageProcessorConfig
 
 
-class UploadError(ValueError):
-    """An uploaded image that cannot be used; the message names the file and is shown to the visitor."""
+class UploadError(RequestError):
+    """An uploaded image that cannot be used; `reason` names the file and is shown to the visitor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +42,13 @@ class UploadedImage:
             raise UploadError(f"{path.name} has {width * height:,} pixels; at most {policy.max_pixels:,} are accepted")
         return cls(path, width, height)
 
-    def load(self, policy: MediaPolicy) -> Image.Image:
-        """Decode the image within the policy's limits; raises UploadError."""
+    def load(self, decode: Load) -> Image.Image:
+        """Decode the image; raises UploadError."""
         try:
-            return policy.load(self.path.read_bytes())
-        except (OSError, ValueError) as error:
+            return decode(self.path.read_bytes())
+        except (OSError, ValueError):
             message = f"{self.path.name} cannot be read; it may be damaged: remove it, or add it again"
-            raise UploadError(message) from error
+            raise UploadError(message) from None
 
     def num_tokens(self, config: ImageProcessorConfig, min_pixels: int, max_pixels: int) -> int:
         """The number of tokens with these pixel bounds; raises ValueError for invalid bounds or shapes."""

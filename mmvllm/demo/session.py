@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mmvllm.decoding import ImageDecoder
 from mmvllm.demo.conversation import Options, Turn, answer_note, images_in, queue_note, to_request
 from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.settings import DemoSettings
@@ -49,6 +50,7 @@ class Sessions:
 
     def __init__(self, engine: "AsyncLLM", uploads: Uploads, settings: DemoSettings):
         self.engine, self.uploads, self.settings = engine, uploads, settings
+        self.decoder = ImageDecoder(settings.policy)
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._open_tabs: Counter[str] = Counter()
         self._sweeper: asyncio.Task | None = None
@@ -137,16 +139,19 @@ class Sessions:
             if session.request_id == request_id:
                 session.request_id = None
 
-    def _deltas(self, session: Session, options: Options) -> AsyncGenerator[list[Delta], None]:
+    async def _deltas(self, session: Session, options: Options) -> AsyncGenerator[list[Delta], None]:
         request, params = to_request(session.turns, options), options.sampling_params
-        stream = self.engine.generate(
-            request,
-            params,
-            session.request_id,
-            timeout=self.settings.timeout,
-            load=lambda image: image.load(self.settings.policy),
-        )
-        return in_ticks(stream, TICK_SECONDS)
+        with self.decoder.session() as decode:  # given up when the answer is stopped or the visitor leaves
+            stream = self.engine.generate(
+                request,
+                params,
+                session.request_id,
+                timeout=self.settings.timeout,
+                load=lambda image: image.load(decode),
+            )
+            async with aclosing(in_ticks(stream, TICK_SECONDS)) as ticks:
+                async for deltas in ticks:
+                    yield deltas
 
     def _finish(self, session: Session, turn: Turn, options: Options, output: RequestOutput) -> None:
         if turn not in session.turns:  # it was removed in the meantime

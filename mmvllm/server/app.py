@@ -11,11 +11,12 @@ from prometheus_client.exposition import choose_encoder
 
 import mmvllm
 from mmvllm.async_llm import AsyncLLM, EngineHealth
+from mmvllm.decoding import ImageDecoder
 from mmvllm.server import errors
 from mmvllm.server.body import StrictRoute
 from mmvllm.server.completion_response import CompletionResponse
 from mmvllm.server.errors import model_not_found
-from mmvllm.server.jobs import JobFactory
+from mmvllm.server.jobs import CompletionJob, JobFactory
 from mmvllm.server.limits import AuthAndSizeLimitMiddleware, ByteBudget
 from mmvllm.server.metrics import CountingMiddleware, Metrics
 from mmvllm.server.protocol import ChatRequest, CompletionRequest
@@ -38,15 +39,19 @@ STREAMS = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}
 def build_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     """Build the ASGI application of an engine, which is shut down together with the application."""
 
+    decoder = ImageDecoder(settings.media)
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        decoder.start()
         yield
+        decoder.close()
         await engine.shutdown(drain=False)
 
     # FastAPI's documentation pages are disabled: they load scripts from a CDN.
     app = FastAPI(title="mmvllm", version=mmvllm.__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     metrics = Metrics(engine)
-    app.include_router(_completions(engine, settings, metrics))
+    app.include_router(_completions(engine, settings, metrics, decoder))
     app.include_router(_models(engine, settings))
     app.include_router(_operations(engine, metrics))
     errors.install(app)
@@ -76,19 +81,22 @@ def _mount_demo(app: FastAPI, engine: AsyncLLM, settings: ServerSettings) -> Seq
     return (f"{demo.PATH}/",)
 
 
-def _completions(engine: AsyncLLM, settings: ServerSettings, metrics: Metrics) -> APIRouter:
+def _completions(engine: AsyncLLM, settings: ServerSettings, metrics: Metrics, decoder: ImageDecoder) -> APIRouter:
     router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["completions"])
     jobs = JobFactory(engine, settings)
+
+    def response(job: CompletionJob) -> CompletionResponse:
+        return CompletionResponse(job, engine, settings, metrics, decoder)
 
     @router.post("/chat/completions", response_model=ChatCompletion, responses=STREAMS)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Create a completion for a conversation, whose images are given as `image_url` parts."""
-        return CompletionResponse(jobs.chat(body, request.state.reservation), engine, settings, metrics)
+        return response(jobs.chat(body, request.state.reservation))
 
     @router.post("/completions", response_model=Completion, responses=STREAMS)
     async def completions(body: CompletionRequest) -> Response:
         """Create completions for one or several prompts, without a chat template."""
-        return CompletionResponse(jobs.completion(body), engine, settings, metrics)
+        return response(jobs.completion(body))
 
     return router
 

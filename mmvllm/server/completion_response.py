@@ -8,6 +8,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mmvllm.async_llm import AsyncLLM
+from mmvllm.decoding import ImageDecoder, Load
 from mmvllm.errors import DeadlineExceeded, EngineUnavailable, PromptTooLong, RequestFailed
 from mmvllm.outputs import Delta
 from mmvllm.server.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, from_engine, internal_error
@@ -25,9 +26,12 @@ class CompletionResponse(Response):
     Errors raise ApiError and so determine the status; once a stream has started, they are sent as an event instead.
     """
 
-    def __init__(self, job: CompletionJob, engine: AsyncLLM, settings: ServerSettings, metrics: Metrics):
+    def __init__(
+        self, job: CompletionJob, engine: AsyncLLM, settings: ServerSettings, metrics: Metrics, decoder: ImageDecoder
+    ):
         super().__init__()
         self._job, self._engine, self._settings, self._metrics = job, engine, settings, metrics
+        self._decoder = decoder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = self._stream if self._job.streams else self._whole
@@ -83,22 +87,23 @@ class CompletionResponse(Response):
 
     async def _deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta) of all prompts in the order of their arrival; raises only ApiError."""
-        job, settings = self._job, self._settings
-        streams = [
-            self._engine.generate(request, job.params, timeout=settings.request_timeout, load=settings.media.load)
-            for request in job.requests
-        ]
         try:
-            async with aclosing(_merged(streams)) as deltas:
-                async for prompt, delta in deltas:
-                    _check(delta)
-                    self._metrics.observe(delta)
-                    yield prompt * job.params.n + delta.index, delta
+            with self._decoder.session() as load:  # given up when the client has hung up or the deadline has passed
+                async with aclosing(_merged(self._streams(load))) as deltas:
+                    async for prompt, delta in deltas:
+                        _check(delta)
+                        self._metrics.observe(delta)
+                        yield prompt * self._job.params.n + delta.index, delta
         except (EngineUnavailable, RequestFailed, DeadlineExceeded) as error:
             raise from_engine(error) from error
         except ValueError as error:
             code = CONTEXT_LENGTH_EXCEEDED if isinstance(error, PromptTooLong) else None
             raise ApiError(400, str(error), param=self._param(error), code=code) from error
+
+    def _streams(self, load: Load) -> list[AsyncGenerator[Delta, None]]:
+        """The deltas of each prompt."""
+        job, timeout = self._job, self._settings.request_timeout
+        return [self._engine.generate(request, job.params, timeout=timeout, load=load) for request in job.requests]
 
     def _param(self, error: ValueError) -> str:
         """The field of the request to which the engine's error refers."""
@@ -145,6 +150,7 @@ async def _merged(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenera
             else:
                 yield i, item
     finally:
+        item = None  # else an error and this frame keep each other alive
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,5 +1,7 @@
 """Images are prepared in worker processes by a processor of the caller's."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,52 @@ def test_captions_with_a_callers_processor_are_those_of_threads(folder, checkpoi
         want = captions(folder, llm)
         assert len(want) == 3 and None not in want.values()
         assert captions(folder, llm, worker_processes=True, workers=2) == want
+
+
+class CrashingProcessor(CallersProcessor):
+    """Ends its process for images of one width, or once for each file in a folder of markers."""
+
+    def __init__(self, folder: str, width: int | None = None, markers: Path | None = None):
+        super().__init__(folder)
+        self.width, self.markers = width, markers
+
+    def __call__(self, text: list[str], images: list | None, return_tensors: str) -> dict:
+        if images[0].width == self.width:
+            os._exit(9)
+        if self.markers is not None and not (marker := self.markers / str(images[0].width)).exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__call__(text, images, return_tensors)
+
+
+def test_an_image_that_ends_its_process_fails_alone(folder, checkpoint):
+    with LLM(checkpoint, processor=CrashingProcessor(checkpoint, width=61), **ENGINE) as llm:
+        made = caption_images(folder, llm=llm, max_tokens=4, worker_processes=True)
+        errors = {Path(record["path"]).name: record["error"] for record in made}
+    reason = "preparation failed, its worker process died twice: it ended with exit code 9"
+    assert errors == {"0.png": None, "1.png": reason, "2.png": None}
+
+
+def test_images_whose_processes_are_killed_once_are_captioned(folder, checkpoint, processor, tmp_path):
+    with LLM(checkpoint, processor=processor, **ENGINE) as llm:
+        want = captions(folder, llm)
+    with LLM(checkpoint, processor=CrashingProcessor(checkpoint, markers=tmp_path), **ENGINE) as llm:
+        assert captions(folder, llm, worker_processes=True, workers=2) == want
+
+
+class Unloadable(CallersProcessor):
+    """Can be pickled, but ends the process in which it is unpickled."""
+
+    def __reduce__(self):
+        return os._exit, (4,)
+
+
+def test_processes_that_end_as_soon_as_they_begin_end_the_run(folder, checkpoint):
+    with (
+        LLM(checkpoint, processor=Unloadable(checkpoint), **ENGINE) as llm,
+        pytest.raises(RuntimeError, match="worker processes end as soon as they begin: it ended with exit code 4"),
+    ):
+        captions(folder, llm, worker_processes=True)
 
 
 def test_a_processor_that_cannot_be_pickled_is_refused_before_the_run(folder, checkpoint, processor, tmp_path):

@@ -131,7 +131,7 @@ def test_the_number_of_files_is_limited(uploads, monkeypatch):
 def test_the_tokens_computed_from_the_header_are_those_of_the_processor(size, bounds, tmp_path):
     noise_image(*size).save(tmp_path / "a.png")
     found, config = UploadedImage.read(tmp_path / "a.png", POLICY), image_config()
-    grid = ImageProcessor(config)(found.load(POLICY), *bounds).grid_thw
+    grid = ImageProcessor(config)(found.load(POLICY.load), *bounds).grid_thw
     assert found.num_tokens(config, *bounds) == grid[1] * grid[2] // 4
 
 
@@ -161,7 +161,7 @@ def test_a_file_that_fails_to_decode_is_named(tmp_path):
     (tmp_path / "a.png").write_bytes(header_of(100, 100))
     found = UploadedImage.read(tmp_path / "a.png", POLICY)
     with pytest.raises(UploadError, match=r"a\.png cannot be read; it may be damaged"):
-        found.load(POLICY)
+        found.load(POLICY.load)
     (tmp_path / "a.png").unlink()
     with pytest.raises(UploadError, match=r"a\.png cannot be read"):
-        found.load(POLICY)
+        found.load(POLICY.load)

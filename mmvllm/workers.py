@@ -1,0 +1,379 @@
+"""Worker processes that run one task at a time, each with a time limit and a memory limit.
+
+    WorkerPool.run, in a thread of the parent  <── a pipe for each process ──>  _serve, in the process
+
+A process that exceeds its time, whose task is cancelled or that dies is killed; the next task starts another. Processes
+are spawned, not forked: the parent's threads may hold locks. They end with their parent.
+"""
+
+import atexit
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from multiprocessing import connection, spawn
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from mmvllm.errors import without_frames
+
+NUM_WORKERS = min(8, os.cpu_count() or 1)
+CANCEL_SECONDS = 1.0  # that a cancelled task may run on: most end by then, and a new process costs more
+POLL_SECONDS = 0.1  # between looks at whether a task is cancelled
+KILL_SECONDS = 5.0  # for the system to end a killed process
+NICENESS = 5  # the engine has priority
+# Read by the libraries below numpy and torch when they are loaded.
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+# Ctrl-C in a terminal is sent to all processes of a job; the parent finishes what is in flight.
+IGNORED_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+Reserve = Callable[[int], AbstractContextManager]
+_PROCESS_NAME = "mmvllm-worker"
+
+
+class WorkerTimeout(TimeoutError):
+    """A task took longer than its time limit; its process was killed."""
+
+
+class WorkerDied(RuntimeError):
+    """A process ended during a task, as by a crash; the text says how."""
+
+
+class WorkersUnusable(RuntimeError):
+    """Processes end before they are ready for a task, or their pool is closed; another attempt would fail too."""
+
+
+class TaskCancelled(RuntimeError):
+    """A task was cancelled by its caller."""
+
+
+class WorkerPool:
+    """Processes for tasks of several threads, started when they are needed.
+
+    Args:
+        num_workers: maximum number of processes.
+        initializer: called with `initargs` in each new process; both are pickled.
+        memory_limit: bytes that a process may allocate beyond what it has after `initializer`; more is a MemoryError
+            in it. Only where the system can tell and limit them (Linux).
+        reserve: what `reserve_in_parent` takes bytes from.
+
+    Raises what pickling raises. A class of the main module can be pickled; the processes then import that module.
+    """
+
+    def __init__(
+        self,
+        num_workers: int = NUM_WORKERS,
+        initializer: Callable = nullcontext,
+        initargs: tuple = (),
+        memory_limit: int | None = None,
+        reserve: Reserve = nullcontext,
+    ):
+        self._num_workers, self._reserve = num_workers, reserve
+        self._setup = pickle.dumps((initializer, initargs)), memory_limit
+        self._changed = threading.Condition()
+        self._idle: list[_Worker] = []
+        self._workers: set[_Worker] = set()
+        self._is_closed = self._has_worked = False
+        # At exit this must run before multiprocessing's own handler, which was registered first and would wait.
+        self._kill_all = weakref.finalize(self, _kill_all, self._workers)
+        atexit.register(self._kill_all)
+
+    def start(self) -> None:
+        """Start one process now, so that the first task does not wait for it."""
+        self._give_back(self._take())
+
+    def run(
+        self,
+        task: Callable,
+        *args: Any,
+        timeout: float | None = None,
+        is_cancelled: Callable[[], bool] | None = None,
+    ) -> Any:
+        """The result of `task(*args)` in a process; may be called from many threads, which wait for a free one.
+
+        Args:
+            timeout: seconds, without the start of a process and without the wait for reserved bytes.
+            is_cancelled: is asked regularly; once true, the task ends within about `CANCEL_SECONDS`.
+
+        Raises what the task raises, without its traceback; WorkerTimeout, WorkerDied, WorkersUnusable, TaskCancelled.
+        """
+        worker = self._take()
+        try:
+            worker.wait_until_ready()
+            self._has_worked = True
+            is_error, result = worker.run(task, args, _Limit(timeout, is_cancelled), self._reserve)
+        except BaseException as error:
+            self._drop(worker)
+            if isinstance(error, WorkerDied) and self._is_closed:
+                raise WorkersUnusable("the worker pool is closed") from None
+            if isinstance(error, WorkerDied) and not self._has_worked:
+                raise WorkersUnusable(f"worker processes end as soon as they begin: {error}") from None
+            raise
+        self._give_back(worker)
+        try:
+            if is_error:
+                raise result
+            return result
+        finally:
+            del result  # else an error and this frame, which holds the arguments, keep each other alive
+
+    def close(self) -> None:
+        """Kill all processes; tasks in flight raise WorkersUnusable."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._kill_all()
+        atexit.unregister(self._kill_all)
+
+    def _take(self) -> "_Worker":
+        with self._changed:
+            self._changed.wait_for(lambda: self._idle or len(self._workers) < self._num_workers or self._is_closed)
+            if self._is_closed:
+                raise WorkersUnusable("the worker pool is closed")
+            while self._idle:
+                if (worker := self._idle.pop()).is_alive:
+                    return worker
+                self._workers.discard(worker)
+            self._workers.add(worker := _Worker(*self._setup))
+            return worker
+
+    def _give_back(self, worker: "_Worker") -> None:
+        with self._changed:
+            self._idle.append(worker)
+            self._changed.notify()
+
+    def _drop(self, worker: "_Worker") -> None:
+        worker.kill()
+        with self._changed:
+            self._workers.discard(worker)
+            self._changed.notify()
+
+
+def _kill_all(workers: "set[_Worker]") -> None:
+    for worker in [*workers]:
+        worker.kill()
+
+
+class _Limit:
+    """The time limit of one task."""
+
+    def __init__(self, timeout: float | None, is_cancelled: Callable[[], bool] | None):
+        self._timeout, self._is_cancelled = timeout, is_cancelled
+        self._end = float("inf") if timeout is None else time.monotonic() + timeout
+        self._cancelled_at: float | None = None
+
+    def next_wait(self) -> float | None:
+        """Seconds to wait before the next call, or None for ever; raises WorkerTimeout or TaskCancelled."""
+        now = time.monotonic()
+        if self._cancelled_at is None and self._is_cancelled is not None and self._is_cancelled():
+            self._cancelled_at = now
+        if self._cancelled_at is not None and now >= self._cancelled_at + CANCEL_SECONDS:
+            raise TaskCancelled("the task was cancelled")
+        if now >= self._end:
+            raise WorkerTimeout(f"the task took longer than {self._timeout:g} s")
+        waits = [self._end - now] * (self._timeout is not None) + [POLL_SECONDS] * (self._is_cancelled is not None)
+        return min(waits, default=None)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self._end += time.monotonic() - start
+
+
+class _Worker:
+    """A process, and the parent's end of its pipe; used by one thread at a time."""
+
+    def __init__(self, setup: bytes, memory_limit: int | None):
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(
+            target=_serve, args=(theirs, setup, memory_limit), name=_PROCESS_NAME, daemon=True
+        )
+        with _signals_blocked(), _main_module(b"__main__" in setup):
+            self.process.start()
+        theirs.close()
+        self._is_ready = False
+
+    @property
+    def is_alive(self) -> bool:
+        return not connection.wait([self.process.sentinel], 0)
+
+    def wait_until_ready(self) -> None:
+        if not self._is_ready:
+            self._receive(_Limit(None, None))
+            self._is_ready = True
+
+    def run(self, task: Callable, args: tuple, limit: _Limit, reserve: Reserve) -> tuple[bool, Any]:
+        """Whether the task raised something, and its result or what it raised."""
+        limit.next_wait()
+        self._send((task, args))
+        with ExitStack() as reserved:
+            while True:
+                kind, value = self._receive(limit)
+                if kind != "reserve":
+                    return kind == "error", value
+                reserved.close()
+                with limit.paused():
+                    reserved.enter_context(reserve(value))
+                self._send(None)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(KILL_SECONDS)
+
+    def _send(self, message: Any) -> None:
+        try:
+            _send(self._pipe, message)
+        except OSError:
+            raise self._death() from None
+
+    def _receive(self, limit: _Limit) -> tuple[str, Any]:
+        while True:
+            ready = connection.wait([self._pipe, self.process.sentinel], limit.next_wait())
+            if self._pipe in ready:
+                try:
+                    return _receive(self._pipe)
+                except (EOFError, OSError):
+                    raise self._death() from None
+            if ready:
+                raise self._death()
+
+    def _death(self) -> WorkerDied:
+        self.process.join(KILL_SECONDS)
+        code = self.process.exitcode
+        if code is not None and code < 0:
+            return WorkerDied(f"it was ended by {_signal_name(-code)}")
+        return WorkerDied(f"it ended with exit code {code}")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _send(pipe: Connection, message: Any) -> None:
+    """Send an object; its large buffers, such as pixels, are not copied into the pickle."""
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
+    pipe.send_bytes(bytes(buffer.raw().readonly for buffer in buffers))
+    pipe.send_bytes(data)
+    for buffer in buffers:
+        pipe.send_bytes(buffer.raw())
+
+
+def _receive(pipe: Connection) -> Any:
+    are_readonly, data = pipe.recv_bytes(), pipe.recv_bytes()
+    buffers = [pipe.recv_bytes() if readonly else bytearray(pipe.recv_bytes()) for readonly in are_readonly]
+    return pickle.loads(data, buffers=buffers)
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """A process that is started inherits this, so that no signal ends it before it ignores them."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_spawning = threading.Lock()
+
+
+@contextmanager
+def _main_module(is_needed: bool) -> Iterator[None]:
+    """Have started processes import the main module only if it is needed.
+
+    It may be a script that does its work when it is imported: each process would begin that work again.
+    """
+    with _spawning:
+        original = spawn.get_preparation_data
+
+        def prepared(name: str) -> dict[str, Any]:
+            data = original(name)
+            is_ours = name == _PROCESS_NAME and not is_needed
+            return {key: data[key] for key in data if not (is_ours and key.startswith("init_main"))}
+
+        spawn.get_preparation_data = prepared
+        try:
+            yield
+        finally:
+            spawn.get_preparation_data = original
+
+
+# What follows runs in the processes.
+
+_parent: Connection | None = None
+
+
+@contextmanager
+def reserve_in_parent(num_bytes: int) -> Iterator[None]:
+    """Have the parent reserve bytes for the rest of the task, in place of what the task reserved before."""
+    _send(_parent, ("reserve", num_bytes))
+    _receive(_parent)
+    yield
+
+
+def _serve(pipe: Connection, setup: bytes, memory_limit: int | None) -> None:
+    global _parent
+    _parent = pipe
+    _become_worker()
+    initializer, initargs = pickle.loads(setup)
+    initializer(*initargs)
+    if memory_limit is not None:
+        _limit_memory(memory_limit)
+    _send(pipe, ("ready", None))
+    while True:
+        try:
+            task, args = _receive(pipe)
+        except EOFError:
+            return
+        _answer(pipe, task, args)
+
+
+def _become_worker() -> None:
+    for number in IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    os.environ.update(ONE_THREAD)
+    if hasattr(os, "nice"):
+        os.nice(NICENESS)
+
+
+def _exit_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _limit_memory(num_bytes: int) -> None:
+    try:
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text().split()[5])  # of writable memory
+    except (ImportError, OSError):  # not Linux
+        return
+    limit, (_, most) = pages * resource.getpagesize() + num_bytes, resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if most < 0 else min(limit, most), most))
+
+
+def _answer(pipe: Connection, task: Callable, args: tuple) -> None:
+    try:
+        message = "result", task(*args)
+    except Exception as error:
+        message = "error", without_frames(error)
+    try:
+        _send(pipe, message)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        _send(pipe, ("error", RuntimeError(f"{type(message[1]).__name__} cannot be pickled: {error}")))

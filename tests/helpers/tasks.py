@@ -1,0 +1,83 @@
+"""Tasks for worker processes, which import this module."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from mmvllm.workers import reserve_in_parent
+
+state = {}
+
+
+def remember(value) -> None:
+    """An initializer."""
+    state["value"] = value
+
+
+def recall():
+    return state["value"]
+
+
+def end_at_once() -> None:
+    """An initializer that no process survives."""
+    os._exit(3)
+
+
+def echo(value):
+    return value
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def fail(error: Exception):
+    held = np.zeros(1000)  # in the frame
+    assert len(held)
+    raise error
+
+
+def crash() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def crash_once(marker: Path) -> str:
+    if not marker.exists():
+        marker.touch()
+        os._exit(7)
+    return "done"
+
+
+def sleep(seconds: float, marker: Path | None = None) -> None:
+    if marker is not None:
+        marker.touch()
+    time.sleep(seconds)
+
+
+def allocate(num_bytes: int) -> int:
+    return len(bytearray(num_bytes))
+
+
+def reserve_and_sleep(num_bytes: int, seconds: float) -> None:
+    with reserve_in_parent(num_bytes):
+        time.sleep(seconds)
+
+
+def make_array(num_bytes: int) -> np.ndarray:
+    return np.arange(num_bytes, dtype=np.uint8)
+
+
+def make_unpicklable():
+    return lambda: None
+
+
+def loaded_modules() -> set[str]:
+    return {*sys.modules}
+
+
+def ignored_signals() -> list[bool]:
+    return [signal.getsignal(number) == signal.SIG_IGN for number in (signal.SIGINT, signal.SIGTERM)]

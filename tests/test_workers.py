@@ -1,0 +1,204 @@
+"""Worker processes run tasks within a time limit and a memory limit, and are replaced when they end."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from mmvllm.errors import ImageError
+from mmvllm.workers import TaskCancelled, WorkerDied, WorkerPool, WorkersUnusable, WorkerTimeout
+from tests.helpers import tasks
+
+MiB = 1024 * 1024
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    pool = WorkerPool(2)
+    yield pool
+    pool.close()
+
+
+def test_results_and_arrays_come_back(pool):
+    assert pool.run(tasks.echo, {"a": [1, 2]}) == {"a": [1, 2]}
+    array = pool.run(tasks.make_array, 3 * MiB)
+    assert array.nbytes == 3 * MiB and array[257] == 1 and array.flags.writeable
+    assert pool.run(tasks.pid) != os.getpid()
+
+
+def test_the_initializer_runs_in_each_process():
+    pool = WorkerPool(1, tasks.remember, (5,))
+    try:
+        assert pool.run(tasks.recall) == 5
+    finally:
+        pool.close()
+
+
+def test_an_error_keeps_its_type_and_facts_and_brings_no_frames_of_the_process(pool):
+    with pytest.raises(ImageError, match="is damaged") as caught:
+        pool.run(tasks.fail, ImageError("a.png", "is damaged"))
+    assert caught.value.source == "a.png" and caught.value.__cause__ is caught.value.__context__ is None
+    with pytest.raises(RuntimeError, match="function cannot be pickled"):
+        pool.run(tasks.make_unpicklable)
+
+
+def test_a_task_over_its_time_is_ended_and_the_next_one_runs(pool):
+    before = pool.run(tasks.pid)
+    start = time.monotonic()
+    with pytest.raises(WorkerTimeout, match=r"longer than 0\.2 s"):
+        pool.run(tasks.sleep, 60, timeout=0.2)
+    assert time.monotonic() - start < 30
+    assert not psutil.pid_exists(before)
+    assert pool.run(tasks.echo, 1, timeout=60) == 1
+
+
+def test_the_start_of_a_process_does_not_count_as_time_of_the_task():
+    pool = WorkerPool(1, tasks.sleep, (1.0,))
+    try:
+        pool.run(tasks.echo, 1, timeout=0.8)
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("timeout", [None, 60])
+def test_a_cancelled_task_is_ended_soon(pool, timeout, tmp_path):
+    is_cancelled, marker = threading.Event(), tmp_path / "begun"
+    with ThreadPoolExecutor(1) as threads:
+        future = threads.submit(pool.run, tasks.sleep, 60, marker, timeout=timeout, is_cancelled=is_cancelled.is_set)
+        while not marker.exists():
+            time.sleep(0.01)
+        is_cancelled.set()
+        with pytest.raises(TaskCancelled):
+            future.result(30)
+
+
+def test_a_process_that_dies_is_named_and_replaced(pool):
+    with pytest.raises(WorkerDied, match="SIGSEGV"):
+        pool.run(tasks.crash)
+    assert pool.run(tasks.echo, 1) == 1
+
+
+def test_an_idle_process_that_died_is_replaced_without_an_error(pool):
+    victim = pool.run(tasks.pid)
+    os.kill(victim, signal.SIGKILL)
+    os.waitid(os.P_PID, victim, os.WEXITED | os.WNOWAIT)
+    assert pool.run(tasks.pid) != victim
+
+
+def test_processes_that_end_at_once_are_an_error_of_the_pool():
+    pool = WorkerPool(1, tasks.end_at_once)
+    try:
+        with pytest.raises(WorkersUnusable, match="end as soon as they begin: it ended with exit code 3"):
+            pool.run(tasks.echo, 1)
+    finally:
+        pool.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory limit is Linux's")
+def test_memory_over_the_limit_is_an_error_in_the_process():
+    pool = WorkerPool(1, tasks.remember, (0,), memory_limit=64 * MiB)
+    try:
+        assert pool.run(tasks.allocate, 32 * MiB) == 32 * MiB
+        with pytest.raises(MemoryError):
+            pool.run(tasks.allocate, 100 * MiB)
+        assert pool.run(tasks.echo, 1) == 1
+    finally:
+        pool.close()
+
+
+def test_reserved_bytes_are_held_until_the_task_ends_and_waiting_for_them_takes_no_time():
+    events, may_begin = [], threading.Event()
+
+    @contextmanager
+    def reserve(num_bytes: int) -> Iterator[None]:
+        may_begin.wait(10)
+        events.append(num_bytes)
+        try:
+            yield
+        finally:
+            events.append(-num_bytes)
+
+    pool = WorkerPool(1, tasks.remember, (0,), reserve=reserve)
+    try:
+        threading.Timer(1.2, may_begin.set).start()
+        pool.run(tasks.reserve_and_sleep, 7, 0.0, timeout=1.0)
+        assert events == [7, -7]
+        with pytest.raises(WorkerTimeout):
+            pool.run(tasks.reserve_and_sleep, 8, 60.0, timeout=0.2)
+        assert events == [7, -7, 8, -8]
+    finally:
+        pool.close()
+
+
+def test_more_threads_than_processes_take_turns(pool):
+    with ThreadPoolExecutor(6) as threads:
+        assert [*threads.map(lambda i: pool.run(tasks.echo, i), range(40))] == [*range(40)]
+    assert len({pool.run(tasks.pid) for _ in range(4)}) <= 2
+
+
+def test_closing_ends_processes_and_tasks_in_flight_at_once(tmp_path):
+    pool, marker = WorkerPool(1), tmp_path / "begun"
+    with ThreadPoolExecutor(1) as threads:
+        future = threads.submit(pool.run, tasks.sleep, 60, marker)
+        while not marker.exists():
+            time.sleep(0.01)
+        pool.close()
+        with pytest.raises(WorkersUnusable, match="closed"):
+            future.result(10)
+    with pytest.raises(WorkersUnusable, match="closed"):
+        pool.run(tasks.echo, 1)
+
+
+def test_processes_ignore_signals_to_the_group_of_their_parent(pool):
+    assert pool.run(tasks.ignored_signals) == [True, True]
+
+
+SCRIPT = """
+from mmvllm.workers import WorkerPool
+from tests.helpers import tasks
+print("begins")
+pool = WorkerPool(2)
+print(pool.run(tasks.echo, "worked"))
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["", "pool.close()", "import os; os._exit(0)"])
+def test_a_plain_script_is_not_run_again_by_its_processes_and_ends_cleanly(tmp_path, end):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(end=f"print(pool.run(tasks.pid), flush=True)\n{end}"))
+    env = os.environ | {"PYTHONPATH": os.getcwd()}
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env, timeout=60)
+    *lines, pid = ran.stdout.split()
+    assert (ran.returncode, lines, ran.stderr) == (0, ["begins", "worked"], "")
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(int(pid)):
+        assert time.monotonic() < deadline, "the process outlived its parent"
+        time.sleep(0.02)
+
+
+MAIN_CLASS = """
+from mmvllm.workers import WorkerPool
+from tests.helpers import tasks
+class Mine:
+    value = 5
+if __name__ == "__main__":
+    pool = WorkerPool(1, tasks.remember, (Mine(),))
+    print(pool.run(tasks.recall).value)
+"""
+
+
+def test_objects_of_the_main_modules_classes_can_be_sent(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(MAIN_CLASS)
+    env = os.environ | {"PYTHONPATH": os.getcwd()}
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env, timeout=60)
+    assert (ran.stdout, ran.stderr) == ("5\n", "")
