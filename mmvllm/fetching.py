@@ -95,7 +95,10 @@ def _open_below(folder: Path, path: str, flags: int) -> int:
     without following links, so that a link created in the meantime has no effect.
     """
     root = os.path.realpath(folder)
-    if ".." in path.split("/") or not any(Path(path).is_relative_to(one) for one in (root, os.path.abspath(folder))):
+    names = path.split("/")
+    is_below = any(Path(path).is_relative_to(one) for one in (root, os.path.abspath(folder)))
+    # A path that ends with a slash is that of a folder, although `Path` reads it as that of a file.
+    if ".." in names or names[-1] in ("", ".") or not is_below:
         raise ValueError(path)  # the message must not reveal which files and links exist elsewhere
     *parents, name = Path(os.path.realpath(path)).relative_to(root).parts
     at = os.open(root, os.O_RDONLY | os.O_DIRECTORY)

@@ -13,9 +13,9 @@ from PIL import Image
 from mmvllm.errors import ArgumentError
 from mmvllm.processors.load import DECODING, MAX_SOURCE_PIXELS, load_image
 
-# The formats that browsers show and clients send. Pillow reads more, some of them in slow Python loops that a few
-# bytes of input can keep running for a long time.
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF")
+# The formats that browsers show and clients and phones send; HEIF needs the extra `heif`. Pillow reads more, some of
+# them in slow Python loops that a few bytes of input can keep running for a long time.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF", "HEIF")
 
 _DOMAIN = re.compile(r"\*|(\*\.)?([a-z0-9_-]{1,63}\.)*[a-z0-9_-]{1,63}", re.IGNORECASE | re.ASCII)
 

@@ -3,7 +3,6 @@
 import base64
 import errno
 import http.client
-import io
 import os
 import stat
 import string
@@ -11,16 +10,15 @@ import sys
 import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from collections.abc import Collection
 from typing import Any, BinaryIO
 
 import numpy as np
-from PIL import ExifTags, Image, UnidentifiedImageError
-from PIL.Image import Transpose
+from PIL import Image
 
-from mmvllm.errors import ImageError
+from mmvllm.errors import ImageError, without_frames
+from mmvllm.processors.budget import DECODING
+from mmvllm.processors.decode import Reserve, decode
 
 # Larger images are refused before they are decoded. It is Pillow's own limit, which callers may have changed there.
 MAX_SOURCE_PIXELS = 178_956_970
@@ -28,48 +26,10 @@ MAX_FILE_BYTES = 1024 * 1024 * 1024
 MAX_DOWNLOAD_BYTES = 64 * 1024 * 1024
 DOWNLOAD_TIMEOUT_S = 20.0  # without receiving a byte
 
-# EXIF orientation -> the transposition that undoes it. `ImageOps.exif_transpose` would also rewrite the EXIF block,
-# which fails if that block is damaged although the image is not.
-_UPRIGHT = {
-    2: Transpose.FLIP_LEFT_RIGHT,
-    3: Transpose.ROTATE_180,
-    4: Transpose.FLIP_TOP_BOTTOM,
-    5: Transpose.TRANSPOSE,
-    6: Transpose.ROTATE_270,
-    7: Transpose.TRANSVERSE,
-    8: Transpose.ROTATE_90,
-}
-
 _WHITESPACE = string.whitespace.encode()
 
 # A lazily opened PIL image or a file object that several requests share must not be read by two threads at once.
 _SHARED = threading.Lock()
-
-BYTES_PER_PIXEL = 12  # of an image while it is decoded, with its copies
-MAX_DECODING_BYTES = 2 * 1024 * 1024 * 1024
-
-
-class DecodeBudget:
-    """Bounds the bytes of the images that are decoded at once; one image is always let in."""
-
-    def __init__(self, max_bytes: int = MAX_DECODING_BYTES):
-        self._max_bytes, self._num_bytes, self._changed = max_bytes, 0, threading.Condition()
-
-    @contextmanager
-    def reserve(self, num_bytes: int) -> Iterator[None]:
-        """Wait until there is room for so many bytes, and hold them."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._num_bytes or self._num_bytes + num_bytes <= self._max_bytes)
-            self._num_bytes += num_bytes
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_bytes -= num_bytes
-                self._changed.notify_all()
-
-
-DECODING = DecodeBudget()  # of this process; worker processes ask their parent's
 
 
 def load_image(
@@ -77,7 +37,7 @@ def load_image(
     draft: int | None = None,
     max_source_pixels: int | None = None,
     formats: Collection[str] | None = None,
-    reserve: Callable[[int], AbstractContextManager] = DECODING.reserve,
+    reserve: Reserve = DECODING.reserve,
 ) -> Image.Image:
     """Load an image as a new upright 8-bit RGB image.
 
@@ -94,25 +54,41 @@ def load_image(
         max_source_pixels: an image with more pixels is refused before it is decoded (default: MAX_SOURCE_PIXELS).
         formats: Pillow's names of the accepted formats of encoded images (default: all that Pillow reads without
             external programs).
-        reserve: called with the number of bytes that decoding takes; the image is decoded within what it returns.
+        reserve: called with the bytes that decoding takes, before it begins; returns a context manager that waits until
+            there is room for them. By default images of the whole process share `DECODING`.
 
-    Raises ImageError, a ValueError.
+    Raises ImageError, a ValueError, which holds no decoded image and no other exception.
     """
+    try:
+        return _load(source, draft, max_source_pixels, formats, reserve)
+    except ImageError as error:
+        failure = without_frames(error)
+    try:
+        raise failure
+    finally:  # the frame of the traceback refers neither to the encoded image nor, in a cycle, to its error
+        del source, failure
+
+
+def _load(
+    source: Any,
+    draft: int | None,
+    max_source_pixels: int | None,
+    formats: Collection[str] | None,
+    reserve: Reserve,
+) -> Image.Image:
     max_pixels = MAX_SOURCE_PIXELS if max_source_pixels is None else max_source_pixels
     if isinstance(source, Image.Image):
         name = "the PIL image"
         with _SHARED:
-            image = _decode(
-                source, name, max_pixels, reserve
-            )  # without a draft, which would stay with the caller's image
+            image = decode(source, name, max_pixels, reserve)  # without a draft, which would stay with the image
     elif _is_array(source):
         name = "the array"
-        image = _decode(_from_array(source, name), name, max_pixels, reserve)
+        image = decode(_from_array(source, name), name, max_pixels, reserve)
     else:
         data, name = _read(source)
         if not data:
             raise ImageError(name, "is empty (0 bytes)")
-        image = _decode(data, name, max_pixels, reserve, formats, draft)
+        image = decode(data, name, max_pixels, reserve, formats, draft)
     if 0 in image.size:
         raise ImageError(name, f"has no pixels, it is {image.width}x{image.height}")
     return image
@@ -191,6 +167,8 @@ def _read_file(path: str) -> tuple[bytes, str]:
             raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, more than {MAX_FILE_BYTES}")
         with open(path, "rb") as file:
             return file.read(), name
+    except MemoryError:
+        raise ImageError(name, f"not enough memory to read its {status.st_size:,} bytes") from None
     except FileNotFoundError:
         raise ImageError(name, "no such file") from None
     except IsADirectoryError:
@@ -227,68 +205,3 @@ def decode_data_uri(uri: str) -> bytes:
         return base64.b64decode(data.translate(None, _WHITESPACE), validate=True)  # encoders insert line breaks
     except ValueError as error:
         raise ImageError("", f"data URI is not valid base64 ({error}): {uri[:40]!r}") from None
-
-
-def _decode(
-    data: Image.Image | bytes,
-    name: str,
-    max_pixels: int,
-    reserve: Callable[[int], AbstractContextManager],
-    formats: Collection[str] | None = None,
-    draft: int | None = None,
-) -> Image.Image:
-    known = _formats() if formats is None else [one for one in formats if one in _formats()]
-    try:
-        image = Image.open(io.BytesIO(data), formats=known) if isinstance(data, bytes) else data
-        if image.width * image.height > max_pixels:
-            raise Image.DecompressionBombError(f"it is {image.width}x{image.height}, more than {max_pixels} pixels")
-        if draft is not None:
-            image.draft(None, (draft, draft))
-        with reserve(image.width * image.height * BYTES_PER_PIXEL):
-            image.load()
-            return _to_rgb(_upright(image))
-    except UnidentifiedImageError:
-        required = "an image that Pillow can read" if formats is None else f"an image in {', '.join(known)}"
-        raise ImageError(name, f"not {required}") from None
-    except Image.DecompressionBombError as error:
-        raise ImageError(name, f"too large to decode ({error}); shrink it first") from None
-    except Exception as error:  # Pillow's readers raise any exception for a damaged file
-        raise ImageError(name, f"cannot be decoded, damaged or truncated ({error})") from error
-
-
-@cache
-def _formats() -> list[str]:
-    """All formats that Pillow reads, except EPS, for which it would run Ghostscript on the file."""
-    Image.init()
-    return [name for name in Image.OPEN if name != "EPS"]
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    method = _UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation))
-    return image if method is None else image.transpose(method)
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    """A new RGB image."""
-    if image.mode == "F" or image.mode.startswith("I"):
-        image = _to_8_bits(image)
-    if image.has_transparency_data:
-        rgba = image.convert("RGBA")
-        image = Image.new("RGB", rgba.size, (255, 255, 255))
-        image.paste(rgba, mask=rgba.getchannel("A"))
-    return image.convert("RGB")
-
-
-def _to_8_bits(image: Image.Image) -> Image.Image:
-    """Scale grey levels to 8 bits; Pillow's own conversion clips them.
-
-    32-bit and float images do not define their white level: it is 1 or 255 if no level lies above that, else 65535.
-    """
-    levels = np.asarray(image, dtype=np.float32)
-    top = levels.max(where=np.isfinite(levels), initial=0)
-    levels = np.nan_to_num(levels).clip(0, top)
-    if image.mode.startswith("I;16") or top > 255:
-        levels = levels // 256
-    elif image.mode == "F" and top <= 1:
-        levels = levels * 255
-    return Image.fromarray(np.rint(levels).clip(0, 255).astype(np.uint8))

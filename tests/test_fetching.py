@@ -134,6 +134,7 @@ def test_an_allowed_folder_may_be_a_link(folder):
             "{0}/../missing.png",
             "{0}/%2e%2e/secret.png",
         ),
+        *("{0}/a.png/", "{0}/a.png//", "{0}/a.png/.", "{0}/link.png/"),
         *("{0}/../allowed/a.png", "{1}/secret.png", "{1}/missing.png", "{1}/in/a.png", "{0} too/secret.png"),
         *(
             "{0}%20too/secret.png",

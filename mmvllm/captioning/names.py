@@ -4,8 +4,9 @@ import os
 import re
 from pathlib import PurePath
 
-# Common image formats that Pillow reads without plugins; AVIF since Pillow 11.3.
-_FORMATS = "apng avif bmp dib gif j2k jfif jp2 jpe jpeg jpg mpo pbm pgm png pnm ppm qoi tga tif tiff webp"
+# Common image formats that Pillow reads; AVIF since Pillow 11.3, HEIC and HEIF with the extra `heif`, which a failed
+# image names where it is missing.
+_FORMATS = "apng avif bmp dib gif heic heif hif j2k jfif jp2 jpe jpeg jpg mpo pbm pgm png pnm ppm qoi tga tif tiff webp"
 SUFFIXES = frozenset(f".{name}" for name in _FORMATS.split())
 URL = re.compile(r"https?://(?:[^/?#]*@)?(\[[^]/?#]*\]|[^/?#:]*)[^/?#]*([^?#]*)", re.IGNORECASE)  # host, path
 

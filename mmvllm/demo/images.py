@@ -9,6 +9,7 @@ from PIL import Image
 from mmvllm.decoding import Load
 from mmvllm.errors import RequestError
 from mmvllm.media import FORMATS, MediaPolicy
+from mmvllm.processors.decode import readable_formats
 from mmvllm.processors.image import ImageProcessorConfig
 
 
@@ -30,7 +31,7 @@ class UploadedImage:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-                with Image.open(path, formats=FORMATS) as image:
+                with Image.open(path, formats=readable_formats(FORMATS)) as image:
                     width, height = image.size
         except Image.DecompressionBombError:
             raise UploadError(f"{path.name} has too many pixels; at most {policy.max_pixels:,} are accepted") from None

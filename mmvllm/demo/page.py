@@ -60,7 +60,7 @@ def build_page(engine: "AsyncLLM", settings: DemoSettings) -> Page:
         gr.HTML(_heading(engine.model), elem_id="heading", padding=False)
         chat = _chat(handlers.examples)
         box = gr.MultimodalTextbox(
-            file_types=["image"],
+            file_types=["image", ".heic", ".heif"],  # whose MIME type not every system knows
             file_count="multiple",
             placeholder="Ask about a picture",
             show_label=False,

@@ -176,6 +176,8 @@ LARGE_PNG = encode(Image.fromarray(noise(64, 48)))
         (".", r"^\.: is a folder, not an image$"),
         ("folder", "^folder: is a folder, not an image$"),
         ("plain.png/inside", r"^plain\.png/inside: cannot be read \(Not a directory\)$"),
+        ("plain.png/", r"^plain\.png/: cannot be read \(Not a directory\)$"),
+        ("file://plain.png/", r"^plain\.png/: cannot be read \(Not a directory\)$"),
         ("nul\0.png", r"is not a path \(embedded null byte\)"),
         ("empty.png", r"^empty\.png: is empty \(0 bytes\)$"),
         (b"", r"^the image of 0 bytes: is empty"),

@@ -1,0 +1,66 @@
+"""A decoded image of any mode -> a new upright 8-bit RGB image, with few copies of its pixels in memory at once."""
+
+import numpy as np
+from PIL import ExifTags, Image
+from PIL.Image import Transpose
+
+from mmvllm.processors.scan import scan_exif
+
+# EXIF orientation -> the transposition that undoes it. `ImageOps.exif_transpose` would also rewrite the EXIF block,
+# which fails if that block is damaged although the image is not.
+_UPRIGHT = {
+    2: Transpose.FLIP_LEFT_RIGHT,
+    3: Transpose.ROTATE_180,
+    4: Transpose.FLIP_TOP_BOTTOM,
+    5: Transpose.TRANSPOSE,
+    6: Transpose.ROTATE_270,
+    7: Transpose.TRANSVERSE,
+    8: Transpose.ROTATE_90,
+}
+
+
+def upright_rgb(image: Image.Image) -> Image.Image:
+    """A new upright 8-bit RGB image of a loaded image; raises RefusedImage for a hostile EXIF block."""
+    turned = _upright(image)
+    is_done = turned is not image and turned.mode == "RGB" and not turned.has_transparency_data
+    return turned if is_done else _to_rgb(turned)
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """The image turned by its EXIF orientation, or the image itself."""
+    block = image.info.get("exif")
+    if block is None and isinstance(text := image.info.get("Raw profile type exif"), str):  # hexadecimal, in a PNG
+        block = bytes.fromhex("".join(text.split("\n")[3:]))
+    if isinstance(block, bytes):
+        scan_exif(block)
+    method = _UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation))
+    return image if method is None else image.transpose(method)
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """A new 8-bit RGB image; transparency is laid over white."""
+    if image.mode == "F" or image.mode.startswith("I"):
+        return Image.fromarray(_to_8_bits(image)).convert("RGB")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    rgba = image if image.mode == "RGBA" else image.convert("RGBA")
+    white = Image.new("RGB", rgba.size, (255, 255, 255))
+    white.paste(rgba, mask=rgba)
+    return white
+
+
+def _to_8_bits(image: Image.Image) -> np.ndarray:
+    """Grey levels scaled to uint8; Pillow's own conversion clips them.
+
+    32-bit and float images do not define their white level: it is 1 or 255 if no level lies above that, else 65535.
+    """
+    if image.mode.startswith("I;16"):
+        return (np.asarray(image) >> 8).astype(np.uint8)
+    levels = np.array(image, dtype=np.float32)
+    top = levels.max(where=np.isfinite(levels), initial=0)
+    np.clip(np.nan_to_num(levels, copy=False), 0, top, out=levels)
+    if top > 255:
+        np.floor_divide(levels, 256, out=levels)
+    elif image.mode == "F" and top <= 1:
+        levels *= 255
+    return np.clip(np.rint(levels, out=levels), 0, 255, out=levels).astype(np.uint8)

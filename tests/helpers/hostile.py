@@ -1,0 +1,69 @@
+"""Image files that are small and take much time or memory to open or decode."""
+
+import struct
+import zlib
+
+from PIL import Image
+
+from tests.helpers.images import encode
+
+SMALL_JPEG = encode(Image.new("RGB", (64, 64), (200, 30, 90)), "JPEG")
+SMALL_GIF = encode(Image.new("P", (8, 8)), "GIF")
+SMALL_PNG = encode(Image.new("RGB", (8, 8)))
+PROFILE = b"a\0\0" + zlib.compress(bytes(1_000_000), 9)
+
+
+def truncated_png(width: int, height: int, mode: str = "RGBA") -> bytes:
+    """A PNG of a few hundred bytes whose decoder allocates the whole image before it finds the end of the file."""
+    header = struct.pack(">IIBBBBB", width, height, 8, {"L": 0, "RGB": 2, "RGBA": 6}[mode], 0, 0, 0)
+    rows = zlib.compress(bytes(100_000))
+    return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + png_chunk(b"IDAT", rows)[:-8]
+
+
+def png_chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def png_with(*chunks: bytes) -> bytes:
+    """A PNG with more chunks after its header."""
+    end_of_header = 8 + 25
+    return SMALL_PNG[:end_of_header] + b"".join(chunks) + SMALL_PNG[end_of_header:]
+
+
+def truncated_blp(width: int, height: int) -> bytes:
+    """A BLP texture without pixels; Pillow allocates the whole image for it."""
+    header = struct.pack("<4sIBBBBII", b"BLP2", 1, 1, 0, 0, 0, width, height)
+    return header + bytes(4 * 16) + struct.pack("<16I", *[width * height] * 16) + bytes(1024)
+
+
+def jpeg_with_scans(num_scans: int, size: tuple[int, int] = (64, 64)) -> bytes:
+    """A progressive JPEG whose last scan is repeated."""
+    data = encode(Image.new("RGB", size, (120, 60, 200)), "JPEG", progressive=True)
+    last = data.rindex(b"\xff\xda")
+    num_before = data.count(b"\xff\xda") - 1
+    return data[:last] + data[last:-2] * (num_scans - num_before) + b"\xff\xd9"
+
+
+def jpeg_with(*segments: bytes) -> bytes:
+    """A JPEG with more bytes after its first marker."""
+    return SMALL_JPEG[:2] + b"".join(segments) + SMALL_JPEG[2:]
+
+
+def jpeg_segment(marker: int, body: bytes) -> bytes:
+    return struct.pack(">BBH", 0xFF, marker, len(body) + 2) + body
+
+
+def gif_with(*blocks: bytes) -> bytes:
+    """A GIF with more blocks before its first frame."""
+    start = 13 + (3 << (SMALL_GIF[10] & 7) + 1)
+    return SMALL_GIF[:start] + b"".join(blocks) + SMALL_GIF[start:]
+
+
+def gif_comment(num_blocks: int, block_size: int) -> bytes:
+    return b"!\xfe" + (bytes([block_size]) + b"a" * block_size) * num_blocks + b"\0"
+
+
+def overlapping_exif(num_entries: int, size: int, kind: int = 1, tag: int = 1000) -> bytes:
+    """An EXIF block whose entries all have the same bytes."""
+    entries = b"".join(struct.pack(">HHII", tag + i, kind, size, 8) for i in range(num_entries))
+    return b"MM\0*\0\0\0\x08" + struct.pack(">H", num_entries) + entries + bytes(4 + 8 * size)

@@ -1,0 +1,231 @@
+"""Images that would keep Pillow busy are refused before they are opened; all others pass, quickly."""
+
+import io
+import struct
+import time
+import warnings
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, features
+
+from mmvllm.errors import ImageError
+from mmvllm.processors import scan as scan_module
+from mmvllm.processors.load import decode_data_uri, load_image
+from mmvllm.processors.scan import RefusedImage, scan, scan_exif
+from tests.helpers.hostile import (
+    PROFILE,
+    SMALL_GIF,
+    SMALL_JPEG,
+    SMALL_PNG,
+    gif_comment,
+    gif_with,
+    jpeg_segment,
+    jpeg_with,
+    jpeg_with_scans,
+    overlapping_exif,
+    png_chunk,
+    png_with,
+)
+from tests.helpers.images import encode, noise
+from tests.helpers.loading import exif, rotated
+from tests.helpers.requests import noise_image
+
+EXIF_SEGMENT = jpeg_segment(0xE1, b"Exif\0\0II*\0\x08\0\0\0\0\0\0\0\0\0")
+
+HOSTILE = {
+    "is a progressive JPEG that has 3,000 scans, at most 100 are accepted": lambda: jpeg_with_scans(3000, (2000, 2000)),
+    "is a JPEG with more than 1,024 segments": lambda: jpeg_with(EXIF_SEGMENT * 200_000),
+    "is a JPEG with more than 65,536 bytes before or between": lambda: jpeg_with(b"\xff" * 5_000_000),
+    "JPEG with more than 65,536 bytes before or between its": lambda: jpeg_with(b"\xff\0" * 2_000_000),
+    "is a PNG of more than": lambda: png_with(png_chunk(b"prIv", b"") * 500_000),
+    "PNG of more than": lambda: SMALL_PNG + png_chunk(b"prIv", b"") * 500_000,
+    "is a PNG with more than 16 colour profiles": lambda: png_with(png_chunk(b"iCCP", PROFILE) * 3000),
+    "PNG with more than 16 colour profiles": lambda: SMALL_PNG[:-12] + png_chunk(b"iCCP", PROFILE) * 3000,
+    "is a GIF with more than 1,048,576 bytes of comments": lambda: gif_with(gif_comment(80_000, 255)),
+    "is a GIF with more than 100,000 blocks": lambda: gif_with(gif_comment(4_000_000, 1)),
+    "a GIF with more than 100,000 blocks": lambda: gif_with(gif_comment(1, 1) * 1_000_000),
+    "GIF with more than 100,000 blocks": lambda: gif_with(b"!\x01\0" + b"\x01a" * 4_000_000 + b"\0"),
+    # Pillow reads on after these empty blocks, which end the extension by the format.
+    "GIF with more than 1,048,576 bytes of comments": lambda: gif_with(b"!\x01\0\x05,aaaa\0", gif_comment(80_000, 255)),
+    "GIF with more than 1,048,576 bytes of": lambda: gif_with(
+        b"!\xff\x0bNETSCAPE2.0\0\x05,aaaa\0", gif_comment(80_000, 255)
+    ),
+    "an EXIF block that begins 500,001 times": lambda: png_with(png_chunk(b"eXIf", b"Exif\0\0" * 500_000)),
+    "has an EXIF directory whose entries declare": lambda: png_with(
+        png_chunk(b"eXIf", overlapping_exif(20_000, 100_000))
+    ),
+    "an EXIF directory whose entries declare": lambda: jpeg_with(
+        *(jpeg_segment(0xE1, b"Exif\0\0" + part) for part in chunked(overlapping_exif(20_000, 60_000)))
+    ),
+    "has a TIFF directory whose entries declare": lambda: overlapping_exif(20_000, 100_000),
+    "has a list of 2,000,000 rationals in an EXIF directory": lambda: png_with(
+        png_chunk(b"eXIf", overlapping_exif(1, 2_000_000, kind=5, tag=0x0112))
+    ),
+}
+
+
+def chunked(data: bytes, size: int = 60_000) -> list[bytes]:
+    return [data[at : at + size] for at in range(0, len(data), size)]
+
+
+@pytest.mark.parametrize("message", HOSTILE)
+def test_a_hostile_image_is_refused_at_once(message):
+    data = HOSTILE[message]()
+    start = time.process_time()
+    with pytest.raises(ImageError, match=message):
+        load_image(data)
+    assert time.process_time() - start < 1.5  # undetected they take 4 to 3,600 s
+
+
+def test_as_many_scans_as_are_accepted_are_decoded():
+    data = jpeg_with_scans(scan_module.MAX_JPEG_SCANS)
+    assert np.array_equal(np.asarray(load_image(data)), np.asarray(Image.open(io.BytesIO(data))))
+    with pytest.raises(ImageError, match="has 101 scans"):
+        load_image(jpeg_with_scans(scan_module.MAX_JPEG_SCANS + 1))
+
+
+def test_markers_of_scans_outside_the_image_are_not_counted():
+    thumbnail = jpeg_segment(0xE2, b"\xff\xda" * 1000)
+    load_image(jpeg_with(thumbnail) + b"\xff\xda" * 1000)
+
+
+REAL = {
+    "JPEG": lambda image: encode(image, "JPEG", quality=95, exif=exif(rotated(6))),
+    "progressive": lambda image: encode(image, "JPEG", progressive=True, optimize=True, comment=b"\xff\xda!," * 99),
+    "restarts": lambda image: encode(image, "JPEG", restart_marker_blocks=1),
+    "profile": lambda image: encode(image, "JPEG", icc_profile=noise(400, 400).tobytes()),
+    "MPO": lambda image: encode(image, "MPO", save_all=True, append_images=[image] * 5),
+    "PNG": lambda image: encode(image, "PNG", icc_profile=b"profile" * 99),
+    "APNG": lambda image: encode(image, "PNG", save_all=True, append_images=[image.rotate(a) for a in range(1, 15)]),
+    "GIF": lambda image: encode(image, "GIF", comment=b"a comment" * 50, save_all=True, append_images=[image] * 3),
+    "TIFF": lambda image: encode(image, "TIFF", compression="tiff_lzw", icc_profile=noise(99, 99).tobytes()),
+    "BigTIFF": lambda image: encode(image, "TIFF", big_tiff=True),
+    "WEBP": lambda image: encode(image, "WEBP", exif=exif(rotated(6))),
+    **({"AVIF": lambda image: encode(image, "AVIF")} if features.check("avif") else {}),
+}
+
+
+@pytest.mark.parametrize("kind", REAL)
+def test_a_real_image_passes(kind):
+    data = REAL[kind](noise_image(300, 200, seed=5))
+    scan(data)
+    load_image(data)
+
+
+def test_a_directory_behind_the_end_of_the_file_is_left_to_pillow():
+    scan(b"II+\0" + bytes(4) + b"\xff" * 8)
+
+
+def test_a_png_may_have_one_byte_per_chunk():
+    header, rest = SMALL_PNG[:33], SMALL_PNG[33:]
+    (length,) = struct.unpack_from(">I", rest)
+    body = rest[8 : 8 + length]
+    data = header + b"".join(png_chunk(b"IDAT", bytes([byte])) for byte in body) + rest[12 + length :]
+    assert load_image(data).tobytes() == load_image(SMALL_PNG).tobytes()
+
+
+def test_a_large_jpeg_is_scanned_in_a_millisecond():
+    data = encode(Image.fromarray(noise(2000, 1800)), "JPEG", quality=90)
+    assert len(data) > 3_000_000
+    assert min(_seconds(lambda: scan(data)) for _ in range(20)) < 0.005  # 0.6 ms on an idle machine
+
+
+def _seconds(call) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+# Random input. `few` runs by default, `many` with the marker `slow`.
+
+SEEDS = [*(make(noise_image(40, 30, seed=7)) for make in REAL.values()), SMALL_GIF, SMALL_JPEG, jpeg_with_scans(20)]
+MAGIC = st.sampled_from([b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF89a", b"II*\0", b"MM\0*", b"II+\0", b"MM*\0"])
+TOKENS = st.sampled_from(
+    [b"\xff\xda", b"\xff\xe1", b"Exif\0\0", b"!\xfe", b"!\xff\x0bNETSCAPE2.0", b",", b"\0", b"\xff"]
+)
+random_files = st.builds(bytes.__add__, MAGIC, st.lists(TOKENS | st.binary(max_size=40), max_size=40).map(b"".join))
+
+
+@st.composite
+def mutated_files(draw) -> bytes:
+    data = bytearray(draw(st.sampled_from(SEEDS)))
+    for _ in range(draw(st.integers(0, 6))):
+        at = draw(st.integers(0, min(len(data), draw(st.sampled_from([40, 10**6]))) - 1))
+        data[at : at + draw(st.integers(0, 4))] = draw(st.binary(max_size=4) | TOKENS)
+        data = data or bytearray(b"\0")
+    return bytes(data[: draw(st.integers(1, len(data)))])
+
+
+def check_file(data: bytes) -> None:
+    """Scanning raises nothing but the refusal, loading nothing but ImageError, and neither takes long."""
+    start = time.process_time()
+    with suppress(RefusedImage):
+        scan(data)
+    assert time.process_time() - start < 0.2
+    check_source(data)
+
+
+def check_source(source) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            assert load_image(source, max_source_pixels=10**6).mode == "RGB"
+        except ImageError as error:
+            assert error.__context__ is None
+
+
+def check_exif(block: bytes) -> None:
+    with suppress(RefusedImage):
+        scan_exif(block)
+    image = Image.new("RGB", (4, 3))
+    image.info["exif"] = block
+    check_source(image)
+
+
+def check_data_uri(uri: str) -> None:
+    try:
+        assert isinstance(decode_data_uri(uri), bytes)
+    except ImageError as error:
+        assert len(str(error)) < 400
+    check_source(uri)
+
+
+entries = st.builds(
+    struct.Struct("<HHII").pack,
+    st.sampled_from([0x0112, 0x011A]) | st.integers(0, 65535),
+    st.integers(0, 20),
+    st.sampled_from([0, 1, 2, 60, 2**31, 2**32 - 1]),
+    st.sampled_from([0, 1, 6, 8, 2**32 - 1]),
+)
+exif_blocks = st.builds(
+    lambda prefix, count, entries, rest: prefix + b"II*\0\x08\0\0\0" + struct.pack("<H", count) + entries + rest,
+    st.sampled_from([b"", b"Exif\0\0", b"Exif\0\0" * 9]),
+    st.integers(0, 65535),
+    st.lists(entries, max_size=10).map(b"".join),
+    st.binary(max_size=99),
+)
+data_uris = st.builds(
+    "{}{}{}".format,
+    st.sampled_from(["data:", "DATA:image/png;base64,", "data:;base64,", "data:image/gif,", "data:,"]),
+    st.text(max_size=60) | st.binary(max_size=60).map(bytes.hex) | st.just("iVBORw0KGgo="),
+    st.sampled_from(["", "=", "==", "\n", "%3D", "%"]),
+)
+
+FUZZ = {
+    "random files": (check_file, random_files),
+    "changed files": (check_file, mutated_files()),
+    "EXIF blocks": (check_exif, exif_blocks | st.binary(max_size=200)),
+    "data URIs": (check_data_uri, data_uris),
+}
+EXAMPLES = [pytest.param(100, id="few"), pytest.param(10_000, id="many", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("num_examples", EXAMPLES)
+@pytest.mark.parametrize("name", FUZZ)
+def test_random_input_gives_an_image_or_an_image_error(name, num_examples):
+    check, strategy = FUZZ[name]
+    settings(max_examples=num_examples, deadline=None)(given(strategy)(check))()
