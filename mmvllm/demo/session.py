@@ -139,6 +139,7 @@ class Sessions:
 
     def _deltas(self, session: Session, options: Options) -> AsyncGenerator[list[Delta], None]:
         request, params = to_request(session.turns, options), options.sampling_params
+        request["allow_special_tokens"] = self.settings.allow_special_tokens
         stream = self.engine.generate(
             request,
             params,
