@@ -135,7 +135,7 @@ def test_expansion_equals_a_regular_expression(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=50_000, deadline=None)
+@settings(max_examples=20_000, deadline=None)
 @given(prompts_with_lengths())
 def test_expansion_equals_a_regular_expression_in_many_cases(case):
     check_against_a_regular_expression(*case)

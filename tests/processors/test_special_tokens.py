@@ -120,7 +120,7 @@ def test_conversations_of_fragments(check, name, data):
 @pytest.mark.slow
 @CHECKS
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(data=st.data())
 def test_many_conversations_of_fragments(check, name, data):
     check(name, data)
