@@ -63,7 +63,8 @@ class Intake:
 
     def adapt(self, processor: Any) -> ForeignProcessor:
         """A processor of the caller's, for use in place of `processor`."""
-        return ForeignProcessor(processor, self._engine.media_rules, self._engine.image_config.factor)
+        engine = self._engine
+        return ForeignProcessor(processor, engine.tokenizer, engine.media_rules, engine.image_config.factor)
 
     def prepare(self, request: Request, load: Callable[[Any], Image] = load_image) -> EngineInput:
         """A request of any form -> what the engine takes; raises RequestError for what is wrong with it."""

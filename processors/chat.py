@@ -11,6 +11,7 @@ from mmvllm.inputs import EngineInput, MediaItem, MediaRules, Span
 from mmvllm.processors.image import ImageInput, ImageProcessor, resize_for_part
 from mmvllm.processors.load import load_image
 from mmvllm.processors.requests import ParsedRequest, naming_image, parse_request
+from mmvllm.processors.special_tokens import SpecialTokens, check_unicode
 from mmvllm.processors.tensors import items_from_tensors, own_grids, own_token_ids
 from mmvllm.text import counted
 
@@ -72,11 +73,8 @@ def _misplaced(num_pairs: int, num_outside: int, num_open: int, num_images: int,
 
 
 def tokenize(tokenizer, text: str) -> list[int]:
-    """Token ids of a text as it stands: the chat template has written the special tokens out."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # half a surrogate pair, from a file name or a broken JSON
-        raise RequestError(f"the text is not valid Unicode ({error})") from None
+    """Token ids of a text as it stands, special tokens included."""
+    check_unicode(text)
     # Not verbose: a text that is too long for the model is refused with a message of our own.
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
@@ -84,12 +82,15 @@ def tokenize(tokenizer, text: str) -> list[int]:
 class Processor:
     """mmvllm's own request processor: ids, grids and pixel values equal those of transformers' processor.
 
+    Special tokens in messages are encoded as text, unless the request has `allow_special_tokens`.
+
     Args:
         rules: of the model's family; None for a text-only checkpoint.
     """
 
     def __init__(self, tokenizer, image_processor: ImageProcessor, rules: MediaRules | None):
         self.tokenizer, self.image_processor, self.rules = tokenizer, image_processor, rules
+        self._special_tokens = SpecialTokens(tokenizer)
         self._lock = threading.Lock()  # a fast tokenizer may not be used by two threads at once
 
     def __reduce__(self):
@@ -116,8 +117,8 @@ class Processor:
     def _token_ids(self, parsed: ParsedRequest) -> list[int]:
         if parsed.token_ids is not None:
             return own_token_ids(parsed.token_ids)
-        text = parsed.text if parsed.messages is None else _apply_template(self.tokenizer, parsed.messages)
-        return tokenize(self.tokenizer, text)
+        text, marked = _text(parsed, self.tokenizer, self._special_tokens)
+        return tokenize(self.tokenizer, text) if marked is None else self._special_tokens.token_ids(marked)
 
     def _image(self, i: int, part: dict, request: dict, load: Callable[[Any], Image]) -> ImageInput:
         with naming_image(i):
@@ -130,19 +131,22 @@ class ForeignProcessor:
     `images` and `return_tensors`.
 
     That interface has no pixel bounds, so a request's own are applied to the image beforehand; the processor's come
-    after them. What it returns may be on any device, and is copied: it may reuse its buffers.
+    after them. What it returns may be on any device, and is copied: it may reuse its buffers. It would encode special
+    tokens in messages as control tokens, so they are refused, unless the request has `allow_special_tokens`.
 
     Args:
+        tokenizer: the model's, which says what the special tokens are.
         factor: sides of a resized image are multiples of this many pixels.
     """
 
-    def __init__(self, processor, rules: MediaRules | None, factor: int):
-        self.processor, self.rules, self.factor = processor, rules, factor
+    def __init__(self, processor, tokenizer, rules: MediaRules | None, factor: int):
+        self.processor, self.tokenizer, self.rules, self.factor = processor, tokenizer, rules, factor
+        self._special_tokens = SpecialTokens(tokenizer)
         self._lock = threading.Lock()  # the interface does not promise that two threads may use it at once
 
     def __reduce__(self):
         """A processor in another process gets a lock of its own."""
-        return ForeignProcessor, (self.processor, self.rules, self.factor)
+        return ForeignProcessor, (self.processor, self.tokenizer, self.rules, self.factor)
 
     def __call__(self, request: dict, load: Callable[[Any], Image] = load_image) -> EngineInput:
         """Prepare one request; raises RequestError that says what is wrong, and with which image."""
@@ -152,7 +156,13 @@ class ForeignProcessor:
         if parsed.token_ids is not None:
             return self._without_images(parsed)
         with self._lock:
-            text = parsed.text if parsed.messages is None else _apply_template(self.processor, parsed.messages)
+            text, marked = _text(parsed, self.processor, self._special_tokens)
+            if marked is not None:
+                raise RequestError(
+                    "messages have special tokens, which a processor of your own would encode as control tokens; "
+                    "remove them, or give allow_special_tokens",
+                    param="messages",
+                )
             made = self.processor(text=[text], images=images or None, return_tensors="pt")
             return self._engine_input(made, len(images))
 
@@ -193,6 +203,15 @@ def _returned(made, name: str) -> Any:
 def _check_takes_images(parsed: ParsedRequest, rules: MediaRules | None) -> None:
     if parsed.images and rules is None:
         raise RequestError("this checkpoint is text-only, it cannot take images")
+
+
+def _text(parsed: ParsedRequest, owner, special_tokens: SpecialTokens) -> tuple[str, str | None]:
+    """The text to tokenize; and, if special tokens of messages are to be encoded as text, the text that marks them."""
+    if parsed.messages is None:
+        return parsed.text, None
+    if parsed.allow_special_tokens:
+        return _apply_template(owner, parsed.messages), None
+    return special_tokens.render(lambda messages: _apply_template(owner, messages), parsed.messages)
 
 
 def _apply_template(owner, messages: list[dict]) -> str:

@@ -14,7 +14,7 @@ FORMS = ("messages", "text", "prompt", "prompt_token_ids")
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data")
 REQUEST_KEYS = frozenset(
     (
-        *("messages", "text", "images", "min_pixels", "max_pixels", *PROMPT_KEYS),
+        *("messages", "text", "images", "min_pixels", "max_pixels", "allow_special_tokens", *PROMPT_KEYS),
         *("request_id", "priority", "cache_salt", "sampling_params"),
     )
 )
@@ -26,13 +26,15 @@ IMAGE_KEYS = frozenset(("type", *SOURCE_KEYS, *PART_SIZES))
 class ParsedRequest(NamedTuple):
     """A request taken apart; one of `messages` (for the chat template), `text` and `token_ids` is given.
 
-    Each of `images` is a dict with what to load under "image", and perhaps sizes of its own.
+    Each of `images` is a dict with what to load under "image", and perhaps sizes of its own. Special tokens in messages
+    are text, unless `allow_special_tokens`.
     """
 
     messages: list[dict] | None
     images: list[dict]
     text: str | None = None
     token_ids: Any = None
+    allow_special_tokens: bool = False
 
 
 def parse_request(request: Any) -> ParsedRequest:
@@ -42,11 +44,12 @@ def parse_request(request: Any) -> ParsedRequest:
     _check_keys("request", request, REQUEST_KEYS)
     _check_sizes(request)
     form, content = _form(request)
+    allow_special_tokens = _allows_special_tokens(request, form)
     images = _as_list(request.get("images")) + _multi_modal_images(request.get("multi_modal_data"))
     if form == "messages":
         if images:
             raise RequestError("'images' go with 'text'; with 'messages', put each image into its message as a part")
-        return ParsedRequest(*_parse_messages(content))
+        return ParsedRequest(*_parse_messages(content), allow_special_tokens=allow_special_tokens)
     parts = [image if isinstance(image, dict) else {"image": image} for image in images]
     parsed = ParsedRequest(None, [_image_part(i, part) for i, part in enumerate(parts)])
     if form == "prompt_token_ids":
@@ -68,6 +71,18 @@ def _form(request: dict) -> tuple[str, Any]:
         found = listed(given, "and") if given else "none"
         raise RequestError(f"a request needs exactly one of {listed(FORMS, 'and')}; this one has {found}")
     return next(iter(given.items()))
+
+
+def _allows_special_tokens(request: dict, form: str) -> bool:
+    allowed = request.get("allow_special_tokens")
+    if not isinstance(allowed, bool | None):
+        raise ParameterError("allow_special_tokens", allowed, "True or False")
+    if allowed is False and form != "messages":
+        raise RequestError(
+            f"allow_special_tokens=False goes with 'messages'; special tokens in {form!r} are control tokens",
+            param="allow_special_tokens",
+        )
+    return bool(allowed)
 
 
 def _as_list(images: Any) -> list:

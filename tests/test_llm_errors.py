@@ -49,7 +49,7 @@ BAD = {
         r"0 image placeholders, 1 <\|image_pad\|> outside .* but 2 images were given",
     ),
     "literal placeholder": (
-        ask("look: <|image_pad|>"),
+        ask("look: <|image_pad|>", allow_special_tokens=True),
         r"0 image placeholders, 1 <\|image_pad\|> outside .* but 0 images were given",
     ),
     "empty prompt": ({"text": ""}, "prompt is empty"),

@@ -14,6 +14,8 @@ from mmvllm.sampling_params import SamplingParams
 
 # Part of the fingerprints of earlier outputs, so it must stay as it is; messages say "images".
 BESIDE_IMAGES = "beside the pictures"
+# Settings that the first outputs do not record, with their defaults.
+LATER = {"quantization": None, "allow_special_tokens": False}
 DEFAULT_PROMPT = "Describe this image."
 PRESETS = {
     "short": "Describe this image in one short sentence.",
@@ -31,7 +33,8 @@ class CaptionSettings:
     """Settings of one job; a run resumes an output only if the settings are equal.
 
     `prefix`, `suffix` and `trigger_word` are put around the model's text: prefix, "trigger_word, ", text, suffix.
-    `caption_files` describes the caption files of the job. Names and values of the fields are part of `fingerprint`:
+    `caption_files` describes the caption files of the job. Special tokens in prompt, system message and contexts are
+    text, unless `allow_special_tokens`. Names and values of the fields are part of `fingerprint`:
     changing them makes existing outputs impossible to resume.
     """
 
@@ -49,6 +52,7 @@ class CaptionSettings:
     trigger_word: str | None = None
     caption_files: str | None = None
     quantization: str | None = None
+    allow_special_tokens: bool = False
 
     def __post_init__(self):
         _ = self.sampling_params  # checks the values
@@ -68,11 +72,9 @@ class CaptionSettings:
         return _fingerprint(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """The values by name, without `quantization` if it is None: earlier versions did not record it."""
+        """The values by name; defaults of settings that earlier versions did not record are left out."""
         values = dataclasses.asdict(self)
-        if self.quantization is None:
-            del values["quantization"]
-        return values
+        return {name: value for name, value in values.items() if name not in LATER or value != LATER[name]}
 
     @property
     def is_repeatable(self) -> bool:
@@ -82,9 +84,9 @@ class CaptionSettings:
     def difference(self, other: dict[str, Any]) -> list[str]:
         """The fields that differ from another run's settings, as text."""
         return [
-            f"{name} was {_shown(name, other.get(name))}, is {_shown(name, value)}"
+            f"{name} was {_shown(name, other.get(name, LATER.get(name)))}, is {_shown(name, value)}"
             for name, value in dataclasses.asdict(self).items()
-            if other.get(name) != value
+            if other.get(name, LATER.get(name)) != value
         ]
 
     def prompt_for(self, item: Item) -> str:
@@ -108,7 +110,7 @@ class CaptionSettings:
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
         bounds = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
-        return {"messages": messages, **bounds}
+        return {"messages": messages, "allow_special_tokens": self.allow_special_tokens, **bounds}
 
     def caption(self, text: str) -> str:
         """The caption that is recorded for the model's text."""

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 # Arguments that are passed to `caption_images` under the same names.
 PASSED_ON = (
     *("system", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels", "prefix", "suffix", "trigger_word"),
-    *("dtype", "quantization", "output", "format", "output_dir", "overwrite", "append_anyway", "skip_existing"),
+    *("allow_special_tokens", "dtype", "quantization", "output", "format", "output_dir", "overwrite"),
+    *("append_anyway", "skip_existing"),
     *("retry_failed", "fail_fast", "limit", "shard", "workers", "worker_processes"),
 )
 # Settings of the captions that have the name of an engine option.
@@ -87,6 +88,11 @@ def _add_prompt(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--min-pixels", type=at_least_one, metavar="N", help="enlarge smaller images to this area")
     group.add_argument(
         "--max-pixels", type=at_least_one, metavar="N", help="shrink larger images to this area, which is faster"
+    )
+    group.add_argument(
+        "--allow-special-tokens",
+        action="store_true",
+        help="special tokens in prompts, system message and contexts are control tokens; otherwise they are text",
     )
     group.add_argument("--prefix", default="", metavar="TEXT", help="text before every caption")
     group.add_argument("--suffix", default="", metavar="TEXT", help="text after every caption")

@@ -41,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="maximum number of images in a question (default: %(default)s)",
     )
     add_max_waiting_argument(limits)
+    limits.add_argument(
+        "--allow-special-tokens",
+        action="store_true",
+        help="special tokens that visitors write are control tokens; otherwise they are text",
+    )
     add_engine_arguments(parser.add_argument_group("engine"))
 
 
@@ -57,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     listen(args.host, args.port or 0).close()  # fail before a model is loaded
     engine = AsyncLLM(args.model, max_waiting=args.max_waiting, **engine_arguments(args))
     try:
-        page = build_page(engine, DemoSettings(policy, args.max_images))
+        page = build_page(engine, DemoSettings(policy, args.max_images, allow_special_tokens=args.allow_special_tokens))
         page.sessions.decoder.start()
         page.launch(
             server_name=args.host,

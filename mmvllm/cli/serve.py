@@ -111,6 +111,12 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="maximum size of all request bodies and images held at a time (default: %(default)s)",
     )
+    group.add_argument(
+        "--allow-special-tokens",
+        action="store_true",
+        help="accept requests with allow_special_tokens, whose messages may have control tokens; otherwise special "
+        "tokens in messages are always text",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -149,6 +155,7 @@ def _settings(args: argparse.Namespace, model: str, keys: tuple[str, ...], media
         body_timeout=args.body_timeout,
         max_bodies_bytes=args.max_bodies_bytes,
         media=media,
+        allow_special_tokens=args.allow_special_tokens,
         has_demo=args.demo,
     )
 

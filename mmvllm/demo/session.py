@@ -141,6 +141,7 @@ class Sessions:
 
     async def _deltas(self, session: Session, options: Options) -> AsyncGenerator[list[Delta], None]:
         request, params = to_request(session.turns, options), options.sampling_params
+        request["allow_special_tokens"] = self.settings.allow_special_tokens
         with self.decoder.session() as decode:  # given up when the answer is stopped or the visitor leaves
             stream = self.engine.generate(
                 request,

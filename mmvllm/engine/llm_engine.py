@@ -32,6 +32,25 @@ from mmvllm.transfer import current_device
 
 logger = logging.getLogger(__name__)
 
+# Together they take every path of the sampler, whose kernels are compiled when they are first used.
+WARMUP_PARAMS = (
+    SamplingParams(max_tokens=2, ignore_eos=True, seed=0),
+    SamplingParams(
+        max_tokens=2,
+        ignore_eos=True,
+        seed=0,
+        min_tokens=1,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=20,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        logprobs=1,
+    ),
+)
+
 
 class LLMEngine:
     """Continuous batching over one model on one device; not thread-safe: one thread owns it."""
@@ -192,12 +211,12 @@ class LLMEngine:
     def warmup_model(self) -> float:
         """Run a prefill and a decode, which compile kernels and allocate memory; return the seconds they took."""
         start = time.perf_counter()
-        params = SamplingParams(max_tokens=2, ignore_eos=True, seed=0)
-        group = self.add(self.input_processor.warmup_input(), params, cache_salt="warm-up")
-        while group.output is None:
-            self.step()
-        if group.error is not None:
-            raise RuntimeError(f"warm-up failed: {group.error}")
+        for params in WARMUP_PARAMS:
+            group = self.add(self.input_processor.warmup_input(), params, cache_salt="warm-up")
+            while group.output is None:
+                self.step()
+            if group.error is not None:
+                raise RuntimeError(f"warm-up failed: {group.error}")
         seconds = time.perf_counter() - start
         logger.info("warm-up took %.2f s", seconds)
         return seconds

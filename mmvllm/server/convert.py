@@ -95,6 +95,8 @@ def chat_request(body: ChatRequest, data: Sequence[bytes], max_pixels: Sequence[
         for image, limit in zip(data, max_pixels, strict=True)
     )
     request = {"messages": [_message(message, parts) for message in body.messages], "cache_salt": body.cache_salt}
+    if body.allow_special_tokens:
+        request["allow_special_tokens"] = True
     return request | ({"min_pixels": body.min_pixels, "max_pixels": largest} if max_pixels else {})
 
 

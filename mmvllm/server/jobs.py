@@ -49,6 +49,7 @@ class JobFactory:
     def chat(self, body: ChatRequest, reservation: ByteReservation) -> CompletionJob:
         """A job for a chat; the images that it fetches are counted in `reservation`."""
         self._check_model(body)
+        self._check_special_tokens(body)
         params = convert.chat_params(body, self._engine.max_model_len)
         num_messages = len(body.messages)  # the chat template starts each of them with at least one token
         self._length_limit.check("messages", ["".join(convert.texts_of(body))], num_messages)
@@ -76,6 +77,11 @@ class JobFactory:
     def _check_model(self, body: SamplingRequest) -> None:
         if body.model not in self._settings.model_names:
             raise model_not_found(body.model, self._settings.model_names)
+
+    def _check_special_tokens(self, body: ChatRequest) -> None:
+        if body.allow_special_tokens and not self._settings.allow_special_tokens:
+            message = "allow_special_tokens is not allowed by this server (--allow-special-tokens); leave it out"
+            raise ApiError(400, message, param="allow_special_tokens")
 
     def _check_number(self, images: Sequence[ImageReference]) -> None:
         if len(images) > self._settings.max_images:

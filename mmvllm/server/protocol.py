@@ -205,6 +205,11 @@ class ChatRequest(SamplingRequest):
     max_pixels: int | None = Field(
         None, ge=1, lt=INT64, description="Replaces the limit of detail auto and high; larger images are scaled down."
     )
+    allow_special_tokens: bool | None = Field(
+        None,
+        description="Special tokens in messages are control tokens, not text; only if the server has "
+        "--allow-special-tokens.",
+    )
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     response_format: TextFormat | None = None
     tool_choice: Literal["none", "auto"] | None = None

@@ -21,6 +21,7 @@ class ServerSettings:
         body_timeout: for receiving a request body.
         max_bodies_bytes: total size of all request bodies and fetched images that are held at a time.
         media: the sources from which images may be read, and their size limits.
+        allow_special_tokens: requests may ask that special tokens in their messages are control tokens, not text.
         has_demo: also serve the demo page at /demo, without API keys.
     """
 
@@ -34,4 +35,5 @@ class ServerSettings:
     body_timeout: float = 30.0
     max_bodies_bytes: int = 512 * MiB
     media: MediaPolicy = field(default_factory=MediaPolicy)
+    allow_special_tokens: bool = False
     has_demo: bool = False

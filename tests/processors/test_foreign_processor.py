@@ -196,8 +196,8 @@ def test_plain_strings_need_no_processor(checkpoint, make_llm, llm):
         theirs.generate(mixed, SHORT)
 
 
-def test_a_text_only_model_takes_token_ids_beside_a_processor():
-    adapted = ForeignProcessor(None, None, factor=28)
+def test_a_text_only_model_takes_token_ids_beside_a_processor(llm):
+    adapted = ForeignProcessor(None, llm.tokenizer, None, factor=28)
     assert adapted({"prompt_token_ids": (5, 6)}).token_ids == [5, 6]
 
 

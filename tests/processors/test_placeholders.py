@@ -1,8 +1,13 @@
 """Image placeholders of a prompt are expanded to the number of tokens of each image."""
 
+import re
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mmvllm.errors import RequestError
 from mmvllm.models.qwen2_vl import FAMILY
@@ -74,3 +79,63 @@ def test_placeholders_are_expanded_once(token_ids, lengths, want, placeholders):
 def test_placeholders_that_do_not_fit_are_refused(token_ids, lengths, message):
     with pytest.raises(RequestError, match=message):
         expand_placeholders(token_ids, lengths, TOKENS)
+
+
+LETTERS = {1: "a", 2: "b", S: "s", P: "p", E: "e"}
+IDS = {letter: token_id for token_id, letter in LETTERS.items()}
+
+
+def spans_of(lengths: Iterable[int], befores: Iterable[str]) -> list[tuple[int, int]]:
+    """Offset and length of each run of placeholders, given the text before each of them."""
+    offsets = accumulate(befores, lambda offset, before: offset + len(before), initial=0)
+    ends = accumulate(lengths, initial=0)
+    return [(offset + end, length) for offset, end, length in zip([*offsets][1:], ends, lengths, strict=False)]
+
+
+def check_against_a_regular_expression(token_ids: list[int], lengths: list[int]) -> None:
+    """A pair is a start and the next end, without another start between them."""
+    word = "".join(LETTERS[token_id] for token_id in token_ids)
+    pieces = re.split("s[^se]*e", word)
+    num_pairs, rest = len(pieces) - 1, "".join(pieces)
+    if num_pairs == len(lengths) and not {"s", "p"} & {*rest}:
+        placeholders = ["p" * length for length in lengths]
+        want = "".join(f"{piece}s{p}e" for piece, p in zip(pieces, placeholders, strict=False)) + pieces[-1]
+        befores = [f"e{piece}s" if i else f"{piece}s" for i, piece in enumerate(pieces[:-1])]
+        got = ([IDS[letter] for letter in want], spans_of(lengths, befores))
+        assert expand_placeholders(token_ids, lengths, TOKENS) == got
+        assert expand_placeholders(got[0], lengths, TOKENS) == got, "an expanded prompt is expanded again as it is"
+        return
+    with pytest.raises(RequestError) as error:
+        expand_placeholders(token_ids, lengths, TOKENS)
+    outside, opened = (re.search(rf", (\d+) {what}", str(error.value)) for what in (r"\S+ outside", r"\S+ without"))
+    assert int(re.match(r"prompt has (\d+) image placeholder", str(error.value))[1]) == num_pairs
+    assert int(outside[1] if outside else 0) == rest.count("p")
+    assert int(opened[1] if opened else 0) == rest.count("s")
+
+
+def prompts() -> st.SearchStrategy[list[int]]:
+    """Random tokens among whole pairs, so that some prompts are right and most are almost right."""
+    one, pair = st.sampled_from([*LETTERS]), st.sampled_from([(S, P, E), (S, E), (S, P, P, E), (S, 1, E)])
+    pieces = st.lists(one.map(lambda token_id: (token_id,)) | pair, max_size=12)
+    right = st.lists(st.sampled_from([(1,), (2,), (E,)]) | pair, max_size=12)
+    return (pieces | right).map(lambda pieces: [token_id for piece in pieces for token_id in piece])
+
+
+@st.composite
+def prompts_with_lengths(draw) -> tuple[list[int], list[int]]:
+    token_ids = draw(prompts())
+    number = max(0, token_ids.count(S) + draw(st.sampled_from([0, 0, 0, -1, 1])))
+    return token_ids, draw(st.lists(st.integers(1, 5), min_size=number, max_size=number))
+
+
+@settings(max_examples=100, deadline=None)
+@given(prompts_with_lengths())
+def test_expansion_equals_a_regular_expression(case):
+    check_against_a_regular_expression(*case)
+
+
+@pytest.mark.slow
+@settings(max_examples=20_000, deadline=None)
+@given(prompts_with_lengths())
+def test_expansion_equals_a_regular_expression_in_many_cases(case):
+    check_against_a_regular_expression(*case)

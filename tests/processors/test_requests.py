@@ -127,7 +127,10 @@ def test_the_request_is_never_modified():
 ONE_FORM = "a request needs exactly one of 'messages', 'text', 'prompt' and 'prompt_token_ids'; this one has"
 BAD = {
     "not a dict": ("hi", "a request must be a dict with 'messages' or 'text', not str"),
-    "unknown keys": ({"text": "x", "image": A, "seed": 1}, "request has unknown keys image, seed; known: cache_salt, "),
+    "unknown keys": (
+        {"text": "x", "image": A, "seed": 1},
+        "request has unknown keys image, seed; known: allow_special_",
+    ),
     "unknown key that is not a string": ({"text": "x", 7: 8}, "request has unknown keys 7; known: "),
     "neither": ({}, f"{ONE_FORM} none$"),
     "neither, with images": ({"images": [A]}, f"{ONE_FORM} none$"),

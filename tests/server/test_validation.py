@@ -73,7 +73,7 @@ CONTINUOUS_USAGE = "stream_options.continuous_usage_stats"
         (chat("Hi", cache_salt="x" * 1025), "cache_salt", "at most 1024 characters"),
         (chat("Hi", stop_token_ids=[1] * 1025), "stop_token_ids", "at most 1024 items"),
         (chat("Hi", cache_salt="\ud800"), None, "not valid Unicode"),
-        (chat("Hi <|image_pad|>"), "messages", "placeholders"),
+        (chat("Hi", allow_special_tokens=True), "allow_special_tokens", "not allowed by this server"),
         (chat(*[image_part(data_uri())] * 17), "messages", "(max_images)"),
         (completion(prompt=[]), "prompt", "at least 1"),
         (completion(prompt=""), "prompt", "empty"),

@@ -1,0 +1,160 @@
+"""Every field of `SamplingParams` is everywhere it belongs; a failure names the place and the file that lack one.
+
+A new field belongs everywhere, unless a table below names it with the reason why not.
+"""
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from mmvllm import SamplingParams
+from mmvllm.cli import caption
+from mmvllm.demo.conversation import Options
+from mmvllm.engine import sampler
+from mmvllm.engine.llm_engine import WARMUP_PARAMS
+from mmvllm.server.convert import chat_params, completion_params
+from mmvllm.server.protocol import ChatRequest, CompletionRequest
+from tests.helpers.server import chat, completion
+
+DEFAULTS = SamplingParams()
+FIELDS = [field.name for field in fields(SamplingParams)]
+VALUES = (0.5, 1, 2, 3, True, "x")  # the first that a field accepts and that is not its default is tried
+DOCUMENTS = Path(__file__).parents[1] / "docs"
+GUIDE = 'docs/extending.md, "A sampling option", has the whole list'
+
+ENDS = "decided in the engine, from the tokens that were chosen"
+NOT_DRAWN = {
+    "max_tokens": ENDS,
+    "min_tokens": "Sampler._forbid_early_end",
+    "stop": ENDS,
+    "stop_token_ids": ENDS,
+    "ignore_eos": ENDS,
+    "seed": "the uniform numbers are made from it",
+    "repetition_penalty": "sampler._penalize",
+    "presence_penalty": "sampler._penalize",
+    "frequency_penalty": "sampler._penalize",
+    "logprobs": "sampler._with_logprobs",
+    "n": "sequences of the engine",
+}
+NOT_WARMED_UP = dict.fromkeys(("stop", "stop_token_ids", "n"), "takes no path of the sampler")
+NOT_IN_CHATS = {"logprobs": "chats have logprobs: true, and top_logprobs for the number"}
+FOR_CAPTIONS = "captions are greedy, or sampled at a temperature from the whole distribution"
+ONE_CAPTION = "an image has one caption, which ends where the model ends it"
+NOT_ON_THE_COMMAND_LINE = {
+    **dict.fromkeys(("top_p", "top_k", "min_p"), FOR_CAPTIONS),
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), FOR_CAPTIONS),
+    **dict.fromkeys(("min_tokens", "stop", "stop_token_ids", "ignore_eos", "n"), ONE_CAPTION),
+    "logprobs": "records have no column for them",
+}
+FEW_CONTROLS = "the page has few controls"
+NOT_ON_THE_PAGE = {
+    **dict.fromkeys(("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), FEW_CONTROLS),
+    **dict.fromkeys(("min_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "logprobs"), FEW_CONTROLS),
+}
+EXCEPTIONS = [NOT_DRAWN, NOT_WARMED_UP, NOT_IN_CHATS, NOT_ON_THE_COMMAND_LINE, NOT_ON_THE_PAGE]
+
+
+def missing(name: str, file: str, what: str, exceptions: str | None = None) -> str:
+    why_not = f", or to {exceptions} in tests/test_sampling_options.py with the reason why not" if exceptions else ""
+    return f"{name} is missing in {file}: add it to {what}{why_not}. {GUIDE}."
+
+
+def changed(name: str) -> SamplingParams:
+    """Parameters with another value of this field than the default."""
+    for value in VALUES:
+        try:
+            params = SamplingParams(**{name: value, "temperature": value if name == "temperature" else 1.0})
+        except ValueError:
+            continue
+        if getattr(params, name) != getattr(DEFAULTS, name):
+            return params
+    raise AssertionError(f"{name} takes none of {VALUES}; add a value that it takes to VALUES in {__file__}")
+
+
+def test_exceptions_are_fields():
+    assert {name for table in EXCEPTIONS for name in table} <= {*FIELDS}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_is_checked(name):
+    try:
+        SamplingParams(**{name: object()})
+    except ValueError:
+        return
+    pytest.fail(missing(name, "mmvllm/sampling_params.py", "the checks in SamplingParams.__post_init__"))
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_is_documented(name):
+    file = "mmvllm/sampling_params.py"
+    assert f"\n        {name}: " in SamplingParams.__doc__, missing(name, file, "the Args section of SamplingParams")
+    in_python, in_serving = ((DOCUMENTS / file).read_text() for file in ("python.md", "serving.md"))
+    table = "the table of SamplingParams, with `python -m tests.helpers.option_tables`"
+    assert f"| `{name}` | `{getattr(DEFAULTS, name)!r}` |" in in_python, missing(name, "docs/python.md", table)
+    requests = in_serving.partition("### Requests\n")[2].partition("Fields of other clients")[0]
+    assert f"`{name}`" in requests, missing(name, "docs/serving.md", 'the table of fields in "Requests"')
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_reaches_the_kernel(name, monkeypatch):
+    """The tensors of the draw differ between two rows of which one has another value."""
+    tensors = []
+    monkeypatch.setattr(sampler, "sample", lambda logits, *columns: tensors.extend(columns))
+    sampler.draw(torch.zeros(2, 8), [SamplingParams(temperature=1.0), changed(name)], [0.5, 0.5])
+    is_there = any(column[0] != column[1] for column in tensors)
+    what = "the columns of `draw`, and to `sample` in kernels/sampling.py"
+    assert is_there or name in NOT_DRAWN, missing(name, "mmvllm/engine/sampler.py", what, "NOT_DRAWN")
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_the_warm_up_takes_the_path_of_a_field(name):
+    is_there = any(getattr(params, name) != getattr(DEFAULTS, name) for params in WARMUP_PARAMS)
+    message = missing(name, "mmvllm/engine/llm_engine.py", "WARMUP_PARAMS", "NOT_WARMED_UP")
+    assert is_there or name in NOT_WARMED_UP, message
+
+
+def in_chat(name: str, value) -> SamplingParams:
+    return chat_params(ChatRequest(**chat("Hi", **{name: value})), 100)
+
+
+def in_completion(name: str, value) -> SamplingParams:
+    return completion_params(CompletionRequest(**completion(**{name: value})))
+
+
+@pytest.mark.parametrize("request_", [in_chat, in_completion])
+@pytest.mark.parametrize("name", FIELDS)
+def test_the_server_takes_a_field(name, request_):
+    if request_ is in_chat and name in NOT_IN_CHATS:
+        return
+    value = getattr(changed(name), name)
+    given = list(value) if isinstance(value, tuple) else value
+    exceptions = "NOT_IN_CHATS" if request_ is in_chat else None
+    try:
+        params = request_(name, given)
+    except ValidationError:
+        params = None
+    assert params is not None, missing(name, "mmvllm/server/protocol.py", "SamplingRequest", exceptions)
+    passed = getattr(params, name) == value
+    assert passed, missing(name, "mmvllm/server/convert.py", "PARAMS_OF_BOTH_APIS", exceptions)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_captions_have_an_option_for_a_field(name):
+    parser = argparse.ArgumentParser()
+    caption.add_arguments(parser)
+    is_there = name in {action.dest for action in parser._actions} and name in caption.PASSED_ON
+    what = "an option and PASSED_ON (and to CaptionSettings in mmvllm/captioning/settings.py)"
+    message = missing(name, "mmvllm/cli/caption.py", what, "NOT_ON_THE_COMMAND_LINE")
+    assert is_there or name in NOT_ON_THE_COMMAND_LINE, message
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_the_page_has_a_control_for_a_field(name):
+    is_there = name in {field.name for field in fields(Options)}
+    what = "Options (and a control to mmvllm/demo/page.py)"
+    message = missing(name, "mmvllm/demo/conversation.py", what, "NOT_ON_THE_PAGE")
+    assert is_there or name in NOT_ON_THE_PAGE, message
