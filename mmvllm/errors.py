@@ -50,6 +50,10 @@ class RequestError(ValueError):
         image = "" if self.image_index is None else f"image {self.image_index}: "
         return request + image
 
+    def detached(self) -> "RequestError":
+        """This error `without_frames`."""
+        return without_frames(self)
+
     def __reduce__(self):
         """Worker processes send errors back: text and facts, no traceback."""
         return _restore, (type(self), self.args, self.__dict__)

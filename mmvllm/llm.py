@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 from mmvllm.calls import Call, Event, output_of, without_errors
 from mmvllm.config import EngineConfig
 from mmvllm.engine.llm_engine import LLMEngine
-from mmvllm.errors import RequestError, RequestsAborted, without_frames
+from mmvllm.errors import RequestError, RequestsAborted
 from mmvllm.inputs import EngineInput
 from mmvllm.intake import (
     AdmissionWindow,
@@ -311,7 +311,7 @@ class LLM:
         own_id = item.request.get("request_id") if isinstance(item.request, dict) else None
         request_id = self.engine.new_request_id() if own_id is None else own_id
         error.request_index = None  # an output belongs to its request
-        return RequestOutput(request_id, error=str(error), exception=without_frames(error))
+        return RequestOutput(request_id, error=str(error), exception=error.detached())
 
 
 def _as_prompts(prompts: Any) -> list[Request]:

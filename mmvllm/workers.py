@@ -105,7 +105,7 @@ class WorkerPool:
         """
         worker = self._take()
         try:
-            worker.wait_until_ready()
+            worker.wait_until_ready(_Limit(None, is_cancelled))
             self._has_worked = True
             is_error, result = worker.run(task, args, _Limit(timeout, is_cancelled), self._reserve)
         except BaseException as error:
@@ -205,9 +205,9 @@ class _Worker:
     def is_alive(self) -> bool:
         return not connection.wait([self.process.sentinel], 0)
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self, limit: _Limit) -> None:
         if not self._is_ready:
-            self._receive(_Limit(None, None))
+            self._receive(limit)
             self._is_ready = True
 
     def run(self, task: Callable, args: tuple, limit: _Limit, reserve: Reserve) -> tuple[bool, Any]:

@@ -69,6 +69,7 @@ def test_a_path_that_a_client_may_have_chosen_is_never_read(source):
         ({"allowed_networks": "10.0.0.0/8"}, "allowed_networks is one string"),
         ({"max_bytes": 0}, "max_bytes is 0, must be above 0"),
         ({"total_timeout": -1}, "total_timeout is -1, must be above 0"),
+        ({"image_timeout": 0}, "image_timeout is 0, must be above 0"),
         ({"max_redirects": -1}, "max_redirects is -1, must be at least 0"),
     ],
 )
@@ -98,8 +99,14 @@ def test_options_make_the_policy(tmp_path):
     assert parsed() == MediaPolicy()
     options = ("--allowed-media-domains", "a.example, *.b.example", "--allowed-media-networks", "10.1.0.0/16,fd00::/8")
     limits = ("--max-image-bytes", "10", "--max-image-pixels", "20", "--allowed-local-media-path", str(tmp_path))
+    limits += ("--image-timeout", "2.5")
     assert parsed(*options, *limits) == MediaPolicy(
-        ("a.example", "*.b.example"), ("10.1.0.0/16", "fd00::/8"), tmp_path, max_bytes=10, max_pixels=20
+        ("a.example", "*.b.example"),
+        ("10.1.0.0/16", "fd00::/8"),
+        tmp_path,
+        max_bytes=10,
+        max_pixels=20,
+        image_timeout=2.5,
     )
 
 

@@ -31,7 +31,7 @@ def image_config(**settings: Any) -> ImageProcessorConfig:
     return replace(IMAGE_DEFAULTS, **settings)
 
 
-def slow_jpeg(side: int = 7900, num_scans: int = 150) -> bytes:
+def slow_jpeg(side: int = 7900, num_scans: int = 90) -> bytes:
     """A small file that takes a long time to decode: a grey progressive JPEG whose last scan is repeated."""
     data = encode(Image.new("L", (side, side), 90), "JPEG", progressive=True)
     last, end = data.rindex(b"\xff\xda"), len(data) - 2

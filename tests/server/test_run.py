@@ -175,6 +175,7 @@ def test_the_demo_needs_its_extra(monkeypatch, capsys):
         (["--api-key", ""], "--api-key is empty"),
         (["--cors-origin", "example.org"], "--cors-origin: 'example.org' is not an origin"),
         (["--cors-origin", "https://example.org/"], "is not an origin"),
+        (["--image-timeout", "0"], "'0' is not a number of seconds above 0"),
         (["--drain-timeout", "soon"], "'soon' is not a number of seconds"),
         (["--allowed-media-networks", "everything"], "--allowed-media-networks"),
     ],
