@@ -1,5 +1,6 @@
 """What the user chose (`EngineConfig`), and what all checkpoints state (`ModelConfig`): frozen, checked once."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -116,6 +117,8 @@ def torch_dtype(name: Any) -> "torch.dtype | None":
     return getattr(torch, name) if name in ("float32", "float16", "bfloat16") else None
 
 
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
 # Arguments of vLLM's LLM that many programs pass, with the values that describe what mmvllm does anyway.
 ACCEPTED_VLLM_ARGUMENTS = {
     "tensor_parallel_size": (1,),
@@ -206,25 +209,22 @@ class EngineConfig:
                 check_int(f.name, value, at_least={"seed": 0, "max_model_len": 2}.get(f.name, 1))
             if (choices := literal_choices(f.type)) and value not in choices:
                 raise ValueError(f"{f.name} is {value!r}, must be {listed(choices)}")
+        # A torch.device prints as "cuda:0", a torch.dtype as "torch.float32".
+        if not re.fullmatch(r"auto|(cpu|cuda)(:\d+)?", str(self.device)):
+            raise ValueError(f"device is {self.device!r}, must be 'auto', 'cpu', 'cuda' or 'cuda:N'")
+        if str(self.dtype).removeprefix("torch.") not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}, must be {listed(DTYPES)}")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization is {share!r}, must be a number in (0, 1]")
 
     def resolve_device(self) -> "torch.device":
-        """The device to run on: "auto" is CUDA if it is available.
-
-        Raises ValueError for a device that is unknown or not present.
-        """
+        """The device to run on: "auto" is CUDA if it is available; raises ValueError for one that is not present."""
         import torch
 
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            device = torch.device(self.device)
-        except (RuntimeError, TypeError):
-            device = None
-        if device is None or device.type not in ("cpu", "cuda"):
-            raise ValueError(f"device is {self.device!r}, must be 'auto', 'cpu', 'cuda' or 'cuda:N'")
+        device = torch.device(self.device)
         if device.type == "cuda" and (device.index or 0) >= (number := torch.cuda.device_count()):
             found = counted(number, "CUDA device") if number else "no CUDA devices"
             raise ValueError(f"device is {self.device!r}, but this torch ({torch.__version__}) sees {found}")
@@ -240,11 +240,7 @@ class EngineConfig:
         if self.dtype == "auto":
             is_slow = device.type == "cpu" and checkpoint_dtype == torch.float16
             return torch.float32 if is_slow else checkpoint_dtype
-        # A torch.dtype prints as "torch.float32".
-        dtype = torch_dtype(self.dtype if isinstance(self.dtype, str) else str(self.dtype).removeprefix("torch."))
-        if dtype is None:
-            raise ValueError(f"dtype is {self.dtype!r}, must be 'auto', 'float32', 'float16' or 'bfloat16'")
-        return dtype
+        return torch_dtype(str(self.dtype).removeprefix("torch."))
 
 
 def given_engine_args(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, Qwen2VLProcessor
 
-from mmvllm.models.weights import BUNDLED
+from mmvllm.models.folder import BUNDLED
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = json.loads((BUNDLED / "tokenizer_config.json").read_text())["chat_template"]

@@ -28,8 +28,8 @@ def run(args: argparse.Namespace) -> int:
     from mmvllm.bench.report import versions
     from mmvllm.config import EngineConfig
     from mmvllm.layers.attention import choose_attention
+    from mmvllm.models.folder import resolve_folder
     from mmvllm.models.registry import load_config
-    from mmvllm.models.weights import resolve_folder
 
     engine_config = EngineConfig(**engine_arguments(args))
     device = engine_config.resolve_device()

@@ -133,7 +133,7 @@ def test_wrong_arguments_are_wrong_usage(arguments, capsys):
     with pytest.raises(SystemExit) as exit:
         main(arguments)
     assert exit.value.code == 2
-    assert "usage: mmvllm" in capsys.readouterr().err
+    assert "See mmvllm" in capsys.readouterr().err
 
 
 def test_a_folder_without_images_is_wrong_usage(caption, tmp_path):

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from mmvllm.errors import RequestError
+from mmvllm.models.folder import BUNDLED
 from mmvllm.models.qwen2_vl import FAMILY
 from mmvllm.models.registry import load_config
-from mmvllm.models.weights import BUNDLED
 from mmvllm.processors.chat import expand_placeholders
 
 RULES = FAMILY.media_rules(load_config(BUNDLED))
