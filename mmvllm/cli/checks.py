@@ -1,21 +1,29 @@
-"""What is refused before torch is imported, which takes seconds."""
+"""What every command does first: it refuses what it can before torch is imported, which takes seconds."""
 
 import argparse
+import sys
 
 from mmvllm.cli.engine_options import engine_arguments
 from mmvllm.config import EngineConfig
 
+BUNDLED_NOTICE = (
+    "without --model this is the bundled demonstration model, with 3.1 million parameters. It was trained on synthetic "
+    "scenes of coloured shapes and digits, such as those in examples/images, and describes nothing else. For other "
+    "images give a checkpoint, for example --model Qwen/Qwen2-VL-2B-Instruct."
+)
+
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError for a wrong engine option, a path that does not exist, and a model that cannot be served."""
+    """Raise ValueError for a wrong engine option, and for a model that cannot be served."""
     given = vars(args)
     EngineConfig(**engine_arguments(args, exclude=("seed",)))  # the seed may be that of captions, which has any sign
-    if "paths" in given:
-        from mmvllm.captioning.find import find_items
-
-        find_items(args.paths)
-    if given.get("executor", "local") == "local" and "model" in given:  # a folder may be on Ray's machines only
+    if given.get("executor", "local") == "local":  # a folder may be on Ray's machines only
         from mmvllm.models.folder import check_model
 
-        has_engine = "load_format" in given
-        check_model(args.model, with_weights=has_engine and args.load_format != "dummy")
+        check_model(args.model, with_weights="load_format" in given and args.load_format != "dummy")
+
+
+def tell_if_bundled(args: argparse.Namespace) -> None:
+    """Say on standard error what the bundled model is for, if no other one was given."""
+    if args.model is None:
+        print(f"mmvllm {args.command}: {BUNDLED_NOTICE}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 import argparse
 
+from mmvllm.cli.checks import check
 from mmvllm.cli.common import add_model_argument
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 
@@ -25,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check(args)
+
     from mmvllm.bench.report import versions
     from mmvllm.config import EngineConfig
     from mmvllm.layers.attention import choose_attention

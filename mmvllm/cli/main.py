@@ -7,7 +7,6 @@ import sys
 from importlib import import_module
 
 import mmvllm
-from mmvllm.cli.checks import check
 from mmvllm.cli.common import option_name
 from mmvllm.cli.parser import CommandParser
 from mmvllm.errors import ArgumentError
@@ -39,7 +38,6 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
-        check(args)
         return import_module(f"mmvllm.cli.{args.command}").run(args)
     except BrokenPipeError:  # the reader, for example `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
