@@ -81,6 +81,7 @@ class ModelConfig:
     dtype: "torch.dtype"
     eos_token_ids: frozenset[int]
     quantization: str | None
+    max_new_tokens: int | None = None  # of a completion, whatever a request asks for
     vision: VisionConfig | None = None
     image_token_id: int | None = None
     vision_start_token_id: int | None = None

@@ -50,6 +50,7 @@ def decoder_fields(raw: dict, generation: dict) -> dict[str, Any]:
         "dtype": torch_dtype(text.get("dtype") or text.get("torch_dtype")) or torch_dtype("float32"),
         "eos_token_ids": _eos_token_ids(generation.get("eos_token_id", text.get("eos_token_id"))),
         "quantization": quantization_of(raw),
+        "max_new_tokens": _max_new_tokens(generation),
     }
 
 
@@ -57,6 +58,12 @@ def quantization_of(raw: dict) -> str | None:
     """The method that `config.json` names, for quantized weights."""
     quantization = json_object("quantization_config", raw.get("quantization_config", {}))
     return quantization.get("quant_method", "unknown") if quantization else None
+
+
+def _max_new_tokens(generation: dict) -> int | None:
+    if "max_new_tokens" in generation:
+        check_int("generation_config.json's max_new_tokens", generation["max_new_tokens"])
+    return generation.get("max_new_tokens")
 
 
 def _check_decoder(text: dict, rope: dict) -> None:
