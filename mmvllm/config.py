@@ -1,5 +1,6 @@
 """What the user chose (`EngineConfig`), and what all checkpoints state (`ModelConfig`): frozen, checked once."""
 
+import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -9,11 +10,13 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from mmvllm.arguments import check_arguments, check_int
+from mmvllm.devices import auto_device
 from mmvllm.text import counted, listed
 
 if TYPE_CHECKING:  # `mmvllm --help` reads EngineConfig and must not load torch
     import torch
 
+logger = logging.getLogger(__name__)
 MiB = 1024 * 1024
 
 
@@ -144,7 +147,7 @@ class EngineConfig:
     """The options of an engine; a wrong value raises ValueError with the value and the range.
 
     Args:
-        device: "auto" (CUDA if available), "cpu", "cuda" or "cuda:N".
+        device: "auto" (the first CUDA device that can be used, otherwise the CPU), "cpu", "cuda" or "cuda:N".
         dtype: dtype of weights and KV cache: "auto" (the checkpoint's; float32 for a float16 checkpoint on a CPU),
             "float32", "float16" or "bfloat16".
         load_format: "auto" or "safetensors" load the checkpoint's weights; "dummy" initializes random weights and needs
@@ -220,11 +223,14 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization is {share!r}, must be a number in (0, 1]")
 
     def resolve_device(self) -> "torch.device":
-        """The device to run on: "auto" is CUDA if it is available; raises ValueError for one that is not present."""
+        """The device to run on, chosen by `mmvllm.devices` for "auto"; raises ValueError for one that is not there."""
         import torch
 
         if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            device, reason = auto_device(self.gpu_memory_utilization)
+            if reason:
+                logger.warning("running on the CPU: %s", reason)
+            return device
         device = torch.device(self.device)
         if device.type == "cuda" and (device.index or 0) >= (number := torch.cuda.device_count()):
             found = counted(number, "CUDA device") if number else "no CUDA devices"
