@@ -2,7 +2,7 @@
 
 import sys
 
-from mmvllm.cli.main import main
+from mmvllm.__main__ import main
 
 if __name__ == "__main__":
     sys.exit(main(["demo", *sys.argv[1:]]))

@@ -11,10 +11,14 @@ import argparse
 import random
 import sys
 
-import psutil
 from scenes import draw, random_scene
 
 from mmvllm import LLM, SamplingParams
+
+try:
+    import psutil
+except ImportError:
+    raise SystemExit("this example needs the psutil package: pip install psutil") from None
 
 
 def requests(count: int):

@@ -13,7 +13,10 @@ import mimetypes
 import os
 from pathlib import Path
 
-from openai import APIConnectionError, OpenAI
+try:
+    from openai import APIConnectionError, APIStatusError, OpenAI
+except ImportError:
+    raise SystemExit("this example needs the openai package: pip install openai") from None
 
 
 def image_part(path: Path) -> dict:
@@ -58,3 +61,5 @@ if __name__ == "__main__":
         main()
     except APIConnectionError as error:
         raise SystemExit(f"no server answers at {error.request.url}; start one with: mmvllm serve") from None
+    except APIStatusError as error:
+        raise SystemExit(f"the server refused the request: {error.message}") from None

@@ -34,6 +34,7 @@ SPECIAL_TOKENS = [
     "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
     "<|image_pad|>", "<|video_pad|>",
 ]  # fmt: skip
+MAX_NEW_TOKENS = 48  # the longest caption has 30; of an image of another kind it would write until it is stopped
 KINDS = ["nothing", *SHAPES, *DIGITS]
 # Qwen2's pre-tokenizer and chat template.
 SPLIT = (
@@ -216,7 +217,9 @@ def embed_single_frames(model) -> None:
 
 def save(model, folder: Path) -> None:
     """Write the checkpoint with the layout of Qwen2-VL's: `visual.*`, `model.*`, fp16."""
-    copy.deepcopy(model).half().save_pretrained(folder)
+    model = copy.deepcopy(model).half()
+    model.generation_config.max_new_tokens = MAX_NEW_TOKENS
+    model.save_pretrained(folder)
     preprocessor = {name: getattr(IMAGES, name) for name in IMAGES.__slots__}
     preprocessor |= {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2VLProcessor"}
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor, indent=2))

@@ -1,7 +1,21 @@
-"""`python -m mmvllm` is the `mmvllm` command."""
+"""The `mmvllm` command, which is also `python -m mmvllm`."""
 
+import signal
 import sys
 
-from mmvllm.cli.main import main
 
-sys.exit(main())
+def main(argv: list[str] | None = None) -> int:
+    """Run the command in a process of its own, and return its exit code.
+
+    Until a command handles SIGINT itself, Ctrl-C ends the process at once, without a traceback: wherever Python raised
+    KeyboardInterrupt, in the middle of an import say, there is nothing to clean up yet.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell has it ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from mmvllm.cli.main import main as run
+
+    return run(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

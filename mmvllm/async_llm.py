@@ -50,7 +50,7 @@ from mmvllm.intake import (
     request_options,
     with_own_token_ids,
 )
-from mmvllm.models.weights import model_name
+from mmvllm.models.folder import model_name
 from mmvllm.outputs import Delta
 from mmvllm.processors.load import load_image
 from mmvllm.sampling_params import SamplingParams

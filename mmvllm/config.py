@@ -1,5 +1,7 @@
 """What the user chose (`EngineConfig`), and what all checkpoints state (`ModelConfig`): frozen, checked once."""
 
+import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -8,11 +10,13 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from mmvllm.arguments import check_arguments, check_int
+from mmvllm.devices import auto_device
 from mmvllm.text import counted, listed
 
 if TYPE_CHECKING:  # `mmvllm --help` reads EngineConfig and must not load torch
     import torch
 
+logger = logging.getLogger(__name__)
 MiB = 1024 * 1024
 
 
@@ -80,6 +84,7 @@ class ModelConfig:
     dtype: "torch.dtype"
     eos_token_ids: frozenset[int]
     quantization: str | None
+    max_new_tokens: int | None = None  # of a completion, whatever a request asks for
     vision: VisionConfig | None = None
     image_token_id: int | None = None
     vision_start_token_id: int | None = None
@@ -116,6 +121,8 @@ def torch_dtype(name: Any) -> "torch.dtype | None":
     return getattr(torch, name) if name in ("float32", "float16", "bfloat16") else None
 
 
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
 # Arguments of vLLM's LLM that many programs pass, with the values that describe what mmvllm does anyway.
 ACCEPTED_VLLM_ARGUMENTS = {
     "tensor_parallel_size": (1,),
@@ -140,7 +147,7 @@ class EngineConfig:
     """The options of an engine; a wrong value raises ValueError with the value and the range.
 
     Args:
-        device: "auto" (CUDA if available), "cpu", "cuda" or "cuda:N".
+        device: "auto" (the first CUDA device that can be used, otherwise the CPU), "cpu", "cuda" or "cuda:N".
         dtype: dtype of weights and KV cache: "auto" (the checkpoint's; float32 for a float16 checkpoint on a CPU),
             "float32", "float16" or "bfloat16".
         load_format: "auto" or "safetensors" load the checkpoint's weights; "dummy" initializes random weights and needs
@@ -206,25 +213,25 @@ class EngineConfig:
                 check_int(f.name, value, at_least={"seed": 0, "max_model_len": 2}.get(f.name, 1))
             if (choices := literal_choices(f.type)) and value not in choices:
                 raise ValueError(f"{f.name} is {value!r}, must be {listed(choices)}")
+        # A torch.device prints as "cuda:0", a torch.dtype as "torch.float32".
+        if not re.fullmatch(r"auto|(cpu|cuda)(:\d+)?", str(self.device)):
+            raise ValueError(f"device is {self.device!r}, must be 'auto', 'cpu', 'cuda' or 'cuda:N'")
+        if str(self.dtype).removeprefix("torch.") not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}, must be {listed(DTYPES)}")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization is {share!r}, must be a number in (0, 1]")
 
     def resolve_device(self) -> "torch.device":
-        """The device to run on: "auto" is CUDA if it is available.
-
-        Raises ValueError for a device that is unknown or not present.
-        """
+        """The device to run on, chosen by `mmvllm.devices` for "auto"; raises ValueError for one that is not there."""
         import torch
 
         if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            device = torch.device(self.device)
-        except (RuntimeError, TypeError):
-            device = None
-        if device is None or device.type not in ("cpu", "cuda"):
-            raise ValueError(f"device is {self.device!r}, must be 'auto', 'cpu', 'cuda' or 'cuda:N'")
+            device, reason = auto_device(self.gpu_memory_utilization)
+            if reason:
+                logger.warning("running on the CPU: %s", reason)
+            return device
+        device = torch.device(self.device)
         if device.type == "cuda" and (device.index or 0) >= (number := torch.cuda.device_count()):
             found = counted(number, "CUDA device") if number else "no CUDA devices"
             raise ValueError(f"device is {self.device!r}, but this torch ({torch.__version__}) sees {found}")
@@ -240,11 +247,7 @@ class EngineConfig:
         if self.dtype == "auto":
             is_slow = device.type == "cpu" and checkpoint_dtype == torch.float16
             return torch.float32 if is_slow else checkpoint_dtype
-        # A torch.dtype prints as "torch.float32".
-        dtype = torch_dtype(self.dtype if isinstance(self.dtype, str) else str(self.dtype).removeprefix("torch."))
-        if dtype is None:
-            raise ValueError(f"dtype is {self.dtype!r}, must be 'auto', 'float32', 'float16' or 'bfloat16'")
-        return dtype
+        return torch_dtype(str(self.dtype).removeprefix("torch."))
 
 
 def given_engine_args(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from mmvllm.intake import (
     params_for,
     request_options,
 )
-from mmvllm.models.weights import model_name
+from mmvllm.models.folder import model_name
 from mmvllm.outputs import Delta, RequestOutput
 from mmvllm.processors.requests import PROMPT_KEYS
 

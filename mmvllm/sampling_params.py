@@ -41,11 +41,12 @@ class SamplingParams:
         top_p: keep the smallest set of tokens whose probabilities sum to at least this value, in (0, 1].
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         min_p: keep tokens at least this fraction as likely as the most likely one, in [0, 1].
-        max_tokens: maximum number of generated tokens.
+        max_tokens: maximum number of generated tokens; max_new_tokens of the checkpoint's generation_config.json, if it
+            is there, is a limit too.
         min_tokens: minimum number of generated tokens before a stop condition applies.
         stop: strings that stop generation; the returned text ends before them.
         stop_token_ids: token ids that stop generation, in addition to the checkpoint's own.
-        ignore_eos: continue after the end-of-sequence token, until max_tokens.
+        ignore_eos: continue after the end-of-sequence token and the checkpoint's max_new_tokens, until max_tokens.
         seed: seed of the request's own random generator: the completion does not depend on the rest of the batch.
         repetition_penalty: divides positive (multiplies negative) logits of tokens in prompt or completion, > 0.
         presence_penalty: subtracted from the logits of tokens in the completion, in [-2, 2].

@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, which transformers does too
 
 from mmvllm import LLM
-from mmvllm.models.weights import BUNDLED
+from mmvllm.models.folder import BUNDLED
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import assert_idle
 from tests.helpers.reference import Reference

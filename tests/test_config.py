@@ -95,13 +95,6 @@ def test_a_cuda_index_beyond_the_last_is_refused(number, found, monkeypatch):
         EngineConfig(device=f"cuda:{number}").resolve_device()
 
 
-@pytest.mark.parametrize("cuda", [True, False])
-def test_device_auto_is_cuda_if_available(cuda, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    assert EngineConfig().resolve_device().type == ("cuda" if cuda else "cpu")
-    assert EngineConfig(device="cpu").resolve_device() == torch.device("cpu")
-
-
 @pytest.mark.parametrize(
     ("given", "checkpoint_dtype", "device", "want"),
     [

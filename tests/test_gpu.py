@@ -37,7 +37,7 @@ def test_cuda_graphs_give_the_same_tokens(max_num_seqs, checkpoint, make_llm):
 
 
 def test_the_bundled_model_generates_the_same_tokens_as_on_the_cpu(make_llm):
-    from mmvllm.models.weights import BUNDLED
+    from mmvllm.models.folder import BUNDLED
 
     requests = list(REQUESTS.values())
     gpu = make_llm(BUNDLED, device="cuda", skip_warmup=False)

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from mmvllm import LLM, SamplingParams
-from mmvllm.models.weights import BUNDLED
+from mmvllm.models.folder import BUNDLED
 from tests.helpers.requests import ask, noise_image, spans_of
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)

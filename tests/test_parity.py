@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmvllm.models.weights import BUNDLED
+from mmvllm.models.folder import BUNDLED
 from tests.helpers.checkpoints import SHAPES
 from tests.helpers.parity import GREEDY, REQUESTS
 from tests.helpers.reference import assert_no_worse, first_logits, in_double, in_float64

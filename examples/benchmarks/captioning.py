@@ -195,8 +195,8 @@ def reference(args: argparse.Namespace, stack: ExitStack) -> Method:
 
     from mmvllm.bench.reference import Qwen2VLImageProcessorPil, Transformers
     from mmvllm.config import EngineConfig
+    from mmvllm.models.folder import resolve_folder
     from mmvllm.models.registry import load_config, load_image_config
-    from mmvllm.models.weights import resolve_folder
     from mmvllm.processors.image import pixel_bounds
 
     folder, device = resolve_folder(args.model), EngineConfig().resolve_device()

@@ -28,9 +28,12 @@ from pathlib import Path
 from statistics import quantiles
 from tempfile import TemporaryDirectory
 
-import openai
-import psutil
-from prometheus_client.parser import text_string_to_metric_families
+try:
+    import openai
+    import psutil
+    from prometheus_client.parser import text_string_to_metric_families
+except ImportError as error:
+    raise SystemExit(f'this benchmark needs the {error.name} package: pip install ".[serve,test]"') from None
 
 from mmvllm import LLM, SamplingParams
 from mmvllm.cli.common import at_least_one

@@ -15,8 +15,8 @@ from mmvllm.bench.report import number, percent, print_table, record
 from mmvllm.bench.roofline import bytes_per_second
 from mmvllm.config import EngineConfig, ModelConfig
 from mmvllm.kernels.dispatch import Case, KernelShapes, VisionShapes
+from mmvllm.models.folder import resolve_folder
 from mmvllm.models.registry import load_config
-from mmvllm.models.weights import resolve_folder
 from mmvllm.transfer import current_device
 
 CPU_SECONDS = 0.1  # spent on the repetitions of one case, at least

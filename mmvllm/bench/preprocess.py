@@ -13,8 +13,8 @@ import torch
 from mmvllm.bench.report import number, print_table, record
 from mmvllm.bench.workload import encoded, image_sizes, smooth_noise
 from mmvllm.intake import NUM_WORKERS
+from mmvllm.models.folder import resolve_folder
 from mmvllm.models.registry import load_image_config
-from mmvllm.models.weights import resolve_folder
 from mmvllm.processors.image import ImageProcessor
 from mmvllm.processors.load import load_image
 

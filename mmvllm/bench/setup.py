@@ -13,8 +13,8 @@ from mmvllm.bench.runs import Mmvllm, Run
 from mmvllm.bench.workload import Workload, image_sizes
 from mmvllm.config import EngineConfig, ModelConfig, given_engine_args
 from mmvllm.llm import LLM
+from mmvllm.models.folder import resolve_folder
 from mmvllm.models.registry import load_config
-from mmvllm.models.weights import resolve_folder
 from mmvllm.text import counted
 
 

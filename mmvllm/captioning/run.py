@@ -19,7 +19,7 @@ from mmvllm.captioning.settings import BESIDE_IMAGES, CaptionSettings
 from mmvllm.captioning.worklist import Selection, Worklist
 from mmvllm.errors import ArgumentError
 from mmvllm.llm import LLM
-from mmvllm.models.weights import model_name
+from mmvllm.models.folder import model_name
 
 
 def caption_images(

@@ -4,6 +4,7 @@ import argparse
 from importlib import import_module
 from pathlib import Path
 
+from mmvllm.cli.checks import check
 from mmvllm.cli.common import add_model_argument, at_least_one
 from mmvllm.cli.engine_options import add_engine_arguments
 
@@ -25,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name} {path}: there is no folder {path.parent}; make it first")
         if path:
             path.open("ab").close()  # fail now, not after the last round, if the file is not writable
+    check(args)
     record = import_module(f"mmvllm.bench.{args.benchmark}").run(args)
     import_module("mmvllm.bench.report").emit(record, args.output)
     return 0

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from mmvllm.captioning.files import FILE_FORMATS
+from mmvllm.captioning.find import find_items
 from mmvllm.captioning.output import FORMATS
 from mmvllm.captioning.settings import DEFAULT_PROMPT, PRESETS
+from mmvllm.cli.checks import check, tell_if_bundled
 from mmvllm.cli.common import add_model_argument, at_least_one
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 from mmvllm.cli.progress import MODES, Display
@@ -148,6 +150,9 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check(args)
+    find_items(args.paths)  # refuses paths that do not exist
+    tell_if_bundled(args)
     from mmvllm.captioning.errors import JobError
     from mmvllm.captioning.run import caption_images
 

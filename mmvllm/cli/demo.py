@@ -7,6 +7,7 @@ import threading
 from importlib.util import find_spec
 from pathlib import Path
 
+from mmvllm.cli.checks import check, tell_if_bundled
 from mmvllm.cli.common import add_max_waiting_argument, add_model_argument, at_least_one
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 from mmvllm.cli.media import add_image_arguments, media_policy
@@ -50,16 +51,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    auth = _users(args)
+    auth, policy = _users(args), media_policy(args)
     if find_spec("gradio") is None:
         raise ValueError('the page needs Gradio: pip install "mmvllm[demo]"')
+    listen(args.host, args.port or 0).close()
+    check(args)
+    tell_if_bundled(args)
+
     from mmvllm.async_llm import AsyncLLM
     from mmvllm.demo.look import launch_options
     from mmvllm.demo.page import build_page
     from mmvllm.demo.settings import DemoSettings
 
-    policy = media_policy(args)
-    listen(args.host, args.port or 0).close()  # fail before a model is loaded
     engine = AsyncLLM(args.model, max_waiting=args.max_waiting, **engine_arguments(args))
     try:
         page = build_page(engine, DemoSettings(policy, args.max_images, allow_special_tokens=args.allow_special_tokens))

@@ -2,6 +2,7 @@
 
 import argparse
 
+from mmvllm.cli.checks import check
 from mmvllm.cli.common import add_model_argument
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 
@@ -25,11 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check(args)
+
     from mmvllm.bench.report import versions
     from mmvllm.config import EngineConfig
     from mmvllm.layers.attention import choose_attention
+    from mmvllm.models.folder import resolve_folder
     from mmvllm.models.registry import load_config
-    from mmvllm.models.weights import resolve_folder
 
     engine_config = EngineConfig(**engine_arguments(args))
     device = engine_config.resolve_device()
@@ -42,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     block_size = engine_config.kvcache_block_size or attention.block_size
     sections = {
         "versions": {name: text or "not installed" for name, text in versions(*PACKAGES).items()},
-        "devices": _devices(),
+        "devices": _devices(engine_config.gpu_memory_utilization),
         "model": {
             "folder": str(folder),
             "architecture": config.architecture,
@@ -61,18 +64,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _devices() -> dict[str, str]:
+def _devices(memory_share: float) -> dict[str, str]:
     import os
 
     import torch
 
+    from mmvllm.devices import cuda_unusable, unsupported_accelerators
+
     devices = {"cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"}
     for i in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(i)
-        devices[f"cuda:{i}"] = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"
+        properties, reason = torch.cuda.get_device_properties(i), cuda_unusable(i, memory_share)
+        left_out = f"; not taken by --device auto: {reason}" if reason else ""
+        devices[f"cuda:{i}"] = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB{left_out}"
     if len(devices) == 1:
         devices["cuda"] = "none that this torch can use"
-    return devices
+    return devices | dict.fromkeys(unsupported_accelerators(), "not supported")
 
 
 def _attention_backends(head_dims, device, dtype, block_size: int | None) -> dict[str, str]:

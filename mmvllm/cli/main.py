@@ -1,6 +1,5 @@
 """The `mmvllm` command. Heavy modules are imported by the subcommands only, so that `--help` is fast."""
 
-import argparse
 import io
 import logging
 import os
@@ -9,6 +8,7 @@ from importlib import import_module
 
 import mmvllm
 from mmvllm.cli.common import option_name
+from mmvllm.cli.parser import CommandParser
 from mmvllm.errors import ArgumentError
 
 COMMANDS = {
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
 
     0 is success, 1 a crash, 2 wrong usage, 3 that some images failed, 130 an interrupt, 141 a closed output pipe.
     """
-    parser = argparse.ArgumentParser(prog="mmvllm", description=mmvllm.__doc__)
+    parser = CommandParser(prog="mmvllm", description=mmvllm.__doc__)
     parser.add_argument("--version", action="version", version=f"mmvllm {mmvllm.__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():

@@ -5,6 +5,7 @@ import os
 import re
 from importlib.util import find_spec
 
+from mmvllm.cli.checks import check, tell_if_bundled
 from mmvllm.cli.common import add_max_waiting_argument, add_model_argument, at_least_one, seconds
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 from mmvllm.cli.media import add_image_arguments, add_source_arguments, media_policy
@@ -121,15 +122,16 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _check_installed(args)
-    media = media_policy(args)
-
-    from mmvllm.async_llm import AsyncLLM
-    from mmvllm.server.app import build_app
-    from mmvllm.server.run import make_server
-
-    keys = _api_keys(args)
+    media, keys = media_policy(args), _api_keys(args)
     _check_origins(args.cors_origin)
     with listen(args.host, args.port) as listener:
+        check(args)
+        tell_if_bundled(args)
+
+        from mmvllm.async_llm import AsyncLLM
+        from mmvllm.server.app import build_app
+        from mmvllm.server.run import make_server
+
         engine = AsyncLLM(args.model, max_waiting=args.max_waiting, **engine_arguments(args))
         settings = _settings(args, engine.model, keys, media)
 

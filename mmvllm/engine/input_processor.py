@@ -87,7 +87,7 @@ class InputProcessor:
                 items=prompt.items,
                 positions=prompt.positions,
                 mrope_position_delta=prompt.position_delta,
-                max_num_tokens=self._max_model_len,
+                max_num_tokens=self._max_num_tokens(prompt, params),
                 seed=xxhash.xxh64_intdigest(f"{seed}:{i}".encode()),
                 priority=priority,
                 cache_salt=cache_salt,
@@ -97,6 +97,13 @@ class InputProcessor:
             for i in range(params.n)
         ]
         return SequenceGroup(seqs, trace_headers)
+
+    def _max_num_tokens(self, prompt: EngineInput, params: SamplingParams) -> int:
+        """Of prompt and completion. The checkpoint's own limit applies as its end-of-sequence token does."""
+        limit = self._config.max_new_tokens
+        if limit is None or params.ignore_eos:
+            return self._max_model_len
+        return min(self._max_model_len, len(prompt.token_ids) + limit)
 
     def _check_token_ids(self, token_ids: list[int]) -> None:
         if not token_ids:

@@ -14,8 +14,9 @@ from mmvllm.engine.model_runner import ModelRunner
 from mmvllm.inputs import MediaRules
 from mmvllm.layers.attention import AttentionBackend, choose_attention
 from mmvllm.layers.linear import pack_weights
+from mmvllm.models.folder import resolve_folder
 from mmvllm.models.registry import family_of, load_config, load_image_config
-from mmvllm.models.weights import load_model, resolve_folder
+from mmvllm.models.weights import load_model
 from mmvllm.processors.image import ImageProcessorConfig
 
 logger = logging.getLogger(__name__)

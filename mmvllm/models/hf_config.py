@@ -34,7 +34,6 @@ def decoder_fields(raw: dict, generation: dict) -> dict[str, Any]:
     rope.setdefault("rope_theta", text.get("rope_theta"))
     _check_decoder(text, rope)
     heads, hidden_size = text["num_attention_heads"], text["hidden_size"]
-    quantization = json_object("quantization_config", raw.get("quantization_config", {}))
     return {
         "hidden_size": hidden_size,
         "intermediate_size": text["intermediate_size"],
@@ -50,8 +49,21 @@ def decoder_fields(raw: dict, generation: dict) -> dict[str, Any]:
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings") or text.get("tie_word_embeddings")),
         "dtype": torch_dtype(text.get("dtype") or text.get("torch_dtype")) or torch_dtype("float32"),
         "eos_token_ids": _eos_token_ids(generation.get("eos_token_id", text.get("eos_token_id"))),
-        "quantization": quantization.get("quant_method", "unknown") if quantization else None,
+        "quantization": quantization_of(raw),
+        "max_new_tokens": _max_new_tokens(generation),
     }
+
+
+def quantization_of(raw: dict) -> str | None:
+    """The method that `config.json` names, for quantized weights."""
+    quantization = json_object("quantization_config", raw.get("quantization_config", {}))
+    return quantization.get("quant_method", "unknown") if quantization else None
+
+
+def _max_new_tokens(generation: dict) -> int | None:
+    if "max_new_tokens" in generation:
+        check_int("generation_config.json's max_new_tokens", generation["max_new_tokens"])
+    return generation.get("max_new_tokens")
 
 
 def _check_decoder(text: dict, rope: dict) -> None:

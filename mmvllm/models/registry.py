@@ -1,26 +1,30 @@
-"""Which model families there are, by the architecture in config.json."""
+"""Which model families there are, by the architecture in config.json; a family is imported when it is needed."""
 
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mmvllm.config import ModelConfig
-from mmvllm.models import qwen2_vl
 from mmvllm.models.hf_config import read_json
-from mmvllm.models.interface import ModelFamily
-from mmvllm.processors.image import ImageProcessorConfig
 
-FAMILIES: dict[str, ModelFamily] = {
-    name: module.FAMILY for module in (qwen2_vl,) for name in module.FAMILY.architectures
+if TYPE_CHECKING:  # these import torch, which a command that refuses a checkpoint must not wait for
+    from mmvllm.models.interface import ModelFamily
+    from mmvllm.processors.image import ImageProcessorConfig
+
+# Architecture -> the package whose FAMILY serves it.
+FAMILIES = {
+    "Qwen2VLForConditionalGeneration": "mmvllm.models.qwen2_vl",
+    "Qwen2ForCausalLM": "mmvllm.models.qwen2_vl",
 }
 
 
-def family_of(architecture: str) -> ModelFamily:
+def family_of(architecture: str) -> "ModelFamily":
     """The family that serves an architecture; ValueError names what is supported."""
-    if architecture not in FAMILIES:
-        raise ValueError(f"architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}")
-    return FAMILIES[architecture]
+    _check_architecture(architecture)
+    return import_module(FAMILIES[architecture]).FAMILY
 
 
-def load_image_config(folder: str | Path) -> ImageProcessorConfig:
+def load_image_config(folder: str | Path) -> "ImageProcessorConfig":
     """How images are prepared for a checkpoint; raises ValueError for damaged or unsupported settings."""
     return family_of(load_config(folder).architecture).image_config(Path(folder))
 
@@ -30,13 +34,28 @@ def load_config(folder: str | Path) -> ModelConfig:
 
     Raises ValueError for a folder or a config that cannot be served.
     """
+    architecture, raw = read_config(folder)
+    generation = read_json(Path(folder) / "generation_config.json") or {}
+    try:
+        return family_of(architecture).parse_config(architecture, raw, generation)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{Path(folder) / 'config.json'}: {error}") from None
+
+
+def read_config(folder: str | Path) -> tuple[str, dict]:
+    """The architecture that `config.json` names, which is a supported one, and the whole object."""
     path = Path(folder) / "config.json"
     raw = read_json(path)
     if raw is None:
         raise ValueError(f"{folder}: not a checkpoint folder, it has no config.json")
-    generation = read_json(Path(folder) / "generation_config.json") or {}
-    architecture = (raw.get("architectures") or [raw.get("model_type", "unknown")])[0]
     try:
-        return family_of(architecture).parse_config(architecture, raw, generation)
-    except (TypeError, ValueError) as error:
+        architecture = (raw.get("architectures") or [raw.get("model_type", "unknown")])[0]
+        _check_architecture(architecture)
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
+    return architecture, raw
+
+
+def _check_architecture(architecture: str) -> None:
+    if architecture not in FAMILIES:
+        raise ValueError(f"architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}")

@@ -1,6 +1,5 @@
 """Checkpoint folder -> model: safetensors through memory maps, random weights, or a clear refusal."""
 
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,41 +12,11 @@ from tqdm.auto import tqdm
 from mmvllm.config import ModelConfig
 from mmvllm.layers.attention import AttentionBackend, TorchAttention
 from mmvllm.layers.linear import MergedLinear
+from mmvllm.models.folder import check_not_quantized, weight_files
 from mmvllm.models.interface import Model
 from mmvllm.models.registry import family_of
 
 logger = logging.getLogger(__name__)
-BUNDLED = Path(__file__).parent.parent / "assets" / "demo"
-
-
-def model_name(model: str | Path | None) -> str:
-    """What to call a model, as the user named it."""
-    return "bundled" if model is None else str(model)
-
-
-def resolve_folder(model: str | Path | None, with_weights: bool = True) -> Path:
-    """The folder of a checkpoint: the bundled one for None, a local folder, or a hub id, downloaded unless cached.
-
-    Offline mode (HF_HUB_OFFLINE) is respected; pickled weights are never downloaded.
-    """
-    if model is None:
-        return BUNDLED
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        if (folder := Path(model).expanduser()).is_dir():
-            return folder
-        wanted = ["*.json", "*.txt", "*.jinja", *(["*.safetensors"] if with_weights else [])]
-        return Path(snapshot_download(str(model), allow_patterns=wanted))
-    except HFValidationError:
-        raise ValueError(
-            f"model {str(model)!r} is neither a local folder nor a hub id like 'Qwen/Qwen2-VL-2B'"
-        ) from None
-    except (OSError, ValueError, RuntimeError) as error:  # the hub's own errors are OSErrors
-        raise ValueError(
-            f"model {str(model)!r} is not a local folder and cannot be downloaded from the hub: {error}"
-        ) from error
 
 
 def load_model(
@@ -60,13 +29,11 @@ def load_model(
     attention: type[AttentionBackend] = TorchAttention,
 ) -> Model:
     """Build the model on `device` in `dtype` with the folder's weights, or with random ones for "dummy"."""
-    if load_format != "dummy" and config.quantization:
-        raise ValueError(
-            f"{folder} is {config.quantization}-quantized, which is not supported; use the original weights"
-        )
+    if load_format != "dummy":
+        check_not_quantized(folder, config.quantization)
     with torch.device("meta"):
         model = family_of(config.architecture).build(config, attention).to(dtype)
-    files = [] if load_format == "dummy" else _weight_files(folder)
+    files = [] if load_format == "dummy" else weight_files(folder)
     model = model.to_empty(device=device).eval().requires_grad_(False)
     if load_format == "dummy":
         _fill_randomly(model, seed)
@@ -74,32 +41,6 @@ def load_model(
         _fill(model, files, folder)
     model.tie_head()
     return model
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        files = [single]
-    elif index.is_file():
-        files = sorted({folder / name for name in _weight_map(index).values()})
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
-        raise ValueError(
-            f"{folder} has no *.safetensors weights (found: {found}); mmvllm loads no pickled weights. "
-            "For random weights pass load_format='dummy'"
-        )
-    if missing := [path.name for path in files if not path.is_file()]:
-        raise ValueError(f"{folder} lacks {', '.join(missing)}, which {index.name} names; download it again")
-    return files
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{index} is damaged: {error!r}; download it again") from None
 
 
 def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:

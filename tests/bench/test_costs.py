@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmvllm.bench.costs import ModelCosts, keys_seen
+from mmvllm.models.folder import BUNDLED
 from mmvllm.models.registry import load_config
-from mmvllm.models.weights import BUNDLED
 from tests.helpers.checkpoints import SHAPES
 
 

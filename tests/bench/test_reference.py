@@ -9,7 +9,7 @@ from transformers import AutoConfig, Qwen2VLForConditionalGeneration
 from mmvllm.bench.reference import Transformers, dummy_model
 from mmvllm.bench.runs import Mmvllm
 from mmvllm.bench.workload import Workload
-from mmvllm.models.weights import BUNDLED
+from mmvllm.models.folder import BUNDLED
 
 CPU, FLOAT32 = torch.device("cpu"), torch.float32
 

@@ -7,7 +7,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from mmvllm.bench.workload import MIXED_SIZES, Workload, image_sizes
-from mmvllm.models.weights import BUNDLED
+from mmvllm.models.folder import BUNDLED
 
 
 @pytest.fixture(scope="module")

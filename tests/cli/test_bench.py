@@ -10,8 +10,8 @@ import pytest
 import mmvllm
 from mmvllm.bench import kernels, roofline, runs
 from mmvllm.cli.main import main
+from mmvllm.models.folder import BUNDLED
 from mmvllm.models.registry import load_config
-from mmvllm.models.weights import BUNDLED
 
 SMALL = ("--device", "cpu", "--size", "64x48", "--output-tokens", "5", "--repeat", "2")
 
@@ -188,7 +188,7 @@ def test_wrong_values_end_with_a_message(arguments, message, bench):
     ("arguments", "message"),
     [
         ([], "the following arguments are required: BENCHMARK"),
-        (["speed"], "invalid choice: 'speed'"),
+        (["speed"], "there is no benchmark 'speed'"),
         (["throughput", "--load-format", "gguf"], "invalid choice: 'gguf'"),
         (["throughput", "--requests", "0"], "'0' is not a whole number of at least 1"),
         (["throughput", "--text-share", "1.5"], "'1.5' is not a share between 0 and 1"),

@@ -133,7 +133,7 @@ def test_wrong_arguments_are_wrong_usage(arguments, capsys):
     with pytest.raises(SystemExit) as exit:
         main(arguments)
     assert exit.value.code == 2
-    assert "usage: mmvllm" in capsys.readouterr().err
+    assert "See mmvllm" in capsys.readouterr().err
 
 
 def test_a_folder_without_images_is_wrong_usage(caption, tmp_path):
@@ -219,3 +219,11 @@ def test_a_closed_pipe_ends_the_run_quietly(checkpoint, images):
         err = process.stderr.read()
     assert process.returncode == 141
     assert "Traceback" not in err and "BrokenPipe" not in err
+
+
+def test_the_bundled_model_is_announced_once(caption, images, capsys):
+    assert main(["caption", str(images / "b.png"), *TINY, "--progress", "none"]) == 0
+    err = capsys.readouterr().err
+    assert err.count("bundled demonstration model") == 1 and "--model Qwen/Qwen2-VL-2B-Instruct" in err
+    assert len(err.splitlines()) == 1
+    assert "bundled" not in caption(images / "b.png", "--progress", "none")[2]

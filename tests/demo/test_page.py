@@ -180,6 +180,8 @@ def test_the_command_requires_a_login_and_leaves_no_file(tmp_path):
         assert [*tmp_path.glob("mmvllm-demo-*")]
         process.send_signal(signal.SIGTERM)
         said = process.communicate(timeout=60)[1]
+    notice, _, said = said.partition("\n")
+    assert "bundled demonstration model" in notice
     assert (process.returncode, said) == (0, "")
     assert [*tmp_path.glob("mmvllm-demo-*")] == []
 
@@ -192,6 +194,8 @@ def test_a_server_with_the_page_exits_quietly(tmp_path):
         assert get(f"{url}config").json()["title"] == "mmvllm"
         process.send_signal(signal.SIGTERM)
         said = process.communicate(timeout=60)[1]
+    notice, _, said = said.partition("\n")
+    assert "bundled demonstration model" in notice
     assert (process.returncode, said) == (
         0,
         "shutting down: finishing the requests in flight; interrupt again to abort them\n",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from mmvllm.engine.detokenizer import CompletionText, token_bytes
-from mmvllm.models.weights import BUNDLED
+from mmvllm.models.folder import BUNDLED
 
 METADATA = os.environ.get("MMVLLM_CHECKPOINT_METADATA")
 FOLDERS = [BUNDLED] + [Path(METADATA, name) for name in ("Qwen2-VL-2B-Instruct", "Qwen2.5-VL-7B-Instruct") if METADATA]

@@ -2,9 +2,12 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from mmvllm.async_llm import AsyncLLM
 from tests.helpers.server import ENGINE, serving
@@ -24,6 +27,35 @@ def test_the_client_prints_the_completion_and_its_usage():
     assert done.returncode == 0, done.stderr
     answer, cost = done.stdout.splitlines()
     assert answer == "One." and cost.endswith(" out)")
+
+
+def test_without_a_server_the_client_says_so():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"  # closed at once
+    done = run("openai_client.py", str(EXAMPLES / "images" / "scene-04.png"), "How many?", OPENAI_BASE_URL=url)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"no server answers at {url}/") and len(done.stderr.splitlines()) == 1
+
+
+def test_a_refused_request_is_one_sentence():
+    with serving(AsyncLLM(**ENGINE), api_keys=("secret",)) as server:
+        image = str(EXAMPLES / "images" / "scene-04.png")
+        done = run("openai_client.py", image, "How many?", OPENAI_BASE_URL=f"{server.url}/v1", OPENAI_API_KEY="wrong")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("the server refused the request: ") and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "package"),
+    [("openai_client.py", "openai"), ("memory.py", "psutil"), ("benchmarks/serving.py", "openai")],
+)
+def test_a_missing_package_is_one_sentence(script, package):
+    code = f"import runpy, sys; sys.modules[{package!r}] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
+    environment = os.environ | {"PYTHONPATH": f"{EXAMPLES}{os.pathsep}{EXAMPLES.parent}"}
+    command = [sys.executable, "-c", code, EXAMPLES / script]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert f"needs the {package} package: pip install" in done.stderr
 
 
 def test_under_load_all_completions_are_correct_and_no_resources_leak():

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-from mmvllm.models.weights import BUNDLED
+from mmvllm.models.folder import BUNDLED
 
 SMALL_PIXELS = {"min_pixels": 56 * 56, "max_pixels": 140 * 140}
 

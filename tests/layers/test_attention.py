@@ -10,8 +10,8 @@ from mmvllm.kernels.packed_attention import attention_torch
 from mmvllm.kernels.paged_attention import paged_attention_torch
 from mmvllm.layers import attention
 from mmvllm.layers.attention import choose_attention
+from mmvllm.models.folder import BUNDLED
 from mmvllm.models.registry import load_config
-from mmvllm.models.weights import BUNDLED
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

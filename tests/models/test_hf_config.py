@@ -195,6 +195,17 @@ def test_damaged_json_is_refused(text, folder_of):
         load_config(folder_of(text))
 
 
+@pytest.mark.parametrize(("generation", "want"), [(None, None), ({}, None), ({"max_new_tokens": 7}, 7)])
+def test_the_limit_of_completions_is_that_of_the_generation_config(generation, want, folder_of):
+    assert load_config(folder_of(NESTED, generation)).max_new_tokens == want
+
+
+@pytest.mark.parametrize("value", [0, -1, "7", 1.5, True])
+def test_a_wrong_limit_of_completions_is_refused(value, folder_of):
+    with pytest.raises(ValueError, match=r"generation_config\.json's max_new_tokens is .*, must be an integer"):
+        load_config(folder_of(NESTED, {"max_new_tokens": value}))
+
+
 def test_damaged_generation_config_is_refused(folder_of, tmp_path):
     (tmp_path / "generation_config.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"generation_config\.json is damaged"):

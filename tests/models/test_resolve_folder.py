@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mmvllm import LLM
-from mmvllm.models.weights import BUNDLED, resolve_folder
+from mmvllm.models.folder import BUNDLED, resolve_folder
 
 
 class WritesFile:
@@ -84,7 +84,7 @@ def test_hub_ids_offline(checkpoint, tmp_path):
     (tmp_path / "models--tiny--cached" / "refs").mkdir()
     (tmp_path / "models--tiny--cached" / "refs" / "main").write_text("0123456789")
     code = """
-from mmvllm.models.weights import resolve_folder
+from mmvllm.models.folder import resolve_folder
 print(resolve_folder("tiny/cached"))
 try:
     resolve_folder("tiny/not-cached")

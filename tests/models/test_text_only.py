@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mmvllm import SamplingParams
-from mmvllm.models.weights import BUNDLED
+from mmvllm.models.folder import BUNDLED
 from tests.helpers.requests import ask, noise_image
 
 GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)

@@ -16,9 +16,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput
+from mmvllm.models.folder import BUNDLED
 from mmvllm.models.qwen2_vl import FAMILY
 from mmvllm.models.registry import load_config
-from mmvllm.models.weights import BUNDLED
 from mmvllm.processors.chat import ForeignProcessor, Processor
 from mmvllm.processors.image import ImageProcessor, normalize_patches
 from tests.helpers.images import image_config

@@ -13,7 +13,7 @@ from mmvllm import AsyncLLM, SamplingParams
 from mmvllm.demo.page import build_page
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.errors import RequestError
-from mmvllm.models.weights import BUNDLED
+from mmvllm.models.folder import BUNDLED
 from mmvllm.processors.chat import ForeignProcessor
 from tests.helpers.engines import run_at_once
 from tests.helpers.requests import ask, grids_of, noise_image, patches_of, spans_of

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as hf
 
+from mmvllm.models.folder import BUNDLED
 from mmvllm.models.qwen2_vl.processing import IMAGE_DEFAULTS
-from mmvllm.models.weights import BUNDLED
 from mmvllm.processors.image import (
     ImageProcessorConfig,
 )

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmvllm.errors import RequestError
+from mmvllm.models.folder import BUNDLED
 from mmvllm.models.qwen2_vl import FAMILY
 from mmvllm.models.registry import load_config
-from mmvllm.models.weights import BUNDLED
 from mmvllm.processors.chat import expand_placeholders
 
 RULES = FAMILY.media_rules(load_config(BUNDLED))

@@ -1,0 +1,29 @@
+"""What every command does first: it refuses what it can before torch is imported, which takes seconds."""
+
+import argparse
+import sys
+
+from mmvllm.cli.engine_options import engine_arguments
+from mmvllm.config import EngineConfig
+
+BUNDLED_NOTICE = (
+    "without --model this is the bundled demonstration model, with 3.1 million parameters. It was trained on synthetic "
+    "scenes of coloured shapes and digits, such as those in examples/images, and describes nothing else. For other "
+    "images give a checkpoint, for example --model Qwen/Qwen2-VL-2B-Instruct."
+)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise ValueError for a wrong engine option, and for a model that cannot be served."""
+    given = vars(args)
+    EngineConfig(**engine_arguments(args, exclude=("seed",)))  # the seed may be that of captions, which has any sign
+    if given.get("executor", "local") == "local":  # a folder may be on Ray's machines only
+        from mmvllm.models.folder import check_model
+
+        check_model(args.model, with_weights="load_format" in given and args.load_format != "dummy")
+
+
+def tell_if_bundled(args: argparse.Namespace) -> None:
+    """Say on standard error what the bundled model is for, if no other one was given."""
+    if args.model is None:
+        print(f"mmvllm {args.command}: {BUNDLED_NOTICE}", file=sys.stderr)

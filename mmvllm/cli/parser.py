@@ -1,0 +1,54 @@
+"""An argument parser whose errors are one line, with a suggestion for a mistyped option, choice or command."""
+
+import argparse
+import sys
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of a command and, because subparsers have the class of their parent, of its subcommands."""
+
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        # Before argparse looks for what is missing, which may be the value of the mistyped option.
+        args = sys.argv[1:] if args is None else args
+        for option in self._unknown_options(args):
+            self.error(f"there is no option {option}{suggestion(option, self._known_options)}")
+        namespace, extra = super().parse_known_args(args, namespace)
+        if extra:
+            hint = f"; a model is named with --model {extra[0]}" if "--model" in self._known_options else ""
+            self.error(f"unexpected argument {extra[0]!r}{hint}")
+        return namespace, extra
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\nSee {self.prog} --help.\n")
+
+    def _unknown_options(self, args: Sequence[str]) -> list[str]:
+        """The words that look like an option and are none of this parser, nor the beginning of one."""
+        options = []
+        for word in args:
+            if word == "--" or (self._subparsers is not None and not word.startswith("-")):
+                break  # the rest are values, or belong to a subcommand
+            if word.startswith("--") and " " not in word:
+                options.append(word.partition("=")[0])
+        return [option for option in options if not any(known.startswith(option) for known in self._known_options)]
+
+    @property
+    def _known_options(self) -> Collection[str]:
+        return self._option_string_actions
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        hint = f"{suggestion(str(value), action.choices)} (choose from {', '.join(map(str, action.choices))})"
+        if isinstance(action, argparse._SubParsersAction):
+            self.error(f"there is no {action.metavar.lower()} {value!r}{hint}")
+        raise argparse.ArgumentError(action, f"invalid choice: {value!r}{hint}")
+
+
+def suggestion(word: str, known: Collection[str]) -> str:
+    close = get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,148 @@
+"""The folder of a checkpoint, and what its files alone show to be unsupported: without torch, so that it is fast."""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mmvllm.models.hf_config import quantization_of
+from mmvllm.models.registry import read_config
+
+BUNDLED = Path(__file__).parent.parent / "assets" / "demo"
+CONFIGS = ("*.json", "*.txt", "*.jinja")
+
+# What the name of a repository on the hub tells, for a repository that cannot be fetched; the first match counts.
+NAMES = (
+    (r"awq|gptq|gguf|mlx|bnb|nf4|fp8|int[48]|[48]-?bit", "a quantized format, which is not supported"),
+    (r"qwen2-?vl", "Qwen2-VL, which is supported"),
+    (r"qwen2[.-_]?5-?vl", "Qwen2.5-VL, which is not supported yet"),
+    (r"qwen3[.-_]?5", "Qwen3.5, which is not supported"),
+    (r"qwen3-?vl", "Qwen3-VL, which is not supported yet"),
+    (r"qwen2(\.5)?-((coder|math)-)?[\d.]+b(?!-a\d)", "text-only Qwen2, which is supported"),
+    (r"llava|internvl|pixtral|paligemma|gemma|llama|mistral|phi-|smolvlm|idefics|molmo|minicpm|glm|florence|blip|moondream",
+     "an architecture that is not supported"),
+)  # fmt: skip
+
+
+def model_name(model: str | Path | None) -> str:
+    """What to call a model, as the user named it."""
+    return "bundled" if model is None else str(model)
+
+
+def check_model(model: str | Path | None, with_weights: bool) -> None:
+    """Raise ValueError for a model that cannot be served, as far as its configuration and file names tell.
+
+    Of a hub id only `config.json` is downloaded.
+    """
+    folder = _local_folder(model)
+    raw = read_config(_hub_config(model) if folder is None else folder)[1]
+    if with_weights:
+        check_not_quantized(folder or model, quantization_of(raw))
+        if folder is not None:
+            weight_files(folder)
+
+
+def resolve_folder(model: str | Path | None, with_weights: bool = True) -> Path:
+    """The folder of a checkpoint: the bundled one for None, a local folder, or a hub id, downloaded unless cached.
+
+    Offline mode (HF_HUB_OFFLINE) is respected; pickled weights, and weights of an unsupported architecture, are never
+    downloaded.
+    """
+    if (folder := _local_folder(model)) is not None:
+        return folder
+    from huggingface_hub import snapshot_download
+
+    read_config(_hub_config(model))
+    with _hub_errors(model):
+        return Path(snapshot_download(str(model), allow_patterns=[*CONFIGS, *["*.safetensors"] * with_weights]))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint; raises ValueError if there are none, or some are missing."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        files = [single]
+    elif index.is_file():
+        files = sorted({folder / name for name in _weight_map(index).values()})
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+        raise ValueError(
+            f"{folder} has no *.safetensors weights (found: {found}); mmvllm loads no pickled weights. "
+            "For random weights pass load_format='dummy'"
+        )
+    if missing := [path.name for path in files if not path.is_file()]:
+        raise ValueError(f"{folder} lacks {', '.join(missing)}, which {index.name} names; download it again")
+    return files
+
+
+def check_not_quantized(name: str | Path, quantization: str | None) -> None:
+    if quantization:
+        raise ValueError(f"{name} is {quantization}-quantized, which is not supported; use the original weights")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{index} is damaged: {error!r}; download it again") from None
+
+
+def _local_folder(model: str | Path | None) -> Path | None:
+    """None for a hub id; raises ValueError for what is neither."""
+    if model is None:
+        return BUNDLED
+    try:
+        folder = Path(model).expanduser()
+        if folder.is_dir():
+            return folder
+    except (OSError, RuntimeError) as error:  # a name that is too long, an unknown home
+        raise ValueError(_unavailable(model, error)) from None
+    if "/" not in str(model):  # the hub has such names, but none that is supported, and asking it takes long
+        raise ValueError(_neither(model))
+    return None
+
+
+def _hub_config(model: str | Path) -> Path:
+    """The folder with the `config.json` of a hub id."""
+    from huggingface_hub import hf_hub_download
+
+    with _hub_errors(model):
+        return Path(hf_hub_download(str(model), "config.json")).parent
+
+
+@contextmanager
+def _hub_errors(model: str | Path) -> Iterator[None]:
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        yield
+    except HFValidationError:
+        raise ValueError(_neither(model)) from None
+    except (OSError, ValueError, RuntimeError) as error:  # the hub's own errors are OSErrors
+        raise ValueError(_unavailable(model, error)) from error
+
+
+def _neither(model: str | Path) -> str:
+    return f"model {str(model)!r} is neither a local folder nor a hub id like 'Qwen/Qwen2-VL-2B'"
+
+
+def _unavailable(model: str | Path, error: Exception) -> str:
+    from huggingface_hub import constants
+
+    reason = str(error).strip()
+    if constants.HF_HUB_OFFLINE and isinstance(error, FileNotFoundError):
+        reason = "it is not in the cache, and HF_HUB_OFFLINE sets offline mode"
+    told = told_by_name(str(model))
+    return (
+        f"model {str(model)!r} is not a local folder and cannot be downloaded from the hub: {reason}"
+        f"{f'; its name says {told}' if told else ''}"
+    )
+
+
+def told_by_name(model: str) -> str | None:
+    """What the name of a hub id tells about its support, as text; None if nothing."""
+    name = model.rpartition("/")[2].lower()
+    return next((told for pattern, told in NAMES if re.search(pattern, name)), None)

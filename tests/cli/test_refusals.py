@@ -1,0 +1,116 @@
+"""Wrong options, paths and models end a command with one sentence, and before torch is imported."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmvllm.cli.main import main
+from mmvllm.models.folder import BUNDLED, told_by_name
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# Importing torch would raise ImportError, which no command expects.
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from mmvllm.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """The working folder: checkpoints that cannot be served, and an image."""
+    shutil.copytree(BUNDLED, tmp_path / "awq")
+    for name in ("qwen2.5-vl", "no-weights", "no-config"):
+        (tmp_path / name).mkdir()
+    config = json.loads((BUNDLED / "config.json").read_text())
+    (tmp_path / "no-weights" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "awq" / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    unsupported = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
+    (tmp_path / "qwen2.5-vl" / "config.json").write_text(json.dumps(unsupported))
+    shutil.copy(ROOT / "examples" / "images" / "scene-01.png", tmp_path / "x.png")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("caption nosuch", "nosuch: there is no such file or folder"),
+        ("caption x.png --model nosuch", "model 'nosuch' is neither a local folder nor a hub id"),
+        ("caption x.png --model no-config", "no-config: not a checkpoint folder, it has no config.json"),
+        ("caption x.png --model no-weights", "no-weights has no *.safetensors weights"),
+        ("caption x.png --model qwen2.5-vl", "architecture 'Qwen2_5_VLForConditionalGeneration' is not supported"),
+        ("caption x.png --model awq", "awq is awq-quantized, which is not supported"),
+        ("caption x.png --model Qwen/Qwen2.5-VL-7B-Instruct", "its name says Qwen2.5-VL, which is not supported yet"),
+        ("serve --model Qwen/Qwen2-VL-2B-Instruct", "its name says Qwen2-VL, which is supported"),
+        ("demo --model nosuch", "model 'nosuch' is neither"),
+        ("bench latency --model nosuch", "model 'nosuch' is neither"),
+        ("info --model nosuch", "model 'nosuch' is neither"),
+        ("caption x.png --dtype float33", "dtype is 'float33', must be 'auto', 'float32', 'float16' or 'bfloat16'"),
+        ("caption x.png --device mps", "device is 'mps', must be 'auto', 'cpu', 'cuda' or 'cuda:N'"),
+        ("caption x.png --quantization int5", "invalid choice: 'int5'; did you mean int8?"),
+        ("caption x.png --max-model-len 1", "max_model_len is 1, must be an integer of at least 2"),
+        ("serve --port 99999", "'99999' is not a port from 0 to 65535"),
+    ],
+)
+def test_a_refusal_needs_no_torch(line, message, folder):
+    env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(folder / "cache")}
+    command = [sys.executable, "-c", WITHOUT_TORCH, *line.split()]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"mmvllm {line.split()[0]}") and message in done.stderr
+    assert len(done.stderr.splitlines()) <= 2, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("capton x.png", "mmvllm: there is no command 'capton'; did you mean caption?"),
+        ("--verison", "mmvllm: there is no option --verison; did you mean --version?"),
+        ("caption x.png --max-tokns 4", "mmvllm caption: there is no option --max-tokns; did you mean --max-tokens?"),
+        ("caption x.png --max-tokns=4", "mmvllm caption: there is no option --max-tokns; did you mean --max-tokens?"),
+        ("caption --ouput", "mmvllm caption: there is no option --ouput; did you mean --output?"),
+        ("caption x.png --xyzzy", "mmvllm caption: there is no option --xyzzy\n"),
+        ("bench throughput --plt x", "mmvllm bench throughput: there is no option --plt; did you mean --plot?"),
+        ("caption x.png --preset shrt", "argument --preset: invalid choice: 'shrt'; did you mean short?"),
+        ("serve Qwen/Qwen2-VL-2B-Instruct", "a model is named with --model Qwen/Qwen2-VL-2B-Instruct"),
+    ],
+)
+def test_a_mistyped_word_is_answered_with_the_right_one(line, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(line.split())
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and message in err and "usage:" not in err
+    assert len(err.splitlines()) == 2 and err.splitlines()[1].endswith(" --help.")
+
+
+@pytest.mark.parametrize(
+    "line", ["caption x.png --max-tok 4", "caption --prompt=--curious x.png", "caption -- --odd-name.png"]
+)
+def test_what_argparse_accepts_is_accepted(line, folder, capsys):
+    assert main([*line.split()[:1], "--dtype", "float33", *line.split()[1:]]) == 2
+    assert "dtype is 'float33'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("Qwen/Qwen2-VL-72B-Instruct", "Qwen2-VL, which is supported"),
+        ("Qwen/Qwen2.5-VL-3B-Instruct", "Qwen2.5-VL, which is not supported yet"),
+        ("Qwen/Qwen3-VL-8B-Instruct", "Qwen3-VL, which is not supported yet"),
+        ("Qwen/Qwen2.5-7B-Instruct", "text-only Qwen2, which is supported"),
+        ("Qwen/Qwen2-VL-7B-Instruct-GPTQ-Int4", "a quantized format, which is not supported"),
+        ("someone/Qwen2-VL-7B-GGUF", "a quantized format, which is not supported"),
+        ("llava-hf/llava-1.5-7b-hf", "an architecture that is not supported"),
+        ("Qwen/Qwen2-57B-A14B-Instruct", None),
+        ("someone/my-model", None),
+    ],
+)
+def test_names_of_repositories_tell_their_support(model, told):
+    assert told_by_name(model) == told
