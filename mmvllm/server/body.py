@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from mmvllm.server.errors import ApiError
+from mmvllm.server.errors import ApiError, out_of_memory
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 MAX_KEYS = 1000  # per object; each unknown key produces an error
@@ -51,6 +51,8 @@ def parse(body: bytes) -> Any:
         return value
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
+    except MemoryError:
+        raise out_of_memory() from None
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {_reason(error)}") from None
 
