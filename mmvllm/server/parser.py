@@ -25,12 +25,12 @@ class StrictConnection(h11.Connection):
     """
 
     _num_small_chunks = 0
-    _recent = b""  # the last read, and the end of the one before
+    _recent = b""  # what is not parsed yet, and 4 bytes or more before it
     error: h11.RemoteProtocolError | None = None  # the last one that was raised
 
     def receive_data(self, data: bytes) -> None:
-        self._recent = self._recent[-3:] + data
         super().receive_data(data)
+        self._recent = (self._recent + data)[-len(self.trailing_data[0]) - 4 :]
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         try:
@@ -86,7 +86,7 @@ def _check_request_line(line: bytes) -> None:
     _, _, rest = line.partition(b" ")
     target, _, version = rest.rpartition(b" ")
     if re.fullmatch(rb"HTTP/[0-9]\.[0-9]", version) and version not in (b"HTTP/1.0", b"HTTP/1.1"):
-        raise MalformedRequest("only HTTP/1.1 and HTTP/1.0 are supported", 505)
+        raise MalformedRequest("only HTTP/1.1 and HTTP/1.0 are supported")
     if target and not target.startswith(b"/"):
         raise MalformedRequest("the request's target must be a path that starts with /")
 
@@ -101,6 +101,6 @@ def _check_fields(fields: list[tuple[bytes, bytes]], is_http_1_0: bool) -> None:
     if codings and is_http_1_0:
         raise MalformedRequest("HTTP/1.0 has no Transfer-Encoding")
     if codings and codings != [b"chunked"]:
-        raise MalformedRequest("Transfer-Encoding must be chunked", 501)
+        raise MalformedRequest("Transfer-Encoding must be chunked")
     if not all(_HOST.fullmatch(value) for name, value in fields if name == b"host"):
         raise MalformedRequest("Host must be a host and a port")

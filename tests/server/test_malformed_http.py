@@ -51,10 +51,10 @@ MALFORMED = {
     "no colon": (400, with_lines(WHOLE, b"X\r\n")),
     "NUL in a value": (400, with_lines(WHOLE, b"X: a\0b\r\n")),
     "NUL in a name": (400, with_lines(WHOLE, b"X\0: a\r\n")),
-    "coding before chunked": (501, CHUNKED.replace(b"chunked", b"gzip, chunked")),
-    "other coding": (501, CHUNKED.replace(b"chunked", b"xchunked")),
-    "chunked twice": (501, with_lines(CHUNKED, b"Transfer-Encoding: chunked\r\n")),
-    "vertical tab before chunked": (501, CHUNKED.replace(b"chunked", b"\x0bchunked")),
+    "coding before chunked": (400, CHUNKED.replace(b"chunked", b"gzip, chunked")),
+    "other coding": (400, CHUNKED.replace(b"chunked", b"xchunked")),
+    "chunked twice": (400, with_lines(CHUNKED, b"Transfer-Encoding: chunked\r\n")),
+    "vertical tab before chunked": (400, CHUNKED.replace(b"chunked", b"\x0bchunked")),
     "transfer-encoding in HTTP/1.0": (400, CHUNKED.replace(b"HTTP/1.1", b"HTTP/1.0")),
     "chunk size is no number": (400, head(COMPLETIONS, None) + b"zz\r\n"),
     "negative chunk size": (400, head(COMPLETIONS, None) + b"-5\r\nhello"),
@@ -77,8 +77,8 @@ MALFORMED = {
     "host with a bracket": (400, GET.replace(b"Host: x", b"Host: [")),
     "host with a path": (400, GET.replace(b"Host: x", b"Host: x/y")),
     "host with a user": (400, GET.replace(b"Host: x", b"Host: a@x")),
-    "HTTP/2 preface": (505, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
-    "HTTP/2.0": (505, GET.replace(b"HTTP/1.1", b"HTTP/2.0")),
+    "HTTP/2 preface": (400, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
+    "HTTP/2.0": (400, GET.replace(b"HTTP/1.1", b"HTTP/2.0")),
     "no version": (400, GET.replace(b" HTTP/1.1", b"")),
     "lower-case version": (400, GET.replace(b"HTTP", b"http")),
     "only line ends": (400, b"\n\n\n"),
@@ -169,6 +169,20 @@ def test_requests_may_be_split_at_any_byte():
     for i in range(len(requests)):
         assert events_of([requests[:i], requests[i:]][i == 0 :]) == expected
     assert events_of([requests[i : i + 1] for i in range(len(requests))]) == expected
+
+
+def test_requests_may_arrive_while_an_earlier_one_is_served():
+    connection = StrictConnection(h11.SERVER)
+    for received in (GET, CHUNKED + CHUNKED[:10], CHUNKED[10:]):
+        connection.receive_data(received)
+        while connection.next_event() not in (h11.NEED_DATA, h11.PAUSED):
+            pass
+    for _ in range(2):
+        connection.send(h11.Response(status_code=204, headers=[]))
+        connection.send(h11.EndOfMessage())
+        connection.start_next_cycle()
+        while not isinstance(connection.next_event(), h11.EndOfMessage):
+            pass
 
 
 @pytest.mark.parametrize(("_status", "request_bytes"), MALFORMED.values(), ids=MALFORMED)
