@@ -27,6 +27,7 @@ MESSAGES = {
     "string_type": "must be a string",
     "too_short": "must have at least {min_length} item",
 }
+MAX_KEY_SHOWN = 100  # characters of a key, so that a response is not as large as its request
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -146,4 +147,5 @@ def _path(error: dict, body: Any) -> tuple[str | int, ...]:
 
 
 def _format_path(path: tuple[str | int, ...]) -> str:
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step:.{MAX_KEY_SHOWN}}" for step in path)
+    return "".join(steps).removeprefix(".")
