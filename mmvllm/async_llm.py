@@ -277,6 +277,8 @@ class AsyncLLM:
             options = request_options(request) if isinstance(request, dict) else {}
         except ValueError as error:
             self._end(stream, without_frames(error))
+        except MemoryError:  # without its frames, which hold what filled the memory
+            self._end(stream, MemoryError("not enough memory to prepare the request"))
         except Exception as error:  # a bug, ours or of the caller's `load`: other requests are not affected
             self._end(stream, RequestFailed(f"preparation failed: {type(error).__name__}: {error}"))
         else:

@@ -12,7 +12,7 @@ from prometheus_client.exposition import choose_encoder
 import mmvllm
 from mmvllm.async_llm import AsyncLLM, EngineHealth
 from mmvllm.decoding import ImageDecoder
-from mmvllm.server import errors
+from mmvllm.server import docs, errors
 from mmvllm.server.body import StrictRoute
 from mmvllm.server.completion_response import CompletionResponse
 from mmvllm.server.errors import model_not_found
@@ -48,12 +48,13 @@ def build_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
         decoder.close()
         await engine.shutdown(drain=False)
 
-    # FastAPI's documentation pages are disabled: they load scripts from a CDN.
+    # FastAPI's documentation pages load scripts from a CDN.
     app = FastAPI(title="mmvllm", version=mmvllm.__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     metrics = Metrics(engine)
     app.include_router(_completions(engine, settings, metrics, decoder))
     app.include_router(_models(engine, settings))
     app.include_router(_operations(engine, metrics))
+    docs.add_page(app)
     errors.install(app)
     open_paths = _mount_demo(app, engine, settings) if settings.has_demo else ()
     app.add_middleware(

@@ -8,11 +8,12 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from mmvllm.server.errors import ApiError
+from mmvllm.server.errors import ApiError, out_of_memory
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 MAX_KEYS = 1000  # per object; each unknown key produces an error
 MAX_COMMAS = 2_000_000  # parsed, small items take 30 times their size in memory; parsing blocks the event loop
+MAX_DIGITS = 500  # of an integer; the time to parse one grows with the square of its length
 MAX_BRACKETS = 100_000  # a list or object takes as long to parse as dozens of numbers
 
 
@@ -36,7 +37,7 @@ class StrictRoute(APIRoute):
 
 
 def parse(body: bytes) -> Any:
-    """Parse a body; raises ApiError for invalid or too deeply nested JSON, NaN, duplicate keys and lone surrogates."""
+    """Parse a body; raises ApiError for JSON that is invalid, too deeply nested, ambiguous or slow to parse."""
     if body.count(b",") > MAX_COMMAS:
         raise ApiError(400, f"the body has more than {MAX_COMMAS} items")
     if body.count(b"{") + body.count(b"[") > MAX_BRACKETS:
@@ -45,12 +46,14 @@ def parse(body: bytes) -> Any:
         )
     try:
         text = body.decode()
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
+        value = json.loads(text, object_pairs_hook=_object, parse_int=_int, parse_constant=_no_constant)
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()  # raises for a lone surrogate
         return value
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
+    except MemoryError:
+        raise out_of_memory() from None
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {_reason(error)}") from None
 
@@ -66,6 +69,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict:
     if len(made) < len(pairs):
         raise ValueError("an object has the same key twice")
     return made
+
+
+def _int(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"an integer has {len(text)} digits, at most {MAX_DIGITS} are allowed")
+    return int(text)
 
 
 def _no_constant(name: str) -> None:

@@ -94,7 +94,7 @@ class CompletionResponse(Response):
                         _check(delta)
                         self._metrics.observe(delta)
                         yield prompt * self._job.params.n + delta.index, delta
-        except (EngineUnavailable, RequestFailed, DeadlineExceeded) as error:
+        except (EngineUnavailable, RequestFailed, DeadlineExceeded, MemoryError) as error:
             raise from_engine(error) from error
         except ValueError as error:
             code = CONTEXT_LENGTH_EXCEEDED if isinstance(error, PromptTooLong) else None

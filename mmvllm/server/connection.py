@@ -1,30 +1,18 @@
-"""uvicorn's HTTP/1.1 protocol, with limits on slow clients and on request bodies of many tiny chunks."""
+"""uvicorn's HTTP/1.1 protocol, with a strict parser and limits on slow clients."""
 
 import asyncio
+from http import HTTPStatus
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from mmvllm.server.errors import ApiError
+from mmvllm.server.parser import MalformedRequest, StrictConnection
+from mmvllm.server.request_id import new_request_id
+
 HEADER_SECONDS = 10.0
 STALL_SECONDS = 60.0  # a client must read what was sent within this time
-SMALL_CHUNK_BYTES, MAX_SMALL_CHUNKS = 64, 4096  # size of a small chunk, and how many a body may have
-
-
-class ChunkLimitedConnection(h11.Connection):
-    """Refuses bodies of many tiny chunks: parsing those of a single read would block the event loop for 0.5 s."""
-
-    _num_small_chunks = 0
-
-    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        event = super().next_event()
-        if isinstance(event, h11.Request):
-            self._num_small_chunks = 0
-        elif isinstance(event, h11.Data):
-            self._num_small_chunks += event.chunk_end and len(event.data) < SMALL_CHUNK_BYTES
-            if self._num_small_chunks > MAX_SMALL_CHUNKS:
-                raise h11.RemoteProtocolError("too many small chunks")
-        return event
 
 
 class TimeLimitedProtocol(H11Protocol):
@@ -39,7 +27,7 @@ class TimeLimitedProtocol(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.conn = ChunkLimitedConnection(h11.SERVER)
+        self.conn = StrictConnection(h11.SERVER)
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -54,13 +42,13 @@ class TimeLimitedProtocol(H11Protocol):
             self._start_header_timer()
 
     def send_400_response(self, msg: str) -> None:
+        """Refuse what the parser refused, as an OpenAI error object, and close the connection."""
         if self.cycle is not None:
             self.cycle.disconnected = True  # the application's response can no longer be sent
             self.cycle.message_event.set()
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
-        else:  # a response has already been started
-            self.transport.close()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # otherwise a response has already been started
+            self.transport.write(_refusal(self.conn.error))
+        self.transport.close()
 
     def shutdown(self) -> None:
         """Let the response in flight complete; some versions of uvicorn would signal a disconnect to the app."""
@@ -94,3 +82,18 @@ class TimeLimitedProtocol(H11Protocol):
         if self._stall_timer is not None:
             self._stall_timer.cancel()
             self._stall_timer = None
+
+
+def _refusal(error: h11.RemoteProtocolError) -> bytes:
+    """A whole response, written without h11, which knows no request to respond to."""
+    status = HTTPStatus(error.error_status_hint)
+    message = str(error) if isinstance(error, MalformedRequest) else "the request is not valid HTTP/1.1"
+    body = ApiError(status, message).body()
+    lines = (
+        f"HTTP/1.1 {status} {status.phrase}",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        "connection: close",
+        f"x-request-id: {new_request_id()}",
+    )
+    return "\r\n".join((*lines, "", "")).encode() + body

@@ -27,6 +27,7 @@ MESSAGES = {
     "string_type": "must be a string",
     "too_short": "must have at least {min_length} item",
 }
+MAX_KEY_SHOWN = 100  # characters of a key, so that a response is not as large as its request
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -65,6 +66,8 @@ def from_engine(error: Exception) -> ApiError:
         return ApiError(429, str(error), code="engine_busy", headers={"Retry-After": "1"})
     if isinstance(error, EngineUnavailable):
         return ApiError(503, str(error), code="engine_unavailable")
+    if isinstance(error, MemoryError):
+        return out_of_memory()
     if isinstance(error, DeadlineExceeded):
         return ApiError(504, str(error), code="deadline_exceeded")
     assert isinstance(error, RequestFailed), error
@@ -76,6 +79,12 @@ def internal_error() -> ApiError:
     return ApiError(500, "internal server error; see the server's log")
 
 
+def out_of_memory() -> ApiError:
+    """The error response to a request for which the server had not enough memory."""
+    message = "the server has not enough memory for this request; try again later, or send less at once"
+    return ApiError(503, message, code="out_of_memory", headers={"Retry-After": "1"})
+
+
 def install(app: FastAPI) -> None:
     """Register handlers that turn every exception into an OpenAI error object."""
 
@@ -83,8 +92,8 @@ def install(app: FastAPI) -> None:
         if isinstance(error, ApiError):
             return error.response()
         message = {
-            404: f"{request.url.path} does not exist; /openapi.json describes the routes",
-            405: f"{request.url.path} does not support {request.method}",
+            404: f"{request.scope['path']:.200} does not exist; /openapi.json describes the routes",
+            405: f"{request.scope['path']:.200} does not support {request.method:.20}",
         }.get(error.status_code, str(error.detail))
         return ApiError(error.status_code, message, headers=error.headers).response()
 
@@ -96,11 +105,15 @@ def install(app: FastAPI) -> None:
         param, message = explain(error.errors(), error.body)
         return ApiError(400, f"{param}: {message}" if param else message, param=param).response()
 
+    async def from_memory(_request: Request, _error: MemoryError) -> Response:
+        return out_of_memory().response()
+
     async def from_other(_request: Request, _error: Exception) -> Response:
         return internal_error().response()
 
     app.add_exception_handler(HTTPException, from_http)
     app.add_exception_handler(RequestValidationError, from_validation)
+    app.add_exception_handler(MemoryError, from_memory)
     # FastAPI's own handler of Exception runs outside all middleware, so its response would lack x-request-id and CORS.
     app.add_middleware(ServerErrorMiddleware, handler=from_other)
 
@@ -134,4 +147,5 @@ def _path(error: dict, body: Any) -> tuple[str | int, ...]:
 
 
 def _format_path(path: tuple[str | int, ...]) -> str:
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step:.{MAX_KEY_SHOWN}}" for step in path)
+    return "".join(steps).removeprefix(".")

@@ -1,4 +1,4 @@
-"""API keys, and limits on the size and duration of request bodies, as pure ASGI middleware."""
+"""API keys, codings, and limits on the size and duration of request bodies, as pure ASGI middleware."""
 
 import asyncio
 import secrets
@@ -8,11 +8,13 @@ from contextlib import contextmanager
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mmvllm.server.errors import ApiError
+from mmvllm.server.errors import ApiError, out_of_memory
 
 # How long, and how many bytes, a refused client may continue to send: if the connection were closed at once, clients
 # that send the whole body before they read would not see the response.
 LINGER_SECONDS, LINGER_BYTES = 2.0, 4 * 1024 * 1024
+
+PATHS_WITH_KEY = ("/v1/", "/docs", "/openapi.json")  # prefixes
 
 
 class ClientDisconnected(Exception):
@@ -56,8 +58,9 @@ class ByteReservation:
 class AuthAndSizeLimitMiddleware:
     """Checks the API key and reads the whole body, within limits of size and time, before it calls the app.
 
-    The app finds the request's `ByteReservation` in `scope["state"]["reservation"]`. Paths that start with one of
-    `open_paths` are passed on unchecked.
+    Expectations other than 100-continue and compressed bodies are refused. The app finds the request's
+    `ByteReservation` in `scope["state"]["reservation"]`. Paths that start with one of `open_paths` need no key, and
+    their bodies are not read.
     """
 
     def __init__(
@@ -76,7 +79,13 @@ class AuthAndSizeLimitMiddleware:
         self._open_paths = tuple(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].startswith(self._open_paths):
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        try:
+            _check_codings(scope)
+        except ApiError as error:
+            return await _refuse(error, scope, receive, send)
+        if scope["path"].startswith(self._open_paths):
             return await self.app(scope, receive, send)
         with self._budget.reservation() as reservation:
             try:
@@ -90,7 +99,7 @@ class AuthAndSizeLimitMiddleware:
             await self.app(scope, _replay(body, receive), send)
 
     def _check_key(self, scope: Scope) -> None:
-        if not self._keys or not scope["path"].startswith("/v1/"):
+        if not self._keys or not scope["path"].startswith(PATHS_WITH_KEY):
             return
         scheme, _, given = _header(scope, b"authorization").partition(b" ")
         # Every key is compared, so that the response time reveals nothing.
@@ -119,9 +128,25 @@ class AuthAndSizeLimitMiddleware:
                         return bytes(body)
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {self._timeout:g} seconds") from None
+        except MemoryError:
+            raise out_of_memory() from None
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is too large, at most {self._max_bytes} bytes are accepted (max_body_bytes)")
+
+
+def _check_codings(scope: Scope) -> None:
+    if _elements(scope, b"expect") - {b"100-continue"}:
+        raise ApiError(417, "the only expectation that can be met is 100-continue (Expect)")
+    if _elements(scope, b"content-encoding") - {b"identity"}:
+        message = "compressed bodies are not accepted; send the body as it is (Content-Encoding)"
+        raise ApiError(415, message, headers={"Accept-Encoding": "identity"})
+
+
+def _elements(scope: Scope, name: bytes) -> set[bytes]:
+    """The elements of all lists that a header has, in lower case."""
+    values = (value for key, value in scope["headers"] if key == name)
+    return {element.strip().lower() for value in values for element in value.split(b",")} - {b""}
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError
 MAX_CHOICES = 16  # completions per prompt
 MAX_PROMPTS = 64  # prompts per request
 MAX_LOGPROBS = 20
+MAX_PARTS = 4096  # messages and content parts of a request: validating one blocks the event loop for 0.1 ms
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1000  # length in characters: each new token is compared with every stop string
 MAX_STOP_IDS = 1024
 MAX_SALT = 1024  # characters; the prefix cache stores the salt
@@ -128,6 +129,15 @@ Message = Annotated[
 ]
 
 
+def _check_number_of_parts(messages: Any) -> Any:
+    if isinstance(messages, list):
+        contents = [message.get("content") for message in messages if isinstance(message, dict)]
+        num_parts = len(messages) + sum(len(content) for content in contents if isinstance(content, list))
+        if num_parts > MAX_PARTS:
+            raise PydanticCustomError("too_many_parts", f"have {num_parts} parts, at most {MAX_PARTS} are accepted")
+    return messages
+
+
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = Field(None, description="With include_usage: usage so far in every chunk.")
@@ -191,7 +201,7 @@ class SamplingRequest(StrictModel):
 class ChatRequest(SamplingRequest):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1), BeforeValidator(_check_number_of_parts)]
     max_completion_tokens: int | None = Field(
         None, ge=1, lt=INT64, description="Default: as many tokens as max_model_len leaves for the completion."
     )

@@ -2,10 +2,15 @@
 
 import logging
 import uuid
+from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
+
+
+def new_request_id() -> str:
+    return f"req_{uuid.uuid4().hex}"
 
 
 class RequestIdMiddleware:
@@ -15,7 +20,9 @@ class RequestIdMiddleware:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = f"req_{uuid.uuid4().hex}"
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        request_id = new_request_id()
         header = (b"x-request-id", request_id.encode())
 
         async def send_with_id(message: Message) -> None:
@@ -26,5 +33,5 @@ class RequestIdMiddleware:
         try:
             await self.app(scope, receive, send_with_id)
         except Exception:  # uvicorn prints the traceback
-            logger.error("request %s failed: %s %s", request_id, scope.get("method"), scope.get("path"))
+            logger.error("request %s failed: %s %s", request_id, scope["method"], quote(scope["path"]))
             raise

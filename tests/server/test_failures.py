@@ -141,6 +141,13 @@ def test_an_unexpected_exception_is_a_500_without_details(engine, monkeypatch, c
     assert metric_samples(app)["mmvllm_http_responses_total", ("path", CHAT), ("status", "500")] == 1
 
 
+def test_a_path_cannot_break_a_line_of_the_log(engine, monkeypatch, caplog):
+    app = make_app(engine)
+    monkeypatch.setattr("mmvllm.server.convert.chat_params", raising(ZeroDivisionError()))
+    assert call(app, "POST", f"{CHAT}%0A", json=chat("Hello")).status_code == 500
+    assert f"POST {CHAT}%0A" in caplog.text
+
+
 def test_pings_are_sent_before_the_first_token(make_engine, monkeypatch):
     """Proxies cut a response that has not begun."""
     monkeypatch.setattr(sse, "PING_SECONDS", 0.02)
@@ -178,3 +185,39 @@ def test_an_unexpected_exception_after_pings_is_an_event_without_details(engine,
     error = json.loads(event.removeprefix("data: "))["error"]
     assert error["type"] == "server_error" and "secret" not in error["message"]
     assert f"request {answer.headers['x-request-id']} failed: POST {CHAT}" in caplog.text
+
+
+def check_out_of_memory(answer) -> None:
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    assert error_of(answer)["code"] == "out_of_memory" and "not enough memory" in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_too_little_memory_for_an_image_is_a_503(engine, monkeypatch, caplog, streams):
+    monkeypatch.setattr("mmvllm.media.load_image", raising(MemoryError()))
+    body = chat(image_part(data_uri()), stream=streams)
+    check_out_of_memory(call(make_app(engine), "POST", CHAT, json=body))
+    wait_for(lambda: is_idle(engine))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["mmvllm.server.body.json.loads", "mmvllm.server.jobs.fetch", "mmvllm.server.jobs.convert.chat_params"],
+)
+def test_too_little_memory_for_a_request_is_a_503(engine, monkeypatch, caplog, place):
+    app, body = make_app(engine), json.dumps(chat(image_part(data_uri())))
+    with monkeypatch.context() as patch:
+        patch.setattr(place, raising(MemoryError()))
+        answer = call(app, "POST", CHAT, content=body, headers={"Content-Type": "application/json"})
+    check_out_of_memory(answer)
+    assert not caplog.records
+
+
+def test_too_little_memory_for_a_response_is_a_503(engine, monkeypatch, caplog):
+    app = make_app(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr("mmvllm.server.completion_response.usage_of", raising(MemoryError()))
+        check_out_of_memory(call(app, "POST", COMPLETIONS, json=completion()))
+    wait_for(lambda: is_idle(engine))
+    assert not caplog.records

@@ -167,3 +167,14 @@ def test_a_disconnect_before_the_end_of_the_body_gets_no_response():
     exchange.receive = receive
     run(make_middleware(), exchange)
     assert exchange.sent == []
+
+
+def test_too_little_memory_for_a_body_is_a_503(monkeypatch):
+    class Full(bytearray):
+        def __iadd__(self, chunk):
+            raise MemoryError
+
+    monkeypatch.setattr("mmvllm.server.limits.bytearray", Full, raising=False)
+    exchange = Exchange(b"a" * 50)
+    run(make_middleware(), exchange)
+    assert exchange.status == 503 and b"not enough memory" in exchange.body

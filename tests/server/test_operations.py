@@ -18,8 +18,14 @@ from tests.helpers.server import (
 )
 
 
-def test_api_keys_are_required_for_v1_only(engine):
+def test_api_keys_are_required_for_v1_and_its_description(engine):
     app = make_app(engine, api_keys=("secret",))
+    key = {"Authorization": "Bearer secret"}
+    for path in ("/docs", "/docs/", "/openapi.json"):
+        for method in ("GET", "HEAD", "OPTIONS", "POST"):
+            assert call(app, method, path).status_code == 401
+    assert call(app, "GET", "/docs", headers=key).status_code == 200
+    assert call(app, "GET", "/openapi.json", headers=key).json()["info"]["title"] == "mmvllm"
     answer = call(app, "POST", CHAT, json=chat("Hello"))
     assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
     assert error_of(answer)["code"] == "invalid_api_key"
@@ -38,6 +44,18 @@ def test_cors_allows_configured_origins_also_for_errors(engine):
     assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "https://a.example"
     other = call(app, "OPTIONS", CHAT, headers=asks | {"Origin": "https://b.example"})
     assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
+
+
+def test_docs_lists_the_routes_and_loads_nothing(app):
+    answer = call(app, "GET", "/docs")
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    for path in call(app, "GET", "/openapi.json").json()["paths"]:
+        assert path in answer.text
+    assert "//" not in answer.text and "<script" not in answer.text and 'href="openapi.json"' in answer.text
+    head = call(app, "HEAD", "/docs")
+    assert (head.status_code, head.headers["content-type"]) == (200, answer.headers["content-type"])
+    assert call(app, "POST", "/docs").status_code == 405
 
 
 def test_cors_is_off_by_default(app):

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mmvllm.async_llm import AsyncLLM
 from mmvllm.server import connection as protocol
-from mmvllm.server import limits
+from mmvllm.server import limits, parser
 from tests.helpers.engines import slow_steps
 from tests.helpers.server import (
     CHAT,
@@ -161,13 +161,13 @@ def test_malformed_data_after_the_response_has_started_is_not_logged(connection,
 
 
 def test_a_body_of_too_many_small_chunks_is_refused(connection, caplog):
-    connection.sendall(head(COMPLETIONS, None) + b"1\r\n \r\n" * (protocol.MAX_SMALL_CHUNKS + 1))
+    connection.sendall(head(COMPLETIONS, None) + b"1\r\n \r\n" * (parser.MAX_SMALL_CHUNKS + 1))
     assert status(receive_all(connection)) == 400 and not caplog.records
 
 
 def test_a_body_of_many_small_chunks_is_accepted(connection):
     data = json.dumps(BRIEF).encode()
-    body = b"".join(b"1\r\n%c\r\n" % byte for byte in data + b" " * (protocol.MAX_SMALL_CHUNKS - len(data)))
+    body = b"".join(b"1\r\n%c\r\n" % byte for byte in data + b" " * (parser.MAX_SMALL_CHUNKS - len(data)))
     connection.sendall(head(COMPLETIONS, None, "Connection: close") + body + b"0\r\n\r\n")
     assert status(receive_all(connection)) == 200
 
