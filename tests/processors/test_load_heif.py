@@ -1,0 +1,108 @@
+"""HEIC and HEIF are read with the extra `heif`, turned upright once; without it the message says what to install."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from pillow_heif import register_heif_opener
+
+from mmvllm.captioning.find import find_items
+from mmvllm.demo.images import UploadedImage, UploadError
+from mmvllm.errors import ImageError
+from mmvllm.media import MediaPolicy
+from mmvllm.processors import decode
+from mmvllm.processors.load import load_image
+from tests.helpers.images import encode
+from tests.helpers.loading import exif, levels, rotated
+from tests.helpers.requests import noise_image
+
+UPRIGHT = {
+    1: lambda stored: stored,
+    2: lambda stored: stored[:, ::-1],
+    3: lambda stored: stored[::-1, ::-1],
+    4: lambda stored: stored[::-1],
+    5: lambda stored: stored.swapaxes(0, 1),
+    6: lambda stored: stored.swapaxes(0, 1)[:, ::-1],
+    7: lambda stored: stored.swapaxes(0, 1)[::-1, ::-1],
+    8: lambda stored: stored.swapaxes(0, 1)[::-1],
+}
+
+
+def heif(orientation: int = 1, mode: str = "RGB", **options) -> bytes:
+    """As phones write it: both the container's transformation and EXIF say how the image is turned."""
+    register_heif_opener()
+    image = noise_image(96, 64, seed=3).convert(mode)
+    image.info["exif"] = exif(rotated(orientation))
+    return encode(image, "HEIF", quality=95, **options)
+
+
+def distance(image: np.ndarray, other: np.ndarray) -> float:
+    return np.abs(image.astype(int) - other).mean()
+
+
+@pytest.fixture
+def without_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    monkeypatch.delitem(Image.OPEN, "HEIF", raising=False)
+    decode._formats.cache_clear()
+    yield
+    decode._formats.cache_clear()
+
+
+@pytest.mark.parametrize("orientation", UPRIGHT)
+def test_an_image_is_turned_once(orientation):
+    loaded = levels(heif(orientation))
+    expected = UPRIGHT[orientation](np.asarray(noise_image(96, 64, seed=3)))
+    assert loaded.shape == expected.shape
+    assert distance(loaded, expected) < 4
+
+
+def test_transparency_is_laid_over_white():
+    image = Image.new("RGBA", (64, 64), (255, 0, 0, 0))
+    register_heif_opener()
+    assert distance(levels(encode(image, "HEIF")), np.full((64, 64, 3), 255)) < 2
+
+
+def test_server_and_page_accept_it(tmp_path):
+    path = tmp_path / "a.heic"
+    path.write_bytes(heif(6))
+    assert MediaPolicy().load(path.read_bytes()).size == (64, 96)
+    uploaded = UploadedImage.read(path, MediaPolicy())
+    assert (uploaded.width, uploaded.height) == uploaded.load(MediaPolicy()).size == (64, 96)
+
+
+def test_captioning_finds_it(tmp_path):
+    for name in ("a.heic", "b.HEIF", "c.hif", "d.txt"):
+        (tmp_path / name).write_bytes(heif())
+    assert [Path(item.path).name for item in find_items([tmp_path])] == ["a.heic", "b.HEIF", "c.hif"]
+
+
+def test_a_damaged_image_is_an_image_error():
+    data = heif()
+    for end in range(12, len(data), 97):
+        with pytest.raises(ImageError):
+            load_image(data[:end])
+
+
+def test_too_many_pixels_are_refused():
+    with pytest.raises(ImageError, match="too large to decode"):
+        load_image(heif(), max_source_pixels=999)
+
+
+def test_without_the_package_the_extra_is_named(without_package, tmp_path):
+    path = tmp_path / "a.heic"
+    path.write_bytes(b"\0\0\0\x1cftypheix\0\0\0\0mif1heixmiaf")
+    for load in (load_image, lambda path: MediaPolicy().load(path.read_bytes())):
+        with pytest.raises(ImageError) as raised:
+            load(path)
+        assert raised.value.reason == "is HEIC/HEIF; pip install 'mmvllm[heif]'"
+    with pytest.raises(UploadError, match="not a picture that can be read"):
+        UploadedImage.read(path, MediaPolicy())
+
+
+def test_without_the_package_other_files_are_not_called_heif(without_package):
+    for data, formats in ((b"\0\0\0\x1cftypmp42", None), (b"\0\0\0\x1cftypheic", ("PNG", "JPEG"))):
+        with pytest.raises(ImageError, match=r": not an image"):
+            load_image(data, formats=formats)
