@@ -84,7 +84,8 @@ def caption_images(
         if ray is not None:
             from mmvllm.captioning.ray_source import RaySource  # here, because Ray is an optional dependency
 
-            source = RaySource(job, selection, model, engine_args, out.files, workers, worker_processes, ray)
+            given = (job, selection, model, engine_args, out.files, workers, worker_processes, ray)
+            source = RaySource(*given, out.earlier)
             stack.callback(source.close)
         else:
             if llm is None:

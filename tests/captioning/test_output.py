@@ -305,8 +305,8 @@ def test_options_without_effect_on_a_format_are_refused(caption, two, tmp_path):
             caption(two, output=tmp_path / "out.csv", **options)
     with pytest.raises(ValueError, match=r"csv needs output FILE\.csv"):
         caption(two, format="csv")
-    with pytest.raises(ValueError, match="is not a folder; make it first"):
-        caption(two, format="txt", output_dir=tmp_path / "absent")
+    with pytest.raises(ValueError, match="is not a folder; choose another"):
+        caption(two, format="txt", output_dir=two / "a.png")
     assert os.listdir(tmp_path) == ["two"]
 
 
