@@ -63,6 +63,11 @@ class Journal:
         """The files that it writes."""
         return self._file.path, self.made_with.path
 
+    @property
+    def has_records(self) -> bool:
+        """Whether there is any record that is not to be overwritten."""
+        return self._file.size > 0 and (self._has_begun or not self._overwrite)
+
     def is_own(self, record: dict) -> bool:
         """Whether a record was made with the settings of this run."""
         return record["settings"] in self.fingerprints
@@ -97,7 +102,7 @@ class Journal:
 
     def check(self) -> None:
         """Raise JobError if another program has deleted, replaced or changed the file."""
-        if not self._file.size or self._is_lost or (self._overwrite and not self._has_begun):
+        if not self.has_records or self._is_lost:
             return  # nothing can be lost, or it was said
         if (happened := self._file.what_happened()) is not None:
             self._is_lost = True

@@ -129,7 +129,7 @@ class Output:
         self._folder.check()
         if self._restorer is not None:
             self._restorer.finish()
-        if self.format in TABLES:
+        if self.format in TABLES and self.journal.has_records:  # otherwise the journal is deleted
             try:
                 TABLES[self.format](self.path, self.journal.records())
             except OSError as error:

@@ -20,12 +20,15 @@ class Restorer:
 
     def __init__(self, files: CaptionFiles, journal: Journal):
         self._files, self._journal = files, journal
+        self._folders = list(journal.made_with.folders)  # the working directories of earlier runs
+        self._num_earlier = 0
         self._problems: list[str] = []
         self._num_problems = 0
 
     def begin(self) -> None:
         """Restore the files of earlier runs; a file whose place is not certain waits until its image is found."""
         for record in self._own_records():
+            self._num_earlier += 1
             path = self._path(record)
             if path is None:
                 self._journal.index.defer(record)
@@ -44,14 +47,14 @@ class Restorer:
     def finish(self) -> None:
         """Restore files that another program deleted during the run, and log which are still missing."""
         num_restored = 0
-        for record in self._own_records():
-            if (path := self._path(record)) is not None:
+        for number, record in enumerate(self._own_records()):
+            path = self._path(record) if number < self._num_earlier else Path(record["file"])
+            if path is not None:
                 num_restored += self._restore(record, path)
         if num_restored:
             logger.warning("caption files that were deleted during the run are written again: %d", num_restored)
         for record in self._journal.index.deferred():
-            folders = (".", *self._journal.made_with.folders)
-            if not any(os.path.exists(os.path.join(folder, record["file"])) for folder in folders):
+            if not any(os.path.exists(os.path.join(folder, record["file"])) for folder in (".", *self._folders)):
                 self._add_problem(f"{record['file']}: its image was not found by this run")
         self._report()
 
@@ -65,14 +68,13 @@ class Restorer:
             # The folder may have been typed in another way then, from another working directory.
             folder = output_dir_of(self._journal.made_with.known[record["settings"]].get("caption_files"))
             return self._files.output_dir / path.relative_to(folder) if path.is_relative_to(folder) else path
-        folders = self._journal.made_with.folders
-        is_from_here = path.is_absolute() or not folders or os.getcwd() in folders
+        is_from_here = path.is_absolute() or not self._folders or os.getcwd() in self._folders
         return path if is_from_here and os.path.lexists(os.path.expanduser(record["path"])) else None
 
     def _restore(self, record: dict, path: Path) -> bool:
         """Write the file if it is missing or empty; returns whether it was written."""
         try:
-            if path.exists() and path.stat().st_size:  # a power failure may leave an empty file
+            if path.is_file() and path.stat().st_size:  # a power failure may leave an empty file
                 return False
             self._files.write(record, path)
         except (JobError, OSError) as error:
