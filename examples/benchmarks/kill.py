@@ -179,6 +179,8 @@ def caption_files(job: Job, folder: Path) -> dict[str, bytes]:
         return {}
     found = {}
     for path in folder.rglob(f"*{FILE_FORMATS[job.format][0]}"):
+        if path.name == job.journal:
+            continue
         content = path.read_bytes()
         if path.suffix == ".json":
             content = json.dumps({k: v for k, v in json.loads(content).items() if k not in VARIES}).encode()
