@@ -3,6 +3,7 @@
 import os
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,12 @@ def real_name(path: str) -> str:
     if _NO_FILE.match(path) or path.startswith("-:"):
         return path
     try:
-        return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+        return os.path.join(real_folder(os.path.dirname(path), os.getcwd()), os.path.basename(path))
     except (OSError, ValueError):  # a link to itself, or a NUL
         return path
+
+
+@lru_cache(maxsize=64)  # many images are in one folder
+def real_folder(path: str, here: str) -> str:
+    """The real path of a folder, seen from the working directory; every run clears the cache."""
+    return os.path.realpath(os.path.join(here, path))

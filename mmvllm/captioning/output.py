@@ -77,7 +77,7 @@ class Output:
     @property
     def earlier(self) -> EarlierRuns:
         """What is known of the earlier runs into this output."""
-        if self.journal is None:
+        if self.journal is None or not self.journal.made_with.known:
             return EarlierRuns()
         return EarlierRuns(tuple(self.journal.made_with.folders), tuple(self.journal.fingerprints))
 

@@ -133,9 +133,9 @@ def _check_engine(
 
 def _check_paths(paths: list[str | PathLike], output: Path | None) -> None:
     find_items(paths)  # checks the paths; the search itself begins with the first item
-    if output is not None and output.is_file():
+    if output is not None and os.path.isfile(output):
         for path in map(Path, paths):
-            if path.is_file() and path.samefile(output):
+            if os.path.isfile(path) and path.samefile(output):
                 raise ArgumentError("{path} is one of the inputs; choose another {output}", path=output)
 
 

@@ -11,7 +11,7 @@ import xxhash
 from mmvllm.captioning.captioner import Task
 from mmvllm.captioning.find import find_items
 from mmvllm.captioning.index import Index
-from mmvllm.captioning.items import Item, real_name
+from mmvllm.captioning.items import Item, real_folder, real_name
 from mmvllm.captioning.names import SUFFIXES
 from mmvllm.captioning.output import Output
 from mmvllm.captioning.progress import Progress
@@ -57,6 +57,7 @@ class Worklist:
         self.settings, self.selection = settings, selection
         self._output, self.progress = output, progress
         self._earlier = output.earlier
+        real_folder.cache_clear()  # a link may lead elsewhere since the last run
         self.in_flight: dict[str, str] = {}  # key -> path of the tasks that have no record yet
 
     @property
@@ -93,9 +94,11 @@ class Worklist:
 
     def _earlier_key(self, item: Item) -> str | None:
         """The key of an earlier run, whose path or fingerprint may differ although image and settings are the same."""
+        if not self._earlier.fingerprints:
+            return None
         real_path = item.real_path
         paths = {real_path} if self._is_elsewhere(item, real_path) else {real_path, item.path}
-        for fingerprint in {self.settings.fingerprint, *self._earlier.fingerprints}:
+        for fingerprint in self._earlier.fingerprints:
             for path in paths:
                 recorded = self.index.recorded_as(self.settings.key(item, path, fingerprint))
                 if recorded is not None:
