@@ -1,7 +1,19 @@
 """Errors that end a captioning job."""
 
+import errno
 from collections.abc import Sequence
 from os import PathLike
+
+_ADVICE = {
+    errno.EACCES: "choose a place where you may write, or change its permissions",
+    errno.EDQUOT: "free space there, or ask for a larger quota",
+    errno.EFBIG: "the file has reached the largest size that is allowed; write to another output",
+    errno.EIO: "the disk may be failing; choose another one",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ENOSPC: "free space there",
+    errno.EPERM: "choose a place where you may write",
+    errno.EROFS: "choose a place where files can be written, or mount it with write access",
+}
 
 
 class JobError(RuntimeError):
@@ -28,4 +40,10 @@ class JobError(RuntimeError):
     @classmethod
     def cannot_write(cls, path: str | PathLike, error: OSError, hint: str = "") -> "JobError":
         """The error for a file that could not be written."""
-        return cls(f"{path} cannot be written: {error.strerror}{hint}", path=path, errno=error.errno)
+        return cls(f"{path} cannot be written: {explained(error)}{hint}", path=path, errno=error.errno)
+
+
+def explained(error: OSError) -> str:
+    """The reason of the operating system, and what to do about it."""
+    reason, advice = error.strerror or str(error), _ADVICE.get(error.errno)
+    return f"{reason}; {advice}" if advice else reason

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import xxhash
 
-from mmvllm.captioning.errors import JobError
+from mmvllm.captioning.errors import JobError, explained
 from mmvllm.captioning.index import Index
-from mmvllm.captioning.items import Item
+from mmvllm.captioning.items import Item, real_name
 from mmvllm.captioning.replacing import replacing
 
 
@@ -68,36 +68,32 @@ class CaptionFiles:
             raise ValueError("is not a file of its own, so no caption file can be beside it; choose an output folder")
         if os.path.realpath(path) in self.reserved:
             raise ValueError(f"{path} is read or written by the job itself; choose an output folder, or rename one")
-        if not index.claim(_key(path)):
+        if not self.claim_path(path, index):
             raise ValueError(f"{path} is the caption file of another image with this name; rename one, or use jsonl")
         try:
             if path.exists() and not self.overwrite:
                 raise ValueError(f"{path} exists already; allow overwriting, or skip existing caption files")
         except OSError as error:
-            raise ValueError(f"{path}: the caption file cannot be written ({error.strerror})") from None
+            raise ValueError(f"{path}: the caption file cannot be written ({explained(error)})") from None
         if path.parent.is_dir() and not os.access(path.parent, os.W_OK | os.X_OK):
             raise ValueError(f"{path.parent} is not writable; choose an output folder")
         return path
 
-    def write(self, record: dict) -> None:
-        """Write a record's file, completely or not at all; raises JobError if that fails."""
-        path = Path(record["file"])
+    def claim_path(self, path: Path, index: Index) -> bool:
+        """Reserve a path for one image; False if another image has it."""
+        return index.claim(f"file {xxhash.xxh3_128_hexdigest(os.fsencode(real_name(str(path))))}")
+
+    def write(self, record: dict, path: Path | None = None) -> None:
+        """Write a record's file, or another, completely or not at all; raises JobError if that fails.
+
+        Folders are made below the output folder only: the folder of an image exists, unless the image is gone.
+        """
+        path = path or Path(record["file"])
         _, render = FILE_FORMATS[self.format]
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if self.output_dir is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as temporary:
                 temporary.write_text(f"{render(record)}\n", encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             raise JobError.cannot_write(path, error) from error
-
-    def restore(self, record: dict, index: Index) -> None:
-        """Write the file that a record names if it is missing or empty, after a killed run or a deletion."""
-        path = Path(record["file"])
-        index.claim(_key(path))
-        # A power failure may leave an empty file. Without the folder, the job runs in another working directory.
-        if path.parent.is_dir() and not (path.exists() and path.stat().st_size):
-            self.write(record)
-
-
-def _key(path: Path) -> str:
-    return f"file {xxhash.xxh3_128_hexdigest(os.fsencode(path))}"

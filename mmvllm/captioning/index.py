@@ -6,6 +6,7 @@ This is a private temporary SQLite database, deleted with the process; the journ
 import json
 import sqlite3
 import threading
+from collections.abc import Iterable, Iterator
 
 from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.settings import CaptionSettings
@@ -24,6 +25,8 @@ class Index:
         self._execute("PRAGMA synchronous = OFF")
         self._execute("PRAGMA journal_mode = OFF")
         self._execute("CREATE TABLE work (key TEXT PRIMARY KEY, state INTEGER, line INTEGER) WITHOUT ROWID")
+        self._execute("CREATE TABLE names (name TEXT PRIMARY KEY, key TEXT) WITHOUT ROWID")
+        self._execute("CREATE TABLE unplaced (key TEXT PRIMARY KEY, record TEXT) WITHOUT ROWID")
         self._execute("CREATE TABLE captions (content TEXT PRIMARY KEY, record TEXT) WITHOUT ROWID")
 
     def claim(self, key: str, retry: bool = False) -> bool:
@@ -42,6 +45,24 @@ class Index:
         self._execute("INSERT OR REPLACE INTO work VALUES (?, ?, ?)", key, FAILED if failed else RECORDED, line)
         return earlier is None
 
+    def add_name(self, name: str, key: str) -> None:
+        """Store a further key of a task: the path may have been typed in another way."""
+        if name != key:
+            self._execute("INSERT OR IGNORE INTO names VALUES (?, ?)", name, key)
+
+    def recorded_as(self, name: str) -> str | None:
+        """The key that a task with this key, or further key, is begun or recorded with; None if it is new."""
+        query = "SELECT key FROM work WHERE key = ?1 UNION ALL SELECT key FROM names WHERE name = ?1 LIMIT 1"
+        rows = self._execute(query, name)
+        return rows[0][0] if rows else None
+
+    def renumber(self, keys: Iterable[str]) -> int:
+        """Set the lines of recorded tasks to their order in `keys`; returns how many there are."""
+        number = 0
+        for number, key in enumerate(keys, 1):
+            self._execute("UPDATE work SET line = ? WHERE key = ?", number - 1, key)
+        return number
+
     def line(self, key: str) -> int | None:
         """The last line of the output with a record of the task, from 0."""
         rows = self._execute("SELECT line FROM work WHERE key = ?", key)
@@ -52,14 +73,18 @@ class Index:
         return self._execute("SELECT count(*) FROM work WHERE state = ?", FAILED)[0][0]
 
     def dump(self, retry: bool) -> bytes:
-        """The keys of recorded tasks, or with `retry` of failed ones, for `load` in another process; 16 bytes each."""
-        rows = self._execute("SELECT key FROM work WHERE state >= ?", FAILED if retry else RECORDED)
-        return b"".join(bytes.fromhex(key) for (key,) in rows)
+        """Recorded tasks, or with `retry` failed ones, for `load` in another process: names and keys of 16 bytes."""
+        states = "SELECT key AS name, key FROM work WHERE state >= ?1"
+        names = "SELECT name, key FROM names JOIN work USING (key) WHERE state >= ?1"
+        rows = self._execute(f"{states} UNION ALL {names}", FAILED if retry else RECORDED)
+        return b"".join(bytes.fromhex(name + key) for name, key in rows)
 
-    def load(self, keys: bytes) -> None:
-        """Add the keys that `dump` returned."""
-        for i in range(0, len(keys), KEY_BYTES):
-            self._execute("INSERT INTO work VALUES (?, ?, NULL)", keys[i : i + KEY_BYTES].hex(), FAILED)
+    def load(self, tasks: bytes) -> None:
+        """Add the tasks that `dump` returned, as if they had failed."""
+        for i in range(0, len(tasks), 2 * KEY_BYTES):
+            name, key = (tasks[j : j + KEY_BYTES].hex() for j in (i, i + KEY_BYTES))
+            self._execute("INSERT OR IGNORE INTO work VALUES (?, ?, NULL)", key, FAILED)
+            self.add_name(name, key)
 
     def keep_caption(self, content: str, record: dict) -> None:
         """Store the record that images of the same content copy; the first record is kept."""
@@ -69,6 +94,20 @@ class Index:
         """The stored record for images of this content, if there is one."""
         rows = self._execute("SELECT record FROM captions WHERE content = ?", content)
         return json.loads(rows[0][0]) if rows else None
+
+    def defer(self, record: dict) -> None:
+        """Store a record whose caption file has no certain place until its image is found."""
+        self._execute("INSERT OR REPLACE INTO unplaced VALUES (?, ?)", record["key"], json.dumps(record))
+
+    def take_deferred(self, key: str) -> dict | None:
+        """Remove and return the deferred record of a task."""
+        rows = self._execute("DELETE FROM unplaced WHERE key = ? RETURNING record", key)
+        return json.loads(rows[0][0]) if rows else None
+
+    def deferred(self) -> Iterator[dict]:
+        """The records that are still deferred."""
+        for (record,) in self._execute("SELECT record FROM unplaced"):
+            yield json.loads(record)
 
     def _execute(self, query: str, *values: str | int) -> list[tuple]:
         try:
@@ -82,7 +121,7 @@ class Index:
 
 
 def keep_caption(settings: CaptionSettings, index: Index, record: dict) -> None:
-    """Store a record for images of the same content, if it is not a copy itself and the model would repeat it."""
+    """Store a record made with these settings for images of the same content, unless it is a copy or not repeatable."""
     is_original = record["error"] is None and record["duplicate_of"] is None
-    if is_original and settings.is_repeatable and record["settings"] == settings.fingerprint:
+    if is_original and settings.is_repeatable:
         index.keep_caption(settings.content_key(record["digest"], record["prompt"]), record)

@@ -3,6 +3,7 @@
 import os
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +44,32 @@ class Item:
         if not isinstance(self.source, str) or _NO_FILE.match(self.source):
             return None
         return Path(os.path.expanduser(self.source))  # as `load_image` does
+
+    @property
+    def real_path(self) -> str:
+        """`path`, absolute and without links to folders, so that it is equal however the path was typed.
+
+        URLs, lines of standard input and items with an `error` have theirs unchanged. A link to a file keeps its own
+        name: it is an image of its own, with its own caption file.
+        """
+        if self.error is not None:
+            return self.path
+        if isinstance(self.source, TarMember):
+            return f"{real_name(self.source.tar)}{self.path.removeprefix(self.source.tar)}"
+        return real_name(self.path if self.file is None else str(self.file))
+
+
+def real_name(path: str) -> str:
+    """The path with the real path of its folder; URLs, "-:12" (standard input) and impossible paths are unchanged."""
+    if _NO_FILE.match(path) or path.startswith("-:"):
+        return path
+    try:
+        return os.path.join(real_folder(os.path.dirname(path), os.getcwd()), os.path.basename(path))
+    except (OSError, ValueError):  # a link to itself, or a NUL
+        return path
+
+
+@lru_cache(maxsize=64)  # many images are in one folder
+def real_folder(path: str, here: str) -> str:
+    """The real path of a folder, seen from the working directory; every run clears the cache."""
+    return os.path.realpath(os.path.join(here, path))

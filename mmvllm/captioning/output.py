@@ -1,8 +1,6 @@
 """The outputs of a job: the journal, and the tables and caption files that are made from it."""
 
-import logging
 import os
-from collections import deque
 from collections.abc import Iterable
 from importlib.util import find_spec
 from os import PathLike
@@ -13,11 +11,12 @@ from mmvllm.captioning.files import FILE_FORMATS, CaptionFiles
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.journal import Journal
-from mmvllm.captioning.settings import CaptionSettings
+from mmvllm.captioning.output_folder import OutputFolder
+from mmvllm.captioning.restoring import Restorer
+from mmvllm.captioning.settings import CaptionSettings, EarlierRuns
 from mmvllm.captioning.tables import write_csv, write_parquet
 from mmvllm.errors import ArgumentError
 
-logger = logging.getLogger(__name__)
 TABLES = {"csv": write_csv, "parquet": write_parquet}
 FORMATS = ("jsonl", *TABLES, *FILE_FORMATS)
 DEFAULT_JOURNAL = "captions.jsonl"
@@ -46,16 +45,24 @@ class Output:
                 "or {retry_failed}"
             )
         self.files = None
-        self._unwritten: deque[dict] = deque()  # records whose files are to be written
+        self._unwritten: list[dict] = []  # records whose files are to be written
         if self.format in FILE_FORMATS:
             self.files = CaptionFiles(self.format, output_dir, overwrite, skip_existing)
             self.path = path or (output_dir or Path()) / DEFAULT_JOURNAL
-        self.journal = None
+        self._folder = OutputFolder(output_dir)
+        self.journal = self._restorer = None
         if self.path is None:
             _check_unrecorded(overwrite=overwrite, append_anyway=append_anyway, retry_failed=retry_failed)
-        else:
+            return
+        self._folder.make()
+        try:
             self.journal = Journal(self._journal_path(), settings, overwrite, append_anyway)
-            self.reserve(self.journal.paths)
+        except BaseException:
+            self._folder.remove_if_new()
+            raise
+        self.reserve(self.journal.paths)
+        if self.files is not None:
+            self._restorer = Restorer(self.files, self.journal)
 
     def reserve(self, paths: Iterable[str | PathLike]) -> None:
         """Do not let a caption file replace one of these files, which the job reads or writes."""
@@ -67,22 +74,26 @@ class Output:
         """The index of the recorded tasks; valid after `begin`."""
         return self.journal.index if self.journal else self._index
 
+    @property
+    def earlier(self) -> EarlierRuns:
+        """What is known of the earlier runs into this output."""
+        if self.journal is None or not self.journal.made_with.known:
+            return EarlierRuns()
+        return EarlierRuns(tuple(self.journal.made_with.folders), tuple(self.journal.fingerprints))
+
     def begin(self) -> None:
         """Read the existing records, and write caption files that they name and that are missing."""
         if self.journal is None:
             self._index = Index()
             return
         self.journal.begin()
-        if self.files is not None:
-            for record in self.journal.records():
-                if record["file"] is not None and record["settings"] == self._settings.fingerprint:
-                    self._restore(record)
+        if self._restorer is not None:
+            self._restorer.begin()
 
-    def _restore(self, record: dict) -> None:
-        try:
-            self.files.restore(record, self.index)
-        except (JobError, OSError) as error:
-            logger.warning("%s", error)
+    def found(self, item: Item, key: str) -> None:
+        """Take note that this run has found an image that is recorded."""
+        if self._restorer is not None:
+            self._restorer.found(item, key)
 
     def skips(self, item: Item) -> bool:
         """Whether an image is left out because its caption file exists."""
@@ -104,13 +115,21 @@ class Output:
 
     def _write_files(self) -> None:
         """Call this only after the journal is synced: a file without a record would count as not made by this job."""
-        while self._unwritten:
-            self.files.write(self._unwritten.popleft())
+        records = list(self._unwritten)
+        self._unwritten.clear()  # if one cannot be written, the next run restores all
+        self._folder.check()
+        for record in records:
+            self.files.write(record)
 
     def finish(self) -> None:
-        """Write the table of all records, if the format is one."""
+        """Check that all that was written is still there, and write the table of all records, if the format is one."""
         self._flush()
-        if self.format in TABLES:
+        if self.journal is not None:
+            self.journal.check()
+        self._folder.check()
+        if self._restorer is not None:
+            self._restorer.finish()
+        if self.format in TABLES and self.journal.has_records:  # otherwise the journal is deleted
             try:
                 TABLES[self.format](self.path, self.journal.records())
             except OSError as error:
@@ -124,6 +143,7 @@ class Output:
         finally:
             if self.journal is not None:
                 self.journal.close()
+            self._folder.remove_if_new()
 
     def _flush(self) -> None:
         if self._unwritten:
@@ -142,15 +162,15 @@ def _format_of(path: Path | None) -> str:
 def _check(path: Path | None, format: str, output_dir: Path | None, overwrite: bool, skip_existing: bool) -> None:
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}, must be one of {', '.join(FORMATS)}")
-    if path is not None and not path.parent.is_dir():
+    if path is not None and not (os.path.isdir(path.parent) or path.parent == output_dir):
         raise ArgumentError(
             "{output} {path}: there is no folder {folder}; make it first", path=path, folder=path.parent
         )
-    if path is not None and path.is_dir():
+    if path is not None and os.path.isdir(path):
         raise ArgumentError("{output} {path} is a folder; name a file", path=path)
-    if output_dir is not None and not output_dir.is_dir():
-        raise ArgumentError("{output_dir} {path} is not a folder; make it first", path=output_dir)
-    if output_dir is not None and not os.access(output_dir, os.W_OK | os.X_OK):
+    if output_dir is not None and os.path.lexists(output_dir) and not os.path.isdir(output_dir):
+        raise ArgumentError("{output_dir} {path} is not a folder; choose another", path=output_dir)
+    if output_dir is not None and os.path.isdir(output_dir) and not os.access(output_dir, os.W_OK | os.X_OK):
         raise ArgumentError("{output_dir} {path} is not writable", path=output_dir)
     if format not in FILE_FORMATS:
         for name, value in (("output_dir", output_dir), ("skip_existing", skip_existing)):
@@ -172,7 +192,7 @@ def _check_table(path: Path | None, format: str, overwrite: bool) -> None:
         raise ArgumentError(f"{format} needs {{output}} FILE.{format}")
     if format == "parquet" and find_spec("pyarrow") is None:
         raise ValueError("parquet needs pyarrow: pip install 'mmvllm[parquet]'")
-    if path.exists() and not _journal_of(path).exists() and not overwrite:
+    if os.path.lexists(path) and not os.path.lexists(_journal_of(path)) and not overwrite:
         raise ArgumentError(
             "{path} exists and was not made by mmvllm; choose another {output}, or replace the file with {overwrite}",
             path=path,

@@ -23,7 +23,7 @@ from mmvllm.captioning.files import CaptionFiles
 from mmvllm.captioning.index import Index, keep_caption
 from mmvllm.captioning.ray_options import RayOptions
 from mmvllm.captioning.ray_worker import CaptionActor, Chunk, RayJobSpec, walk
-from mmvllm.captioning.settings import CaptionSettings
+from mmvllm.captioning.settings import CaptionSettings, EarlierRuns
 from mmvllm.captioning.worklist import Selection, Worklist
 from mmvllm.errors import ArgumentError
 from mmvllm.text import counted
@@ -50,6 +50,7 @@ class RaySource:
         num_workers: int | None,
         worker_processes: bool,
         options: RayOptions,
+        earlier: EarlierRuns,
     ):
         self.engine_wait_share = 0.0
         self._is_stopped = False
@@ -57,7 +58,7 @@ class RaySource:
         self._gpus = _gpus_per_actor(options, engine_args)
         if "-" in map(os.fspath, selection.paths):
             raise ValueError("a list on standard input (-) cannot be read by Ray's workers; give a file")
-        here = (options.cpus_per_actor, os.getcwd())
+        here = (options.cpus_per_actor, os.getcwd(), earlier)
         self._job = RayJobSpec(settings, selection, model, engine_args, files, num_workers, worker_processes, *here)
         self._is_ours = not ray.is_initialized()
         if self._is_ours:

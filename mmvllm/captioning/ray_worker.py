@@ -21,7 +21,7 @@ from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.output import Output
 from mmvllm.captioning.progress import Progress
-from mmvllm.captioning.settings import CaptionSettings
+from mmvllm.captioning.settings import CaptionSettings, EarlierRuns
 from mmvllm.captioning.tars import TarMember
 from mmvllm.captioning.worklist import Selection, Worklist
 from mmvllm.llm import LLM
@@ -42,6 +42,7 @@ class RayJobSpec:
     worker_processes: bool
     num_threads: int
     folder: str
+    earlier: EarlierRuns = field(default_factory=EarlierRuns)
 
     def enter_folder(self) -> None:
         with suppress(OSError):  # another machine may not have it; absolute paths and URLs work without it
@@ -77,8 +78,11 @@ def _item(source: str | dict | None, **others: str | None) -> Item:
 class _RemoteOutput(Output):
     """The part of an output that the walk uses; another process writes the output."""
 
-    def __init__(self, index: Index, files: CaptionFiles | None):
-        self.journal, self._index, self.files = None, index, files
+    earlier = EarlierRuns()
+
+    def __init__(self, index: Index, job: RayJobSpec):
+        self.journal = self._restorer = None
+        self._index, self.files, self.earlier = index, job.files, job.earlier
 
 
 def walk(_: pyarrow.Table, job: RayJobSpec, recorded: "ray.ObjectRef") -> Iterator[pyarrow.Table]:
@@ -86,7 +90,7 @@ def walk(_: pyarrow.Table, job: RayJobSpec, recorded: "ray.ObjectRef") -> Iterat
     job.enter_folder()
     index = Index()
     index.load(ray.get(recorded))
-    worklist = Worklist(job.settings, job.selection, _RemoteOutput(index, job.files), Progress())
+    worklist = Worklist(job.settings, job.selection, _RemoteOutput(index, job), Progress())
     tasks = iter(worklist)
     try:
         while items := [task.item for task in islice(tasks, CHUNK)]:

@@ -84,7 +84,8 @@ def caption_images(
         if ray is not None:
             from mmvllm.captioning.ray_source import RaySource  # here, because Ray is an optional dependency
 
-            source = RaySource(job, selection, model, engine_args, out.files, workers, worker_processes, ray)
+            given = (job, selection, model, engine_args, out.files, workers, worker_processes, ray)
+            source = RaySource(*given, out.earlier)
             stack.callback(source.close)
         else:
             if llm is None:
@@ -132,9 +133,9 @@ def _check_engine(
 
 def _check_paths(paths: list[str | PathLike], output: Path | None) -> None:
     find_items(paths)  # checks the paths; the search itself begins with the first item
-    if output is not None and output.is_file():
+    if output is not None and os.path.isfile(output):
         for path in map(Path, paths):
-            if path.is_file() and path.samefile(output):
+            if os.path.isfile(path) and path.samefile(output):
                 raise ArgumentError("{path} is one of the inputs; choose another {output}", path=output)
 
 

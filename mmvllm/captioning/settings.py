@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,8 +16,11 @@ from mmvllm.sampling_params import SamplingParams
 
 # Part of the fingerprints of earlier outputs, so it must stay as it is; messages say "images".
 BESIDE_IMAGES = "beside the pictures"
-# Settings that the first outputs do not record, with their defaults.
-LATER = {"quantization": None, "allow_special_tokens": False}
+# Every fingerprint covers these settings; settings that were added later only where they differ from their default.
+FIRST_SETTINGS = (
+    *("model", "dtype", "system", "prompt", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels"),
+    *("prefix", "suffix", "trigger_word", "caption_files"),
+)
 DEFAULT_PROMPT = "Describe this image."
 PRESETS = {
     "short": "Describe this image in one short sentence.",
@@ -34,8 +39,9 @@ class CaptionSettings:
 
     `prefix`, `suffix` and `trigger_word` are put around the model's text: prefix, "trigger_word, ", text, suffix.
     `caption_files` describes the caption files of the job. Special tokens in prompt, system message and contexts are
-    text, unless `allow_special_tokens`. Names and values of the fields are part of `fingerprint`:
-    changing them makes existing outputs impossible to resume.
+    text, unless `allow_special_tokens`. Existing outputs are resumed by names, values and defaults of the fields: a new
+    field needs a default that stands for what was done before it, and keeps it. To rename or remove a field, raise
+    `VERSION` in settings_file.py and convert older files there.
     """
 
     model: str = "bundled"
@@ -71,22 +77,30 @@ class CaptionSettings:
         """A hash of the settings, 16 hex digits, equal in every run."""
         return _fingerprint(self)
 
-    def as_dict(self) -> dict[str, Any]:
-        """The values by name; defaults of settings that earlier versions did not record are left out."""
-        values = dataclasses.asdict(self)
-        return {name: value for name, value in values.items() if name not in LATER or value != LATER[name]}
+    @property
+    def output_dir(self) -> str | None:
+        """The folder of the caption files; None if there are none, or if they are beside the images."""
+        return output_dir_of(self.caption_files)
 
     @property
     def is_repeatable(self) -> bool:
         """Whether the model repeats its caption for equal images: decoding is greedy or seeded."""
         return self.temperature == 0 or self.seed is not None
 
-    def difference(self, other: dict[str, Any]) -> list[str]:
-        """The fields that differ from another run's settings, as text."""
-        return [
-            f"{name} was {_shown(name, other.get(name, LATER.get(name)))}, is {_shown(name, value)}"
-            for name, value in dataclasses.asdict(self).items()
-            if other.get(name, LATER.get(name)) != value
+    def difference(self, other: dict[str, Any], folders: Sequence[str] = ()) -> list[str]:
+        """The fields that differ from those of earlier runs, as text; fields that are not named there have defaults.
+
+        `folders` are the working directories of these runs, which a relative output folder may refer to.
+        """
+        mine, theirs = dataclasses.asdict(self), _DEFAULTS | other
+        changed = [
+            f"{name} was {_shown(name, theirs[name])}, is {_shown(name, value)}"
+            for name, value in mine.items()
+            if not _is_equal(name, value, theirs[name], folders)
+        ]
+        unknown = [name for name, value in other.items() if name not in mine and value]
+        return changed + [
+            f"this version of mmvllm has no setting {name} (was {other[name]!r:.200})" for name in unknown
         ]
 
     def prompt_for(self, item: Item) -> str:
@@ -94,10 +108,14 @@ class CaptionSettings:
         prompt = item.prompt or self.prompt
         return f"Context: {item.context}\n\n{prompt}" if item.context else prompt
 
-    def key(self, item: Item) -> str:
-        """The key of a task, 32 hex digits: a hash of the image's path, its prompt and the settings."""
+    def key(self, item: Item, path: str | None = None, fingerprint: str | None = None) -> str:
+        """The key of a task, 32 hex digits: a hash of the image's real path, its prompt and the settings.
+
+        Earlier runs may have recorded it with another path, or with equal settings that have another fingerprint.
+        """
+        path, fingerprint = path or item.real_path, fingerprint or self.fingerprint
         data = item.source if isinstance(item.source, str) and item.source[:5].lower() == "data:" else ""
-        return _digest("\0".join((self.fingerprint, item.path, item.id or "", self.prompt_for(item), data)))
+        return task_key(fingerprint, path, item.id, self.prompt_for(item), data)
 
     def content_key(self, digest: str, prompt: str) -> str:
         """A hash, 32 hex digits, that is equal for images with this pixel digest, prompt and settings."""
@@ -118,9 +136,42 @@ class CaptionSettings:
         return f"{self.prefix}{trigger}{text.strip()}{self.suffix}"
 
 
+@dataclass(frozen=True, slots=True)
+class EarlierRuns:
+    """The working directories of the runs that made an output, and the fingerprints of settings equal to this run's."""
+
+    folders: tuple[str, ...] = ()
+    fingerprints: tuple[str, ...] = ()
+
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(CaptionSettings)}
+
+
 @cache  # called for every image that is found
 def _fingerprint(settings: CaptionSettings) -> str:
-    return _digest(json.dumps(settings.as_dict(), sort_keys=True))[:16]
+    values = dataclasses.asdict(settings)
+    named = {name: value for name, value in values.items() if name in FIRST_SETTINGS or value != _DEFAULTS[name]}
+    return _digest(json.dumps(named, sort_keys=True))[:16]
+
+
+def task_key(fingerprint: str, *facts: str | None) -> str:
+    """The key of a task from the fingerprint of its settings, path, id, prompt, and the data of a data URI."""
+    return _digest("\0".join((fingerprint, *(fact or "" for fact in facts))))
+
+
+def output_dir_of(caption_files: str | None) -> str | None:
+    """The folder that the setting `caption_files` names, if it names one."""
+    place = (caption_files or "").partition(" ")[2]
+    return place if place != BESIDE_IMAGES and place else None
+
+
+def _is_equal(name: str, mine: Any, other: Any, folders: Sequence[str]) -> bool:
+    if mine == other or name != "caption_files" or not (mine and other):
+        return mine == other
+    here, there = output_dir_of(mine), output_dir_of(other)
+    if here is None or there is None or mine.partition(" ")[0] != other.partition(" ")[0]:
+        return False
+    return os.path.realpath(here) in {os.path.realpath(os.path.join(folder, there)) for folder in (".", *folders)}
 
 
 def _shown(name: str, value: Any) -> str:

@@ -1,6 +1,7 @@
 """What a run has to do: the images that it selects, without those that are recorded already."""
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from os import PathLike
@@ -10,7 +11,7 @@ import xxhash
 from mmvllm.captioning.captioner import Task
 from mmvllm.captioning.find import find_items
 from mmvllm.captioning.index import Index
-from mmvllm.captioning.items import Item
+from mmvllm.captioning.items import Item, real_folder, real_name
 from mmvllm.captioning.names import SUFFIXES
 from mmvllm.captioning.output import Output
 from mmvllm.captioning.progress import Progress
@@ -55,6 +56,8 @@ class Worklist:
     def __init__(self, settings: CaptionSettings, selection: Selection, output: Output, progress: Progress):
         self.settings, self.selection = settings, selection
         self._output, self.progress = output, progress
+        self._earlier = output.earlier
+        real_folder.cache_clear()  # a link may lead elsewhere since the last run
         self.in_flight: dict[str, str] = {}  # key -> path of the tasks that have no record yet
 
     @property
@@ -73,8 +76,9 @@ class Worklist:
 
     def admit(self, item: Item) -> Task | None:
         """The task for an item; None if it is recorded, in flight, or skipped because its caption file exists."""
-        key, is_image = self.settings.key(item), item.error is None
+        key, is_image = self._key(item), item.error is None
         if self._output.skips(item) or not self.index.claim(key, self.selection.retry_failed and is_image):
+            self._output.found(item, key)
             self.progress.num_skipped += 1
             return None
         self.in_flight[key] = item.path
@@ -82,3 +86,28 @@ class Worklist:
             return Task(item, key, self._output.claim_file(item), is_image)
         except ValueError as error:
             return Task(dataclasses.replace(item, source=None, error=str(error)), key)
+
+    def _key(self, item: Item) -> str:
+        """The key that the item is recorded with, or else its new one."""
+        key = self.settings.key(item)
+        return self.index.recorded_as(key) or self._earlier_key(item) or key
+
+    def _earlier_key(self, item: Item) -> str | None:
+        """The key of an earlier run, whose path or fingerprint may differ although image and settings are the same."""
+        if not self._earlier.fingerprints:
+            return None
+        real_path = item.real_path
+        paths = {real_path} if self._is_elsewhere(item, real_path) else {real_path, item.path}
+        for fingerprint in self._earlier.fingerprints:
+            for path in paths:
+                recorded = self.index.recorded_as(self.settings.key(item, path, fingerprint))
+                if recorded is not None:
+                    return recorded
+        return None
+
+    def _is_elsewhere(self, item: Item, real_path: str) -> bool:
+        """Whether an earlier run, in another working directory, found another image by this item's relative path."""
+        if os.path.isabs(item.path):
+            return False
+        paths = {real_name(os.path.join(folder, item.path)) for folder in self._earlier.folders}
+        return any(os.path.lexists(path) for path in paths - {real_path})

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from mmvllm.captioning.errors import explained
 from mmvllm.captioning.files import FILE_FORMATS
 from mmvllm.captioning.find import find_items
 from mmvllm.captioning.output import FORMATS
@@ -234,7 +235,10 @@ def _stopping(job) -> Iterator[list[int]]:
 
 def _prompt(args: argparse.Namespace) -> str:
     if args.prompt_file is not None:
-        return args.prompt_file.read_text(encoding="utf-8").strip()
+        try:
+            return args.prompt_file.read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise ValueError(f"--prompt-file {args.prompt_file} cannot be read: {explained(error)}") from error
     if args.preset is not None:
         return PRESETS[args.preset]
     return DEFAULT_PROMPT if args.prompt is None else args.prompt

@@ -294,16 +294,6 @@ def test_the_first_caption_of_a_content_is_kept():
     assert index.caption("content") == THREE[2] and index.caption("other") is None
 
 
-def test_an_output_of_a_version_without_quantization_resumes_but_not_with_int8(path):
-    write(path, *THREE)
-    (values,) = json.loads(path.with_name("out.jsonl.settings").read_text()).values()
-    assert "quantization" not in values
-    write(path)
-    with pytest.raises(ValueError, match=r"other settings: quantization was None, is 'int8'\."):
-        Journal(path, CaptionSettings(quantization="int8"))
-    write(path, settings=CaptionSettings(quantization="int8"), append_anyway=True)
-
-
 def test_caption_files_beside_the_images_are_named_so(path):
     write(path, *THREE, settings=CaptionSettings(caption_files=f"txt {BESIDE_IMAGES}"))
     with pytest.raises(ValueError, match=r"caption_files was 'txt beside the images', is None\."):

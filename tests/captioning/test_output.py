@@ -160,6 +160,21 @@ def test_a_table_has_the_records_of_all_runs(suffix, caption, two, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_run_that_is_stopped_before_the_first_record_leaves_no_table(suffix, caption, two, llm, tmp_path):
+    out = tmp_path / f"out.{suffix}"
+    with caption_images(two, llm=llm, max_tokens=4, output=out) as run:
+        run.stop()
+        assert list(run) == []
+    assert os.listdir(tmp_path) == ["two"]
+    assert len(caption(two, output=out)) == 2
+    before = out.read_bytes()
+    with caption_images(two, llm=llm, max_tokens=4, output=out, overwrite=True) as run:
+        run.stop()
+        assert list(run) == []
+    assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_a_table_of_another_program_is_refused(suffix, caption, two, tmp_path):
     out = tmp_path / f"out.{suffix}"
     out.write_text("mine")
@@ -305,8 +320,8 @@ def test_options_without_effect_on_a_format_are_refused(caption, two, tmp_path):
             caption(two, output=tmp_path / "out.csv", **options)
     with pytest.raises(ValueError, match=r"csv needs output FILE\.csv"):
         caption(two, format="csv")
-    with pytest.raises(ValueError, match="is not a folder; make it first"):
-        caption(two, format="txt", output_dir=tmp_path / "absent")
+    with pytest.raises(ValueError, match="is not a folder; choose another"):
+        caption(two, format="txt", output_dir=two / "a.png")
     assert os.listdir(tmp_path) == ["two"]
 
 

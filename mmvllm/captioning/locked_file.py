@@ -1,0 +1,114 @@
+"""A file that is locked and appended to, and that notices what other programs do to it."""
+
+import fcntl
+import logging
+import os
+import stat
+from pathlib import Path
+
+from mmvllm.captioning.errors import explained
+from mmvllm.errors import ArgumentError
+
+logger = logging.getLogger(__name__)
+
+
+class LockedFile:
+    """An open file with an exclusive lock; `size` is what this process has read or written, in bytes.
+
+    Messages say `name`, the path before links are resolved. Raises ValueError if another process has locked it, and
+    ArgumentError if it cannot be opened for writing.
+    """
+
+    def __init__(self, path: Path, name: Path):
+        self.path, self.name = path, name
+        try:
+            self._file: int | None = _open_locked(path, name)
+            self.size = os.fstat(self._file).st_size
+        except OSError as error:
+            raise ArgumentError(
+                "{path} cannot be opened for writing: {reason}", path=name, reason=explained(error)
+            ) from error
+
+    @property
+    def is_open(self) -> bool:
+        return self._file is not None
+
+    def append(self, data: bytes) -> None:
+        """Write all of the data, or nothing of it if OSError is raised."""
+        rest = data
+        try:
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError:
+            self.undo_append()
+            raise
+        self.size += len(data)
+
+    def undo_append(self) -> None:
+        """Remove what was written beyond `size`, if the file system allows it."""
+        try:
+            os.ftruncate(self._file, self.size)
+        except OSError as error:  # the next run removes an incomplete line
+            logger.warning("%s: an incomplete record cannot be removed: %s", self.name, error.strerror)
+
+    def truncate(self, size: int) -> None:
+        os.ftruncate(self._file, size)
+        self.size = size
+
+    def sync(self) -> None:
+        """Flush it to the disk."""
+        os.fsync(self._file)
+
+    def what_happened(self) -> str | None:
+        """What another program did to the file since it was opened; None if nothing that matters."""
+        status = os.fstat(self._file)
+        try:
+            is_same = os.path.samestat(status, os.stat(self.path))
+        except OSError:
+            is_same = False
+        if not status.st_nlink:
+            return "was deleted"
+        if not is_same:
+            return "was moved or replaced"
+        return None if status.st_size == self.size else "was changed"
+
+    def replace(self, path: Path) -> None:
+        """Take the place of the file at `path`, which is this file's from now on."""
+        self.path.replace(path)
+        self.path = path
+
+    def delete(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close and unlock it."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def _open_locked(path: Path, name: Path) -> int:
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise ValueError(f"{name} is not a regular file; records can only be written to a regular file")
+            _lock(file, name)
+            if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
+                return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)  # replaced or deleted between the two calls
+
+
+def _lock(file: int, name: Path) -> None:
+    """Lock the file until it is closed; raises ValueError if another process has locked it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"{name}: another run is writing to it; wait for that run to end, or choose another file"
+        ) from None
+    except OSError as error:  # some network file systems have no locks
+        logger.warning("%s cannot be locked (%s); make sure that no other run writes to it", name, error.strerror)
