@@ -51,15 +51,20 @@ class Index:
         """Number of recorded tasks that failed."""
         return self._execute("SELECT count(*) FROM work WHERE state = ?", FAILED)[0][0]
 
-    def dump(self, retry: bool) -> bytes:
-        """The keys of recorded tasks, or with `retry` of failed ones, for `load` in another process; 16 bytes each."""
-        rows = self._execute("SELECT key FROM work WHERE state >= ?", FAILED if retry else RECORDED)
-        return b"".join(bytes.fromhex(key) for (key,) in rows)
+    def has_failed(self, key: str) -> bool:
+        """Whether the task is recorded as failed."""
+        return bool(self._execute("SELECT 1 FROM work WHERE key = ? AND state = ?", key, FAILED))
 
-    def load(self, keys: bytes) -> None:
-        """Add the keys that `dump` returned."""
-        for i in range(0, len(keys), KEY_BYTES):
-            self._execute("INSERT INTO work VALUES (?, ?, NULL)", keys[i : i + KEY_BYTES].hex(), FAILED)
+    def dump(self, retry: bool) -> bytes:
+        """The recorded tasks, or with `retry` the failed ones, for `load` in another process; 17 bytes each."""
+        rows = self._execute("SELECT key, state FROM work WHERE state >= ?", FAILED if retry else RECORDED)
+        return b"".join(bytes.fromhex(key) + bytes([state]) for key, state in rows)
+
+    def load(self, tasks: bytes) -> None:
+        """Add the tasks that `dump` returned."""
+        for i in range(0, len(tasks), KEY_BYTES + 1):
+            key, state = tasks[i : i + KEY_BYTES].hex(), tasks[i + KEY_BYTES]
+            self._execute("INSERT INTO work VALUES (?, ?, NULL)", key, state)
 
     def keep_caption(self, content: str, record: dict) -> None:
         """Store the record that images of the same content copy; the first record is kept."""

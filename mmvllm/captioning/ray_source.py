@@ -82,7 +82,7 @@ class RaySource:
             for chunk in chunks:
                 if chunk.error is not None:
                     raise ValueError(chunk.error)
-                tasks.progress.num_skipped = max(tasks.progress.num_skipped, chunk.num_skipped)
+                tasks.progress.take(chunk.num_skipped, chunk.num_failed_before, chunk.passed_over)
                 shares[chunk.actor] = chunk.engine_wait_share
                 self.engine_wait_share = sum(shares.values()) / len(shares)
                 for item, record in zip(chunk.items, chunk.records, strict=True):

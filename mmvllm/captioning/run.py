@@ -192,6 +192,11 @@ class CaptionRun:
         """The largest number of images that the run takes, not counting those it skips."""
         return self._selection.limit
 
+    @property
+    def retries_failed(self) -> bool:
+        """Whether the run takes only images that are recorded as failed."""
+        return self._selection.retry_failed
+
     def close(self) -> None:
         """End the run, and close the output and the engine that it made; safe to call twice."""
         try:

@@ -8,6 +8,7 @@ from os import PathLike
 import xxhash
 
 from mmvllm.captioning.captioner import Task
+from mmvllm.captioning.counts import Counts
 from mmvllm.captioning.find import find_items
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item
@@ -32,10 +33,10 @@ class Selection:
         if self.shard is not None and not 1 <= self.shard[0] <= self.shard[1]:
             raise ValueError(f"shard is {self.shard[0]}/{self.shard[1]}, must be I/N with 1 <= I <= N")
 
-    def items(self) -> Iterator[Item]:
+    def items(self, passed_over: Counts | None = None) -> Iterator[Item]:
         """Find the images of this shard, in the order of `find_items`. Raises ValueError if no path has an image."""
         num_found = 0
-        for item in find_items(self.paths):
+        for item in find_items(self.paths, passed_over):
             num_found += 1
             if self.shard is None or shard_of(item.path, self.shard[1]) == self.shard[0]:
                 yield item
@@ -63,7 +64,7 @@ class Worklist:
 
     def __iter__(self) -> Iterator[Task]:
         num_tasks = 0
-        for item in self.selection.items():
+        for item in self.selection.items(self.progress.passed_over):
             task = self.admit(item)
             if task is not None:
                 yield task
@@ -75,7 +76,7 @@ class Worklist:
         """The task for an item; None if it is recorded, in flight, or skipped because its caption file exists."""
         key, is_image = self.settings.key(item), item.error is None
         if self._output.skips(item) or not self.index.claim(key, self.selection.retry_failed and is_image):
-            self.progress.num_skipped += 1
+            self.progress.skip(self.index.has_failed(key))
             return None
         self.in_flight[key] = item.path
         try:

@@ -1,7 +1,6 @@
 """`mmvllm caption`: writes a caption for each image."""
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -14,6 +13,8 @@ from typing import TYPE_CHECKING, TextIO
 from mmvllm.captioning.files import FILE_FORMATS
 from mmvllm.captioning.output import FORMATS
 from mmvllm.captioning.settings import DEFAULT_PROMPT, PRESETS
+from mmvllm.cli.caption_records import Printer
+from mmvllm.cli.caption_summary import as_lines, summarize
 from mmvllm.cli.common import add_model_argument, at_least_one
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 from mmvllm.cli.progress import MODES, Display
@@ -159,21 +160,19 @@ def run(args: argparse.Namespace) -> int:
         ray=_ray_options(args),
         **{name: getattr(args, name) for name in PASSED_ON},
     )
-    shows_json = args.format == "jsonl"
     try:
         with job, _stopping(job) as signals, Display(args.progress, job), _own_stdout(args) as out:
+            show = Printer(out, prints_all=job.output.journal is None, as_json=args.format == "jsonl")
             for record in job:
-                if job.output.journal is None:
-                    _print(record, shows_json, out)
+                show(record)
     except JobError as error:
         print(f"mmvllm caption: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 128 + signals[-1]
-    summary = _summary(job)
+    summary = summarize(job)
     if args.progress != "none":
-        width = max(map(len, summary))
-        print(*(f"{label:<{width}}  {text}" for label, text in summary.items()), sep="\n", file=sys.stderr)
+        print(as_lines(summary), file=sys.stderr)
     if args.report is not None:
         try:
             write_report(args.report, job.output.journal.records(), summary, f"Captions in {job.output.path.name}")
@@ -235,37 +234,6 @@ def _own_stdout(args: argparse.Namespace) -> Iterator[TextIO]:
     out = sys.stdout
     with redirect_stdout(sys.stderr if args.executor == "ray" and not out.isatty() else out):
         yield out
-
-
-def _print(record: dict, as_json: bool, out: TextIO) -> None:
-    from tqdm import tqdm  # tqdm.write does not garble the progress bar
-
-    if as_json:
-        tqdm.write(json.dumps(record), file=out)
-    elif record["error"] is None:
-        tqdm.write(f"{record['path']}: {record['caption']}", file=out)
-    else:
-        tqdm.write(f"{record['path']}: {record['error']}", file=sys.stderr)
-
-
-def _summary(job) -> dict[str, str]:
-    """Label -> text, for terminal and report."""
-    p = job.progress
-    rows = {
-        "captioned": f"{p.num_captioned:,}",
-        "duplicates": f"{p.num_duplicates:,} (caption copied from an equal image)",
-        "failed": f"{p.num_failed:,} (--retry-failed tries them again)",
-        "skipped": f"{p.num_skipped:,} (recorded before, or not selected)",
-        "failed before": f"{job.num_failed - p.num_failed:,} (--retry-failed tries them again)",
-    }
-    rows = {label: text for label, text in rows.items() if not text.startswith("0 ")}
-    rows["time"] = f"{p.seconds:.1f} s, {p.num_done / p.seconds:.2f} images/s, {p.num_tokens / p.seconds:.0f} tokens/s"
-    rows["engine waited"] = f"{p.engine_wait_share:.1%} of the time since the first image was prepared"
-    rows["model"] = job.settings.model
-    rows["prompt"] = job.settings.prompt
-    if job.output.path is not None:
-        rows["output"] = str(job.output.path)
-    return rows
 
 
 def _shard(text: str) -> tuple[int, int]:

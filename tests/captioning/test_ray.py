@@ -208,7 +208,7 @@ def actors(process: psutil.Process) -> list[psutil.Process]:
 def test_the_walk_yields_chunks_lazily(joined, tmp_path, monkeypatch):
     folder = many(tmp_path / "images", CHUNK + 3)
     found = []
-    monkeypatch.setattr(Selection, "items", lambda self: (found.append(i) or Item(i, i, i) for i in os.listdir(folder)))
+    monkeypatch.setattr(Selection, "items", lambda *_: (found.append(i) or Item(i, i, i) for i in os.listdir(folder)))
     tables = ray_worker.walk(None, job([folder]), ray.put(b""))
     (first,) = ray_worker.Chunk.unpack(next(tables))
     assert len(first.items) == len(found) == CHUNK
@@ -221,8 +221,10 @@ def test_the_walk_skips_and_counts_recorded_images(joined, folder):
     for number, item in enumerate(items[:4]):
         index.note(here.settings.key(item), failed=number == 0, line=number)
     assert index.claim("file images/a.txt")
+    (folder / "notes.pdf").touch()
     (left, end) = chunks(here, index.dump(retry=False))
-    assert (left.items, end.num_skipped) == (items[4:], 4)
+    assert (left.items, end.num_skipped, end.num_failed_before) == (items[4:], 4, 1)
+    assert end.passed_over == {".pdf": 1}
     (again, end) = chunks(job([folder], retry_failed=True), index.dump(retry=True))
     assert (again.items, end.num_skipped) == (items[:1], 5)
 
