@@ -49,11 +49,12 @@ class RaySource:
         files: CaptionFiles | None,
         num_workers: int | None,
         worker_processes: bool,
+        ordered: bool,
         options: RayOptions,
     ):
         self.engine_wait_share = 0.0
         self._is_stopped = False
-        self._options = options
+        self._options, self._ordered = options, ordered
         self._gpus = _gpus_per_actor(options, engine_args)
         if "-" in map(os.fspath, selection.paths):
             raise ValueError("a list on standard input (-) cannot be read by Ray's workers; give a file")
@@ -132,6 +133,8 @@ class RaySource:
                 max_restarts=-1,
                 max_task_retries=MAX_RETRIES,
             )
+        if self._ordered:
+            data.context.execution_options.preserve_order = True
         data.context.target_max_block_size = 1  # each row is a block, which is sent on without waiting for others
         return data
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import xxhash
 
+from mmvllm.captioning.context import check_context
 from mmvllm.captioning.items import Item
 from mmvllm.processors.load import MAX_SOURCE_PIXELS
 from mmvllm.sampling_params import SamplingParams
@@ -15,6 +16,7 @@ from mmvllm.sampling_params import SamplingParams
 # Part of the fingerprints of earlier outputs, so it must stay as it is; messages say "images".
 BESIDE_IMAGES = "beside the pictures"
 DEFAULT_PROMPT = "Describe this image."
+LATER_FIELDS = {"quantization": None, "context_from": None, "context_mode": "prepend"}
 PRESETS = {
     "short": "Describe this image in one short sentence.",
     "detailed": "Describe this image in detail: the subject, the setting, colors, positions, actions and the style.",
@@ -31,6 +33,8 @@ class CaptionSettings:
     """Settings of one job; a run resumes an output only if the settings are equal.
 
     `prefix`, `suffix` and `trigger_word` are put around the model's text: prefix, "trigger_word, ", text, suffix.
+    `context_from` is the suffix of files beside the images, whose text is added to the prompt as context;
+    `context_mode`, "prepend" or "append", is where any context goes.
     `caption_files` describes the caption files of the job. Names and values of the fields are part of `fingerprint`:
     changing them makes existing outputs impossible to resume.
     """
@@ -49,11 +53,14 @@ class CaptionSettings:
     trigger_word: str | None = None
     caption_files: str | None = None
     quantization: str | None = None
+    context_from: str | None = None
+    context_mode: str = "prepend"
 
     def __post_init__(self):
         _ = self.sampling_params  # checks the values
         if not self.prompt.strip():
             raise ValueError("the prompt is empty; give a question or an instruction")
+        check_context(self.context_from, self.context_mode)
         from mmvllm.processors.image import pixel_bounds  # here, because it imports torch, which `--help` does not need
 
         pixel_bounds(self.min_pixels, self.max_pixels, 1, MAX_SOURCE_PIXELS)
@@ -68,11 +75,9 @@ class CaptionSettings:
         return _fingerprint(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """The values by name, without `quantization` if it is None: earlier versions did not record it."""
+        """The values by name, without `LATER_FIELDS` at their default, which earlier versions did not record."""
         values = dataclasses.asdict(self)
-        if self.quantization is None:
-            del values["quantization"]
-        return values
+        return {name: value for name, value in values.items() if LATER_FIELDS.get(name, ...) != value}
 
     @property
     def is_repeatable(self) -> bool:
@@ -82,20 +87,27 @@ class CaptionSettings:
     def difference(self, other: dict[str, Any]) -> list[str]:
         """The fields that differ from another run's settings, as text."""
         return [
-            f"{name} was {_shown(name, other.get(name))}, is {_shown(name, value)}"
+            f"{name} was {_shown(name, before)}, is {_shown(name, value)}"
             for name, value in dataclasses.asdict(self).items()
-            if other.get(name) != value
+            if (before := other.get(name, LATER_FIELDS.get(name))) != value
         ]
 
     def prompt_for(self, item: Item) -> str:
-        """The item's prompt or else the job's, after the item's context if it has one."""
+        """The item's prompt or else the job's, with the item's context if it has one."""
+        return self._prompt(item, item.beside if item.context is None else item.context)
+
+    def _prompt(self, item: Item, context: str | None) -> str:
         prompt = item.prompt or self.prompt
-        return f"Context: {item.context}\n\n{prompt}" if item.context else prompt
+        parts = [f"Context: {context}", prompt] if context else [prompt]
+        return "\n\n".join(parts if self.context_mode == "prepend" else reversed(parts))
 
     def key(self, item: Item) -> str:
-        """The key of a task, 32 hex digits: a hash of the image's path, its prompt and the settings."""
+        """The key of a task, 32 hex digits: a hash of the image's path, its prompt and the settings.
+
+        The text beside the image has no part in it: like the image itself, it may change without being a new task.
+        """
         data = item.source if isinstance(item.source, str) and item.source[:5].lower() == "data:" else ""
-        return _digest("\0".join((self.fingerprint, item.path, item.id or "", self.prompt_for(item), data)))
+        return _digest("\0".join((self.fingerprint, item.path, item.id or "", self._prompt(item, item.context), data)))
 
     def content_key(self, digest: str, prompt: str) -> str:
         """A hash, 32 hex digits, that is equal for images with this pixel digest, prompt and settings."""

@@ -8,6 +8,7 @@ from os import PathLike
 import xxhash
 
 from mmvllm.captioning.captioner import Task
+from mmvllm.captioning.context import read_context
 from mmvllm.captioning.counts import Counts
 from mmvllm.captioning.find import find_items
 from mmvllm.captioning.index import Index
@@ -67,10 +68,20 @@ class Worklist:
         for item in self.selection.items(self.progress.passed_over):
             task = self.admit(item)
             if task is not None:
-                yield task
+                yield self._with_context(task)
                 num_tasks += 1
             if num_tasks == self.selection.limit:
                 return
+
+    def _with_context(self, task: Task) -> Task:
+        """The task with the text beside its image, or with an error if that cannot be read."""
+        item, suffix = task.item, self.settings.context_from
+        if suffix is None or item.error is not None or item.context is not None:
+            return task
+        try:
+            return dataclasses.replace(task, item=dataclasses.replace(item, beside=read_context(item, suffix)))
+        except ValueError as error:
+            return _failed(item, task.key, error)
 
     def admit(self, item: Item) -> Task | None:
         """The task for an item; None if it is recorded, in flight, or skipped because its caption file exists."""
@@ -82,4 +93,8 @@ class Worklist:
         try:
             return Task(item, key, self._output.claim_file(item), is_image)
         except ValueError as error:
-            return Task(dataclasses.replace(item, source=None, error=str(error)), key)
+            return _failed(item, key, error)
+
+
+def _failed(item: Item, key: str, error: ValueError) -> Task:
+    return Task(dataclasses.replace(item, source=None, error=str(error)), key)

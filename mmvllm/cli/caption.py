@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from mmvllm.captioning.context import MODES as CONTEXT_MODES
 from mmvllm.captioning.files import FILE_FORMATS
 from mmvllm.captioning.output import FORMATS
 from mmvllm.captioning.settings import DEFAULT_PROMPT, PRESETS
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 # Arguments that are passed to `caption_images` under the same names.
 PASSED_ON = (
     *("system", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels", "prefix", "suffix", "trigger_word"),
+    *("context_from", "context_mode", "caption_extension"),
     *("dtype", "quantization", "output", "format", "output_dir", "overwrite", "append_anyway", "skip_existing"),
-    *("retry_failed", "fail_fast", "limit", "shard", "workers", "worker_processes"),
+    *("retry_failed", "fail_fast", "limit", "shard", "workers", "worker_processes", "ordered"),
 )
 # Settings of the captions that have the name of an engine option.
 SETTINGS = ("dtype", "quantization", "seed")
@@ -89,6 +91,17 @@ def _add_prompt(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-pixels", type=at_least_one, metavar="N", help="shrink larger images to this area, which is faster"
     )
+    group.add_argument(
+        "--context-from",
+        metavar="SUFFIX",
+        help="add the text of the file with this suffix beside each image, such as .txt with tags, to the prompt",
+    )
+    group.add_argument(
+        "--context-mode",
+        choices=CONTEXT_MODES,
+        default="prepend",
+        help="where the context goes: before or after the prompt (default: %(default)s)",
+    )
     group.add_argument("--prefix", default="", metavar="TEXT", help="text before every caption")
     group.add_argument("--suffix", default="", metavar="TEXT", help="text after every caption")
     group.add_argument("--trigger-word", metavar="WORD", help="write 'WORD, ' between prefix and caption")
@@ -103,6 +116,12 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         "suffix of --output, else jsonl)",
     )
     group.add_argument("--output-dir", type=Path, metavar="DIR", help="write caption files there, in the same folders")
+    group.add_argument(
+        "--ordered", action="store_true", help="record images in the order in which they are found, not as they finish"
+    )
+    group.add_argument(
+        "--caption-extension", metavar="SUFFIX", help="suffix of txt's caption files, such as .caption (default: .txt)"
+    )
     group.add_argument("--overwrite", action="store_true", help="replace the output and existing caption files")
     group.add_argument(
         "--append-anyway", action="store_true", help="add to an output that was made with other settings"

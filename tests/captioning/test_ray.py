@@ -117,6 +117,12 @@ def test_actors_and_a_local_engine_make_the_same_records(joined, folder, checkpo
     assert 0 <= p.engine_wait_share <= 1
 
 
+def test_records_of_several_actors_have_the_order_of_the_input(joined, tmp_path, checkpoint):
+    folder = many(tmp_path / "images", 3 * CHUNK + 5)
+    with run(folder, checkpoint, ray=TWO, ordered=True) as made:
+        assert [Path(record["path"]).name for record in made] == sorted(path.name for path in folder.iterdir())
+
+
 @pytest.mark.slow
 def test_another_run_adds_only_new_images(joined, folder, checkpoint):
     with run(folder, checkpoint, ray=TWO, output="out.jsonl") as first:
