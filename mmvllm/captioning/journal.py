@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.index import Index, keep_caption
-from mmvllm.captioning.record import COLUMNS
+from mmvllm.captioning.record import COLUMNS, as_line
 from mmvllm.captioning.replacing import replacing, sync
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.errors import ArgumentError
@@ -66,8 +66,7 @@ class Journal:
 
     def append(self, record: dict) -> None:
         """Write one record; if that fails, remove what was written of it and raise JobError."""
-        # File names need not be Unicode: backslashreplace writes such characters as JSON escapes.
-        line = f"{json.dumps(record, ensure_ascii=False)}\n".encode("utf-8", "backslashreplace")
+        line = f"{as_line(record)}\n".encode()
         try:
             if not self._has_begun:
                 self._begin_writing()
