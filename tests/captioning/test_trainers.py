@@ -193,7 +193,8 @@ def kohya(tmp_path) -> Path:
 
 
 def test_folders_with_repeats_and_patterns_in_their_names_are_left_alone(kohya, llm, tmp_path):
-    with caption_images(kohya, llm=llm, max_tokens=4, format="txt", caption_extension=".caption") as made:
+    beside = {"format": "txt", "caption_extension": ".caption", "output": tmp_path / "out.jsonl"}
+    with caption_images(kohya, llm=llm, max_tokens=4, **beside) as made:
         files = sorted(record["file"] for record in made)
     assert files == sorted(f"{kohya}/{name}/a.caption" for name in ODD)
     (tmp_path / "out").mkdir()
