@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.index import Index, keep_caption
 from mmvllm.captioning.items import Item
+from mmvllm.captioning.ordering import InOrder
 from mmvllm.captioning.preparation import CaptionPreparer, WorkerProcesses
 from mmvllm.captioning.record import COLUMNS
 from mmvllm.captioning.settings import CaptionSettings
@@ -33,11 +34,21 @@ class Task:
 class Captioner:
     """One engine and the settings of one job; images are prepared in threads, or in worker processes.
 
+    With `ordered`, records come in the order of their tasks; an image that takes long holds up those after it.
+
     Raises ArgumentError if the engine's processor cannot be sent to worker processes.
     """
 
-    def __init__(self, llm: LLM, settings: CaptionSettings, num_workers: int | None = None, in_processes: bool = False):
+    def __init__(
+        self,
+        llm: LLM,
+        settings: CaptionSettings,
+        num_workers: int | None = None,
+        in_processes: bool = False,
+        ordered: bool = False,
+    ):
         self.llm, self.settings = llm, settings
+        self._ordered = ordered
         self._num_workers = num_workers or NUM_WORKERS
         self._processes = WorkerProcesses(llm.processor, self._num_workers) if in_processes else None
         self._prefetcher: Prefetcher | None = None
@@ -59,6 +70,19 @@ class Captioner:
 
         The tasks are iterated in a thread of their own; captions that `index` has are copied.
         """
+        try:
+            if not self._ordered:
+                yield from (record for _, record in self._numbered(tasks, index))
+                return
+            order = InOrder()
+            for number, record in self._numbered(order.limited(tasks, lambda: self._is_stopped), index):
+                yield from order.put(number, record)
+            yield from order.rest()
+        finally:
+            self._is_stopped = True  # ends the thread that iterates the tasks, if it waits
+
+    def _numbered(self, tasks: Iterable[Task], index: Index) -> Iterator[tuple[int, dict]]:
+        """The records with the numbers of their tasks, as they finish."""
         jobs = _TasksInFlight(self.settings, index, lambda: self._is_stopped)
         self._prefetcher = self._prefetch(jobs.requests(tasks))
         params, num_failures = self.settings.sampling_params, 0
@@ -80,7 +104,7 @@ class Captioner:
             self._processes or CaptionPreparer(self.llm.processor),
             max_requests=self.llm.admission.max_requests,
             num_workers=self._num_workers,
-            in_order=False,
+            in_order=self._ordered,
         )
 
 
@@ -88,6 +112,7 @@ class Captioner:
 class _Work:
     """A task in flight, with what its preparation found out about the image."""
 
+    number: int
     task: Task
     digest: str | None = None
     width: int | None = None
@@ -108,7 +133,7 @@ class _TasksInFlight:
         for number, task in enumerate(tasks):
             if self._is_stopped():
                 return
-            self._works[number] = _Work(task)
+            self._works[number] = _Work(number, task)
             yield self._settings.request(task.item)
 
     def select(self, prepared: Prepared) -> bool:
@@ -131,17 +156,17 @@ class _TasksInFlight:
         self._duplicates[work.content] = []
         return False
 
-    def finish(self, number: int, output: RequestOutput | None) -> Iterator[dict]:
-        """The records that an output leads to; None is that of a task that was not selected."""
+    def finish(self, number: int, output: RequestOutput | None) -> Iterator[tuple[int, dict]]:
+        """The numbered records that an output leads to; None is that of a task that was not selected."""
         work = self._works.pop(number)
         if output is not None:
             record = self._record(work, output)
             keep_caption(self._settings, self._index, record)
-            yield record
+            yield number, record
             for duplicate in self._duplicates.pop(work.content, ()):
-                yield self._copy(duplicate, record)
+                yield duplicate.number, self._copy(duplicate, record)
         elif work.is_duplicate and (original := self._index.caption(work.content)) is not None:
-            yield self._copy(work, original)  # one whose original is in flight is yielded with that
+            yield number, self._copy(work, original)  # one whose original is in flight is yielded with that
 
     def _record(self, work: _Work, output: RequestOutput) -> dict:
         error = _reason(work.task.item, output)

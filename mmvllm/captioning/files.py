@@ -37,19 +37,27 @@ class CaptionFiles:
         output_dir: the folder in which the tree of the images is mirrored; None is beside each image.
         overwrite: replace existing files. Without it, an image whose file exists fails.
         skip_existing: leave out images whose file exists.
+        suffix: that of the files; by default the format's.
     """
 
-    def __init__(self, format: str, output_dir: Path | None, overwrite: bool, skip_existing: bool):
+    def __init__(
+        self,
+        format: str,
+        output_dir: Path | None,
+        overwrite: bool,
+        skip_existing: bool,
+        suffix: str | None = None,
+    ):
         self.format, self.output_dir = format, output_dir
+        self.suffix = suffix or FILE_FORMATS[format][0]
         self.overwrite, self.skip_existing = overwrite, skip_existing
         self.reserved: set[str] = set()  # real paths of files that the job itself reads or writes
 
     def path(self, item: Item) -> Path | None:
         """The path of an item's caption file; None if it would be beside an image that is not a file of its own."""
-        suffix, _ = FILE_FORMATS[self.format]
         if self.output_dir is not None:
-            return (self.output_dir / item.relative).with_suffix(suffix)
-        return None if item.file is None else item.file.with_suffix(suffix)
+            return (self.output_dir / item.relative).with_suffix(self.suffix)
+        return None if item.file is None else item.file.with_suffix(self.suffix)
 
     def skips(self, item: Item) -> bool:
         """Whether an image is left out because its caption file exists."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 from mmvllm.captioning import lists
+from mmvllm.captioning.counts import Counts
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.lists import in_list, open_list
 from mmvllm.captioning.names import URL, folder_name, is_image_name, relative_of_url, relative_path
@@ -15,11 +16,12 @@ from mmvllm.captioning.tars import PACKED
 from mmvllm.captioning.walk import EVERYTHING, MAGIC, Walk, in_tar, match_pattern
 
 
-def find_items(paths: Sequence[str | os.PathLike]) -> Iterator[Item]:
+def find_items(paths: Sequence[str | os.PathLike], passed_over: Counts | None = None) -> Iterator[Item]:
     """Find the images in folders, glob patterns, tar shards, lists ("-" is standard input), and URLs and files.
 
     Folders are walked depth first and sorted, in chunks of `CHUNK` entries. A folder, tar or list line that cannot be
-    read is an item with an error. Raises ValueError, before the search, for a list that cannot be read and for a path
+    read is an item with an error. Files in folders and tars that are no images, and hidden ones, are counted in
+    `passed_over`. Raises ValueError, before the search, for a list that cannot be read and for a path
     that does not exist.
     """
     given = [os.fsdecode(path) for path in paths]
@@ -31,7 +33,7 @@ def find_items(paths: Sequence[str | os.PathLike]) -> Iterator[Item]:
             open_list(path).close()
         if _kind(path) == "file" and not is_image_name(path) and not os.path.lexists(path):
             raise ValueError(f"{path}: there is no such file or folder")
-    return _find(given)
+    return _find(given, Counts() if passed_over is None else passed_over)
 
 
 def _kind(path: str) -> str:
@@ -48,17 +50,17 @@ def _kind(path: str) -> str:
     return "list" if path.lower().endswith(lists.SUFFIXES) else "file"
 
 
-def _find(paths: list[str]) -> Iterator[Item]:
+def _find(paths: list[str], passed_over: Counts) -> Iterator[Item]:
     followed: set[tuple] = set()
     for path in paths:
         kind = _kind(path)
         if kind == "folder":
             name = folder_name(path) if len(paths) > 1 else ""
-            yield from Walk(path, name, EVERYTHING, followed).items()
+            yield from Walk(path, name, EVERYTHING, followed, passed_over).items()
         elif kind == "pattern":
-            yield from match_pattern(path, followed)
+            yield from match_pattern(path, followed, passed_over)
         elif kind == "tar":
-            yield from in_tar(path, relative_path(PurePath(path).name))
+            yield from in_tar(path, relative_path(PurePath(path).name), passed_over)
         elif kind == "list":
             yield from in_list(path)
         else:

@@ -72,18 +72,25 @@ class Index:
         """Number of recorded tasks that failed."""
         return self._execute("SELECT count(*) FROM work WHERE state = ?", FAILED)[0][0]
 
+    def has_failed(self, key: str) -> bool:
+        """Whether the task is recorded as failed."""
+        return bool(self._execute("SELECT 1 FROM work WHERE key = ? AND state = ?", key, FAILED))
+
     def dump(self, retry: bool) -> bytes:
-        """Recorded tasks, or with `retry` failed ones, for `load` in another process: names and keys of 16 bytes."""
-        states = "SELECT key AS name, key FROM work WHERE state >= ?1"
-        names = "SELECT name, key FROM names JOIN work USING (key) WHERE state >= ?1"
+        """Recorded tasks, or with `retry` failed ones, for `load` in another process.
+
+        Each is a name and a key of 16 bytes, and a state.
+        """
+        states = "SELECT key AS name, key, state FROM work WHERE state >= ?1"
+        names = "SELECT name, key, state FROM names JOIN work USING (key) WHERE state >= ?1"
         rows = self._execute(f"{states} UNION ALL {names}", FAILED if retry else RECORDED)
-        return b"".join(bytes.fromhex(name + key) for name, key in rows)
+        return b"".join(bytes.fromhex(name + key) + bytes([state]) for name, key, state in rows)
 
     def load(self, tasks: bytes) -> None:
-        """Add the tasks that `dump` returned, as if they had failed."""
-        for i in range(0, len(tasks), 2 * KEY_BYTES):
+        """Add the tasks that `dump` returned."""
+        for i in range(0, len(tasks), 2 * KEY_BYTES + 1):
             name, key = (tasks[j : j + KEY_BYTES].hex() for j in (i, i + KEY_BYTES))
-            self._execute("INSERT OR IGNORE INTO work VALUES (?, ?, NULL)", key, FAILED)
+            self._execute("INSERT OR IGNORE INTO work VALUES (?, ?, NULL)", key, tasks[i + 2 * KEY_BYTES])
             self.add_name(name, key)
 
     def keep_caption(self, content: str, record: dict) -> None:

@@ -21,6 +21,7 @@ class Item:
         relative: its path below an output folder, separated by '/'; never empty, absolute or with '..'.
         source: what to load: a path, URL, data URI or tar member; None if there is an `error`.
         id, prompt, context: those of this image, from a JSONL list.
+        beside: the text of the file beside the image, with `context_from`; `context` takes its place.
         error: why there is nothing to load.
     """
 
@@ -31,6 +32,7 @@ class Item:
     prompt: str | None = None
     context: str | None = None
     error: str | None = None
+    beside: str | None = None
 
     def read(self) -> Any:
         """The argument for `load_image`. Raises ValueError with `error`, or if a tar member cannot be read."""

@@ -17,7 +17,7 @@ from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.index import Index, keep_caption
 from mmvllm.captioning.items import real_name
 from mmvllm.captioning.locked_file import LockedFile
-from mmvllm.captioning.record import COLUMNS
+from mmvllm.captioning.record import COLUMNS, as_line
 from mmvllm.captioning.settings import CaptionSettings, task_key
 from mmvllm.captioning.settings_file import SettingsFile
 from mmvllm.errors import ArgumentError
@@ -82,8 +82,7 @@ class Journal:
 
     def append(self, record: dict) -> None:
         """Write one record; if that fails, remove what was written of it and raise JobError."""
-        # File names need not be Unicode: backslashreplace writes such characters as JSON escapes.
-        line = f"{json.dumps(record, ensure_ascii=False)}\n".encode("utf-8", "backslashreplace")
+        line = f"{as_line(record)}\n".encode()
         if not self._has_begun:
             self._begin_writing()
         with _as_job_error(self.path):

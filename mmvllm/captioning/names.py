@@ -8,11 +8,20 @@ from pathlib import PurePath
 # image names where it is missing.
 _FORMATS = "apng avif bmp dib gif heic heif hif j2k jfif jp2 jpe jpeg jpg mpo pbm pgm png pnm ppm qoi tga tif tiff webp"
 SUFFIXES = frozenset(f".{name}" for name in _FORMATS.split())
+_SHORT_SUFFIX = re.compile(r"\.\w{1,10}")
 URL = re.compile(r"https?://(?:[^/?#]*@)?(\[[^]/?#]*\]|[^/?#:]*)[^/?#]*([^?#]*)", re.IGNORECASE)  # host, path
 
 
 def is_image_name(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in SUFFIXES
+
+
+def kind_of_file(name: str) -> str:
+    """How a file that is not an image is counted: by its suffix, if it has one that is short."""
+    suffix = os.path.splitext(name)[1].lower()
+    if not suffix:
+        return "without a suffix"
+    return suffix if _SHORT_SUFFIX.fullmatch(suffix) else "with other suffixes"
 
 
 def relative_path(*paths: str) -> str:

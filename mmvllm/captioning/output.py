@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 
+from mmvllm.captioning.context import check_suffix
 from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.files import FILE_FORMATS, CaptionFiles
 from mmvllm.captioning.index import Index
@@ -35,10 +36,13 @@ class Output:
         append_anyway: bool = False,
         skip_existing: bool = False,
         retry_failed: bool = False,
+        caption_extension: str | None = None,
     ):
         self._settings = settings
         self.path, self.format = path, format or _format_of(path)
         _check(self.path, self.format, output_dir, overwrite, skip_existing)
+        if caption_extension is not None:
+            _check_extension(caption_extension, self.format)
         if overwrite and (skip_existing or retry_failed):
             raise ArgumentError(
                 "{overwrite} starts over, with nothing to skip or to try again; do not combine it with {skip_existing} "
@@ -47,7 +51,8 @@ class Output:
         self.files = None
         self._unwritten: list[dict] = []  # records whose files are to be written
         if self.format in FILE_FORMATS:
-            self.files = CaptionFiles(self.format, output_dir, overwrite, skip_existing)
+            self.files = CaptionFiles(self.format, output_dir, overwrite, skip_existing, caption_extension)
+            _check_context(self.files, settings.context_from)
             self.path = path or (output_dir or Path()) / DEFAULT_JOURNAL
         self._folder = OutputFolder(output_dir)
         self.journal = self._restorer = None
@@ -179,6 +184,21 @@ def _check(path: Path | None, format: str, output_dir: Path | None, overwrite: b
                 raise ArgumentError(f"{{{name}}} is for caption files ({names}), the format is {format}")
     if format in TABLES:
         _check_table(path, format, overwrite)
+
+
+def _check_extension(extension: str, format: str) -> None:
+    check_suffix("caption_extension", extension)
+    if format != "txt":
+        raise ArgumentError("{caption_extension} is for the format txt, the format is {value}", value=format)
+
+
+def _check_context(files: CaptionFiles, context_from: str | None) -> None:
+    if files.output_dir is None and files.suffix == context_from:
+        raise ArgumentError(
+            "{context_from} is {suffix!r}, which the caption files have, too: they would replace what they are made "
+            "from; choose another {caption_extension}, or an {output_dir}",
+            suffix=context_from,
+        )
 
 
 def _check_unrecorded(**options: bool) -> None:

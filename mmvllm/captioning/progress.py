@@ -1,17 +1,25 @@
 """Counters of a running job."""
 
+import os
+import re
 import time
+from typing import Any
+
+from mmvllm.captioning.counts import Counts
 
 
 class Progress:
     """Counters that the job's threads write and any thread may read.
 
     `engine_wait_share` is the share of the time since the first image was prepared in which the engine had no image to
-    work on, in [0, 1].
+    work on, in [0, 1]. `num_failed_before`, those that an earlier run recorded as failed, is a part of `num_skipped`.
     """
 
     def __init__(self):
         self.num_captioned = self.num_duplicates = self.num_failed = self.num_skipped = 0
+        self.num_failed_before = 0
+        self.passed_over = Counts()  # files that are not images, by suffix
+        self.reasons = Counts()  # of the failures
         self.num_tokens = 0  # of captions that the model wrote
         self.engine_wait_share = 0.0
         self._start = time.perf_counter()
@@ -23,6 +31,11 @@ class Progress:
         return self.num_captioned + self.num_duplicates + self.num_failed
 
     @property
+    def images_per_second(self) -> float:
+        """Captions, with those of duplicates, by the time since the start of the run."""
+        return (self.num_captioned + self.num_duplicates) / self.seconds
+
+    @property
     def seconds(self) -> float:
         """Time since the start of the run, or its duration once it has ended."""
         return (self._end or time.perf_counter()) - self._start
@@ -30,11 +43,35 @@ class Progress:
     def add(self, record: dict) -> None:
         if record["error"] is not None:
             self.num_failed += 1
+            self.reasons.add(kind_of_failure(record))
         elif record["duplicate_of"] is not None:
             self.num_duplicates += 1
         else:
             self.num_captioned += 1
             self.num_tokens += record["completion_tokens"]
 
+    def skip(self, has_failed: bool) -> None:
+        self.num_skipped += 1
+        self.num_failed_before += has_failed
+
+    @property
+    def of_the_walk(self) -> dict[str, Any]:
+        """What the search for images has counted, for `take` in another process."""
+        numbers = {name: getattr(self, name) for name in ("num_skipped", "num_failed_before")}
+        return numbers | {"passed_over": dict(self.passed_over)}
+
+    def take(self, num_skipped: int, num_failed_before: int, passed_over: dict[str, int]) -> None:
+        """Take the counts of a search in another process, which may arrive in any order."""
+        self.num_skipped = max(self.num_skipped, num_skipped)
+        self.num_failed_before = max(self.num_failed_before, num_failed_before)
+        self.passed_over |= passed_over
+
     def end(self) -> None:
         self._end = time.perf_counter()
+
+
+def kind_of_failure(record: dict) -> str:
+    """The reason without what differs from image to image: its caption file's path, details in brackets, numbers."""
+    stem = os.path.splitext(os.path.basename(record["path"]))[0]
+    reason = re.sub(rf"^(.*/)?{re.escape(stem)}(\.\w+)+", "the caption file", record["error"], flags=re.DOTALL)
+    return re.sub(r"\d+", "N", reason.partition(" (")[0].partition(";")[0])[:100]

@@ -49,12 +49,13 @@ class RaySource:
         files: CaptionFiles | None,
         num_workers: int | None,
         worker_processes: bool,
+        ordered: bool,
         options: RayOptions,
         earlier: EarlierRuns,
     ):
         self.engine_wait_share = 0.0
         self._is_stopped = False
-        self._options = options
+        self._options, self._ordered = options, ordered
         self._gpus = _gpus_per_actor(options, engine_args)
         if "-" in map(os.fspath, selection.paths):
             raise ValueError("a list on standard input (-) cannot be read by Ray's workers; give a file")
@@ -83,7 +84,7 @@ class RaySource:
             for chunk in chunks:
                 if chunk.error is not None:
                     raise ValueError(chunk.error)
-                tasks.progress.num_skipped = max(tasks.progress.num_skipped, chunk.num_skipped)
+                tasks.progress.take(chunk.num_skipped, chunk.num_failed_before, chunk.passed_over)
                 shares[chunk.actor] = chunk.engine_wait_share
                 self.engine_wait_share = sum(shares.values()) / len(shares)
                 for item, record in zip(chunk.items, chunk.records, strict=True):
@@ -133,6 +134,8 @@ class RaySource:
                 max_restarts=-1,
                 max_task_retries=MAX_RETRIES,
             )
+        if self._ordered:
+            data.context.execution_options.preserve_order = True
         data.context.target_max_block_size = 1  # each row is a block, which is sent on without waiting for others
         return data
 

@@ -55,7 +55,9 @@ class Chunk:
 
     items: list[Item] = field(default_factory=list)
     records: list[dict] = field(default_factory=list)
-    num_skipped: int = 0  # by the walk, so far
+    num_skipped: int = 0  # by the walk, so far, as the two below
+    num_failed_before: int = 0
+    passed_over: dict[str, int] = field(default_factory=dict)
     actor: str = ""
     engine_wait_share: float = 0.0  # of that actor
     error: str | None = None  # of the job, not of an image
@@ -95,8 +97,8 @@ def walk(_: pyarrow.Table, job: RayJobSpec, recorded: "ray.ObjectRef") -> Iterat
     try:
         while items := [task.item for task in islice(tasks, CHUNK)]:
             worklist.in_flight.clear()
-            yield Chunk(items, num_skipped=worklist.progress.num_skipped).pack()
-        yield Chunk(num_skipped=worklist.progress.num_skipped).pack()
+            yield Chunk(items, **worklist.progress.of_the_walk).pack()
+        yield Chunk(**worklist.progress.of_the_walk).pack()
     except (ValueError, OSError) as error:
         yield Chunk(error=str(error)).pack()
 

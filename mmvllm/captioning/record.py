@@ -1,5 +1,7 @@
 """The fields of a record and their types, in the order of the columns."""
 
+import json
+
 COLUMNS = {
     "path": str,  # as found; tar member: "shard.tar/name"; data URI: "list.jsonl:12"
     "id": str,  # from a list
@@ -21,3 +23,9 @@ COLUMNS = {
     "settings": str,  # fingerprint of the settings
     "key": str,  # of this image, prompt and settings
 }
+
+
+def as_line(record: dict) -> str:
+    """The record as a line of JSON, without its end."""
+    # File names need not be Unicode: backslashreplace writes such characters as JSON escapes.
+    return json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()

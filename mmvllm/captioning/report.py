@@ -1,8 +1,9 @@
 """A report of captions in one HTML file, without network access, for 10,000 images and more.
 
-The page is written while the records are read: first blocks of JSON, with thumbnails apart from texts, then the counts
-and the throughput. Its script makes cards from the blocks as the reader scrolls. Texts of records are written only as
-JSON or escaped, and the page's content security policy allows no other script and no requests.
+The page is written while the records are read: first blocks of JSON, with texts, the records as they are in the output,
+and thumbnails apart, then the counts and the throughput. Its script makes cards from the blocks as the reader scrolls,
+lets captions be edited, and gives the records with the edited captions as a download. Texts of records are written
+only as JSON or escaped, and the page's content security policy allows no other script and no requests.
 """
 
 import base64
@@ -23,6 +24,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TextIO
 
+from mmvllm.captioning.record import as_line
 from mmvllm.captioning.replacing import replacing
 from mmvllm.captioning.tars import TarMember, tar_members
 from mmvllm.captioning.throughput import draw_throughput, measure_throughput
@@ -69,7 +71,10 @@ def write_report(path: Path, records: Iterable[dict], summary: dict[str, str], t
 
 
 def _template() -> str:
-    return Path(__file__).with_name("report.html").read_text(encoding="utf-8")
+    style, script, page = (
+        Path(__file__).with_name(f"report.{suffix}").read_text(encoding="utf-8") for suffix in ("css", "js", "html")
+    )
+    return page.replace("{{style}}", style).replace("{{script}}", script)
 
 
 def _fill(template: str, **values: str) -> str:
@@ -124,6 +129,8 @@ class _Tally:
             text += f" The first {MAX_IMAGES:,} of {self.captioned:,} captioned images are shown."
         if self.failed > MAX_FAILURES:
             text += f" The first {MAX_FAILURES:,} of {self.failed:,} failures are shown."
+        if self.captioned > MAX_IMAGES or self.failed > MAX_FAILURES:
+            text += " A download has only the records that are shown."
         return text
 
 
@@ -134,9 +141,9 @@ def _count(number: int, noun: str) -> str:
 # Cards
 
 
-def _cards(records: Iterable[dict], home: Path) -> Iterator[tuple[dict, str | None]]:
-    """The card and the thumbnail of each record; threads make a few thumbnails ahead."""
-    pending: deque[tuple[dict, Future[str | None]]] = deque()
+def _cards(records: Iterable[dict], home: Path) -> Iterator[tuple[dict, str, str | None]]:
+    """The card, the line of JSON and the thumbnail of each record; threads make a few thumbnails ahead."""
+    pending: deque[tuple[dict, str, Future[str | None]]] = deque()
     index_of: dict[str | None, int] = {}  # the card of each file, for its duplicates
     tar_index = lru_cache(maxsize=2)(_tar_index)
     with ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="mmvllm-thumbnail") as pool:
@@ -147,12 +154,12 @@ def _cards(records: Iterable[dict], home: Path) -> Iterator[tuple[dict, str | No
             elif "web" not in card:
                 index_of[card["path"]] = index
             source = None if {"same", "web"} & card.keys() else _source(_path(record), tar_index)
-            pending.append((card, pool.submit(_thumbnail, source)))
+            pending.append((card, as_line(record), pool.submit(_thumbnail, source)))
             if len(pending) > LOOKAHEAD:
-                card, thumbnail = pending.popleft()
-                yield card, thumbnail.result()
-        for card, thumbnail in pending:
-            yield card, thumbnail.result()
+                card, line, thumbnail = pending.popleft()
+                yield card, line, thumbnail.result()
+        for card, line, thumbnail in pending:
+            yield card, line, thumbnail.result()
 
 
 def _card(record: dict, home: Path) -> dict[str, Any]:
@@ -208,10 +215,11 @@ def _thumbnail(source: str | Path | TarMember | None) -> str | None:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def _write_blocks(file: TextIO, cards: Iterator[tuple[dict, str | None]]) -> None:
+def _write_blocks(file: TextIO, cards: Iterator[tuple[dict, str, str | None]]) -> None:
     while block := list(itertools.islice(cards, BLOCK)):
-        records, thumbnails = zip(*block, strict=True)
+        records, lines, thumbnails = zip(*block, strict=True)
         file.write(f'<script type="application/json" class="records">{_json(records)}</script>\n')
+        file.write(f'<script type="application/json" class="lines">{_json(lines)}</script>\n')
         file.write(
             f'<script type="application/json" class="thumbnails" data-size="{BLOCK}">{_json(thumbnails)}</script>\n'
         )

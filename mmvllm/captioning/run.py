@@ -31,6 +31,7 @@ def caption_images(
     output: str | PathLike | None = None,
     format: str | None = None,
     output_dir: str | PathLike | None = None,
+    caption_extension: str | None = None,
     overwrite: bool = False,
     append_anyway: bool = False,
     skip_existing: bool = False,
@@ -40,6 +41,7 @@ def caption_images(
     shard: tuple[int, int] | None = None,
     workers: int | None = None,
     worker_processes: bool = False,
+    ordered: bool = False,
     ray: RayOptions | None = None,
     **settings: Any,
 ) -> "CaptionRun":
@@ -54,6 +56,7 @@ def caption_images(
         output: the file to record in; None records nothing.
         format: a name in `mmvllm.captioning.output.FORMATS`, "jsonl" say; by default it follows the suffix of `output`.
         output_dir: where formats with a file per image write; None is beside the images.
+        caption_extension: the suffix of the caption files of the format "txt", ".caption" say; by default ".txt".
         overwrite, append_anyway: replace an output, or add to one that was made with other settings.
         skip_existing: leave out images whose caption file exists.
         retry_failed: take only images that an earlier run recorded as failed.
@@ -62,9 +65,12 @@ def caption_images(
         shard: (i, n) with 1 <= i <= n: take the i-th of n parts, chosen by a hash of each path.
         workers: threads that prepare images; by default one per core, at most 8.
         worker_processes: prepare images in processes, which do not share one interpreter lock.
+        ordered: give and write the records of this run in the order in which their images are found, rather than as
+            their captions are finished.
         ray: caption on Ray Data, with engines made from `model` and `engine_args` in the actors.
         settings: fields of `CaptionSettings`: prompt, system, max_tokens, temperature, seed, min_pixels, max_pixels,
-            prefix, suffix, trigger_word, allow_special_tokens, and dtype and quantization of the engine that is made.
+            prefix, suffix, trigger_word, context_from, context_mode, allow_special_tokens, and dtype and quantization
+            of the engine that is made.
 
     Raises ValueError for arguments that do not fit together, and if another run is writing to the output.
     """
@@ -74,24 +80,25 @@ def caption_images(
     _check_engine(llm, model, engine_args, ray, settings)
     _check_paths(paths, output)
     settings |= {"model": model_name(model)} if llm is None else _settings_of(llm)
-    job = CaptionSettings(caption_files=_caption_files(format, output_dir), **settings)
+    job = CaptionSettings(caption_files=_caption_files(format, output_dir, caption_extension), **settings)
     engine_args |= {"dtype": job.dtype, "quantization": job.quantization}
     selection = Selection(paths, retry_failed, limit, shard)
     with ExitStack() as stack:
-        out = Output(job, output, format, output_dir, overwrite, append_anyway, skip_existing, retry_failed)
+        resuming = (overwrite, append_anyway, skip_existing, retry_failed)
+        out = Output(job, output, format, output_dir, *resuming, caption_extension)
         stack.callback(out.close)
         out.reserve(path for path in paths if os.path.isfile(path))
         if ray is not None:
             from mmvllm.captioning.ray_source import RaySource  # here, because Ray is an optional dependency
 
-            given = (job, selection, model, engine_args, out.files, workers, worker_processes, ray)
+            given = (job, selection, model, engine_args, out.files, workers, worker_processes, ordered, ray)
             source = RaySource(*given, out.earlier)
             stack.callback(source.close)
         else:
             if llm is None:
                 llm = LLM(model, **engine_args)
                 stack.callback(llm.exit)
-            source = Captioner(llm, job, workers, worker_processes)
+            source = Captioner(llm, job, workers, worker_processes, ordered)
         return CaptionRun(job, selection, source, out, fail_fast, stack.pop_all().close)
 
 
@@ -105,8 +112,11 @@ def _settings_of(llm: LLM) -> dict[str, Any]:
     }
 
 
-def _caption_files(format: str | None, output_dir: Path | None) -> str | None:
-    return f"{format} {output_dir or BESIDE_IMAGES}" if format in FILE_FORMATS else None
+def _caption_files(format: str | None, output_dir: Path | None, extension: str | None) -> str | None:
+    if format not in FILE_FORMATS:
+        return None
+    own_suffix = "" if extension in (None, FILE_FORMATS[format][0]) else f"{extension} "
+    return f"{format} {own_suffix}{output_dir or BESIDE_IMAGES}"
 
 
 def _check_engine(
@@ -192,6 +202,11 @@ class CaptionRun:
     def limit(self) -> int | None:
         """The largest number of images that the run takes, not counting those it skips."""
         return self._selection.limit
+
+    @property
+    def retries_failed(self) -> bool:
+        """Whether the run takes only images that are recorded as failed."""
+        return self._selection.retry_failed
 
     def close(self) -> None:
         """End the run, and close the output and the engine that it made; safe to call twice."""

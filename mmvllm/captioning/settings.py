@@ -10,6 +10,7 @@ from typing import Any
 
 import xxhash
 
+from mmvllm.captioning.context import check_context
 from mmvllm.captioning.items import Item
 from mmvllm.processors.load import MAX_SOURCE_PIXELS
 from mmvllm.sampling_params import SamplingParams
@@ -38,10 +39,13 @@ class CaptionSettings:
     """Settings of one job; a run resumes an output only if the settings are equal.
 
     `prefix`, `suffix` and `trigger_word` are put around the model's text: prefix, "trigger_word, ", text, suffix.
-    `caption_files` describes the caption files of the job. Special tokens in prompt, system message and contexts are
-    text, unless `allow_special_tokens`. Existing outputs are resumed by names, values and defaults of the fields: a new
-    field needs a default that stands for what was done before it, and keeps it. To rename or remove a field, raise
-    `VERSION` in settings_file.py and convert older files there.
+    `context_from` is the suffix of files beside the images, whose text is added to the prompt as context;
+    `context_mode`, "prepend" or "append", is where any context goes. `caption_files` describes the caption files of the
+    job. Special tokens in prompt, system message and contexts are text, unless `allow_special_tokens`.
+
+    Existing outputs are resumed by names, values and defaults of the fields: a new field needs a default that stands
+    for what was done before it, and keeps it. To rename or remove a field, raise `VERSION` in settings_file.py and
+    convert older files there.
     """
 
     model: str = "bundled"
@@ -59,11 +63,14 @@ class CaptionSettings:
     caption_files: str | None = None
     quantization: str | None = None
     allow_special_tokens: bool = False
+    context_from: str | None = None
+    context_mode: str = "prepend"
 
     def __post_init__(self):
         _ = self.sampling_params  # checks the values
         if not self.prompt.strip():
             raise ValueError("the prompt is empty; give a question or an instruction")
+        check_context(self.context_from, self.context_mode)
         from mmvllm.processors.image import pixel_bounds  # here, because it imports torch, which `--help` does not need
 
         pixel_bounds(self.min_pixels, self.max_pixels, 1, MAX_SOURCE_PIXELS)
@@ -104,18 +111,23 @@ class CaptionSettings:
         ]
 
     def prompt_for(self, item: Item) -> str:
-        """The item's prompt or else the job's, after the item's context if it has one."""
+        """The item's prompt or else the job's, with the item's context if it has one."""
+        return self._prompt(item, item.beside if item.context is None else item.context)
+
+    def _prompt(self, item: Item, context: str | None) -> str:
         prompt = item.prompt or self.prompt
-        return f"Context: {item.context}\n\n{prompt}" if item.context else prompt
+        parts = [f"Context: {context}", prompt] if context else [prompt]
+        return "\n\n".join(parts if self.context_mode == "prepend" else reversed(parts))
 
     def key(self, item: Item, path: str | None = None, fingerprint: str | None = None) -> str:
         """The key of a task, 32 hex digits: a hash of the image's real path, its prompt and the settings.
 
-        Earlier runs may have recorded it with another path, or with equal settings that have another fingerprint.
+        Earlier runs may have recorded it with another path, or with equal settings that have another fingerprint. The
+        text beside the image has no part in it: like the image itself, it may change without being a new task.
         """
         path, fingerprint = path or item.real_path, fingerprint or self.fingerprint
         data = item.source if isinstance(item.source, str) and item.source[:5].lower() == "data:" else ""
-        return task_key(fingerprint, path, item.id, self.prompt_for(item), data)
+        return task_key(fingerprint, path, item.id, self._prompt(item, item.context), data)
 
     def content_key(self, digest: str, prompt: str) -> str:
         """A hash, 32 hex digits, that is equal for images with this pixel digest, prompt and settings."""

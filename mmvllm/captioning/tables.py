@@ -15,7 +15,7 @@ def write_csv(path: Path, records: Iterable[dict]) -> None:
     """Write a header and a row per record, UTF-8; the file is replaced atomically."""
     with replacing(path) as temporary:
         with temporary.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-            table = csv.DictWriter(file, COLUMNS)
+            table = csv.DictWriter(file, COLUMNS, extrasaction="ignore")  # edited records have one more
             table.writeheader()
             table.writerows(records)
         sync(temporary)

@@ -5,7 +5,7 @@ import os
 import re
 import stat
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -41,8 +41,12 @@ class TarMember:
         return data
 
 
-def tar_members(path: str | os.PathLike) -> Iterator[tuple[str, TarMember | None]]:
+def tar_members(
+    path: str | os.PathLike, on_other: Callable[[str], None] = lambda name: None
+) -> Iterator[tuple[str, TarMember | None]]:
     """Find the images in an uncompressed tar by name, lazily; a link to another member has None as its position.
+
+    `on_other` is called with the name of each other file, and of each hidden one.
 
     Raises ValueError if the tar cannot be opened, is compressed, or is damaged; then the members before the damage are
     found first.
@@ -53,11 +57,13 @@ def tar_members(path: str | os.PathLike) -> Iterator[tuple[str, TarMember | None
             if PACKED.search(tar) or file.read(6).startswith(_PACKED_STARTS):
                 raise ValueError(f"{tar}: is compressed, images cannot be reached by seeking; decompress it first")
             for header in _headers(file, tar):
-                if not _is_hidden(header.name) and is_image_name(header.name):
-                    if _is_plain(header):
-                        yield header.name, TarMember(tar, header.offset_data, header.size)
-                    elif header.islnk() or header.issym():
-                        yield header.name, None
+                if is_hidden(header.name) or not is_image_name(header.name):
+                    if not header.isdir():
+                        on_other(header.name)
+                elif _is_plain(header):
+                    yield header.name, TarMember(tar, header.offset_data, header.size)
+                elif header.islnk() or header.issym():
+                    yield header.name, None
     except OSError as error:
         raise ValueError(f"{tar}: cannot be read ({error.strerror})") from None
 
@@ -90,6 +96,6 @@ def _open_regular(path: str) -> BinaryIO:
     return open(path, "rb")
 
 
-def _is_hidden(member: str) -> bool:
+def is_hidden(member: str) -> bool:
     """Whether the member or a folder above it is hidden; './' and '../' are not."""
     return any(name.startswith(".") and name not in (".", "..") for name in member.split("/"))

@@ -10,11 +10,13 @@ from itertools import islice, takewhile
 from operator import attrgetter
 from pathlib import Path, PurePath
 
+from mmvllm.captioning.counts import Counts
 from mmvllm.captioning.items import Item
-from mmvllm.captioning.names import folder_name, is_image_name, relative_path
-from mmvllm.captioning.tars import tar_members
+from mmvllm.captioning.names import folder_name, is_image_name, kind_of_file, relative_path
+from mmvllm.captioning.tars import is_hidden, tar_members
 
 CHUNK = 4096  # folder entries that are sorted together
+HIDDEN = "hidden"
 MAGIC = re.compile(r"[*?[]")
 _NO_PATH = re.compile(r"(https?|file|data):|~", re.IGNORECASE)  # what `load_image` does not treat as a path
 
@@ -43,12 +45,15 @@ def _entries(path: str) -> Generator[os.DirEntry, None, None]:
 
 
 class Walk:
-    """Walks a folder depth first; links to a folder above, and links to a folder in `followed`, are not followed."""
+    """Walks a folder depth first; links to a folder above, and links to a folder in `followed`, are not followed.
 
-    def __init__(self, root: str, relative: str, pattern: Pattern, followed: set[tuple]):
+    Files that are passed over are counted in `passed_over`; with a pattern, only those that it matches.
+    """
+
+    def __init__(self, root: str, relative: str, pattern: Pattern, followed: set[tuple], passed_over: Counts):
         self.has_match = False  # or a folder that cannot be read
         self._above = {_identity(parent) for parent in Path(os.path.realpath(root)).parents}
-        self._followed = followed
+        self._followed, self._passed_over = followed, passed_over
         self._stack = [_Folder(root, relative, pattern, _identity(root), _entries(root))]
 
     def items(self) -> Iterator[Item]:
@@ -73,11 +78,13 @@ class Walk:
         self.has_match |= () in pattern
         path = os.path.join(folder.path, entry.name)
         relative = f"{folder.relative}/{entry.name}" if folder.relative else entry.name
-        if _is_folder(entry):
+        if not pattern and () in folder.pattern:
+            self._passed_over.add(HIDDEN)
+        elif _is_folder(entry):
             if pattern and self._may_enter(entry, pattern):
                 self._stack.append(_Folder(path, relative, pattern, _identity(path), _entries(path)))
         elif () in pattern:
-            yield from _file(path, relative)
+            yield from _file(path, relative, self._passed_over)
 
     def _may_enter(self, entry: os.DirEntry, pattern: Pattern) -> bool:
         if not entry.is_symlink():
@@ -95,11 +102,13 @@ def _unreadable(folder: _Folder, error: OSError) -> Item:
     return Item(folder.path, relative, None, error=f"folder cannot be read ({error.strerror})")
 
 
-def _file(path: str, relative: str) -> Iterator[Item]:
+def _file(path: str, relative: str, passed_over: Counts) -> Iterator[Item]:
     if is_image_name(path):
         yield Item(path, relative, os.path.join(".", path) if _NO_PATH.match(path) else path)
     elif path.lower().endswith(".tar"):
-        yield from in_tar(path, relative)
+        yield from in_tar(path, relative, passed_over)
+    else:
+        passed_over.add(kind_of_file(path))
 
 
 def _is_folder(entry: os.DirEntry) -> bool:
@@ -117,7 +126,7 @@ def _identity(path: str | Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def match_pattern(path: str, followed: set[tuple]) -> Iterator[Item]:
+def match_pattern(path: str, followed: set[tuple], passed_over: Counts) -> Iterator[Item]:
     # Not glob.iglob: it reads whole folders into memory, recurses, and never ends on links that form a cycle.
     parts = PurePath(path).parts
     if path.endswith(("/", "**")):  # the path before it must be a folder
@@ -125,7 +134,7 @@ def match_pattern(path: str, followed: set[tuple]) -> Iterator[Item]:
     fixed = list(takewhile(lambda part: not MAGIC.search(part), parts))
     root = os.path.join("", *fixed)
     if os.path.isdir(root or "."):
-        walk = Walk(root, "", _with_skipped({parts[len(fixed) :]}), followed)
+        walk = Walk(root, "", _with_skipped({parts[len(fixed) :]}), followed, passed_over)
         yield from walk.items()
         if walk.has_match:
             return
@@ -154,9 +163,12 @@ def _with_skipped(pattern: set[tuple[str, ...]]) -> Pattern:
     return frozenset(after)
 
 
-def in_tar(tar: str, relative: str) -> Iterator[Item]:
+def in_tar(tar: str, relative: str, passed_over: Counts) -> Iterator[Item]:
+    def count(name: str) -> None:
+        passed_over.add(HIDDEN if is_hidden(name) else kind_of_file(name))
+
     try:
-        with closing(tar_members(tar)) as members:
+        with closing(tar_members(tar, count)) as members:
             for name, member in members:
                 error = (
                     None if member else "is a link, which cannot be followed within a tar; create the tar without links"

@@ -9,6 +9,8 @@ from os import PathLike
 import xxhash
 
 from mmvllm.captioning.captioner import Task
+from mmvllm.captioning.context import read_context
+from mmvllm.captioning.counts import Counts
 from mmvllm.captioning.find import find_items
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item, real_folder, real_name
@@ -33,10 +35,10 @@ class Selection:
         if self.shard is not None and not 1 <= self.shard[0] <= self.shard[1]:
             raise ValueError(f"shard is {self.shard[0]}/{self.shard[1]}, must be I/N with 1 <= I <= N")
 
-    def items(self) -> Iterator[Item]:
+    def items(self, passed_over: Counts | None = None) -> Iterator[Item]:
         """Find the images of this shard, in the order of `find_items`. Raises ValueError if no path has an image."""
         num_found = 0
-        for item in find_items(self.paths):
+        for item in find_items(self.paths, passed_over):
             num_found += 1
             if self.shard is None or shard_of(item.path, self.shard[1]) == self.shard[0]:
                 yield item
@@ -66,26 +68,36 @@ class Worklist:
 
     def __iter__(self) -> Iterator[Task]:
         num_tasks = 0
-        for item in self.selection.items():
+        for item in self.selection.items(self.progress.passed_over):
             task = self.admit(item)
             if task is not None:
-                yield task
+                yield self._with_context(task)
                 num_tasks += 1
             if num_tasks == self.selection.limit:
                 return
+
+    def _with_context(self, task: Task) -> Task:
+        """The task with the text beside its image, or with an error if that cannot be read."""
+        item, suffix = task.item, self.settings.context_from
+        if suffix is None or item.error is not None or item.context is not None:
+            return task
+        try:
+            return dataclasses.replace(task, item=dataclasses.replace(item, beside=read_context(item, suffix)))
+        except ValueError as error:
+            return _failed(item, task.key, error)
 
     def admit(self, item: Item) -> Task | None:
         """The task for an item; None if it is recorded, in flight, or skipped because its caption file exists."""
         key, is_image = self._key(item), item.error is None
         if self._output.skips(item) or not self.index.claim(key, self.selection.retry_failed and is_image):
             self._output.found(item, key)
-            self.progress.num_skipped += 1
+            self.progress.skip(self.index.has_failed(key))
             return None
         self.in_flight[key] = item.path
         try:
             return Task(item, key, self._output.claim_file(item), is_image)
         except ValueError as error:
-            return Task(dataclasses.replace(item, source=None, error=str(error)), key)
+            return _failed(item, key, error)
 
     def _key(self, item: Item) -> str:
         """The key that the item is recorded with, or else its new one."""
@@ -111,3 +123,7 @@ class Worklist:
             return False
         paths = {real_name(os.path.join(folder, item.path)) for folder in self._earlier.folders}
         return any(os.path.lexists(path) for path in paths - {real_path})
+
+
+def _failed(item: Item, key: str, error: ValueError) -> Task:
+    return Task(dataclasses.replace(item, source=None, error=str(error)), key)

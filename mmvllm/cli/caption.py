@@ -1,7 +1,6 @@
 """`mmvllm caption`: writes a caption for each image."""
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -11,11 +10,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from mmvllm.captioning.context import MODES as CONTEXT_MODES
 from mmvllm.captioning.errors import explained
 from mmvllm.captioning.files import FILE_FORMATS
 from mmvllm.captioning.find import find_items
 from mmvllm.captioning.output import FORMATS
 from mmvllm.captioning.settings import DEFAULT_PROMPT, PRESETS
+from mmvllm.cli.caption_records import Printer
+from mmvllm.cli.caption_summary import as_lines, summarize
 from mmvllm.cli.checks import check, tell_if_bundled
 from mmvllm.cli.common import add_model_argument, at_least_one
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
@@ -27,9 +29,9 @@ if TYPE_CHECKING:
 # Arguments that are passed to `caption_images` under the same names.
 PASSED_ON = (
     *("system", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels", "prefix", "suffix", "trigger_word"),
-    *("allow_special_tokens", "dtype", "quantization", "output", "format", "output_dir", "overwrite"),
-    *("append_anyway", "skip_existing"),
-    *("retry_failed", "fail_fast", "limit", "shard", "workers", "worker_processes"),
+    *("context_from", "context_mode", "caption_extension", "allow_special_tokens"),
+    *("dtype", "quantization", "output", "format", "output_dir", "overwrite", "append_anyway", "skip_existing"),
+    *("retry_failed", "fail_fast", "limit", "shard", "workers", "worker_processes", "ordered"),
 )
 # Settings of the captions that have the name of an engine option.
 SETTINGS = ("dtype", "quantization", "seed")
@@ -97,6 +99,17 @@ def _add_prompt(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="special tokens in prompts, system message and contexts are control tokens; otherwise they are text",
     )
+    group.add_argument(
+        "--context-from",
+        metavar="SUFFIX",
+        help="add the text of the file with this suffix beside each image, such as .txt with tags, to the prompt",
+    )
+    group.add_argument(
+        "--context-mode",
+        choices=CONTEXT_MODES,
+        default="prepend",
+        help="where the context goes: before or after the prompt (default: %(default)s)",
+    )
     group.add_argument("--prefix", default="", metavar="TEXT", help="text before every caption")
     group.add_argument("--suffix", default="", metavar="TEXT", help="text after every caption")
     group.add_argument("--trigger-word", metavar="WORD", help="write 'WORD, ' between prefix and caption")
@@ -111,6 +124,12 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         "suffix of --output, else jsonl)",
     )
     group.add_argument("--output-dir", type=Path, metavar="DIR", help="write caption files there, in the same folders")
+    group.add_argument(
+        "--ordered", action="store_true", help="record images in the order in which they are found, not as they finish"
+    )
+    group.add_argument(
+        "--caption-extension", metavar="SUFFIX", help="suffix of txt's caption files, such as .caption (default: .txt)"
+    )
     group.add_argument("--overwrite", action="store_true", help="replace the output and existing caption files")
     group.add_argument(
         "--append-anyway", action="store_true", help="add to an output that was made with other settings"
@@ -171,21 +190,19 @@ def run(args: argparse.Namespace) -> int:
         ray=_ray_options(args),
         **{name: getattr(args, name) for name in PASSED_ON},
     )
-    shows_json = args.format == "jsonl"
     try:
         with job, _stopping(job) as signals, Display(args.progress, job), _own_stdout(args) as out:
+            show = Printer(out, prints_all=job.output.journal is None, as_json=args.format == "jsonl")
             for record in job:
-                if job.output.journal is None:
-                    _print(record, shows_json, out)
+                show(record)
     except JobError as error:
         print(f"mmvllm caption: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 128 + signals[-1]
-    summary = _summary(job)
+    summary = summarize(job)
     if args.progress != "none":
-        width = max(map(len, summary))
-        print(*(f"{label:<{width}}  {text}" for label, text in summary.items()), sep="\n", file=sys.stderr)
+        print(as_lines(summary), file=sys.stderr)
     if args.report is not None:
         try:
             write_report(args.report, job.output.journal.records(), summary, f"Captions in {job.output.path.name}")
@@ -250,37 +267,6 @@ def _own_stdout(args: argparse.Namespace) -> Iterator[TextIO]:
     out = sys.stdout
     with redirect_stdout(sys.stderr if args.executor == "ray" and not out.isatty() else out):
         yield out
-
-
-def _print(record: dict, as_json: bool, out: TextIO) -> None:
-    from tqdm import tqdm  # tqdm.write does not garble the progress bar
-
-    if as_json:
-        tqdm.write(json.dumps(record), file=out)
-    elif record["error"] is None:
-        tqdm.write(f"{record['path']}: {record['caption']}", file=out)
-    else:
-        tqdm.write(f"{record['path']}: {record['error']}", file=sys.stderr)
-
-
-def _summary(job) -> dict[str, str]:
-    """Label -> text, for terminal and report."""
-    p = job.progress
-    rows = {
-        "captioned": f"{p.num_captioned:,}",
-        "duplicates": f"{p.num_duplicates:,} (caption copied from an equal image)",
-        "failed": f"{p.num_failed:,} (--retry-failed tries them again)",
-        "skipped": f"{p.num_skipped:,} (recorded before, or not selected)",
-        "failed before": f"{job.num_failed - p.num_failed:,} (--retry-failed tries them again)",
-    }
-    rows = {label: text for label, text in rows.items() if not text.startswith("0 ")}
-    rows["time"] = f"{p.seconds:.1f} s, {p.num_done / p.seconds:.2f} images/s, {p.num_tokens / p.seconds:.0f} tokens/s"
-    rows["engine waited"] = f"{p.engine_wait_share:.1%} of the time since the first image was prepared"
-    rows["model"] = job.settings.model
-    rows["prompt"] = job.settings.prompt
-    if job.output.path is not None:
-        rows["output"] = str(job.output.path)
-    return rows
 
 
 def _shard(text: str) -> tuple[int, int]:

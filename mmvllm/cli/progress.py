@@ -70,7 +70,7 @@ class Display:
 
     def _text(self) -> str:
         p = self._progress
-        parts = [f"{p.num_done / p.seconds:.2f} images/s", f"{p.num_tokens / p.seconds:.0f} tokens/s"]
+        parts = [f"{p.images_per_second:.2f} images/s"]
         counts = {"failed": p.num_failed, "duplicates": p.num_duplicates, "skipped": p.num_skipped}
         parts += [f"{number} {name}" for name, number in counts.items() if number]
         parts.append(f"engine waits {p.engine_wait_share:.0%}")

@@ -58,7 +58,7 @@ def test_repeating_a_finished_run_does_nothing(caption, folder, out):
     before = out.read_bytes(), out.stat().st_mtime_ns
     done = caption(folder, "--output", out)
     assert (done.code, done.out) == (0, "")
-    assert "skipped" in done.err and "4 (recorded before, or not selected)" in done.err
+    assert "skipped" in done.err and "4 (recorded by an earlier run, or given twice)" in done.err
     assert (out.read_bytes(), out.stat().st_mtime_ns) == before
 
 

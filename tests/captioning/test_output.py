@@ -196,6 +196,21 @@ def test_the_default_format_follows_the_suffix(caption, two, tmp_path):
 # Caption files
 
 
+def test_a_journal_with_edited_captions_is_resumed(caption, two, tmp_path):
+    """As the report's page gives them."""
+    caption(two, output=tmp_path / "out.csv")
+    caption(two, format="txt", output=tmp_path / "out.jsonl")
+    for path in (tmp_path / "out.csv.journal.jsonl", tmp_path / "out.jsonl"):
+        edited = [record | {"caption": "by hand", "edited": True} for record in read_jsonl(path)]
+        path.write_text("".join(f"{json.dumps(record)}\n" for record in edited))
+    assert caption(two, output=tmp_path / "out.csv") == []
+    assert [row["caption"] for row in read_csv(tmp_path / "out.csv")] == ["by hand", "by hand"]
+    for path in two.rglob("*.txt"):
+        path.unlink()
+    assert caption(two, format="txt", output=tmp_path / "out.jsonl") == []
+    assert set(files_below(two, ".txt").values()) == {"by hand\n"}
+
+
 def test_images_with_the_same_stem_do_not_share_a_caption_file(caption, two, tmp_path):
     options = {"output": tmp_path / "out.jsonl", "format": "txt"}
     noise_image(40, 40, seed=5).save(two / "a.jpg")

@@ -117,6 +117,12 @@ def test_actors_and_a_local_engine_make_the_same_records(joined, folder, checkpo
     assert 0 <= p.engine_wait_share <= 1
 
 
+def test_records_of_several_actors_have_the_order_of_the_input(joined, tmp_path, checkpoint):
+    folder = many(tmp_path / "images", 3 * CHUNK + 5)
+    with run(folder, checkpoint, ray=TWO, ordered=True) as made:
+        assert [Path(record["path"]).name for record in made] == sorted(path.name for path in folder.iterdir())
+
+
 @pytest.mark.slow
 def test_another_run_adds_only_new_images(joined, folder, checkpoint):
     with run(folder, checkpoint, ray=TWO, output="out.jsonl") as first:
@@ -208,7 +214,7 @@ def actors(process: psutil.Process) -> list[psutil.Process]:
 def test_the_walk_yields_chunks_lazily(joined, tmp_path, monkeypatch):
     folder = many(tmp_path / "images", CHUNK + 3)
     found = []
-    monkeypatch.setattr(Selection, "items", lambda self: (found.append(i) or Item(i, i, i) for i in os.listdir(folder)))
+    monkeypatch.setattr(Selection, "items", lambda *_: (found.append(i) or Item(i, i, i) for i in os.listdir(folder)))
     tables = ray_worker.walk(None, job([folder]), ray.put(b""))
     (first,) = ray_worker.Chunk.unpack(next(tables))
     assert len(first.items) == len(found) == CHUNK
@@ -221,8 +227,10 @@ def test_the_walk_skips_and_counts_recorded_images(joined, folder):
     for number, item in enumerate(items[:4]):
         index.note(here.settings.key(item), failed=number == 0, line=number)
     assert index.claim("file images/a.txt")
+    (folder / "notes.pdf").touch()
     (left, end) = chunks(here, index.dump(retry=False))
-    assert (left.items, end.num_skipped) == (items[4:], 4)
+    assert (left.items, end.num_skipped, end.num_failed_before) == (items[4:], 4, 1)
+    assert end.passed_over == {".pdf": 1}
     (again, end) = chunks(job([folder], retry_failed=True), index.dump(retry=True))
     assert (again.items, end.num_skipped) == (items[:1], 5)
 

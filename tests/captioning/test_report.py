@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import json
 import os
 import tarfile
 import urllib.parse
@@ -50,6 +51,21 @@ def test_texts_of_records_are_never_markup(text, tmp_path):
     assert shown.all("title") == [displayed]
     scripts = [line for line in path.read_bytes().split(b"\n") if line.startswith(b"<script type")]
     assert not any(mark.encode() in line[1:-9] for line in scripts for mark in "<&\u2028\u2029")
+
+
+def test_the_page_has_the_records_as_they_are_in_the_output(tmp_path):
+    records = [record("a.png", seconds=0.0), record(os.fsdecode(b"\xff.png"), caption="dög"), {"path": "b", "n": 1e999}]
+    shown = page(tmp_path / "report.html", records)
+    assert shown.lines[0] == json.dumps(records[0]) and shown.lines[1].startswith('{"path": "\\udcff.png"')
+    assert [json.loads(line) for line in shown.lines] == records
+
+
+def test_a_page_with_some_records_says_what_a_download_lacks(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "MAX_IMAGES", 5)
+    says = "A download has only the records that are shown."
+    for number, want in ((5, False), (6, True)):
+        shown = page(tmp_path / "report.html", [record("gone.png") for _ in range(number)])
+        assert (says in "".join(shown.all("p"))) == want and len(shown.lines) == 5
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 10**400, "12", [1], {}])

@@ -2,7 +2,6 @@
 
 import re
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -11,26 +10,8 @@ from PIL import Image
 
 from mmvllm.captioning import report
 from mmvllm.captioning.report import write_report
-from tests.helpers.reports import HOSTILE, record
+from tests.helpers.reports import HOSTILE, opened, record
 from tests.helpers.requests import noise_image
-
-
-@contextmanager
-def opened(chromium, path: Path, **options):
-    """The page in a tab; messages on the console, dialogs and requests fail the test."""
-    context = chromium.new_context(**options)
-    tab, complaints = context.new_page(), []
-    tab.on("console", lambda message: complaints.append(message.text))
-    tab.on("pageerror", lambda error: complaints.append(str(error)))
-    tab.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
-    tab.on(
-        "request", lambda request: complaints.append(request.url) if request.url[:5] not in ("file:", "data:") else None
-    )
-    tab.goto(path.as_uri())
-    yield tab
-    context.close()
-    assert complaints == []
-
 
 WIDTH = "image => image.decode().then(() => image.naturalWidth)"
 

@@ -163,8 +163,8 @@ def test_closing_a_job_ends_it_and_unlocks_the_output(folder, llm, tmp_path):
 def test_an_error_of_the_walk_is_raised_and_the_records_are_kept(folder, llm, tmp_path, monkeypatch):
     from mmvllm.captioning import worklist
 
-    def broken(paths, find=worklist.find_items):
-        for number, item in enumerate(find(paths)):
+    def broken(*arguments, find=worklist.find_items):
+        for number, item in enumerate(find(*arguments)):
             if number == 4:
                 raise RuntimeError("the walk broke")
             yield item

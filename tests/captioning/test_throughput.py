@@ -60,7 +60,7 @@ def test_too_few_times_give_no_curve(times):
 def test_the_curve_is_drawn_with_its_axes(tmp_path):
     records = [record("gone.png", time=1.8e9 + 3 * i) for i in range(2000)]
     shown = page(tmp_path / "report.html", records)
-    assert "Images per second over 100 min, 0.333 on average" in shown.all("figcaption")
+    assert shown.all("figcaption") == ["Images per second over 100 min"]
     assert shown.all("text") == ["0", "0.1", "0.2", "0.3", "0 min", "20 min", "40 min", "60 min", "80 min"]
     (points,) = [a["points"] for tag, a, _ in shown.elements if tag == "polyline"]
     heights = {float(point.split(",")[1]) for point in points.split()}

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -59,11 +60,11 @@ class Page(HTMLParser):
         self._open: list[tuple[str, dict, list[str]]] = []
         self.feed(text)
         self.close()
-        blocks = {"records": [], "thumbnails": []}
+        blocks = {"records": [], "lines": [], "thumbnails": []}
         for tag, attributes, texts in self.elements:
             if tag == "script" and attributes:
                 blocks[attributes["class"]] += json.loads("".join(texts))
-        self.records, self.thumbnails = blocks["records"], blocks["thumbnails"]
+        self.records, self.lines, self.thumbnails = blocks.values()
 
     def handle_starttag(self, tag, attributes):
         self.elements.append((tag, dict(attributes), []))
@@ -91,3 +92,23 @@ def page(path: Path, records, summary=None, **keys) -> Page:
 
 def pixels(thumbnail: str) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(thumbnail))))
+
+
+@contextmanager
+def opened(chromium, path: Path, **options):
+    """The page in a tab; messages on the console, dialogs and requests fail the test."""
+    context = chromium.new_context(**options)
+    tab, complaints = context.new_page(), []
+
+    def check(request) -> None:
+        if not request.url.startswith(("file:", "data:", "blob:")):
+            complaints.append(request.url)
+
+    tab.on("console", lambda message: complaints.append(message.text))
+    tab.on("pageerror", lambda error: complaints.append(str(error)))
+    tab.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
+    tab.on("request", check)
+    tab.goto(path.as_uri())
+    yield tab
+    context.close()
+    assert complaints == []

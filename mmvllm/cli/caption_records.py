@@ -1,0 +1,47 @@
+"""Captions and failures as `mmvllm caption` prints them while it runs."""
+
+import json
+import sys
+from typing import TextIO
+
+MAX_FAILURES = 10  # printed while captions are recorded
+
+
+class Printer:
+    """Prints the captions, if they are not recorded, and the reasons of failures.
+
+    Args:
+        out: the stream for captions; failures are printed to standard error.
+        prints_all: print every record; without it, only the first failures.
+        as_json: print records, rather than their texts.
+    """
+
+    def __init__(self, out: TextIO, prints_all: bool, as_json: bool):
+        self._out, self._prints_all, self._as_json = out, prints_all, as_json
+        self._num_failed = 0
+
+    def __call__(self, record: dict) -> None:
+        if self._prints_all and self._as_json:
+            _write(json.dumps(record), self._out)
+        elif record["error"] is not None:
+            self._fail(record)
+        elif self._prints_all:
+            _write(f"{record['path']}: {record['caption']}", self._out)
+
+    def _fail(self, record: dict) -> None:
+        self._num_failed += 1
+        if self._prints_all or self._num_failed <= MAX_FAILURES:
+            _write(f"{_printable(record['path'])}: {_printable(record['error'])}", sys.stderr)
+        elif self._num_failed == MAX_FAILURES + 1:
+            _write("further failures are recorded, and not printed", sys.stderr)
+
+
+def _write(text: str, file: TextIO) -> None:
+    from tqdm import tqdm  # tqdm.write does not garble the progress bar
+
+    tqdm.write(text, file=file)
+
+
+def _printable(text: str) -> str:
+    """The text in one line and without control characters, which a file's name may have."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

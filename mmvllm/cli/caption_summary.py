@@ -1,0 +1,55 @@
+"""The summary of `mmvllm caption`, on the terminal and in the report."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mmvllm.captioning.run import CaptionRun
+
+MOST = 10  # names in a row of counts
+
+
+def summarize(job: "CaptionRun") -> dict[str, str]:
+    """Label -> text."""
+    p, again = job.progress, _again(job)
+    failed_before = job.num_failed - p.num_failed
+    rows = {
+        "captioned": f"{p.num_captioned:,}",
+        "duplicates": f"{p.num_duplicates:,} (caption copied from an equal image)",
+        "failed": f"{p.num_failed:,}{again}",
+        "failed before": f"{failed_before:,} (recorded by an earlier run){again}",
+        "skipped": f"{p.num_skipped - p.num_failed_before:,} {_skipped(job)}",
+    }
+    rows = {label: text for label, text in rows.items() if label == "captioned" or text[0] != "0"}
+    if p.reasons:
+        rows["reasons"] = "\n".join(f"{number:,} {name}" for name, number in p.reasons.shown(MOST))
+    if p.passed_over:
+        rows["passed over"] = ", ".join(f"{number:,} {name}" for name, number in p.passed_over.shown(MOST))
+    rows["time"] = f"{p.seconds:.1f} s"
+    rows["speed"] = f"{p.images_per_second:.2f} images/s"
+    rows["tokens"] = f"{p.num_tokens:,} written by the model"
+    rows["engine waited"] = f"{p.engine_wait_share:.1%} of the time since the first image was prepared"
+    rows["model"] = job.settings.model
+    rows["prompt"] = job.settings.prompt
+    if job.output.path is not None:
+        rows["output"] = str(job.output.path)
+    return rows
+
+
+def as_lines(summary: dict[str, str]) -> str:
+    """The summary in two columns."""
+    width = max(map(len, summary))
+    indent = "\n" + " " * (width + 2)
+    return "\n".join(f"{label:<{width}}  {text.replace(chr(10), indent)}" for label, text in summary.items())
+
+
+def _again(job: "CaptionRun") -> str:
+    """What to do about failures; without records there is nothing to resume from."""
+    return "" if job.output.journal is None else "; --retry-failed takes only these again"
+
+
+def _skipped(job: "CaptionRun") -> str:
+    if job.retries_failed:
+        return "(not recorded as failed)"
+    if job.output.files is not None and job.output.files.skip_existing:
+        return "(recorded by an earlier run, or the caption file exists)"
+    return "(recorded by an earlier run, or given twice)"
