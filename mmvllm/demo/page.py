@@ -38,6 +38,10 @@ class Page(gr.Blocks):
 
     sessions: Sessions
 
+    def close(self, verbose: bool = True) -> None:
+        self.sessions.is_closed = True
+        super().close(verbose)
+
     async def preprocess_data(self, block_fn: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
         client_utils.traverse(inputs, _refuse_url, client_utils.is_file_obj_with_meta)
         try:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 TICK_SECONDS = 0.05  # interval of the page's updates
 MAX_SESSIONS = 1000  # above this number the session that was idle longest is removed
 SWEEP_SECONDS = 60.0
+CLOSING_SECONDS = 0.1  # interval at which open pages look whether the server is shutting down
 GALLERY_SIZE = 12
 
 
@@ -52,6 +53,12 @@ class Sessions:
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._open_tabs: Counter[str] = Counter()
         self._sweeper: asyncio.Task | None = None
+        self.is_closed = False  # set by another thread
+
+    async def closing(self) -> None:
+        """Return when the page is closed or the engine is shut down."""
+        while not self.is_closed and self.engine.health().status not in ("draining", "stopped"):
+            await asyncio.sleep(CLOSING_SECONDS)
 
     def get(self, session_id: str) -> Session:
         session = self._sessions.setdefault(session_id, Session(session_id))
