@@ -21,7 +21,7 @@
     fading = setTimeout(() => document.body.classList.remove("dropping"), 400);
   });
   document.addEventListener("drop", (event) => {
-    if (!isFiles(event) || !event.isTrusted) return;
+    if (!isFiles(event)) return;
     event.preventDefault(); // the browser would open the file
     if (!inBox(event)) addFiles(event.dataTransfer.files);
   });
