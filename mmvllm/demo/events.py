@@ -43,6 +43,11 @@ def read_text(event: gr.EventData) -> str:
     return _strings([_field(event, "value")])[0]
 
 
+def read_kept(event: gr.EventData) -> tuple[Any, bool, bool]:
+    """The turns that the browser has kept, and whether they are all there is, and have small copies of images."""
+    return _field(event, "turns"), _field(event, "final") is True, _field(event, "copies") is True
+
+
 def _field(event: gr.EventData, name: str) -> Any:
     try:
         return getattr(event, name, None)

@@ -6,26 +6,31 @@ state only; from the page, only texts, numbers and names of uploaded files are u
 
 import asyncio
 import html
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
-from mmvllm.demo.conversation import Options, Turn, image_note, to_chat, turn_at
-from mmvllm.demo.events import read_draft, read_files, read_index, read_paths, read_text
-from mmvllm.demo.images import UploadedImage, UploadError
+from mmvllm.demo.conversation import Options, Turn, image_note, images_in, to_chat, turn_at
+from mmvllm.demo.events import read_draft, read_files, read_index, read_kept, read_paths, read_text
+from mmvllm.demo.images import UploadedImage
+from mmvllm.demo.record import KeptTurn, read_turns, to_record
 from mmvllm.demo.session import Session, Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
-from mmvllm.errors import DeadlineExceeded, EngineBusy, EngineUnavailable, RequestFailed
+from mmvllm.demo.words import BUNDLED_NAME, NEEDS_IMAGE, SMALL_COPIES, spoken, warn
+from mmvllm.errors import DeadlineExceeded, EngineUnavailable, RequestFailed
 
 if TYPE_CHECKING:
     from mmvllm.async_llm import AsyncLLM
 
 DEFAULT_QUESTION = "Describe this image."
 
-View = tuple[Any, Any, Any, Any]  # messages, message box, gallery, and the accordion around it
+KEEP_SECONDS = 1.0  # interval at which the browser is given an answer that is still being written
+
+View = tuple[Any, Any, Any, Any, Any]  # messages, message box, gallery, the accordion around it, and the record
 UNCHANGED = gr.skip()
 WAITING_BOX = gr.update(submit_btn=True, stop_btn=False)
 
@@ -46,7 +51,7 @@ class Handlers:
             turn = await self._take_back(session, read_index(event))
             return self._view(session, _back_in_box(session, turn))
         except ValueError as error:
-            _warn(error)
+            warn(error)
             return self._view(session, WAITING_BOX)
 
     async def clear(self, request: gr.Request) -> View:
@@ -55,6 +60,33 @@ class Handlers:
         session.turns.clear()
         self.sessions.tidy(session)
         return self._view(session, WAITING_BOX)
+
+    async def restore(self, request: gr.Request, event: gr.EventData) -> View:
+        """Replace the conversation by one that the browser has kept, or ask the browser for images that are gone."""
+        session = self._session(request)
+        await self.sessions.stop(session)
+        try:
+            value, is_final, has_copies = read_kept(event)
+            kept = read_turns(value)
+        except ValueError as error:
+            warn(error)
+            return self._view(session, UNCHANGED)
+        found = await asyncio.to_thread(self._found, session, kept)
+        if not is_final and (missing := [path for turn in kept for path in turn.images if path not in found]):
+            return UNCHANGED, UNCHANGED, UNCHANGED, UNCHANGED, to_record([], missing)
+        session.resume([turn.found(found.get) for turn in kept])
+        self.sessions.tidy(session)
+        if has_copies:
+            gr.Info(SMALL_COPIES)
+        return self._view(session, WAITING_BOX)
+
+    def _found(self, session: Session, kept: list[KeptTurn]) -> dict[str, UploadedImage]:
+        """The images of kept turns that are still here, which the session claims."""
+        found = {}
+        for path in {path for turn in kept for path in turn.images}:
+            with suppress(ValueError):
+                found[path] = UploadedImage.read(self.uploads.claim(session.id, path), self.settings.policy)
+        return found
 
     async def stop(self, request: gr.Request) -> None:
         await self.sessions.stop(self._session(request))
@@ -72,19 +104,20 @@ class Handlers:
             session = self._session(request)  # gradio would copy other files into the folder that it serves
             session.draft = [self.uploads.claim(session.id, path) for path in paths]
         except ValueError as error:
-            _warn(error)
+            warn(error)
             return UNCHANGED, UNCHANGED
         return None, gr.update(value={"text": text, "files": paths})
 
-    async def count(self, request: gr.Request, paths: str, *values: Any) -> str:
-        """The number of tokens of the current question's images, or the error in them."""
-        options = Options(*values)
+    async def count(self, request: gr.Request, paths: str, *values: Any) -> AsyncGenerator[str, None]:
+        """The number of tokens of the current question's images, or the error in them; then a damaged one, if any."""
+        options, session = Options(*values), self._session(request)
         try:
-            images = await self._claimed(self._session(request), read_paths(paths))
+            images = await self._claimed(session, read_paths(paths))
             tokens = [p.num_tokens(self.engine.image_config, options.min_pixels, options.max_pixels) for p in images]
+            yield image_note(tokens) if tokens else self.limits
+            await self.sessions.check(session, images)
         except ValueError as error:
-            return f'<span class="bad">{html.escape(str(error))}</span>'
-        return image_note(tokens) if tokens else self.limits
+            yield f'<span class="bad" role="alert">{html.escape(spoken(error))}</span>'
 
     @property
     def limits(self) -> str:
@@ -106,7 +139,7 @@ class Handlers:
             try:
                 turn = await find(session, event, draft)
             except ValueError as error:
-                _warn(error)
+                warn(error)
                 yield self._view(session, UNCHANGED)
                 return
             async with aclosing(self._answer(session, turn, Options(*values))) as views:
@@ -121,6 +154,8 @@ class Handlers:
         question = text.strip()
         if not question and not images:
             raise ValueError("Add a picture, or write a question")
+        if self.engine.model == BUNDLED_NAME and not images and not images_in(session.turns):
+            raise ValueError(NEEDS_IMAGE)
         return Turn(question or DEFAULT_QUESTION, tuple(images))
 
     async def _chosen(self, session: Session, event: gr.EventData, draft: dict) -> Turn:
@@ -159,17 +194,21 @@ class Handlers:
     async def _answer(self, session: Session, turn: Turn, options: Options) -> AsyncGenerator[View, None]:
         """Ask the session's next question, and stream the answer."""
         if session.request_id is not None:
-            _warn(ValueError("The last answer is still being written; stop it first"))
+            warn(ValueError("The last answer is still being written; stop it first"))
             return
         box = gr.update(value={"text": "", "files": []}, submit_btn=False, stop_btn=True)
         try:
             async with aclosing(self.sessions.answer(session, turn, options)) as ticks:
+                kept_at = 0.0
                 async for _ in ticks:
-                    yield to_chat(session.turns), box, UNCHANGED, UNCHANGED
+                    is_due = time.monotonic() >= kept_at + KEEP_SECONDS
+                    record = to_record(session.turns) if is_due else UNCHANGED
+                    kept_at = time.monotonic() if is_due else kept_at
+                    yield to_chat(session.turns), box, UNCHANGED, UNCHANGED, record
                     box = UNCHANGED
             box = WAITING_BOX
         except (ValueError, EngineUnavailable, RequestFailed, DeadlineExceeded) as error:
-            _warn(error)
+            warn(error)
             box = WAITING_BOX if turn.answer else _back_in_box(session, turn)
         if session.request_id is None:  # otherwise a later question updates the page
             self.sessions.tidy(session)
@@ -177,7 +216,8 @@ class Handlers:
 
     def _view(self, session: Session, box: Any) -> View:
         gallery = [(str(image.path), caption) for image, caption in session.gallery]
-        return to_chat(session.turns), box, gallery, gr.update(visible=bool(gallery))
+        record = to_record(session.turns)
+        return to_chat(session.turns), box, gallery, gr.update(visible=bool(gallery)), record
 
 
 def _back_in_box(session: Session, turn: Turn) -> dict:
@@ -185,9 +225,3 @@ def _back_in_box(session: Session, turn: Turn) -> dict:
     session.draft = [image.path for image in turn.images]
     files = [str(path) for path in session.draft]
     return gr.update(value={"text": turn.question, "files": files}, submit_btn=True, stop_btn=False)
-
-
-def _warn(error: Exception) -> None:
-    text = error.reason if isinstance(error, UploadError) else str(error)  # the reason names the file, not its index
-    busy = isinstance(error, EngineBusy)
-    gr.Warning("Many people are asking right now; try again in a moment" if busy else html.escape(text))

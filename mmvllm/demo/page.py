@@ -15,6 +15,7 @@ from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.session import Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads, process_uploads
+from mmvllm.demo.words import BUNDLED_NAME, BUNDLED_WARNING, spoken_model
 
 if TYPE_CHECKING:
     from mmvllm.async_llm import AsyncLLM
@@ -28,15 +29,16 @@ EXAMPLES = {
 }
 NAME_FILES = "(box) => JSON.stringify((box?.files ?? []).map((file) => file.path))"
 MOST_TOKENS = 1280  # default maximum of tokens per image
-BUNDLED_NOTE = (
-    "The small bundled model knows scenes of coloured shapes and digits, one at a time; --model takes others."
-)
 
 
 class Page(gr.Blocks):
     """Blocks that accept only uploaded files; gradio itself would fetch a URL that is given in place of a file."""
 
     sessions: Sessions
+
+    def close(self, verbose: bool = True) -> None:
+        self.sessions.is_closed = True
+        super().close(verbose)
 
     async def preprocess_data(self, block_fn: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
         client_utils.traverse(inputs, _refuse_url, client_utils.is_file_obj_with_meta)
@@ -56,7 +58,7 @@ def build_page(engine: "AsyncLLM", settings: DemoSettings) -> Page:
     """Build the page; launch or mount it with `**launch_options(page)`."""
     uploads = process_uploads()
     handlers = Handlers(engine, settings, uploads, _examples(uploads, settings))
-    with Page(title="mmvllm", analytics_enabled=False, fill_width=True) as page:
+    with Page(title="mmvllm", analytics_enabled=False, fill_width=True, fill_height=True) as page:
         gr.HTML(_heading(engine.model), elem_id="heading", padding=False)
         chat = _chat(handlers.examples)
         box = gr.MultimodalTextbox(
@@ -68,27 +70,39 @@ def build_page(engine: "AsyncLLM", settings: DemoSettings) -> Page:
             elem_id="box",
             autofocus=True,
         )
-        cost = gr.HTML(handlers.limits, elem_id="cost", padding=False)
+        with gr.Row(elem_id="below-box"):
+            cost = gr.HTML(handlers.limits, elem_id="cost", padding=False)
+            photo_button = gr.Button("Camera", size="sm", variant="secondary", scale=0, min_width=88, elem_id="photo")
         files = gr.Textbox("[]", visible="hidden")
-        with gr.Accordion("Settings", open=False, elem_classes="folded"):
-            options = _controls(engine)
-        with gr.Accordion("Camera", open=False, elem_classes="folded"):
-            camera = gr.Image(
-                sources=["webcam"], type="filepath", format="png", show_label=False, height=280, elem_id="camera"
+        # Shown by the button on computers; phones have a camera application of their own.
+        camera = gr.Image(
+            sources=["webcam"], type="filepath", format="png", show_label=False, height=280, elem_id="camera"
+        )
+        with gr.Row(elem_id="folded", equal_height=False):
+            kept = gr.HTML(  # it folds by itself: gradio does not load what is in a closed accordion
+                "",
+                html_template=_read("conversations.html"),
+                js_on_load=_read("conversations.js"),
+                model=spoken_model(engine.model),
+                elem_id="conversations",
+                elem_classes="folded",
+                padding=False,
             )
-        with gr.Accordion("Last answers", open=True, visible=False, elem_classes="folded") as answers:
-            gallery = gr.Gallery(
-                show_label=False,
-                columns=4,
-                object_fit="contain",
-                allow_preview=False,
-                buttons=[],
-                interactive=False,
-                elem_id="gallery",
-            )
+            with gr.Accordion("Settings", open=False, elem_classes="folded"):
+                options = _controls(engine)
+            with gr.Accordion("Last answers", open=False, visible=False, elem_classes="folded") as answers:
+                gallery = gr.Gallery(
+                    show_label=False,
+                    columns=4,
+                    object_fit="contain",
+                    allow_preview=False,
+                    buttons=[],
+                    interactive=False,
+                    elem_id="gallery",
+                )
 
         hidden = {"show_progress": "hidden", "api_visibility": "private"}
-        shown = {"outputs": [chat, box, gallery, answers], **hidden}
+        shown = {"outputs": [chat, box, gallery, answers, kept], **hidden}
         # Gradio's preprocessing is not needed: it would only replace the names of uploaded files.
         asked = {"inputs": [box, *options], "preprocess": False, **shown}
         answered = [
@@ -99,6 +113,10 @@ def build_page(engine: "AsyncLLM", settings: DemoSettings) -> Page:
         ]
         chat.undo(handlers.undo, **shown)
         chat.clear(handlers.clear, **shown)
+        kept.fresh(handlers.clear, **shown)
+        kept.restore(handlers.restore, **shown)
+        page.load(None, js="() => window.mmvllmResume()")
+        photo_button.click(None, js="() => window.mmvllmTakePhoto()")
         box.stop(handlers.stop, queue=False, **hidden)
         # The server is notified when images are added or removed, but not of every keystroke.
         notify = {"fn": None, "inputs": box, "outputs": files, "js": NAME_FILES}
@@ -115,8 +133,12 @@ def build_page(engine: "AsyncLLM", settings: DemoSettings) -> Page:
 
 
 def _heading(model: str) -> str:
-    note = BUNDLED_NOTE if model == "bundled" else model
-    return f"<h1>Ask about a picture</h1><p>{html.escape(note)}</p>"
+    warning = f'<p id="warning" role="note">{html.escape(BUNDLED_WARNING)}</p>' if model == BUNDLED_NAME else ""
+    return f"<h1>Ask about a picture</h1><p>{html.escape(spoken_model(model))}</p>{warning}"
+
+
+def _read(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")
 
 
 def _examples(uploads: Uploads, settings: DemoSettings) -> list[Turn]:
@@ -137,8 +159,9 @@ def _chat(examples: list[Turn]) -> gr.Chatbot:
     ]
     return gr.Chatbot(
         show_label=False,
-        height="calc(100dvh - 19rem)",
-        min_height=340,
+        height=None,  # it takes the height of the window that the rest of the page leaves
+        min_height=220,
+        scale=1,
         editable="user",
         buttons=["copy"],
         layout="bubble",

@@ -41,7 +41,7 @@ class DemoRouteFilter:
                 await self._upload(num_bytes, scope, receive, send)
             elif route.startswith(HEARTBEAT):
                 with self._sessions.open_tab(route.removeprefix(HEARTBEAT)):
-                    await self.app(scope, receive, send)
+                    await self._until_closing(scope, receive, send)
             else:
                 await self.app(scope, receive, send)
 
@@ -57,6 +57,30 @@ class DemoRouteFilter:
         if route != "upload" and num_bytes > MAX_BODY_BYTES:
             return PlainTextResponse("This is too long", 413)
         return None
+
+    async def _until_closing(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """End an endless response when the page closes: the server waits for all responses before it exits."""
+        is_complete = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal is_complete
+            is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+            await send(message)
+            if is_complete and closing.done():  # gradio, which caught the cancellation, would call the unload handler
+                raise asyncio.CancelledError
+
+        closing = asyncio.create_task(self._sessions.closing())
+        responding = asyncio.create_task(self.app(scope, receive, send_and_note))
+        try:
+            await asyncio.wait((responding, closing), return_when=asyncio.FIRST_COMPLETED)
+            if responding.done():
+                return await responding
+        finally:
+            responding.cancel()
+            closing.cancel()
+            await asyncio.gather(responding, closing, return_exceptions=True)
+        if not is_complete:
+            await send({"type": "http.response.body", "body": b""})
 
     async def _upload(self, num_bytes: int, scope: Scope, receive: Receive, send: Send) -> None:
         with self._uploads.incoming(num_bytes) as num_incoming:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 TICK_SECONDS = 0.05  # interval of the page's updates
 MAX_SESSIONS = 1000  # above this number the session that was idle longest is removed
 SWEEP_SECONDS = 60.0
+RELOAD_SECONDS = 30.0  # the images of a closed tab are kept this long, since it may only be reloaded
+CLOSING_SECONDS = 0.1  # interval at which open pages look whether the server is shutting down
 GALLERY_SIZE = 12
 
 
@@ -35,6 +37,7 @@ class Session:
     # The last images with question and answer, newest first.
     gallery: deque[tuple[UploadedImage, str]] = field(default_factory=lambda: deque(maxlen=GALLERY_SIZE))
     draft: list[Path] = field(default_factory=list)  # images of the question that is being written
+    intact: set[Path] = field(default_factory=set)  # images that were decoded without an error
     request_id: str | None = None
     last_seen: float = 0.0  # on the monotonic clock
 
@@ -43,6 +46,20 @@ class Session:
         """The image files that may still be shown or asked about."""
         shown = [image for turn in self.turns for image in turn.images] + [image for image, _ in self.gallery]
         return {image.path for image in shown} | {*self.draft}
+
+    def resume(self, turns: list[Turn]) -> None:
+        """Replace the conversation by one that the browser has kept."""
+        self.turns, self.draft = turns, []
+        self.gallery.clear()
+        shown: list[UploadedImage] = []
+        for turn in turns:
+            shown += turn.images
+            self.show(turn, shown)
+
+    def show(self, turn: Turn, images: list[UploadedImage]) -> None:
+        """Add an answer to the gallery, with the last of the images that it is about."""
+        if images and turn.answer:
+            self.gallery.appendleft((images[-1], f"{turn.question} {turn.answer}"))
 
 
 class Sessions:
@@ -54,6 +71,12 @@ class Sessions:
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._open_tabs: Counter[str] = Counter()
         self._sweeper: asyncio.Task | None = None
+        self.is_closed = False  # set by another thread
+
+    async def closing(self) -> None:
+        """Return when the page is closed or the engine is shut down."""
+        while not self.is_closed and self.engine.health().status not in ("draining", "stopped"):
+            await asyncio.sleep(CLOSING_SECONDS)
 
     def get(self, session_id: str) -> Session:
         session = self._sessions.setdefault(session_id, Session(session_id))
@@ -72,9 +95,16 @@ class Sessions:
             await self.engine.abort(request_id)
 
     async def end(self, session_id: str) -> None:
-        """Abort the request of a visitor who has left, and remove the images."""
+        """Abort the request of a visitor who has left, and remove the images soon, unless the tab is reloaded.
+
+        The reloaded tab is a session of its own, which claims the images that its browser names.
+        """
         if (session := self._sessions.get(session_id)) is not None:
             await self.stop(session)
+            asyncio.get_running_loop().call_later(RELOAD_SECONDS, self._remove_if_left, session)
+
+    def _remove_if_left(self, session: Session) -> None:
+        if session.id not in self._open_tabs and self._sessions.get(session.id) is session:
             self._remove(session)
 
     @contextmanager
@@ -154,6 +184,14 @@ class Sessions:
                 async for deltas in ticks:
                     yield deltas
 
+    async def check(self, session: Session, images: list[UploadedImage]) -> None:
+        """Decode images that have not been decoded yet, so that a damaged one is found before it is asked about."""
+        with self.decoder.session() as decode:
+            for image in images:
+                if image.path not in session.intact:
+                    (await asyncio.to_thread(image.load, decode)).close()
+                    session.intact.add(image.path)
+
     def _finish(self, session: Session, turn: Turn, options: Options, output: RequestOutput) -> None:
         if turn not in session.turns:  # it was removed in the meantime
             return
@@ -161,8 +199,7 @@ class Sessions:
         asked = session.turns[: session.turns.index(turn) + 1]
         config, images = self.engine.image_config, images_in(asked)
         turn.note = answer_note(output, [p.num_tokens(config, options.min_pixels, options.max_pixels) for p in images])
-        if images and turn.answer:
-            session.gallery.appendleft((images[-1], f"{turn.question} {turn.answer}"))
+        session.show(turn, images)
 
 
 async def in_ticks(stream: AsyncGenerator[Delta, None], seconds: float) -> AsyncGenerator[list[Delta], None]:

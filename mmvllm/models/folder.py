@@ -10,6 +10,7 @@ from mmvllm.models.hf_config import quantization_of
 from mmvllm.models.registry import read_config
 
 BUNDLED = Path(__file__).parent.parent / "assets" / "demo"
+BUNDLED_NAME = "bundled"
 CONFIGS = ("*.json", "*.txt", "*.jinja")
 
 # What the name of a repository on the hub tells, for a repository that cannot be fetched; the first match counts.
@@ -27,7 +28,7 @@ NAMES = (
 
 def model_name(model: str | Path | None) -> str:
     """What to call a model, as the user named it."""
-    return "bundled" if model is None else str(model)
+    return BUNDLED_NAME if model is None else str(model)
 
 
 def check_model(model: str | Path | None, with_weights: bool) -> None:

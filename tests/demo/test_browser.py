@@ -6,6 +6,7 @@ import pytest
 
 from mmvllm import LLM
 from mmvllm.async_llm import AsyncLLM
+from mmvllm.demo import session as session_module
 from tests.helpers.browser import OTHER, SCENE, is_ending, opened, uploaded
 from tests.helpers.pages import Site, elsewhere, in_steps, until
 from tests.helpers.requests import ask
@@ -34,6 +35,8 @@ def test_the_answer_equals_the_offline_one_and_the_next_uses_the_caches(chromium
         assert tab.answer_to("What is written?") == '"4".'
         cached = int(re.search(r"(\d+) of \d+ prompt tokens cached", tab.notes()[1])[1])
         assert cached > want.num_image_tokens
+        tab.page.get_by_role("button", name="Last answers").click()
+        tab.page.locator("#gallery .caption-label").nth(1).wait_for()
         assert tab.page.locator("#gallery .caption-label").all_inner_texts() == [
             'What is written? "4".',
             f"Describe this image. {want.text}",
@@ -140,7 +143,8 @@ def test_stop_aborts_the_request_within_a_step(chromium, chatty_site):
         until(lambda: engine.stats().num_running == 1)
 
 
-def test_a_closed_tab_aborts_its_request_and_removes_its_images(chromium, chatty_site):
+def test_a_closed_tab_aborts_its_request_and_removes_its_images(chromium, chatty_site, monkeypatch):
+    monkeypatch.setattr(session_module, "RELOAD_SECONDS", 0.5)
     engine = chatty_site.engine
     with opened(chromium, chatty_site) as stays, opened(chromium, chatty_site) as leaves:
         stays.add(SCENE)
@@ -191,10 +195,13 @@ def mounted():
     elsewhere(engine.shutdown(drain=False))
 
 
-def test_the_page_works_when_mounted_by_the_server(chromium, mounted):
+def test_the_page_works_when_mounted_by_the_server(chromium, mounted, monkeypatch):
+    monkeypatch.setattr(session_module, "RELOAD_SECONDS", 0.5)
     with opened(chromium, mounted) as tab:
         assert tab.page.locator("#cost").inner_text().startswith("Up to 16 pictures of 20 MiB")
         assert tab.answer_to("What is written?", SCENE) == '"4".'
         assert tab.answer_to("Describe this image.")
         assert uploaded()
+        tab.page.reload()
+        until(lambda: tab.questions() == ["What is written?", "Describe this image."])
     until(lambda: uploaded() == [])

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -48,6 +49,12 @@ def event(site, component: str, kind: str, data: list, session: str = "crafted",
                 if messages[-1]["msg"] == "process_completed":
                     break
     return messages[-1], [m["log"] for m in messages if m["msg"] == "log"]
+
+
+def visible_texts(config: dict) -> str:
+    """The texts of the components, without scripts and styles."""
+    names = ("value", "label", "placeholder", "html_template")
+    return "\n".join(str(part["props"].get(name, "")) for part in config["components"] for name in names)
 
 
 @pytest.mark.parametrize("with_meta", [True, False])
@@ -97,6 +104,18 @@ def test_a_crafted_photo_copies_no_other_file_into_the_served_folder(site, tmp_p
         ("box", "submit", [{"text": "Hello", "files": []}, *CONTROLS[:4], "x", *CONTROLS[5:]], None),
         ("box", "submit", [], None),
         *(
+            ("conversations", "restore", [], {"turns": turns, "final": True})
+            for turns in (
+                None,
+                5,
+                [5],
+                [{}],
+                [{"question": "q", "answer": 5, "note": "", "images": []}],
+                [{"question": "q", "answer": "a", "note": "", "images": [5]}],
+                [{"question": "q", "answer": "a", "note": "", "images": []}] * 501,
+            )
+        ),
+        *(
             ("chat", kind, [{"text": "", "files": []}, *CONTROLS] if kind != "undo" else [], about)
             for kind in ("retry", "edit", "undo", "example_select")
             for about in (
@@ -122,10 +141,33 @@ def test_no_visitor_can_remove_the_examples(site):
     assert examples and all(path.exists() for path in examples)
 
 
-def test_a_plain_question_needs_no_browser(site):
-    end, log = event(site, "box", "submit", [{"text": "What is written?", "files": []}, *CONTROLS])
+def test_an_example_needs_no_browser(site):
+    end, log = event(site, "chat", "example_select", [{"text": "", "files": []}, *CONTROLS], about={"index": 1})
     assert (end["success"], log) == (True, [])
     assert site.engine.stats().num_finished >= 1
+
+
+def test_a_question_without_an_image_says_what_the_bundled_model_needs(site):
+    before = site.engine.stats().num_finished
+    _, log = event(site, "box", "submit", [{"text": "What is written?", "files": []}, *CONTROLS], "no image")
+    assert log == ["Add a picture first: this model answers questions about pictures only"]
+    assert site.engine.stats().num_finished == before
+
+
+def test_a_model_that_takes_text_alone_needs_no_image(chatty_site):
+    end, log = event(chatty_site, "box", "submit", [{"text": "Hello", "files": []}, *CONTROLS])
+    assert (end["success"], log) == (True, [])
+
+
+def test_the_header_names_the_model_and_warns_of_the_bundled_one(site, chatty_site, checkpoint):
+    bundled, other = get(f"{site.url}config").text, get(f"{chatty_site.url}config").text
+    assert "only knows drawings like its examples" in bundled and "bundled demonstration model" in bundled
+    assert "only knows drawings" not in other and f"<p>{checkpoint.name}</p>" in other
+    assert str(checkpoint) not in other  # visitors need not know the server's folders
+
+
+def test_no_words_of_the_page_name_command_line_options(site):
+    assert re.findall(r"(?<![\w-])--[a-z]{2}[a-z-]+\b(?!:|\)|,)", visible_texts(get(f"{site.url}config").json())) == []
 
 
 def test_a_disconnect_during_an_upload_logs_no_traceback(site, caplog):

@@ -125,7 +125,9 @@ def test_closing_the_stream_aborts_the_request(checkpoint, uploads):
     with_engine(checkpoint, work)
 
 
-def test_leaving_aborts_the_request_and_removes_the_images(checkpoint, uploads):
+def test_leaving_aborts_the_request_and_removes_the_images(checkpoint, uploads, monkeypatch):
+    monkeypatch.setattr(session_module, "RELOAD_SECONDS", 0)
+
     async def work(engine):
         sessions = Sessions(engine, uploads, DemoSettings(POLICY))
         session = sessions.get("one")
@@ -135,11 +137,16 @@ def test_leaving_aborts_the_request_and_removes_the_images(checkpoint, uploads):
             await asyncio.sleep(0.01)
         await sessions.end("one")
         assert engine.stats().num_running == 0
-        assert [*uploads.folder.iterdir()] == []
         await task
+        assert [*uploads.folder.iterdir()] == []
         assert sessions.get("one").turns == []
 
     with_engine(checkpoint, work)
+
+
+async def counts(handlers, visitor, paths: list[str]) -> list[str]:
+    """What is said about images when they are added."""
+    return [said async for said in handlers.count(visitor, json.dumps(paths), *astuple(OPTIONS))]
 
 
 def test_a_question_that_is_undone_while_it_is_answered_keeps_its_images(checkpoint, uploads):
@@ -153,7 +160,7 @@ def test_a_question_that_is_undone_while_it_is_answered_keeps_its_images(checkpo
         draft = {"text": "talk", "files": [{"path": str(held.path)}]}
         async for _ in handlers.ask(visitor, event, draft, *values):
             if session.turns and session.turns[0].answer:
-                await handlers.count(visitor, "[]", *values)  # the message box is empty now
+                await counts(handlers, visitor, [])  # the message box is empty now
                 await handlers.undo(visitor, event)
         assert (session.turns, held.path.exists()) == ([], True)
 
@@ -217,7 +224,7 @@ def test_an_event_after_its_visitor_left_leaves_no_session(uploads, monkeypatch)
 
     async def late() -> None:
         await handlers.leave(visitor)
-        await handlers.count(visitor, json.dumps([str(held.path)]), *astuple(OPTIONS))
+        await counts(handlers, visitor, [str(held.path)])
 
     engine = SimpleNamespace(image_config=image_config())
     handlers, visitor = Handlers(engine, DemoSettings(POLICY), uploads, []), SimpleNamespace(session_hash="one")
@@ -230,6 +237,61 @@ def test_an_event_after_its_visitor_left_leaves_no_session(uploads, monkeypatch)
     monkeypatch.setattr(session_module, "ORPHAN_SECONDS", -1)
     sweep(handlers.sessions)
     assert not held.path.exists()
+
+
+def test_a_reloaded_tab_keeps_its_images(uploads, monkeypatch):
+    monkeypatch.setattr(session_module, "RELOAD_SECONDS", 0)
+    sessions, held, gone = (
+        Sessions(None, uploads, DemoSettings(POLICY)),
+        sent(uploads, "one"),
+        sent(uploads, "one", "b.png"),
+    )
+    sessions.get("one")
+
+    async def reload() -> None:
+        await sessions.end("one")
+        sessions.get("two")
+        uploads.claim("two", str(held.path))
+        await asyncio.sleep(0.01)
+
+    elsewhere(reload())
+    assert (held.path.exists(), gone.path.exists()) == (True, False)
+
+
+def test_a_connection_that_is_lost_for_a_moment_loses_nothing(uploads, monkeypatch):
+    monkeypatch.setattr(session_module, "RELOAD_SECONDS", 0)
+    sessions, held = Sessions(None, uploads, DemoSettings(POLICY)), sent(uploads, "one")
+    session = sessions.get("one")
+
+    async def reconnect() -> None:
+        await sessions.end("one")
+        with sessions.open_tab("one"):
+            await asyncio.sleep(0.01)
+
+    elsewhere(reconnect())
+    assert sessions.get("one") is session and held.path.exists()
+
+
+def test_a_damaged_image_is_named_when_it_is_added_and_good_ones_are_decoded_once(uploads, monkeypatch):
+    pytest.importorskip("gradio")
+    from mmvllm.demo.handlers import Handlers
+
+    engine = SimpleNamespace(image_config=image_config())
+    handlers, visitor = Handlers(engine, DemoSettings(POLICY), uploads, []), SimpleNamespace(session_hash="one")
+    good, bad = sent(uploads, "one"), sent(uploads, "one", "bad.png")
+    bad.path.write_bytes(bad.path.read_bytes()[:300])
+    decoded, load = [], handlers.sessions.load
+    monkeypatch.setattr(handlers.sessions, "load", lambda image: (decoded.append(image.path), load(image))[1])
+    said = []
+
+    async def add() -> None:
+        for paths in ([good], [good, bad]):
+            said.append(await counts(handlers, visitor, [str(image.path) for image in paths]))
+
+    elsewhere(add())
+    assert said[0] == ["12 picture tokens"]
+    assert said[1][0] == "12 + 12 = 24 picture tokens" and "bad.png cannot be read; it may be damaged" in said[1][1]
+    assert decoded == [good.path, bad.path]
 
 
 def test_an_open_tab_keeps_its_session_however_long_it_idles(uploads, monkeypatch):

@@ -7,17 +7,22 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mmvllm.async_llm import AsyncLLM
 from mmvllm.media import MediaPolicy
 
+if TYPE_CHECKING:
+    from mmvllm.demo.page import Page
+
 
 @dataclass
 class Site:
-    """A served page and its engine."""
+    """A served page and its engine; `page` is None if a server has mounted it."""
 
     url: str
     engine: AsyncLLM
+    page: "Page | None" = None
 
 
 def elsewhere(coroutine: Coroutine) -> None:
@@ -66,7 +71,7 @@ def served(model=None, policy: MediaPolicy | None = None, max_images: int = 8, *
         prevent_thread_lock=True, quiet=True, share=False, max_file_size=policy.max_bytes, **launch_options(page)
     )
     try:
-        yield Site(page.local_url, engine)
+        yield Site(page.local_url, engine, page)
     finally:
         page.close(verbose=False)
         elsewhere(engine.shutdown(drain=False))

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from transformers import PreTrainedTokenizerBase
 
 from mmvllm.engine.loading import _load_tokenizer
-from mmvllm.models.weights import BUNDLED
+from mmvllm.models.folder import BUNDLED
 
 ROOT = os.environ.get("MMVLLM_CHECKPOINT_METADATA")
 # The checkpoints whose folders have a vocabulary, and those that share it but come without its files.

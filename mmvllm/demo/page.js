@@ -1,0 +1,108 @@
+// Additions to gradio's page: images dropped or pasted anywhere, a photo on phones, enlarged images, questions as they
+// were typed, keys while a question is edited, and names of buttons for screen readers.
+(() => {
+  const nameOf = (url) => decodeURIComponent(url.split("/").pop());
+  const isFiles = (event) => [...(event.dataTransfer?.types ?? [])].includes("Files");
+  const inBox = (event) => event.target instanceof Element && event.target.closest("#box");
+
+  // Gradio's message box takes dropped files, and says which of them it does not accept.
+  function addFiles(files) {
+    const dataTransfer = new DataTransfer();
+    for (const file of files) dataTransfer.items.add(file);
+    document.querySelector("#box .full-container")?.dispatchEvent(new DragEvent("drop", { dataTransfer }));
+  }
+
+  let fading;
+  document.addEventListener("dragover", (event) => {
+    if (!isFiles(event)) return;
+    event.preventDefault();
+    document.body.classList.add("dropping");
+    clearTimeout(fading);
+    fading = setTimeout(() => document.body.classList.remove("dropping"), 400);
+  });
+  document.addEventListener("drop", (event) => {
+    if (!isFiles(event)) return;
+    event.preventDefault(); // the browser would open the file
+    if (!inBox(event)) addFiles(event.dataTransfer.files);
+  });
+  document.addEventListener("paste", (event) => {
+    const files = [...(event.clipboardData?.files ?? [])];
+    if (files.length && !inBox(event)) addFiles(files);
+  });
+
+  // Phones open their camera application; computers show the picture of their camera on the page.
+  window.mmvllmTakePhoto = () => {
+    if (!matchMedia("(pointer: coarse)").matches) return void document.body.classList.toggle("with-camera");
+    const input = Object.assign(document.createElement("input"), { type: "file", accept: "image/*" });
+    input.setAttribute("capture", "environment");
+    input.addEventListener("change", () => addFiles(input.files));
+    input.click();
+  };
+
+  function enlarge(image) {
+    const dialog = document.createElement("dialog");
+    dialog.id = "enlarged";
+    dialog.setAttribute("aria-label", nameOf(image.src));
+    const close = Object.assign(document.createElement("button"), { type: "button", textContent: "✕" });
+    close.setAttribute("aria-label", "Close");
+    const large = Object.assign(document.createElement("img"), { src: image.src, alt: nameOf(image.src) });
+    dialog.append(close, large);
+    dialog.addEventListener("click", () => dialog.close());
+    dialog.addEventListener("close", () => dialog.remove());
+    document.body.append(dialog);
+    dialog.showModal(); // Escape closes it, and the focus returns to the image
+  }
+  document.addEventListener("click", (event) => {
+    const image = event.target.closest?.("#chat .component button:has(img)")?.querySelector("img");
+    if (image) enlarge(image);
+  });
+
+  document.addEventListener(
+    "keydown",
+    (event) => {
+      if (!event.target.matches?.("#chat textarea") || event.isComposing || event.shiftKey) return;
+      const label = { Enter: "Submit", Escape: "Cancel" }[event.key];
+      if (!label) return;
+      event.preventDefault();
+      const buttons = event.target.closest(".message-row").nextElementSibling;
+      buttons?.querySelector(`button[aria-label="${label}"]`)?.click();
+    },
+    true,
+  );
+
+  // Gradio renders Markdown in questions too; its label of the message has the text that was typed.
+  const SAID = "user's message: ";
+  function showAsTyped(message) {
+    const label = message.getAttribute("aria-label") ?? "";
+    const isText = label.startsWith(SAID) && message.querySelector(".message-content");
+    let typed = message.querySelector(":scope > .typed");
+    if (!isText) return void typed?.remove();
+    if (!typed) {
+      typed = Object.assign(document.createElement("div"), { className: "typed" });
+      message.append(typed);
+    }
+    const text = label.slice(SAID.length);
+    if (typed.textContent !== text) typed.textContent = text;
+  }
+
+  const NAMES = {
+    "#box textarea": () => "Question",
+    "#chat textarea": () => "Edit the question; Enter submits, Escape cancels",
+    "#box .delete-button": () => "Remove picture",
+    "#box .thumbnail-item": () => "Picture of the question",
+    "#box .upload-button": () => "Add pictures",
+    "#box .submit-button": () => "Ask",
+    "#box .stop-button": () => "Stop",
+    "#chat .component button:has(img)": (button) => `Enlarge ${nameOf(button.querySelector("img").src)}`,
+  };
+  function name() {
+    for (const [selector, nameFor] of Object.entries(NAMES))
+      for (const element of document.querySelectorAll(selector)) {
+        const label = nameFor(element);
+        if (element.getAttribute("aria-label") !== label) element.setAttribute("aria-label", label);
+      }
+    document.querySelectorAll("#chat .user-row [data-testid=user]").forEach(showAsTyped);
+  }
+  const watched = { subtree: true, childList: true, attributeFilter: ["aria-label", "src"] };
+  new MutationObserver(name).observe(document.documentElement, watched);
+})();

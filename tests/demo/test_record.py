@@ -1,0 +1,102 @@
+"""A conversation that the browser has kept is restored with the images that are still there."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("gradio")
+import gradio
+
+from mmvllm.demo.conversation import Turn
+from mmvllm.demo.handlers import Handlers
+from mmvllm.demo.images import UploadedImage
+from mmvllm.demo.record import INTERRUPTED, read_turns, to_record
+from mmvllm.demo.settings import DemoSettings
+from mmvllm.demo.uploads import Uploads
+from mmvllm.demo.words import spoken, spoken_model
+from mmvllm.errors import EngineBusy, EngineStopped, PromptTooLong, RequestError
+from mmvllm.media import MediaPolicy
+from tests.helpers.requests import noise_image
+
+POLICY = MediaPolicy()
+
+
+def uploaded(uploads: Uploads, name: str) -> UploadedImage:
+    path = uploads.folder / f"hash-of-{name}" / name
+    path.parent.mkdir()
+    noise_image(60, 40).save(path)
+    return UploadedImage.read(path, POLICY)
+
+
+def restored(handlers: Handlers, turns: list[dict], **flags) -> tuple[list[Turn], dict]:
+    """The turns of the visitor's session after a restore, and the record that the browser is given."""
+    event = gradio.EventData(None, {"turns": turns, **flags})
+    view = asyncio.run(handlers.restore(SimpleNamespace(session_hash="visitor"), event))
+    return handlers.sessions.get("visitor").turns, json.loads(view[-1])
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path):
+    uploads = Uploads(tmp_path)
+    image = uploaded(uploads, "a.png")
+    turns = [Turn("**What** is <b>?", (image,), "A </script> star.", "5 tokens/s"), Turn("And?", (), "", "Looking …")]
+    record = to_record(turns)
+    assert "<" not in record  # it is inserted into a page
+    handlers = Handlers(SimpleNamespace(model="x"), DemoSettings(POLICY), uploads, [])
+    got, again = restored(handlers, json.loads(record)["turns"])
+    assert [(turn.question, turn.images, turn.answer, turn.note) for turn in got] == [
+        ("**What** is <b>?", (image,), "A </script> star.", "5 tokens/s"),
+        ("And?", (), "", INTERRUPTED),
+    ]
+    assert again["missing"] == [] and again["turns"][0]["images"] == [str(image.path)]
+    assert [caption for _, caption in handlers.sessions.get("visitor").gallery] == [
+        "**What** is <b>? A </script> star."
+    ]
+
+
+def test_images_that_are_gone_are_asked_for_and_then_left_out(tmp_path):
+    uploads = Uploads(tmp_path)
+    here = uploaded(uploads, "a.png")
+    gone = str(tmp_path / "hash" / "gone.png")
+    kept = [{"question": "q", "answer": "a", "note": "n", "images": [str(here.path), gone]}]
+    handlers = Handlers(SimpleNamespace(model="x"), DemoSettings(POLICY), uploads, [])
+    assert restored(handlers, kept) == ([], {"turns": [], "missing": [gone]})
+    (turn,), record = restored(handlers, kept, final=True)
+    assert turn.images == (here,) and record["turns"][0]["images"] == [str(here.path)]
+
+
+@pytest.mark.parametrize("path", ["/etc/hostname", "{folder}/../secret.png", "https://example.com/a.png", ""])
+def test_a_kept_conversation_gives_access_to_no_other_file(path, tmp_path):
+    (tmp_path / "up").mkdir()
+    noise_image(60, 40).save(tmp_path / "secret.png")
+    handlers = Handlers(SimpleNamespace(model="x"), DemoSettings(POLICY), Uploads(tmp_path / "up"), [])
+    images = [path.format(folder=tmp_path / "up")]
+    (turn,), _ = restored(handlers, [{"question": "q", "answer": "a", "note": "n", "images": images}], final=True)
+    assert turn.images == ()
+
+
+def test_a_record_of_a_wrong_shape_is_refused():
+    for value in (None, {}, [None], [{"question": "q"}], [{}] * 501):
+        with pytest.raises(ValueError, match="reload it"):
+            read_turns(value)
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (EngineBusy(5, 4), "Many people are asking right now; try again in a moment"),
+        (EngineStopped("x"), "The model is not running any more; the page has to be started again"),
+        (PromptTooLong("x", value=3000, limit=2048), "has 3,000 tokens, and the model takes fewer than 2,048"),
+        (RequestError("min_pixels is 9", param="min_pixels"), '"fewest pixels" above "most pixels"'),
+        (ValueError("a.png is no longer here; add it again"), "a.png is no longer here; add it again"),
+    ],
+)
+def test_errors_are_said_without_the_names_of_arguments(error, words):
+    assert words in spoken(error)
+
+
+def test_a_local_model_is_called_by_its_folder(tmp_path):
+    (tmp_path / "Qwen2-VL-2B").mkdir()
+    assert spoken_model(str(tmp_path / "Qwen2-VL-2B")) == "Qwen2-VL-2B"
+    assert spoken_model("Qwen/Qwen2-VL-2B-Instruct") == "Qwen/Qwen2-VL-2B-Instruct"
