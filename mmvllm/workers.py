@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from multiprocessing import connection, spawn
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -358,14 +358,12 @@ def _exit_with_parent() -> None:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    try:
+    with suppress(ImportError, OSError, ValueError):  # not Linux, or a sandbox that does not let it be limited
         import resource
 
         pages = int(Path("/proc/self/statm").read_text().split()[5])  # of writable memory
-    except (ImportError, OSError):  # not Linux
-        return
-    limit, (_, most) = pages * resource.getpagesize() + num_bytes, resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit if most < 0 else min(limit, most), most))
+        limit, (_, most) = pages * resource.getpagesize() + num_bytes, resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit if most < 0 else min(limit, most), most))
 
 
 def _answer(pipe: Connection, task: Callable, args: tuple) -> None:

@@ -80,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
         signalled = _signalled()
         print(f"mmvllm demo: {page.share_url or page.local_url} (Ctrl-C ends it)", flush=True)
         signalled.wait()
+        page.sessions.decoder.close()
         page.close(verbose=False)
     finally:
         asyncio.run(engine.shutdown(drain=False))

@@ -56,34 +56,35 @@ def test_captions_with_a_callers_processor_are_those_of_threads(folder, checkpoi
 
 
 class CrashingProcessor(CallersProcessor):
-    """Ends its process for images of one width, or once for each file in a folder of markers."""
+    """Ends its process for images of one width, or for the first image, which it marks."""
 
-    def __init__(self, folder: str, width: int | None = None, markers: Path | None = None):
+    def __init__(self, folder: str, width: int | None = None, marker: Path | None = None):
         super().__init__(folder)
-        self.width, self.markers = width, markers
+        self.width, self.marker = width, marker
 
     def __call__(self, text: list[str], images: list | None, return_tensors: str) -> dict:
         if images[0].width == self.width:
             os._exit(9)
-        if self.markers is not None and not (marker := self.markers / str(images[0].width)).exists():
-            marker.touch()
+        if self.marker is not None and not self.marker.exists():
+            self.marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__call__(text, images, return_tensors)
 
 
 def test_an_image_that_ends_its_process_fails_alone(folder, checkpoint):
     with LLM(checkpoint, processor=CrashingProcessor(checkpoint, width=61), **ENGINE) as llm:
-        made = caption_images(folder, llm=llm, max_tokens=4, worker_processes=True)
+        made = caption_images(folder, llm=llm, max_tokens=4, worker_processes=True, workers=1)
         errors = {Path(record["path"]).name: record["error"] for record in made}
     reason = "preparation failed, its worker process died twice: it ended with exit code 9"
     assert errors == {"0.png": None, "1.png": reason, "2.png": None}
 
 
-def test_images_whose_processes_are_killed_once_are_captioned(folder, checkpoint, processor, tmp_path):
+def test_an_image_whose_process_is_killed_once_is_captioned(folder, checkpoint, processor, tmp_path):
     with LLM(checkpoint, processor=processor, **ENGINE) as llm:
         want = captions(folder, llm)
-    with LLM(checkpoint, processor=CrashingProcessor(checkpoint, markers=tmp_path), **ENGINE) as llm:
-        assert captions(folder, llm, worker_processes=True, workers=2) == want
+    with LLM(checkpoint, processor=CrashingProcessor(checkpoint, marker=tmp_path / "killed"), **ENGINE) as llm:
+        assert captions(folder, llm, worker_processes=True, workers=1) == want
+    assert (tmp_path / "killed").exists()
 
 
 class Unloadable(CallersProcessor):

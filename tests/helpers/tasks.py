@@ -45,13 +45,6 @@ def crash() -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def crash_once(marker: Path) -> str:
-    if not marker.exists():
-        marker.touch()
-        os._exit(7)
-    return "done"
-
-
 def sleep(seconds: float, marker: Path | None = None) -> None:
     if marker is not None:
         marker.touch()
@@ -81,3 +74,11 @@ def loaded_modules() -> set[str]:
 
 def ignored_signals() -> list[bool]:
     return [signal.getsignal(number) == signal.SIG_IGN for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+def need_memory(_: bytes) -> int:
+    return allocate(8 * 1024**3)
+
+
+def crash_on(_: bytes) -> None:
+    crash()

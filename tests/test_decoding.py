@@ -1,0 +1,67 @@
+"""Images decoded in worker processes are those of the policy, and so are its errors."""
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+from PIL import Image
+
+from mmvllm.decoding import ImageDecoder
+from mmvllm.errors import ImageError
+from mmvllm.media import MediaError, MediaPolicy
+from tests.helpers import tasks
+from tests.helpers.images import encode, noise
+
+POLICY = MediaPolicy(max_bytes=100_000, max_pixels=20_000)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Iterator[ImageDecoder]:
+    decoder = ImageDecoder(POLICY)
+    yield decoder
+    decoder.close()
+
+
+@pytest.mark.parametrize("channels", [3, 4])
+@pytest.mark.parametrize("file_format", ["PNG", "WEBP", "GIF"])
+def test_pixels_are_those_of_the_policy(decoder, channels, file_format):
+    data = encode(Image.fromarray(noise(61, 47, channels)), file_format)
+    with decoder.session() as load:
+        image = load(data)
+    assert (image.mode, image.size) == ("RGB", (61, 47))
+    assert image.tobytes() == POLICY.load(data).tobytes()
+
+
+@pytest.mark.parametrize(
+    "data", [b"no image", b"", encode(Image.new("RGB", (200, 200))), encode(Image.new("RGB", (50, 50)), "BMP")]
+)
+def test_errors_are_those_of_the_policy(decoder, data):
+    with pytest.raises(ImageError) as expected:
+        POLICY.load(data)
+    with decoder.session() as load, pytest.raises(ImageError) as caught:
+        load(data)
+    assert str(caught.value) == str(expected.value)
+    assert caught.value.__dict__ == expected.value.__dict__
+
+
+@pytest.mark.parametrize("source", ["/etc/passwd", bytes(100_001)])
+def test_a_source_that_the_policy_does_not_allow_is_refused(decoder, source):
+    with decoder.session() as load, pytest.raises(MediaError):
+        load(source)
+
+
+def test_processes_that_decode_do_not_load_torch(decoder):
+    assert "torch" not in decoder._pool.run(tasks.loaded_modules)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory limit is Linux's")
+def test_memory_over_the_limit_is_a_sentence(decoder, monkeypatch):
+    monkeypatch.setattr("mmvllm.decoding._decode", tasks.need_memory)
+    with decoder.session() as load, pytest.raises(ImageError, match="takes too much memory to decode; shrink it"):
+        load(b"")
+
+
+def test_an_image_that_ends_its_process_is_refused(decoder, monkeypatch):
+    monkeypatch.setattr("mmvllm.decoding._decode", tasks.crash_on)
+    with decoder.session() as load, pytest.raises(ImageError, match=r"its worker process died: .* SIGSEGV"):
+        load(b"")
