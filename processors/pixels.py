@@ -4,7 +4,7 @@ import numpy as np
 from PIL import ExifTags, Image
 from PIL.Image import Transpose
 
-from mmvllm.processors.scan import scan_exif
+from mmvllm.processors.scan import RefusedImage, scan_exif
 
 # EXIF orientation -> the transposition that undoes it. `ImageOps.exif_transpose` would also rewrite the EXIF block,
 # which fails if that block is damaged although the image is not.
@@ -28,13 +28,23 @@ def upright_rgb(image: Image.Image) -> Image.Image:
 
 def _upright(image: Image.Image) -> Image.Image:
     """The image turned by its EXIF orientation, or the image itself."""
-    block = image.info.get("exif")
-    if block is None and isinstance(text := image.info.get("Raw profile type exif"), str):  # hexadecimal, in a PNG
-        block = bytes.fromhex("".join(text.split("\n")[3:]))
-    if isinstance(block, bytes):
-        scan_exif(block)
-    method = _UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation))
+    method = _UPRIGHT.get(_orientation(image))
     return image if method is None else image.transpose(method)
+
+
+def _orientation(image: Image.Image) -> int | None:
+    """The EXIF orientation; None without one, and for a block so damaged that Pillow cannot read it."""
+    try:
+        block = image.info.get("exif")
+        if block is None and isinstance(text := image.info.get("Raw profile type exif"), str):  # hexadecimal, in a PNG
+            block = bytes.fromhex("".join(text.split("\n")[3:]))
+        if isinstance(block, bytes):
+            scan_exif(block)
+        return image.getexif().get(ExifTags.Base.Orientation)
+    except RefusedImage:
+        raise
+    except Exception:  # Pillow raises any exception for a damaged block, whose image may be intact
+        return None
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -60,7 +60,7 @@ def test_the_corpus_is_the_same_every_time(files):
 def test_captioning_gives_pillows_verdict(files, formats, tmp_path):
     write(tmp_path)
     with LLM(**ENGINE) as llm:
-        made = list(caption_images(tmp_path, llm=llm, max_tokens=1, max_pixels=MAX_PIXELS))
+        made = list(caption_images(sorted(tmp_path.iterdir()), llm=llm, max_tokens=1, max_pixels=MAX_PIXELS))
     assert _different({Path(record["path"]).name: record["error"] is None for record in made}, formats) == []
 
 
