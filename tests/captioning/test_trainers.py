@@ -136,7 +136,6 @@ def test_a_changed_text_is_not_a_new_task(folder, llm, tmp_path):
 def test_outputs_without_context_resume_only_without_it(folder, llm, tmp_path):
     out = tmp_path / "out.jsonl"
     assert len(run(folder, llm, output=out)) == 4
-    assert "context" not in (tmp_path / "out.jsonl.settings").read_text()
     assert run(folder, llm, output=out, context_mode="prepend") == {}
     with pytest.raises(ArgumentError, match=r"context_from was None, is '\.txt'"):
         run(folder, llm, output=out, context_from=".txt")

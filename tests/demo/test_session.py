@@ -280,8 +280,8 @@ def test_a_damaged_image_is_named_when_it_is_added_and_good_ones_are_decoded_onc
     handlers, visitor = Handlers(engine, DemoSettings(POLICY), uploads, []), SimpleNamespace(session_hash="one")
     good, bad = sent(uploads, "one"), sent(uploads, "one", "bad.png")
     bad.path.write_bytes(bad.path.read_bytes()[:300])
-    decoded, load = [], handlers.sessions.load
-    monkeypatch.setattr(handlers.sessions, "load", lambda image: (decoded.append(image.path), load(image))[1])
+    decoded, load = [], UploadedImage.load
+    monkeypatch.setattr(UploadedImage, "load", lambda self, decode: (decoded.append(self.path), load(self, decode))[1])
     said = []
 
     async def add() -> None:
