@@ -43,6 +43,7 @@ SETTLE_SECONDS = 30.0
 # What may remain: buffers of the allocator, and threads of pools that were not full yet.
 MEMORY_GROWTH, MEMORY_BYTES, POOL_THREADS = 0.05, 32 << 20, 8
 IN_FLIGHT = ("requests_preparing", "sequences_waiting", "sequences_running", "kv_cache_usage_ratio")
+EXPECTED_LINES = ("mmvllm serve: without --model", "shutting down")
 CLOSED = "closed"  # what is counted instead of a status if the server closed the connection
 
 
@@ -88,7 +89,7 @@ class Target:
         self._process.terminate()
         self._process.wait(60)
         self._log.seek(0)
-        return "".join(line for line in self._log if not line.startswith("shutting down"))
+        return "".join(line for line in self._log if not line.startswith(EXPECTED_LINES))
 
 
 async def exchange(port: int, data: bytes, seconds: float = 120.0) -> tuple[int | str, bytes]:

@@ -15,6 +15,20 @@ HEADER_SECONDS = 10.0
 STALL_SECONDS = 60.0  # a client must read what was sent within this time
 
 
+class OpenTransport:
+    """A transport that drops what is written after the client hung up; asyncio would log a warning for each write."""
+
+    def __init__(self, transport: asyncio.Transport):
+        self._transport = transport
+
+    def write(self, data: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class TimeLimitedProtocol(H11Protocol):
     """Closes connections whose client is too slow.
 
@@ -30,7 +44,7 @@ class TimeLimitedProtocol(H11Protocol):
         self.conn = StrictConnection(h11.SERVER)
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
+        super().connection_made(OpenTransport(transport))
         transport.set_write_buffer_limits(high=0)  # so that `pause_writing` is called for any unread data
         self._start_header_timer()
 
@@ -43,12 +57,9 @@ class TimeLimitedProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what the parser refused, as an OpenAI error object, and close the connection."""
-        if self.cycle is not None:
-            self.cycle.disconnected = True  # the application's response can no longer be sent
-            self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # otherwise a response has already been started
             self.transport.write(_refusal(self.conn.error))
-        self.transport.close()
+        self._close()
 
     def shutdown(self) -> None:
         """Let the response in flight complete; some versions of uvicorn would signal a disconnect to the app."""
@@ -70,8 +81,15 @@ class TimeLimitedProtocol(H11Protocol):
         self._cancel_stall_timer()
         super().connection_lost(exc)
 
+    def _close(self) -> None:
+        """Close the connection once the client has read what was sent; the application can send nothing more."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.close()
+
     def _start_header_timer(self) -> None:
-        self._header_timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+        self._header_timer = self.loop.call_later(HEADER_SECONDS, self._close)
 
     def _cancel_header_timer(self) -> None:
         if self._header_timer is not None:

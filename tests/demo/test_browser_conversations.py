@@ -49,7 +49,7 @@ def test_a_conversation_is_resumed_with_copies_if_the_server_has_forgotten_its_i
     with opened(chromium, site) as tab:
         tab.answer_to("Describe this image.", SCENE)
         until(lambda: kept(tab) == ["Describe this image."])
-        tab.page.goto("about:blank")
+        tab.leave()
         for path in uploaded():
             shutil.rmtree(path.parent)
         assert not uploaded() and process_uploads().folder.exists()

@@ -14,10 +14,16 @@ SCENE, OTHER = IMAGES / "scene-05.png", IMAGES / "scene-10.png"
 class Tab:
     """A browser tab with the page, and the actions of a visitor."""
 
-    def __init__(self, page):
-        self.page = page
+    def __init__(self, page, problems: list[str] | None = None):
+        self.page, self._problems = page, [] if problems is None else problems
         self.box = page.locator("#box textarea")
         self.box.wait_for()
+
+    def leave(self) -> None:
+        """Go to another page; the connections that this breaks may be errors on the console."""
+        before = len(self._problems)
+        self.page.goto("about:blank")
+        del self._problems[before:]
 
     def add(self, *paths: Path) -> None:
         self.page.locator("#box input[type=file]").set_input_files([str(path) for path in paths])
@@ -83,9 +89,9 @@ def opened(chromium, site, **options):
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("request", lambda request: problems.append(request.url) if _is_foreign(request.url, site) else None)
     page.goto(site.url)
-    yield Tab(page)
+    yield Tab(page, problems)
     context.close()
-    assert problems == []
+    assert problems == [], problems
 
 
 def is_ending(engine) -> bool:

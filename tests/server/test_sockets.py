@@ -282,3 +282,16 @@ def test_a_client_that_does_not_read_is_disconnected(running, requests, caplog, 
     wait_for(lambda: is_idle(running.engine))
     connection.close()
     assert not caplog.records
+
+
+def test_writes_to_a_client_that_hung_up_are_not_logged(caplog):
+    async def write_to_nobody() -> None:
+        ours, theirs = socket.socketpair()
+        transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ours)
+        theirs.close()
+        for _ in range(20):  # without a pause in which asyncio could tell the protocol
+            protocol.OpenTransport(transport).write(b"data: {}\n\n")
+        transport.close()
+
+    asyncio.run(write_to_nobody())
+    assert caplog.records == []
