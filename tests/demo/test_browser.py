@@ -202,6 +202,6 @@ def test_the_page_works_when_mounted_by_the_server(chromium, mounted, monkeypatc
         assert tab.answer_to("What is written?", SCENE) == '"4".'
         assert tab.answer_to("Describe this image.")
         assert uploaded()
-        tab.page.reload()
+        tab.reload()
         until(lambda: tab.questions() == ["What is written?", "Describe this image."])
     until(lambda: uploaded() == [])

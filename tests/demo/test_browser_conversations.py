@@ -37,7 +37,7 @@ def test_a_conversation_survives_a_reload_and_goes_on(chromium, site):
     with opened(chromium, site) as tab:
         answer = tab.answer_to("Describe this image.", SCENE)
         until(lambda: kept(tab) == ["Describe this image."])
-        tab.page.reload()
+        tab.reload()
         until(lambda: tab.answers() == [answer])
         assert tab.questions() == ["Describe this image."] and "tokens cached" in tab.notes()[0]
         assert tab.page.locator("#chat .component img").evaluate("image => image.decode().then(() => 1)") == 1
@@ -87,7 +87,7 @@ def test_all_conversations_are_forgotten_at_once(chromium, site):
         tab.page.get_by_role("button", name="Forget all").click()
         tab.page.locator("#chat .example").first.wait_for()
         until(lambda: (kept(tab), stored(tab)) == ([], []))
-        tab.page.reload()
+        tab.reload()
         tab.page.locator("#chat .example").first.wait_for()
         assert tab.answers() == []
 
