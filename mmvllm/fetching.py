@@ -17,13 +17,13 @@ from mmvllm.processors.load import decode_data_uri
 async def fetch(url: str, policy: MediaPolicy) -> bytes:
     """Fetch the encoded image behind an http(s), data or file URL.
 
-    Raises MediaError that names the URL, the reason, and the field of the policy that would allow it.
+    Raises MediaError with the URL, the reason, and the field of the policy that would allow it.
     """
     try:
         async with asyncio.timeout(policy.total_timeout):
             return await _fetch(url, policy)
     except MediaError as error:
-        raise MediaError(f"{_shown(url)}: {error}") from None
+        raise error.after(f"{_shown(url)}: ") from None
     except TimeoutError:
         raise MediaError(f"{_shown(url)}: took longer than {policy.total_timeout:g} s") from None
 
@@ -41,7 +41,7 @@ async def _fetch(url: str, policy: MediaPolicy) -> bytes:
 
 async def _fetch_http(url: str, policy: MediaPolicy) -> bytes:
     if not policy.allowed_domains:
-        raise MediaError("this server fetches no URLs; send the image as a data: URI (allowed_domains allows hosts)")
+        raise MediaError("this server fetches no URLs; send the image as a data: URI", "allowed_domains")
     from mmvllm.http_fetching import fetch_http  # needs an optional package, the HTTP client
 
     return await fetch_http(url, policy)
@@ -53,7 +53,7 @@ def _read_data(uri: str, policy: MediaPolicy) -> bytes:
     if not header.lower().endswith(";base64") or "%" in payload:
         raise MediaError("must be plain base64; write data:image/png;base64,<data>")
     if len(payload) > -(-policy.max_bytes // 3) * 4:
-        raise MediaError(policy.too_large)
+        raise policy.too_large()
     try:
         return decode_data_uri(uri)
     except ValueError as error:
@@ -62,16 +62,15 @@ def _read_data(uri: str, policy: MediaPolicy) -> bytes:
 
 def _read_allowed(url: str, policy: MediaPolicy) -> bytes:
     if policy.allowed_local_path is None:
-        raise MediaError(
-            "this server reads no file:// URLs; send the image as a data: URI (allowed_local_path allows a folder)"
-        )
+        raise MediaError("this server reads no file:// URLs; send the image as a data: URI", "allowed_local_path")
     path = urllib.parse.unquote(re.sub("^//(localhost(?=/))?", "", url[len("file:") :]))
     try:
         with open(path, "rb", opener=partial(_open_below, policy.allowed_local_path)) as file:
             return _read(file, policy)
-    except (OSError, ValueError) as error:
-        reason = error if isinstance(error, MediaError) else "no such file in the allowed folder"
-        raise MediaError(str(reason)) from None
+    except MediaError:
+        raise
+    except (OSError, ValueError):
+        raise MediaError("no such file in the allowed folder") from None
 
 
 def _read(file: BinaryIO, policy: MediaPolicy) -> bytes:
@@ -80,7 +79,7 @@ def _read(file: BinaryIO, policy: MediaPolicy) -> bytes:
         raise OSError(errno.EINVAL, "not a file")
     data = file.read(policy.max_bytes + 1) if status.st_size <= policy.max_bytes else None
     if data is None or len(data) > policy.max_bytes:
-        raise MediaError(policy.too_large)
+        raise policy.too_large()
     return data
 
 

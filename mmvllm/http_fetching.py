@@ -67,7 +67,7 @@ async def fetch_http(url: str, policy: MediaPolicy) -> bytes:
                 return response
             url, prefix = _joined(url, response), "after a redirect: "
         except MediaError as error:
-            raise MediaError(f"{prefix}{error}") from None
+            raise error.after(prefix) from None
         except tuple(_FAILURES) as error:
             reason = next(text for kind, text in _FAILURES.items() if isinstance(error, kind))
             raise MediaError(f"{prefix}{reason}") from None
@@ -97,7 +97,7 @@ def _parse(url: str, policy: MediaPolicy) -> httpcore2.URL:
         )
     host = _host(match["host"])
     if not any(_matches(host, domain) for domain in policy.allowed_domains):
-        raise MediaError("its host is not one that this server fetches from (allowed_domains)")
+        raise MediaError("its host is not one that this server fetches from", "allowed_domains")
     try:
         target = urllib.parse.quote(match["target"], safe="%/:=&?~+!$,;'@()*[]")  # keeps existing escapes
     except UnicodeEncodeError:
@@ -158,12 +158,12 @@ async def _body(fields: dict[bytes, str], chunks: AsyncIterable[bytes], policy: 
     if (encoding := fields.get(b"content-encoding", "identity").strip().lower()) not in ("", "identity"):
         raise MediaError(f"is compressed ({encoding:.20}) although no compression was requested")
     if int(fields.get(b"content-length", 0)) > policy.max_bytes:
-        raise MediaError(policy.too_large)
+        raise policy.too_large()
     body = bytearray()
     async for chunk in chunks:
         body += chunk
         if len(body) > policy.max_bytes:
-            raise MediaError(policy.too_large)
+            raise policy.too_large()
     return bytes(body)
 
 
@@ -207,5 +207,5 @@ class _CheckedBackend(httpcore2.AnyIOBackend):
             addresses = []
         # The same message for both: it must not reveal which names exist in a private network.
         if not addresses or not all(is_allowed(address, self._policy) for address in addresses):
-            raise MediaError("its host has no public address (allowed_networks allows private ones)")
+            raise MediaError("its host has no public address", "allowed_networks")
         return [str(address) for address in dict.fromkeys(addresses)][:MAX_ADDRESSES]

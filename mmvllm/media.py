@@ -3,7 +3,7 @@
 import ipaddress
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,27 @@ _DOMAIN = re.compile(r"\*|(\*\.)?([a-z0-9_-]{1,63}\.)*[a-z0-9_-]{1,63}", re.IGNO
 
 
 class MediaError(ValueError):
-    """An image that the policy does not allow or that could not be fetched; the message is meant for the client."""
+    """An image that the policy does not allow or that could not be fetched; the message is meant for the client.
+
+    Args:
+        reason: what is wrong, and what the client can do.
+        field: the field of the policy that would allow it, if there is one.
+    """
+
+    def __init__(self, reason: str, field: str | None = None):
+        super().__init__(reason, field)
+        self.reason, self.field = reason, field
+
+    def __str__(self) -> str:
+        return self.spelled({})
+
+    def spelled(self, names: Mapping[str, str]) -> str:
+        """The message with the policy's fields under other names, such as those of a command's options."""
+        return self.reason + (f" (see {names.get(self.field, self.field)})" if self.field else "")
+
+    def after(self, text: str) -> "MediaError":
+        """This error with a text before it."""
+        return MediaError(f"{text}{self.reason}", self.field)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +104,12 @@ class MediaPolicy:
         if not isinstance(data, bytes):
             raise MediaError(f"an image must be given as bytes, not as {type(data).__name__}")
         if len(data) > self.max_bytes:
-            raise MediaError(f"the image of {len(data)} bytes: {self.too_large}")
+            raise self.too_large().after(f"the image of {len(data)} bytes: ")
         return load_image(data, max_source_pixels=self.max_pixels, formats=FORMATS, reserve=reserve)
 
-    @property
-    def too_large(self) -> str:
-        """The reason that is given for an encoded image over `max_bytes`."""
-        return f"too large, at most {self.max_bytes} bytes are accepted; shrink it (max_bytes)"
+    def too_large(self) -> MediaError:
+        """The error for an encoded image over `max_bytes`."""
+        return MediaError(f"too large, at most {self.max_bytes} bytes are accepted; shrink it", "max_bytes")
 
 
 def _wrong(name: str, reason: str, **values: object) -> ArgumentError:

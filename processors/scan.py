@@ -2,8 +2,8 @@
 
 A progressive JPEG is decoded once per scan. The EXIF segments of a JPEG and the comments of a GIF are concatenated one
 by one. Every chunk of a PNG runs Python code, and may hold a compressed colour profile. Entries of an EXIF block may
-all refer to the same bytes, each copied. Whatever a scan cannot follow is left to Pillow, which refuses it. Scans take
-about a millisecond for a file of 5 MB.
+all refer to the same bytes, each copied. Whatever a scan cannot follow is left to Pillow, which refuses it. Scanning
+an ordinary JPEG of 5 MB takes 0.9 ms on a CPU core, decoding it more than a hundred times as long.
 """
 
 import re
@@ -26,6 +26,7 @@ MAX_TIFF_RATIONALS = 10_000  # in one entry; each becomes a Python object of sev
 
 _JPEG_SEGMENT = re.compile(rb"\xff[\xc0-\xc7\xc9-\xcf\xd9-\xef\xfe]")  # a marker with a length, or the end
 _START_OF_SCAN, _END_OF_IMAGE, _APP1 = 0xDA, 0xD9, 0xE1
+_GIF_COMMENT, _GIF_APPLICATION = 0xFE, 0xFF
 _GIF_BLOCK = re.compile(rb"[!,;]")
 _EXIF_PREFIXES = re.compile(rb"(?:Exif\0\0)*")
 _PNG_SIZE = re.compile(rb"\x89PNG\r\n\x1a\n....IHDR(.{8})", re.DOTALL)
@@ -67,23 +68,37 @@ def embedded_size(data: bytes) -> tuple[int, int]:
 
 
 def _scan_jpeg(data: bytes) -> None:
-    if _max_scans(data) > MAX_JPEG_SCANS:
-        scans = sum(marker == _START_OF_SCAN for marker, _, _ in _jpeg_segments(data))
-        if scans > MAX_JPEG_SCANS:
-            reason = f"has {scans:,} scans, at most {MAX_JPEG_SCANS} are accepted; save it as a baseline JPEG"
-            raise RefusedImage(f"is a progressive JPEG that {reason}")
-    exif, end, num_fill, count = [], 2, 0, 0
-    for marker, start, next_end in _jpeg_segments(data):
+    _check_num_scans(data)
+    headers = list(_jpeg_headers(data))
+    exif = [data[start + 6 : end] for marker, start, end in headers if marker == _APP1 and _is_exif(data, start)]
+    if exif:
+        scan_exif(b"".join(exif))
+
+
+def _check_num_scans(data: bytes) -> None:
+    if _max_scans(data) <= MAX_JPEG_SCANS:
+        return
+    scans = sum(marker == _START_OF_SCAN for marker, _, _ in _jpeg_segments(data))
+    if scans > MAX_JPEG_SCANS:
+        reason = f"has {scans:,} scans, at most {MAX_JPEG_SCANS} are accepted; save it as a baseline JPEG"
+        raise RefusedImage(f"is a progressive JPEG that {reason}")
+
+
+def _is_exif(data: bytes, start: int) -> bool:
+    return data.startswith(b"Exif\0\0", start)
+
+
+def _jpeg_headers(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """The segments before the first scan; raises RefusedImage for too many of them, and for too much between them."""
+    before, num_fill = 2, 0
+    for count, (marker, start, end) in enumerate(_jpeg_segments(data), 1):
         if marker == _START_OF_SCAN:
-            break
-        num_fill, end, count = num_fill + start - 4 - end, next_end, count + 1
+            return
+        num_fill, before = num_fill + start - 4 - before, end
         if count > MAX_JPEG_SEGMENTS or num_fill > MAX_JPEG_FILL_BYTES:
             what = f"{MAX_JPEG_SEGMENTS:,} segments" if count > MAX_JPEG_SEGMENTS else f"{MAX_JPEG_FILL_BYTES:,} bytes"
             raise RefusedImage(f"is a JPEG with more than {what} before or between its headers")
-        if marker == _APP1 and data.startswith(b"Exif\0\0", start):
-            exif.append(data[start + 6 : end])
-    if exif:
-        scan_exif(b"".join(exif))
+        yield marker, start, end
 
 
 def _max_scans(data: bytes) -> int:
@@ -115,27 +130,49 @@ def _scan_png(data: bytes) -> None:
 
 
 def _scan_gif(data: bytes) -> None:
-    """Follow the blocks before the first frame exactly as Pillow does, also where it deviates from the format."""
+    num_blocks, num_comment_bytes = 0, 0
+    for label, size in _gif_blocks(data):
+        num_blocks, num_comment_bytes = num_blocks + 1, num_comment_bytes + (size if label == _GIF_COMMENT else 0)
+        if num_blocks > MAX_GIF_BLOCKS:
+            raise RefusedImage(f"is a GIF with more than {MAX_GIF_BLOCKS:,} blocks before its first frame")
+        if num_comment_bytes > MAX_GIF_COMMENT_BYTES:
+            raise RefusedImage(f"is a GIF with more than {MAX_GIF_COMMENT_BYTES:,} bytes of comments")
+
+
+def _gif_blocks(data: bytes) -> Iterator[tuple[int, int]]:
+    """(label, size) of the blocks before the first frame as Pillow reads them, also where it deviates from the format.
+
+    Each extension ends with a block of size 0.
+    """
     if len(data) < 13:
         return
-    at, num_blocks, num_comment_bytes = 13 + (3 << (data[10] & 7) + 1 if data[10] & 128 else 0), 0, 0
+    at = 13 + (3 << (data[10] & 7) + 1 if data[10] & 128 else 0)
     while (found := _GIF_BLOCK.search(data, at)) and found[0] == b"!" and found.end() < len(data):
         label, at = data[found.end()], found.end() + 1
         # Pillow reads on if the first block is empty, and if the block with the number of loops is.
-        for _ in range(0 if label == 0xFE else 2 if label == 0xFF and data.startswith(b"NETSCAPE2.0", at + 1) else 1):
+        is_loop = label == _GIF_APPLICATION and data.startswith(b"NETSCAPE2.0", at + 1)
+        for _ in range(0 if label == _GIF_COMMENT else 2 if is_loop else 1):
             at += 1 + data[at] if at < len(data) else 0
         while at < len(data) and (size := data[at]):
-            at, num_blocks = at + 1 + size, num_blocks + 1
-            num_comment_bytes += size if label == 0xFE else 0
-            if num_blocks > MAX_GIF_BLOCKS:
-                raise RefusedImage(f"is a GIF with more than {MAX_GIF_BLOCKS:,} blocks before its first frame")
-            if num_comment_bytes > MAX_GIF_COMMENT_BYTES:
-                raise RefusedImage(f"is a GIF with more than {MAX_GIF_COMMENT_BYTES:,} bytes of comments")
-        at, num_blocks = at + 1, num_blocks + 1
+            at += 1 + size
+            yield label, size
+        at += 1
+        yield label, 0
 
 
 def _scan_directory(data: bytes, name: str) -> None:
     """Refuse entries that share their bytes, which are copied for each of them, and lists of a million rationals."""
+    declared = 0
+    for kind, size, number in _directory_entries(data):
+        declared += size
+        if kind in _TIFF_RATIONALS and number > MAX_TIFF_RATIONALS:
+            raise RefusedImage(f"has a list of {number:,} rationals in {name}")
+    if declared > 2 * len(data):
+        raise RefusedImage(f"has {name} whose entries declare {declared:,} bytes in {len(data):,}")
+
+
+def _directory_entries(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """(type, bytes, number of values) of the entries whose values are elsewhere in the file."""
     is_big = data[2:3] == b"+"
     order = ">" if data[:2] == b"MM" else "<"
     head, count, entry = [order + form for form in (("8xQ", "Q", "2xHQQ") if is_big else ("4xI", "H", "2xHII"))]
@@ -146,12 +183,7 @@ def _scan_directory(data: bytes, name: str) -> None:
         return
     at += struct.calcsize(count)
     num_entries = min(num_entries, (len(data) - at) // struct.calcsize(entry))
-    declared = 0
     for kind, number, offset in struct.iter_unpack(entry, data[at : at + num_entries * struct.calcsize(entry)]):
         size = number * _TIFF_UNITS[kind] if kind < len(_TIFF_UNITS) else 0
         if size > (8 if is_big else 4) and offset + size <= len(data):
-            declared += size
-            if kind in _TIFF_RATIONALS and number > MAX_TIFF_RATIONALS:
-                raise RefusedImage(f"has a list of {number:,} rationals in {name}")
-    if declared > 2 * len(data):
-        raise RefusedImage(f"has {name} whose entries declare {declared:,} bytes in {len(data):,}")
+            yield kind, size, number

@@ -1,13 +1,14 @@
 """Untrusted media is limited in size, formats and origin; invalid limits and options are refused by name."""
 
 import argparse
+import pickle
 import struct
 import zlib
 from pathlib import Path
 
 import pytest
 
-from mmvllm.cli.media import add_image_arguments, add_source_arguments, media_policy
+from mmvllm.cli.media import OPTIONS, add_image_arguments, add_source_arguments, media_policy
 from mmvllm.errors import ArgumentError
 from mmvllm.media import MediaError, MediaPolicy
 from tests.helpers.images import encode
@@ -83,6 +84,15 @@ def test_errors_name_arguments_of_python():
         MediaPolicy(allowed_domains=("a:80",))
     with pytest.raises(ArgumentError, match=r"^max_pixels is 0, must be from 1 to"):
         MediaPolicy(max_pixels=0)
+
+
+def test_a_media_error_has_its_field_and_another_name_for_it():
+    error = MediaPolicy(max_bytes=1).too_large().after("a.png: ")
+    assert (error.reason, error.field) == ("a.png: too large, at most 1 bytes are accepted; shrink it", "max_bytes")
+    assert str(error) == f"{error.reason} (see max_bytes)"
+    assert error.spelled(OPTIONS) == f"{error.reason} (see --max-image-bytes)"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert str(MediaError("not an image {max_bytes}")) == "not an image {max_bytes}"
 
 
 # Options

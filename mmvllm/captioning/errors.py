@@ -44,6 +44,6 @@ class JobError(RuntimeError):
 
 
 def explained(error: OSError) -> str:
-    """The reason of the operating system, and what to do about it."""
+    """The reason of the operating system without its number, and what to do about it."""
     reason, advice = error.strerror or str(error), _ADVICE.get(error.errno)
     return f"{reason}; {advice}" if advice else reason

@@ -19,7 +19,8 @@ from mmvllm.captioning.tables import write_csv, write_parquet
 from mmvllm.errors import ArgumentError
 
 TABLES = {"csv": write_csv, "parquet": write_parquet}
-FORMATS = ("jsonl", *TABLES, *FILE_FORMATS)
+RECORD_FORMATS = ("jsonl", *TABLES)
+FORMATS = (*RECORD_FORMATS, *FILE_FORMATS)
 DEFAULT_JOURNAL = "captions.jsonl"
 
 
@@ -160,8 +161,17 @@ class Output:
 
 
 def _format_of(path: Path | None) -> str:
+    """The format that the suffix names, JSON lines without one; raises ArgumentError for a suffix that names none."""
     suffix = path.suffix.removeprefix(".").lower() if path else ""
-    return suffix if suffix in TABLES else "jsonl"
+    if suffix in ("", *RECORD_FORMATS):
+        return suffix or "jsonl"
+    *most, last = (f".{name}" for name in RECORD_FORMATS)
+    raise ArgumentError(
+        "{output} {path}: the suffix is not {suffixes}; name it {jsonl}, or choose a {format}",
+        path=path,
+        suffixes=f"{', '.join(most)} or {last}",
+        jsonl=path.with_suffix(".jsonl").name,
+    )
 
 
 def _check(path: Path | None, format: str, output_dir: Path | None, overwrite: bool, skip_existing: bool) -> None:

@@ -1,14 +1,10 @@
 """`mmvllm caption`: writes a caption for each image."""
 
 import argparse
-import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from mmvllm.captioning.context import MODES as CONTEXT_MODES
 from mmvllm.captioning.errors import explained
@@ -16,12 +12,13 @@ from mmvllm.captioning.files import FILE_FORMATS
 from mmvllm.captioning.find import find_items
 from mmvllm.captioning.output import FORMATS
 from mmvllm.captioning.settings import DEFAULT_PROMPT, PRESETS
-from mmvllm.cli.caption_records import Printer
+from mmvllm.cli.caption_records import Printer, own_stdout
 from mmvllm.cli.caption_summary import as_lines, summarize
 from mmvllm.cli.checks import check, tell_if_bundled
 from mmvllm.cli.common import add_model_argument, at_least_one
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 from mmvllm.cli.progress import MODES, Display
+from mmvllm.cli.stopping import stopping
 
 if TYPE_CHECKING:
     from mmvllm.captioning.ray_source import RayOptions
@@ -141,7 +138,10 @@ def _add_selection(group: argparse._ArgumentGroup) -> None:
         "--limit", type=at_least_one, metavar="N", help="caption at most N images that are not recorded yet"
     )
     group.add_argument(
-        "--shard", type=_shard, metavar="I/N", help="caption the I-th of N parts of the images, 1/N to N/N"
+        "--shard",
+        type=_shard,
+        metavar="I/N",
+        help="caption the I-th of N parts of the images, 1/N to N/N; give all N runs the same PATH",
     )
     group.add_argument("--skip-existing", action="store_true", help="skip images whose caption file exists")
     group.add_argument("--retry-failed", action="store_true", help="caption only images that are recorded as failed")
@@ -191,7 +191,7 @@ def run(args: argparse.Namespace) -> int:
         **{name: getattr(args, name) for name in PASSED_ON},
     )
     try:
-        with job, _stopping(job) as signals, Display(args.progress, job), _own_stdout(args) as out:
+        with job, stopping(job) as signals, Display(args.progress, job), own_stdout(args.executor) as out:
             show = Printer(out, prints_all=job.output.journal is None, as_json=args.format == "jsonl")
             for record in job:
                 show(record)
@@ -207,7 +207,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             write_report(args.report, job.output.journal.records(), summary, f"Captions in {job.output.path.name}")
         except OSError as error:
-            print(f"mmvllm caption: {args.report} cannot be written: {error.strerror}", file=sys.stderr)
+            print(f"mmvllm caption: {args.report} cannot be written: {explained(error)}", file=sys.stderr)
             return 1
     if signals:
         return 128 + signals[0]
@@ -229,27 +229,6 @@ def _ray_options(args: argparse.Namespace) -> "RayOptions | None":
     return None
 
 
-@contextmanager
-def _stopping(job) -> Iterator[list[int]]:
-    """Stop the job at the first SIGINT or SIGTERM, and end it at the second; yields the list of received signals."""
-    received: list[int] = []
-
-    def stop(number: int, _) -> None:
-        received.append(number)
-        if len(received) > 1:
-            raise KeyboardInterrupt
-        job.stop()
-        # Not print, because the signal may interrupt another print.
-        os.write(2, b"\nstopping: images in flight are finished first; interrupt again to stop now\n")
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _prompt(args: argparse.Namespace) -> str:
     if args.prompt_file is not None:
         try:
@@ -259,14 +238,6 @@ def _prompt(args: argparse.Namespace) -> str:
     if args.preset is not None:
         return PRESETS[args.preset]
     return DEFAULT_PROMPT if args.prompt is None else args.prompt
-
-
-@contextmanager
-def _own_stdout(args: argparse.Namespace) -> Iterator[TextIO]:
-    """The stream for captions; Ray prints reports of lost workers, which are redirected to standard error."""
-    out = sys.stdout
-    with redirect_stdout(sys.stderr if args.executor == "ray" and not out.isatty() else out):
-        yield out
 
 
 def _shard(text: str) -> tuple[int, int]:

@@ -2,9 +2,19 @@
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from typing import TextIO
 
 MAX_FAILURES = 10  # printed while captions are recorded
+
+
+@contextmanager
+def own_stdout(executor: str) -> Iterator[TextIO]:
+    """The stream for captions; Ray prints reports of lost workers, which are redirected to standard error."""
+    out = sys.stdout
+    with redirect_stdout(sys.stderr if executor == "ray" and not out.isatty() else out):
+        yield out
 
 
 class Printer:

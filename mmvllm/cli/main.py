@@ -43,8 +43,18 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError) as error:  # errors that the user can fix: a wrong argument, checkpoint or file
-        message = error.spelled(option_name) if isinstance(error, ArgumentError) else str(error)
-        print(f"mmvllm {args.command}: {message}", file=sys.stderr)
+        print(f"mmvllm {args.command}: {_sentence(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _sentence(error: ValueError | OSError) -> str:
+    if isinstance(error, ArgumentError):
+        return error.spelled(option_name)
+    if isinstance(error, OSError) and error.strerror:
+        from mmvllm.captioning.errors import explained
+
+        name = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        return f"{name}{explained(error)}"
+    return str(error)

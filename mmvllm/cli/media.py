@@ -16,6 +16,7 @@ DESTS = {
     "max_pixels": "max_image_pixels",
     "image_timeout": "image_timeout",
 }
+OPTIONS = {name: option_name(dest) for name, dest in DESTS.items()}
 
 
 def add_source_arguments(parser: argparse._ArgumentGroup) -> None:
@@ -76,7 +77,7 @@ def media_policy(args: argparse.Namespace) -> MediaPolicy:
     try:
         return MediaPolicy(**{name: getattr(args, dest) for name, dest in DESTS.items() if hasattr(args, dest)})
     except ArgumentError as error:
-        raise ValueError(error.spelled(lambda name: option_name(DESTS[name]))) from None
+        raise ValueError(error.spelled(OPTIONS.get)) from None
 
 
 def _names(text: str) -> tuple[str, ...]:

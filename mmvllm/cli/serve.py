@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from mmvllm.cli.checks import check, tell_if_bundled
 from mmvllm.cli.common import add_max_waiting_argument, add_model_argument, at_least_one, seconds
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
-from mmvllm.cli.media import add_image_arguments, add_source_arguments, media_policy
+from mmvllm.cli.media import OPTIONS, add_image_arguments, add_source_arguments, media_policy
 from mmvllm.cli.ports import listen, port
 from mmvllm.media import MediaPolicy
 from mmvllm.server.settings import ServerSettings
@@ -51,8 +51,8 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="KEY",
-        help=f"require this API key on /v1; may be repeated to accept several. Other users of this machine can see "
-        f"it; they cannot see a key in the environment variable {KEY_VARIABLE}",
+        help="require this API key on /v1, /docs and /openapi.json; may be repeated to accept several. Other users of "
+        f"this machine can see it; they cannot see a key in the environment variable {KEY_VARIABLE}",
     )
     group.add_argument(
         "--cors-origin",
@@ -157,6 +157,7 @@ def _settings(args: argparse.Namespace, model: str, keys: tuple[str, ...], media
         body_timeout=args.body_timeout,
         max_bodies_bytes=args.max_bodies_bytes,
         media=media,
+        media_names=OPTIONS,
         allow_special_tokens=args.allow_special_tokens,
         has_demo=args.demo,
     )

@@ -102,7 +102,7 @@ class JobFactory:
             try:
                 data = await fetch(image.url, self._settings.media)
             except MediaError as error:
-                raise ApiError(400, str(error), param=image.param) from None
+                raise ApiError(400, error.spelled(self._settings.media_names), param=image.param) from None
         reservation.take(len(data))
         return data
 

@@ -1,5 +1,6 @@
 """The settings of a server."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mmvllm.config import MiB
@@ -12,7 +13,7 @@ class ServerSettings:
 
     Args:
         model_names: the names under which requests may address the model.
-        api_keys: keys that are accepted for /v1; if empty, /v1 needs no key.
+        api_keys: keys that are accepted for /v1, /docs and /openapi.json; if empty, these need no key.
         cors_origins: origins whose pages may call the server; "*" allows every origin.
         max_pixels: limit for images with detail "auto"; default: the checkpoint's limit, but at most 1280 tokens.
         max_images: images per request.
@@ -21,6 +22,7 @@ class ServerSettings:
         body_timeout: for receiving a request body.
         max_bodies_bytes: total size of all request bodies and fetched images that are held at a time.
         media: the sources from which images may be read, and their size limits.
+        media_names: what errors call fields of `media`, such as the options of a command; by default as they are.
         allow_special_tokens: requests may ask that special tokens in their messages are control tokens, not text.
         has_demo: also serve the demo page at /demo, without API keys.
     """
@@ -35,5 +37,6 @@ class ServerSettings:
     body_timeout: float = 30.0
     max_bodies_bytes: int = 512 * MiB
     media: MediaPolicy = field(default_factory=MediaPolicy)
+    media_names: Mapping[str, str] = field(default_factory=dict)
     allow_special_tokens: bool = False
     has_demo: bool = False

@@ -16,6 +16,7 @@ from mmvllm.captioning.files import FILE_FORMATS
 from mmvllm.captioning.output import FORMATS
 from mmvllm.captioning.record import COLUMNS
 from mmvllm.captioning.worklist import Selection
+from mmvllm.errors import ArgumentError
 from tests.helpers.requests import noise_image
 
 NAMES = [
@@ -189,8 +190,20 @@ def test_the_default_format_follows_the_suffix(caption, two, tmp_path):
     assert len(read_csv(tmp_path / "a.CSV")) == 2
     caption(two, output=tmp_path / "b.csv", format="jsonl")
     assert len(read_jsonl(tmp_path / "b.csv")) == 2
+    caption(two, output=tmp_path / "without")
+    assert len(read_jsonl(tmp_path / "without")) == 2
     with pytest.raises(ValueError, match=f"format is 'xml', must be one of {', '.join(FORMATS)}"):
         caption(two, format="xml")
+
+
+@pytest.mark.parametrize("name", ["captions.json", "captions.xyz", "captions.txt"])
+def test_an_unknown_suffix_needs_a_format(name, caption, two, tmp_path):
+    expected = r"the suffix is not \.jsonl, \.csv or \.parquet; name it captions\.jsonl, or choose a format$"
+    with pytest.raises(ArgumentError, match=expected):
+        caption(two, output=tmp_path / name)
+    assert os.listdir(tmp_path) == ["two"]
+    caption(two, output=tmp_path / name, format="jsonl")
+    assert len(read_jsonl(tmp_path / name)) == 2
 
 
 # Caption files

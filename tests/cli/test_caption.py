@@ -1,5 +1,6 @@
 """`mmvllm caption`: its output, files and exit codes; the text of captions is not tested here."""
 
+import errno
 import json
 import os
 import subprocess
@@ -139,6 +140,32 @@ def test_wrong_values_end_with_a_message(arguments, message, caption, images):
 def test_an_output_that_cannot_be_written_ends_with_a_message(caption, images, tmp_path):
     code, _, err = caption(images / "b.png", "--output", tmp_path)
     assert code == 2 and f"--output {tmp_path} is a folder; name a file" in err
+
+
+def test_an_output_with_another_suffix_is_refused_with_the_options(caption, images, tmp_path):
+    code, _, err = caption(images / "b.png", "--output", tmp_path / "captions.json")
+    assert code == 2 and "name it captions.jsonl, or choose a --format" in err
+
+
+def test_a_report_that_cannot_be_written_says_what_to_do(caption, images, tmp_path, monkeypatch):
+    def fail(*_) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("mmvllm.captioning.report.write_report", fail)
+    report = tmp_path / "report.html"
+    code, _, err = caption(images / "b.png", "--output", tmp_path / "out.jsonl", "--report", report)
+    assert code == 1
+    assert err.endswith(f"mmvllm caption: {report} cannot be written: No space left on device; free space there\n")
+
+
+def test_an_error_of_the_operating_system_is_a_sentence(caption, images, monkeypatch):
+    def fail(_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "/data/captions")
+
+    monkeypatch.setattr("mmvllm.cli.caption.check", fail)
+    code, _, err = caption(images / "b.png")
+    expected = "choose a place where files can be written, or mount it with write access"
+    assert (code, err) == (2, f"mmvllm caption: /data/captions: Read-only file system; {expected}\n")
 
 
 def test_a_wrong_model_leaves_an_earlier_output_alone(caption, images, tmp_path):

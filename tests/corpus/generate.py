@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from PIL import ExifTags, Image, ImageCms, PngImagePlugin
 
+from tests.helpers.hostile import gif_with, jpeg_segment, png_chunk, with_last_scan
 from tests.helpers.images import encode, noise
 
 # Pillow's name of a format -> the suffix of its files, for all formats that Pillow also writes.
@@ -213,7 +214,7 @@ def jpegs() -> Iterator[CorpusFile]:
     yield CorpusFile("quality-1.jpg", encode(photo(), "JPEG", quality=1))
     yield CorpusFile("quality-100.jpg", encode(photo(), "JPEG", quality=100))
     yield CorpusFile("adobe-cmyk.jpg", encode(_in_mode("CMYK"), "JPEG"))
-    yield CorpusFile("comments.jpg", jpeg[:2] + _segment(0xFE, b"comment" * 1000) * 20 + jpeg[2:])
+    yield CorpusFile("comments.jpg", jpeg[:2] + jpeg_segment(0xFE, b"comment" * 1000) * 20 + jpeg[2:])
     yield CorpusFile("fill-bytes.jpg", jpeg[:2] + b"\xff" * 1000 + jpeg[2:])
     yield CorpusFile("two-images.jpg", jpeg + jpeg)
     yield CorpusFile("no-end.jpg", jpeg[:-2])
@@ -223,10 +224,6 @@ def jpegs() -> Iterator[CorpusFile]:
     yield CorpusFile("segment-past-end.jpg", jpeg[:2] + b"\xff\xe1\xff\xff")
     yield CorpusFile("zero-height.jpg", _with_size(jpeg, 64, 0))
     yield CorpusFile("ten-scans.jpg", encode(photo(256, 256), "JPEG", progressive=True))
-
-
-def _segment(marker: int, payload: bytes) -> bytes:
-    return struct.pack(">BBH", 0xFF, marker, len(payload) + 2) + payload
 
 
 def _with_size(jpeg: bytes, width: int, height: int) -> bytes:
@@ -273,10 +270,7 @@ def pngs() -> Iterator[CorpusFile]:
 
 
 def _png(*chunks: tuple[bytes, bytes]) -> bytes:
-    parts = [
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in (*chunks, (b"IEND", b""))
-    ]
+    parts = [png_chunk(kind, data) for kind, data in (*chunks, (b"IEND", b""))]
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
@@ -322,30 +316,18 @@ def hostile() -> Iterator[CorpusFile]:
         yield CorpusFile(f"truncated-{name}-{side}.png", _png((b"IHDR", ihdr), (b"IDAT", _zeros(100_000)[:-20])), True)
     jpeg, progressive = encode(photo(), "JPEG"), encode(Image.new("L", (4000, 4000)), "JPEG", progressive=True)
     yield CorpusFile("bomb.jpg", _with_size(jpeg, 65_000, 65_000), True)
-    yield CorpusFile("scans-3000.jpg", _repeated_scan(progressive, 3000), True)
+    yield CorpusFile("scans-3000.jpg", with_last_scan(progressive, 3000), True)
     bmp = encode(photo(), "BMP")
     yield CorpusFile("bomb.bmp", bmp[:18] + struct.pack("<ii", 60_000, 60_000) + bmp[26:], True)
     gif = encode(photo(), "GIF")
     yield CorpusFile("bomb.gif", gif[:6] + struct.pack("<HH", 65_535, 65_535) + gif[10:], True)
-    comment, start = b"\x21\xfe" + (b"\xff" + bytes(255)) * 4 + b"\0", _first_block(gif)
-    yield CorpusFile("comments-20-mb.gif", gif[:start] + comment * 20_000 + gif[start:], True)
+    comment = b"\x21\xfe" + (b"\xff" + bytes(255)) * 4 + b"\0"
+    yield CorpusFile("comments-20-mb.gif", gif_with(comment * 20_000, gif=gif), True)
     yield CorpusFile("bomb.tiff", _tiff(60_000, 60_000), True)
     blp = b"BLP2" + struct.pack("<IBBBBII", 1, 1, 0, 0, 0, 13_000, 13_000) + bytes(256)
     yield CorpusFile("bomb-as.png", blp, True)
     pam = b"P6 60000 60000 255\n"
     yield CorpusFile("bomb.ppm", pam, True)
-
-
-def _first_block(gif: bytes) -> int:
-    """Where the first block of a GIF begins, behind the header and the colour table."""
-    flags = gif[10]
-    return 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
-
-
-def _repeated_scan(jpeg: bytes, number: int) -> bytes:
-    """A progressive JPEG whose last scan comes `number` times."""
-    start = jpeg.rindex(b"\xff\xda")
-    return jpeg[:start] + jpeg[start:-2] * number + b"\xff\xd9"
 
 
 def _tiff(width: int, height: int) -> bytes:

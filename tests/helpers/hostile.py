@@ -39,9 +39,18 @@ def truncated_blp(width: int, height: int) -> bytes:
 def jpeg_with_scans(num_scans: int, size: tuple[int, int] = (64, 64)) -> bytes:
     """A progressive JPEG whose last scan is repeated."""
     data = encode(Image.new("RGB", size, (120, 60, 200)), "JPEG", progressive=True)
-    last = data.rindex(b"\xff\xda")
-    num_before = data.count(b"\xff\xda") - 1
-    return data[:last] + data[last:-2] * (num_scans - num_before) + b"\xff\xd9"
+    return with_last_scan(data, num_scans - data.count(b"\xff\xda") + 1)
+
+
+def slow_jpeg(side: int = 7900, num_scans: int = 90) -> bytes:
+    """A small file that takes a long time to decode: a grey progressive JPEG whose last scan is repeated."""
+    return with_last_scan(encode(Image.new("L", (side, side), 90), "JPEG", progressive=True), num_scans)
+
+
+def with_last_scan(jpeg: bytes, number: int) -> bytes:
+    """A progressive JPEG with this number of its last scan."""
+    start = jpeg.rindex(b"\xff\xda")
+    return jpeg[:start] + jpeg[start:-2] * number + b"\xff\xd9"
 
 
 def jpeg_with(*segments: bytes) -> bytes:
@@ -53,10 +62,10 @@ def jpeg_segment(marker: int, body: bytes) -> bytes:
     return struct.pack(">BBH", 0xFF, marker, len(body) + 2) + body
 
 
-def gif_with(*blocks: bytes) -> bytes:
+def gif_with(*blocks: bytes, gif: bytes = SMALL_GIF) -> bytes:
     """A GIF with more blocks before its first frame."""
-    start = 13 + (3 << (SMALL_GIF[10] & 7) + 1)
-    return SMALL_GIF[:start] + b"".join(blocks) + SMALL_GIF[start:]
+    start = 13 + (3 << (gif[10] & 7) + 1 if gif[10] & 128 else 0)
+    return gif[:start] + b"".join(blocks) + gif[start:]
 
 
 def gif_comment(num_blocks: int, block_size: int) -> bytes:

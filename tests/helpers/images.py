@@ -29,10 +29,3 @@ PNG = encode(Image.fromarray(RGB))
 def image_config(**settings: Any) -> ImageProcessorConfig:
     """The settings of Qwen2-VL, except for the given ones."""
     return replace(IMAGE_DEFAULTS, **settings)
-
-
-def slow_jpeg(side: int = 7900, num_scans: int = 90) -> bytes:
-    """A small file that takes a long time to decode: a grey progressive JPEG whose last scan is repeated."""
-    data = encode(Image.new("L", (side, side), 90), "JPEG", progressive=True)
-    last, end = data.rindex(b"\xff\xda"), len(data) - 2
-    return data[:last] + data[last:end] * num_scans + data[end:]

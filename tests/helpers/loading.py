@@ -7,6 +7,18 @@ import numpy as np
 
 from mmvllm.processors.load import load_image
 
+# How a viewer transforms the stored (height, width, 3), by the EXIF standard's definition of each orientation.
+UPRIGHT = {
+    1: lambda stored: stored,
+    2: lambda stored: stored[:, ::-1],
+    3: lambda stored: stored[::-1, ::-1],
+    4: lambda stored: stored[::-1],
+    5: lambda stored: stored.swapaxes(0, 1),
+    6: lambda stored: stored.swapaxes(0, 1)[:, ::-1],
+    7: lambda stored: stored.swapaxes(0, 1)[::-1, ::-1],
+    8: lambda stored: stored.swapaxes(0, 1)[::-1],
+}
+
 
 def levels(source) -> np.ndarray:
     """Pixels of a loaded image: (height, width, 3) uint8."""

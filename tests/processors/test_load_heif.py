@@ -15,19 +15,8 @@ from mmvllm.media import MediaPolicy
 from mmvllm.processors import decode
 from mmvllm.processors.load import load_image
 from tests.helpers.images import encode
-from tests.helpers.loading import exif, levels, rotated
+from tests.helpers.loading import UPRIGHT, exif, levels, rotated
 from tests.helpers.requests import noise_image
-
-UPRIGHT = {
-    1: lambda stored: stored,
-    2: lambda stored: stored[:, ::-1],
-    3: lambda stored: stored[::-1, ::-1],
-    4: lambda stored: stored[::-1],
-    5: lambda stored: stored.swapaxes(0, 1),
-    6: lambda stored: stored.swapaxes(0, 1)[:, ::-1],
-    7: lambda stored: stored.swapaxes(0, 1)[::-1, ::-1],
-    8: lambda stored: stored.swapaxes(0, 1)[::-1],
-}
 
 
 def heif(orientation: int = 1, mode: str = "RGB", **options) -> bytes:

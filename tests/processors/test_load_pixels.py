@@ -10,20 +10,8 @@ from PIL import Image, ImageSequence
 
 from mmvllm.processors.load import load_image
 from tests.helpers.images import RGB, encode, noise
-from tests.helpers.loading import exif, levels, png, rotated
+from tests.helpers.loading import UPRIGHT, exif, levels, png, rotated
 from tests.helpers.requests import noise_image
-
-# How a viewer transforms the stored (height, width, 3), by the EXIF standard's definition of each orientation.
-UPRIGHT = {
-    1: lambda stored: stored,
-    2: lambda stored: stored[:, ::-1],
-    3: lambda stored: stored[::-1, ::-1],
-    4: lambda stored: stored[::-1],
-    5: lambda stored: stored.swapaxes(0, 1),
-    6: lambda stored: stored.swapaxes(0, 1)[:, ::-1],
-    7: lambda stored: stored.swapaxes(0, 1)[::-1, ::-1],
-    8: lambda stored: stored.swapaxes(0, 1)[::-1],
-}
 
 
 @pytest.mark.parametrize("orientation", UPRIGHT)

@@ -8,6 +8,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import pytest
 
+from mmvllm.cli.media import OPTIONS
 from mmvllm.intake import AdmissionWindow
 from mmvllm.media import MediaPolicy
 from mmvllm.server import jobs
@@ -61,6 +62,24 @@ def test_images_are_fetched_from_allowed_hosts_only(engine, tmp_path, allowed):
     assert answer.status_code == (200 if allowed else 400)
     if not allowed:
         assert error_of(answer)["param"] == "messages[0].content[0].image_url.url"
+
+
+@pytest.mark.parametrize(
+    ("url", "field", "option"),
+    [
+        ("http://example.org/a.png", "allowed_domains", "--allowed-media-domains"),
+        ("file:///a.png", "allowed_local_path", "--allowed-local-media-path"),
+        (data_uri(SCENES[0]), "max_bytes", "--max-image-bytes"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_errors_name_the_option_of_the_command_and_in_python_the_field(engine, url, field, option):
+    def message(**settings: object) -> str:
+        app = make_app(engine, media=MediaPolicy(max_bytes=100), **settings)
+        return error_of(call(app, "POST", CHAT, json=chat(image_part(url), "Hi")))["message"]
+
+    assert message().endswith(f" (see {field})")
+    assert message(media_names=OPTIONS).endswith(f" (see {option})")
 
 
 class QuietHandler(SimpleHTTPRequestHandler):

@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from mmvllm.media import MediaPolicy
-from tests.helpers.images import slow_jpeg
+from tests.helpers.hostile import slow_jpeg
 from tests.helpers.server import (
     CHAT,
     SCENES,
