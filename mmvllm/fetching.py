@@ -13,6 +13,9 @@ from typing import BinaryIO
 from mmvllm.media import MediaError, MediaPolicy
 from mmvllm.processors.load import decode_data_uri
 
+_ON_WINDOWS = os.name == "nt"
+_HAS_DIR_FD = os.open in os.supports_dir_fd  # not on Windows
+
 
 async def fetch(url: str, policy: MediaPolicy) -> bytes:
     """Fetch the encoded image behind an http(s), data or file URL.
@@ -63,14 +66,18 @@ def _read_data(uri: str, policy: MediaPolicy) -> bytes:
 def _read_allowed(url: str, policy: MediaPolicy) -> bytes:
     if policy.allowed_local_path is None:
         raise MediaError("this server reads no file:// URLs; send the image as a data: URI", "allowed_local_path")
-    path = urllib.parse.unquote(re.sub("^//(localhost(?=/))?", "", url[len("file:") :]))
     try:
-        with open(path, "rb", opener=partial(_open_below, policy.allowed_local_path)) as file:
+        with open(_path(url), "rb", opener=partial(_open_below, policy.allowed_local_path)) as file:
             return _read(file, policy)
     except MediaError:
         raise
     except (OSError, ValueError):
         raise MediaError("no such file in the allowed folder") from None
+
+
+def _path(url: str) -> str:
+    path = urllib.parse.unquote(re.sub("^//(localhost(?=/))?", "", url[len("file:") :]))
+    return path.lstrip("/") if _ON_WINDOWS else path  # file:///C:/a.png
 
 
 def _read(file: BinaryIO, policy: MediaPolicy) -> bytes:
@@ -91,15 +98,18 @@ def _open_below(folder: Path, path: str, flags: int) -> int:
     """An opener for a file in or below a folder; raises OSError or ValueError.
 
     Symbolic links are resolved and must end inside the folder. The resolved path is then opened component by component
-    without following links, so that a link created in the meantime has no effect.
+    without following links, so that a link created in the meantime has no effect; on Windows it is opened as a whole.
     """
     root = os.path.realpath(folder)
-    names = path.split("/")
+    names = path.replace(os.sep, "/").split("/")
     is_below = any(Path(path).is_relative_to(one) for one in (root, os.path.abspath(folder)))
     # A path that ends with a slash is that of a folder, although `Path` reads it as that of a file.
     if ".." in names or names[-1] in ("", ".") or not is_below:
         raise ValueError(path)  # the message must not reveal which files and links exist elsewhere
-    *parents, name = Path(os.path.realpath(path)).relative_to(root).parts
+    real = os.path.realpath(path)
+    *parents, name = Path(real).relative_to(root).parts
+    if not _HAS_DIR_FD:
+        return _open_regular(real, flags)
     at = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
         for parent in parents:
@@ -109,3 +119,9 @@ def _open_below(folder: Path, path: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=at)
     finally:
         os.close(at)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe might block
+        raise OSError(errno.EINVAL, "not a file")
+    return os.open(path, flags)

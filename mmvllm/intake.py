@@ -33,6 +33,7 @@ from mmvllm.text import counted
 from mmvllm.workers import NUM_WORKERS, WorkersUnusable
 
 MAX_BYTES = 256 * 1024 * 1024
+WAIT_SECONDS = 1.0  # at a time: Windows does not interrupt a wait, and Ctrl-C is handled after it
 
 Request = dict | str | list[int]  # a dict as `processors.requests` reads it; a string or token ids, without a template
 Params = SamplingParams | dict | list[SamplingParams | dict | None] | None
@@ -261,7 +262,8 @@ class Prefetcher:
         with self._changed:
             start = time.perf_counter()
             if wait:
-                self._changed.wait_for(lambda: self._ready() is not None or (self._exhausted and not self._items))
+                while not self._changed.wait_for(self._has_next, WAIT_SECONDS):
+                    pass
             place = self._ready()
             if self._started is not None:
                 self._waited += time.perf_counter() - start
@@ -334,6 +336,9 @@ class Prefetcher:
             self._num_preparing -= 1
             self._num_bytes += _num_bytes(future)
             self._changed.notify_all()
+
+    def _has_next(self) -> bool:
+        return self._ready() is not None or (self._exhausted and not self._items)
 
     def _ready(self) -> int | None:
         """The place of a request that can be given."""

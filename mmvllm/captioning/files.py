@@ -102,6 +102,7 @@ class CaptionFiles:
             if self.output_dir is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as temporary:
-                temporary.write_text(f"{render(record)}\n", encoding="utf-8", errors="backslashreplace")
+                text = f"{render(record)}\n"
+                temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
         except OSError as error:
             raise JobError.cannot_write(path, error) from error

@@ -135,7 +135,7 @@ class Journal:
                 self._file.sync()
             else:
                 self.made_with.path.unlink(missing_ok=True)
-                self._file.path.unlink(missing_ok=True)
+                self._file.delete()
         except OSError as error:  # superseded records stay in the file; the next run removes them
             logger.warning("%s: superseded records cannot be removed: %s", self.path, error.strerror)
         finally:
@@ -198,7 +198,7 @@ class Journal:
 
     def _drop_superseded(self) -> None:
         """Rewrite the file without the failures that were, or will be, tried again."""
-        target, before = self._file.path, self._file
+        target = self._file.path
         temporary = target.with_name(f"{target.name}.tmp")
         temporary.unlink(missing_ok=True)
         file = LockedFile(temporary, temporary)
@@ -207,13 +207,11 @@ class Journal:
                 if self.index.line(json.loads(line)["key"]) == number:
                     file.append(line)
             file.sync()
-            file.replace(target)
-        except BaseException:
+            self._file.take_over(file)
+        finally:
             file.close()
-            raise
-        before.close()
         keys = (json.loads(line)["key"] for line in self._lines())
-        self._file, self._num_lines, self._has_superseded = file, self.index.renumber(keys), False
+        self._num_lines, self._has_superseded = self.index.renumber(keys), False
 
     def _lines(self) -> Iterator[bytes]:
         if not self.path.exists():  # the journal was closed without a record

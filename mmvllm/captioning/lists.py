@@ -44,7 +44,10 @@ def open_list(path: str) -> BinaryIO:
 
 
 def _text_item(line: _Line) -> Item:
-    return _listed(os.fsdecode(line.text), line)
+    try:
+        return _listed(os.fsdecode(line.text), line)
+    except UnicodeDecodeError:  # on Windows, where names are Unicode
+        return Item(line.name, line.relative, None, error="is not UTF-8 text")
 
 
 def _json_item(line: _Line) -> Item:

@@ -1,15 +1,24 @@
 """A file that is locked and appended to, and that notices what other programs do to it."""
 
-import fcntl
 import logging
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows, which neither renames nor deletes an open file
+    import msvcrt
+
+    fcntl = None
 
 from mmvllm.captioning.errors import explained
 from mmvllm.errors import ArgumentError
 
 logger = logging.getLogger(__name__)
+FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)  # Windows would change the ends of lines
+LOCK_OFFSET = 2**40  # a lock of Windows keeps other handles from reading; no record is so far from the beginning
 
 
 class LockedFile:
@@ -72,13 +81,30 @@ class LockedFile:
             return "was moved or replaced"
         return None if status.st_size == self.size else "was changed"
 
-    def replace(self, path: Path) -> None:
-        """Take the place of the file at `path`, which is this file's from now on."""
-        self.path.replace(path)
-        self.path = path
+    def take_over(self, new: "LockedFile") -> None:
+        """Have the other file take the place of this one, which stays locked, on Windows but for a moment."""
+        if fcntl is not None:
+            new.path.replace(self.path)
+            self.close()
+            self._file, new._file, self.size = new._file, None, new.size
+            return
+        new.close()
+        self.close()
+        try:
+            new.path.replace(self.path)
+        finally:
+            self._file = _open_locked(self.path, self.name)
+            self.size = os.fstat(self._file).st_size
 
     def delete(self) -> None:
-        self.path.unlink(missing_ok=True)
+        """Delete and close the file, unless another run on Windows has opened it."""
+        if fcntl is not None:  # while it is locked
+            self.path.unlink(missing_ok=True)
+            self.close()
+            return
+        self.close()
+        with suppress(PermissionError):
+            self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close and unlock it."""
@@ -89,7 +115,7 @@ class LockedFile:
 
 def _open_locked(path: Path, name: Path) -> int:
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        file = os.open(path, FLAGS, 0o666)
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise ValueError(f"{name} is not a regular file; records can only be written to a regular file")
@@ -105,8 +131,12 @@ def _open_locked(path: Path, name: Path) -> int:
 def _lock(file: int, name: Path) -> None:
     """Lock the file until it is closed; raises ValueError if another process has locked it."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        else:
+            os.lseek(file, LOCK_OFFSET, os.SEEK_SET)
+            msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+    except (BlockingIOError, PermissionError):
         raise ValueError(
             f"{name}: another run is writing to it; wait for that run to end, or choose another file"
         ) from None

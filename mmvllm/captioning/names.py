@@ -9,6 +9,9 @@ from pathlib import PurePath
 _FORMATS = "apng avif bmp dib gif heic heif hif j2k jfif jp2 jpe jpeg jpg mpo pbm pgm png pnm ppm qoi tga tif tiff webp"
 SUFFIXES = frozenset(f".{name}" for name in _FORMATS.split())
 _SHORT_SUFFIX = re.compile(r"\.\w{1,10}")
+_ON_WINDOWS = os.name == "nt"
+_ILLEGAL = re.compile(r'[<>:"|?*\x00-\x1f]|[. ]$')  # in names on Windows
+_DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d) *(\.|$)", re.IGNORECASE)  # Windows writes such names to a device
 URL = re.compile(r"https?://(?:[^/?#]*@)?(\[[^]/?#]*\]|[^/?#:]*)[^/?#]*([^?#]*)", re.IGNORECASE)  # host, path
 
 
@@ -25,10 +28,18 @@ def kind_of_file(name: str) -> str:
 
 
 def relative_path(*paths: str) -> str:
-    """The paths joined, without roots, '..' and NUL, so that the result stays inside a folder."""
+    """The paths joined, without roots, '..' and NUL, so that the result stays inside a folder.
+
+    On Windows, what it does not allow in names is replaced.
+    """
     pures = [PurePath(path.replace("\0", "")) for path in paths]
     names = [name for pure in pures for name in pure.parts[bool(pure.anchor) :] if name != ".."]
-    return "/".join(names) or "index"
+    return "/".join(map(_legal, names) if _ON_WINDOWS else names) or "index"
+
+
+def _legal(name: str) -> str:
+    name = _ILLEGAL.sub("_", name)
+    return f"_{name}" if _DEVICE.match(name) else name
 
 
 def relative_of_url(url: str) -> str:

@@ -15,7 +15,6 @@ from typing import Any
 
 import ray
 import ray.data
-import torch
 
 from mmvllm.captioning.captioner import Task
 from mmvllm.captioning.errors import JobError
@@ -25,6 +24,7 @@ from mmvllm.captioning.ray_options import RayOptions
 from mmvllm.captioning.ray_worker import CaptionActor, Chunk, RayJobSpec, walk
 from mmvllm.captioning.settings import CaptionSettings, EarlierRuns
 from mmvllm.captioning.worklist import Selection, Worklist
+from mmvllm.config import EngineConfig
 from mmvllm.errors import ArgumentError
 from mmvllm.text import counted
 
@@ -178,7 +178,9 @@ def _gpus_per_actor(options: RayOptions, engine_args: dict[str, Any]) -> float:
         raise ArgumentError("{device} is {value!r}, but Ray chooses each actor's GPU; give 'cuda'", value=device)
     gpus = options.gpus_per_actor
     if gpus is None:
-        gpus = float(device == "cuda" or (device == "auto" and torch.cuda.is_available()))
+        # For "cuda" this machine is not asked: it may have no GPU where the cluster has some.
+        is_gpu = device == "cuda" or EngineConfig.from_arguments("LLM", **engine_args).resolve_device().type == "cuda"
+        gpus = float(is_gpu)
     if 0 < gpus < 1 and "num_kvcache_blocks" not in engine_args:
         raise ArgumentError("{share:g} GPU per actor: engines that share a GPU need {num_kvcache_blocks}", share=gpus)
     return gpus

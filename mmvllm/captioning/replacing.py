@@ -23,5 +23,5 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def sync(path: Path) -> None:
     """Flush a file to the disk."""
-    with path.open("rb") as file:
+    with path.open("r+b") as file:  # Windows flushes only what may be written to
         os.fsync(file.fileno())

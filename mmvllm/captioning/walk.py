@@ -87,7 +87,7 @@ class Walk:
             yield from _file(path, relative, self._passed_over)
 
     def _may_enter(self, entry: os.DirEntry, pattern: Pattern) -> bool:
-        if not entry.is_symlink():
+        if not _is_link(entry):
             return True
         identity = _identity(entry.path)
         is_above = identity in self._above or any(folder.identity == identity for folder in self._stack)
@@ -118,6 +118,10 @@ def _is_folder(entry: os.DirEntry) -> bool:
         return False
 
 
+def _is_link(entry: os.DirEntry) -> bool:
+    return entry.is_symlink() or (hasattr(entry, "is_junction") and entry.is_junction())  # since Python 3.12
+
+
 def _identity(path: str | Path) -> tuple[int, int] | None:
     try:
         status = os.stat(path or ".")
@@ -129,7 +133,7 @@ def _identity(path: str | Path) -> tuple[int, int] | None:
 def match_pattern(path: str, followed: set[tuple], passed_over: Counts) -> Iterator[Item]:
     # Not glob.iglob: it reads whole folders into memory, recurses, and never ends on links that form a cycle.
     parts = PurePath(path).parts
-    if path.endswith(("/", "**")):  # the path before it must be a folder
+    if path.endswith(("/", os.sep, "**")):  # the path before it must be a folder
         parts += ("*",)
     fixed = list(takewhile(lambda part: not MAGIC.search(part), parts))
     root = os.path.join("", *fixed)

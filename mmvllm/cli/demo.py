@@ -79,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
         )
         signalled = _signalled()
         print(f"mmvllm demo: {page.share_url or page.local_url} (Ctrl-C ends it)", flush=True)
-        signalled.wait()
+        while not signalled.wait(1):  # Windows does not interrupt a wait
+            pass
         page.sessions.decoder.close()
         page.close(verbose=False)
     finally:

@@ -98,7 +98,7 @@ async function sendCopies(missing) {
     const copy = kept.copies?.[path];
     if (!copy) continue;
     const blob = await (await fetch(copy)).blob();
-    const file = new File([blob], path.split("/").pop(), { type: blob.type });
+    const file = new File([blob], fileName(path), { type: blob.type });
     sent[path] = (await upload(file)).path;
     kept.copies[sent[path]] = copy;
   }
@@ -116,7 +116,7 @@ function download(suffix, type, text) {
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
-const fileName = (path) => path.split("/").pop();
+const fileName = (path) => path.split(/[/\\]/).pop();
 function markdown({ saved, turns, copies }) {
   const escaped = (text) => text.replace(/[\\`*_#<>$[\]]/g, "\\$&").replace(/\n/g, "  \n");
   const paths = [...new Set(turns.flatMap((turn) => turn.images))];

@@ -1,6 +1,8 @@
 """Restricts which requests reach gradio: only routes that the page uses, within limits on their size. Pure ASGI."""
 
 import asyncio
+import os
+import re
 from contextlib import suppress
 
 from starlette.requests import ClientDisconnect
@@ -16,7 +18,10 @@ ROUTES = frozenset(
     | {"token", "upload", "upload_progress", "user"}
 )
 HEARTBEAT = "heartbeat/"  # followed by the session; this request stays open as long as the page is open
-ROUTES_WITH_NAMES = ("file=/", HEARTBEAT, "run/")
+# An absolute path: gradio also takes URLs.
+FILE_ON_WINDOWS = re.compile(r"file=[A-Za-z]:[\\/]")
+FILE = FILE_ON_WINDOWS if os.name == "nt" else re.compile("file=/")
+ROUTES_WITH_NAMES = (HEARTBEAT, "run/")
 MAX_BODY_BYTES = 2**20  # of a request other than an upload, and of the multipart headers of an upload
 UPLOAD_SECONDS = 300.0
 
@@ -46,7 +51,7 @@ class DemoRouteFilter:
                 await self.app(scope, receive, send)
 
     def _refusal(self, route: str, num_bytes: int | None) -> PlainTextResponse | None:
-        if route and route not in ROUTES and not route.startswith(ROUTES_WITH_NAMES):
+        if route and route not in ROUTES and not route.startswith(ROUTES_WITH_NAMES) and not FILE.match(route):
             return PlainTextResponse("There is nothing here", 404)
         if num_bytes is None:  # the length is unknown until the end
             return PlainTextResponse("Send a Content-Length", 411)

@@ -95,6 +95,9 @@ def process_uploads() -> Uploads:
 
 
 def _remove(path: Path) -> None:
-    path.unlink(missing_ok=True)
+    try:
+        path.unlink(missing_ok=True)
+    except PermissionError:  # on Windows, while it is sent; `remove_orphans` tries again
+        return
     with suppress(OSError):  # it has other files, or was removed
         path.parent.rmdir()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from mmvllm.captioning import CaptionSettings, caption_images
 from mmvllm.captioning.captioner import Captioner, Task
@@ -362,3 +363,12 @@ def test_gpus_that_engines_cannot_share_are_refused(options, engine_args, messag
     with pytest.raises(ArgumentError) as raised:
         ray_source._gpus_per_actor(RayOptions(**options), engine_args)
     assert raised.value.spelled(option_name) == message
+
+
+@pytest.mark.parametrize(("capability", "gpus"), [((9, 0), 1), ((7, 5), 0)])
+def test_auto_asks_for_a_gpu_only_if_the_engine_can_use_it(capability, gpus, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (2**34, 2**34))
+    assert ray_source._gpus_per_actor(RayOptions(), {}) == gpus

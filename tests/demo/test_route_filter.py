@@ -69,6 +69,15 @@ def test_only_routes_of_the_page_reach_gradio(prefix, path, want, route_filter):
     assert status(route_filter, prefix + path, "GET") == want
 
 
+@pytest.mark.parametrize(
+    ("path", "want"),
+    [("C:\\temp\\a.png", 200), ("C:/temp/a.png", 200), ("https://example.com/a.png", 404), ("//a/b", 404)],
+)
+def test_on_windows_files_have_a_drive(path, want, route_filter, monkeypatch):
+    monkeypatch.setattr(route_filter_module, "FILE", route_filter_module.FILE_ON_WINDOWS)
+    assert status(route_filter, f"/gradio_api/file={path}", "GET") == want
+
+
 def test_requests_other_than_uploads_are_short(route_filter):
     for path in ("/login", "/gradio_api/queue/join", "/gradio_api/run/stop"):
         assert status(route_filter, path, content_length=MAX_BODY_BYTES) == 200
