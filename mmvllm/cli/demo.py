@@ -7,6 +7,7 @@ import threading
 from importlib.util import find_spec
 from pathlib import Path
 
+from mmvllm.captioning.errors import explained
 from mmvllm.cli.checks import check, tell_if_bundled
 from mmvllm.cli.common import add_max_waiting_argument, add_model_argument, at_least_one
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
@@ -113,5 +114,7 @@ def _users(args: argparse.Namespace) -> list[tuple[str, str]] | None:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ValueError(f"--auth-file {path} cannot be read: {explained(error)}") from None
+    except ValueError as error:
         raise ValueError(f"--auth-file {path} cannot be read: {error}") from None
