@@ -1,7 +1,7 @@
 """Odd, damaged and hostile image files, all generated here: `python -m tests.corpus.generate FOLDER` writes them.
 
-Each group is a function that yields `CorpusFile`s. Nothing is random without a seed, and no file is copied from
-elsewhere.
+Each group is a function that yields `CorpusFile`s. No file is copied from elsewhere, and all are the same every time,
+except that libavif writes the time into animations.
 """
 
 import io
