@@ -34,6 +34,7 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_
 IGNORED_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 Reserve = Callable[[int], AbstractContextManager]
+ReserveWhile = Callable[[int, Callable[[], float | None]], AbstractContextManager]  # of bytes; see `DecodeBudget`
 _PROCESS_NAME = "mmvllm-worker"
 
 
@@ -72,7 +73,7 @@ class WorkerPool:
         initializer: Callable = nullcontext,
         initargs: tuple = (),
         memory_limit: int | None = None,
-        reserve: Reserve = nullcontext,
+        reserve: ReserveWhile = lambda *_: nullcontext(),
     ):
         self._num_workers, self._reserve = num_workers, reserve
         self._setup = pickle.dumps((initializer, initargs)), memory_limit
@@ -86,7 +87,7 @@ class WorkerPool:
 
     def start(self) -> None:
         """Start one process now, so that the first task does not wait for it."""
-        self._give_back(self._take())
+        self._give_back(self._take(_never))
 
     def run(
         self,
@@ -103,7 +104,7 @@ class WorkerPool:
 
         Raises what the task raises, without its traceback; WorkerTimeout, WorkerDied, WorkersUnusable, TaskCancelled.
         """
-        worker = self._take()
+        worker = self._take(is_cancelled or _never)
         try:
             worker.wait_until_ready(_Limit(None, is_cancelled))
             self._has_worked = True
@@ -131,17 +132,29 @@ class WorkerPool:
         self._kill_all()
         atexit.unregister(self._kill_all)
 
-    def _take(self) -> "_Worker":
+    def _take(self, is_cancelled: Callable[[], bool]) -> "_Worker":
         with self._changed:
-            self._changed.wait_for(lambda: self._idle or len(self._workers) < self._num_workers or self._is_closed)
+            while not self._may_take() and not is_cancelled():
+                self._changed.wait(POLL_SECONDS)
+            if is_cancelled():
+                self._changed.notify()  # what this thread was woken for is left to another one
+                raise TaskCancelled("the task was cancelled")
             if self._is_closed:
                 raise WorkersUnusable("the worker pool is closed")
             while self._idle:
                 if (worker := self._idle.pop()).is_alive:
                     return worker
                 self._workers.discard(worker)
-            self._workers.add(worker := _Worker(*self._setup))
+            try:
+                worker = _Worker(*self._setup)
+            except BaseException:
+                self._changed.notify()  # another thread may start one
+                raise
+            self._workers.add(worker)
             return worker
+
+    def _may_take(self) -> bool:
+        return bool(self._idle) or len(self._workers) < self._num_workers or self._is_closed
 
     def _give_back(self, worker: "_Worker") -> None:
         with self._changed:
@@ -153,6 +166,10 @@ class WorkerPool:
         with self._changed:
             self._workers.discard(worker)
             self._changed.notify()
+
+
+def _never() -> bool:
+    return False
 
 
 def _kill_all(workers: "set[_Worker]") -> None:
@@ -179,6 +196,14 @@ class _Limit:
             raise WorkerTimeout(f"the task took longer than {self._timeout:g} s")
         waits = [self._end - now] * (self._timeout is not None) + [POLL_SECONDS] * (self._is_cancelled is not None)
         return min(waits, default=None)
+
+    def check_cancelled(self) -> float | None:
+        """As `next_wait`, for a wait that no time limit covers and that may end at once."""
+        if self._is_cancelled is None:
+            return None
+        if self._is_cancelled():
+            raise TaskCancelled("the task was cancelled")
+        return POLL_SECONDS
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -210,7 +235,7 @@ class _Worker:
             self._receive(limit)
             self._is_ready = True
 
-    def run(self, task: Callable, args: tuple, limit: _Limit, reserve: Reserve) -> tuple[bool, Any]:
+    def run(self, task: Callable, args: tuple, limit: _Limit, reserve: ReserveWhile) -> tuple[bool, Any]:
         """Whether the task raised something, and its result or what it raised."""
         limit.next_wait()
         self._send((task, args))
@@ -221,7 +246,7 @@ class _Worker:
                     return kind == "error", value
                 reserved.close()
                 with limit.paused():
-                    reserved.enter_context(reserve(value))
+                    reserved.enter_context(reserve(value, limit.check_cancelled))
                 self._send(None)
 
     def kill(self) -> None:

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -24,9 +24,12 @@ class DecodeBudget:
         return self._in_use
 
     @contextmanager
-    def reserve(self, num_bytes: int) -> Iterator[None]:
-        """Wait until `num_bytes` more may be in use, and count them until the end of the `with` statement."""
-        self._acquire(num_bytes)
+    def reserve(self, num_bytes: int, next_wait: Callable[[], float | None] = lambda: None) -> Iterator[None]:
+        """Wait until `num_bytes` more may be in use, and count them until the end of the `with` statement.
+
+        While it waits, `next_wait` is called: for the seconds until its next call, or to raise what ends the wait.
+        """
+        self._acquire(num_bytes, next_wait)
         try:
             yield
         finally:
@@ -34,12 +37,13 @@ class DecodeBudget:
                 self._in_use -= num_bytes
                 self._changed.notify_all()
 
-    def _acquire(self, num_bytes: int) -> None:
+    def _acquire(self, num_bytes: int, next_wait: Callable[[], float | None]) -> None:
         place = object()
         with self._changed:
             self._waiting.append(place)
             try:
-                self._changed.wait_for(lambda: self._waiting[0] is place and self._has_room(num_bytes))
+                while self._waiting[0] is not place or not self._has_room(num_bytes):
+                    self._changed.wait(next_wait())
                 self._in_use += num_bytes
             finally:  # also if waiting is interrupted
                 self._waiting.remove(place)

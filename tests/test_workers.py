@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
+from mmvllm import workers
 from mmvllm.errors import ImageError
 from mmvllm.workers import TaskCancelled, WorkerDied, WorkerPool, WorkersUnusable, WorkerTimeout
 from tests.helpers import tasks
@@ -118,7 +119,7 @@ def test_reserved_bytes_are_held_until_the_task_ends_and_waiting_for_them_takes_
     events, may_begin = [], threading.Event()
 
     @contextmanager
-    def reserve(num_bytes: int) -> Iterator[None]:
+    def reserve(num_bytes: int, _) -> Iterator[None]:
         may_begin.wait(10)
         events.append(num_bytes)
         try:
@@ -202,3 +203,52 @@ def test_objects_of_the_main_modules_classes_can_be_sent(tmp_path):
     env = os.environ | {"PYTHONPATH": os.getcwd()}
     ran = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env, timeout=60)
     assert (ran.stdout, ran.stderr) == ("5\n", "")
+
+
+def test_a_cancelled_task_does_not_wait_for_a_process_or_for_reserved_bytes():
+    is_cancelled, may_begin = threading.Event(), threading.Event()
+
+    @contextmanager
+    def reserve(_: int, next_wait) -> Iterator[None]:
+        while not may_begin.wait(next_wait()):
+            pass
+        yield
+
+    pool = WorkerPool(1, reserve=reserve)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            for_bytes = threads.submit(pool.run, tasks.reserve_and_sleep, 1, 0.0, is_cancelled=is_cancelled.is_set)
+            for_process = threads.submit(pool.run, tasks.echo, 1, is_cancelled=is_cancelled.is_set)
+            time.sleep(0.5)
+            is_cancelled.set()
+            for waiting in (for_bytes, for_process):
+                with pytest.raises(TaskCancelled):
+                    waiting.result(20)
+        may_begin.set()
+        with pytest.raises(TaskCancelled):
+            pool.run(tasks.echo, 1, is_cancelled=lambda: True)
+        assert pool.run(tasks.echo, 1) == 1
+    finally:
+        pool.close()
+
+
+def test_a_thread_that_cannot_start_a_process_wakes_the_next_one(monkeypatch):
+    pool = WorkerPool(1)
+    try:
+        assert pool.run(tasks.echo, 1) == 1
+        with ThreadPoolExecutor(3) as threads:
+            first = threads.submit(pool.run, tasks.sleep, 60, timeout=0.5)
+            time.sleep(0.2)
+            real, fails = workers._Worker, iter([True])
+            monkeypatch.setattr(workers, "_Worker", lambda *setup: _refuse() if next(fails, False) else real(*setup))
+            waiting = [threads.submit(pool.run, tasks.echo, i) for i in range(2)]
+            with pytest.raises(WorkerTimeout):
+                first.result(20)
+            outcomes = [future.exception(20) for future in waiting]
+            assert sorted(map(repr, outcomes)) == ["BlockingIOError('no process')", "None"]
+    finally:
+        pool.close()
+
+
+def _refuse() -> None:
+    raise BlockingIOError("no process")

@@ -15,7 +15,7 @@ from mmvllm.errors import ImageError
 from mmvllm.intake import Prefetcher, Prepared
 from mmvllm.llm import LLM
 from mmvllm.outputs import RequestOutput
-from mmvllm.workers import NUM_WORKERS
+from mmvllm.workers import NUM_WORKERS, WorkersUnusable
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,12 @@ class Captioner:
                 yield from (record for _, record in self._numbered(tasks, index))
                 return
             order = InOrder()
-            for number, record in self._numbered(order.limited(tasks, lambda: self._is_stopped), index):
-                yield from order.put(number, record)
+            try:
+                for number, record in self._numbered(order.limited(tasks, lambda: self._is_stopped), index):
+                    yield from order.put(number, record)
+            except Exception:
+                yield from order.rest()  # what has been captioned is not lost
+                raise
             yield from order.rest()
         finally:
             self._is_stopped = True  # ends the thread that iterates the tasks, if it waits
@@ -94,6 +98,8 @@ class Captioner:
                     num_failures = num_failures + 1 if output.error is not None else 0
                     if num_failures > 2 * self.llm.admission.max_requests:  # more than any few steps can have
                         raise JobError(f"the engine fails every time, now with: {output.error}")
+        except WorkersUnusable as error:
+            raise JobError(f"{error}; run the same job again without worker processes") from error
         finally:
             if self._processes is not None:
                 self._processes.close()

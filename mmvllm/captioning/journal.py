@@ -105,10 +105,11 @@ class Journal:
             return  # nothing can be lost, or it was said
         if (happened := self._file.what_happened()) is not None:
             self._is_lost = True
+            made_files = " (after deleting the caption files that were made)" if self._settings.caption_files else ""
             raise JobError(
                 f"{self.path} {happened} by another program while this run was writing to it, and with it "
-                f"{counted(self._num_lines, 'record')}; put the file back, or run the same job again, which captions "
-                "the images without a record",
+                f"{counted(self._num_lines, 'record')}; put the file back, or run the same job again{made_files}, "
+                "which captions the images without a record",
                 path=self.path,
             )
         if self._has_begun and not self.made_with.path.exists():

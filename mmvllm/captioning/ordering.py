@@ -35,5 +35,5 @@ class InOrder:
             yield record
 
     def rest(self) -> Iterator[dict]:
-        """The records that are held when a run is stopped and tasks between them were dropped."""
+        """The records that are held when a run is stopped or fails, and tasks between them have none."""
         return (self._held[number] for number in sorted(self._held))

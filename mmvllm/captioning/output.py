@@ -117,12 +117,15 @@ class Output:
         if record["file"] is not None:
             self._unwritten.append(record)
         if self.journal.is_synced:
-            self._write_files()
+            self._write_files(self._take_unwritten())
 
-    def _write_files(self) -> None:
-        """Call this only after the journal is synced: a file without a record would count as not made by this job."""
+    def _take_unwritten(self) -> list[dict]:
         records = list(self._unwritten)
         self._unwritten.clear()  # if one cannot be written, the next run restores all
+        return records
+
+    def _write_files(self, records: list[dict]) -> None:
+        """Call this only after the journal is synced: a file without a record would count as not made by this job."""
         self._folder.check()
         for record in records:
             self.files.write(record)
@@ -152,9 +155,9 @@ class Output:
             self._folder.remove_if_new()
 
     def _flush(self) -> None:
-        if self._unwritten:
-            self.journal.sync()
-            self._write_files()
+        if records := self._take_unwritten():
+            self.journal.sync()  # raises JobError if the records are lost; their files are not written then
+            self._write_files(records)
 
     def _journal_path(self) -> Path:
         return _journal_of(self.path) if self.format in TABLES else self.path

@@ -60,14 +60,17 @@ def run(args: argparse.Namespace) -> int:
     tell_if_bundled(args)
 
     from mmvllm.async_llm import AsyncLLM
+    from mmvllm.decoding import ImageDecoder
     from mmvllm.demo.look import launch_options
     from mmvllm.demo.page import build_page
     from mmvllm.demo.settings import DemoSettings
 
     engine = AsyncLLM(args.model, max_waiting=args.max_waiting, **engine_arguments(args))
+    settings = DemoSettings(policy, args.max_images, allow_special_tokens=args.allow_special_tokens)
+    decoder = ImageDecoder(policy)
     try:
-        page = build_page(engine, DemoSettings(policy, args.max_images, allow_special_tokens=args.allow_special_tokens))
-        page.sessions.decoder.start()
+        page = build_page(engine, settings, decoder)
+        decoder.start()
         page.launch(
             server_name=args.host,
             server_port=args.port,
@@ -82,10 +85,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"mmvllm demo: {page.share_url or page.local_url} (Ctrl-C ends it)", flush=True)
         while not signalled.wait(1):  # Windows does not interrupt a wait
             pass
-        page.sessions.decoder.close()
         page.close(verbose=False)
     finally:
         asyncio.run(engine.shutdown(drain=False))
+        decoder.close()
     return 0
 
 

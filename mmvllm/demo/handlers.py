@@ -9,10 +9,12 @@ import html
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
+from mmvllm.decoding import ImageDecoder
 from mmvllm.demo.conversation import Options, Turn, image_note, images_in, to_chat, turn_at
 from mmvllm.demo.events import read_draft, read_files, read_index, read_kept, read_paths, read_text
 from mmvllm.demo.images import UploadedImage
@@ -38,9 +40,16 @@ WAITING_BOX = gr.update(submit_btn=True, stop_btn=False)
 class Handlers:
     """The page's event handlers; `examples` are the turns offered as examples."""
 
-    def __init__(self, engine: "AsyncLLM", settings: DemoSettings, uploads: Uploads, examples: list[Turn]):
+    def __init__(
+        self,
+        engine: "AsyncLLM",
+        settings: DemoSettings,
+        uploads: Uploads,
+        examples: list[Turn],
+        decoder: ImageDecoder | None = None,
+    ):
         self.engine, self.settings, self.examples = engine, settings, examples
-        self.uploads, self.sessions = uploads, Sessions(engine, uploads, settings)
+        self.uploads, self.sessions = uploads, Sessions(engine, uploads, settings, decoder)
         self.ask, self.example = self._asking(self._typed), self._asking(self._chosen)
         self.retry, self.edit = self._asking(self._same), self._asking(self._edited)
 
@@ -67,11 +76,12 @@ class Handlers:
         await self.sessions.stop(session)
         try:
             value, is_final, has_copies = read_kept(event)
-            kept = read_turns(value)
+            kept = read_turns(value, self.settings.max_images)
         except ValueError as error:
             warn(error)
             return self._view(session, UNCHANGED)
-        found = await asyncio.to_thread(self._found, session, kept)
+        claimed = self._claim_kept(session, kept)
+        found = await asyncio.to_thread(self._read_kept, claimed)
         if not is_final and (missing := [path for turn in kept for path in turn.images if path not in found]):
             return UNCHANGED, UNCHANGED, UNCHANGED, UNCHANGED, to_record([], missing)
         session.resume([turn.found(found.get) for turn in kept])
@@ -80,12 +90,19 @@ class Handlers:
             gr.Info(SMALL_COPIES)
         return self._view(session, WAITING_BOX)
 
-    def _found(self, session: Session, kept: list[KeptTurn]) -> dict[str, UploadedImage]:
+    def _claim_kept(self, session: Session, kept: list[KeptTurn]) -> dict[str, Path]:
         """The images of kept turns that are still here, which the session claims."""
-        found = {}
+        claimed = {}
         for path in {path for turn in kept for path in turn.images}:
             with suppress(ValueError):
-                found[path] = UploadedImage.read(self.uploads.claim(session.id, path), self.settings.policy)
+                claimed[path] = self.uploads.claim(session.id, path)
+        return claimed
+
+    def _read_kept(self, claimed: dict[str, Path]) -> dict[str, UploadedImage]:
+        found = {}
+        for path, file in claimed.items():
+            with suppress(ValueError):
+                found[path] = UploadedImage.read(file, self.settings.policy)
         return found
 
     async def stop(self, request: gr.Request) -> None:
@@ -207,7 +224,7 @@ class Handlers:
                     yield to_chat(session.turns), box, UNCHANGED, UNCHANGED, record
                     box = UNCHANGED
             box = WAITING_BOX
-        except (ValueError, EngineUnavailable, RequestFailed, DeadlineExceeded) as error:
+        except (ValueError, EngineUnavailable, RequestFailed, DeadlineExceeded, MemoryError) as error:
             warn(error)
             box = WAITING_BOX if turn.answer else _back_in_box(session, turn)
         if session.request_id is None:  # otherwise a later question updates the page

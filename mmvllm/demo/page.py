@@ -19,6 +19,7 @@ from mmvllm.demo.words import BUNDLED_NAME, BUNDLED_WARNING, spoken_model
 
 if TYPE_CHECKING:
     from mmvllm.async_llm import AsyncLLM
+    from mmvllm.decoding import ImageDecoder
 
 HERE = Path(__file__).parent
 EXAMPLES = {
@@ -54,10 +55,10 @@ def _refuse_url(file: dict) -> dict:
     return file
 
 
-def build_page(engine: "AsyncLLM", settings: DemoSettings) -> Page:
-    """Build the page; launch or mount it with `**launch_options(page)`."""
+def build_page(engine: "AsyncLLM", settings: DemoSettings, decoder: "ImageDecoder | None" = None) -> Page:
+    """Build the page; launch or mount it with `**launch_options(page)`. By default it has a decoder of its own."""
     uploads = process_uploads()
-    handlers = Handlers(engine, settings, uploads, _examples(uploads, settings))
+    handlers = Handlers(engine, settings, uploads, _examples(uploads, settings), decoder)
     with Page(title="mmvllm", analytics_enabled=False, fill_width=True, fill_height=True) as page:
         gr.HTML(_heading(engine.model), elem_id="heading", padding=False)
         chat = _chat(handlers.examples)

@@ -46,11 +46,14 @@ def to_record(turns: Sequence[Turn], missing: Sequence[str] = ()) -> str:
     return json.dumps({"turns": kept, "missing": [*missing]}).replace("<", "\\u003c")
 
 
-def read_turns(value: Any) -> list[KeptTurn]:
-    """The turns of a record that the browser has kept."""
+def read_turns(value: Any, max_images: int) -> list[KeptTurn]:
+    """The turns of a record that the browser has kept, with at most `max_images` each."""
     if not isinstance(value, list) or len(value) > MAX_TURNS:
         raise ValueError(RELOAD)
-    return [_read_turn(turn) for turn in value]
+    turns = [_read_turn(turn) for turn in value]
+    if any(len(turn.images) > max_images for turn in turns):
+        raise ValueError(RELOAD)
+    return turns
 
 
 def _read_turn(turn: Any) -> KeptTurn:

@@ -5,6 +5,7 @@ import time
 import uuid
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import ORPHAN_SECONDS, Uploads
 from mmvllm.outputs import Delta, RequestOutput
+from mmvllm.workers import NUM_WORKERS
 
 if TYPE_CHECKING:
     from mmvllm.async_llm import AsyncLLM
@@ -65,9 +67,13 @@ class Session:
 class Sessions:
     """All sessions, by gradio's session hash; used only from gradio's event loop."""
 
-    def __init__(self, engine: "AsyncLLM", uploads: Uploads, settings: DemoSettings):
+    def __init__(
+        self, engine: "AsyncLLM", uploads: Uploads, settings: DemoSettings, decoder: ImageDecoder | None = None
+    ):
         self.engine, self.uploads, self.settings = engine, uploads, settings
-        self.decoder = ImageDecoder(settings.policy)
+        self.decoder = decoder or ImageDecoder(settings.policy)
+        # Not the event loop's own threads: images that take long to decode would delay all that needs one of them.
+        self._checking = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="mmvllm-check")
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._open_tabs: Counter[str] = Counter()
         self._sweeper: asyncio.Task | None = None
@@ -170,6 +176,7 @@ class Sessions:
                 session.request_id = None
 
     async def _deltas(self, session: Session, options: Options) -> AsyncGenerator[list[Delta], None]:
+        self._check_length(session, options)
         request, params = to_request(session.turns, options), options.sampling_params
         request["allow_special_tokens"] = self.settings.allow_special_tokens
         with self.decoder.session() as decode:  # given up when the answer is stopped or the visitor leaves
@@ -184,12 +191,20 @@ class Sessions:
                 async for deltas in ticks:
                     yield deltas
 
+    def _check_length(self, session: Session, options: Options) -> None:
+        """Raise ValueError, before any image is decoded, for images that alone exceed the model's context."""
+        bounds = (options.min_pixels, options.max_pixels)
+        images = images_in(session.turns)
+        if sum(image.num_tokens(self.engine.image_config, *bounds) for image in images) >= self.engine.max_model_len:
+            raise ValueError("The conversation has more pictures than the model takes; start a new conversation")
+
     async def check(self, session: Session, images: list[UploadedImage]) -> None:
         """Decode images that have not been decoded yet, so that a damaged one is found before it is asked about."""
+        loop = asyncio.get_running_loop()
         with self.decoder.session() as decode:
             for image in images:
                 if image.path not in session.intact:
-                    (await asyncio.to_thread(image.load, decode)).close()
+                    (await loop.run_in_executor(self._checking, image.load, decode)).close()
                     session.intact.add(image.path)
 
     def _finish(self, session: Session, turn: Turn, options: Options, output: RequestOutput) -> None:

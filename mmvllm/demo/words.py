@@ -39,6 +39,8 @@ def spoken(error: Exception) -> str:
             return "The model is not running any more; the page has to be started again"
         case DeadlineExceeded():
             return "The answer took too long; ask for less, or try again later"
+        case MemoryError():
+            return "There is not enough memory for these pictures; use fewer or smaller ones"
         case RequestFailed():
             return "The model failed to answer this question; try again"
         case PromptTooLong():

@@ -56,7 +56,7 @@ def build_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     app.include_router(_operations(engine, metrics))
     docs.add_page(app)
     errors.install(app)
-    open_paths = _mount_demo(app, engine, settings) if settings.has_demo else ()
+    open_paths = _mount_demo(app, engine, settings, decoder) if settings.has_demo else ()
     app.add_middleware(
         AuthAndSizeLimitMiddleware,
         api_keys=settings.api_keys,
@@ -74,11 +74,11 @@ def build_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     return app
 
 
-def _mount_demo(app: FastAPI, engine: AsyncLLM, settings: ServerSettings) -> Sequence[str]:
+def _mount_demo(app: FastAPI, engine: AsyncLLM, settings: ServerSettings, decoder: ImageDecoder) -> Sequence[str]:
     """Returns the path prefixes of the demo, which reads request bodies itself."""
     from mmvllm.server import demo  # imports gradio, which is needed for the demo only
 
-    demo.mount(app, engine, settings)
+    demo.mount(app, engine, settings, decoder)
     return (f"{demo.PATH}/",)
 
 

@@ -5,6 +5,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import RedirectResponse
 
 from mmvllm.async_llm import AsyncLLM
+from mmvllm.decoding import ImageDecoder
 from mmvllm.demo.look import launch_options
 from mmvllm.demo.page import build_page
 from mmvllm.demo.settings import DemoSettings
@@ -13,7 +14,7 @@ from mmvllm.server.settings import ServerSettings
 PATH = "/demo"
 
 
-def mount(app: FastAPI, engine: AsyncLLM, settings: ServerSettings) -> None:
+def mount(app: FastAPI, engine: AsyncLLM, settings: ServerSettings, decoder: ImageDecoder) -> None:
     """Mount the page at `PATH`, with the server's limits, and redirect the root to it."""
 
     @app.get("/", include_in_schema=False)
@@ -21,5 +22,6 @@ def mount(app: FastAPI, engine: AsyncLLM, settings: ServerSettings) -> None:
     async def root(request: Request) -> RedirectResponse:
         return RedirectResponse(f"{PATH}{request.url.path}")
 
-    page = build_page(engine, DemoSettings(settings.media, settings.max_images, settings.request_timeout))
+    limits = DemoSettings(settings.media, settings.max_images, settings.request_timeout)
+    page = build_page(engine, limits, decoder)
     gradio.mount_gradio_app(app, page, PATH, max_file_size=settings.media.max_bytes, **launch_options(page))

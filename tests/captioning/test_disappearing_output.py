@@ -78,6 +78,20 @@ def test_a_changed_output_is_an_error_that_names_what_is_lost(change, moment, tm
     output.close()
 
 
+def test_caption_files_of_lost_records_are_not_written(here, monkeypatch):
+    (here / "texts").mkdir()
+    out = Output(TEXTS, here / "out.jsonl", "txt", here / "texts")
+    out.begin()
+    out.write(record("a", file=str(here / "texts/a.txt"), settings=TEXTS.fingerprint))
+    monkeypatch.setattr(journal_module, "SYNC_SECONDS", 60.0)
+    out.write(record("b", file=str(here / "texts/b.txt"), settings=TEXTS.fingerprint))
+    (here / "out.jsonl").unlink()
+    with pytest.raises(JobError, match=r"run the same job again \(after deleting the caption files that were made\)"):
+        out.finish()
+    out.close()
+    assert [path.name for path in (here / "texts").iterdir()] == ["a.txt"]
+
+
 def test_a_deleted_settings_file_is_written_again(tmp_path):
     path, settings = tmp_path / "out.jsonl", tmp_path / "out.jsonl.settings"
     journal = Journal(path, SETTINGS)

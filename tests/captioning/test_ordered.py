@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mmvllm import LLM
-from mmvllm.captioning import caption_images, ordering
+from mmvllm.captioning import CaptionSettings, JobError, caption_images, ordering
+from mmvllm.captioning.captioner import Captioner
 from mmvllm.captioning.ordering import InOrder
 from tests.helpers.captioning import records, until
 from tests.helpers.requests import noise_image
@@ -111,6 +112,18 @@ def test_records_that_wait_are_given_when_those_between_were_dropped():
     order = InOrder()
     assert [*order.put(3, {"n": 3}), *order.put(0, {"n": 0}), *order.put(2, {"n": 2})] == [{"n": 0}]
     assert list(order.rest()) == [{"n": 2}, {"n": 3}]
+
+
+def test_records_that_wait_are_given_when_the_engine_fails(names, llm, tmp_path, monkeypatch):
+    def numbered(self, tasks, index):
+        yield from ((number, {"path": str(number)}) for number in (2, 1))
+        raise JobError("the engine fails every time")
+
+    monkeypatch.setattr(Captioner, "_numbered", numbered)
+    made, given = Captioner(llm, CaptionSettings(), ordered=True).records([], None), []
+    with pytest.raises(JobError):
+        given.extend(made)
+    assert [record["path"] for record in given] == ["1", "2"]
 
 
 def test_the_command_writes_in_order(caption, names, tmp_path):

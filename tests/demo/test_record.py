@@ -79,13 +79,18 @@ def test_a_kept_conversation_gives_access_to_no_other_file(path, tmp_path):
 def test_a_record_of_a_wrong_shape_is_refused():
     for value in (None, {}, [None], [{"question": "q"}], [{}] * 501):
         with pytest.raises(ValueError, match="reload it"):
-            read_turns(value)
+            read_turns(value, max_images=8)
+    turn = {"question": "q", "answer": "a", "note": "n", "images": ["a.png"] * 9}
+    with pytest.raises(ValueError, match="reload it"):
+        read_turns([turn], max_images=8)
+    assert len(read_turns([turn], max_images=9)) == 1
 
 
 @pytest.mark.parametrize(
     "error, words",
     [
         (EngineBusy(5, 4), "Many people are asking right now; try again in a moment"),
+        (MemoryError(), "There is not enough memory for these pictures"),
         (EngineStopped("x"), "The model is not running any more; the page has to be started again"),
         (PromptTooLong("x", value=3000, limit=2048), "has 3,000 tokens, and the model takes fewer than 2,048"),
         (RequestError("min_pixels is 9", param="min_pixels"), '"fewest pixels" above "most pixels"'),
