@@ -351,5 +351,5 @@ def _worker_threads(num_workers: int) -> ThreadPoolExecutor:
 
 
 def _num_bytes(future: "Future[EngineInput]") -> int:
-    failed = future.cancelled() or future.exception() is not None
+    failed = future.cancelled() or future.exception() is not None  # an error holds text only: see `without_frames`
     return 0 if failed else future.result().num_bytes

@@ -18,7 +18,7 @@ from PIL import Image
 
 from mmvllm.arguments import check_int
 from mmvllm.errors import ParameterError, RequestError
-from mmvllm.processors.load import MAX_SOURCE_PIXELS
+from mmvllm.processors.bounds import check_bounds, pixel_bounds
 
 MAX_ASPECT_RATIO = 200
 
@@ -47,7 +47,7 @@ class ImageProcessorConfig:
     def __post_init__(self):
         for name in ("min_pixels", "max_pixels", "patch_size", "temporal_patch_size", "merge_size"):
             check_int(name, getattr(self, name))
-        _check_bounds(self.min_pixels, self.max_pixels)
+        check_bounds(self.min_pixels, self.max_pixels)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, defaults: "ImageProcessorConfig") -> "ImageProcessorConfig":
@@ -171,21 +171,6 @@ def _shrink(size: tuple[int, int], factor: int, max_pixels: int) -> tuple[int, i
     short = min(height, width, math.isqrt(max_pixels) // factor * factor)
     long = min(max(height, width), max_pixels // short // factor * factor)
     return (short, long) if height <= width else (long, short)
-
-
-def pixel_bounds(min_pixels: int | None, max_pixels: int | None, default_min: int, default_max: int) -> tuple[int, int]:
-    """The (min, max) to resize with; a bound given alone moves the other's default where they would cross."""
-    low = min_pixels or min(default_min, max_pixels or default_min)
-    high = max_pixels or max(default_max, low)
-    _check_bounds(low, high)
-    return low, high
-
-
-def _check_bounds(low: int, high: int) -> None:
-    if low > high:
-        raise RequestError(f"min_pixels is {low}, above max_pixels {high}", param="min_pixels", value=low, limit=high)
-    if low > MAX_SOURCE_PIXELS:  # small images would be enlarged to this
-        raise ParameterError("min_pixels", low, f"at most {MAX_SOURCE_PIXELS}")
 
 
 def resize_for_part(image: Image.Image, part: dict, factor: int) -> Image.Image:

@@ -40,25 +40,16 @@ class Output:
         caption_extension: str | None = None,
     ):
         self._settings = settings
-        self.path, self.format = path, format or _format_of(path)
-        _check(self.path, self.format, output_dir, overwrite, skip_existing)
-        if caption_extension is not None:
-            _check_extension(caption_extension, self.format)
-        if overwrite and (skip_existing or retry_failed):
-            raise ArgumentError(
-                "{overwrite} starts over, with nothing to skip or to try again; do not combine it with {skip_existing} "
-                "or {retry_failed}"
-            )
+        options = (overwrite, append_anyway, skip_existing, retry_failed, caption_extension)
+        self.path, self.format = path, check_output(settings, path, format, output_dir, *options)
         self.files = None
         self._unwritten: list[dict] = []  # records whose files are to be written
         if self.format in FILE_FORMATS:
             self.files = CaptionFiles(self.format, output_dir, overwrite, skip_existing, caption_extension)
-            _check_context(self.files, settings.context_from)
             self.path = path or (output_dir or Path()) / DEFAULT_JOURNAL
         self._folder = OutputFolder(output_dir)
         self.journal = self._restorer = None
         if self.path is None:
-            _check_unrecorded(overwrite=overwrite, append_anyway=append_anyway, retry_failed=retry_failed)
             return
         self._folder.make()
         try:
@@ -163,6 +154,34 @@ class Output:
         return _journal_of(self.path) if self.format in TABLES else self.path
 
 
+def check_output(
+    settings: CaptionSettings,
+    path: Path | None,
+    format: str | None = None,
+    output_dir: Path | None = None,
+    overwrite: bool = False,
+    append_anyway: bool = False,
+    skip_existing: bool = False,
+    retry_failed: bool = False,
+    caption_extension: str | None = None,
+) -> str:
+    """The format of an output with these arguments; raises ArgumentError for arguments that do not fit together."""
+    format = format or _format_of(path)
+    _check(path, format, output_dir, overwrite, skip_existing)
+    if caption_extension is not None:
+        _check_extension(caption_extension, format)
+    if overwrite and (skip_existing or retry_failed):
+        raise ArgumentError(
+            "{overwrite} starts over, with nothing to skip or to try again; do not combine it with {skip_existing} "
+            "or {retry_failed}"
+        )
+    if format in FILE_FORMATS:
+        _check_context(caption_extension or FILE_FORMATS[format][0], output_dir, settings.context_from)
+    elif path is None:
+        _check_unrecorded(overwrite=overwrite, append_anyway=append_anyway, retry_failed=retry_failed)
+    return format
+
+
 def _format_of(path: Path | None) -> str:
     """The format that the suffix names, JSON lines without one; raises ArgumentError for a suffix that names none."""
     suffix = path.suffix.removeprefix(".").lower() if path else ""
@@ -205,8 +224,8 @@ def _check_extension(extension: str, format: str) -> None:
         raise ArgumentError("{caption_extension} is for the format txt, the format is {value}", value=format)
 
 
-def _check_context(files: CaptionFiles, context_from: str | None) -> None:
-    if files.output_dir is None and files.suffix == context_from:
+def _check_context(suffix: str, output_dir: Path | None, context_from: str | None) -> None:
+    if output_dir is None and suffix == context_from:
         raise ArgumentError(
             "{context_from} is {suffix!r}, which the caption files have, too: they would replace what they are made "
             "from; choose another {caption_extension}, or an {output_dir}",

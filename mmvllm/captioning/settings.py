@@ -12,6 +12,7 @@ import xxhash
 
 from mmvllm.captioning.context import check_context
 from mmvllm.captioning.items import Item
+from mmvllm.processors.bounds import pixel_bounds
 from mmvllm.processors.load import MAX_SOURCE_PIXELS
 from mmvllm.sampling_params import SamplingParams
 
@@ -71,8 +72,6 @@ class CaptionSettings:
         if not self.prompt.strip():
             raise ValueError("the prompt is empty; give a question or an instruction")
         check_context(self.context_from, self.context_mode)
-        from mmvllm.processors.image import pixel_bounds  # here, because it imports torch, which `--help` does not need
-
         pixel_bounds(self.min_pixels, self.max_pixels, 1, MAX_SOURCE_PIXELS)
 
     @property

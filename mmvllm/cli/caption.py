@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,8 +11,8 @@ from mmvllm.captioning.context import MODES as CONTEXT_MODES
 from mmvllm.captioning.errors import explained
 from mmvllm.captioning.files import FILE_FORMATS
 from mmvllm.captioning.find import find_items
-from mmvllm.captioning.output import FORMATS
-from mmvllm.captioning.settings import DEFAULT_PROMPT, PRESETS
+from mmvllm.captioning.output import FORMATS, check_output
+from mmvllm.captioning.settings import DEFAULT_PROMPT, PRESETS, CaptionSettings
 from mmvllm.cli.caption_records import Printer, own_stdout
 from mmvllm.cli.caption_summary import as_lines, summarize
 from mmvllm.cli.checks import check, tell_if_bundled
@@ -29,6 +30,10 @@ PASSED_ON = (
     *("context_from", "context_mode", "caption_extension", "allow_special_tokens"),
     *("dtype", "quantization", "output", "format", "output_dir", "overwrite", "append_anyway", "skip_existing"),
     *("retry_failed", "fail_fast", "limit", "shard", "workers", "worker_processes", "ordered"),
+)
+# Those of the output alone.
+OUTPUT_OPTIONS = (
+    *("format", "output_dir", "overwrite", "append_anyway", "skip_existing", "retry_failed", "caption_extension"),
 )
 # Settings of the captions that have the name of an engine option.
 SETTINGS = ("dtype", "quantization", "seed")
@@ -170,24 +175,18 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check(args)
-    find_items(args.paths)  # refuses paths that do not exist
+    prompt, ray = _prompt(args), _ray_options(args)
+    _check(args, prompt)
     tell_if_bundled(args)
     from mmvllm.captioning.errors import JobError
     from mmvllm.captioning.run import caption_images
 
-    if args.report is not None:
-        from mmvllm.captioning.report import check_place, write_report
-
-        check_place(args.report)
-        if args.output is None and args.format not in FILE_FORMATS:
-            raise ValueError("--report shows the records; give --output too")
     job = caption_images(
         args.paths,
         model=args.model,
         engine_args=engine_arguments(args, exclude=SETTINGS),
-        prompt=_prompt(args),
-        ray=_ray_options(args),
+        prompt=prompt,
+        ray=ray,
         **{name: getattr(args, name) for name in PASSED_ON},
     )
     try:
@@ -204,6 +203,8 @@ def run(args: argparse.Namespace) -> int:
     if args.progress != "none":
         print(as_lines(summary), file=sys.stderr)
     if args.report is not None:
+        from mmvllm.captioning.report import write_report
+
         try:
             write_report(args.report, job.output.journal.records(), summary, f"Captions in {job.output.path.name}")
         except OSError as error:
@@ -214,13 +215,28 @@ def run(args: argparse.Namespace) -> int:
     return 3 if job.num_failed else 0
 
 
+def _check(args: argparse.Namespace, prompt: str) -> None:
+    """Refuse what can be refused before torch is imported."""
+    check(args)
+    find_items(args.paths)  # refuses paths that do not exist
+    names = {field.name for field in fields(CaptionSettings)}.intersection(PASSED_ON)
+    settings = CaptionSettings(prompt=prompt, **{name: getattr(args, name) for name in names})
+    check_output(settings, args.output, **{name: getattr(args, name) for name in OUTPUT_OPTIONS})
+    if args.report is not None:
+        from mmvllm.captioning.report import check_place
+
+        check_place(args.report)
+        if args.output is None and args.format not in FILE_FORMATS:
+            raise ValueError("--report shows the records; give --output too")
+
+
 def _ray_options(args: argparse.Namespace) -> "RayOptions | None":
     names = ("address", "num_actors", "cpus_per_actor", "gpus_per_actor")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.executor == "ray":
         if find_spec("ray") is None:
             raise ValueError("--executor ray needs Ray Data: pip install 'mmvllm[ray]'")
-        from mmvllm.captioning.ray_source import RayOptions
+        from mmvllm.captioning.ray_options import RayOptions
 
         return RayOptions(**given)
     if given:

@@ -43,8 +43,9 @@ def as_lines(summary: dict[str, str]) -> str:
 
 
 def _again(job: "CaptionRun") -> str:
-    """What to do about failures; without records there is nothing to resume from."""
-    return "" if job.output.journal is None else "; --retry-failed takes only these again"
+    """What to do about failures, unless there are no records to resume from, or a retry has just failed."""
+    is_retried = job.output.journal is None or job.retries_failed
+    return "" if is_retried else "; --retry-failed takes these again, once they are mended"
 
 
 def _skipped(job: "CaptionRun") -> str:

@@ -9,7 +9,7 @@ from importlib import import_module
 import mmvllm
 from mmvllm.cli.common import option_name
 from mmvllm.cli.parser import CommandParser
-from mmvllm.errors import ArgumentError
+from mmvllm.errors import ArgumentError, ParameterError
 
 COMMANDS = {
     "bench": "measure throughput, latency, preprocessing or kernels",
@@ -52,6 +52,8 @@ def main(argv: list[str] | None = None) -> int:
 def _sentence(error: ValueError | OSError) -> str:
     if isinstance(error, ArgumentError):
         return error.spelled(option_name)
+    if isinstance(error, ParameterError):
+        return str(error).replace(error.param, option_name(error.param), 1)
     if isinstance(error, OSError) and error.strerror:
         from mmvllm.captioning.errors import explained
 

@@ -133,7 +133,7 @@ def _neither(model: str | Path) -> str:
 def _unavailable(model: str | Path, error: Exception) -> str:
     from huggingface_hub import constants
 
-    reason = str(error).strip()
+    reason = str(error).strip().rstrip(".")
     if constants.HF_HUB_OFFLINE and isinstance(error, FileNotFoundError):
         reason = "it is not in the cache, and HF_HUB_OFFLINE sets offline mode"
     told = told_by_name(str(model))

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as hf
 
+from mmvllm.processors.bounds import pixel_bounds
 from mmvllm.processors.image import (
     ImageProcessor,
     ImageProcessorConfig,
     normalize_patches,
-    pixel_bounds,
     smart_resize,
 )
 from mmvllm.processors.load import load_image
