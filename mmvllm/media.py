@@ -3,14 +3,14 @@
 import ipaddress
 import os
 import re
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image
 
 from mmvllm.errors import ArgumentError
+from mmvllm.processors.decode import Reserve
 from mmvllm.processors.load import DECODING, MAX_SOURCE_PIXELS, load_image
 
 # The formats that browsers show and clients and phones send; HEIF needs the extra `heif`. Pillow reads more, some of
@@ -95,7 +95,7 @@ class MediaPolicy:
                 "max_pixels", "is {value}, must be from 1 to {most}", value=self.max_pixels, most=MAX_SOURCE_PIXELS
             )
 
-    def load(self, data: bytes, reserve: Callable[[int], AbstractContextManager] = DECODING.reserve) -> Image.Image:
+    def load(self, data: bytes, reserve: Reserve = DECODING.reserve) -> Image.Image:
         """Decode an encoded image to upright 8-bit RGB, in the calling thread; `ImageDecoder` has a time limit.
 
         Raises MediaError if `data` is not bytes (a path could have been chosen by a client) or exceeds the limits, and

@@ -33,7 +33,6 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_
 # Ctrl-C in a terminal is sent to all processes of a job; the parent finishes what is in flight.
 IGNORED_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
-Reserve = Callable[[int], AbstractContextManager]
 ReserveWhile = Callable[[int, Callable[[], float | None]], AbstractContextManager]  # of bytes; see `DecodeBudget`
 _PROCESS_NAME = "mmvllm-worker"
 

@@ -10,8 +10,9 @@ from mmvllm.captioning.items import Item
 from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.inputs import EngineInput
 from mmvllm.processors.chat import ForeignProcessor, Processor
+from mmvllm.processors.decode import Reserve
 from mmvllm.processors.load import DECODING, load_image
-from mmvllm.workers import Reserve, WorkerDied, WorkerPool, reserve_in_parent
+from mmvllm.workers import WorkerDied, WorkerPool, reserve_in_parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
