@@ -65,6 +65,28 @@ class VisionConfig(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts (arXiv 1701.06538) instead of the decoder's MLP.
+
+    Args:
+        num_experts_per_tok: experts that a token is sent to.
+        intermediate_size: width inside an expert.
+        dense_layers: indexes of the decoder's layers that have an MLP nevertheless.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    dense_layers: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok is {self.num_experts_per_tok}, must be at most num_experts, {self.num_experts}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A decoder, with a ViT in front unless `vision` is None (a text-only checkpoint)."""
 
@@ -80,6 +102,7 @@ class ModelConfig:
     rms_norm_eps: float
     rope_theta: float
     mrope_section: tuple[int, ...] | None
+    experts: ExpertsConfig | None = None
     tie_word_embeddings: bool
     dtype: "torch.dtype"
     eos_token_ids: frozenset[int]
