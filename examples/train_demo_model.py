@@ -23,7 +23,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-from mmvllm.models.qwen2_vl.processing import IMAGE_DEFAULTS
+from mmvllm.models.vision_language import IMAGE_DEFAULTS
 from mmvllm.processors.image import ImageProcessor, normalize_patches
 from mmvllm.processors.positions import mrope_positions
 
