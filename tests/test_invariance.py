@@ -7,7 +7,9 @@ import pytest
 from mmvllm import SamplingParams
 from tests.helpers.engines import assert_idle, run_at_once
 from tests.helpers.requests import ask, grids_of, noise_image, patches_of, spans_of
-from tests.helpers.shapes import RICHEST
+from tests.helpers.shapes import every_family
+
+pytestmark = every_family
 
 TOKENS = 12
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
@@ -18,11 +20,6 @@ REQUESTS = {
     "two apart": ask("First: ", B, " then: ", C, " what changed?"),
     "three": ask(C, A, "and", B, "?"),
 }
-
-
-@pytest.fixture(scope="module", params=RICHEST)
-def checkpoint(request, checkpoints):
-    return checkpoints(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -146,8 +143,8 @@ def test_preemption_at_each_step(name, caching, checkpoint, make_llm, expected):
 
 
 def blocks_of(llm, name: str, block_size: int) -> int:
-    """Blocks that a request with its completion needs; the last token is never computed."""
-    return -(-(len(llm.processor(REQUESTS[name]).token_ids) + TOKENS - 1) // block_size)
+    """Blocks that a request with its completion needs."""
+    return -(-(len(llm.processor(REQUESTS[name]).token_ids) + TOKENS) // block_size)
 
 
 @pytest.mark.parametrize("spare_blocks", [0, 5, 9])

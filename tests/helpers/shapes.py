@@ -1,5 +1,7 @@
 """The shapes of the small random checkpoints: sizes that a model could assume equal, even or round are not."""
 
+import pytest
+
 SHAPES = {
     # The ratio of query to KV heads, the depth, tied embeddings and the M-RoPE sections vary.
     "gqa2-tied": {
@@ -232,3 +234,4 @@ TEXT_SHAPES = tuple(name for name, shape in SHAPES.items() if "vision" not in sh
 IMAGE_SHAPES = tuple(name for name in SHAPES if name not in TEXT_SHAPES)
 # Of each family that takes images, the shape that has most of what can go wrong.
 RICHEST = ("gqa2-tied", "windows4-tied", "deepstack3-tied", "experts8-top3")
+every_family = pytest.mark.parametrize("checkpoint", RICHEST, indirect=True)
