@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
+from mmvllm.kernels.rms_norm import rms_norm_torch
 from mmvllm.kernels.write_kv import write_kv_torch
 
 
@@ -29,10 +30,14 @@ def rotary_write_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    qk_norm: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
     """Rotate q and k as `rotary` does; return q, and write k and v (N, K, D) to the caches as `write_kv` does."""
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous()
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
+    if qk_norm is not None:
+        q_weight, k_weight, eps = qk_norm
+        q, k = rms_norm_torch(q, q_weight, eps), rms_norm_torch(k, k_weight, eps)
     rotate = rotary_write_kv_triton if runs_triton(q) else rotary_write_kv_torch
     return rotate(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
 

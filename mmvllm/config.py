@@ -2,7 +2,6 @@
 
 import logging
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
@@ -21,37 +20,39 @@ MiB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VisionConfig(ABC):
+class VisionConfig:
     """What every ViT has in common; a family adds its own fields.
 
     Args:
         depth: number of blocks.
         embed_dim: width of a block; num_heads divide it.
+        intermediate_size: width inside a block's MLP.
+        out_hidden_size: width of the decoder, for which the rows are made.
         patch_size: pixels of a patch's side; `temporal_patch_size` frames deep, `in_channels` values a pixel.
         spatial_merge_size: a square of spatial_merge_size x spatial_merge_size patches becomes one row.
+        hidden_act: activation inside a block's MLP.
     """
 
     depth: int
     embed_dim: int
     num_heads: int
+    intermediate_size: int
+    out_hidden_size: int
     in_channels: int
     patch_size: int
     temporal_patch_size: int
     spatial_merge_size: int
+    hidden_act: str
+
+    def __post_init__(self) -> None:
+        if self.embed_dim % self.num_heads:
+            raise ValueError(
+                f"the ViT's width is {self.embed_dim}, must be a multiple of its number of heads, {self.num_heads}"
+            )
 
     @property
     def head_dim(self) -> int:
         return self.embed_dim // self.num_heads
-
-    @property
-    @abstractmethod
-    def intermediate_size(self) -> int:
-        """Width inside a block's MLP."""
-
-    @property
-    @abstractmethod
-    def out_hidden_size(self) -> int:
-        """Width of the decoder, for which the rows are made."""
 
     @property
     def patch_dim(self) -> int:
@@ -65,8 +66,38 @@ class VisionConfig(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts (arXiv 1701.06538) instead of the decoder's MLP.
+
+    Args:
+        num_experts_per_tok: experts that a token is sent to.
+        intermediate_size: width inside an expert.
+        dense_layers: indexes of the decoder's layers that have an MLP nevertheless.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    dense_layers: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok is {self.num_experts_per_tok}, must be at most num_experts, {self.num_experts}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder, with a ViT in front unless `vision` is None (a text-only checkpoint)."""
+    """A decoder, with a ViT in front unless `vision` is None (a text-only checkpoint).
+
+    Args:
+        qkv_bias: whether the projections to queries, keys and values have a bias.
+        qk_norm: whether each head of queries and keys is normalised before it is rotated.
+        mrope_section: frequencies that rotate with time, height and width; None in a text-only model.
+        mrope_interleaved: whether the axes take turns along the frequencies, instead of one run for each.
+        experts: None for a dense model.
+    """
 
     architecture: str
     hidden_size: int
@@ -80,6 +111,10 @@ class ModelConfig:
     rms_norm_eps: float
     rope_theta: float
     mrope_section: tuple[int, ...] | None
+    mrope_interleaved: bool = False
+    qkv_bias: bool
+    qk_norm: bool
+    experts: ExpertsConfig | None = None
     tie_word_embeddings: bool
     dtype: "torch.dtype"
     eos_token_ids: frozenset[int]
@@ -101,6 +136,11 @@ class ModelConfig:
             raise ValueError(
                 f"mrope_section is {list(section)}, must be three numbers that add up to half of the head size, "
                 f"{self.head_dim}"
+            )
+        if self.vision is not None and self.vision.out_hidden_size != self.hidden_size:
+            raise ValueError(
+                f"vision_config makes rows of {self.vision.out_hidden_size} values, must be the decoder's hidden_size, "
+                f"{self.hidden_size}"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""RMSNorm, fused with the residual addition before it."""
+"""RMSNorm, alone and fused with the residual addition before it."""
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """x (N, C) and the residual (N, C), None in the first layer -> their normalised sum, and their sum."""
         if residual is None:
-            return rms_norm(x, self.weight, self.eps), x
+            return self(x), x
         return add_rms_norm(x, residual, self.weight, self.eps)

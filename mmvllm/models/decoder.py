@@ -1,12 +1,17 @@
 """The decoder that the families share, over a paged KV cache."""
 
+from collections.abc import Sequence
+from itertools import zip_longest
+
 from torch import Tensor, nn
 
 from mmvllm.batch import Batch
 from mmvllm.config import ModelConfig
 from mmvllm.kernels.rotary import rotary_write_kv
+from mmvllm.kernels.splice import splice_add
 from mmvllm.layers.attention import AttentionBackend
-from mmvllm.layers.linear import Linear, MergedLinear, SiluGate, by_rows
+from mmvllm.layers.linear import Linear, MergedLinear
+from mmvllm.layers.mlp import GatedMLP
 from mmvllm.layers.norm import RMSNorm
 from mmvllm.models.rotary import mrope_cos_sin
 
@@ -19,24 +24,17 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.backend = backend
         q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        self.qkv_proj = MergedLinear(config.hidden_size, [q_size, kv_size, kv_size], bias=True)
+        self.qkv_proj = MergedLinear(config.hidden_size, [q_size, kv_size, kv_size], bias=config.qkv_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.o_proj = Linear(q_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
         q, k, v = (part.unflatten(1, (-1, self.head_dim)) for part in self.qkv_proj(x))  # (N, H, D), twice (N, K, D)
         k_cache, v_cache = kv_cache
-        q = rotary_write_kv(q, k, v, cos, sin, k_cache, v_cache, batch.slot_mapping)
+        norms = None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        q = rotary_write_kv(q, k, v, cos, sin, k_cache, v_cache, batch.slot_mapping, norms)
         return self.o_proj(self.backend.paged(q, k_cache, v_cache, batch).flatten(1))
-
-
-class MLP(nn.Module):
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.gate_up_proj = SiluGate(config.hidden_size, config.intermediate_size)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return by_rows(lambda rows: self.down_proj(self.gate_up_proj(rows)), x)
 
 
 class DecoderLayer(nn.Module):
@@ -45,14 +43,14 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, backend)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, kv_cache: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor]:
         """The previous layer's output and the residual to add it to, both (N, C) -> the same of this layer."""
-        x, residual = self.input_layernorm(x, residual)
-        x, residual = self.post_attention_layernorm(self.self_attn(x, cos, sin, kv_cache, batch), residual)
+        x, residual = self.input_layernorm.add(x, residual)
+        x, residual = self.post_attention_layernorm.add(self.self_attn(x, cos, sin, kv_cache, batch), residual)
         return self.mlp(x), residual
 
 
@@ -66,11 +64,15 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, backend) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
-        """x (N, C), kv_cache (layers, 2, num_blocks, block_size, K, D), written in place -> (R, C) that sample."""
-        c = self.config
-        cos, sin = mrope_cos_sin(batch.positions, c.head_dim, c.rope_theta, c.mrope_section, x.dtype)
+    def forward(self, x: Tensor, kv_cache: Tensor, batch: Batch, deepstack: Sequence[Tensor]) -> Tensor:
+        """x (N, C), kv_cache (layers, 2, num_blocks, block_size, K, D), written in place -> (R, C) that sample.
+
+        `deepstack` (arXiv 2406.04334) has image rows (M, C) for each of the first layers, to be added to its output.
+        """
+        cos, sin = mrope_cos_sin(batch.positions, self.config, x.dtype)
         residual = None
-        for layer, layer_cache in zip(self.layers, kv_cache, strict=True):
+        for layer, layer_cache, rows in zip_longest(self.layers, kv_cache, deepstack[: len(self.layers)]):
             x, residual = layer(x, residual, cos, sin, layer_cache, batch)
-        return self.norm(x[batch.sample_at], residual[batch.sample_at])[0]
+            if rows is not None:
+                splice_add(x, rows, batch.image_at)
+        return self.norm.add(x[batch.sample_at], residual[batch.sample_at])[0]

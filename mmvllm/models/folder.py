@@ -17,10 +17,11 @@ CONFIGS = ("*.json", "*.txt", "*.jinja")
 NAMES = (
     (r"awq|gptq|gguf|mlx|bnb|nf4|fp8|int[48]|[48]-?bit", "a quantized format, which is not supported"),
     (r"qwen2-?vl", "Qwen2-VL, which is supported"),
-    (r"qwen2[.-_]?5-?vl", "Qwen2.5-VL, which is not supported yet"),
+    (r"qwen2[.-_]?5-?vl", "Qwen2.5-VL, which is supported"),
     (r"qwen3[.-_]?5", "Qwen3.5, which is not supported"),
-    (r"qwen3-?vl", "Qwen3-VL, which is not supported yet"),
+    (r"qwen3-?vl", "Qwen3-VL, which is supported"),
     (r"qwen2(\.5)?-((coder|math)-)?[\d.]+b(?!-a\d)", "text-only Qwen2, which is supported"),
+    (r"qwen3-[\d.]+b(?!-a\d)", "text-only Qwen3, which is supported"),
     (r"llava|internvl|pixtral|paligemma|gemma|llama|mistral|phi-|smolvlm|idefics|molmo|minicpm|glm|florence|blip|moondream",
      "an architecture that is not supported"),
 )  # fmt: skip

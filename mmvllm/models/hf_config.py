@@ -7,6 +7,12 @@ from typing import Any
 from mmvllm.arguments import check_int
 from mmvllm.config import torch_dtype
 
+# Those of the Qwen-VL tokenizers, for configs that leave them out.
+SPECIAL_TOKEN_IDS = {"image_token_id": 151655, "vision_start_token_id": 151652, "vision_end_token_id": 151653}
+
+
+ROPE_THETA = 10000.0  # of the rotary positions of all these ViTs
+
 
 def read_json(path: Path) -> dict | None:
     """A JSON object without its nulls, which mean the same as leaving the name out; None if there is no such file."""
@@ -24,12 +30,18 @@ def json_object(name: str, value: Any) -> dict:
     return {key: item for key, item in value.items() if item is not None}
 
 
-def decoder_fields(raw: dict, generation: dict) -> dict[str, Any]:
-    """`ModelConfig` fields of a decoder, from the published flat layout or transformers 5's nested one.
+def text_config(raw: dict) -> dict:
+    """The decoder's part of a config: nested, as transformers 5 writes it, or flat, as it was published."""
+    return {**raw, **json_object("text_config", raw.get("text_config", {}))}
 
-    (`text_config`, `rope_parameters`, `dtype`.) Raises ValueError for a decoder that is not of the supported kind.
+
+def decoder_fields(raw: dict, generation: dict) -> dict[str, Any]:
+    """`ModelConfig` fields that all families read alike, from either layout and either name of a field.
+
+    (`rope_parameters` was `rope_scaling`, `dtype` was `torch_dtype`.) Raises ValueError for a decoder of a kind that is
+    not supported.
     """
-    text = {**raw, **json_object("text_config", raw.get("text_config", {}))}
+    text = text_config(raw)
     rope = json_object("rope_parameters", text.get("rope_parameters") or text.get("rope_scaling") or {})
     rope.setdefault("rope_theta", text.get("rope_theta"))
     _check_decoder(text, rope)
@@ -46,12 +58,30 @@ def decoder_fields(raw: dict, generation: dict) -> dict[str, Any]:
         "rms_norm_eps": float(text["rms_norm_eps"]),
         "rope_theta": float(rope["rope_theta"]),
         "mrope_section": tuple(rope["mrope_section"]) if "mrope_section" in rope else None,
-        "tie_word_embeddings": bool(raw.get("tie_word_embeddings") or text.get("tie_word_embeddings")),
+        "tie_word_embeddings": bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings"))),
         "dtype": torch_dtype(text.get("dtype") or text.get("torch_dtype")) or torch_dtype("float32"),
         "eos_token_ids": _eos_token_ids(generation.get("eos_token_id", text.get("eos_token_id"))),
         "quantization": quantization_of(raw),
         "max_new_tokens": _max_new_tokens(generation),
     }
+
+
+def vision_fields(raw: dict, defaults: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `vision_config` that `defaults` names, by their names there; its integers are checked."""
+    vision = json_object("vision_config", raw.get("vision_config", {}))
+    fields = {name: vision.get(name, default) for name, default in defaults.items()}
+    for name, default in defaults.items():
+        if isinstance(default, int):
+            check_int(f"vision_config's {name}", fields[name])
+    rope_theta = json_object("rope_parameters", vision.get("rope_parameters", {})).get("rope_theta", ROPE_THETA)
+    if rope_theta != ROPE_THETA:
+        raise ValueError(f"vision_config's rope_theta is {rope_theta}, only {ROPE_THETA} is supported")
+    return fields
+
+
+def token_ids(raw: dict, defaults: dict[str, int]) -> dict[str, int]:
+    """The ids of special tokens that `defaults` names."""
+    return {name: raw.get(name, default) for name, default in defaults.items()}
 
 
 def quantization_of(raw: dict) -> str | None:

@@ -1,5 +1,7 @@
 """Which model families there are, by the architecture in config.json; a family is imported when it is needed."""
 
+import re
+from difflib import SequenceMatcher
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +16,11 @@ if TYPE_CHECKING:  # these import torch, which a command that refuses a checkpoi
 # Architecture -> the package whose FAMILY serves it.
 FAMILIES = {
     "Qwen2VLForConditionalGeneration": "mmvllm.models.qwen2_vl",
+    "Qwen2_5_VLForConditionalGeneration": "mmvllm.models.qwen2_5_vl",
+    "Qwen3VLForConditionalGeneration": "mmvllm.models.qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "mmvllm.models.qwen3_vl",
     "Qwen2ForCausalLM": "mmvllm.models.qwen2_vl",
+    "Qwen3ForCausalLM": "mmvllm.models.qwen3_vl",
 }
 
 
@@ -58,4 +64,15 @@ def read_config(folder: str | Path) -> tuple[str, dict]:
 
 def _check_architecture(architecture: str) -> None:
     if architecture not in FAMILIES:
-        raise ValueError(f"architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}")
+        sibling = _sibling(architecture)
+        raise ValueError(
+            f"architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}"
+            + (f"; the nearest to it is {sibling}" if sibling else "")
+        )
+
+
+def _sibling(architecture: str) -> str | None:
+    """The supported architecture of the same generation whose name is most similar."""
+    generation = re.match(r"Qwen\d|", architecture)[0]
+    same = [name for name in FAMILIES if generation and name.startswith(generation)]
+    return max(same, key=lambda name: SequenceMatcher(None, name, architecture).ratio(), default=None)

@@ -1,10 +1,14 @@
 """Rotary position embeddings: M-RoPE for the decoder, 2-D rotary for the ViT (arXiv 2104.09864, 2409.12191)."""
 
+from collections.abc import Sequence
 from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 
+from mmvllm.config import ModelConfig
+from mmvllm.inputs import Grid
+from mmvllm.models.hf_config import ROPE_THETA
 from mmvllm.transfer import to_device
 
 
@@ -15,39 +19,55 @@ def inverse_frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
 
 
 @cache
-def _axes(mrope_section: tuple[int, ...], device: torch.device) -> Tensor:
-    """The position axis that each frequency is multiplied with: (D / 2,)."""
+def _axes(mrope_section: tuple[int, ...], interleaved: bool, device: torch.device) -> Tensor:
+    """The position axis that each frequency is multiplied with: (D / 2,).
+
+    (2, 3, 3)              time time height height height width width width
+    (4, 2, 2) interleaved  time height width time height width time time
+    """
     axes = [axis for axis, size in enumerate(mrope_section) for _ in range(size)]
+    if interleaved:
+        axes = [0] * len(axes)
+        for axis, size in enumerate(mrope_section[1:], start=1):
+            turns = range(axis, min(3 * size, len(axes)), 3)
+            axes[axis : turns.stop : 3] = [axis] * len(turns)
     return torch.tensor(axes, device=device)
 
 
-def mrope_cos_sin(
-    positions: Tensor, head_dim: int, theta: float, mrope_section: tuple[int, ...] | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def mrope_cos_sin(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """positions (3, N) -> cos and sin (N, D / 2) in `dtype`.
 
     `mrope_section` divides the frequencies among the axes: for (16, 24, 24) the first 16 rotate with time, the next 24
-    with height, the last 24 with width. Without it all rotate with the first axis, as in a text-only model.
+    with height, the last 24 with width, unless they are interleaved. Without it all rotate with the first axis, as in a
+    text-only model.
     """
-    axes = _axes(mrope_section or (head_dim // 2,), positions.device)
+    section = config.mrope_section or (config.head_dim // 2,)
+    axes = _axes(section, config.mrope_interleaved, positions.device)
     rotating = positions.T[:, axes]  # (N, D / 2)
-    angles = rotating.float() * inverse_frequencies(head_dim, theta, positions.device)
+    angles = rotating.float() * inverse_frequencies(config.head_dim, config.rope_theta, positions.device)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+def vision_positions(grids: Sequence[Grid], merge_size: int) -> Tensor:
+    """Row and column (2, P) of each patch of the images, packed, in merge order; on the CPU."""
+    return torch.cat([_image_positions(grid, merge_size) for grid in grids], dim=1)
+
+
 @lru_cache(maxsize=256)
-def vision_positions(grid_thw: tuple[int, int, int], merge_size: int) -> Tensor:
-    """Row and column (2, P) of each patch of an image, in merge order; on the CPU, cached for recent grids."""
-    t, h, w = grid_thw
+def _image_positions(grid: Grid, merge_size: int) -> Tensor:
+    t, h, w = grid
     m = merge_size
     rows_and_columns = torch.stack(torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij"))
     blocks = rows_and_columns.view(2, h // m, m, w // m, m).transpose(2, 3).reshape(2, -1)
     return blocks.repeat(1, t)
 
 
-def vision_cos_sin(grids: list[tuple[int, int, int]], merge_size: int, head_dim: int, device: torch.device):
-    """cos and sin (P, D / 2) in float32: half of the frequencies rotate with the row, half with the column."""
-    positions = to_device(torch.cat([vision_positions(grid, merge_size) for grid in grids], dim=1), device)  # (2, P)
-    angles = positions[:, :, None].float() * inverse_frequencies(head_dim // 2, 10000.0, device)  # (2, P, D / 4)
+def vision_cos_sin(positions: Tensor, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows and columns (2, P) -> cos and sin (P, D / 2) in float32.
+
+    Half of the frequencies rotate with the row, half with the column.
+    """
+    frequencies = inverse_frequencies(head_dim // 2, ROPE_THETA, device)
+    angles = to_device(positions, device)[:, :, None].float() * frequencies  # (2, P, D / 4)
     angles = torch.cat([angles[0], angles[1]], dim=-1)
     return angles.cos(), angles.sin()

@@ -1,6 +1,7 @@
 """Checkpoint folder -> model: safetensors through memory maps, random weights, or a clear refusal."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tqdm.auto import tqdm
 
 from mmvllm.config import ModelConfig
 from mmvllm.layers.attention import AttentionBackend, TorchAttention
-from mmvllm.layers.linear import MergedLinear
+from mmvllm.layers.linear import AssembledModule
 from mmvllm.models.folder import check_not_quantized, weight_files
 from mmvllm.models.interface import Model
 from mmvllm.models.registry import family_of
@@ -35,6 +36,7 @@ def load_model(
         model = family_of(config.architecture).build(config, attention).to(dtype)
     files = [] if load_format == "dummy" else weight_files(folder)
     model = model.to_empty(device=device).eval().requires_grad_(False)
+    _clear_padding(model)
     if load_format == "dummy":
         _fill_randomly(model, seed)
     else:
@@ -55,7 +57,7 @@ def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _fill(model: Model, files: list[Path], folder: Path) -> None:
-    missing = dict(_destinations(model))
+    missing = {(name, part): view for name, part, view in checkpoint_views(model)}
     extra, misshapen = [], []
     for name, tensor in _tensors(files):
         target = model.parameter_for(name)
@@ -81,15 +83,32 @@ def _fill(model: Model, files: list[Path], folder: Path) -> None:
         raise ValueError(f"{folder} does not match its config.json: {'; '.join(problems)}")
 
 
-def _destinations(model: nn.Module) -> Iterator[tuple[tuple[str, int | None], Tensor]]:
-    """Every place a checkpoint tensor may go: whole parameters, and the rows of merged ones."""
+def checkpoint_views(model: nn.Module) -> Iterator[tuple[str, int | None, Tensor]]:
+    """(parameter, part, view) of every tensor that a checkpoint has for the model: where it is copied to."""
     for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(prefix=prefix, recurse=False):
-            if isinstance(module, MergedLinear):
-                for part, rows in enumerate(module.rows):
-                    yield (name, part), parameter.data[rows]
-            else:
-                yield (name, None), parameter.data
+        if isinstance(module, AssembledModule):
+            for name, part, view in module.checkpoint_views():
+                yield f"{prefix}.{name}", part, view
+        else:
+            for name, parameter in module.named_parameters(prefix=prefix, recurse=False):
+                yield name, None, parameter.data
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Values in the checkpoint's tensors: without the padding that some layers have."""
+    return sum(view.numel() for _, _, view in checkpoint_views(model))
+
+
+def _clear_padding(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, AssembledModule):
+            covered = Counter()
+            for name, _, view in module.checkpoint_views():
+                covered[name] += view.numel()
+            for name, number in covered.items():
+                parameter = module.get_parameter(name)
+                if number < parameter.numel():
+                    parameter.data.zero_()
 
 
 def _is_patch_embedding(destination: Tensor, tensor: Tensor) -> bool:
@@ -101,8 +120,8 @@ def _fill_randomly(model: nn.Module, seed: int) -> None:
     logger.info("random weights (load_format='dummy'): the text will make no sense")
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed % 2**64)
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0.0, 0.02, generator=generator)
+    for name, _, view in checkpoint_views(model):
+        if view.dim() > 1:
+            view.normal_(0.0, 0.02, generator=generator)
         else:
-            parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
+            view.fill_(0.0 if name.endswith("bias") else 1.0)

@@ -26,13 +26,13 @@ sys.exit(main(sys.argv[1:]))
 def folder(tmp_path, monkeypatch) -> Path:
     """The working folder: checkpoints that cannot be served, and an image."""
     shutil.copytree(BUNDLED, tmp_path / "awq")
-    for name in ("qwen2.5-vl", "no-weights", "no-config"):
+    for name in ("qwen3.5", "no-weights", "no-config"):
         (tmp_path / name).mkdir()
     config = json.loads((BUNDLED / "config.json").read_text())
     (tmp_path / "no-weights" / "config.json").write_text(json.dumps(config))
     (tmp_path / "awq" / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
-    unsupported = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
-    (tmp_path / "qwen2.5-vl" / "config.json").write_text(json.dumps(unsupported))
+    unsupported = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
+    (tmp_path / "qwen3.5" / "config.json").write_text(json.dumps(unsupported))
     shutil.copy(ROOT / "examples" / "images" / "scene-01.png", tmp_path / "x.png")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -45,9 +45,9 @@ def folder(tmp_path, monkeypatch) -> Path:
         ("caption x.png --model nosuch", "model 'nosuch' is neither a local folder nor a hub id"),
         ("caption x.png --model no-config", "no-config: not a checkpoint folder, it has no config.json"),
         ("caption x.png --model no-weights", "no-weights has no *.safetensors weights"),
-        ("caption x.png --model qwen2.5-vl", "architecture 'Qwen2_5_VLForConditionalGeneration' is not supported"),
+        ("caption x.png --model qwen3.5", "architecture 'Qwen3_5ForConditionalGeneration' is not supported"),
         ("caption x.png --model awq", "awq is awq-quantized, which is not supported"),
-        ("caption x.png --model Qwen/Qwen2.5-VL-7B-Instruct", "its name says Qwen2.5-VL, which is not supported yet"),
+        ("caption x.png --model Qwen/Qwen3.5-4B", "its name says Qwen3.5, which is not supported"),
         ("serve --model Qwen/Qwen2-VL-2B-Instruct", "its name says Qwen2-VL, which is supported"),
         ("demo --model nosuch", "model 'nosuch' is neither"),
         ("bench latency --model nosuch", "model 'nosuch' is neither"),
@@ -111,8 +111,8 @@ def test_what_argparse_accepts_is_accepted(line, folder, capsys):
     ("model", "told"),
     [
         ("Qwen/Qwen2-VL-72B-Instruct", "Qwen2-VL, which is supported"),
-        ("Qwen/Qwen2.5-VL-3B-Instruct", "Qwen2.5-VL, which is not supported yet"),
-        ("Qwen/Qwen3-VL-8B-Instruct", "Qwen3-VL, which is not supported yet"),
+        ("Qwen/Qwen2.5-VL-3B-Instruct", "Qwen2.5-VL, which is supported"),
+        ("Qwen/Qwen3-VL-8B-Instruct", "Qwen3-VL, which is supported"),
         ("Qwen/Qwen2.5-7B-Instruct", "text-only Qwen2, which is supported"),
         ("Qwen/Qwen2-VL-7B-Instruct-GPTQ-Int4", "a quantized format, which is not supported"),
         ("someone/Qwen2-VL-7B-GGUF", "a quantized format, which is not supported"),

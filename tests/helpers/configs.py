@@ -1,10 +1,10 @@
 """Compare a parsed config with the one of transformers."""
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
-from mmvllm.config import ModelConfig
+from mmvllm.config import ModelConfig, VisionConfig
 from mmvllm.models.registry import load_config
 
 DECODER = ("hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers")
@@ -24,6 +24,20 @@ def assert_equals_transformers(folder) -> ModelConfig:
     assert got.dtype == want.dtype
     assert got.image_token_id == getattr(want, "image_token_id", None)
     assert (got.vision is None) == (getattr(want, "vision_config", None) is None)
-    for field in fields(got.vision) if got.vision else ():
-        assert getattr(got.vision, field.name) == getattr(want.vision_config, field.name), field.name
+    if got.vision:
+        assert_vision_equals_transformers(got.vision, want.vision_config)
     return got
+
+
+def assert_vision_equals_transformers(got: VisionConfig, want: PreTrainedConfig) -> None:
+    """Compare all fields; Qwen2-VL has other names for three sizes."""
+    expected = {field.name: getattr(want, field.name, None) for field in fields(got)}
+    if want.model_type.startswith("qwen2_vl"):
+        expected["out_hidden_size"] = want.hidden_size
+        expected["intermediate_size"] = int(want.mlp_ratio * want.embed_dim)
+    else:
+        expected["embed_dim"] = want.hidden_size
+    for name in ("fullatt_block_indexes", "deepstack_visual_indexes"):
+        if name in expected:
+            expected[name] = type(getattr(got, name))(expected[name])
+    assert asdict(got) == expected

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmvllm.models.qwen2_vl.processing import IMAGE_DEFAULTS
+from mmvllm.models.vision_language import IMAGE_DEFAULTS
 from mmvllm.processors.image import ImageProcessorConfig
 
 

@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from mmvllm.models.qwen2_vl.config import Qwen2VLVisionConfig
-from mmvllm.models.registry import load_config
+from mmvllm.models.registry import FAMILIES, load_config
 from tests.helpers.configs import DECODER, assert_equals_transformers
 
 FLAT = {  # the layout of the published checkpoints
@@ -172,7 +171,8 @@ def test_a_vision_model_without_a_vision_config_has_the_default_vit(folder_of):
     big = {**FLAT, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
     del big["vision_config"], big["rope_scaling"], big["image_token_id"]
     config = load_config(folder_of(big))
-    assert (config.vision, config.mrope_section, config.image_token_id) == (Qwen2VLVisionConfig(), (16, 24, 24), 151655)
+    assert (config.vision.depth, config.vision.embed_dim, config.vision.intermediate_size) == (32, 1280, 5120)
+    assert (config.mrope_section, config.image_token_id) == ((16, 24, 24), 151655)
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
@@ -253,9 +253,13 @@ def test_all_missing_values_are_named(folder_of):
         (("rope_scaling",), "mrope", "rope_parameters is 'mrope', must be a JSON object"),
         (("text_config",), [1], r"text_config is \[1\], must be a JSON object"),
         (("vision_config",), "vit", "vision_config is 'vit', must be a JSON object"),
-        (("vision_config", "hidden_size"), 32, "vision_config's hidden_size is 32, must be the decoder's, 64"),
+        (
+            ("vision_config", "hidden_size"),
+            32,
+            "rows of 32 values, must be the decoder's hidden_size, 64",
+        ),
         (("vision_config", "patch_size"), [14, 14], r"vision_config's patch_size is \[14, 14\], must be an integer"),
-        (("vision_config", "num_heads"), 5, "embed_dim is 48, must be a multiple of num_heads, 5"),
+        (("vision_config", "num_heads"), 5, "the ViT's width is 48, must be a multiple of its number of heads, 5"),
     ],
     ids=str,
 )
@@ -267,7 +271,7 @@ def test_unsupported_values_are_refused(keys, value, match, folder_of):
 @pytest.mark.parametrize(
     "config",
     [
-        {**FLAT, "architectures": ["Qwen2_5_VLForConditionalGeneration"]},
+        {**FLAT, "architectures": ["Qwen3_5ForConditionalGeneration"]},
         {"architectures": ["GPT2LMHeadModel"], "n_embd": 768},
         {"architectures": ["LlamaForCausalLM"], "rope_scaling": {"rope_type": "llama3"}, "use_sliding_window": True},
         {"model_type": "bert"},
@@ -277,8 +281,7 @@ def test_unsupported_values_are_refused(keys, value, match, folder_of):
 )
 def test_an_unsupported_architecture_is_refused_before_its_values_are_checked(config, folder_of):
     name = (config.get("architectures") or [config.get("model_type", "unknown")])[0]
-    supported = "Qwen2VLForConditionalGeneration, Qwen2ForCausalLM"
-    with pytest.raises(ValueError, match=f"architecture '{name}' is not supported; supported: {supported}"):
+    with pytest.raises(ValueError, match=f"architecture '{name}' is not supported; supported: {', '.join(FAMILIES)}"):
         load_config(folder_of(config))
 
 
@@ -288,5 +291,5 @@ def test_an_unknown_vision_activation_is_refused(checkpoint, tmp_path, make_llm)
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(with_value(config, "tanh", "vision_config", "hidden_act")))
-    with pytest.raises(ValueError, match="hidden_act is 'tanh'; supported: quick_gelu, gelu, silu"):
+    with pytest.raises(ValueError, match="hidden_act is 'tanh'; supported: quick_gelu, gelu, gelu_pytorch_tanh, silu"):
         make_llm(tmp_path)

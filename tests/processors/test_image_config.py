@@ -7,7 +7,7 @@ import pytest
 from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as hf
 
 from mmvllm.models.folder import BUNDLED
-from mmvllm.models.qwen2_vl.processing import IMAGE_DEFAULTS
+from mmvllm.models.vision_language import IMAGE_DEFAULTS
 from mmvllm.processors.image import (
     ImageProcessorConfig,
 )

@@ -1,0 +1,68 @@
+"""Configs of Qwen2.5-VL."""
+
+from dataclasses import dataclass
+
+from mmvllm.arguments import check_int
+from mmvllm.config import ModelConfig, VisionConfig
+from mmvllm.models.hf_config import SPECIAL_TOKEN_IDS, decoder_fields, token_ids, vision_fields
+
+MROPE_SECTION = (16, 24, 24)  # of configs that leave it out
+
+# Those of transformers' Qwen2_5_VLVisionConfig, because published configs rely on them.
+VISION_DEFAULTS = {
+    "depth": 32,
+    "hidden_size": 3584,
+    "hidden_act": "silu",
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "window_size": 112,
+    "out_hidden_size": 3584,
+    "fullatt_block_indexes": (7, 15, 23, 31),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen25VLVisionConfig(VisionConfig):
+    """A ViT with window attention.
+
+    Args:
+        window_size: pixels of a window's side.
+        fullatt_block_indexes: the blocks whose patches attend to their whole frame.
+    """
+
+    window_size: int
+    fullatt_block_indexes: frozenset[int]
+
+    def __post_init__(self) -> None:
+        super(Qwen25VLVisionConfig, self).__post_init__()
+        if self.hidden_act != "silu":
+            raise ValueError(f"the ViT's hidden_act is {self.hidden_act!r}, only 'silu' is supported")
+        if self.window_size < self.patch_size * self.spatial_merge_size:
+            raise ValueError(
+                f"window_size is {self.window_size}, must be at least the {self.patch_size * self.spatial_merge_size} "
+                "pixels of one merged token"
+            )
+
+    @property
+    def window_rows(self) -> int:
+        """Merged tokens along a window's side."""
+        return self.window_size // self.spatial_merge_size // self.patch_size
+
+
+def parse_config(architecture: str, raw: dict, generation: dict) -> ModelConfig:
+    decoder = decoder_fields(raw, generation) | {"qkv_bias": True, "qk_norm": False}
+    decoder["mrope_section"] = decoder["mrope_section"] or MROPE_SECTION
+    ids = token_ids(raw, SPECIAL_TOKEN_IDS)
+    return ModelConfig(architecture=architecture, **decoder, **ids, vision=_vision_config(raw))
+
+
+def _vision_config(raw: dict) -> Qwen25VLVisionConfig:
+    fields = vision_fields(raw, VISION_DEFAULTS)
+    for index in fields["fullatt_block_indexes"]:
+        check_int("vision_config's fullatt_block_indexes", index, at_least=0)
+    fields["fullatt_block_indexes"] = frozenset(fields["fullatt_block_indexes"])
+    return Qwen25VLVisionConfig(embed_dim=fields.pop("hidden_size"), **fields)

@@ -1,0 +1,70 @@
+"""The Qwen2.5-VL vision transformer (arXiv 2502.13923): window attention in most blocks, RMSNorm and SwiGLU.
+
+Merged tokens, each merge_size x merge_size patches, are reordered window by window before the first block, so that a
+window is a run of patches, and their rows are put back after the merger.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor, nn
+
+from mmvllm.inputs import Grid
+from mmvllm.layers.attention import AttentionBackend, Segments
+from mmvllm.layers.mlp import GatedMLP
+from mmvllm.layers.norm import RMSNorm
+from mmvllm.models.qwen2_5_vl.config import Qwen25VLVisionConfig
+from mmvllm.models.rotary import vision_cos_sin, vision_positions
+from mmvllm.models.vision import PatchEmbed, PatchMerger, VisionBlock, frames
+from mmvllm.transfer import to_device
+
+Norm = partial(RMSNorm, eps=1e-6)
+
+
+class Qwen25VisionTransformer(nn.Module):
+    """All images of a step in one call; `fullatt_block_indexes` name the blocks without windows."""
+
+    def __init__(self, config: Qwen25VLVisionConfig, backend: type[AttentionBackend]):
+        super().__init__()
+        self.config = config
+        self.patch_embed = PatchEmbed(config, bias=False)
+        self.blocks = nn.ModuleList(
+            VisionBlock(config, backend, Norm, GatedMLP(config.embed_dim, config.intermediate_size, bias=True))
+            for _ in range(config.depth)
+        )
+        self.merger = PatchMerger(config, Norm)
+
+    def forward(self, patches: Tensor, grids: list[Grid]) -> Tensor:
+        """Normalised patches (P, patch_dim) of images with the given (t, h, w) grids, packed -> rows (M, C)."""
+        c, merge_size = self.config, self.config.spatial_merge_size
+        order, window_lens = window_order(grids, merge_size, c.window_rows)
+        patch_order = (order[:, None] * merge_size**2 + torch.arange(merge_size**2)).flatten()  # (P,)
+        positions = vision_positions(grids, merge_size)[:, patch_order]
+        cos, sin = vision_cos_sin(positions, c.head_dim, patches.device)
+        windows, whole = Segments.of(window_lens, patches.device), frames(grids, patches)
+        x = self.patch_embed(patches)[to_device(patch_order, patches.device)]  # (P, embed_dim)
+        for i, block in enumerate(self.blocks):
+            x = block(x, cos, sin, whole if i in c.fullatt_block_indexes else windows)
+        return self.merger(x)[to_device(order.argsort(), patches.device)]
+
+
+def window_order(grids: Sequence[Grid], merge_size: int, window_rows: int) -> tuple[Tensor, list[int]]:
+    """The merged tokens of all images (M,), window by window, and the number of patches in each window."""
+    orders, lens, first = [], [], 0
+    for grid in grids:
+        order, windows = _order_of_image(grid, merge_size, window_rows)
+        orders.append(order + first)
+        lens += windows
+        first += len(order)
+    return torch.cat(orders), lens
+
+
+@lru_cache(maxsize=256)
+def _order_of_image(grid: Grid, merge_size: int, window_rows: int) -> tuple[Tensor, tuple[int, ...]]:
+    """Windows go row by row within a frame, tokens row by row within a window; those at the edges may be smaller."""
+    t, rows, columns = grid[0], grid[1] // merge_size, grid[2] // merge_size
+    frame = torch.arange(rows * columns).view(rows, columns)
+    windows = [window.flatten() for band in frame.split(window_rows) for window in band.split(window_rows, dim=1)]
+    order = torch.cat(windows) + rows * columns * torch.arange(t)[:, None]  # (t, rows * columns)
+    return order.flatten(), tuple(len(window) * merge_size**2 for window in windows) * t

@@ -1,0 +1,90 @@
+"""Configs of Qwen3-VL, dense and as a mixture of experts, and of text-only Qwen3."""
+
+from dataclasses import dataclass
+from math import isqrt
+
+from mmvllm.arguments import check_int
+from mmvllm.config import ExpertsConfig, ModelConfig, VisionConfig
+from mmvllm.models.hf_config import SPECIAL_TOKEN_IDS, decoder_fields, text_config, token_ids, vision_fields
+
+DENSE, SPARSE, TEXT_ONLY = "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Qwen3ForCausalLM"
+MROPE_SECTION = (24, 20, 20)  # of configs that leave it out
+
+# Those of transformers' Qwen3VLVisionConfig, for configs that leave them out.
+VISION_DEFAULTS = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "hidden_act": "gelu_pytorch_tanh",
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 3584,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": (8, 16, 24),
+}
+# Those of transformers' Qwen3VLMoeTextConfig.
+EXPERTS_DEFAULTS = {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3VLVisionConfig(VisionConfig):
+    """A ViT with learned positions and DeepStack (arXiv 2406.04334).
+
+    Args:
+        num_position_embeddings: learned positions, of a square grid.
+        deepstack_visual_indexes: the blocks whose outputs are rows for the decoder, too: those of the i-th of these
+            blocks for its i-th layer.
+    """
+
+    num_position_embeddings: int
+    deepstack_visual_indexes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        super(Qwen3VLVisionConfig, self).__post_init__()
+        indexes = self.deepstack_visual_indexes
+        if sorted({*indexes} & {*range(self.depth)}) != list(indexes):
+            raise ValueError(
+                f"deepstack_visual_indexes is {list(indexes)}, must be increasing indexes of the {self.depth} blocks"
+            )
+        if isqrt(self.num_position_embeddings) ** 2 != self.num_position_embeddings:
+            raise ValueError(f"num_position_embeddings is {self.num_position_embeddings}, must be a square number")
+
+    @property
+    def row_size(self) -> int:
+        return (1 + len(self.deepstack_visual_indexes)) * self.out_hidden_size
+
+
+def parse_config(architecture: str, raw: dict, generation: dict) -> ModelConfig:
+    if text_config(raw).get("attention_bias"):
+        raise ValueError("asks for attention_bias, which is not supported")
+    decoder = decoder_fields(raw, generation) | {"qkv_bias": False, "qk_norm": True}
+    if architecture == TEXT_ONLY:
+        return ModelConfig(architecture=architecture, **decoder | {"mrope_section": None})
+    decoder |= {"mrope_section": decoder["mrope_section"] or MROPE_SECTION, "mrope_interleaved": True}
+    if architecture == SPARSE:
+        decoder["experts"] = _experts_config(text_config(raw))
+    ids = token_ids(raw, SPECIAL_TOKEN_IDS)
+    return ModelConfig(architecture=architecture, **decoder, **ids, vision=_vision_config(raw))
+
+
+def _vision_config(raw: dict) -> Qwen3VLVisionConfig:
+    fields = vision_fields(raw, VISION_DEFAULTS)
+    fields["deepstack_visual_indexes"] = tuple(fields["deepstack_visual_indexes"])
+    return Qwen3VLVisionConfig(embed_dim=fields.pop("hidden_size"), **fields)
+
+
+def _experts_config(text: dict) -> ExpertsConfig:
+    sizes = {name: text.get(name, default) for name, default in EXPERTS_DEFAULTS.items()}
+    step = text.get("decoder_sparse_step", 1)
+    for name, size in {**sizes, "decoder_sparse_step": step}.items():
+        check_int(name, size)
+    layers = range(text["num_hidden_layers"])
+    return ExpertsConfig(
+        num_experts=sizes["num_experts"],
+        num_experts_per_tok=sizes["num_experts_per_tok"],
+        intermediate_size=sizes["moe_intermediate_size"],
+        dense_layers=frozenset(i for i in layers if i in text.get("mlp_only_layers", ()) or (i + 1) % step),
+    )

@@ -1,0 +1,22 @@
+"""Qwen3-VL as the rest of mmvllm sees it."""
+
+from types import MappingProxyType
+
+from mmvllm.config import ModelConfig
+from mmvllm.models.qwen3_vl.config import DENSE, SPARSE, TEXT_ONLY, parse_config
+from mmvllm.models.qwen3_vl.vision import Qwen3VisionTransformer
+from mmvllm.models.vision_language import QwenVLFamily
+
+
+class Qwen3VLFamily(QwenVLFamily):
+    """Checkpoints of arXiv 2511.21631, and text-only Qwen3 (arXiv 2505.09388)."""
+
+    architectures = (DENSE, SPARSE, TEXT_ONLY)
+    vision_transformer = Qwen3VisionTransformer
+    published = MappingProxyType({"decoder.": "model.language_model.", "visual.": "model.visual.", ".fc": ".linear_fc"})
+
+    def parse_config(self, architecture: str, raw: dict, generation: dict) -> ModelConfig:
+        return parse_config(architecture, raw, generation)
+
+
+FAMILY = Qwen3VLFamily()

@@ -1,0 +1,99 @@
+"""The Qwen3-VL vision transformer (arXiv 2511.21631): learned positions, interpolated, and rows for several layers."""
+
+from functools import lru_cache, partial
+from math import isqrt
+
+import torch
+from torch import Tensor, nn
+
+from mmvllm.inputs import Grid
+from mmvllm.layers.attention import AttentionBackend
+from mmvllm.layers.linear import Linear
+from mmvllm.models.qwen3_vl.config import Qwen3VLVisionConfig
+from mmvllm.models.rotary import vision_cos_sin, vision_positions
+from mmvllm.models.vision import PatchEmbed, VisionBlock, VisionMLP, frames
+from mmvllm.transfer import to_device
+
+LayerNorm = partial(nn.LayerNorm, eps=1e-6)
+
+
+class Qwen3PatchMerger(nn.Module):
+    """Joins each merge_size x merge_size square of patches into one row, normalised before or (DeepStack) after."""
+
+    def __init__(self, config: Qwen3VLVisionConfig, norm_after: bool):
+        super().__init__()
+        self.width = config.embed_dim * config.spatial_merge_size**2
+        self.norm_width = self.width if norm_after else config.embed_dim
+        self.norm = LayerNorm(self.norm_width)
+        self.fc1 = Linear(self.width, self.width)
+        self.fc2 = Linear(self.width, config.out_hidden_size)
+        self.act = nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x.view(-1, self.norm_width)).view(-1, self.width)  # (P, embed_dim) -> (M, width)
+        return self.fc2(self.act(self.fc1(x)))  # (M, C)
+
+
+class PositionEmbedding(nn.Embedding):
+    """Learned embeddings of a square grid of positions, interpolated bilinearly to the grid of an image."""
+
+    def forward(self, grids: list[Grid], merge_size: int) -> Tensor:
+        """Embeddings (P, embed_dim) of the patches of the images, packed, in merge order; summed in float32."""
+        taps = [_taps(grid, merge_size, isqrt(self.num_embeddings)) for grid in grids]
+        indexes, weights = (to_device(torch.cat(parts, dim=1), self.weight.device) for parts in zip(*taps, strict=True))
+        return sum(self.weight[at] * w[:, None] for at, w in zip(indexes, weights, strict=True)).to(self.weight.dtype)
+
+
+class Qwen3VisionTransformer(nn.Module):
+    """All images of a step in one call."""
+
+    def __init__(self, config: Qwen3VLVisionConfig, backend: type[AttentionBackend]):
+        super().__init__()
+        self.config = config
+        self.patch_embed = PatchEmbed(config, bias=True)
+        self.pos_embed = PositionEmbedding(config.num_position_embeddings, config.embed_dim)
+        self.blocks = nn.ModuleList(
+            VisionBlock(config, backend, LayerNorm, VisionMLP(config)) for _ in range(config.depth)
+        )
+        self.merger = Qwen3PatchMerger(config, norm_after=False)
+        self.deepstack_merger_list = nn.ModuleList(
+            Qwen3PatchMerger(config, norm_after=True) for _ in config.deepstack_visual_indexes
+        )
+
+    def forward(self, patches: Tensor, grids: list[Grid]) -> Tensor:
+        """Normalised patches (P, patch_dim) of images with the given (t, h, w) grids, packed -> rows (M, row_size).
+
+        A row is that of the last block, and then those of the blocks that `deepstack_visual_indexes` names.
+        """
+        c = self.config
+        positions = vision_positions(grids, c.spatial_merge_size)
+        cos, sin = vision_cos_sin(positions, c.head_dim, patches.device)
+        segments = frames(grids, patches)
+        x = self.patch_embed(patches) + self.pos_embed(grids, c.spatial_merge_size)  # (P, embed_dim)
+        mergers = dict(zip(c.deepstack_visual_indexes, self.deepstack_merger_list, strict=True))
+        deepstack = []
+        for i, block in enumerate(self.blocks):
+            x = block(x, cos, sin, segments)
+            if i in mergers:
+                deepstack.append(mergers[i](x))
+        return torch.cat([self.merger(x), *deepstack], dim=1)
+
+
+@lru_cache(maxsize=256)
+def _taps(grid: Grid, merge_size: int, side: int) -> tuple[Tensor, Tensor]:
+    """The learned positions around each patch (4, P), in merge order, and their weights (4, P) float32; on the CPU.
+
+    The grid is stretched over the learned one so that their corners coincide.
+    """
+    rows, columns = vision_positions([grid], merge_size)
+    (top, bottom, down), (left, right, across) = _neighbours(rows, grid[1], side), _neighbours(columns, grid[2], side)
+    indexes = torch.stack([top * side + left, top * side + right, bottom * side + left, bottom * side + right])
+    weights = [(1 - down) * (1 - across), (1 - down) * across, down * (1 - across), down * across]
+    return indexes, torch.stack(weights)
+
+
+def _neighbours(at: Tensor, size: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The learned positions before and after patches `at` of `size` along an axis, and how far between them it is."""
+    place = at.float() * (side - 1) / max(size - 1, 1)
+    before = place.floor()
+    return before.long(), (before.long() + 1).clamp(max=side - 1), place - before

@@ -1,0 +1,102 @@
+"""What the families' ViTs share: packed patches of many images in one call, and attention within segments of them."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmvllm.config import VisionConfig
+from mmvllm.inputs import Grid
+from mmvllm.kernels.quick_gelu import quick_gelu
+from mmvllm.kernels.rotary import rotary
+from mmvllm.layers.attention import AttentionBackend, Segments
+from mmvllm.layers.linear import Linear, by_rows
+
+ACTIVATIONS = {
+    "quick_gelu": quick_gelu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+class PatchEmbed(nn.Module):
+    """The checkpoint's 3-D convolution, whose stride is its kernel, as the matrix product that it is."""
+
+    def __init__(self, config: VisionConfig, bias: bool):
+        super().__init__()
+        self.proj = Linear(config.patch_dim, config.embed_dim, bias=bias)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return self.proj(patches)
+
+
+class VisionAttention(nn.Module):
+    """Full attention within each segment, with 2-D rotary positions."""
+
+    def __init__(self, config: VisionConfig, backend: type[AttentionBackend]):
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.backend = backend
+        self.qkv = Linear(config.embed_dim, 3 * config.embed_dim)
+        self.proj = Linear(config.embed_dim, config.embed_dim)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
+        q, k, v = self.qkv(x).view(len(x), 3, self.num_heads, -1).unbind(1)  # each (P, H, D)
+        q, k = rotary(q, k, cos, sin)
+        return self.proj(self.backend.packed(q, k, v, segments).flatten(1))
+
+
+class VisionMLP(nn.Module):
+    """Two layers with the config's activation between them."""
+
+    def __init__(self, config: VisionConfig):
+        super().__init__()
+        if config.hidden_act not in ACTIVATIONS:
+            raise ValueError(f"the ViT's hidden_act is {config.hidden_act!r}; supported: {', '.join(ACTIVATIONS)}")
+        self.fc1 = Linear(config.embed_dim, config.intermediate_size)
+        self.fc2 = Linear(config.intermediate_size, config.embed_dim)
+        self.act = ACTIVATIONS[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return by_rows(lambda rows: self.fc2(self.act(self.fc1(rows))), x)
+
+
+class VisionBlock(nn.Module):
+    """Attention and an MLP, each after a norm that `make_norm` makes, each added to its input."""
+
+    def __init__(
+        self,
+        config: VisionConfig,
+        backend: type[AttentionBackend],
+        make_norm: Callable[[int], nn.Module],
+        mlp: nn.Module,
+    ):
+        super().__init__()
+        self.norm1 = make_norm(config.embed_dim)
+        self.norm2 = make_norm(config.embed_dim)
+        self.attn = VisionAttention(config, backend)
+        self.mlp = mlp
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
+        x = x + self.attn(self.norm1(x), cos, sin, segments)
+        return x + self.mlp(self.norm2(x))
+
+
+class PatchMerger(nn.Module):
+    """Joins each merge_size x merge_size square of patches into one row of the decoder's width."""
+
+    def __init__(self, config: VisionConfig, make_norm: Callable[[int], nn.Module]):
+        super().__init__()
+        self.width = config.embed_dim * config.spatial_merge_size**2
+        self.ln_q = make_norm(config.embed_dim)
+        self.mlp = nn.Sequential(Linear(self.width, self.width), nn.GELU(), Linear(self.width, config.out_hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.ln_q(x).view(-1, self.width))  # (P, embed_dim) -> (M, C)
+
+
+def frames(grids: list[Grid], x: Tensor) -> Segments:
+    """Each frame as a segment, on x's device: patches attend within their own frame only."""
+    return Segments.of([h * w for t, h, w in grids for _ in range(t)], x.device)

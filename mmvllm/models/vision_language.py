@@ -1,0 +1,151 @@
+"""A ViT whose rows replace the placeholders' embeddings in front of a decoder: the models of the Qwen-VL families.
+
+The same class without a ViT serves text-only checkpoints of the decoder.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mmvllm.batch import Batch
+from mmvllm.config import ModelConfig
+from mmvllm.inputs import Grid, MediaItem, MediaRules
+from mmvllm.kernels.splice import splice
+from mmvllm.layers.attention import AttentionBackend
+from mmvllm.layers.linear import Linear
+from mmvllm.models.decoder import Decoder
+from mmvllm.models.interface import Model, ModelFamily
+from mmvllm.processors.image import ImageProcessorConfig
+from mmvllm.processors.positions import mrope_positions
+
+# Those of transformers' Qwen2VLImageProcessor, which serves all these families, for checkpoints that leave them out.
+IMAGE_DEFAULTS = ImageProcessorConfig(
+    min_pixels=56 * 56,
+    max_pixels=28 * 28 * 1280,
+    patch_size=14,
+    temporal_patch_size=2,
+    merge_size=2,
+    rescale_factor=1 / 255,
+    image_mean=(0.48145466, 0.4578275, 0.40821073),
+    image_std=(0.26862954, 0.26130258, 0.27577711),
+)
+
+# Where checkpoints keep the parts: as published, and as transformers 5 saves them. Longest prefixes first.
+_PREFIXES = {
+    "model.language_model.": "decoder.",
+    "language_model.model.": "decoder.",
+    "model.visual.": "visual.",
+    "visual.": "visual.",
+    "language_model.lm_head.": "lm_head.",
+    "lm_head.": "lm_head.",
+    "model.": "decoder.",
+}
+_MERGED = {
+    "q_proj": ("qkv_proj", 0),
+    "k_proj": ("qkv_proj", 1),
+    "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+
+
+class VisionLanguageModel(Model):
+    """One ViT (None in a text-only checkpoint), one decoder, one head.
+
+    Args:
+        make_vit: (VisionConfig, attention backend) -> the ViT: patches (P, patch_dim), grids -> rows (M, row_size).
+        published: parts of our parameters' names, and what stands for them in published names.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        backend: type[AttentionBackend],
+        make_vit: type[nn.Module],
+        published: Mapping[str, str],
+    ):
+        super().__init__()
+        self.config, self.published = config, published
+        self.visual = make_vit(config.vision, backend) if config.vision else None
+        self.decoder = Decoder(config, backend)
+        self.lm_head = None if config.tie_word_embeddings else self._head()
+
+    def _head(self) -> Linear:
+        return Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
+
+    def tie_head(self) -> None:
+        if self.lm_head is None:
+            with torch.device("meta"):
+                self.lm_head = self._head()
+            self.lm_head.weight = self.decoder.embed_tokens.weight
+
+    def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        return self.visual(patches, list(grids))  # (M, row_size)
+
+    def forward(self, batch: Batch, media_rows: Tensor, kv_cache: Tensor) -> Tensor:
+        x = self.decoder.embed_tokens(batch.input_ids)  # (N, C)
+        embeddings, *deepstack = media_rows.split(self.config.hidden_size, dim=1)
+        splice(x, embeddings, batch.image_at)
+        return self.lm_head(self.decoder(x, kv_cache, batch, deepstack)).float()
+
+    def parameter_for(self, name: str) -> tuple[str, int | None] | None:
+        # No parameter needs saved rotary frequencies, or the copy of a tied head.
+        if name.endswith(".inv_freq") or (self.config.tie_word_embeddings and name.endswith("lm_head.weight")):
+            return None
+        for prefix, ours in _PREFIXES.items():
+            if name.startswith(prefix):
+                name = ours + name.removeprefix(prefix).replace(".linear_fc", ".fc")
+                break
+        parts = name.split(".")
+        if len(parts) >= 2 and parts[-2] in _MERGED:
+            merged, part = _MERGED[parts[-2]]
+            return ".".join([*parts[:-2], merged, parts[-1]]), part
+        return name, None
+
+    def checkpoint_name(self, parameter: str, part: int | None) -> str:
+        for name, (merged, index) in _MERGED.items():
+            if index == part:
+                parameter = parameter.replace(f".{merged}.", f".{name}.")
+        for ours, theirs in self.published.items():
+            parameter = parameter.replace(ours, theirs, 1)
+        return parameter
+
+
+class QwenVLFamily(ModelFamily):
+    """What the Qwen-VL families have in common: how images stand in a prompt, and the shape of the model."""
+
+    vision_transformer: ClassVar[type[nn.Module]]
+    published: ClassVar[Mapping[str, str]] = MappingProxyType({"decoder.": "model."})  # see `VisionLanguageModel`
+
+    def image_config(self, folder: Path) -> ImageProcessorConfig:
+        return ImageProcessorConfig.from_pretrained(folder, IMAGE_DEFAULTS)
+
+    def media_rules(self, config: ModelConfig) -> MediaRules | None:
+        if config.vision is None:
+            return None
+        return MediaRules(
+            image_token_id=config.image_token_id,
+            start_token_id=config.vision_start_token_id,
+            end_token_id=config.vision_end_token_id,
+            start="<|vision_start|>",
+            image="<|image_pad|>",
+            end="<|vision_end|>",
+            merge_size=config.vision.spatial_merge_size,
+            patch_dim=config.vision.patch_dim,
+            positions=partial(_positions, config.vision.spatial_merge_size),
+        )
+
+    def build(self, config: ModelConfig, attention: type[AttentionBackend]) -> VisionLanguageModel:
+        published = QwenVLFamily.published if config.vision is None else self.published
+        return VisionLanguageModel(config, attention, self.vision_transformer, published)
+
+
+def _positions(merge_size: int, num_tokens: int, items: Sequence[MediaItem]) -> tuple[np.ndarray, int]:
+    spans = [span for item in items for span in item.spans]
+    return mrope_positions(num_tokens, spans, [item.grid for item in items], merge_size)
