@@ -13,7 +13,7 @@ except ImportError:  # Triton does not support macOS and Windows: kernels are de
     triton = SimpleNamespace(jit=lambda function: function, __version__=None)
     tl = SimpleNamespace(constexpr=None)
 
-__all__ = ["Case", "KernelShapes", "VisionShapes", "runs_triton", "tl", "triton", "triton_unusable"]
+__all__ = ["Case", "ExpertShapes", "KernelShapes", "VisionShapes", "runs_triton", "tl", "triton", "triton_unusable"]
 
 
 def runs_triton(x: Tensor) -> bool:
@@ -40,8 +40,17 @@ class VisionShapes:
 
 
 @dataclass(frozen=True)
+class ExpertShapes:
+    """The sizes of a mixture of experts that its kernels depend on."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+
+
+@dataclass(frozen=True)
 class KernelShapes:
-    """The sizes of a model that `cases` depend on; `vision` is None for a text-only model."""
+    """The sizes of a model that `cases` depend on; `vision` is None in a text-only model, `experts` in a dense one."""
 
     num_heads: int
     num_kv_heads: int
@@ -50,6 +59,7 @@ class KernelShapes:
     intermediate_size: int
     vocab_size: int
     vision: VisionShapes | None
+    experts: ExpertShapes | None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, alone and with keys and values written to the KV cache."""
+"""Rotary embedding of queries and keys, alone and with what surrounds it: RMSNorm before, the KV cache after."""
 
 from collections.abc import Iterator
 
@@ -8,6 +8,8 @@ from torch import Tensor
 from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
 from mmvllm.kernels.rms_norm import rms_norm_torch
 from mmvllm.kernels.write_kv import write_kv_torch
+
+QKNorm = tuple[Tensor, Tensor, float]  # weights (D,) of queries and keys, eps
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,16 +32,16 @@ def rotary_write_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
-    qk_norm: tuple[Tensor, Tensor, float] | None = None,
+    qk_norm: QKNorm | None = None,
 ) -> Tensor:
-    """Rotate q and k as `rotary` does; return q, and write k and v (N, K, D) to the caches as `write_kv` does."""
+    """Rotate q and k as `rotary` does; return q, and write k and v (N, K, D) to the caches as `write_kv` does.
+
+    With `qk_norm`, every head of q and k is normalised before, as `rms_norm` does it (arXiv 2302.05442).
+    """
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous()
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
-    if qk_norm is not None:
-        q_weight, k_weight, eps = qk_norm
-        q, k = rms_norm_torch(q, q_weight, eps), rms_norm_torch(k, k_weight, eps)
     rotate = rotary_write_kv_triton if runs_triton(q) else rotary_write_kv_torch
-    return rotate(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
+    return rotate(q, k, v, cos, sin, k_cache, v_cache, slot_mapping, qk_norm)
 
 
 def rotary_torch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,7 +67,11 @@ def rotary_write_kv_torch(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    qk_norm: QKNorm | None = None,
 ) -> Tensor:
+    if qk_norm is not None:
+        q_weight, k_weight, eps = qk_norm
+        q, k = rms_norm_torch(q, q_weight, eps), rms_norm_torch(k, k_weight, eps)
     q, k = rotary_torch(q, k, cos, sin)
     write_kv_torch(k, v, k_cache, v_cache, slot_mapping)
     return q
@@ -87,11 +93,13 @@ def rotary_write_kv_triton(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    qk_norm: QKNorm | None = None,
 ) -> Tensor:
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tensors = (q, k, v, cos, sin, q_out, k_cache, v_cache, slot_mapping)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
-    _rotary_write_kv_kernel[(len(q),)](*tensors, *strides, **_sizes(q, k))
+    norm = (None, None, 0.0) if qk_norm is None else qk_norm
+    _rotary_write_kv_kernel[(len(q),)](*tensors, *norm, *strides, NORM=qk_norm is not None, **_sizes(q, k))
     return q_out
 
 
@@ -152,6 +160,9 @@ def _rotary_write_kv_kernel(
     k_cache_ptr,
     v_cache_ptr,
     slot_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    eps,
     q_token_stride,
     q_head_stride,
     k_token_stride,
@@ -164,6 +175,7 @@ def _rotary_write_kv_kernel(
     H_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
 ):
     """As `_rotary_kernel`, but rotated keys and unchanged values are stored in their slots of the caches."""
     token = tl.program_id(0).to(tl.int64)
@@ -173,6 +185,9 @@ def _rotary_write_kv_kernel(
     v1, v2 = _load_pairs(v_ptr + token * v_token_stride, v_head_stride, K, HALF, K_BLOCK, HALF_BLOCK)
     cos = _load_angles(cos_ptr + token * HALF, HALF, HALF_BLOCK)
     sin = _load_angles(sin_ptr + token * HALF, HALF, HALF_BLOCK)
+    if NORM:
+        q1, q2 = _normalise(q1, q2, q_weight_ptr, eps, HALF, HALF_BLOCK)
+        k1, k2 = _normalise(k1, k2, k_weight_ptr, eps, HALF, HALF_BLOCK)
     q1, q2 = _rotate(q1, q2, cos, sin)
     _store_pairs(q_out_ptr + token * (H * 2 * HALF), q1, q2, H, HALF, H_BLOCK, HALF_BLOCK)
     k1, k2 = _rotate(k1, k2, cos, sin)
@@ -189,16 +204,29 @@ def _load_pairs(
     HEADS_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ):
-    """First and second halves (HEADS_BLOCK, HALF_BLOCK) of the heads of the token at `ptr`."""
+    """First and second halves (HEADS_BLOCK, HALF_BLOCK) of the heads of the token at `ptr`, with zeros around them."""
     heads, pairs = tl.arange(0, HEADS_BLOCK)[:, None], tl.arange(0, HALF_BLOCK)[None, :]
     at, mask = ptr + heads * head_stride + pairs, (heads < HEADS) & (pairs < HALF)
-    return tl.load(at, mask=mask), tl.load(at + HALF, mask=mask)
+    return tl.load(at, mask=mask, other=0.0), tl.load(at + HALF, mask=mask, other=0.0)
 
 
 @triton.jit
 def _load_angles(ptr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr):
     pairs = tl.arange(0, HALF_BLOCK)[None, :]
     return tl.load(ptr + pairs, mask=pairs < HALF).to(tl.float32)  # (1, HALF_BLOCK)
+
+
+@triton.jit
+def _normalise(first, second, weight_ptr, eps, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr):
+    """The halves of heads normalised, rounded to their dtype before and after the weight, as the reference does."""
+    wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
+    squares = tl.sum(wide_first * wide_first, 1) + tl.sum(wide_second * wide_second, 1)
+    scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+    first, second = (wide_first * scale).to(first.dtype), (wide_second * scale).to(second.dtype)
+    pairs = tl.arange(0, HALF_BLOCK)[None, :]
+    weight_first = tl.load(weight_ptr + pairs, mask=pairs < HALF).to(tl.float32)
+    weight_second = tl.load(weight_ptr + HALF + pairs, mask=pairs < HALF).to(tl.float32)
+    return (weight_first * first).to(first.dtype), (weight_second * second).to(second.dtype)
 
 
 @triton.jit
@@ -233,7 +261,9 @@ def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Ite
         shape, moved = f"N={N} H={H} K={K} D={D}", 2 * (q.nbytes + k.nbytes) + 2 * cos.nbytes
         yield Case("rotary", shape, (q, k, cos, sin), moved)
         moved += 2 * v.nbytes + slots.nbytes
-        yield Case("rotary_write_kv", shape, (q, k, v, cos, sin, *caches, slots), moved)
+        arguments, norm = (q, k, v, cos, sin, *caches, slots), (*torch.randn(2, D, device=device, dtype=dtype), 1e-6)
+        yield Case("rotary_write_kv", shape, arguments, moved)
+        yield Case("rotary_write_kv", f"{shape} normalised", (*arguments, norm), moved + 2 * norm[0].nbytes)
     for P in (1024, 16384) if shapes.vision else ():
         H, D = shapes.vision.num_heads, shapes.vision.head_dim
         q, k, _, cos, sin = _arguments(P, H, H, D, torch.float32, device, dtype)

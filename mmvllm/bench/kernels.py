@@ -14,7 +14,7 @@ import mmvllm.kernels
 from mmvllm.bench.report import number, percent, print_table, record
 from mmvllm.bench.roofline import bytes_per_second
 from mmvllm.config import EngineConfig, ModelConfig
-from mmvllm.kernels.dispatch import Case, KernelShapes, VisionShapes
+from mmvllm.kernels.dispatch import Case, ExpertShapes, KernelShapes, VisionShapes
 from mmvllm.models.folder import resolve_folder
 from mmvllm.models.registry import load_config
 from mmvllm.transfer import current_device
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def kernel_shapes(config: ModelConfig) -> KernelShapes:
-    v = config.vision
+    v, e = config.vision, config.experts
     return KernelShapes(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
@@ -53,6 +53,7 @@ def kernel_shapes(config: ModelConfig) -> KernelShapes:
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
         vision=VisionShapes(v.num_heads, v.head_dim, v.intermediate_size) if v else None,
+        experts=ExpertShapes(e.num_experts, e.num_experts_per_tok, e.intermediate_size) if e else None,
     )
 
 

@@ -1,5 +1,7 @@
 """How many KV blocks there are: what a stated number of bytes holds, or what the largest step leaves of a GPU."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -93,8 +95,10 @@ def peak_memory(
 def _largest_step(
     config: ModelConfig, engine_config: EngineConfig, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Batch, Tensor, Tensor]:
-    """The model's arguments for one prompt of the whole token budget, with as many logits as there can be."""
+    """The model's arguments for one prompt of the whole token budget, all images, with as many logits as can be."""
     num_tokens = engine_config.max_num_batched_tokens
     batch = prompt_batch(num_tokens, engine_config.max_num_seqs, block_size, device)
-    no_rows = torch.empty(0, config.row_size, dtype=dtype, device=device)
-    return batch, no_rows, empty_kv_cache(config, -(-num_tokens // block_size), block_size, dtype, device)
+    if config.vision is not None:
+        batch = replace(batch, image_at=torch.arange(num_tokens, device=device))
+    media_rows = torch.zeros(len(batch.image_at), config.row_size, dtype=dtype, device=device)
+    return batch, media_rows, empty_kv_cache(config, -(-num_tokens // block_size), block_size, dtype, device)

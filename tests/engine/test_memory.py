@@ -54,11 +54,11 @@ def test_the_trial_run_computes_the_largest_step(patches, checkpoint, make_llm, 
     runner = make_llm(checkpoint).engine.model_runner
     seen = []
     runner.model.visual.register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
-    rows = []
-    runner.model.register_forward_hook(lambda module, args, output: rows.append(len(output)))
+    steps = []
+    runner.model.register_forward_hook(lambda module, args, output: steps.append((args[1].shape, len(output))))
     for name in ("reset_peak_memory_stats", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 123)
     config = EngineConfig(max_vision_patches=patches, max_num_batched_tokens=32)
     assert peak_memory(runner.model, config, runner.block_size, runner.dtype, runner.device) == 123
-    assert seen == [max(4, patches // 4 * 4)] and rows == [32]
+    assert seen == [max(4, patches // 4 * 4)] and steps == [((32, runner.model_config.row_size), 32)]

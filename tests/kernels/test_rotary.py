@@ -1,5 +1,6 @@
 import pytest
 import torch
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
 
 from mmvllm.kernels.rotary import (
     rotary,
@@ -45,14 +46,28 @@ def test_pair_j_is_j_and_j_plus_half(device):
         assert torch.equal(got_q, rotated) and torch.equal(got_k, rotated[:, 1:])
 
 
-@pytest.mark.parametrize("N,H,K,D", SHAPES)
-def test_writes_rotated_keys_and_values_to_their_slots(N, H, K, D, device, dtype):
+def norm_of_heads(D, device, dtype):
+    """Weights of queries and keys, and eps."""
+    return (*(1 + torch.randn(2, D, device=device) / 4).to(dtype), 1e-6)
+
+
+def normalised_in_float64(x, weight, eps):
+    x = x.double()
+    return weight.double() * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("N,H,K,D", [*SHAPES, (3, 4, 2, 48), (2, 32, 8, 128)])
+def test_writes_rotated_keys_and_values_to_their_slots(N, H, K, D, qk_norm, device, dtype):
     q, k, v, cos, sin = qkv_and_angles(N, H, K, D, device, dtype, dtype)
+    norm = norm_of_heads(D, device, dtype) if qk_norm else None
     slots = torch.randperm(12, device=device)[:N]
     caches, reference_caches = torch.randn(2, 3, 4, K, D, device=device, dtype=dtype).repeat(2, 1, 1, 1, 1, 1)
     before = caches.clone()
-    got = rotary_write_kv_triton(q, k, v, cos, sin, *caches, slots)
-    reference = rotary_write_kv_torch(q, k, v, cos, sin, *reference_caches, slots)
+    got = rotary_write_kv_triton(q, k, v, cos, sin, *caches, slots, norm)
+    reference = rotary_write_kv_torch(q, k, v, cos, sin, *reference_caches, slots, norm)
+    if norm is not None:
+        q, k = normalised_in_float64(q, norm[0], norm[2]), normalised_in_float64(k, norm[1], norm[2])
     exact_q, exact_k = rotary_torch(q.double(), k.double(), cos.double(), sin.double())
     assert_no_worse(got, reference, exact_q)
 
@@ -61,6 +76,23 @@ def test_writes_rotated_keys_and_values_to_their_slots(N, H, K, D, device, dtype
     assert torch.equal(v_cache[slots], v)
     others = [slot for slot in range(12) if slot not in slots.tolist()]
     assert torch.equal(caches.view(2, 12, K, D)[:, others], before.view(2, 12, K, D)[:, others])
+
+
+@pytest.mark.parametrize("write", [rotary_write_kv_torch, rotary_write_kv_triton])
+def test_heads_are_normalised_as_transformers_does(write, device):
+    """Without a rotation, equal to a unit in the last place; eps matters for the small heads of the second token."""
+    dtype = torch.float16
+    q, k, v, _, _ = qkv_and_angles(3, 4, 2, 64, device, dtype, dtype)
+    q[1] *= 1e-3
+    norm = norm_of_heads(64, device, dtype)
+    cos, sin = torch.ones(3, 32, device=device, dtype=dtype), torch.zeros(3, 32, device=device, dtype=dtype)
+    k_cache, v_cache = torch.zeros(2, 1, 3, 2, 64, device=device, dtype=dtype)
+    got = write(q, k, v, cos, sin, k_cache, v_cache, torch.arange(3, device=device), norm)
+    for x, y, weight in ((q, got, norm[0]), (k, k_cache[0], norm[1])):
+        reference = Qwen3VLTextRMSNorm(64, norm[2]).to(device, dtype)
+        reference.weight.data.copy_(weight)
+        torch.testing.assert_close(y, reference(x), rtol=2**-10, atol=0)
+    assert torch.equal(v_cache[0], v)
 
 
 def test_fused_kernel_equals_separate_ones(device, dtype):
