@@ -25,7 +25,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoTokenizer, PreTrainedConfig
 
-from mmvllm.models.registry import family_of
+from mmvllm.models.vision_language import IMAGE_DEFAULTS
 from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig, normalize_patches
 from mmvllm.processors.positions import mrope_positions
 
@@ -38,33 +38,34 @@ SPECIAL_TOKENS = [
 ]  # fmt: skip
 MAX_NEW_TOKENS = 48  # the longest caption has 30; of an image of another kind it would write until it is stopped
 KINDS = ["nothing", *SHAPES, *DIGITS]
-# What differs between the families: transformers' class, and values of its vision_config, text_config and rotary
-# embedding. Each has a ViT of 4 x 128 and a decoder of 4 x 192.
+# What differs between the families, by the name that `--family` takes.
 FAMILIES = {
-    "qwen2_vl": (
-        "Qwen2VLForConditionalGeneration",
-        {"embed_dim": 128, "mlp_ratio": 4, "hidden_size": 192},
-        {},
-        {"mrope_section": [8, 8, 8]},
-    ),
-    "qwen2_5_vl": (
-        "Qwen2_5_VLForConditionalGeneration",
-        {"hidden_size": 128, "intermediate_size": 344, "out_hidden_size": 192, "fullatt_block_indexes": [1, 3]},
-        {},
-        {"mrope_section": [8, 8, 8]},
-    ),
-    "qwen3_vl": (
-        "Qwen3VLForConditionalGeneration",
-        {
+    "qwen2_vl": {
+        "class": "Qwen2VLForConditionalGeneration",
+        "vision": {"embed_dim": 128, "mlp_ratio": 4, "hidden_size": 192},
+    },
+    "qwen2_5_vl": {
+        "class": "Qwen2_5_VLForConditionalGeneration",
+        "vision": {
+            "hidden_size": 128,
+            "intermediate_size": 344,
+            "out_hidden_size": 192,
+            "fullatt_block_indexes": [1, 3],
+        },
+    },
+    "qwen3_vl": {
+        "class": "Qwen3VLForConditionalGeneration",
+        "vision": {
             "hidden_size": 128,
             "intermediate_size": 512,
             "out_hidden_size": 192,
             "num_position_embeddings": 14 * 14,
             "deepstack_visual_indexes": [0, 1, 2],
         },
-        {"head_dim": 48},
-        {"mrope_section": [8, 8, 8], "mrope_interleaved": True},
-    ),
+        "text": {"head_dim": 48},
+        "rope": {"mrope_interleaved": True},
+        "images": {"patch_size": 16, "image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)},
+    },
 }
 # Qwen2's pre-tokenizer and chat template.
 SPLIT = (
@@ -133,18 +134,18 @@ def _corpus(count: int):
 
 def image_config(family: str) -> ImageProcessorConfig:
     """The family's image settings, with bounds that make small images."""
-    defaults = family_of(FAMILIES[family][0]).image_config(Path())  # this folder has no settings of its own
-    area = defaults.factor**2
-    return replace(defaults, min_pixels=MIN_TOKENS * area, max_pixels=MAX_TOKENS * area)
+    images = replace(IMAGE_DEFAULTS, **FAMILIES[family].get("images", {}))
+    return replace(images, min_pixels=MIN_TOKENS * images.factor**2, max_pixels=MAX_TOKENS * images.factor**2)
 
 
 def model_config(family: str, tokenizer) -> PreTrainedConfig:
-    """ViT 4 x 128 and decoder 4 x 192 with grouped queries: 3 M parameters."""
-    architecture, vision, text, rope = FAMILIES[family]
+    """ViT 4 x 128 and decoder 4 x 192 with grouped queries: 3 to 4 M parameters."""
+    own = {"text": {}, "rope": {}, **FAMILIES[family]}
     names = ("image_pad", "video_pad", "vision_start", "vision_end", "endoftext", "im_end")
     ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in names}
-    return getattr(transformers, architecture).config_class(
-        vision_config={"depth": 4, "num_heads": 4, **vision},
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 8, 8]}
+    return getattr(transformers, own["class"]).config_class(
+        vision_config={"depth": 4, "num_heads": 4, **own["vision"]},
         text_config={
             "vocab_size": VOCAB_SIZE,
             "hidden_size": 192,
@@ -154,11 +155,11 @@ def model_config(family: str, tokenizer) -> PreTrainedConfig:
             "num_key_value_heads": 2,
             "max_position_embeddings": 2048,
             "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope},
+            "rope_parameters": rope | own["rope"],
             "bos_token_id": ids["endoftext"],
             "eos_token_id": ids["im_end"],
             "pad_token_id": ids["endoftext"],
-            **text,
+            **own["text"],
         },
         image_token_id=ids["image_pad"],
         video_token_id=ids["video_pad"],
@@ -274,7 +275,7 @@ class Trainer:
     """
 
     def __init__(self, tokenizer, family: str, device: str, lr: float, minutes: float, steps: int | None):
-        model_class = getattr(transformers, FAMILIES[family][0])
+        model_class = getattr(transformers, FAMILIES[family]["class"])
         # Eager attention: on a CPU the backward pass of torch's SDPA is slower.
         self.model = model_class._from_config(model_config(family, tokenizer), attn_implementation="eager")
         self.model.to(device).train()
