@@ -34,8 +34,9 @@ def checkpoints(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def checkpoint(checkpoints) -> Path:
-    return checkpoints("gqa2-tied")
+def checkpoint(request, checkpoints) -> Path:
+    """The checkpoint of most tests; those that are marked `every_family` run with one of each family."""
+    return checkpoints(getattr(request, "param", "gqa2-tied"))
 
 
 @pytest.fixture

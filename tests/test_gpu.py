@@ -1,4 +1,4 @@
-"""On a CUDA device: the same tokens as transformers on the CPU, with chunking, caching and preemption."""
+"""On a CUDA device: every family gives the tokens of transformers on the CPU, with chunks, caches and preemption."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch
 from mmvllm import SamplingParams
 from tests.helpers.engines import run_at_once
 from tests.helpers.parity import GREEDY, REQUESTS
+from tests.helpers.shapes import IMAGE_SHAPES, RICHEST, every_family
 
 pytestmark = pytest.mark.gpu
 
@@ -16,7 +17,7 @@ def cuda():
         pytest.fail("the gpu tests need a CUDA device, and this torch sees none")
 
 
-@pytest.mark.parametrize("shape", ["gqa2-tied", "gqa3-untied", "mqa-tied"])
+@pytest.mark.parametrize("shape", IMAGE_SHAPES)
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 @pytest.mark.parametrize("budget", [7, 4096])
 def test_greedy_tokens_equal_transformers_on_the_cpu(shape, backend, budget, checkpoints, reference, make_llm):
@@ -27,6 +28,7 @@ def test_greedy_tokens_equal_transformers_on_the_cpu(shape, backend, budget, che
             assert output.token_ids == reference(shape).generate(request), name
 
 
+@every_family
 @pytest.mark.parametrize("max_num_seqs", [3, 64])
 def test_cuda_graphs_give_the_same_tokens(max_num_seqs, checkpoint, make_llm):
     options = {"device": "cuda", "max_num_seqs": max_num_seqs, "skip_warmup": False}
@@ -52,6 +54,7 @@ def test_seeded_requests_are_reproducible(params, checkpoint, make_llm):
     assert run_at_once(llm, requests, drawn) == run_at_once(llm, requests, drawn)
 
 
+@every_family
 def test_preemption(checkpoint, make_llm):
     """The completions need more blocks than there are; they equal those of a CPU with enough blocks."""
     few = make_llm(checkpoint, device="cuda", kvcache_block_size=4, num_kvcache_blocks=30, enable_prefix_caching=False)
@@ -60,6 +63,7 @@ def test_preemption(checkpoint, make_llm):
     assert few.engine.scheduler.num_preemptions > 0
 
 
+@every_family
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_steps_launched_ahead_give_the_same_tokens_without_synchronization(
     temperature, checkpoint, make_llm, monkeypatch
@@ -92,24 +96,28 @@ def test_kv_blocks_fill_the_allowed_memory(checkpoint, make_llm):
     assert 2**30 < llm.engine.model_runner.kv_cache.nbytes < 2 * 2**30
 
 
+@pytest.mark.parametrize("shape", IMAGE_SHAPES)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("backend", ["auto", "triton", "torch"])
-def test_half_precision_runs(dtype, backend, checkpoint, make_llm):
-    llm = make_llm(checkpoint, device="cuda", dtype=dtype, attention_backend=backend)
+def test_half_precision_runs(dtype, backend, shape, checkpoints, make_llm):
+    llm = make_llm(checkpoints(shape), device="cuda", dtype=dtype, attention_backend=backend)
     outputs = llm.generate_multimodal(list(REQUESTS.values()), SamplingParams(max_tokens=8, ignore_eos=True))
     assert all(len(output.token_ids) == 8 for output in outputs)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("shape", RICHEST)
 @pytest.mark.parametrize("backend", ["flash", "triton", "torch"])
-def test_the_error_of_attention_is_at_most_twice_that_of_plain_torch(dtype, backend, checkpoint, reference, make_llm):
-    from tests.helpers.reference import assert_no_worse, first_logits, in_double, in_float64
+def test_the_error_of_attention_is_at_most_twice_that_of_plain_torch(
+    dtype, backend, shape, checkpoints, reference, make_llm
+):
+    from tests.helpers.reference import assert_no_worse, first_logits
 
     if backend == "flash":
         pytest.importorskip("flash_attn", reason="flash-attn is not installed")
-    hf = reference("gqa2-tied")
+    checkpoint, hf = checkpoints(shape), reference(shape)
     inputs = hf.inputs(REQUESTS["three"])
-    exact = in_float64(hf.model, lambda model: model(**in_double(inputs), use_cache=False).logits[:, -1])
+    exact = hf.in_float64(hf.logits, inputs)
     options = {"device": "cuda", "dtype": dtype, "kvcache_block_size": 256, "num_kvcache_blocks": 8}
     got = first_logits(make_llm(checkpoint, attention_backend=backend, **options).engine, inputs).cpu()
     plain_engine = make_llm(checkpoint, attention_backend="torch", **options | {"kvcache_block_size": 16}).engine

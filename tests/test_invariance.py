@@ -1,4 +1,4 @@
-"""Greedy tokens do not depend on batching, chunking, caching or preemption."""
+"""Greedy tokens of every family do not depend on batching, chunking, caching or preemption."""
 
 from math import prod
 
@@ -7,6 +7,9 @@ import pytest
 from mmvllm import SamplingParams
 from tests.helpers.engines import assert_idle, run_at_once
 from tests.helpers.requests import ask, grids_of, noise_image, patches_of, spans_of
+from tests.helpers.shapes import every_family
+
+pytestmark = every_family
 
 TOKENS = 12
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
@@ -53,6 +56,10 @@ def count_encoded(llm) -> list[int]:
 @pytest.mark.parametrize("order", [1, -1])
 def test_batch_order(order, checkpoint, make_llm, expected):
     assert tokens(run(make_llm(checkpoint), tuple(REQUESTS)[::order])) == expected
+
+
+def test_after_a_warm_up(checkpoint, make_llm, expected):
+    assert tokens(run(make_llm(checkpoint, skip_warmup=False))) == expected
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3])
@@ -135,9 +142,15 @@ def test_preemption_at_each_step(name, caching, checkpoint, make_llm, expected):
     assert step > 12
 
 
-@pytest.mark.parametrize("num_blocks", [21, 26, 30])
-def test_preemption_when_blocks_run_out(num_blocks, checkpoint, make_llm, expected):
+def blocks_of(llm, name: str, block_size: int) -> int:
+    """Blocks that a request with its completion needs."""
+    return -(-(len(llm.processor(REQUESTS[name]).token_ids) + TOKENS) // block_size)
+
+
+@pytest.mark.parametrize("spare_blocks", [0, 5, 9])
+def test_preemption_when_blocks_run_out(spare_blocks, checkpoint, make_llm, expected):
     """The prompts fit together but their completions do not: the last sequences are preempted and resumed."""
+    num_blocks = blocks_of(make_llm(checkpoint), "two apart", 4) + spare_blocks
     llm = make_llm(checkpoint, kvcache_block_size=4, num_kvcache_blocks=num_blocks, enable_prefix_caching=False)
     names = ["text", "one", "text", "one", "two apart", "text"]
     assert run_at_once(llm, [REQUESTS[name] for name in names]) == [expected[name] for name in names]
@@ -151,6 +164,7 @@ def test_encoder_cache_eviction(num_images, budget, checkpoint, make_llm, expect
     """Space for the rows of one or two images: images are evicted and encoded again."""
     probe = make_llm(checkpoint)
     bytes_per_row = probe.engine.encoder_cache.bytes_per_row
+    assert bytes_per_row == 4 * probe.engine.model_runner.model.config.row_size
     largest = max(prod(grids_of(probe.processor(ask(x)))[0]) // 4 for x in (A, B, C))
     llm = make_llm(
         checkpoint,
@@ -207,7 +221,8 @@ def test_n_completions_share_the_blocks_of_the_prompt(block_size, caching, check
 
 
 def test_n_completions_with_few_blocks(checkpoint, make_llm, expected):
-    llm = make_llm(checkpoint, kvcache_block_size=4, num_kvcache_blocks=22, enable_prefix_caching=False)
+    num_blocks = blocks_of(make_llm(checkpoint), "two apart", 4) + 1
+    llm = make_llm(checkpoint, kvcache_block_size=4, num_kvcache_blocks=num_blocks, enable_prefix_caching=False)
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, n=5)
     output = llm.generate_multimodal([REQUESTS["two apart"]], params)[0]
     assert [completion.token_ids for completion in output.completions] == [expected["two apart"]] * 5

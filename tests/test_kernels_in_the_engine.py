@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from mmvllm import SamplingParams
-from mmvllm.kernels import quick_gelu, rms_norm, rotary, sampling, silu_mul, splice, write_kv
+from mmvllm.kernels import grouped_linear, quick_gelu, rms_norm, rotary, sampling, silu_mul, splice, write_kv
 from tests.helpers.engines import run_at_once
 from tests.helpers.requests import ask, noise_image
+from tests.helpers.shapes import RICHEST
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the gpu tests run the kernels natively")
 
@@ -17,6 +18,8 @@ REQUESTS = [
     ask("Is ", noise_image(90, 57, 2), " like ", noise_image(60, 80, 1), "?"),
     ask("Hello."),
 ]
+ALWAYS = {"rotary", "rotary_write_kv", "rms_norm", "add_rms_norm", "silu_mul", "splice", "sample"}
+ALSO = dict(zip(RICHEST, ({"quick_gelu"}, set(), {"splice_add"}, {"splice_add", "grouped_linear"}), strict=True))
 
 
 @pytest.fixture
@@ -28,20 +31,20 @@ def interpreted(monkeypatch) -> set[str]:
         ran.add(sys._getframe(1).f_code.co_name)
         return True
 
-    for module in (rotary, quick_gelu, rms_norm, sampling, silu_mul, splice, write_kv):
+    for module in (grouped_linear, rotary, quick_gelu, rms_norm, sampling, silu_mul, splice, write_kv):
         monkeypatch.setattr(module, "runs_triton", runs_triton)
     return ran
 
 
-@pytest.mark.parametrize("budget", [13, 4096])
-def test_same_tokens_as_with_the_references(budget, checkpoint, make_llm, request):
+@pytest.mark.parametrize(("budget", "shape"), [(4096, RICHEST[0]), *((13, shape) for shape in RICHEST)])
+def test_same_tokens_as_with_the_references(budget, shape, checkpoints, make_llm, request):
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     drawn = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.8, top_k=50, top_p=0.9, seed=3)
     options = {"kvcache_block_size": 4, "max_num_batched_tokens": budget}
-    plain = make_llm(checkpoint, **options)
+    plain = make_llm(checkpoints(shape), **options)
     want = run_at_once(plain, REQUESTS, params), run_at_once(plain, REQUESTS, drawn)
     ran = request.getfixturevalue("interpreted")
-    llm = make_llm(checkpoint, attention_backend="triton", **options)
+    llm = make_llm(checkpoints(shape), attention_backend="triton", **options)
     assert llm.engine.attention.name == "triton"
     assert (run_at_once(llm, REQUESTS, params), run_at_once(llm, REQUESTS, drawn)) == want
-    assert ran >= {"rotary", "rotary_write_kv", "quick_gelu", "rms_norm", "add_rms_norm", "splice", "sample"}
+    assert ran >= ALWAYS | ALSO[shape]

@@ -1,17 +1,19 @@
-"""Parity with transformers: ids, grids, positions, ViT rows, logits, and 32 greedy tokens."""
+"""Parity with transformers of every family: ids, grids, positions, rows of images, logits, and 32 greedy tokens."""
 
 import numpy as np
 import pytest
 import torch
 
 from mmvllm.models.folder import BUNDLED
-from tests.helpers.checkpoints import SHAPES
-from tests.helpers.parity import GREEDY, REQUESTS
-from tests.helpers.reference import assert_no_worse, first_logits, in_double, in_float64
+from mmvllm.processors.image import normalize_patches
+from mmvllm.processors.positions import mrope_positions
+from tests.helpers.parity import EXACT, GREEDY, REQUESTS
+from tests.helpers.reference import assert_no_worse, first_logits
 from tests.helpers.requests import grids_of, patches_of, spans_of
+from tests.helpers.shapes import IMAGE_SHAPES, RICHEST
 
 
-@pytest.mark.parametrize("shape", [None, *SHAPES], ids=lambda shape: shape or "bundled")
+@pytest.mark.parametrize("shape", [None, *IMAGE_SHAPES], ids=lambda shape: shape or "bundled")
 def test_greedy_tokens_equal_transformers(shape, checkpoints, reference, make_llm):
     llm = make_llm(BUNDLED if shape is None else checkpoints(shape))
     outputs = llm.generate_multimodal(list(REQUESTS.values()), GREEDY)
@@ -19,11 +21,10 @@ def test_greedy_tokens_equal_transformers(shape, checkpoints, reference, make_ll
         assert output.token_ids == reference(shape).generate(request), f"{shape}: {name}"
 
 
+@pytest.mark.parametrize("shape", RICHEST)
 @pytest.mark.parametrize("name", REQUESTS)
-def test_ids_grid_and_pixels_equal_transformers(name, checkpoint, reference, make_llm):
-    from mmvllm.processors.image import normalize_patches
-
-    llm, want = make_llm(checkpoint), reference("gqa2-tied").inputs(REQUESTS[name])
+def test_ids_grid_and_pixels_equal_transformers(name, shape, checkpoints, reference, make_llm):
+    llm, want = make_llm(checkpoints(shape)), reference(shape).inputs(REQUESTS[name])
     prompt = llm.processor(REQUESTS[name])
     assert prompt.token_ids == want["input_ids"][0].tolist()
     if "pixel_values" in want:
@@ -32,11 +33,10 @@ def test_ids_grid_and_pixels_equal_transformers(name, checkpoint, reference, mak
         assert torch.equal(pixels, want["pixel_values"])
 
 
+@pytest.mark.parametrize("shape", RICHEST)
 @pytest.mark.parametrize("name", REQUESTS)
-def test_positions_equal_transformers(name, checkpoint, reference, make_llm):
-    from mmvllm.processors.positions import mrope_positions
-
-    hf, prompt = reference("gqa2-tied"), make_llm(checkpoint).processor(REQUESTS[name])
+def test_positions_equal_transformers(name, shape, checkpoints, reference, make_llm):
+    hf, prompt = reference(shape), make_llm(checkpoints(shape)).processor(REQUESTS[name])
     inputs = hf.inputs(REQUESTS[name])
     want, delta = hf.model.model.get_rope_index(
         inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=inputs.get("image_grid_thw")
@@ -48,24 +48,36 @@ def test_positions_equal_transformers(name, checkpoint, reference, make_llm):
     assert got_delta == delta.item()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_error_of_the_vit_is_at_most_twice_that_of_transformers(shape, checkpoints, reference, make_llm):
-    hf, ours = reference(shape), make_llm(checkpoints(shape)).engine.model_runner.model.visual
-    inputs = hf.inputs(REQUESTS["three"])
-    patches, grids = inputs["pixel_values"], inputs["image_grid_thw"]
+def assert_rows_no_worse(model, hf, inputs: dict) -> None:
+    grids = [tuple(grid) for grid in inputs["image_grid_thw"].tolist()]
     with torch.inference_mode():
-        got = ours(patches, [tuple(grid) for grid in grids.tolist()])
-        plain = hf.model.model.visual(patches, grid_thw=grids).pooler_output
-        exact = in_float64(hf.model.model.visual, lambda vit: vit(patches.double(), grid_thw=grids).pooler_output)
-    assert_no_worse(got, plain, exact)
+        got = model.encode(inputs["pixel_values"], grids)
+    assert got.shape == (sum(t * h * w // 4 for t, h, w in grids), model.config.row_size)
+    exact = hf.in_float64(hf.media_rows, inputs)
+    # Each slice by itself: the rows of DeepStack layers differ in size from the others.
+    width = model.config.hidden_size
+    for slices in zip(*(rows.split(width, dim=1) for rows in (got, hf.media_rows(inputs), exact)), strict=True):
+        assert_no_worse(*slices)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", IMAGE_SHAPES)
+@pytest.mark.parametrize("request_", [REQUESTS["three"], EXACT], ids=["odd sizes", "whole windows"])
+def test_the_error_of_the_vit_is_at_most_twice_that_of_transformers(shape, request_, checkpoints, reference, make_llm):
+    hf, model = reference(shape), make_llm(checkpoints(shape)).engine.model_runner.model
+    assert_rows_no_worse(model, hf, hf.inputs(request_))
+
+
+@pytest.mark.parametrize("shape", RICHEST)
+def test_the_error_of_several_frames_is_at_most_twice_that_of_transformers(shape, checkpoints, reference, make_llm):
+    hf, model = reference(shape), make_llm(checkpoints(shape)).engine.model_runner.model
+    grids = torch.tensor([[3, 6, 10], [1, 2, 4], [2, 8, 4]])
+    noise = torch.randn(int(grids.prod(dim=1).sum()), model.config.vision.patch_dim)
+    assert_rows_no_worse(model, hf, {"pixel_values": noise, "image_grid_thw": grids})
+
+
+@pytest.mark.parametrize("shape", IMAGE_SHAPES)
 @pytest.mark.parametrize("name", ["text", "three"])
 def test_the_error_of_the_logits_is_at_most_twice_that_of_transformers(shape, name, checkpoints, reference, make_llm):
     hf, engine = reference(shape), make_llm(checkpoints(shape)).engine
-    inputs = {**hf.inputs(REQUESTS[name]), "use_cache": False}
-    with torch.inference_mode():
-        plain = hf.model(**inputs).logits[:, -1]
-        exact = in_float64(hf.model, lambda model: model(**in_double(inputs)).logits[:, -1])
-    assert_no_worse(first_logits(engine, inputs), plain, exact)
+    inputs = hf.inputs(REQUESTS[name])
+    assert_no_worse(first_logits(engine, inputs), hf.logits(inputs), hf.in_float64(hf.logits, inputs))

@@ -1,20 +1,9 @@
 """The interface of a model family. The engine, the processors and the server use this alone and name no family.
 
-A family is one folder: its config, its ViT, its model, and facts for its processor. To add one, write that folder and
-name it in `registry.py`. How families that are not here yet fit, and which fields and hooks each would add:
+A family is one folder: its config and its ViT. `vision_language.py`, `decoder.py` and `vision.py` have what the families
+share; what differs between decoders is a field of `ModelConfig`. To add a family, write that folder and name it in
+`registry.py` (docs/extending.md). How features that are not here yet fit, and which fields and hooks each would add:
 
-- Qwen2.5-VL: window attention, RMSNorm and SwiGLU belong to its own `vision.py`, with the order of windows computed
-  from the grids and undone before `encode` returns; the positions of its `media_rules` scale the time axis of videos by
-  `MediaItem.times`. The decoder is that of Qwen2-VL.
-- Qwen3-VL: its config is nested in `text_config` and `vision_config`, which `parse_config` flattens. Patch size 16 is
-  a field already; learned interpolated positions stay inside its ViT. `encode` returns rows of `row_size` = (1 + 3) *
-  hidden_size values, which the encoder cache counts in bytes and never reads; `forward` splices the first quarter over
-  the placeholders' embeddings and gives `Decoder.forward` the other three, which it adds after the first layers: an
-  argument that `Decoder` gains. `head_dim` is explicit already. q/k norm, the bias of q/k/v and interleaved M-RoPE
-  become fields of `ModelConfig`, read by `Attention` and `mrope_cos_sin`. `parameter_for` maps the prefixes
-  `model.visual.` and `model.language_model.`.
-- Mixture of experts: another MLP in `DecoderLayer`, chosen by a field of `ModelConfig`. The part that `parameter_for`
-  returns becomes an (expert, projection) pair, and the module says where each part is stored, as `MergedLinear` does.
 - Video: a `MediaItem` with modality "video", a grid with t > 1, one span per run of placeholders and the times of its
   temporal patches; scheduler, caches, batches and `encode` take such items as they are. `MediaRules` gains the
   placeholder of videos and, for families that write times between the spans, a function from an item to its tokens and
@@ -23,7 +12,7 @@ name it in `registry.py`. How families that are not here yet fit, and which fiel
   exists at the positions where it was saved, so a prefix hit and `BlockManager.fork` begin at the last of these, and
   `ModelConfig` says which layers have a KV cache.
 - Weights split over devices: `build` is given the rank and the number of ranks; linear layers and the number of KV
-  heads follow from them, `_destinations` in `weights.py` yields the slice that a rank keeps, and one `ModelRunner` per
+  heads follow from them, `checkpoint_views` in `weights.py` yields the slice that a rank keeps, and one `ModelRunner` per
   rank runs the same `Batch`.
 """
 

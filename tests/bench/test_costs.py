@@ -10,10 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmvllm.bench.costs import ModelCosts, keys_seen
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.registry import load_config
-from tests.helpers.checkpoints import SHAPES
+from tests.helpers.shapes import IMAGE_SHAPES
 
 
-@pytest.fixture(params=[None, *SHAPES], ids=lambda shape: shape or "bundled")
+@pytest.fixture(params=[None, *IMAGE_SHAPES], ids=lambda shape: shape or "bundled")
 def shape(request) -> str | None:
     return request.param
 

@@ -2,15 +2,20 @@
 
 import pytest
 
+from mmvllm.models.registry import load_config
+
 
 @pytest.fixture
 def make_pair(make_llm, checkpoint):
     """Make two LLMs with the same options: one as it is on a CPU, one that launches steps ahead.
 
     A GPU launches ahead. On the CPU a launched step is computed at once; the order of operations is the same.
+    `encoder_cache_rows` is the size of the encoder cache in rows of the checkpoint, in float32.
     """
 
-    def make(**options):
+    def make(encoder_cache_rows=None, **options):
+        if encoder_cache_rows is not None:
+            options["encoder_cache_bytes"] = 4 * encoder_cache_rows * load_config(checkpoint).row_size
         plain, ahead = (make_llm(checkpoint, **{"kvcache_block_size": 4} | options) for _ in range(2))
         ahead.engine._launches_ahead = True
         return plain, ahead

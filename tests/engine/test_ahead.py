@@ -5,6 +5,7 @@ import pytest
 from mmvllm import SamplingParams
 from mmvllm.engine.decode_graphs import DecodeGraphs
 from tests.helpers.ahead import GREEDY, LATER, MIXED, PROMPTS, TOKENS, add, finish, record_events, run, step
+from tests.helpers.shapes import every_family
 
 
 def test_one_step_is_launched_ahead_and_none_beyond_max_tokens(ahead, monkeypatch):
@@ -59,6 +60,7 @@ def test_no_step_is_launched_after_one_without_all_running_sequences(ahead):
     finish(ahead)
 
 
+@every_family
 @pytest.mark.parametrize(
     "options",
     [
@@ -71,7 +73,7 @@ def test_no_step_is_launched_after_one_without_all_running_sequences(ahead):
         {"num_kvcache_blocks": 26},
         {"num_kvcache_blocks": 34, "enable_prefix_caching": False},
         {"num_kvcache_blocks": 30, "max_num_batched_tokens": 9},
-        {"encoder_cache_bytes": 12 * 64 * 4, "enable_prefix_caching": False},
+        {"encoder_cache_rows": 12, "enable_prefix_caching": False},
         {"max_model_len": 60},
     ],
     ids=str,
@@ -85,6 +87,7 @@ def test_completions_are_the_same(options, make_pair):
         assert llm.engine.scheduler.num_preemptions > 0 or "num_kvcache_blocks" not in options
 
 
+@every_family
 def test_the_prefix_cache_is_the_same(make_pair):
     """Blocks with generated tokens included."""
     plain, ahead = make_pair(kvcache_block_size=2)
@@ -107,6 +110,7 @@ def test_a_stop_token_at_each_position(make_pair):
         assert run(ahead, requests) == want
 
 
+@every_family
 def test_buffers_that_are_reused_by_every_step(make_pair, monkeypatch):
     """As with CUDA graphs: inputs and logits of a step overwrite those of the previous one."""
     monkeypatch.setattr(DecodeGraphs, "_capture", DecodeGraphs._compute)

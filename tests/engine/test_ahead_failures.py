@@ -6,8 +6,10 @@ from mmvllm import SamplingParams
 from mmvllm.engine.sampler import Sampled
 from tests.helpers.ahead import GREEDY, PROMPTS, TOKENS, add, completions, finish, run, step
 from tests.helpers.engines import assert_idle
+from tests.helpers.shapes import every_family
 
 
+@every_family
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("caching", [True, False])
 def test_abort_after_each_step(n, caching, make_pair):
@@ -42,6 +44,7 @@ def test_aborting_all_requests_discards_the_step_in_flight(ahead):
     assert_idle(ahead)
 
 
+@every_family
 @pytest.mark.parametrize("caching", [True, False])
 def test_preemption_after_each_step(caching, make_pair):
     plain, ahead = make_pair(enable_prefix_caching=caching)
@@ -59,6 +62,7 @@ def test_preemption_after_each_step(caching, make_pair):
             assert [completions(outputs[request_id]) for request_id in ids] == want
 
 
+@every_family
 @pytest.mark.parametrize("where", ["run", "schedule_ahead", "tokens", "postprocess"])
 def test_an_interrupt_in_each_step(where, make_pair, monkeypatch):
     plain, ahead = make_pair(enable_prefix_caching=False)

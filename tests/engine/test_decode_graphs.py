@@ -7,6 +7,7 @@ from mmvllm.engine import decode_graphs, loading
 from mmvllm.engine.decode_graphs import DecodeGraphs, graph_sizes
 from tests.helpers.engines import run_at_once
 from tests.helpers.parity import REQUESTS
+from tests.helpers.shapes import every_family
 
 
 @pytest.fixture
@@ -33,6 +34,7 @@ def test_graph_sizes_cover_every_step_with_little_padding(max_num_seqs):
         assert size - S < max(S, 16)
 
 
+@every_family
 @pytest.mark.parametrize("max_num_seqs", [3, 16])
 def test_padded_steps_give_the_same_tokens(max_num_seqs, checkpoint, make_llm, replayed):
     # A small budget, so that prompts are computed, and completions end, one after the other.
@@ -56,6 +58,7 @@ def test_a_step_that_is_too_large_or_has_a_prefill_runs_eagerly(checkpoint, make
     assert replayed == [1] * 4
 
 
+@every_family
 def test_logits_are_those_of_the_eager_step(checkpoint, make_llm, replayed):
     """Except for rounding, which depends on the number of rows."""
     eager, padded = (make_llm(checkpoint, max_num_seqs=4, enforce_eager=eager) for eager in (True, False))

@@ -6,6 +6,7 @@ import torch
 from mmvllm.engine.encoder_cache import EncoderCache
 from tests.helpers.engines import run_at_once
 from tests.helpers.requests import ask, digests_of, noise_image
+from tests.helpers.shapes import every_family
 
 A, B, C = b"A" * 16, b"B" * 16, b"C" * 16
 FIRST, SECOND = (1, 0), (2, 0)  # users: (seq_id, item)
@@ -92,6 +93,7 @@ def test_check_finds_a_user_that_should_not_be():
         cache.check(set())
 
 
+@every_family
 def test_rows_are_freed_exactly_when_the_cache_drops_their_item(checkpoint, make_llm):
     """Room for one image: with each new one, the runner frees the rows of the one before, and no other."""
     llm = make_llm(checkpoint)
@@ -111,6 +113,7 @@ def test_rows_are_freed_exactly_when_the_cache_drops_their_item(checkpoint, make
     assert shapes == {(num_rows, llm.engine.model_config.row_size)}
 
 
+@every_family
 def test_dropped_rows_are_encoded_again(checkpoint, make_llm):
     llm = make_llm(checkpoint, enable_prefix_caching=False)
     question = ask(noise_image(56, 56), "What?")

@@ -8,6 +8,7 @@ import pytest
 
 from mmvllm import LLM, SamplingParams
 from tests.helpers.requests import ask, noise_image
+from tests.helpers.shapes import every_family
 
 GOOD = ask(noise_image(80, 60), "Describe this image.")
 
@@ -22,6 +23,7 @@ def test_max_model_len_must_fit_the_checkpoint_and_the_kv_cache(checkpoint, make
     assert output.num_prompt_tokens + len(output.token_ids) == 40 and output.finish_reason == "length"
 
 
+@every_family
 @pytest.mark.parametrize("max_model_len", [2, 3, 5])
 def test_warm_up_with_the_shortest_max_model_len(max_model_len, checkpoint, make_llm):
     llm = make_llm(checkpoint, max_model_len=max_model_len, skip_warmup=False, encoder_cache_bytes=1)

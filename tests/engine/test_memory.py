@@ -9,10 +9,12 @@ import torch
 from mmvllm.config import EngineConfig
 from mmvllm.engine import memory
 from mmvllm.engine.memory import kv_block_bytes, num_kv_blocks, peak_memory
+from tests.helpers.shapes import every_family
 
 GiB = 2**30
 
 
+@every_family
 def test_num_blocks_on_a_cpu_follows_cpu_kvcache_bytes(checkpoint, make_llm):
     engine = make_llm(checkpoint, num_kvcache_blocks=None, cpu_kvcache_bytes=1_000_000).engine
     config = engine.model_config
@@ -49,6 +51,7 @@ def test_num_blocks_is_at_most_what_all_sequences_can_use(checkpoint, make_llm):
     assert engine.model_runner.num_blocks == 3 * 7
 
 
+@every_family
 @pytest.mark.parametrize("patches", [1, 5, 64])
 def test_the_trial_run_computes_the_largest_step(patches, checkpoint, make_llm, monkeypatch):
     runner = make_llm(checkpoint).engine.model_runner

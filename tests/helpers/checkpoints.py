@@ -1,55 +1,83 @@
-"""Small random checkpoints, saved through transformers."""
+"""Small random checkpoints of every family, saved through transformers' own classes."""
 
 import json
 import shutil
 from pathlib import Path
 
 import torch
-from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+import transformers
 
 from mmvllm.models.folder import BUNDLED
+from tests.helpers.shapes import SHAPES
 
-SMALL_PIXELS = {"min_pixels": 56 * 56, "max_pixels": 140 * 140}
-
-
-# The ratio of query to KV heads, the depth, tied embeddings and the M-RoPE sections vary.
-SHAPES = {
-    "gqa2-tied": {"heads": 4, "kv_heads": 2, "layers": 2, "depth": 3, "section": [2, 3, 3], "tied": True},
-    "gqa3-untied": {"heads": 6, "kv_heads": 2, "layers": 3, "depth": 1, "section": [4, 2, 2], "tied": False},
-    "mha-untied": {"heads": 2, "kv_heads": 2, "layers": 1, "depth": 2, "section": [2, 2, 4], "tied": False},
-    "mqa-tied": {"heads": 5, "kv_heads": 1, "layers": 5, "depth": 2, "section": [3, 3, 2], "tied": True},
+SPECIAL = json.loads((BUNDLED / "config.json").read_text())
+CLIP = {"min_pixels": 56 * 56, "max_pixels": 140 * 140, "patch_size": 14, "merge_size": 2}
+HALF = {
+    "size": {"shortest_edge": 64 * 64, "longest_edge": 160 * 160},
+    "patch_size": 16,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+# Family -> transformers' class of the model, and preprocessor_config.json in the layout of its published checkpoints.
+FAMILIES = {
+    "qwen2_vl": ("Qwen2VLForConditionalGeneration", CLIP),
+    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", CLIP),
+    "qwen3_vl": ("Qwen3VLForConditionalGeneration", HALF),
+    "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", HALF),
+    "qwen2": ("Qwen2ForCausalLM", None),
+    "qwen3": ("Qwen3ForCausalLM", None),
 }
 
 
-def make_checkpoint(folder: Path, shape: str) -> Path:
-    """Save a random Qwen2-VL with the bundled tokenizer, through transformers."""
-    torch.manual_seed(sum(map(ord, shape)))
-    s, special = SHAPES[shape], json.loads((BUNDLED / "config.json").read_text())
-    width = 16 * s["heads"]
-    config = Qwen2VLConfig(
-        vision_config={"depth": s["depth"], "embed_dim": 48, "num_heads": 3, "mlp_ratio": 2, "hidden_size": width},
-        text_config={
-            "vocab_size": 768,
-            "hidden_size": width,
-            "intermediate_size": 2 * width,
-            "num_hidden_layers": s["layers"],
-            "num_attention_heads": s["heads"],
-            "num_key_value_heads": s["kv_heads"],
-            "max_position_embeddings": 1024,
-            "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": s["section"]},
-            "eos_token_id": special["text_config"]["eos_token_id"],
-        },
-        tie_word_embeddings=s["tied"],
-        **{key: special[key] for key in special if key.endswith("_token_id")},
-    )
-    model = Qwen2VLForConditionalGeneration(config)
-    for name, parameter in model.named_parameters():
+def make_checkpoint(folder: Path, name: str) -> Path:
+    """Save a random checkpoint of a named shape with the bundled tokenizer."""
+    torch.manual_seed(sum(map(ord, name)))
+    architecture, image_settings = FAMILIES[SHAPES[name]["family"]]
+    model_class = getattr(transformers, architecture)
+    model = model_class(_config(model_class.config_class, SHAPES[name]))
+    for parameter_name, parameter in model.named_parameters():
         # Wide enough for logits to differ, so that completions do not repeat one token.
-        parameter.data.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.15)
-    model.generation_config.eos_token_id = config.text_config.eos_token_id
+        spread = 0.3 if ".experts." in parameter_name else 0.15
+        is_scale = "norm" in parameter_name or ".ln_q." in parameter_name
+        parameter.data.normal_(1.0 if is_scale and parameter_name.endswith("weight") else 0.0, spread)
+    model.generation_config.eos_token_id = SPECIAL["text_config"]["eos_token_id"]
     model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(BUNDLED / name, folder / name)
-    (folder / "preprocessor_config.json").write_text(json.dumps({**SMALL_PIXELS, "patch_size": 14, "merge_size": 2}))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED / file, folder / file)
+    if image_settings:
+        settings = {**image_settings, "image_processor_type": "Qwen2VLImageProcessor"}
+        (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     return folder
+
+
+def _config(config_class: type, shape: dict) -> transformers.PreTrainedConfig:
+    text = _text_config(**shape["text"])
+    if "vision" not in shape:
+        return config_class(**text, tie_word_embeddings=shape["tied"])
+    width = "hidden_size" if shape["family"] == "qwen2_vl" else "out_hidden_size"
+    return config_class(
+        text_config=text,
+        vision_config={**shape["vision"], width: text["hidden_size"]},
+        tie_word_embeddings=shape["tied"],
+        **{key: SPECIAL[key] for key in SPECIAL if key.endswith("_token_id")},
+    )
+
+
+def _text_config(heads: int, kv_heads: int, layers: int, section: list[int] | None = None, **others) -> dict:
+    """Values of a decoder in transformers' names; `others` replace the defaults."""
+    width = others.get("hidden_size", 16 * heads)
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    return {
+        "vocab_size": 768,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": rope | ({"mrope_section": section} if section else {}),
+        "eos_token_id": SPECIAL["text_config"]["eos_token_id"],
+        **others,
+    }

@@ -22,3 +22,5 @@ REQUESTS = {
         ]
     },
 }
+# Merged grids of 4x4, 2x4 and 3x6: windows of 1, 2, 3 and 4 merged patches divide some exactly.
+EXACT = ask(noise_image(112, 112, 4), noise_image(112, 56, 5), noise_image(168, 84, 6))

@@ -4,32 +4,38 @@ from math import prod
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, Qwen2VLForConditionalGeneration
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+import transformers
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
 from mmvllm import SamplingParams
 
 
 class Reference:
-    """The tokenizer, image processor and model of transformers, in float32, one request at a time."""
+    """The tokenizer, image processor and model of transformers, one request at a time."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32):
+        config = AutoConfig.from_pretrained(folder)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.image_processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
-        self.model = Qwen2VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-        self.image_token_id = self.model.config.image_token_id
+        if hasattr(config, "vision_config"):
+            self.image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        model_class = getattr(transformers, config.architectures[0])
+        # torch's grouped product, which transformers chooses for experts otherwise, has no float64.
+        options = {"dtype": dtype, "experts_implementation": "eager"}
+        self.model = model_class.from_pretrained(folder, **options).eval()
 
     def inputs(self, request: dict) -> dict:
-        """What transformers' Qwen2VLProcessor returns, which cannot be constructed without torchvision."""
+        """What transformers' processors return, which cannot be constructed without torchvision."""
         images = [part["image"] for m in request["messages"] for part in m["content"] if "image" in part]
         text = self.tokenizer.apply_chat_template(request["messages"], tokenize=False, add_generation_prompt=True)
         made = dict(self.image_processor(images, return_tensors="pt")) if images else {}
         for grid in made.get("image_grid_thw", []):
-            text = text.replace("<|image_pad|>", "<|placeholder|>" * (prod(grid.tolist()) // 4), 1)
+            num_tokens = prod(grid.tolist()) // self.image_processor.merge_size**2
+            text = text.replace("<|image_pad|>", "<|placeholder|>" * num_tokens, 1)
         made["input_ids"] = self.tokenizer(
             text.replace("<|placeholder|>", "<|image_pad|>"), return_tensors="pt", add_special_tokens=False
         )["input_ids"]
-        made["mm_token_type_ids"] = (made["input_ids"] == self.image_token_id).int()
+        made["mm_token_type_ids"] = (made["input_ids"] == self.model.config.image_token_id).int()
         return made
 
     @torch.inference_mode()
@@ -46,6 +52,56 @@ class Reference:
             pad_token_id=0,
         )
         return out[0, inputs["input_ids"].shape[1] :].tolist()
+
+    @torch.inference_mode()
+    def logits(self, inputs: dict) -> torch.Tensor:
+        """Logits (1, V) after the prompt."""
+        return self.model(**inputs, use_cache=False).logits[:, -1]
+
+    @torch.inference_mode()
+    def media_rows(self, inputs: dict) -> torch.Tensor:
+        """Rows (M, row_size) of the images: those for the embeddings, then those of each DeepStack layer."""
+        out = self.model.model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
+        return torch.cat([out.pooler_output, *(getattr(out, "deepstack_features", None) or ())], dim=1)
+
+    def in_float64(self, call, inputs: dict) -> torch.Tensor:
+        """`call(inputs)`, one of the methods above, of a float32 model, computed in float64."""
+        inputs = {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
+        self.model.double()
+        try:
+            with _Float64():
+                return call(inputs)
+        finally:
+            self.model.float()
+
+
+class _Float64(TorchFunctionMode):
+    """What a model asks to be computed in float32, norms and rotary angles say, is computed in float64."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        args, kwargs = ([_widened(x) for x in args], {key: _widened(x) for key, x in (kwargs or {}).items()})
+        return function(*args, **kwargs)
+
+
+def _widened(x):
+    return torch.float64 if x is torch.float32 else x
+
+
+def round_to_8_bits(model: torch.nn.Module) -> None:
+    """Round weights and inputs of all linear layers to the 8-bit values that mmvllm's int8 has, in plain torch."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.Conv3d):
+            module.weight.data = _rounded(module.weight.data.flatten(1)).view_as(module.weight)
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda module, args: (_rounded(args[0]),))
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    """Symmetric 8-bit rounding with a scale per row."""
+    scale = x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 127
+    return (x / scale).round() * scale
 
 
 def first_logits(engine, inputs) -> torch.Tensor:
@@ -65,15 +121,3 @@ def assert_no_worse(got, plain, exact, slack: float = 2.0) -> None:
     """The error against float64 is at most `slack` times that of plain torch in the same dtype."""
     error, allowed = ((x.double() - exact).abs().max().item() for x in (got, plain))
     assert error <= slack * allowed, f"error {error:.2e}, plain torch {allowed:.2e}"
-
-
-def in_double(inputs: dict) -> dict:
-    return {key: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for key, x in inputs.items()}
-
-
-def in_float64(module, call):
-    module.double()
-    try:
-        return call(module)
-    finally:
-        module.float()

@@ -8,42 +8,46 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmvllm.processors.image import resize_for_part
-from tests.helpers.requests import noise_image
+from tests.helpers.requests import grids_of, noise_image, user
+from tests.helpers.shapes import every_family
 
 steady = settings(derandomize=True, deadline=None)
 
 
-def fetch_image(ele: dict) -> Image.Image:
-    """The rule of qwen-vl-utils for an RGB image."""
+def fetch_image(ele: dict, factor: int) -> Image.Image:
+    """The rule of qwen-vl-utils for an RGB image; `factor` is 2 * `image_patch_size` there."""
     if "resized_height" in ele and "resized_width" in ele:
-        size = qwen_smart_resize(ele["resized_height"], ele["resized_width"])
+        size = qwen_smart_resize(ele["resized_height"], ele["resized_width"], factor)
     else:
         width, height = ele["image"].size
-        low, high = ele.get("min_pixels", 4 * 28 * 28), ele.get("max_pixels", 16384 * 28 * 28)
-        size = qwen_smart_resize(height, width, low, high)
+        low, high = ele.get("min_pixels", 4 * factor**2), ele.get("max_pixels", 16384 * factor**2)
+        size = qwen_smart_resize(height, width, factor, low, high)
     return ele["image"].resize((size[1], size[0]))
 
 
-def qwen_smart_resize(height: int, width: int, low: int = 4 * 28 * 28, high: int = 16384 * 28 * 28) -> tuple[int, int]:
-    """Like the one of transformers, but no side is rounded to 0."""
+def qwen_smart_resize(height: int, width: int, factor: int, low: int | None = None, high: int | None = None):
+    """Like the one of transformers, but no side is rounded to 0; returns (height, width)."""
+    low, high = low or 4 * factor**2, high or 16384 * factor**2
     assert high >= low
-    rounded = [max(28, round(side / 28) * 28) for side in (height, width)]
+    rounded = [max(factor, round(side / factor) * factor) for side in (height, width)]
     if rounded[0] * rounded[1] > high:
         beta = math.sqrt((height * width) / high)
         # The library lets a side become 0 here, and fails later.
-        rounded = [max(28, math.floor(side / beta / 28) * 28) for side in (height, width)]
+        rounded = [max(factor, math.floor(side / beta / factor) * factor) for side in (height, width)]
     elif rounded[0] * rounded[1] < low:
         beta = math.sqrt(low / (height * width))
-        rounded = [math.ceil(side * beta / 28) * 28 for side in (height, width)]
+        rounded = [math.ceil(side * beta / factor) * factor for side in (height, width)]
     return rounded[0], rounded[1]
 
 
+@pytest.mark.parametrize("factor", [28, 32])
 @pytest.mark.parametrize(
     "sizes",
     [
         {"max_pixels": 28 * 28 * 6},
         {"min_pixels": 28 * 28 * 100},
         {"min_pixels": 28 * 28 * 10, "max_pixels": 28 * 28 * 20},
+        {"min_pixels": 32 * 32 * 10, "max_pixels": 32 * 32 * 20},
         {"resized_height": 100, "resized_width": 300},
         {"resized_height": 1, "resized_width": 1},
         {"resized_height": 10, "resized_width": 2000},
@@ -53,21 +57,36 @@ def qwen_smart_resize(height: int, width: int, low: int = 4 * 28 * 28, high: int
     ],
     ids=str,
 )
-@pytest.mark.parametrize("width, height", [(300, 200), (60, 60), (2, 2), (1000, 9), (9, 1000), (28, 28)])
-def test_sizes_of_a_part_mean_what_they_mean_in_qwen_vl_utils(sizes, width, height):
+@pytest.mark.parametrize("width, height", [(300, 200), (60, 60), (2, 2), (1000, 9), (9, 1000), (28, 28), (32, 48)])
+def test_sizes_of_a_part_mean_what_they_mean_in_qwen_vl_utils(sizes, width, height, factor):
     image = noise_image(width, height)
-    got, want = resize_for_part(image, sizes, 28), fetch_image({"image": image, **sizes})
+    got, want = resize_for_part(image, sizes, factor), fetch_image({"image": image, **sizes}, factor)
     assert got.size == want.size
     assert got.tobytes() == want.tobytes()
 
 
+side = st.integers(1, 300)
+bound = st.integers(32 * 32, 10**5)
+
+
 @settings(steady, max_examples=150)
-@given(st.integers(1, 300), st.integers(1, 300), st.integers(28 * 28, 10**5), st.integers(28 * 28, 10**5))
-def test_bounds_of_a_part_mean_what_they_mean_in_qwen_vl_utils(width, height, a, b):
+@given(side, side, bound, bound, st.sampled_from([28, 32]))
+def test_bounds_of_a_part_mean_what_they_mean_in_qwen_vl_utils(width, height, a, b, factor):
     width, height = min(width, 200 * height), min(height, 200 * width)
     sizes = {"min_pixels": min(a, b), "max_pixels": max(a, b)}
-    got = resize_for_part(Image.new("RGB", (width, height)), sizes, 28)
-    assert (got.height, got.width) == qwen_smart_resize(height, width, *sizes.values())
+    got = resize_for_part(Image.new("RGB", (width, height)), sizes, factor)
+    assert (got.height, got.width) == qwen_smart_resize(height, width, factor, *sizes.values())
+
+
+@every_family
+@pytest.mark.parametrize("sizes", [{"resized_height": 100, "resized_width": 75}, {"min_pixels": 9000}], ids=str)
+def test_a_request_resizes_by_the_patches_of_its_checkpoint(sizes, checkpoint, make_llm):
+    llm, image = make_llm(checkpoint), noise_image(70, 50)
+    part = {"type": "image", "image": image, **sizes}
+    factor = 2 * llm.engine.model_config.vision.patch_size
+    resized = fetch_image({"image": image, **sizes}, factor)
+    grid = 1, resized.height // (factor // 2), resized.width // (factor // 2)
+    assert grids_of(llm.processor(user(part))) == [grid]
 
 
 def test_a_part_without_sizes_does_not_change_the_image():
