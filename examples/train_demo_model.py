@@ -1,9 +1,10 @@
-"""Train the bundled demo model: a 3 M parameter Qwen2-VL for the scenes of scenes.py.
+"""Train the bundled demo model, a 3 M parameter Qwen2-VL for the scenes of scenes.py, or one of another family.
 
     python examples/train_demo_model.py --output mmvllm/assets/demo --minutes 120
+    python examples/train_demo_model.py --output small-qwen3-vl --family qwen3_vl --steps 300
 
-Trains transformers' Qwen2-VL implementation on scenes drawn on demand, for the given wall time, and saves a Hugging
-Face checkpoint (fp16 weights, its own byte-level BPE tokenizer) every few minutes. With `--resume FILE`, an
+Trains transformers' implementation on scenes drawn on demand, for the given wall time or number of steps, and saves a
+Hugging Face checkpoint (fp16 weights, its own byte-level BPE tokenizer) every few minutes. With `--resume FILE`, an
 interrupted run continues from its state file.
 """
 
@@ -13,22 +14,23 @@ import json
 import math
 import random
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import transformers
 from scenes import DIGITS, SHAPES, Scene, describe, draw, questions, random_scene
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from transformers import AutoTokenizer, PreTrainedConfig
 
 from mmvllm.models.vision_language import IMAGE_DEFAULTS
-from mmvllm.processors.image import ImageProcessor, normalize_patches
+from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig, normalize_patches
 from mmvllm.processors.positions import mrope_positions
 
 VOCAB_SIZE = 768
-IMAGES = replace(IMAGE_DEFAULTS, min_pixels=140 * 140, max_pixels=196 * 196)
+MIN_TOKENS, MAX_TOKENS = 5 * 5, 7 * 7  # of an image
 SPECIAL_TOKENS = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
     "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
@@ -36,6 +38,35 @@ SPECIAL_TOKENS = [
 ]  # fmt: skip
 MAX_NEW_TOKENS = 48  # the longest caption has 30; of an image of another kind it would write until it is stopped
 KINDS = ["nothing", *SHAPES, *DIGITS]
+# What differs between the families, by the name that `--family` takes.
+FAMILIES = {
+    "qwen2_vl": {
+        "class": "Qwen2VLForConditionalGeneration",
+        "vision": {"embed_dim": 128, "mlp_ratio": 4, "hidden_size": 192},
+    },
+    "qwen2_5_vl": {
+        "class": "Qwen2_5_VLForConditionalGeneration",
+        "vision": {
+            "hidden_size": 128,
+            "intermediate_size": 344,
+            "out_hidden_size": 192,
+            "fullatt_block_indexes": [1, 3],
+        },
+    },
+    "qwen3_vl": {
+        "class": "Qwen3VLForConditionalGeneration",
+        "vision": {
+            "hidden_size": 128,
+            "intermediate_size": 512,
+            "out_hidden_size": 192,
+            "num_position_embeddings": 14 * 14,
+            "deepstack_visual_indexes": [0, 1, 2],
+        },
+        "text": {"head_dim": 48},
+        "rope": {"mrope_interleaved": True},
+        "images": {"patch_size": 16, "image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)},
+    },
+}
 # Qwen2's pre-tokenizer and chat template.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -101,11 +132,20 @@ def _corpus(count: int):
             yield f"system\nYou are a helpful assistant.\nuser\n{question}\nassistant\n{answer}\n{describe(scene)}"
 
 
-def model_config(tokenizer) -> Qwen2VLConfig:
-    """ViT 4 x 128 and decoder 4 x 192 with grouped queries: 3 M parameters."""
-    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "video_pad", "vision_start")}
-    return Qwen2VLConfig(
-        vision_config={"depth": 4, "embed_dim": 128, "num_heads": 4, "mlp_ratio": 4, "hidden_size": 192},
+def image_config(family: str) -> ImageProcessorConfig:
+    """The family's image settings, with bounds that make small images."""
+    images = replace(IMAGE_DEFAULTS, **FAMILIES[family].get("images", {}))
+    return replace(images, min_pixels=MIN_TOKENS * images.factor**2, max_pixels=MAX_TOKENS * images.factor**2)
+
+
+def model_config(family: str, tokenizer) -> PreTrainedConfig:
+    """ViT 4 x 128 and decoder 4 x 192 with grouped queries: 3 to 4 M parameters."""
+    own = {"text": {}, "rope": {}, **FAMILIES[family]}
+    names = ("image_pad", "video_pad", "vision_start", "vision_end", "endoftext", "im_end")
+    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in names}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 8, 8]}
+    return getattr(transformers, own["class"]).config_class(
+        vision_config={"depth": 4, "num_heads": 4, **own["vision"]},
         text_config={
             "vocab_size": VOCAB_SIZE,
             "hidden_size": 192,
@@ -115,15 +155,16 @@ def model_config(tokenizer) -> Qwen2VLConfig:
             "num_key_value_heads": 2,
             "max_position_embeddings": 2048,
             "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 8, 8]},
-            "bos_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>"),
-            "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
-            "pad_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+            "rope_parameters": rope | own["rope"],
+            "bos_token_id": ids["endoftext"],
+            "eos_token_id": ids["im_end"],
+            "pad_token_id": ids["endoftext"],
+            **own["text"],
         },
         image_token_id=ids["image_pad"],
         video_token_id=ids["video_pad"],
         vision_start_token_id=ids["vision_start"],
-        vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+        vision_end_token_id=ids["vision_end"],
         tie_word_embeddings=True,
     )
 
@@ -131,9 +172,9 @@ def model_config(tokenizer) -> Qwen2VLConfig:
 class Conversations(IterableDataset):
     """Infinite training samples: one image and one to six turns about it, in random order."""
 
-    def __init__(self, tokenizer, first_seed: int):
+    def __init__(self, tokenizer, images: ImageProcessorConfig, first_seed: int):
         self.tokenizer, self.first_seed = tokenizer, first_seed
-        self.prepare = ImageProcessor(IMAGES)
+        self.prepare = ImageProcessor(images)
         self.image_token_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
 
     def __iter__(self):
@@ -145,9 +186,9 @@ class Conversations(IterableDataset):
 
     def sample(self, rng: random.Random) -> dict:
         scene = random_scene(rng, text_share=0.6)  # digits take longest to learn
-        image = self.prepare(draw(scene, rng))
+        image, merge_size = self.prepare(draw(scene, rng)), self.prepare.config.merge_size
         turns = self._turns(scene, rng)
-        num_image_tokens = math.prod(image.grid_thw) // IMAGES.merge_size**2
+        num_image_tokens = math.prod(image.grid_thw) // merge_size**2
         ids, labels, offset = [], [], 0
         for i, (_, question, answer) in enumerate(turns):
             head = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n" if i == 0 else "\n"
@@ -157,15 +198,15 @@ class Conversations(IterableDataset):
             ids += asked + said
             labels += [-100] * len(asked) + said
         offset = ids.index(self.image_token_id)
-        positions, _ = mrope_positions(len(ids), [(offset, num_image_tokens)], [image.grid_thw], IMAGES.merge_size)
-        frame = image.pixel_values.view(len(image.pixel_values), 3, IMAGES.temporal_patch_size, -1)[:, :, 0].flatten(1)
+        positions, _ = mrope_positions(len(ids), [(offset, num_image_tokens)], [image.grid_thw], merge_size)
+        frames = image.pixel_values.view(len(image.pixel_values), 3, self.prepare.config.temporal_patch_size, -1)
         return {
             "ids": ids,
             "labels": labels,
             "positions": positions,
-            "frame": frame,
+            "frame": frames[:, :, 0].flatten(1),
             "grid_thw": image.grid_thw,
-            "kinds": kinds_by_token(scene, image.grid_thw),
+            "kinds": kinds_by_token(scene, image.grid_thw, merge_size),
         }
 
     def _turns(self, scene: Scene, rng: random.Random) -> list:
@@ -183,9 +224,9 @@ class Conversations(IterableDataset):
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def kinds_by_token(scene: Scene, grid_thw: tuple[int, int, int]) -> torch.Tensor:
+def kinds_by_token(scene: Scene, grid_thw: tuple[int, int, int], merge_size: int) -> torch.Tensor:
     """For each image token (M,), the index into KINDS of the thing in its cell."""
-    rows, columns = grid_thw[1] // IMAGES.merge_size, grid_thw[2] // IMAGES.merge_size
+    rows, columns = grid_thw[1] // merge_size, grid_thw[2] // merge_size
     kinds = {thing.cell: KINDS.index(thing.text or thing.shape) for thing in scene.things}
     cells = [(3 * y // rows) * 3 + 3 * x // columns for y in range(rows) for x in range(columns)]
     return torch.tensor([kinds.get(cell, 0) for cell in cells])
@@ -212,16 +253,17 @@ def collate(samples: list[dict]) -> dict:
 def embed_single_frames(model) -> None:
     """Embed one frame with the kernel summed over time: both frames of an image are equal, so this halves the work."""
     kernel = model.model.visual.patch_embed.proj
-    model.model.visual.patch_embed.forward = lambda frames: F.linear(frames, kernel.weight.sum(2).flatten(1))
+    model.model.visual.patch_embed.forward = lambda frames: F.linear(
+        frames, kernel.weight.sum(2).flatten(1), kernel.bias
+    )
 
 
-def save(model, folder: Path) -> None:
-    """Write the checkpoint with the layout of Qwen2-VL's: `visual.*`, `model.*`, fp16."""
+def save(model, images: ImageProcessorConfig, folder: Path) -> None:
+    """Write the checkpoint in fp16, with tensors named as in published ones."""
     model = copy.deepcopy(model).half()
     model.generation_config.max_new_tokens = MAX_NEW_TOKENS
     model.save_pretrained(folder)
-    preprocessor = {name: getattr(IMAGES, name) for name in IMAGES.__slots__}
-    preprocessor |= {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2VLProcessor"}
+    preprocessor = asdict(images) | {"image_processor_type": "Qwen2VLImageProcessor"}
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor, indent=2))
 
 
@@ -232,27 +274,35 @@ class Trainer:
     the content of each image token's cell, reduces this to minutes.
     """
 
-    def __init__(self, tokenizer, device: str, lr: float, minutes: float):
+    def __init__(self, tokenizer, family: str, device: str, lr: float, minutes: float, steps: int | None):
+        model_class = getattr(transformers, FAMILIES[family]["class"])
         # Eager attention: on a CPU the backward pass of torch's SDPA is slower.
-        self.model = Qwen2VLForConditionalGeneration._from_config(model_config(tokenizer), attn_implementation="eager")
+        self.model = model_class._from_config(model_config(family, tokenizer), attn_implementation="eager")
         self.model.to(device).train()
         embed_single_frames(self.model)
         self.head = torch.nn.Linear(self.model.config.text_config.hidden_size, len(KINDS)).to(device)
         parameters = [*self.model.parameters(), *self.head.parameters()]
         self.optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
-        self.device, self.lr, self.seconds = device, lr, 60 * minutes
+        self.images, self.device, self.lr = image_config(family), device, lr
+        self.seconds, self.steps = 60 * minutes, steps or math.inf
         self.step, self.spent = 0, 0.0
         self._rows = []
-        self.model.model.visual.merger.register_forward_hook(lambda module, args, rows: self._rows.append(rows))
+        # The rows that the decoder gets: those of the merger may be in another order.
+        self.model.model.visual.register_forward_hook(lambda module, args, out: self._rows.append(out.pooler_output))
+
+    @property
+    def progress(self) -> float:
+        """From 0 to 1, when the time or the number of steps is used up."""
+        return max(self.spent / self.seconds, self.step / self.steps)
 
     def train_step(self, batch: dict) -> str:
         """Run one step on one batch; return its metrics as text."""
         warm = min(1.0, (self.step + 1) / 100)
-        cosine = 0.5 * (1 + math.cos(math.pi * self.spent / self.seconds))
+        cosine = 0.5 * (1 + math.cos(math.pi * self.progress))
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * warm * (0.02 + 0.98 * cosine)
         batch = {name: value.to(self.device) for name, value in batch.items()}
-        pixel_values = normalize_patches(batch.pop("pixel_values"), IMAGES)
+        pixel_values = normalize_patches(batch.pop("pixel_values"), self.images)
         labels, kinds = batch.pop("labels")[:, 1:], batch.pop("kinds")
         with torch.autocast(torch.device(self.device).type, dtype=torch.bfloat16):
             logits = self.model(pixel_values=pixel_values, **batch).logits[:, :-1]
@@ -281,7 +331,9 @@ class Trainer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--family", choices=FAMILIES, default="qwen2_vl")
     parser.add_argument("--minutes", type=float, default=120)
+    parser.add_argument("--steps", type=int, help="stop after this number of steps (default: when the time is over)")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -293,27 +345,27 @@ def main() -> None:
     if not resumed:  # the embeddings depend on the tokenizer
         train_tokenizer(args.output)
     tokenizer = AutoTokenizer.from_pretrained(args.output)
-    trainer = Trainer(tokenizer, args.device, args.lr, args.minutes)
+    trainer = Trainer(tokenizer, args.family, args.device, args.lr, args.minutes, args.steps)
     if resumed:
         trainer.load_state_dict(torch.load(args.resume, weights_only=True))
     print(f"{sum(p.numel() for p in trainer.model.parameters()) / 1e6:.2f} M parameters", flush=True)
 
-    data = Conversations(tokenizer, first_seed=10_000_000 + trainer.step * args.batch_size)
+    data = Conversations(tokenizer, trainer.images, first_seed=10_000_000 + trainer.step * args.batch_size)
     loader = DataLoader(data, batch_size=args.batch_size, collate_fn=collate, num_workers=1, prefetch_factor=4)
     start, saved = time.monotonic() - trainer.spent, time.monotonic()
     for batch in loader:
         trainer.spent = time.monotonic() - start
-        if trainer.spent > trainer.seconds:
+        if trainer.progress >= 1:
             break
         report = trainer.train_step(batch)
         if trainer.step % 20 == 0:
             print(f"step {trainer.step}  {trainer.spent:.0f} s  {report}", flush=True)
         if time.monotonic() - saved > 240:
-            save(trainer.model, args.output)
+            save(trainer.model, trainer.images, args.output)
             if args.resume:
                 torch.save(trainer.state_dict(), args.resume)
             saved = time.monotonic()
-    save(trainer.model, args.output)
+    save(trainer.model, trainer.images, args.output)
 
 
 if __name__ == "__main__":

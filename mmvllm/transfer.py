@@ -8,7 +8,7 @@ from torch import Tensor
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor; on CUDA from pinned memory: ordered in the stream, without waiting."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 class HostCopy:

@@ -193,7 +193,7 @@ def reference(args: argparse.Namespace, stack: ExitStack) -> Method:
     import torch
     from transformers import AutoTokenizer
 
-    from mmvllm.bench.reference import Qwen2VLImageProcessorPil, Transformers
+    from mmvllm.bench.reference import Transformers, image_processor
     from mmvllm.config import EngineConfig
     from mmvllm.models.folder import resolve_folder
     from mmvllm.models.registry import load_config, load_image_config
@@ -203,7 +203,7 @@ def reference(args: argparse.Namespace, stack: ExitStack) -> Method:
     tokenizer, images = AutoTokenizer.from_pretrained(folder), load_image_config(folder)
     transformers = Transformers(folder, tokenizer, device, torch.float32, "auto", batch_size=1)
     low, high = pixel_bounds(None, args.max_pixels, images.min_pixels, images.max_pixels)
-    transformers.images = Qwen2VLImageProcessorPil.from_pretrained(folder, min_pixels=low, max_pixels=high)
+    transformers.images = image_processor(folder, min_pixels=low, max_pixels=high)
     ends = sorted(load_config(folder).eos_token_ids)
 
     def answer(path: Path) -> tuple[str | None, int]:

@@ -1,15 +1,20 @@
 """Parameters and floating-point operations of a model.
 
 Letters as in `mmvllm/batch.py`. A multiply and its add are two operations; only matrix products and attention are
-counted, because all other operations are negligible.
+counted, because all other operations are negligible. Padding, which a checkpoint does not have, is not counted.
 """
 
+from collections.abc import Callable
+from functools import lru_cache
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmvllm.config import ModelConfig
-from mmvllm.layers.attention import TorchAttention
+from mmvllm.inputs import Grid
+from mmvllm.layers.attention import Segments
 from mmvllm.models.registry import family_of
+from mmvllm.models.weights import checkpoint_views
 
 PARTS = {"visual.": "vision", "decoder.embed_tokens.": "embedding", "decoder.": "decoder", "lm_head.": "head"}
 
@@ -18,52 +23,98 @@ class ModelCosts:
     """Counted on the model itself, which is built without allocating memory: no family's sizes are repeated here."""
 
     def __init__(self, config: ModelConfig):
+        self.config, self._counter = config, _Counter()
         with torch.device("meta"):
-            self._model = family_of(config.architecture).build(config, TorchAttention)
-        self.config = config
+            self._model = family_of(config.architecture).build(config, self._counter)
+        self._weights = self._count_linear_weights()
         self.num_parameters = self._count_parameters()
-        self._merger_weights = self._linear_weights("visual.merger.")
-        self._patch_weights = self._linear_weights("visual.") - self._merger_weights
-        self._decoder_weights = self._linear_weights("decoder.")
+        views = checkpoint_views(self._model)
+        self.num_expert_parameters = sum(view.numel() for name, _, view in views if ".experts." in name)
+        self.vision_flops = lru_cache(maxsize=256)(self._vision_flops)
 
-    def weights_read_by_a_step(self) -> int:
-        """All weights of the decoder and the head, for any number of tokens; of an untied embedding only a few rows."""
-        return self.num_parameters["decoder"] + self.config.vocab_size * self.config.hidden_size
+    @property
+    def active_share(self) -> float:
+        """Of the experts' parameters, the share that one token is multiplied with; 1 for a model without experts."""
+        experts = self.config.experts
+        return experts.num_experts_per_tok / experts.num_experts if experts else 1.0
 
-    def vision_flops(self, num_patches: int) -> int:
-        """Of an image with one frame: weights times patches, the merger's times merged rows, and attention.
+    def weights_read_by_a_step(self, num_tokens: int = 1) -> float:
+        """Weights of the decoder and the head, for any number of tokens; of an untied embedding only a few rows.
 
-        Attention in a layer is P**2 products of queries and keys and as many of weights and values, 2 H D operations
-        each.
+        Of the experts, those that `num_tokens` tokens choose: their expected number, if all are chosen equally often
+        and independently.
         """
-        v = self.config.vision
-        num_rows = num_patches // v.spatial_merge_size**2
-        attention = v.depth * 4 * num_patches**2 * v.num_heads * v.head_dim
-        return 2 * self._patch_weights * num_patches + 2 * self._merger_weights * num_rows + attention
+        unused = self.num_expert_parameters * (1 - self.active_share) ** num_tokens if self.config.experts else 0
+        return self.num_parameters["decoder"] + self.config.vocab_size * self.config.hidden_size - unused
 
     def decoder_flops(self, num_tokens: int, num_keys: float) -> float:
         """Of all layers; `num_keys` is the number of keys that a token attends to, summed over the tokens.
 
-        A token is multiplied with every weight, and attention takes 4 H D operations per layer, token and key.
+        A token is multiplied with every weight, of the experts only with its own, and attention takes 4 H D operations
+        per layer, token and key.
         """
         c = self.config
         attention = c.num_hidden_layers * 4 * c.num_attention_heads * c.head_dim * num_keys
-        return 2 * self._decoder_weights * num_tokens + attention
+        linear = sum(size for name, size in self._weights.items() if name.startswith("decoder."))
+        return 2 * (linear + round(self.num_expert_parameters * self.active_share)) * num_tokens + attention
 
     def head_flops(self, num_rows: int) -> int:
         """Of the logits, which are computed only for rows that sample a token."""
         return 2 * self.config.vocab_size * self.config.hidden_size * num_rows
 
+    @torch.inference_mode()
+    def _vision_flops(self, grid: Grid) -> int:
+        """Of an image: the ViT runs without data, and each linear layer and each attention call is counted."""
+        t, h, w = grid
+        self._counter.flops = 0
+        hooks = [
+            module.register_forward_pre_hook(self._counter.linear(self._weights[name]))
+            for name, module in self._model.named_modules()
+            if name in self._weights
+        ]
+        self._model.encode(torch.empty(t * h * w, self.config.vision.patch_dim, device="meta"), [grid])
+        for hook in hooks:
+            hook.remove()
+        return self._counter.flops
+
     def _count_parameters(self) -> dict[str, int]:
         """By part; a tied head counts in "embedding" only, and "decoder" is the layers and the last norm."""
         counts = dict.fromkeys(("vision", "decoder", "embedding", "head"), 0)
-        for name, parameter in self._model.named_parameters():
-            counts[next(part for prefix, part in PARTS.items() if name.startswith(prefix))] += parameter.numel()
+        for name, _, view in checkpoint_views(self._model):
+            counts[next(part for prefix, part in PARTS.items() if name.startswith(prefix))] += view.numel()
         return counts
 
-    def _linear_weights(self, prefix: str) -> int:
-        modules = (module for name, module in self._model.named_modules() if name.startswith(prefix))
-        return sum(module.weight.numel() for module in modules if isinstance(module, nn.Linear))
+    def _count_linear_weights(self) -> dict[str, int]:
+        """Of each linear layer, by its name."""
+        weights = {name: 0 for name, module in self._model.named_modules() if isinstance(module, nn.Linear)}
+        for name, _, view in checkpoint_views(self._model):
+            layer, _, parameter = name.rpartition(".")
+            if layer in weights and parameter == "weight":
+                weights[layer] += view.numel()
+        return weights
+
+
+class _Counter:
+    """An attention backend that counts operations and computes nothing."""
+
+    name, block_size, in_graphs = "counter", 16, False
+
+    def __init__(self):
+        self.flops = 0
+
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
+        """In a segment of n rows, n**2 products of queries and keys, as many of weights and values, 2 H D each."""
+        _, H, D = q.shape
+        self.flops += 4 * H * D * sum(n * n for n in segments.lens)
+        return torch.empty_like(q)
+
+    def linear(self, num_weights: int) -> Callable:
+        """A hook that counts the product of each row of a layer's input with its weights."""
+
+        def count(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            self.flops += 2 * num_weights * len(args[0])
+
+        return count
 
 
 def keys_seen(first: int, last: int) -> int:

@@ -71,7 +71,7 @@ def hit_rates(run: Run) -> dict[str, float | None]:
 
 def shares_of_machine(run: Run, roofline: Roofline, concurrency: int) -> dict[str, Any]:
     """The machine's limit for these requests, and the share of it that was reached."""
-    limit = roofline.limit(run.outputs, concurrency)
+    limit = roofline.limit(run, concurrency)
     rates = counts_and_rates(run)
     return {
         **roofline.shares(run),

@@ -49,9 +49,9 @@ def _processors(folder: Path, compare: str | None) -> dict[str, Callable[[bytes]
     processor = ImageProcessor(load_image_config(folder))
     processors = {"mmvllm": lambda data: processor(load_image(data))}
     if compare:
-        from mmvllm.bench.reference import Qwen2VLImageProcessorPil, decoded
+        from mmvllm.bench.reference import decoded, image_processor
 
-        theirs = Qwen2VLImageProcessorPil.from_pretrained(folder)
+        theirs = image_processor(folder)
         processors["transformers"] = lambda data: theirs([decoded(data)], return_tensors="pt")
     return processors
 

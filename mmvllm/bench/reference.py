@@ -9,7 +9,9 @@ import torch
 import transformers
 from PIL import Image
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+# Without torchvision, older versions of transformers do not export it.
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from mmvllm.bench.runs import Run, now, peak_memory, reset_peak_memory
 from mmvllm.outputs import CompletionOutput, RequestOutput
@@ -26,7 +28,7 @@ class Transformers:
             self.model = dummy_model(model_class, config, device, dtype)
         else:
             self.model = model_class.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device).eval()
-        self.images = Qwen2VLImageProcessorPil.from_pretrained(folder) if hasattr(config, "vision_config") else None
+        self.images = image_processor(folder) if hasattr(config, "vision_config") else None
         self.tokenizer, self.device, self.batch_size = tokenizer, device, batch_size
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
@@ -61,7 +63,7 @@ class Transformers:
         ]
 
     def inputs(self, requests: list[dict]) -> transformers.BatchFeature:
-        """The inputs that transformers' Qwen2VLProcessor returns, which cannot be built without torchvision."""
+        """The inputs that transformers' processor returns, which cannot be built without torchvision."""
         messages = [request["messages"] for request in requests]
         images = [decoded(part["image"]) for turns in messages for part in turns[0]["content"] if "image" in part]
         inputs = self.images(images, return_tensors="pt") if images else transformers.BatchFeature()
@@ -82,6 +84,11 @@ class Transformers:
         return text.replace(pad, pad * (prod(next(grids).tolist()) // self.images.merge_size**2))
 
 
+def image_processor(folder: Path, **settings):
+    """The checkpoint's image processor in transformers, with Pillow as its backend, with or without torchvision."""
+    return AutoImageProcessor.from_pretrained(folder, backend="pil", **settings)
+
+
 def decoded(data: bytes) -> Image.Image:
     return Image.open(io.BytesIO(data)).convert("RGB")
 
@@ -97,11 +104,17 @@ def dummy_model(model_class: type, config, device: torch.device, dtype: torch.dt
             parameter.data.normal_(0.0, 0.02)
         else:
             parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
-    for module in model.modules():
-        if hasattr(module, "inv_freq"):  # rotary frequencies are computed, not loaded
-            fresh = type(module)(module.config).to(device)
-            module.inv_freq, module.original_inv_freq = fresh.inv_freq, fresh.original_inv_freq
+    _compute_buffers(model, device)
     return model
+
+
+def _compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Buffers, such as rotary frequencies, are not loaded: each module computes its own when it is built."""
+    for module in list(model.modules()):
+        if names := [name for name, _ in module.named_buffers(recurse=False)]:
+            fresh = type(module)(module.config).to(device)
+            for name in names:
+                setattr(module, name, getattr(fresh, name))
 
 
 class _FirstToken(transformers.StoppingCriteria):

@@ -64,7 +64,7 @@ class Roofline:
     def __init__(self, machine: Machine, llm: LLM):
         runner, is_int8 = llm.engine.model_runner, llm.engine.config.quantization == "int8"
         self.machine, self.costs = machine, ModelCosts(runner.model_config)
-        self.weight_bytes = self.costs.weights_read_by_a_step() * (1 if is_int8 else runner.dtype.itemsize)
+        self.value_bytes = 1 if is_int8 else runner.dtype.itemsize  # of a weight
         self.key_bytes = kv_block_bytes(runner.model_config, 1, runner.dtype)  # of a key and its value in all layers
 
     def shares(self, run: Run) -> dict[str, float | None]:
@@ -85,21 +85,25 @@ class Roofline:
                 self.machine.flops_per_second,
             ),
             "vision_of_arithmetic": _share(
-                self._vision_flops(run.outputs), _seconds(encoding_steps, "vision"), self.machine.flops_per_second
+                self._vision_flops(run), _seconds(encoding_steps, "vision"), self.machine.flops_per_second
             ),
         }
 
-    def limit(self, outputs: list[RequestOutput], concurrency: int) -> float:
+    def weight_bytes(self, num_tokens: int) -> float:
+        """Read by a decode step of so many tokens."""
+        return self.costs.weights_read_by_a_step(num_tokens) * self.value_bytes
+
+    def limit(self, run: Run, concurrency: int) -> float:
         """Requests per second at the machine's peaks, with decode steps of `concurrency` requests each.
 
         The ViT and prefill are bound by arithmetic, decode steps by bandwidth or arithmetic, whichever takes longer.
         """
-        peak, num_decoded = self.machine.flops_per_second, sum(len(output.token_ids) - 1 for output in outputs)
-        num_steps = num_decoded / min(concurrency, len(outputs))
-        read = num_steps * self.weight_bytes + _decode_keys(outputs) * self.key_bytes
+        outputs, peak = run.outputs, self.machine.flops_per_second
+        num_decoded, width = sum(len(output.token_ids) - 1 for output in outputs), min(concurrency, len(outputs))
+        read = num_decoded / width * self.weight_bytes(width) + _decode_keys(outputs) * self.key_bytes
         decode_flops = self._flops(num_decoded, _decode_keys(outputs), num_decoded)
         num_computed = sum(output.num_prompt_tokens - output.num_cached_tokens for output in outputs)
-        prompt_flops = self._vision_flops(outputs) + self._flops(num_computed, _prompt_keys(outputs), len(outputs))
+        prompt_flops = self._vision_flops(run) + self._flops(num_computed, _prompt_keys(outputs), len(outputs))
         return len(outputs) / (prompt_flops / peak + max(read / self.machine.bytes_per_second, decode_flops / peak))
 
     def _flops(self, num_tokens: int, num_keys: float, num_rows: int) -> float:
@@ -107,7 +111,8 @@ class Roofline:
 
     def _read_bytes(self, run: Run, decode_steps: list) -> float:
         num_tokens = sum(step.num_decode_tokens for step in decode_steps)
-        return len(decode_steps) * self.weight_bytes + num_tokens * _mean_decode_keys(run.outputs) * self.key_bytes
+        weights = sum(self.weight_bytes(step.num_decode_tokens) for step in decode_steps)
+        return weights + num_tokens * _mean_decode_keys(run.outputs) * self.key_bytes
 
     def _prefill_flops(self, run: Run, prefill_steps: list) -> float:
         """All prompts are computed in these steps, and some tokens are decoded along with them."""
@@ -116,12 +121,8 @@ class Roofline:
         num_keys = _prompt_keys(run.outputs) + num_decoded * _mean_decode_keys(run.outputs)
         return self._flops(num_tokens, num_keys, num_decoded + len(run.outputs))
 
-    def _vision_flops(self, outputs: list[RequestOutput]) -> int:
-        vision = self.costs.config.vision
-        if vision is None:
-            return 0
-        merged = vision.spatial_merge_size**2  # patches per image token
-        return sum(self.costs.vision_flops(output.num_image_tokens * merged) for output in outputs)
+    def _vision_flops(self, run: Run) -> int:
+        return sum(self.costs.vision_flops(grid) for grid in run.grids)
 
 
 def _prompt_keys(outputs: list[RequestOutput]) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from mmvllm.engine.stats import StepStats
-from mmvllm.inputs import EngineInput
+from mmvllm.inputs import EngineInput, Grid
 from mmvllm.llm import LLM
 from mmvllm.outputs import RequestOutput
 from mmvllm.sampling_params import SamplingParams
@@ -26,6 +26,7 @@ class Run:
     outputs: list[RequestOutput]
     peak_memory: int | None
     steps: list[StepStats] = field(default_factory=list)
+    grids: list[Grid] = field(default_factory=list)  # of all images
     worker_seconds: float = 0.0  # CPU time of preparation, in all threads
     encoder_lookups: int = 0
     encoder_hits: int = 0
@@ -43,7 +44,7 @@ class Mmvllm:
         cache, params = engine.encoder_cache, SamplingParams(max_tokens=output_tokens, ignore_eos=True)
         lookups, hits = cache.num_lookups, cache.num_hits
         reset_peak_memory(device)
-        with _recorded(self.llm, output_tokens) as (steps, worker_seconds):
+        with _recorded(self.llm, output_tokens) as (steps, grids, worker_seconds):
             start_counter, start = now(device), time.time()
             outputs = list(self.llm.stream_multimodal(requests, params))
             seconds = now(device) - start_counter
@@ -54,6 +55,7 @@ class Mmvllm:
             outputs,
             peak_memory(device),
             steps,
+            grids,
             sum(worker_seconds),
             encoder_lookups=cache.num_lookups - lookups,
             encoder_hits=cache.num_hits - hits,
@@ -61,23 +63,24 @@ class Mmvllm:
 
 
 @contextmanager
-def _recorded(llm: LLM, output_tokens: int) -> Iterator[tuple[list[StepStats], list[float]]]:
-    """Collect the engine's steps and the CPU seconds of each request's preparation in two lists.
+def _recorded(llm: LLM, output_tokens: int) -> Iterator[tuple[list[StepStats], list[Grid], list[float]]]:
+    """Collect the engine's steps, the grids of images, and the CPU seconds of each request's preparation.
 
     A prompt that leaves no room for `output_tokens` raises ValueError as soon as it is prepared.
     """
-    steps, seconds, processor = [], [], llm.processor
+    steps, grids, seconds, processor = [], [], [], llm.processor
 
     def timed(request: dict) -> EngineInput:
         start = time.thread_time()
         prompt = processor(request)
         seconds.append(time.thread_time() - start)
+        grids.extend(item.grid for item in prompt.items)
         _check_room(len(prompt.token_ids), output_tokens, llm.engine.max_model_len)
         return prompt
 
     llm.processor, llm.engine.on_step = timed, steps.append
     try:
-        yield steps, seconds
+        yield steps, grids, seconds
     finally:
         llm.processor, llm.engine.on_step = processor, None
 

@@ -53,7 +53,7 @@ def test_operations_of_the_vit(grid, folder, model):
     config, P = load_config(folder), grid[1] * grid[2]
     patches = torch.zeros(P, config.vision.patch_dim)
     flops = count_flops(lambda: model.model.visual(patches, torch.tensor([grid])))
-    assert flops == ModelCosts(config).vision_flops(P)
+    assert flops == ModelCosts(config).vision_flops(grid)
 
 
 def test_operations_of_a_prompt_and_of_a_decode_step(folder, model):

@@ -32,7 +32,7 @@ def run() -> Run:
         step(108.0, 0, 2, running=0, schedule=0.1, pack=0.05, decoder=0.7, sampling=0.1, commit=0.05),
     ]
     outputs = [output(1001.0, 1002.0, 1004.0), output(1006.0, 1007.0, 1008.0, num_tokens=2, image=0)]
-    return Run(1000.0, 100.0, 9.0, outputs, peak_memory=5, steps=steps, encoder_lookups=4, encoder_hits=1)
+    return Run(1000.0, 100.0, 9.0, outputs, 5, steps, grids=[(1, 4, 4)], encoder_lookups=4, encoder_hits=1)
 
 
 def test_counts_and_rates(run):
@@ -92,7 +92,7 @@ def test_roofline(run, make_llm):
     assert shares["decode_of_bandwidth"] == pytest.approx(read / 2.1 / 1e9)
     prefill = costs.decoder_flops(20, 2 * 55) + costs.head_flops(2)
     assert shares["prefill_of_arithmetic"] == pytest.approx(prefill / 0.6 / 1e9)
-    assert shares["vision_of_arithmetic"] == pytest.approx(costs.vision_flops(16) / 0.8 / 1e9)
+    assert shares["vision_of_arithmetic"] == pytest.approx(costs.vision_flops((1, 4, 4)) / 0.8 / 1e9)
 
 
 def test_the_limit_depends_on_concurrency(run, make_llm):
@@ -100,15 +100,15 @@ def test_the_limit_depends_on_concurrency(run, make_llm):
     config = llm.engine.model_config
     costs = ModelCosts(config)
     weight_bytes = 4 * costs.weights_read_by_a_step()
-    prompts = costs.decoder_flops(20, 2 * 55) + costs.head_flops(2) + costs.vision_flops(16)
+    prompts = costs.decoder_flops(20, 2 * 55) + costs.head_flops(2) + costs.vision_flops((1, 4, 4))
     key_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     slow_memory = Roofline(Machine(bytes_per_second=1e6, flops_per_second=1e9), llm)
     for concurrency, num_steps in ((1, 3), (2, 1.5), (50, 1.5)):  # there are two requests, with three decoded tokens
         seconds = prompts / 1e9 + (num_steps * weight_bytes + 34 * key_bytes) / 1e6
-        assert slow_memory.limit(run.outputs, concurrency) == pytest.approx(2 / seconds)
+        assert slow_memory.limit(run, concurrency) == pytest.approx(2 / seconds)
     slow_arithmetic = Roofline(Machine(bytes_per_second=1e15, flops_per_second=1e9), llm)
     decode = costs.decoder_flops(3, 34) + costs.head_flops(3)
-    assert slow_arithmetic.limit(run.outputs, 2) == pytest.approx(2 / ((prompts + decode) / 1e9))
+    assert slow_arithmetic.limit(run, 2) == pytest.approx(2 / ((prompts + decode) / 1e9))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -121,7 +121,8 @@ def test_a_machine_is_measured(dtype, monkeypatch):
 
 def test_quantised_weights_take_one_byte_each(make_llm):
     llm = make_llm(None, quantization="int8", dtype="bfloat16")
-    assert Roofline(Machine(1e9, 1e9), llm).weight_bytes == ModelCosts(llm.engine.model_config).weights_read_by_a_step()
+    costs = ModelCosts(llm.engine.model_config)
+    assert Roofline(Machine(1e9, 1e9), llm).weight_bytes(1) == costs.weights_read_by_a_step()
 
 
 def test_shares_without_work_are_none(make_llm):

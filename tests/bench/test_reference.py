@@ -4,20 +4,24 @@ import json
 
 import pytest
 import torch
-from transformers import AutoConfig, Qwen2VLForConditionalGeneration
+import transformers
+from transformers import AutoConfig
 
 from mmvllm.bench.reference import Transformers, dummy_model
 from mmvllm.bench.runs import Mmvllm
 from mmvllm.bench.workload import Workload
 from mmvllm.models.folder import BUNDLED
+from tests.helpers.shapes import RICHEST, SHAPES
 
 CPU, FLOAT32 = torch.device("cpu"), torch.float32
 
 
-def test_both_engines_generate_the_same_tokens(make_llm):
+@pytest.mark.parametrize("shape", [None, *RICHEST], ids=lambda shape: shape or "bundled")
+def test_both_engines_generate_the_same_tokens(shape, make_llm, checkpoints):
     """In left-padded batches with and without images, and one of text only; no completion ends early."""
-    llm = make_llm(None)
-    theirs = Transformers(BUNDLED, llm.tokenizer, CPU, FLOAT32, "auto", batch_size=3)
+    folder = checkpoints(shape) if shape else BUNDLED
+    llm = make_llm(folder)
+    theirs = Transformers(folder, llm.tokenizer, CPU, FLOAT32, "auto", batch_size=3)
     sizes = [(90, 64), (60, 133), (200, 77)]
     requests = Workload(llm.tokenizer, sizes=sizes, prompt_tokens=9, text_share=0.4).requests(6)
     requests += Workload(llm.tokenizer, sizes=sizes, prompt_tokens=20, text_share=1.0, seed=1).requests(3)
@@ -45,18 +49,19 @@ def test_text_only_checkpoints(checkpoint, tmp_path, make_llm):
     assert lengths[0] == lengths[1] and all(not output.num_image_tokens for output in theirs.outputs)
 
 
-@pytest.mark.parametrize("shape", ["gqa2-tied", "gqa3-untied"])
+@pytest.mark.parametrize("shape", [*RICHEST, "gqa3-untied", "qwen3-mqa-untied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_dummy_model_differs_from_a_real_one_only_in_weights(shape, dtype, checkpoints):
     config = AutoConfig.from_pretrained(checkpoints(shape))
-    dummy = dummy_model(Qwen2VLForConditionalGeneration, config, CPU, dtype)
-    real = Qwen2VLForConditionalGeneration.from_pretrained(checkpoints(shape), dtype=dtype)
+    model_class = getattr(transformers, config.architectures[0])
+    dummy = dummy_model(model_class, config, CPU, dtype)
+    real = model_class.from_pretrained(checkpoints(shape), dtype=dtype)
     buffers = dict(dummy.named_buffers())
     assert buffers.keys() == dict(real.named_buffers()).keys()
     assert all(torch.equal(buffers[name], buffer) for name, buffer in real.named_buffers())
     shapes = {name: (parameter.shape, parameter.dtype) for name, parameter in dummy.named_parameters()}
     assert shapes == {name: (parameter.shape, parameter.dtype) for name, parameter in real.named_parameters()}
     tied = dummy.lm_head.weight is dummy.get_input_embeddings().weight
-    assert tied == config.tie_word_embeddings == (shape == "gqa2-tied")
+    assert tied == config.tie_word_embeddings == SHAPES[shape]["tied"]
     assert 0.01 < dummy.lm_head.weight.float().std() < 0.03
     assert not dummy.training and dummy.config._attn_implementation == "sdpa"
