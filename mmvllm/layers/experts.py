@@ -49,7 +49,11 @@ class Experts(nn.Module, PackableModule):
         self.num_experts = num_experts
 
     def checkpoint_views(self) -> Iterator[tuple[str, int | None, Tensor]]:
-        """Checkpoints store the matrices transposed: gate_up_proj as (E, C, 2 I), down_proj as (E, I, C)."""
+        """Checkpoints store the matrices transposed: gate_up_proj as (E, C, 2 I), down_proj as (E, I, C).
+
+        Those that transformers 5 has saved do not. It reads both layouts: a tensor in the parameter's shape is taken as
+        it is, also where both shapes are equal. For such a tensor, the destination is `view.mT`, the parameter itself.
+        """
         yield "gate_up_proj", None, self.gate_up_proj.data.mT
         yield "down_proj", None, self.down_proj.data.mT
 
