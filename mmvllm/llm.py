@@ -30,6 +30,7 @@ from mmvllm.intake import (
 from mmvllm.models.folder import model_name
 from mmvllm.outputs import Delta, RequestOutput
 from mmvllm.processors.requests import PROMPT_KEYS
+from mmvllm.sampling_params import SamplingParams
 
 Events = Iterator[tuple[int, Event | None]]  # by request; None for a request that was not selected
 
@@ -72,6 +73,14 @@ class LLM:
     def get_tokenizer(self):
         """The tokenizer, by the name of vLLM's method."""
         return self.tokenizer
+
+    def default_sampling_params(self, **changes: Any) -> SamplingParams:
+        """The checkpoint's sampling parameters (generation_config.json) over mmvllm's defaults, `changes` over both.
+
+        They are used where they are given as `sampling_params`; calls without any are greedy. Raises ValueError for a
+        wrong value, and TypeError for an unknown name.
+        """
+        return self.engine.default_sampling_params(**changes)
 
     def generate(
         self,
