@@ -1,6 +1,9 @@
 """Arguments and argument types shared by several subcommands."""
 
 import argparse
+import sys
+from collections.abc import Mapping
+from typing import Any
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +40,25 @@ def add_max_waiting_argument(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="requests that may wait beyond --max-num-seqs; further ones are refused as busy (default: %(default)s)",
     )
+
+
+def add_completion_arguments(group: argparse._ArgumentGroup, what: str) -> None:
+    """Arguments of commands that sample as the checkpoint advises; `what` is the sampling that they decide."""
+    group.add_argument(
+        "--generation-config",
+        choices=("auto", "none"),
+        default="auto",
+        help=f"sampling parameters for {what}: auto takes those of the checkpoint's generation_config.json, none takes "
+        "none of them (default: %(default)s)",
+    )
+
+
+def tell_sampling_defaults(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
+    """Say on standard error which sampling parameters of the checkpoint are used, if it has any."""
+    if args.generation_config == "auto" and defaults:
+        values = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+        told = f"default sampling parameters from the checkpoint's generation_config.json: {values}"
+        print(f"mmvllm {args.command}: {told}; --generation-config none ignores them", file=sys.stderr)
 
 
 def _whole_number(text: str) -> int:

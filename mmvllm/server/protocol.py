@@ -23,6 +23,7 @@ MAX_STOPS, MAX_STOP_LENGTH = 64, 1000  # length in characters: each new token is
 MAX_STOP_IDS = 1024
 MAX_SALT = 1024  # characters; the prefix cache stores the salt
 INT64 = 2**63
+DEFAULT = "Default: that of the checkpoint's generation_config.json"
 
 
 def _require_empty(value: Any) -> Any:
@@ -152,13 +153,13 @@ class SamplingRequest(StrictModel):
     """The fields that both endpoints share."""
 
     model: str
-    temperature: float | None = Field(None, ge=0, le=2, description="Default: 1.")
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=INT64)
-    min_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    temperature: float | None = Field(None, ge=0, le=2, description=f"{DEFAULT}, else 1.")
+    top_p: float | None = Field(None, gt=0, le=1, description=f"{DEFAULT}, else 1.")
+    top_k: int | None = Field(None, ge=-1, lt=INT64, description=f"{DEFAULT}, else 0, which keeps all tokens.")
+    min_p: float | None = Field(None, ge=0, le=1, description=f"{DEFAULT}, else 0.")
+    presence_penalty: float | None = Field(None, ge=-2, le=2, description=f"{DEFAULT}, else 0.")
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, description=f"{DEFAULT}, else 0.")
+    repetition_penalty: float | None = Field(None, gt=0, le=100, description=f"{DEFAULT}, else 1.")
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     best_of: Literal[1] | None = None
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
