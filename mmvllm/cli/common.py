@@ -1,9 +1,13 @@
 """Arguments and argument types shared by several subcommands."""
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping
 from typing import Any
+
+from mmvllm.errors import RequestError
+from mmvllm.processors.template_kwargs import check_template_kwargs
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +55,29 @@ def add_completion_arguments(group: argparse._ArgumentGroup, what: str) -> None:
         help=f"sampling parameters for {what}: auto takes those of the checkpoint's generation_config.json, none takes "
         "none of them (default: %(default)s)",
     )
+    add_template_argument(group)
+
+
+def add_template_argument(group: argparse._ArgumentGroup) -> None:
+    """The arguments of the chat template, under our name and that of vLLM's server."""
+    group.add_argument(
+        "--default-chat-template-kwargs",
+        "--chat-template-kwargs",
+        dest="chat_template_kwargs",
+        type=_template_kwargs,
+        metavar="JSON",
+        help="arguments of the chat template, such as '{\"enable_thinking\": false}' (default: none)",
+    )
+
+
+def _template_kwargs(text: str) -> dict[str, Any]:
+    """An argparse type."""
+    try:
+        return check_template_kwargs(json.loads(text))
+    except RequestError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.100} is not JSON: {error}") from None
 
 
 def tell_sampling_defaults(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:

@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         args.max_images,
         uses_generation_config=args.generation_config == "auto",
         allow_special_tokens=args.allow_special_tokens,
+        chat_template_kwargs=args.chat_template_kwargs or {},
     )
     decoder = ImageDecoder(policy)
     try:

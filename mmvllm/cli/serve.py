@@ -168,6 +168,7 @@ def _settings(args: argparse.Namespace, model: str, keys: tuple[str, ...], media
         media=media,
         media_names=OPTIONS,
         allow_special_tokens=args.allow_special_tokens,
+        chat_template_kwargs=args.chat_template_kwargs or {},
         uses_generation_config=args.generation_config == "auto",
         has_demo=args.demo,
     )

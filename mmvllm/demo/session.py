@@ -184,6 +184,7 @@ class Sessions:
         self._check_length(session, options)
         request, params = to_request(session.turns, options), options.sampling_params(self.sampling_defaults)
         request["allow_special_tokens"] = self.settings.allow_special_tokens
+        request["chat_template_kwargs"] = self.settings.chat_template_kwargs
         with self.decoder.session() as decode:  # given up when the answer is stopped or the visitor leaves
             stream = self.engine.generate(
                 request,

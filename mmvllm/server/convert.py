@@ -85,8 +85,15 @@ def max_pixels_of(body: ChatRequest, images: Sequence[ImageReference], limits: D
     return found
 
 
-def chat_request(body: ChatRequest, data: Sequence[bytes], max_pixels: Sequence[int]) -> dict:
+def chat_request(
+    body: ChatRequest,
+    data: Sequence[bytes],
+    max_pixels: Sequence[int],
+    template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+) -> dict:
     """The engine's request, given the encoded bytes of each image of `images_of(body)` and its `max_pixels`.
+
+    `template_kwargs` are arguments of the chat template for requests that do not give these themselves.
 
     The largest `max_pixels` becomes that of the request, as in `LLM.generate_multimodal`; images with a smaller limit
     carry it in their part.
@@ -99,6 +106,8 @@ def chat_request(body: ChatRequest, data: Sequence[bytes], max_pixels: Sequence[
     request = {"messages": [_message(message, parts) for message in body.messages], "cache_salt": body.cache_salt}
     if body.allow_special_tokens:
         request["allow_special_tokens"] = True
+    if kwargs := {**template_kwargs, **(body.chat_template_kwargs or {})}:
+        request["chat_template_kwargs"] = kwargs
     return request | ({"min_pixels": body.min_pixels, "max_pixels": largest} if max_pixels else {})
 
 

@@ -27,6 +27,7 @@ def mount(app: FastAPI, engine: AsyncLLM, settings: ServerSettings, decoder: Ima
         settings.max_images,
         settings.request_timeout,
         uses_generation_config=settings.uses_generation_config,
+        chat_template_kwargs=settings.chat_template_kwargs,
     )
     page = build_page(engine, page_settings, decoder)
     gradio.mount_gradio_app(app, page, PATH, max_file_size=settings.media.max_bytes, **launch_options(page))

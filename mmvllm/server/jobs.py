@@ -60,7 +60,8 @@ class JobFactory:
         max_pixels = convert.max_pixels_of(body, images, self._detail_limits)
 
         async def request() -> Request:
-            return convert.chat_request(body, await self._fetch_all(images, reservation), max_pixels)
+            data = await self._fetch_all(images, reservation)
+            return convert.chat_request(body, data, max_pixels, self._settings.chat_template_kwargs)
 
         builder = ChatResponseBuilder(body.model, self._engine.tokenizer, params.logprobs)
         return CompletionJob([request], params, builder, images, **_streaming(body))
