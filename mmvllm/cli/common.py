@@ -46,14 +46,14 @@ def add_max_waiting_argument(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def add_completion_arguments(group: argparse._ArgumentGroup, what: str) -> None:
-    """Arguments of commands that sample as the checkpoint advises; `what` is the sampling that they decide."""
+def add_completion_arguments(group: argparse._ArgumentGroup, otherwise: str) -> None:
+    """Arguments of commands that sample as the checkpoint advises; `otherwise` says how they sample without it."""
     group.add_argument(
         "--generation-config",
         choices=("auto", "none"),
         default="auto",
-        help=f"sampling parameters for {what}: auto takes those of the checkpoint's generation_config.json, none takes "
-        "none of them (default: %(default)s)",
+        help="default sampling parameters: auto takes those of the checkpoint's generation_config.json, where it has "
+        f"them; none is {otherwise} (default: %(default)s)",
     )
     add_template_argument(group)
 

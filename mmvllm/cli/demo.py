@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="special tokens that visitors write are control tokens; otherwise they are text",
     )
-    add_completion_arguments(parser.add_argument_group("completions"), "what visitors do not set")
+    add_completion_arguments(parser.add_argument_group("completions"), "greedy decoding")
     add_engine_arguments(parser.add_argument_group("engine"))
 
 

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     _add_http(parser.add_argument_group("HTTP server"))
     _add_limits(parser.add_argument_group("limits of requests"))
-    add_completion_arguments(parser.add_argument_group("completions"), "what a request leaves out")
+    add_completion_arguments(parser.add_argument_group("completions"), "temperature 1, as OpenAI's")
     media = parser.add_argument_group("untrusted media")
     add_source_arguments(media)
     add_image_arguments(media)
