@@ -90,7 +90,7 @@ def _widened(x):
 
 
 class EightBits(TorchFunctionMode):
-    """Rounds inputs and weights of all linear layers except routers to 8 bits, as mmvllm's int8 does, in plain torch."""
+    """Rounds inputs and weights of linear layers except routers to 8 bits, as mmvllm's int8 does, in plain torch."""
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()

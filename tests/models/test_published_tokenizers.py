@@ -125,6 +125,19 @@ def test_ids_equal_transformers(kind, tiny, published):
         assert llm.processor(request).token_ids == reference_ids(published, request)
 
 
+@pytest.mark.parametrize("arguments", [{"enable_thinking": False}, {"enable_thinking": True}, {"add_vision_id": True}])
+@pytest.mark.parametrize("kind", ["turns", "image turns"])
+def test_arguments_of_the_template_mean_what_they_mean_in_transformers(kind, arguments, tiny, published):
+    name, llm = tiny
+    if name in TEXT_ONLY and kind in IMAGES:
+        kind = "system"
+    request = (TEXTS | IMAGES)[kind]
+    want = reference_ids(published, request, **arguments)
+    assert llm.processor({**request, "chat_template_kwargs": arguments}).token_ids == want
+    matters = kind in IMAGES if "add_vision_id" in arguments else name in TEXT_ONLY and not arguments["enable_thinking"]
+    assert (want != reference_ids(published, request)) == matters
+
+
 def test_grids_and_pixels_have_the_published_bounds(tiny, published):
     name, llm = tiny
     if name not in TEXT_ONLY:
