@@ -102,6 +102,8 @@ class Processor:
         """Prepare one request, its images read by `load`; raises RequestError that says what is wrong, and where."""
         parsed = parse_request(request)
         _check_takes_images(parsed, self.rules)
+        if self.rules is None and parsed.messages:
+            parsed = parsed._replace(messages=[_as_string(message) for message in parsed.messages])
         images = [self._image(i, part, request, load) for i, part in enumerate(parsed.images)]
         with self._lock:
             token_ids = self._token_ids(parsed)
@@ -204,6 +206,12 @@ def _returned(made, name: str) -> Any:
 def _check_takes_images(parsed: ParsedRequest, rules: MediaRules | None) -> None:
     if parsed.images and rules is None:
         raise RequestError("this checkpoint is text-only, it cannot take images")
+
+
+def _as_string(message: dict) -> dict:
+    """A message as templates of text-only models take it: with a string instead of text parts."""
+    content = message["content"]
+    return message if isinstance(content, str) else {**message, "content": "".join(part["text"] for part in content)}
 
 
 def _text(parsed: ParsedRequest, owner, special_tokens: SpecialTokens) -> tuple[str, str | None]:

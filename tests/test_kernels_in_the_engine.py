@@ -7,6 +7,7 @@ import torch
 
 from mmvllm import SamplingParams
 from mmvllm.kernels import grouped_linear, quick_gelu, rms_norm, rotary, sampling, silu_mul, splice, write_kv
+from mmvllm.layers import experts
 from tests.helpers.engines import run_at_once
 from tests.helpers.requests import ask, noise_image
 from tests.helpers.shapes import RICHEST
@@ -31,7 +32,7 @@ def interpreted(monkeypatch) -> set[str]:
         ran.add(sys._getframe(1).f_code.co_name)
         return True
 
-    for module in (grouped_linear, rotary, quick_gelu, rms_norm, sampling, silu_mul, splice, write_kv):
+    for module in (experts, grouped_linear, rotary, quick_gelu, rms_norm, sampling, silu_mul, splice, write_kv):
         monkeypatch.setattr(module, "runs_triton", runs_triton)
     return ran
 

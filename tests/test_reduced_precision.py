@@ -6,7 +6,7 @@ import torch
 from mmvllm import SamplingParams
 from tests.helpers.engines import assert_idle
 from tests.helpers.parity import REQUESTS
-from tests.helpers.reference import Reference, assert_no_worse, first_logits, round_to_8_bits
+from tests.helpers.reference import EightBits, Reference, assert_no_worse, first_logits
 from tests.helpers.shapes import IMAGE_SHAPES
 
 EIGHT = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -26,12 +26,12 @@ def test_every_request_is_answered(name, shape, checkpoints, make_llm):
     assert_idle(llm)
 
 
-def plain(shape: str, checkpoints, name: str) -> Reference:
-    """The model of transformers with the same weights in the same format."""
-    hf = Reference(checkpoints(shape), torch.bfloat16 if name == "bfloat16" else torch.float32)
-    if name == "int8":
-        round_to_8_bits(hf.model)
-    return hf
+def plain_logits(name: str, hf: Reference, folder, inputs: dict) -> torch.Tensor:
+    """Logits of transformers' model with the same weights in the same format."""
+    if name == "bfloat16":
+        return Reference(folder, torch.bfloat16).logits(inputs)
+    with EightBits(hf.model):
+        return hf.logits(inputs)
 
 
 @pytest.mark.parametrize("shape", IMAGE_SHAPES)
@@ -40,7 +40,7 @@ def plain(shape: str, checkpoints, name: str) -> Reference:
 def test_the_error_of_the_logits_is_at_most_twice_that_of_plain_torch(
     question, name, shape, checkpoints, reference, make_llm
 ):
-    inputs = reference(shape).inputs(REQUESTS[question])
-    exact = reference(shape).in_float64(reference(shape).logits, inputs)
-    engine = make_llm(checkpoints(shape), **FORMATS[name]).engine
-    assert_no_worse(first_logits(engine, inputs), plain(shape, checkpoints, name).logits(inputs), exact)
+    hf, folder = reference(shape), checkpoints(shape)
+    inputs = hf.inputs(REQUESTS[question])
+    got = first_logits(make_llm(folder, **FORMATS[name]).engine, inputs)
+    assert_no_worse(got, plain_logits(name, hf, folder, inputs), hf.in_float64(hf.logits, inputs))

@@ -65,7 +65,7 @@ def decoder_fields(raw: dict, generation: dict) -> dict[str, Any]:
         "rms_norm_eps": float(text["rms_norm_eps"]),
         "rope_theta": float(rope["rope_theta"]),
         "mrope_section": tuple(rope["mrope_section"]) if "mrope_section" in rope else None,
-        "tie_word_embeddings": bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings"))),
+        "tie_word_embeddings": bool(raw.get("tie_word_embeddings") or text.get("tie_word_embeddings")),
         "dtype": torch_dtype(text.get("dtype") or text.get("torch_dtype")) or torch_dtype("float32"),
         "eos_token_ids": _eos_token_ids(generation.get("eos_token_id", text.get("eos_token_id"))),
         "quantization": quantization_of(raw),

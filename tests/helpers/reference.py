@@ -89,13 +89,19 @@ def _widened(x):
     return torch.float64 if x is torch.float32 else x
 
 
-def round_to_8_bits(model: torch.nn.Module) -> None:
-    """Round weights and inputs of all linear layers to the 8-bit values that mmvllm's int8 has, in plain torch."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear | torch.nn.Conv3d):
-            module.weight.data = _rounded(module.weight.data.flatten(1)).view_as(module.weight)
-        if isinstance(module, torch.nn.Linear):
-            module.register_forward_pre_hook(lambda module, args: (_rounded(args[0]),))
+class EightBits(TorchFunctionMode):
+    """Rounds inputs and weights of linear layers except routers to 8 bits, as mmvllm's int8 does, in plain torch."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self._routers = {id(module.weight) for name, module in model.named_modules() if name.endswith(".mlp.gate")}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.nn.functional.linear and id(args[1]) not in self._routers:
+            args = _rounded(args[0]), _rounded(args[1]), *args[2:]
+        elif function is torch.conv3d:
+            args = args[0], _rounded(args[1].flatten(1)).view_as(args[1]), *args[2:]
+        return function(*args, **(kwargs or {}))
 
 
 def _rounded(x: torch.Tensor) -> torch.Tensor:

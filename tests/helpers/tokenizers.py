@@ -32,13 +32,18 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
     if name == "bundled":
         return _load_tokenizer(BUNDLED)
     with TemporaryDirectory() as folder:
-        for source in filter(None, (PUBLISHED[name], name)):
-            _link(Path(ROOT) / source, Path(folder), is_own=source == name)
+        link_checkpoint(name, Path(folder))
         return _load_tokenizer(Path(folder))
 
 
+def link_checkpoint(name: str, folder: Path) -> None:
+    """Link the files of a published checkpoint, with those of its vocabulary, into a folder."""
+    for source in filter(None, (PUBLISHED[name], name)):
+        _link(Path(ROOT) / source, folder, is_own=source == name)
+
+
 def _link(source: Path, folder: Path, is_own: bool) -> None:
-    """Link the files of a tokenizer; of another checkpoint only the vocabulary."""
+    """Link files; of another checkpoint only the vocabulary."""
     for path in source.iterdir():
         name = "tokenizer.json" if path.name == "tokenizer.REBUILT.json" else path.name
         if is_own or name in ("tokenizer.json", "vocab.json", "merges.txt"):

@@ -45,3 +45,13 @@ def test_text_only_checkpoint_takes_chats_and_refuses_images(shape, checkpoints,
         on_error="return",
     )
     assert "text-only" in refused.error and fine.token_ids == output.token_ids
+
+
+STRINGS = "{% for message in messages %}{{ message.role + ': ' + message.content.strip() }}\n{% endfor %}"
+
+
+def test_a_template_that_takes_strings_gets_text_parts_as_one_string(checkpoints, make_llm):
+    processor = make_llm(checkpoints("qwen3-mqa-untied")).processor
+    processor.tokenizer.chat_template = STRINGS
+    one = processor({"messages": [{"role": "user", "content": "Count the shapes."}]})
+    assert processor(ask("Count ", "the ", "shapes.")).token_ids == one.token_ids

@@ -9,6 +9,7 @@ from mmvllm.models.hf_config import SPECIAL_TOKEN_IDS, decoder_fields, text_conf
 
 DENSE, SPARSE, TEXT_ONLY = "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Qwen3ForCausalLM"
 MROPE_SECTION = (24, 20, 20)  # of configs that leave it out
+HEAD_DIM = 128  # of dense configs that leave it out
 
 # Those of transformers' Qwen3VLVisionConfig, for configs that leave them out.
 VISION_DEFAULTS = {
@@ -61,6 +62,10 @@ def parse_config(architecture: str, raw: dict, generation: dict) -> ModelConfig:
     if text_config(raw).get("attention_bias"):
         raise ValueError("asks for attention_bias, which is not supported")
     decoder = decoder_fields(raw, generation) | {"qkv_bias": False, "qk_norm": True}
+    # Text configs may say the opposite, because their class has another default; transformers ignores them.
+    decoder["tie_word_embeddings"] = bool(raw.get("tie_word_embeddings"))
+    if architecture != SPARSE:
+        decoder["head_dim"] = text_config(raw).get("head_dim", HEAD_DIM)
     if architecture == TEXT_ONLY:
         return ModelConfig(architecture=architecture, **decoder | {"mrope_section": None})
     decoder |= {"mrope_section": decoder["mrope_section"] or MROPE_SECTION, "mrope_interleaved": True}
