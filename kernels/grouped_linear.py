@@ -17,7 +17,8 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     x and weight are contiguous, and the last offset is R. On CUDA nothing is read on the host, so that the call can be
     captured in a CUDA graph. Where `runs_grouped_mm` says so, torch's CUTLASS kernel runs, otherwise the Triton kernel.
     """
-    assert x.is_contiguous() and weight.is_contiguous() and offsets.dtype == torch.int32
+    assert x.is_contiguous() and weight.is_contiguous() and x.shape[1] == weight.shape[2]
+    assert offsets.shape == weight.shape[:1] and offsets.dtype == torch.int32
     if not runs_triton(x):
         return grouped_linear_torch(x, weight, offsets)
     if runs_grouped_mm(x, weight):

@@ -125,6 +125,7 @@ class AsyncLLM:
         self._intake = Intake(engine, processor)
         self.model, self.tokenizer = model_name(model), engine.tokenizer
         self.image_config = engine.image_config
+        self.sampling_defaults = dict(engine.model_config.sampling_defaults)  # of generation_config.json
         self.max_model_len, self.max_num_seqs = engine.max_model_len, engine.config.max_num_seqs
         self.max_requests = self.max_num_seqs + max_waiting
         self.admission = AdmissionWindow(self.max_requests)
@@ -136,6 +137,10 @@ class AsyncLLM:
         self._closing = threading.Lock()
         # Registered after the engine's own exit handler, so run before it: the thread still uses the engine.
         atexit.register(_close_if_alive, weakref.ref(self))
+
+    def default_sampling_params(self, **changes: Any) -> SamplingParams:
+        """As for `LLM`: the checkpoint's own sampling parameters over mmvllm's defaults, `changes` over both."""
+        return self._engine.default_sampling_params(**changes)
 
     async def generate(
         self,

@@ -120,6 +120,7 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     quantization: str | None
     max_new_tokens: int | None = None  # of a completion, whatever a request asks for
+    sampling_defaults: tuple[tuple[str, float], ...] = ()  # the checkpoint's own values of fields of SamplingParams
     vision: VisionConfig | None = None
     image_token_id: int | None = None
     vision_start_token_id: int | None = None

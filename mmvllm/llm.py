@@ -30,6 +30,7 @@ from mmvllm.intake import (
 from mmvllm.models.folder import model_name
 from mmvllm.outputs import Delta, RequestOutput
 from mmvllm.processors.requests import PROMPT_KEYS
+from mmvllm.sampling_params import SamplingParams
 
 Events = Iterator[tuple[int, Event | None]]  # by request; None for a request that was not selected
 
@@ -72,6 +73,14 @@ class LLM:
     def get_tokenizer(self):
         """The tokenizer, by the name of vLLM's method."""
         return self.tokenizer
+
+    def default_sampling_params(self, **changes: Any) -> SamplingParams:
+        """The checkpoint's sampling parameters (generation_config.json) over mmvllm's defaults, `changes` over both.
+
+        They are used where they are given as `sampling_params`; calls without any are greedy. Raises ValueError for a
+        wrong value, and TypeError for an unknown name.
+        """
+        return self.engine.default_sampling_params(**changes)
 
     def generate(
         self,
@@ -127,7 +136,8 @@ class LLM:
             requests: dicts (or one) with `messages` (chat format, image parts anywhere), with `text` and `images`, or
                 prompts as `generate` takes them; optional `min_pixels`, `max_pixels`, `request_id`, `priority`,
                 `cache_salt`, `sampling_params`. They begin in the order of their priority, lower values first.
-                Special tokens in messages are text, unless the request has `allow_special_tokens`.
+                Special tokens in messages are text, unless the request has `allow_special_tokens`. Its
+                `chat_template_kwargs` are arguments of the chat template, such as {"enable_thinking": False}.
             sampling_params: for all, or a list with one per request; a request's own come first.
             processor: in place of the LLM's, for this call.
             on_error: "raise" raises ValueError that names the request's index (RuntimeError if the device fails), and
@@ -150,11 +160,12 @@ class LLM:
         use_tqdm: bool = True,
         on_error: str = "raise",
         allow_special_tokens: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several.
 
-        Special tokens in the messages are text, unless `allow_special_tokens`; the other arguments are those of
-        `generate_multimodal`.
+        Special tokens in the messages are text, unless `allow_special_tokens`. `chat_template_kwargs` are arguments of
+        the chat template, such as `enable_thinking`. The other arguments are those of `generate_multimodal`.
         """
         if not isinstance(messages, list | tuple):
             raise RequestError(
@@ -163,7 +174,7 @@ class LLM:
                 value=messages,
             )
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        keys = {"allow_special_tokens": allow_special_tokens}
+        keys = {"allow_special_tokens": allow_special_tokens, "chat_template_kwargs": chat_template_kwargs}
         requests = [{"messages": conversation} | keys for conversation in conversations]
         return self.generate_multimodal(requests, sampling_params, processor, use_tqdm, on_error)
 

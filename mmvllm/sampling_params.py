@@ -37,7 +37,7 @@ class SamplingParams:
     argument. Arguments of vLLM that change nothing here, such as `skip_special_tokens=True`, are ignored.
 
     Args:
-        temperature: 0 is greedy decoding; higher values make sampling more random.
+        temperature: 0 is greedy decoding, as is any value below 1e-5; higher values make sampling more random.
         top_p: keep the smallest set of tokens whose probabilities sum to at least this value, in (0, 1].
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         min_p: keep tokens at least this fraction as likely as the most likely one, in [0, 1].

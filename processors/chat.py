@@ -82,7 +82,8 @@ def tokenize(tokenizer, text: str) -> list[int]:
 class Processor:
     """mmvllm's own request processor: ids, grids and pixel values equal those of transformers' processor.
 
-    Special tokens in messages are encoded as text, unless the request has `allow_special_tokens`.
+    Special tokens in messages and `chat_template_kwargs` are encoded as text, unless the request has
+    `allow_special_tokens`.
 
     Args:
         rules: of the model's family; None for a text-only checkpoint.
@@ -159,8 +160,8 @@ class ForeignProcessor:
             text, marked = _text(parsed, self.processor, self._special_tokens)
             if marked is not None:
                 raise RequestError(
-                    "messages have special tokens, which a processor of your own would encode as control tokens; "
-                    "remove them, or give allow_special_tokens",
+                    "messages or chat_template_kwargs have special tokens, which a processor of your own would encode "
+                    "as control tokens; remove them, or give allow_special_tokens",
                     param="messages",
                 )
             made = self.processor(text=[text], images=images or None, return_tensors="pt")
@@ -209,14 +210,16 @@ def _text(parsed: ParsedRequest, owner, special_tokens: SpecialTokens) -> tuple[
     """The text to tokenize; and, if special tokens of messages are to be encoded as text, the text that marks them."""
     if parsed.messages is None:
         return parsed.text, None
+    given = [parsed.messages, parsed.template_kwargs]
     if parsed.allow_special_tokens:
-        return _apply_template(owner, parsed.messages), None
-    return special_tokens.render(lambda messages: _apply_template(owner, messages), parsed.messages)
+        return _apply_template(owner, *given), None
+    return special_tokens.render(lambda given: _apply_template(owner, *given), given)
 
 
-def _apply_template(owner, messages: list[dict]) -> str:
+def _apply_template(owner, messages: list[dict], kwargs: dict[str, Any]) -> str:
     """Render with a tokenizer's or a processor's own template; RequestError where it has none or refuses."""
     try:
-        return owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
     except Exception as error:  # templates are programs, and raise anything
-        raise RequestError(f"the chat template cannot render these messages: {error}") from error
+        given = "these messages and chat_template_kwargs" if kwargs else "these messages"
+        raise RequestError(f"the chat template cannot render {given}: {error}") from error

@@ -4,17 +4,20 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mmvllm.errors import ParameterError, RequestError
 from mmvllm.processors.image import PART_SIZES
+from mmvllm.processors.template_kwargs import check_template_kwargs
 from mmvllm.text import listed
 
 FORMS = ("messages", "text", "prompt", "prompt_token_ids")
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data")
 REQUEST_KEYS = frozenset(
     (
-        *("messages", "text", "images", "min_pixels", "max_pixels", "allow_special_tokens", *PROMPT_KEYS),
+        *("messages", "text", "images", "min_pixels", "max_pixels", *PROMPT_KEYS),
+        *("allow_special_tokens", "chat_template_kwargs"),
         *("request_id", "priority", "cache_salt", "sampling_params"),
     )
 )
@@ -27,7 +30,7 @@ class ParsedRequest(NamedTuple):
     """A request taken apart; one of `messages` (for the chat template), `text` and `token_ids` is given.
 
     Each of `images` is a dict with what to load under "image", and perhaps sizes of its own. Special tokens in messages
-    are text, unless `allow_special_tokens`.
+    are text, unless `allow_special_tokens`. `template_kwargs` are arguments for the chat template.
     """
 
     messages: list[dict] | None
@@ -35,6 +38,7 @@ class ParsedRequest(NamedTuple):
     text: str | None = None
     token_ids: Any = None
     allow_special_tokens: bool = False
+    template_kwargs: Mapping[str, Any] = MappingProxyType({})
 
 
 def parse_request(request: Any) -> ParsedRequest:
@@ -44,12 +48,14 @@ def parse_request(request: Any) -> ParsedRequest:
     _check_keys("request", request, REQUEST_KEYS)
     _check_sizes(request)
     form, content = _form(request)
-    allow_special_tokens = _allows_special_tokens(request, form)
+    allow_special_tokens, template_kwargs = _allows_special_tokens(request, form), _template_kwargs(request, form)
     images = _as_list(request.get("images")) + _multi_modal_images(request.get("multi_modal_data"))
     if form == "messages":
         if images:
             raise RequestError("'images' go with 'text'; with 'messages', put each image into its message as a part")
-        return ParsedRequest(*_parse_messages(content), allow_special_tokens=allow_special_tokens)
+        messages, images = _parse_messages(content)
+        keys = {"allow_special_tokens": allow_special_tokens, "template_kwargs": template_kwargs}
+        return ParsedRequest(messages, images, **keys)
     parts = [image if isinstance(image, dict) else {"image": image} for image in images]
     parsed = ParsedRequest(None, [_image_part(i, part) for i, part in enumerate(parts)])
     if form == "prompt_token_ids":
@@ -83,6 +89,16 @@ def _allows_special_tokens(request: dict, form: str) -> bool:
             param="allow_special_tokens",
         )
     return bool(allowed)
+
+
+def _template_kwargs(request: dict, form: str) -> dict[str, Any]:
+    kwargs = check_template_kwargs(request.get("chat_template_kwargs"))
+    if kwargs and form != "messages":
+        raise RequestError(
+            f"chat_template_kwargs goes with 'messages'; no template is applied to {form!r}",
+            param="chat_template_kwargs",
+        )
+    return kwargs
 
 
 def _as_list(images: Any) -> list:

@@ -1,4 +1,4 @@
-"""Special tokens in messages are text; only the chat template's own are control tokens.
+"""Special tokens in messages, and in a template's arguments, are text; only the template's own are control tokens.
 
 A template is a program that puts the texts of messages into a string, where a <|im_start|> that a user has typed looks
 like the template's own. To tell them apart, messages are rendered a second time with the first character of every
@@ -37,24 +37,25 @@ class SpecialTokens:
         self._marks, self._unmark = marks, {ord(mark): first for first, mark in marks.items()}
         self._first = re.compile(f"(?!{_any(_markup(added, names))})(?:{_any(marks)})")
 
-    def render(self, apply_template: Callable[[Any], str], messages: Any) -> tuple[str, str | None]:
-        """The rendered messages; and, if there are special tokens from messages in them, the same text with marks.
+    def render(self, apply_template: Callable[[Any], str], given: Any) -> tuple[str, str | None]:
+        """What a template makes of messages or of anything with strings; and, if special tokens of theirs are in it,
+        the same text with marks.
 
-        Raises RequestError for a template that renders marked messages differently, since it reads or changes what
-        they mark, and for text that is not valid Unicode.
+        Raises RequestError for a template that renders marked strings differently, since it reads or changes what they
+        mark, and for text that is not valid Unicode.
         """
-        text = apply_template(messages)
+        text = apply_template(given)
         check_unicode(text)
-        marked_messages = self._marked(messages)
-        if marked_messages == messages and not self._has_spellings:
+        marked_given = self._marked(given)
+        if marked_given == given and not self._has_spellings:
             return text, None
-        marked = apply_template(marked_messages)
+        marked = apply_template(marked_given)
         if self._special.findall(marked) == self._special.findall(text) and not self._has_spellings:
             return text, None
         if marked.translate(self._unmark) != text:
             raise RequestError(
-                "messages have special tokens, which the chat template reads or changes, so that they cannot be "
-                "encoded as text; remove them, or give allow_special_tokens",
+                "messages or chat_template_kwargs have special tokens, which the chat template reads or changes, so "
+                "that they cannot be encoded as text; remove them, or give allow_special_tokens",
                 param="messages",
             )
         return text, marked
@@ -80,7 +81,7 @@ class SpecialTokens:
         return [token.id for piece, _ in pieces for token in backend.model.tokenize(piece)]
 
     def _marked(self, value: Any) -> Any:
-        """Messages, or any part of them, with marks in all strings."""
+        """The same with marks in all strings."""
         if isinstance(value, str):
             return self._first.sub(lambda match: self._marks[match[0]], value)
         if isinstance(value, dict):

@@ -52,7 +52,7 @@ NOT_ON_THE_COMMAND_LINE = {
 }
 FEW_CONTROLS = "the page has few controls"
 NOT_ON_THE_PAGE = {
-    **dict.fromkeys(("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), FEW_CONTROLS),
+    **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), FEW_CONTROLS),
     **dict.fromkeys(("min_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "logprobs"), FEW_CONTROLS),
 }
 EXCEPTIONS = [NOT_DRAWN, NOT_WARMED_UP, NOT_IN_CHATS, NOT_ON_THE_COMMAND_LINE, NOT_ON_THE_PAGE]

@@ -14,6 +14,7 @@ from mmvllm.captioning.context import check_context
 from mmvllm.captioning.items import Item
 from mmvllm.processors.bounds import pixel_bounds
 from mmvllm.processors.load import MAX_SOURCE_PIXELS
+from mmvllm.processors.template_kwargs import check_template_kwargs
 from mmvllm.sampling_params import SamplingParams
 
 # Part of the fingerprints of earlier outputs, so it must stay as it is; messages say "images".
@@ -43,6 +44,7 @@ class CaptionSettings:
     `context_from` is the suffix of files beside the images, whose text is added to the prompt as context;
     `context_mode`, "prepend" or "append", is where any context goes. `caption_files` describes the caption files of the
     job. Special tokens in prompt, system message and contexts are text, unless `allow_special_tokens`.
+    `chat_template_kwargs` are arguments of the chat template.
 
     Existing outputs are resumed by names, values and defaults of the fields: a new field needs a default that stands
     for what was done before it, and keeps it. To rename or remove a field, raise `VERSION` in settings_file.py and
@@ -66,13 +68,18 @@ class CaptionSettings:
     allow_special_tokens: bool = False
     context_from: str | None = None
     context_mode: str = "prepend"
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def __post_init__(self):
+        object.__setattr__(self, "chat_template_kwargs", check_template_kwargs(self.chat_template_kwargs) or None)
         _ = self.sampling_params  # checks the values
         if not self.prompt.strip():
             raise ValueError("the prompt is empty; give a question or an instruction")
         check_context(self.context_from, self.context_mode)
         pixel_bounds(self.min_pixels, self.max_pixels, 1, MAX_SOURCE_PIXELS)
+
+    def __hash__(self) -> int:
+        return hash((self.model, self.prompt))  # a dict, as among the other fields, has no hash
 
     @property
     def sampling_params(self) -> SamplingParams:
@@ -138,8 +145,8 @@ class CaptionSettings:
         messages = [{"role": "user", "content": content}]
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
-        bounds = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
-        return {"messages": messages, "allow_special_tokens": self.allow_special_tokens, **bounds}
+        names = ("allow_special_tokens", "chat_template_kwargs", "min_pixels", "max_pixels")
+        return {"messages": messages, **{name: getattr(self, name) for name in names}}
 
     def caption(self, text: str) -> str:
         """The caption that is recorded for the model's text."""

@@ -16,7 +16,7 @@ from mmvllm.captioning.settings import DEFAULT_PROMPT, PRESETS, CaptionSettings
 from mmvllm.cli.caption_records import Printer, own_stdout
 from mmvllm.cli.caption_summary import as_lines, summarize
 from mmvllm.cli.checks import check, tell_if_bundled
-from mmvllm.cli.common import add_model_argument, at_least_one
+from mmvllm.cli.common import add_model_argument, add_template_argument, at_least_one
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 from mmvllm.cli.progress import MODES, Display
 from mmvllm.cli.stopping import stopping
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Arguments that are passed to `caption_images` under the same names.
 PASSED_ON = (
     *("system", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels", "prefix", "suffix", "trigger_word"),
-    *("context_from", "context_mode", "caption_extension", "allow_special_tokens"),
+    *("context_from", "context_mode", "caption_extension", "allow_special_tokens", "chat_template_kwargs"),
     *("dtype", "quantization", "output", "format", "output_dir", "overwrite", "append_anyway", "skip_existing"),
     *("retry_failed", "fail_fast", "limit", "shard", "workers", "worker_processes", "ordered"),
 )
@@ -101,6 +101,7 @@ def _add_prompt(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="special tokens in prompts, system message and contexts are control tokens; otherwise they are text",
     )
+    add_template_argument(group)
     group.add_argument(
         "--context-from",
         metavar="SUFFIX",

@@ -1,6 +1,13 @@
 """Arguments and argument types shared by several subcommands."""
 
 import argparse
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from mmvllm.errors import RequestError
+from mmvllm.processors.template_kwargs import check_template_kwargs
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +44,48 @@ def add_max_waiting_argument(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="requests that may wait beyond --max-num-seqs; further ones are refused as busy (default: %(default)s)",
     )
+
+
+def add_completion_arguments(group: argparse._ArgumentGroup, otherwise: str) -> None:
+    """Arguments of commands that sample as the checkpoint advises; `otherwise` says how they sample without it."""
+    group.add_argument(
+        "--generation-config",
+        choices=("auto", "none"),
+        default="auto",
+        help="default sampling parameters: auto takes those of the checkpoint's generation_config.json, where it has "
+        f"them; none is {otherwise} (default: %(default)s)",
+    )
+    add_template_argument(group)
+
+
+def add_template_argument(group: argparse._ArgumentGroup) -> None:
+    """The arguments of the chat template, under our name and that of vLLM's server."""
+    group.add_argument(
+        "--default-chat-template-kwargs",
+        "--chat-template-kwargs",
+        dest="chat_template_kwargs",
+        type=_template_kwargs,
+        metavar="JSON",
+        help="arguments of the chat template, such as '{\"enable_thinking\": false}' (default: none)",
+    )
+
+
+def _template_kwargs(text: str) -> dict[str, Any]:
+    """An argparse type."""
+    try:
+        return check_template_kwargs(json.loads(text))
+    except RequestError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.100} is not JSON: {error}") from None
+
+
+def tell_sampling_defaults(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
+    """Say on standard error which sampling parameters of the checkpoint are used, if it has any."""
+    if args.generation_config == "auto" and defaults:
+        values = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+        told = f"default sampling parameters from the checkpoint's generation_config.json: {values}"
+        print(f"mmvllm {args.command}: {told}; --generation-config none ignores them", file=sys.stderr)
 
 
 def _whole_number(text: str) -> int:

@@ -9,7 +9,13 @@ from pathlib import Path
 
 from mmvllm.captioning.errors import explained
 from mmvllm.cli.checks import check, tell_if_bundled
-from mmvllm.cli.common import add_max_waiting_argument, add_model_argument, at_least_one
+from mmvllm.cli.common import (
+    add_completion_arguments,
+    add_max_waiting_argument,
+    add_model_argument,
+    at_least_one,
+    tell_sampling_defaults,
+)
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 from mmvllm.cli.media import add_image_arguments, media_policy
 from mmvllm.cli.ports import listen, port
@@ -48,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="special tokens that visitors write are control tokens; otherwise they are text",
     )
+    add_completion_arguments(parser.add_argument_group("completions"), "greedy decoding")
     add_engine_arguments(parser.add_argument_group("engine"))
 
 
@@ -66,7 +73,14 @@ def run(args: argparse.Namespace) -> int:
     from mmvllm.demo.settings import DemoSettings
 
     engine = AsyncLLM(args.model, max_waiting=args.max_waiting, **engine_arguments(args))
-    settings = DemoSettings(policy, args.max_images, allow_special_tokens=args.allow_special_tokens)
+    tell_sampling_defaults(args, engine.sampling_defaults)
+    settings = DemoSettings(
+        policy,
+        args.max_images,
+        uses_generation_config=args.generation_config == "auto",
+        allow_special_tokens=args.allow_special_tokens,
+        chat_template_kwargs=args.chat_template_kwargs or {},
+    )
     decoder = ImageDecoder(policy)
     try:
         page = build_page(engine, settings, decoder)

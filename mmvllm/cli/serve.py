@@ -6,7 +6,14 @@ import re
 from importlib.util import find_spec
 
 from mmvllm.cli.checks import check, tell_if_bundled
-from mmvllm.cli.common import add_max_waiting_argument, add_model_argument, at_least_one, seconds
+from mmvllm.cli.common import (
+    add_completion_arguments,
+    add_max_waiting_argument,
+    add_model_argument,
+    at_least_one,
+    seconds,
+    tell_sampling_defaults,
+)
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 from mmvllm.cli.media import OPTIONS, add_image_arguments, add_source_arguments, media_policy
 from mmvllm.cli.ports import listen, port
@@ -22,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     _add_http(parser.add_argument_group("HTTP server"))
     _add_limits(parser.add_argument_group("limits of requests"))
+    add_completion_arguments(parser.add_argument_group("completions"), "temperature 1, as OpenAI's")
     media = parser.add_argument_group("untrusted media")
     add_source_arguments(media)
     add_image_arguments(media)
@@ -133,6 +141,7 @@ def run(args: argparse.Namespace) -> int:
         from mmvllm.server.run import make_server
 
         engine = AsyncLLM(args.model, max_waiting=args.max_waiting, **engine_arguments(args))
+        tell_sampling_defaults(args, engine.sampling_defaults)
         settings = _settings(args, engine.model, keys, media)
 
         def tell(url: str) -> None:
@@ -159,6 +168,8 @@ def _settings(args: argparse.Namespace, model: str, keys: tuple[str, ...], media
         media=media,
         media_names=OPTIONS,
         allow_special_tokens=args.allow_special_tokens,
+        chat_template_kwargs=args.chat_template_kwargs or {},
+        uses_generation_config=args.generation_config == "auto",
         has_demo=args.demo,
     )
 

@@ -2,8 +2,9 @@
 
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mmvllm.demo.images import UploadedImage
 from mmvllm.outputs import RequestOutput
@@ -27,16 +28,21 @@ class Options:
     system: str
     temperature: float
     top_p: float
+    top_k: int
+    repetition_penalty: float
     max_tokens: int
     seed: int | None
     min_pixels: int
     max_pixels: int
 
-    @property
-    def sampling_params(self) -> SamplingParams:
-        """Raises ValueError for values that the page's controls do not allow."""
+    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """The values of the controls, and `defaults` for parameters that have none.
+
+        Raises ValueError for values that the page's controls do not allow.
+        """
+        names = ("temperature", "top_p", "top_k", "repetition_penalty", "max_tokens")
         seed = None if isinstance(self.seed, int) and self.seed < 0 else self.seed
-        return SamplingParams(temperature=self.temperature, top_p=self.top_p, max_tokens=self.max_tokens, seed=seed)
+        return SamplingParams(**{**defaults, **{name: getattr(self, name) for name in names}, "seed": seed})
 
 
 def to_request(turns: Sequence[Turn], options: Options) -> dict:

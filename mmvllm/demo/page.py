@@ -16,6 +16,7 @@ from mmvllm.demo.session import Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads, process_uploads
 from mmvllm.demo.words import BUNDLED_NAME, BUNDLED_WARNING, spoken_model
+from mmvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mmvllm.async_llm import AsyncLLM
@@ -90,7 +91,7 @@ def build_page(engine: "AsyncLLM", settings: DemoSettings, decoder: "ImageDecode
                 padding=False,
             )
             with gr.Accordion("Settings", open=False, elem_classes="folded"):
-                options = _controls(engine)
+                options = _controls(engine, SamplingParams(**handlers.sessions.sampling_defaults))
             with gr.Accordion("Last answers", open=False, visible=False, elem_classes="folded") as answers:
                 gallery = gr.Gallery(
                     show_label=False,
@@ -176,16 +177,22 @@ def _chat(examples: list[Turn]) -> gr.Chatbot:
     )
 
 
-def _controls(engine: "AsyncLLM") -> list[gr.components.Component]:
-    """The controls, in the order of the fields of `Options`."""
+def _controls(engine: "AsyncLLM", params: SamplingParams) -> list[gr.components.Component]:
+    """The controls, in the order of the fields of `Options`, with those of sampling at the values of `params`."""
     config = engine.image_config
     token = config.factor**2
     largest = min(config.max_pixels, engine.max_model_len * token) // token * token
     pixels = {"minimum": 4 * token, "maximum": largest, "step": 1, "min_width": 240}
     system = gr.Textbox("", label="System prompt", lines=2)
     with gr.Row():
-        temperature = gr.Slider(0, 2, 0, step=0.05, min_width=240, label="Temperature")
-        top_p = gr.Slider(0.05, 1, 1, step=0.05, min_width=240, label="Top-p")
+        # Sliders have steps: 1e-6 becomes 0, which is greedy too.
+        fine = {"step": 0.01, "min_width": 240}
+        most = max(2.0, params.temperature)
+        temperature = gr.Slider(0, most, round(params.temperature, 2), label="Temperature", **fine)
+        top_p = gr.Slider(0.01, 1, max(0.01, round(params.top_p, 2)), label="Top-p", **fine)
+    with gr.Row():
+        top_k = gr.Number(max(0, params.top_k), label="Top-k, or 0 for all", min_width=240, precision=0)
+        penalty = gr.Number(params.repetition_penalty, label="Repetition penalty", min_width=240, step=0.05)
     with gr.Row():
         max_tokens = gr.Slider(1, engine.max_model_len, 256, step=1, min_width=240, label="Longest answer, in tokens")
         seed = gr.Number(-1, label="Seed, or -1 for none", min_width=240, precision=0)
@@ -193,4 +200,4 @@ def _controls(engine: "AsyncLLM") -> list[gr.components.Component]:
         low = gr.Slider(value=config.min_pixels, label="Fewest pixels of a picture", **pixels)
         most = min(MOST_TOKENS * token, largest)
         high = gr.Slider(value=most, label="Most pixels of a picture", **pixels)
-    return [system, temperature, top_p, max_tokens, seed, low, high]
+    return [system, temperature, top_p, top_k, penalty, max_tokens, seed, low, high]

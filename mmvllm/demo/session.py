@@ -4,12 +4,12 @@ import asyncio
 import time
 import uuid
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmvllm.decoding import ImageDecoder
 from mmvllm.demo.conversation import Options, Turn, answer_note, images_in, queue_note, to_request
@@ -78,6 +78,11 @@ class Sessions:
         self._open_tabs: Counter[str] = Counter()
         self._sweeper: asyncio.Task | None = None
         self.is_closed = False  # set by another thread
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """The checkpoint's own sampling parameters, unless the page does not use them."""
+        return self.engine.sampling_defaults if self.settings.uses_generation_config else {}
 
     async def closing(self) -> None:
         """Return when the page is closed or the engine is shut down."""
@@ -177,8 +182,9 @@ class Sessions:
 
     async def _deltas(self, session: Session, options: Options) -> AsyncGenerator[list[Delta], None]:
         self._check_length(session, options)
-        request, params = to_request(session.turns, options), options.sampling_params
+        request, params = to_request(session.turns, options), options.sampling_params(self.sampling_defaults)
         request["allow_special_tokens"] = self.settings.allow_special_tokens
+        request["chat_template_kwargs"] = self.settings.chat_template_kwargs
         with self.decoder.session() as decode:  # given up when the answer is stopped or the visitor leaves
             stream = self.engine.generate(
                 request,

@@ -89,6 +89,13 @@ class LLMEngine:
         if not config.skip_warmup:
             self.warmup_model()
 
+    def default_sampling_params(self, **changes: Any) -> SamplingParams:
+        """The checkpoint's sampling parameters (generation_config.json) over mmvllm's defaults, `changes` over both.
+
+        Raises ValueError for a wrong value, and TypeError for an unknown name.
+        """
+        return SamplingParams(**dict(self.model_config.sampling_defaults) | changes)
+
     def add_request(
         self,
         prompt: Prompt,

@@ -16,6 +16,9 @@ from mmvllm.kernels.sampling import sample
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.transfer import HostCopy, to_device
 
+# Sampling at a lower temperature could only choose among tokens whose logits rounding has made equal.
+GREEDY_BELOW = 1e-5
+
 
 class Sampled:
     """One token per row: on the device once it is computed, on the host once `tokens` has waited for it."""
@@ -60,7 +63,7 @@ class Sampler:
         lengths = [seq.num_completion_tokens + num_inflight_tokens for seq in seqs]
         adjusted = self._forbid_early_end(_penalize(logits, seqs), params, lengths)
         largest, token_ids = adjusted.max(dim=-1)  # (R,)
-        random_rows = [row for row, p in enumerate(params) if p.temperature > 0]
+        random_rows = [row for row, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
         if random_rows:
             uniforms = [_uniform(seqs[row], lengths[row]) for row in random_rows]
             at = to_device(torch.tensor(random_rows), logits.device)  # a list as an index would wait for the device

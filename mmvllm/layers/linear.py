@@ -22,15 +22,16 @@ _CACHED_ROWS = 1024
 
 
 class PackedWeight:
-    """A weight (out, in) in oneDNN's layout, and its bias."""
+    """A weight (out, in) in oneDNN's layout, and its bias; fewer than `min_rows` rows are padded."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None):
+    def __init__(self, weight: Tensor, bias: Tensor | None, min_rows: int = _MIN_ROWS):
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-        self.bias = bias
+        self.bias, self.min_rows = bias, min_rows
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (N, in) -> x Wᵀ + b (N, out)."""
-        return torch.ops.mkldnn._linear_pointwise(_pad_rows(x), self.weight, self.bias, "none", [], "")[: len(x)]
+        rows = _pad_rows(x, self.min_rows)
+        return torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")[: len(x)]
 
 
 class PackedGate:
@@ -84,11 +85,19 @@ class Int8Weight:
         return quantized, scale
 
 
-def _pad_rows(x: Tensor) -> Tensor:
-    return x if len(x) >= _MIN_ROWS else F.pad(x, (0, 0, 0, _MIN_ROWS - len(x)))
+def _pad_rows(x: Tensor, min_rows: int = _MIN_ROWS) -> Tensor:
+    return x if len(x) >= min_rows else F.pad(x, (0, 0, 0, min_rows - len(x)))
 
 
-class Linear(nn.Linear):
+class PackableModule(ABC):
+    """A module whose weights are packed for CPUs."""
+
+    @abstractmethod
+    def pack(self, int8: bool = False) -> None:
+        """Replace the plain weights by packed ones, or by weights of 8 bits."""
+
+
+class Linear(nn.Linear, PackableModule):
     """x (N, in) -> x Wᵀ + b; packing discards the plain weight."""
 
     packed: PackedWeight | Int8Weight | PackedGate | None = None
@@ -172,7 +181,7 @@ def by_rows(layers: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def pack_weights(model: nn.Module, dtype: torch.dtype, int8: bool) -> None:
-    """Pack the weights of all linear layers for fast products on a CPU, or quantise them to 8 bits.
+    """Pack the weights of linear layers and experts for fast products on a CPU, or quantise them to 8 bits.
 
     Float32 weights are not packed, because packed products have about twice the rounding error, nor are weights of a
     dtype that oneDNN does not support on this CPU. Raises ValueError if 8 bits are not supported here.
@@ -185,7 +194,7 @@ def pack_weights(model: nn.Module, dtype: torch.dtype, int8: bool) -> None:
         raise ValueError("quantization='int8' needs a CPU that adds 8-bit products in 32 bits (VNNI or AMX)")
     if int8 or packs_well(dtype):
         for module in model.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, PackableModule):
                 module.pack(int8)
                 _return_freed_memory()
 

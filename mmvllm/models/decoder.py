@@ -10,6 +10,7 @@ from mmvllm.config import ModelConfig
 from mmvllm.kernels.rotary import rotary_write_kv
 from mmvllm.kernels.splice import splice_add
 from mmvllm.layers.attention import AttentionBackend
+from mmvllm.layers.experts import SparseMLP
 from mmvllm.layers.linear import Linear, MergedLinear
 from mmvllm.layers.mlp import GatedMLP
 from mmvllm.layers.norm import RMSNorm
@@ -38,12 +39,12 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, backend: type[AttentionBackend]):
+    def __init__(self, config: ModelConfig, index: int, backend: type[AttentionBackend]):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, backend)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        self.mlp = _mlp(config, index)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, kv_cache: Tensor, batch: Batch
@@ -54,6 +55,12 @@ class DecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
+def _mlp(config: ModelConfig, index: int) -> GatedMLP | SparseMLP:
+    if config.experts is None or index in config.experts.dense_layers:
+        return GatedMLP(config.hidden_size, config.intermediate_size)
+    return SparseMLP(config.hidden_size, config.experts)
+
+
 class Decoder(nn.Module):
     """Embedded tokens -> hidden states."""
 
@@ -61,7 +68,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, backend) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, i, backend) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor, kv_cache: Tensor, batch: Batch, deepstack: Sequence[Tensor]) -> Tensor:

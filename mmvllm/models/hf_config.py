@@ -6,6 +6,13 @@ from typing import Any
 
 from mmvllm.arguments import check_int
 from mmvllm.config import torch_dtype
+from mmvllm.sampling_params import SamplingParams
+
+# Fields of SamplingParams that generation_config.json has under the same names.
+SAMPLING_NAMES = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 
 # Those of the Qwen-VL tokenizers, for configs that leave them out.
 SPECIAL_TOKEN_IDS = {"image_token_id": 151655, "vision_start_token_id": 151652, "vision_end_token_id": 151653}
@@ -63,6 +70,7 @@ def decoder_fields(raw: dict, generation: dict) -> dict[str, Any]:
         "eos_token_ids": _eos_token_ids(generation.get("eos_token_id", text.get("eos_token_id"))),
         "quantization": quantization_of(raw),
         "max_new_tokens": _max_new_tokens(generation),
+        "sampling_defaults": _sampling_defaults(generation),
     }
 
 
@@ -94,6 +102,24 @@ def _max_new_tokens(generation: dict) -> int | None:
     if "max_new_tokens" in generation:
         check_int("generation_config.json's max_new_tokens", generation["max_new_tokens"])
     return generation.get("max_new_tokens")
+
+
+def _sampling_defaults(generation: dict) -> tuple[tuple[str, float], ...]:
+    """As in transformers, `do_sample` false is greedy whatever the temperature, and true is 1 without a temperature."""
+    do_sample = generation.get("do_sample")
+    if not isinstance(do_sample, bool | None):
+        raise ValueError(f"generation_config.json's do_sample is {do_sample!r}, must be true or false")
+    given = {name: generation[name] for name in SAMPLING_NAMES if name in generation}
+    if do_sample:
+        given = {"temperature": 1.0} | given
+    try:
+        params = SamplingParams(**given)
+    except ValueError as error:
+        raise ValueError(f"generation_config.json's {error}") from None
+    values = {name: getattr(params, name) for name in given}
+    if do_sample is False:
+        values = values | {"temperature": 0.0}
+    return tuple(values.items())
 
 
 def _check_decoder(text: dict, rope: dict) -> None:

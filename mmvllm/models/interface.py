@@ -1,6 +1,6 @@
 """The interface of a model family. The engine, the processors and the server use this alone and name no family.
 
-A family is one folder: its config and its ViT. `vision_language.py`, `decoder.py` and `vision.py` have what the families
+A family is one folder: its config and its ViT. `vision_language.py`, `decoder.py` and `vision.py` have what families
 share; what differs between decoders is a field of `ModelConfig`. To add a family, write that folder and name it in
 `registry.py` (docs/extending.md). How features that are not here yet fit, and which fields and hooks each would add:
 
@@ -12,8 +12,8 @@ share; what differs between decoders is a field of `ModelConfig`. To add a famil
   exists at the positions where it was saved, so a prefix hit and `BlockManager.fork` begin at the last of these, and
   `ModelConfig` says which layers have a KV cache.
 - Weights split over devices: `build` is given the rank and the number of ranks; linear layers and the number of KV
-  heads follow from them, `checkpoint_views` in `weights.py` yields the slice that a rank keeps, and one `ModelRunner` per
-  rank runs the same `Batch`.
+  heads follow from them, `checkpoint_views` in `weights.py` yields the slice that a rank keeps, and one `ModelRunner`
+  per rank runs the same `Batch`.
 """
 
 from abc import ABC, abstractmethod

@@ -66,8 +66,8 @@ def _fill(model: Model, files: list[Path], folder: Path) -> None:
         destination = missing.pop(target, None)
         if destination is None:
             extra.append(name)
-        elif destination.shape == tensor.shape or _is_patch_embedding(destination, tensor):
-            destination.copy_(tensor.reshape(destination.shape))
+        elif (fitting := _fitting(tensor, destination.shape)) is not None:
+            destination.copy_(fitting)
         else:
             misshapen.append(f"{name} is {tuple(tensor.shape)}, needs {tuple(destination.shape)}")
     problems = [
@@ -111,9 +111,18 @@ def _clear_padding(model: nn.Module) -> None:
                     parameter.data.zero_()
 
 
-def _is_patch_embedding(destination: Tensor, tensor: Tensor) -> bool:
-    """A convolution kernel (E, channels, frames, height, width), which we keep as the matrix (E, patch_dim)."""
-    return tensor.dim() == 5 and destination.shape == tensor.flatten(1).shape
+def _fitting(tensor: Tensor, shape: torch.Size) -> Tensor | None:
+    """The tensor in the shape of its parameter; None if it does not fit.
+
+    A convolution kernel (embed_dim, channels, frames, height, width) is the matrix (embed_dim, patch_dim). Weights of
+    experts are published as (E, in, out) and saved by transformers as (E, out, in), which square ones are taken for.
+    """
+    forms = [tensor]
+    if tensor.dim() == 5:
+        forms.append(tensor.flatten(1))
+    if tensor.dim() == 3:
+        forms.append(tensor.mT)
+    return next((form for form in forms if form.shape == shape), None)
 
 
 def _fill_randomly(model: nn.Module, seed: int) -> None:

@@ -1,7 +1,8 @@
 """Converts OpenAI requests to requests and sampling parameters of the engine."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from mmvllm.errors import RequestError
@@ -21,11 +22,12 @@ from mmvllm.server.protocol import (
 LOW_TOKENS, AUTO_TOKENS = 256, 1280  # maximum image tokens of an image with detail low and auto
 COMPLETION_TOKENS = 16
 
-# The temperature differs: the engine's default is greedy. The other defaults are the same in both APIs.
 PARAMS_OF_BOTH_APIS = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("n", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos"),
 )
+# The engine's default is greedy. The other defaults are the same in both APIs.
+OPENAI_DEFAULTS = MappingProxyType({"temperature": 1.0})
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +85,15 @@ def max_pixels_of(body: ChatRequest, images: Sequence[ImageReference], limits: D
     return found
 
 
-def chat_request(body: ChatRequest, data: Sequence[bytes], max_pixels: Sequence[int]) -> dict:
+def chat_request(
+    body: ChatRequest,
+    data: Sequence[bytes],
+    max_pixels: Sequence[int],
+    template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+) -> dict:
     """The engine's request, given the encoded bytes of each image of `images_of(body)` and its `max_pixels`.
+
+    `template_kwargs` are arguments of the chat template for requests that do not give these themselves.
 
     The largest `max_pixels` becomes that of the request, as in `LLM.generate_multimodal`; images with a smaller limit
     carry it in their part.
@@ -97,6 +106,8 @@ def chat_request(body: ChatRequest, data: Sequence[bytes], max_pixels: Sequence[
     request = {"messages": [_message(message, parts) for message in body.messages], "cache_salt": body.cache_salt}
     if body.allow_special_tokens:
         request["allow_special_tokens"] = True
+    if kwargs := {**template_kwargs, **(body.chat_template_kwargs or {})}:
+        request["chat_template_kwargs"] = kwargs
     return request | ({"min_pixels": body.min_pixels, "max_pixels": largest} if max_pixels else {})
 
 
@@ -147,8 +158,11 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
     return body.prompt
 
 
-def chat_params(body: ChatRequest, max_model_len: int) -> SamplingParams:
-    """The sampling parameters of a chat; without a limit of its own, a completion may fill the context."""
+def chat_params(body: ChatRequest, max_model_len: int, defaults: Mapping[str, Any] = OPENAI_DEFAULTS) -> SamplingParams:
+    """The sampling parameters of a chat, with `defaults` for those that are left out or null.
+
+    Without a limit of its own, a completion may fill the context.
+    """
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     limits = {body.max_completion_tokens, body.max_tokens} - {None}
@@ -156,17 +170,20 @@ def chat_params(body: ChatRequest, max_model_len: int) -> SamplingParams:
         message = "max_completion_tokens and max_tokens are two names of the same limit; give one of them"
         raise ApiError(400, message, param="max_tokens")
     max_tokens = limits.pop() if limits else max_model_len
-    return _params(body, max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
+    return _params(body, defaults, max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
 
 
-def completion_params(body: CompletionRequest) -> SamplingParams:
-    """The sampling parameters of a completion request."""
-    return _params(body, COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens, body.logprobs)
+def completion_params(body: CompletionRequest, defaults: Mapping[str, Any] = OPENAI_DEFAULTS) -> SamplingParams:
+    """The sampling parameters of a completion request, with `defaults` for those that are left out or null."""
+    max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    return _params(body, defaults, max_tokens, body.logprobs)
 
 
-def _params(body: SamplingRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:
+def _params(
+    body: SamplingRequest, defaults: Mapping[str, Any], max_tokens: int, logprobs: int | None
+) -> SamplingParams:
     given = {name: value for name in PARAMS_OF_BOTH_APIS if (value := getattr(body, name)) is not None}
     try:
-        return SamplingParams(**{"temperature": 1.0} | given, max_tokens=max_tokens, logprobs=logprobs)
+        return SamplingParams(**{**defaults, **given}, max_tokens=max_tokens, logprobs=logprobs)
     except RequestError as error:  # for rules that involve two fields, which the schema cannot express
         raise ApiError(400, str(error), param=error.param) from None

@@ -22,6 +22,12 @@ def mount(app: FastAPI, engine: AsyncLLM, settings: ServerSettings, decoder: Ima
     async def root(request: Request) -> RedirectResponse:
         return RedirectResponse(f"{PATH}{request.url.path}")
 
-    limits = DemoSettings(settings.media, settings.max_images, settings.request_timeout)
-    page = build_page(engine, limits, decoder)
+    page_settings = DemoSettings(
+        settings.media,
+        settings.max_images,
+        settings.request_timeout,
+        uses_generation_config=settings.uses_generation_config,
+        chat_template_kwargs=settings.chat_template_kwargs,
+    )
+    page = build_page(engine, page_settings, decoder)
     gradio.mount_gradio_app(app, page, PATH, max_file_size=settings.media.max_bytes, **launch_options(page))

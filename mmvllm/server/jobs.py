@@ -44,13 +44,15 @@ class JobFactory:
         self._engine, self._settings = engine, settings
         self._detail_limits = convert.DetailLimits.of(engine.image_config, settings.max_pixels)
         self._length_limit = convert.LengthLimit.of(engine.tokenizer, engine.max_model_len)
+        own = engine.sampling_defaults if settings.uses_generation_config else {}
+        self._sampling_defaults = {**convert.OPENAI_DEFAULTS, **own}
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
 
     def chat(self, body: ChatRequest, reservation: ByteReservation) -> CompletionJob:
         """A job for a chat; the images that it fetches are counted in `reservation`."""
         self._check_model(body)
         self._check_special_tokens(body)
-        params = convert.chat_params(body, self._engine.max_model_len)
+        params = convert.chat_params(body, self._engine.max_model_len, self._sampling_defaults)
         num_messages = len(body.messages)  # the chat template starts each of them with at least one token
         self._length_limit.check("messages", ["".join(convert.texts_of(body))], num_messages)
         images = convert.images_of(body)
@@ -58,7 +60,8 @@ class JobFactory:
         max_pixels = convert.max_pixels_of(body, images, self._detail_limits)
 
         async def request() -> Request:
-            return convert.chat_request(body, await self._fetch_all(images, reservation), max_pixels)
+            data = await self._fetch_all(images, reservation)
+            return convert.chat_request(body, data, max_pixels, self._settings.chat_template_kwargs)
 
         builder = ChatResponseBuilder(body.model, self._engine.tokenizer, params.logprobs)
         return CompletionJob([request], params, builder, images, **_streaming(body))
@@ -66,7 +69,8 @@ class JobFactory:
     def completion(self, body: CompletionRequest) -> CompletionJob:
         """A job for one or several prompts without a chat template."""
         self._check_model(body)
-        params, prompts = convert.completion_params(body), convert.prompts_of(body)
+        params = convert.completion_params(body, self._sampling_defaults)
+        prompts = convert.prompts_of(body)
         self._length_limit.check("prompt", prompts)
         if len(prompts) > self._engine.max_requests:
             message = f"{len(prompts)} prompts, at most {self._engine.max_requests} are accepted (max_waiting)"

@@ -1,5 +1,6 @@
 """Pydantic models of the requests: unknown fields are refused unless they cannot change a completion."""
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -15,6 +16,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from mmvllm.errors import RequestError
+from mmvllm.processors.template_kwargs import check_template_kwargs
+
 MAX_CHOICES = 16  # completions per prompt
 MAX_PROMPTS = 64  # prompts per request
 MAX_LOGPROBS = 20
@@ -22,7 +26,9 @@ MAX_PARTS = 4096  # messages and content parts of a request: validating one bloc
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1000  # length in characters: each new token is compared with every stop string
 MAX_STOP_IDS = 1024
 MAX_SALT = 1024  # characters; the prefix cache stores the salt
+MAX_TEMPLATE_KWARGS = 16384  # characters as JSON: the template may write them into the prompt
 INT64 = 2**63
+DEFAULT = "Default: that of the checkpoint's generation_config.json"
 
 
 def _require_empty(value: Any) -> Any:
@@ -31,12 +37,25 @@ def _require_empty(value: Any) -> Any:
     raise PydanticCustomError("unsupported", "is not supported by this server; leave it out")
 
 
+def _check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    try:
+        checked = check_template_kwargs(kwargs)
+    except RequestError as error:
+        reason = str(error).removeprefix(f"{error.param} ")
+        raise PydanticCustomError("template_kwargs", "{reason}", {"reason": reason}) from None
+    if (length := len(json.dumps(checked))) > MAX_TEMPLATE_KWARGS:
+        reason = f"has {length} characters as JSON, at most {MAX_TEMPLATE_KWARGS} are accepted"
+        raise PydanticCustomError("template_kwargs", "{reason}", {"reason": reason})
+    return checked
+
+
 # fail_fast: otherwise a long list of invalid items would produce one error per item.
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 TokenId = Annotated[int, Field(ge=0, lt=INT64)]
 StopTokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
 PromptTokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_check_template_kwargs)]
 Ignored = Annotated[Any, BeforeValidator(lambda _: None), Field(description="Accepted and ignored.")]
 Unsupported = Annotated[
     Any,
@@ -152,13 +171,13 @@ class SamplingRequest(StrictModel):
     """The fields that both endpoints share."""
 
     model: str
-    temperature: float | None = Field(None, ge=0, le=2, description="Default: 1.")
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=INT64)
-    min_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    temperature: float | None = Field(None, ge=0, le=2, description=f"{DEFAULT}, else 1.")
+    top_p: float | None = Field(None, gt=0, le=1, description=f"{DEFAULT}, else 1.")
+    top_k: int | None = Field(None, ge=-1, lt=INT64, description=f"{DEFAULT}, else 0, which keeps all tokens.")
+    min_p: float | None = Field(None, ge=0, le=1, description=f"{DEFAULT}, else 0.")
+    presence_penalty: float | None = Field(None, ge=-2, le=2, description=f"{DEFAULT}, else 0.")
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, description=f"{DEFAULT}, else 0.")
+    repetition_penalty: float | None = Field(None, gt=0, le=100, description=f"{DEFAULT}, else 1.")
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     best_of: Literal[1] | None = None
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
@@ -242,7 +261,9 @@ class ChatRequest(SamplingRequest):
     add_generation_prompt: Literal[True] | None = None
     continue_final_message: Unsupported = None
     chat_template: Unsupported = None
-    chat_template_kwargs: Unsupported = None
+    chat_template_kwargs: TemplateKwargs | None = Field(
+        None, description="Arguments of the chat template, such as enable_thinking; they come before the server's own."
+    )
     documents: Unsupported = None
     include_reasoning: Ignored = None  # the models do not separate reasoning from the completion
 

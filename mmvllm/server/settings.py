@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from mmvllm.config import MiB
 from mmvllm.media import MediaPolicy
@@ -24,6 +25,9 @@ class ServerSettings:
         media: the sources from which images may be read, and their size limits.
         media_names: what errors call fields of `media`, such as the options of a command; by default as they are.
         allow_special_tokens: requests may ask that special tokens in their messages are control tokens, not text.
+        chat_template_kwargs: arguments of the chat template, for requests that do not give these themselves.
+        uses_generation_config: sampling parameters that a request leaves out are those of the checkpoint's
+            generation_config.json, where it has them; otherwise, and for the others, OpenAI's defaults.
         has_demo: also serve the demo page at /demo, without API keys.
     """
 
@@ -39,4 +43,6 @@ class ServerSettings:
     media: MediaPolicy = field(default_factory=MediaPolicy)
     media_names: Mapping[str, str] = field(default_factory=dict)
     allow_special_tokens: bool = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    uses_generation_config: bool = True
     has_demo: bool = False

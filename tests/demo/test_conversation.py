@@ -21,7 +21,7 @@ from mmvllm.outputs import CompletionOutput, RequestOutput
 from mmvllm.sampling_params import SamplingParams
 
 A, B, C = (UploadedImage(Path(f"/up/{name}.png"), 100, 80) for name in "abc")
-OPTIONS = Options("", 0, 1, 256, -1, 19600, 38416)
+OPTIONS = Options("", 0, 1, 0, 1, 256, -1, 19600, 38416)
 
 
 def parts(message: dict) -> list:
@@ -58,8 +58,14 @@ def test_a_system_prompt_comes_first_and_an_empty_one_is_omitted():
 
 @pytest.mark.parametrize("seed, want", [(-1, None), (None, None), (0, 0), (7, 7)])
 def test_the_controls_become_sampling_params(seed, want):
-    params = Options("", 0.5, 0.9, 99, seed, 1, 2).sampling_params
-    assert params == SamplingParams(temperature=0.5, top_p=0.9, max_tokens=99, seed=want)
+    params = Options("", 0.5, 0.9, 7, 1.1, 99, seed, 1, 2).sampling_params({})
+    given = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "repetition_penalty": 1.1, "max_tokens": 99}
+    assert params == SamplingParams(**given, seed=want)
+
+
+def test_the_checkpoint_decides_only_what_has_no_control():
+    own = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05, "min_p": 0.1}
+    assert OPTIONS.sampling_params(own) == SamplingParams(min_p=0.1)
 
 
 def test_every_message_of_the_chat_belongs_to_a_turn():

@@ -26,7 +26,7 @@ get = partial(httpx.get, timeout=60)
 post = partial(httpx.post, timeout=60)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:gradio")
-CONTROLS = ["", 0, 1, 20, -1, 19600, 38416]
+CONTROLS = ["", 0, 1, 0, 1, 20, -1, 19600, 38416]
 META = {"_type": "gradio.FileData"}
 
 
@@ -101,7 +101,7 @@ def test_a_crafted_photo_copies_no_other_file_into_the_served_folder(site, tmp_p
         ("box", "submit", [{"text": 5, "files": []}, *CONTROLS], None),
         ("box", "submit", [{"text": "", "files": [{"path": "/" + "a" * 5000, "meta": META}]}, *CONTROLS], None),
         ("box", "submit", [{"text": "Hello", "files": []}, 5, *CONTROLS[1:]], None),
-        ("box", "submit", [{"text": "Hello", "files": []}, *CONTROLS[:4], "x", *CONTROLS[5:]], None),
+        ("box", "submit", [{"text": "Hello", "files": []}, *CONTROLS[:6], "x", *CONTROLS[7:]], None),
         ("box", "submit", [], None),
         *(
             ("conversations", "restore", [], {"turns": turns, "final": True})

@@ -25,7 +25,7 @@ from tests.helpers.pages import elsewhere
 from tests.helpers.requests import noise_image
 
 POLICY = MediaPolicy()
-OPTIONS = Options("", 0, 1, 900, -1, 3136, 20_000)
+OPTIONS = Options("", 0, 1, 0, 1, 900, -1, 3136, 20_000)
 SMALL = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 256, "skip_warmup": True}
 
 

@@ -77,6 +77,16 @@ def test_tiny_temperatures_are_nearly_greedy(temperature):
     assert sample(x, [sequence(params) for _ in range(4)]) == x.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 9e-6, 5e-324])
+def test_temperatures_below_the_limit_are_greedy_among_equal_logits(temperature):
+    """Logits of bfloat16 are often equal; a seed must not choose among them."""
+    x = logits(3).clamp(max=2.0)
+    assert ((x == 2.0).sum(-1) > 1).all()
+    for seed in range(5):
+        seqs = [sequence(SamplingParams(temperature=temperature), seed=seed) for _ in range(3)]
+        assert sample(x, seqs) == x.argmax(-1).tolist()
+
+
 def test_rows_with_different_parameters_are_independent():
     params = [
         SamplingParams(),

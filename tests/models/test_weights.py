@@ -39,6 +39,16 @@ def test_names_of_every_layout_give_the_same_model(shape, rename, checkpoints, c
     assert_same(state(copy_of(shape, rename)), state(checkpoints(shape)))
 
 
+@pytest.mark.parametrize("shape", ["experts8-top3", "experts16-top8-tied"])
+def test_weights_of_experts_may_be_transposed(shape, checkpoints, copy_of):
+    """As they are published; transformers saves them as it uses them."""
+
+    def published(tensors: dict) -> dict:
+        return {name: x.mT.contiguous() if ".experts." in name else x for name, x in tensors.items()}
+
+    assert_same(state(copy_of(shape, published)), state(checkpoints(shape)))
+
+
 def test_every_parameter_comes_from_the_checkpoint(checkpoint):
     """Each tensor of the checkpoint is found in the model by its values, not only by its name."""
     tensors, model = load_file(checkpoint / "model.safetensors"), load(checkpoint)

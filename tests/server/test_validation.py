@@ -17,7 +17,12 @@ from tests.helpers.server import (
 )
 
 ASSISTANT = {"role": "assistant", "content": "A star."}
+TEMPLATE = "chat_template_kwargs"
 CONTINUOUS_USAGE = "stream_options.continuous_usage_stats"
+
+
+def nested(depth: int) -> list:
+    return [nested(depth - 1)] if depth else []
 
 
 @pytest.mark.parametrize(
@@ -100,7 +105,13 @@ CONTINUOUS_USAGE = "stream_options.continuous_usage_stats"
         (chat("Hi", stream=True, stream_options={"continuous_usage_stats": 2}), CONTINUOUS_USAGE, "valid boolean"),
         (chat("Hi", skip_special_tokens=False), "skip_special_tokens", "must be True"),
         (chat("Hi", add_generation_prompt=False), "add_generation_prompt", "must be True"),
-        (chat("Hi", chat_template_kwargs={"a": 1}), "chat_template_kwargs", "not supported"),
+        (chat("Hi", chat_template_kwargs=[1]), TEMPLATE, "valid dictionary"),
+        (chat("Hi", chat_template_kwargs={"tools": []}), TEMPLATE, "chat_template_kwargs: may not have 'tools'"),
+        (chat("Hi", chat_template_kwargs={"{x}": 1, "return_{}": 1}), TEMPLATE, "may not have 'return_{}'"),
+        (chat("Hi", chat_template_kwargs={"a": [[1]] * 9000}), TEMPLATE, "at most 16384 are accepted"),
+        (chat("Hi", chat_template_kwargs={"a": nested(40)}), TEMPLATE, "nested more than 32 deep"),
+        (chat("Hi", chat_template_kwargs={"namespace": 1}), "messages", "the chat template cannot render"),
+        (completion(chat_template_kwargs={"a": 1}), TEMPLATE, "is not a field"),
         (chat("Hi", use_beam_search=True), "use_beam_search", "not supported"),
         (chat("Hi", priority=1), "priority", "must be 0"),
         (chat("Hi", best_of=2), "best_of", "must be 1"),

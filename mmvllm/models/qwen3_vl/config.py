@@ -77,6 +77,8 @@ def _vision_config(raw: dict) -> Qwen3VLVisionConfig:
 
 
 def _experts_config(text: dict) -> ExpertsConfig:
+    # transformers 5 saves `num_experts` as `num_local_experts`.
+    text = {"num_experts": text["num_local_experts"], **text} if "num_local_experts" in text else text
     sizes = {name: text.get(name, default) for name, default in EXPERTS_DEFAULTS.items()}
     step = text.get("decoder_sparse_step", 1)
     for name, size in {**sizes, "decoder_sparse_step": step}.items():

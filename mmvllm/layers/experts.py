@@ -1,0 +1,87 @@
+"""A mixture of experts: each token goes through the MLPs that its router chooses (arXiv 1701.06538)."""
+
+from functools import partial
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmvllm.config import ExpertsConfig
+from mmvllm.kernels.dispatch import runs_triton
+from mmvllm.kernels.grouped_linear import grouped_linear
+from mmvllm.kernels.silu_mul import silu_mul
+from mmvllm.kernels.splice import splice_add
+from mmvllm.layers.linear import Int8Weight, PackableModule, PackedWeight, by_rows
+
+
+class SparseMLP(nn.Module):
+    """A router, and the experts that it chooses for each token."""
+
+    def __init__(self, hidden_size: int, experts: ExpertsConfig):
+        super().__init__()
+        self.num_experts_per_tok = experts.num_experts_per_tok
+        self.gate = nn.Linear(hidden_size, experts.num_experts, bias=False)  # not a Linear: it is never quantised
+        self.experts = Experts(hidden_size, experts.num_experts, experts.intermediate_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (N, C) -> the weighted sum of its experts' outputs (N, C)."""
+        probs = self.gate(x).softmax(dim=-1, dtype=torch.float32)
+        weights, chosen = probs.topk(self.num_experts_per_tok, dim=-1)  # (N, k)
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        return self.experts(x, chosen, weights.to(x.dtype))  # rounded, as transformers does
+
+
+class Experts(nn.Module, PackableModule):
+    """Gated MLPs (arXiv 2002.05202): `gate_up_proj` (E, 2 I, C), gate first, and `down_proj` (E, C, I).
+
+    A token's results are added in an order that depends on this token alone: that of its experts on a CPU, that of
+    their probabilities with Triton. Packing discards the plain weights.
+    """
+
+    packed: list[tuple[PackedWeight | Int8Weight, ...]] | None = None
+
+    def __init__(self, hidden_size: int, num_experts: int, intermediate_size: int):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+        self.num_experts = num_experts
+
+    def pack(self, int8: bool = False) -> None:
+        # Unlike in a Linear, few rows are not padded: a weight of 1536 x 2048 is read at 23 GB/s, with padding at 18.
+        pack = partial(Int8Weight, bias=None) if int8 else partial(PackedWeight, bias=None, min_rows=1)
+        experts = zip(self.gate_up_proj.data, self.down_proj.data, strict=True)
+        self.packed = [(pack(gate_up), pack(down)) for gate_up, down in experts]
+        self.gate_up_proj = self.down_proj = None
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """x (N, C), the experts chosen for each token and their weights (N, k) -> (N, C)."""
+        sorted_experts, order = chosen.flatten().sort(stable=True)
+        experts = torch.arange(self.num_experts, device=x.device)
+        ends = torch.searchsorted(sorted_experts, experts, right=True, out_int32=True)  # of each expert's rows
+        return (self._grouped if runs_triton(x) else self._in_a_loop)(x, weights, order, ends)
+
+    def _grouped(self, x: Tensor, weights: Tensor, order: Tensor, ends: Tensor) -> Tensor:
+        """Reads nothing on the host; `order` (N k,) are the choices sorted by expert."""
+        k = weights.shape[1]
+        gate_up = grouped_linear(x[order // k], self.gate_up_proj, ends)
+        rows = grouped_linear(silu_mul(gate_up), self.down_proj, ends)
+        results = torch.empty_like(rows).index_copy_(0, order, rows).unflatten(0, (-1, k))  # (N, k, C)
+        return (results * weights[..., None].float()).sum(dim=1).to(x.dtype)
+
+    def _in_a_loop(self, x: Tensor, weights: Tensor, order: Tensor, ends: Tensor) -> Tensor:
+        """One expert after the other, without those that no token has chosen."""
+        tokens, weights = order // weights.shape[1], weights.flatten()[order, None].float()
+        total = torch.zeros_like(x, dtype=torch.float32)
+        for expert, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
+            if start < end:
+                at = tokens[start:end]
+                splice_add(total, self._mlp(expert, x[at]) * weights[start:end], at)
+        return total.to(x.dtype)
+
+    def _mlp(self, expert: int, rows: Tensor) -> Tensor:
+        if self.packed is None:
+            gate_up_proj, down_proj = (partial(F.linear, weight=w[expert]) for w in (self.gate_up_proj, self.down_proj))
+        else:
+            gate_up_proj, down_proj = self.packed[expert]
+        return by_rows(lambda some: down_proj(silu_mul(gate_up_proj(some))), rows)

@@ -1,0 +1,51 @@
+"""The arguments that a request gives to its chat template, such as `enable_thinking`: which there may be."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mmvllm.errors import RequestError
+
+NAME = "chat_template_kwargs"
+# Arguments of transformers' `apply_chat_template` and of what it calls; so is whatever begins with "return_".
+RESERVED = frozenset(
+    (
+        *("self", "messages", "conversation", "conversations", "tools", "documents", "chat_template"),
+        *("add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation", "max_length"),
+        *("tokenizer_kwargs", "processor_kwargs", "load_audio_from_video", "sanitize_control_tokens"),
+    )
+)
+MAX_DEPTH = 32  # of lists and dicts in each other
+
+
+def check_template_kwargs(kwargs: Any) -> dict[str, Any]:
+    """A copy of `chat_template_kwargs`, {} for None.
+
+    Raises RequestError for what is no dict, a name that is reserved, and a value that JSON does not have.
+    """
+    if kwargs is None:
+        return {}
+    if not isinstance(kwargs, Mapping):
+        raise _error(f"must be a dict of names and JSON values, not {type(kwargs).__name__}")
+    for name in kwargs:
+        if not isinstance(name, str):
+            raise _error(f"has the name {name!r:.50}, which is not a string")
+        if name in RESERVED or name.startswith("return_"):
+            raise _error(f"may not have {name!r}, which is not an argument of the template's own; leave it out")
+    return {name: _json_copy(name, value, 1) for name, value in kwargs.items()}
+
+
+def _json_copy(name: str, value: Any, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise _error(f"has lists and dicts that are nested more than {MAX_DEPTH} deep, in {name!r:.50}")
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _json_copy(name, item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_copy(name, item, depth + 1) for item in value]
+    if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    raise _error(f"has {name!r:.50} with {value!r:.50}, which is not a JSON value")
+
+
+def _error(reason: str) -> RequestError:
+    return RequestError(f"{NAME} {reason}", param=NAME)
