@@ -45,13 +45,12 @@ class Memory:
 
     def by_dtype(self) -> dict[str, str]:
         """With full caches; on a GPU without the KV cache, which takes what is left of the share that is allowed."""
-        needed = {name: self._needed(dtype, int8=False) for name, dtype in DTYPES.items()}
+        rows = {name: _sum_text(self._needed(dtype, int8=False)) for name, dtype in DTYPES.items()}
         if self.device.type == "cpu":
-            needed["int8"] = self._needed(torch.bfloat16, int8=True)
-        return {
-            name: f"{_gib(sum(parts.values()))} = {' + '.join(f'{part} {_gib(size)}' for part, size in parts.items())}"
-            for name, parts in needed.items()
-        }
+            # The weights are loaded in bfloat16, and then quantised one layer after the other.
+            loading = 2 * sum(parameter.numel() for parameter in self.model.parameters()) + PROCESS_BYTES
+            rows["int8"] = f"{_sum_text(self._needed(torch.bfloat16, int8=True))}; {_gib(loading)} while it loads"
+        return rows
 
     def _needed(self, dtype: torch.dtype, int8: bool) -> dict[str, int]:
         parts = {"weights": self._weights(dtype, int8)}
@@ -72,6 +71,10 @@ class Memory:
             budget = int(total * self.engine_config.gpu_memory_utilization) - (total - free)
             budget -= self._weights(dtype) + self.encoder_cache_bytes
         return affordable_blocks(budget, self.engine_config, self.config, self.block_size, dtype)
+
+
+def _sum_text(parts: dict[str, int]) -> str:
+    return f"{_gib(sum(parts.values()))} = {' + '.join(f'{name} {_gib(size)}' for name, size in parts.items())}"
 
 
 def _gib(size: int) -> str:

@@ -207,7 +207,7 @@ def weight_bytes(model: nn.Module, dtype: torch.dtype, device: torch.device, int
     is_packed, total, shared = int8 or (device.type == "cpu" and packs_well(dtype)), 0, set()
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            if is_packed and isinstance(module, Linear) and parameter.dim() > 1:
+            if is_packed and isinstance(module, PackableModule) and parameter.dim() > 1:
                 num_outputs = parameter.shape[:-1].numel()
                 total += parameter.numel() + 12 * num_outputs if int8 else parameter.numel() * dtype.itemsize
             elif parameter not in shared:
