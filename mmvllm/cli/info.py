@@ -1,4 +1,4 @@
-"""`mmvllm info`: versions, devices, attention backends, and the size of the KV cache."""
+"""`mmvllm info`: versions, devices, the model and what is supported for it, attention backends, and memory."""
 
 import argparse
 
@@ -29,33 +29,32 @@ def run(args: argparse.Namespace) -> int:
     check(args)
 
     from mmvllm.bench.report import versions
+    from mmvllm.cli.info_memory import Memory
     from mmvllm.config import EngineConfig
     from mmvllm.layers.attention import choose_attention
-    from mmvllm.models.folder import resolve_folder
+    from mmvllm.models.folder import check_not_quantized, resolve_folder
     from mmvllm.models.registry import load_config
 
     engine_config = EngineConfig(**engine_arguments(args))
     device = engine_config.resolve_device()
     folder = resolve_folder(args.model, with_weights=False)
     config = load_config(folder)
+    check_not_quantized(folder, config.quantization)
     dtype = engine_config.resolve_dtype(config.dtype, device)
     attention, reason = choose_attention(
         engine_config.attention_backend, config.head_dims, device, dtype, engine_config.kvcache_block_size
     )
-    block_size = engine_config.kvcache_block_size or attention.block_size
+    memory = Memory(config, engine_config, attention, device)
     sections = {
         "versions": {name: text or "not installed" for name, text in versions(*PACKAGES).items()},
         "devices": _devices(engine_config.gpu_memory_utilization),
-        "model": {
-            "folder": str(folder),
-            "architecture": config.architecture,
-            "runs in": f"{dtype} on {device}".replace("torch.", ""),
-        },
+        "model": _model(folder, config) | {"runs in": f"{dtype} on {device}".replace("torch.", "")},
         "attention": {
             **_attention_backends(config.head_dims, device, dtype, engine_config.kvcache_block_size),
             "chosen": f"{attention.name} ({reason})",
         },
-        "memory": _memory(config, engine_config, attention, block_size, device, dtype),
+        "memory": memory.rows(dtype),
+        f"memory needed on {device.type}, by dtype": memory.by_dtype(),
     }
     for title, rows in sections.items():
         print(title)
@@ -81,41 +80,53 @@ def _devices(memory_share: float) -> dict[str, str]:
     return devices | dict.fromkeys(unsupported_accelerators(), "not supported")
 
 
+def _model(folder, config) -> dict[str, str]:
+    from mmvllm.models.registry import FAMILIES
+
+    return {
+        "folder": str(folder),
+        "architecture": config.architecture,
+        "family": FAMILIES[config.architecture].rpartition(".")[2],
+        "parameters": _parameters(config),
+        "context": f"{config.max_position_embeddings} tokens at most in one sequence",
+        "images": _images(folder, config),
+        "supported": "text and images" if config.vision else "text",
+        "not supported": f"{'video, ' if config.vision else ''}quantized weights (AWQ, GPTQ, FP8), LoRA adapters",
+    }
+
+
+def _parameters(config) -> str:
+    from mmvllm.bench.costs import ModelCosts
+
+    costs = ModelCosts(config)
+    parts = {"ViT": costs.num_parameters["vision"]} if config.vision else {}
+    parts["decoder"] = sum(costs.num_parameters.values()) - costs.num_parameters["vision"]
+    text = f"{_millions(sum(parts.values()))} ({', '.join(f'{name} {_millions(n)}' for name, n in parts.items())})"
+    if config.experts is None:
+        return text
+    active, experts = round(costs.num_expert_parameters * costs.active_share), config.experts
+    used = f"{experts.num_experts_per_tok} of {experts.num_experts} experts in a layer"
+    return f"{text}; {_millions(costs.num_expert_parameters)} in experts, {_millions(active)} active: {used}"
+
+
+def _millions(number: int) -> str:
+    return f"{number / 1e6:.1f} M"
+
+
+def _images(folder, config) -> str:
+    from mmvllm.models.registry import load_image_config
+
+    if config.vision is None:
+        return "none: this checkpoint is text-only"
+    images, side = load_image_config(folder), config.vision.patch_size * config.vision.spatial_merge_size
+    size = f"one token per {side}x{side} pixels"
+    if images.factor != side:  # those of a folder without preprocessor_config.json
+        return size
+    return f"{size}; {-(-images.min_pixels // side**2)} to {images.max_pixels // side**2} tokens each"
+
+
 def _attention_backends(head_dims, device, dtype, block_size: int | None) -> dict[str, str]:
     from mmvllm.layers.attention import unusable_backends
 
     reasons = unusable_backends(head_dims, device, dtype, block_size)
     return {name: reason or "usable" for name, reason in reasons.items()}
-
-
-def _memory(config, engine_config, attention, block_size: int, device, dtype) -> dict[str, str]:
-    import torch
-
-    from mmvllm.engine.memory import affordable_blocks, kv_block_bytes
-    from mmvllm.layers.linear import packs_well
-    from mmvllm.models.registry import family_of
-
-    with torch.device("meta"):
-        num_parameters = sum(
-            parameter.numel() for parameter in family_of(config.architecture).build(config, attention).parameters()
-        )
-    # On a CPU a tied head is a packed copy of the embedding.
-    copied = config.tie_word_embeddings and device.type == "cpu" and packs_well(dtype)
-    weights = (num_parameters + copied * config.vocab_size * config.hidden_size) * dtype.itemsize
-    if device.type == "cpu":
-        budget, note = engine_config.cpu_kvcache_bytes, ""
-    else:
-        free, total = torch.cuda.mem_get_info(device)
-        budget = int(total * engine_config.gpu_memory_utilization) - (total - free) - weights
-        budget -= engine_config.encoder_cache_bytes if config.vision else 0
-        note = " at most; the engine measures the exact number when it starts"
-    num_blocks = affordable_blocks(budget, engine_config, config, block_size, dtype)
-    block_bytes = kv_block_bytes(config, block_size, dtype)
-    size = num_blocks * block_bytes / 2**20
-    return {
-        "weights": f"{weights / 2**20:.1f} MiB ({num_parameters / 1e6:.1f} M parameters)",
-        "KV block": f"{block_bytes / 2**10:.1f} KiB for {block_size} tokens",
-        "KV cache": f"{num_blocks} blocks, {num_blocks * block_size} tokens, {size:.1f} MiB{note}",
-        "encoder cache": f"{engine_config.encoder_cache_bytes / 2**20:.0f} MiB",
-        "positions": f"{config.max_position_embeddings} at most in one sequence",
-    }

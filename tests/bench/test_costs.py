@@ -67,6 +67,15 @@ def test_operations_of_a_prompt_and_of_a_decode_step(folder, model):
     assert flops == costs.decoder_flops(1, keys_seen(T, T + 1)) + costs.head_flops(1)
 
 
+def test_a_step_reads_the_experts_that_its_tokens_choose(checkpoints):
+    """8 experts, of which each token chooses 3: a second token finds 3 / 8 of the others."""
+    costs = ModelCosts(load_config(checkpoints("experts8-top3")))
+    rest = costs.num_parameters["decoder"] + costs.num_parameters["head"] - costs.num_expert_parameters
+    for num_tokens, share in ((1, 3 / 8), (2, 3 / 8 + 5 / 8 * 3 / 8), (1000, 1)):
+        expected = rest + share * costs.num_expert_parameters
+        assert costs.weights_read_by_a_step(num_tokens) == pytest.approx(expected)
+
+
 def test_a_text_only_model_has_no_vision_costs(folder):
     config = load_config(folder)
     text_only = replace(config, architecture="Qwen2ForCausalLM", vision=None, mrope_section=None, image_token_id=None)

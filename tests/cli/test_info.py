@@ -1,13 +1,18 @@
-"""`mmvllm info`: versions, devices, attention backends with reasons, and the KV cache."""
+"""`mmvllm info`: versions, devices, what is supported for a model, attention backends with reasons, and memory."""
 
+import json
 import platform
+import re
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import mmvllm
 from mmvllm.cli.main import main
+
+BY_DTYPE = "memory needed on cpu, by dtype"
 
 
 @pytest.fixture
@@ -45,6 +50,62 @@ def test_model(info, checkpoint):
     assert sections["model"]["architecture"] == "Qwen2VLForConditionalGeneration"
     assert sections["model"]["runs in"] == "float32 on cpu"
     assert info("--dtype", "bfloat16")[1]["model"]["runs in"] == "bfloat16 on cpu"
+
+
+@pytest.mark.parametrize(
+    ("shape", "family", "side", "tokens"),
+    [
+        ("gqa2-tied", "qwen2_vl", 28, "4 to 25"),
+        ("windows4-tied", "qwen2_5_vl", 28, "4 to 25"),
+        ("deepstack3-tied", "qwen3_vl", 32, "4 to 25"),
+    ],
+)
+def test_what_a_model_is_and_supports(shape, family, side, tokens, info, checkpoints):
+    model = info(model=checkpoints(shape))[1]["model"]
+    assert model["family"] == family
+    assert model["images"] == f"one token per {side}x{side} pixels; {tokens} tokens each"
+    assert model["context"] == "1024 tokens at most in one sequence"
+    assert model["supported"] == "text and images" and model["not supported"].startswith("video, quantized weights")
+
+
+def test_parameters_by_part(info, checkpoints):
+    folder = checkpoints("deepstack3-tied")
+    numbers = {name: tensor.numel() for name, tensor in load_file(folder / "model.safetensors").items()}
+    vision = sum(number for name, number in numbers.items() if "visual" in name)
+    whole = sum(numbers.values())
+    expected = f"{whole / 1e6:.1f} M (ViT {vision / 1e6:.1f} M, decoder {(whole - vision) / 1e6:.1f} M)"
+    assert info(model=folder)[1]["model"]["parameters"] == expected
+
+
+def test_experts_in_use(info, checkpoints):
+    parameters = info(model=checkpoints("experts8-top3"))[1]["model"]["parameters"]
+    assert re.search(r"; (\d\.\d) M in experts, (\d\.\d) M active: 3 of 8 experts in a layer$", parameters)
+
+
+def test_a_text_only_model_takes_no_images(info, checkpoints):
+    sections = info(model=checkpoints("qwen3-mqa-untied"))[1]
+    assert sections["model"]["images"] == "none: this checkpoint is text-only"
+    assert sections["model"]["supported"] == "text" and "video" not in sections["model"]["not supported"]
+    assert "encoder cache" not in sections[BY_DTYPE]["float32"]
+
+
+def test_quantized_checkpoints_are_refused(info, checkpoint, tmp_path):
+    raw = json.loads((checkpoint / "config.json").read_text()) | {"quantization_config": {"quant_method": "awq"}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    code, sections, err = info(model=tmp_path)
+    assert (code, sections) == (2, {}) and "is awq-quantized, which is not supported" in err
+
+
+def test_memory_by_dtype(info):
+    """Weights, the KV cache and the encoder cache; int8 only on a CPU."""
+    sizes = ("--cpu-kvcache-bytes", str(64 * 2**20), "--encoder-cache-bytes", str(32 * 2**20))
+    rows = info(*sizes)[1][BY_DTYPE]
+    assert list(rows) == ["float32", "bfloat16", "float16", "int8"]
+    assert rows["int8"].endswith(" GiB while it loads")
+    for row in rows.values():
+        total, *parts = map(float, re.findall(r"([\d.]+) GiB", row.partition(";")[0]))
+        assert total == pytest.approx(sum(parts), abs=0.02)
+        assert "encoder cache 0.03 GiB" in row and len(parts) == 4
 
 
 def test_attention_backends_come_with_reasons(info):

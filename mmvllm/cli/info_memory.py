@@ -1,0 +1,81 @@
+"""The memory that a model needs, as `mmvllm info` shows it: predicted from its config, without its weights."""
+
+import torch
+
+from mmvllm.config import EngineConfig, ModelConfig
+from mmvllm.engine.memory import affordable_blocks, kv_block_bytes
+from mmvllm.layers.attention import AttentionBackend
+from mmvllm.layers.linear import weight_bytes
+from mmvllm.models.registry import family_of
+
+# What a process takes beside weights and caches: the interpreter, torch, transformers, a tokenizer of 150,000 tokens
+# and the tensors of a step (450 to 620 MiB with checkpoints of 2 to 4 billion parameters).
+PROCESS_BYTES = 540 * 2**20
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Memory:
+    """Of one model on one device, for every dtype."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        engine_config: EngineConfig,
+        attention: type[AttentionBackend],
+        device: torch.device,
+    ):
+        self.config, self.engine_config, self.device = config, engine_config, device
+        self.block_size = engine_config.kvcache_block_size or attention.block_size
+        with torch.device("meta"):
+            self.model = family_of(config.architecture).build(config, attention)
+        self.model.tie_head()
+        self.encoder_cache_bytes = engine_config.encoder_cache_bytes if config.vision else 0
+
+    def rows(self, dtype: torch.dtype) -> dict[str, str]:
+        """In the dtype that the engine would run in."""
+        num_blocks, block_bytes = self._num_blocks(dtype), kv_block_bytes(self.config, self.block_size, dtype)
+        note = "" if self.device.type == "cpu" else " at most; the engine measures the exact number when it starts"
+        size = f"{num_blocks * block_bytes / 2**20:.1f} MiB"
+        return {
+            "weights": f"{self._weights(dtype) / 2**20:.1f} MiB",
+            "KV block": f"{block_bytes / 2**10:.1f} KiB for {self.block_size} tokens",
+            "KV cache": f"{num_blocks} blocks, {num_blocks * self.block_size} tokens, {size}{note}",
+            "encoder cache": f"{self.encoder_cache_bytes / 2**20:.0f} MiB",
+        }
+
+    def by_dtype(self) -> dict[str, str]:
+        """With full caches; on a GPU without the KV cache, which takes what is left of the share that is allowed."""
+        rows = {name: _sum_text(self._needed(dtype, int8=False)) for name, dtype in DTYPES.items()}
+        if self.device.type == "cpu":
+            # The weights are loaded in bfloat16, and then quantised one layer after the other.
+            loading = 2 * sum(parameter.numel() for parameter in self.model.parameters()) + PROCESS_BYTES
+            rows["int8"] = f"{_sum_text(self._needed(torch.bfloat16, int8=True))}; {_gib(loading)} while it loads"
+        return rows
+
+    def _needed(self, dtype: torch.dtype, int8: bool) -> dict[str, int]:
+        parts = {"weights": self._weights(dtype, int8)}
+        if self.device.type == "cpu":
+            parts["KV cache"] = self._num_blocks(dtype) * kv_block_bytes(self.config, self.block_size, dtype)
+        if self.config.vision:
+            parts["encoder cache"] = self.encoder_cache_bytes
+        return parts | ({"the process itself": PROCESS_BYTES} if self.device.type == "cpu" else {})
+
+    def _weights(self, dtype: torch.dtype, int8: bool = False) -> int:
+        return weight_bytes(self.model, dtype, self.device, int8)
+
+    def _num_blocks(self, dtype: torch.dtype) -> int:
+        if self.device.type == "cpu":
+            budget = self.engine_config.cpu_kvcache_bytes
+        else:
+            free, total = torch.cuda.mem_get_info(self.device)
+            budget = int(total * self.engine_config.gpu_memory_utilization) - (total - free)
+            budget -= self._weights(dtype) + self.encoder_cache_bytes
+        return affordable_blocks(budget, self.engine_config, self.config, self.block_size, dtype)
+
+
+def _sum_text(parts: dict[str, int]) -> str:
+    return f"{_gib(sum(parts.values()))} = {' + '.join(f'{name} {_gib(size)}' for name, size in parts.items())}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

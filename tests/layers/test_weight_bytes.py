@@ -1,0 +1,50 @@
+"""The predicted bytes of weights are those of the tensors that a loaded and packed model holds."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mmvllm.layers.attention import TorchAttention
+from mmvllm.layers.linear import Int8Weight, PackedGate, PackedWeight, pack_weights, weight_bytes
+from mmvllm.models.registry import family_of, load_config
+from mmvllm.models.weights import load_model
+from tests.helpers.shapes import RICHEST
+
+CPU = torch.device("cpu")
+PACKED = (PackedWeight, PackedGate, Int8Weight)
+
+
+def tensors_of(held: object) -> Iterator[Tensor]:
+    """Of packed weights, and of lists of them."""
+    if isinstance(held, Tensor):
+        yield held
+    elif isinstance(held, list | tuple):
+        yield from (tensor for one in held for tensor in tensors_of(one))
+    elif isinstance(held, PACKED):
+        yield from tensors_of(list(vars(held).values()))
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Of all parameters and packed weights, each storage once."""
+    sizes = {}
+    for tensor in [*model.parameters(), *tensors_of([getattr(module, "packed", None) for module in model.modules()])]:
+        if tensor.is_mkldnn:
+            sizes[id(tensor)] = tensor.numel() * tensor.element_size()
+        else:
+            sizes[tensor.data_ptr()] = max(tensor.nbytes, sizes.get(tensor.data_ptr(), 0))
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("shape", RICHEST)
+@pytest.mark.parametrize(("dtype", "int8"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
+def test_bytes_after_packing(shape, dtype, int8, checkpoints):
+    config = load_config(checkpoints(shape))
+    with torch.device("meta"):
+        model = family_of(config.architecture).build(config, TorchAttention)
+    model.tie_head()
+    predicted = weight_bytes(model, dtype, CPU, int8)
+    loaded = load_model(checkpoints(shape), config, CPU, dtype)
+    pack_weights(loaded, dtype, int8)
+    assert predicted == pytest.approx(held_bytes(loaded), rel=1e-3)
