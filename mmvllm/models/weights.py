@@ -94,11 +94,6 @@ def checkpoint_views(model: nn.Module) -> Iterator[tuple[str, int | None, Tensor
                 yield name, None, parameter.data
 
 
-def num_parameters(model: nn.Module) -> int:
-    """Values in the checkpoint's tensors: without the padding that some layers have."""
-    return sum(view.numel() for _, _, view in checkpoint_views(model))
-
-
 def _clear_padding(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, AssembledModule):
