@@ -45,7 +45,8 @@ def test_parameters_equal_those_of_the_checkpoint(folder):
         parts = {"visual": "vision", "embed_tokens": "embedding", "lm_head": "head"}
         counts[next((part for key, part in parts.items() if key in name), "decoder")] += tensor.numel()
     assert costs.num_parameters == counts
-    assert costs.weights_read_by_a_step(num_tokens=10**6) == counts["decoder"] + counts["embedding"]
+    enough = 1000  # tokens to choose every expert
+    assert costs.weights_read_by_a_step(enough) == counts["decoder"] + counts["embedding"]
 
 
 @pytest.mark.parametrize("grid", [(1, 2, 2), (1, 4, 6), (1, 10, 14)])
