@@ -155,4 +155,7 @@ def _check_decoder(text: dict, rope: dict) -> None:
 
 
 def _eos_token_ids(eos: int | list[int] | None) -> frozenset[int]:
-    return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
+        raise ValueError(f"eos_token_id is {eos!r:.50}, must be a token id or a list of them")
+    return frozenset(ids)

@@ -254,6 +254,8 @@ def test_all_missing_values_are_named(folder_of):
         (("rope_scaling", "mrope_section"), 8, "mrope_section is 8, must be a list of integers"),
         (("rope_scaling", "mrope_section"), [-2, 5, 5], "mrope_section has an item that is -2, must be an integer of"),
         (("rope_scaling", "mrope_section"), [2.0, 3.0, 3.0], r"mrope_section has an item that is 2\.0, must be an"),
+        (("eos_token_id",), "45", "eos_token_id is '45', must be a token id or a list of them"),
+        (("eos_token_id",), [45, 1.5], r"eos_token_id is \[45, 1\.5\], must be a token id or a list of them"),
         (("rope_theta",), 0, "rope_theta is 0, must be a number above 0"),
         (("rope_theta",), "5000", "rope_theta is '5000', must be a number above 0"),
         (("rms_norm_eps",), float("nan"), "rms_norm_eps is nan, must be a number above 0"),
