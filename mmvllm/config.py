@@ -49,6 +49,10 @@ class VisionConfig:
             raise ValueError(
                 f"the ViT's width is {self.embed_dim}, must be a multiple of its number of heads, {self.num_heads}"
             )
+        if self.head_dim % 4:  # each half is rotated with the row or the column, in pairs
+            raise ValueError(f"the ViT's head size is {self.head_dim}, must be a multiple of 4")
+        if self.in_channels != 3:
+            raise ValueError(f"vision_config's in_channels is {self.in_channels}; only 3 is supported, RGB images")
 
     @property
     def head_dim(self) -> int:
@@ -132,6 +136,8 @@ class ModelConfig:
                 f"num_attention_heads is {self.num_attention_heads}, "
                 f"must be a multiple of num_key_value_heads, {self.num_key_value_heads}"
             )
+        if self.head_dim % 2:
+            raise ValueError(f"the head size is {self.head_dim}, must be even")
         section = self.mrope_section
         if section is not None and (len(section) != 3 or 2 * sum(section) != self.head_dim):
             raise ValueError(

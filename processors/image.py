@@ -27,6 +27,8 @@ PART_MIN_TOKENS = 4
 PART_MAX_TOKENS = 16384
 PART_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 
+_SIZE_NAMES = {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}
+
 # Settings with one supported value.
 _FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": int(Image.Resampling.BICUBIC)}
 
@@ -109,8 +111,8 @@ def _known_settings(raw: dict) -> dict[str, Any]:
     """Those that `ImageProcessorConfig` has, in either layout; null means the default."""
     found = {name: raw[name] for name in ImageProcessorConfig.__slots__ if raw.get(name) is not None}
     size = raw.get("size") or {}
-    if not isinstance(size, dict):
-        raise ValueError(f"size is {size!r:.40}, must have shortest_edge and longest_edge")
+    if not isinstance(size, dict) or any(size[name] is not None for name in size.keys() - _SIZE_NAMES):
+        raise ValueError(f"size is {size!r:.60}, must have shortest_edge and longest_edge, and nothing else")
     for name, new_name in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
         bound = size.get(name) if size.get(new_name) is None else size[new_name]
         if bound is not None:

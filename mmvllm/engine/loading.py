@@ -89,10 +89,15 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def _check_image_config(folder: Path, image: ImageProcessorConfig, config: ModelConfig) -> None:
-    """The processor and the ViT must agree on what a patch is."""
+    """The processor and the ViT must agree on what a patch is; the placeholder must be a token."""
     vision = config.vision
     if vision is None:
         return
+    if not 0 <= config.image_token_id < config.vocab_size:
+        raise ValueError(
+            f"{folder}: image_token_id is {config.image_token_id}, must be a token id below vocab_size, "
+            f"{config.vocab_size}"
+        )
     cut = (image.patch_size, image.temporal_patch_size, image.merge_size)
     needed = (vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
     if cut != needed:

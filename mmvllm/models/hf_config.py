@@ -1,6 +1,7 @@
 """Reading of Hugging Face configs: JSON files, and the fields that all decoders have."""
 
 import json
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,15 @@ def text_config(raw: dict) -> dict:
     return {**raw, **json_object("text_config", raw.get("text_config", {}))}
 
 
+def integers(name: str, value: Any) -> tuple[int, ...]:
+    """A list of integers of at least 0."""
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{name} is {value!r:.50}, must be a list of integers")
+    for item in value:
+        check_int(f"{name} has an item that", item, at_least=0)
+    return tuple(value)
+
+
 def decoder_fields(raw: dict, generation: dict) -> dict[str, Any]:
     """`ModelConfig` fields that all families read alike, from either layout and either name of a field.
 
@@ -64,7 +74,7 @@ def decoder_fields(raw: dict, generation: dict) -> dict[str, Any]:
         "max_position_embeddings": text.get("max_position_embeddings", 32768),
         "rms_norm_eps": float(text["rms_norm_eps"]),
         "rope_theta": float(rope["rope_theta"]),
-        "mrope_section": tuple(rope["mrope_section"]) if "mrope_section" in rope else None,
+        "mrope_section": integers("mrope_section", rope["mrope_section"]) if "mrope_section" in rope else None,
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings") or text.get("tie_word_embeddings")),
         "dtype": torch_dtype(text.get("dtype") or text.get("torch_dtype")) or torch_dtype("float32"),
         "eos_token_ids": _eos_token_ids(generation.get("eos_token_id", text.get("eos_token_id"))),
@@ -81,9 +91,10 @@ def vision_fields(raw: dict, defaults: dict[str, Any]) -> dict[str, Any]:
     for name, default in defaults.items():
         if isinstance(default, int):
             check_int(f"vision_config's {name}", fields[name])
-    rope_theta = json_object("rope_parameters", vision.get("rope_parameters", {})).get("rope_theta", ROPE_THETA)
-    if rope_theta != ROPE_THETA:
-        raise ValueError(f"vision_config's rope_theta is {rope_theta}, only {ROPE_THETA} is supported")
+    rope = json_object("rope_parameters", vision.get("rope_parameters", {}))
+    for name, supported in (("rope_theta", ROPE_THETA), ("rope_type", "axial")):
+        if rope.get(name, supported) != supported:
+            raise ValueError(f"vision_config's {name} is {rope[name]!r:.50}, only {supported!r} is supported")
     return fields
 
 
@@ -131,6 +142,9 @@ def _check_decoder(text: dict, rope: dict) -> None:
     for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
         if name in text:
             check_int(name, text[name])
+    for name in ("rms_norm_eps", "rope_theta"):
+        if isinstance(given[name], bool) or not isinstance(given[name], Real) or not given[name] > 0:
+            raise ValueError(f"{name} is {given[name]!r:.50}, must be a number above 0")
     if text.get("use_sliding_window"):
         raise ValueError("asks for sliding-window attention, which is not supported")
     if text.get("hidden_act", "silu") != "silu":
@@ -141,4 +155,7 @@ def _check_decoder(text: dict, rope: dict) -> None:
 
 
 def _eos_token_ids(eos: int | list[int] | None) -> frozenset[int]:
-    return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
+        raise ValueError(f"eos_token_id is {eos!r:.50}, must be a token id or a list of them")
+    return frozenset(ids)

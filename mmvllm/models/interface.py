@@ -17,7 +17,7 @@ share; what differs between decoders is a field of `ModelConfig`. To add a famil
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -31,9 +31,13 @@ from mmvllm.processors.image import ImageProcessorConfig
 
 
 class Model(nn.Module, ABC):
-    """Weights and the forward pass; it keeps nothing of a request."""
+    """Weights and the forward pass; it keeps nothing of a request.
+
+    `tied` names parameters that it does not have of its own, and the one whose values each of them must have.
+    """
 
     config: ModelConfig
+    tied: Mapping[str, str]
 
     @abstractmethod
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:

@@ -54,12 +54,14 @@ def read_config(folder: str | Path) -> tuple[str, dict]:
     raw = read_json(path)
     if raw is None:
         raise ValueError(f"{folder}: not a checkpoint folder, it has no config.json")
+    names = raw.get("architectures") or [raw.get("model_type", "unknown")]
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise ValueError(f"{path}: architectures is {names!r:.50}, must be a list of names")
     try:
-        architecture = (raw.get("architectures") or [raw.get("model_type", "unknown")])[0]
-        _check_architecture(architecture)
-    except (KeyError, TypeError, ValueError) as error:
+        _check_architecture(names[0])
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    return architecture, raw
+    return names[0], raw
 
 
 def _check_architecture(architecture: str) -> None:

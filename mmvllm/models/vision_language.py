@@ -75,6 +75,7 @@ class VisionLanguageModel(Model):
         self.visual = make_vit(config.vision, backend) if config.vision else None
         self.decoder = Decoder(config, backend)
         self.lm_head = None if config.tie_word_embeddings else self._head()
+        self.tied = {"lm_head.weight": "decoder.embed_tokens.weight"} if config.tie_word_embeddings else {}
 
     def _head(self) -> Linear:
         return Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
@@ -95,8 +96,7 @@ class VisionLanguageModel(Model):
         return self.lm_head(self.decoder(x, kv_cache, batch, deepstack)).float()
 
     def parameter_for(self, name: str) -> tuple[str, int | None] | None:
-        # No parameter needs saved rotary frequencies, or the copy of a tied head.
-        if name.endswith(".inv_freq") or (self.config.tie_word_embeddings and name.endswith("lm_head.weight")):
+        if name.endswith(".inv_freq"):  # saved rotary frequencies
             return None
         for prefix, ours in _PREFIXES.items():
             if name.startswith(prefix):

@@ -58,24 +58,28 @@ def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
 
 def _fill(model: Model, files: list[Path], folder: Path) -> None:
     missing = {(name, part): view for name, part, view in checkpoint_views(model)}
-    extra, misshapen = [], []
+    extra, misshapen, tied = [], [], {}
     for name, tensor in _tensors(files):
         target = model.parameter_for(name)
         if target is None:
             continue
         destination = missing.pop(target, None)
-        if destination is None:
+        if target[0] in model.tied:
+            tied[name] = tensor, model.get_parameter(model.tied[target[0]])
+        elif destination is None:
             extra.append(name)
         elif (fitting := _fitting(tensor, destination.shape)) is not None:
             destination.copy_(fitting)
         else:
             misshapen.append(f"{name} is {tuple(tensor.shape)}, needs {tuple(destination.shape)}")
+    unequal = [name for name, (tensor, parameter) in tied.items() if not torch.equal(tensor.to(parameter), parameter)]
     problems = [
         f"{what} ({len(names)}): {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
         for what, names in (
             ("missing tensors", [model.checkpoint_name(*target) for target in missing]),
             ("tensors that belong to no parameter or come twice", extra),
             ("tensors of the wrong shape", misshapen),
+            ("tensors that differ from those they are tied to", unequal),
         )
         if names
     ]

@@ -112,3 +112,19 @@ def test_the_head_is_tied_as_in_transformers(shape, checkpoints, folder_of):
         model = getattr(transformers, config["architectures"][0])(AutoConfig.from_pretrained(folder))
         tied = model.lm_head.weight is model.get_input_embeddings().weight
         assert load_config(folder).tie_word_embeddings == tied, (top, inner)
+
+
+@pytest.mark.parametrize(
+    ("shape", "part", "name"),
+    [
+        ("windows4-tied", "vision_config", "fullatt_block_indexes"),
+        ("deepstack3-tied", "vision_config", "deepstack_visual_indexes"),
+        ("experts8-top3", "text_config", "mlp_only_layers"),
+    ],
+)
+def test_what_is_no_list_of_layers_is_named(shape, part, name, checkpoints, folder_of):
+    for value, match in ((3, "is 3, must be a list of integers"), ([[1]], r"has an item that is \[1\], must be an")):
+        config = saved(checkpoints(shape))
+        config[part][name] = value
+        with pytest.raises(ValueError, match=rf"config\.json: {name} {match}"):
+            load_config(folder_of(config))

@@ -241,6 +241,7 @@ def test_all_missing_values_are_named(folder_of):
     [
         (("hidden_size",), "64", "hidden_size is '64', must be an integer of at least 1"),
         (("num_attention_heads",), 0, "num_attention_heads is 0, must be an integer of at least 1"),
+        (("num_attention_heads",), 64, "the head size is 1, must be even"),
         (("num_hidden_layers",), True, "num_hidden_layers is True, must be an integer"),
         (("num_key_value_heads",), 3, "num_attention_heads is 4, must be a multiple of num_key_value_heads, 3"),
         (("max_position_embeddings",), -1, "max_position_embeddings is -1, must be an integer"),
@@ -250,6 +251,14 @@ def test_all_missing_values_are_named(folder_of):
         (("rope_scaling", "rope_type"), "llama3", "asks for 'llama3' rotary scaling"),
         (("rope_scaling", "mrope_section"), [2, 3, 4], r"mrope_section is \[2, 3, 4\], must be three .* half .* 16"),
         (("rope_scaling", "mrope_section"), [4, 4], r"mrope_section is \[4, 4\], must be three numbers"),
+        (("rope_scaling", "mrope_section"), 8, "mrope_section is 8, must be a list of integers"),
+        (("rope_scaling", "mrope_section"), [-2, 5, 5], "mrope_section has an item that is -2, must be an integer of"),
+        (("rope_scaling", "mrope_section"), [2.0, 3.0, 3.0], r"mrope_section has an item that is 2\.0, must be an"),
+        (("eos_token_id",), "45", "eos_token_id is '45', must be a token id or a list of them"),
+        (("eos_token_id",), [45, 1.5], r"eos_token_id is \[45, 1\.5\], must be a token id or a list of them"),
+        (("rope_theta",), 0, "rope_theta is 0, must be a number above 0"),
+        (("rope_theta",), "5000", "rope_theta is '5000', must be a number above 0"),
+        (("rms_norm_eps",), float("nan"), "rms_norm_eps is nan, must be a number above 0"),
         (("rope_scaling",), "mrope", "rope_parameters is 'mrope', must be a JSON object"),
         (("text_config",), [1], r"text_config is \[1\], must be a JSON object"),
         (("vision_config",), "vit", "vision_config is 'vit', must be a JSON object"),
@@ -259,6 +268,9 @@ def test_all_missing_values_are_named(folder_of):
             "rows of 32 values, must be the decoder's hidden_size, 64",
         ),
         (("vision_config", "patch_size"), [14, 14], r"vision_config's patch_size is \[14, 14\], must be an integer"),
+        (("vision_config", "embed_dim"), 42, "the ViT's head size is 14, must be a multiple of 4"),
+        (("vision_config", "in_channels"), 1, "vision_config's in_channels is 1; only 3 is supported"),
+        (("vision_config", "rope_parameters"), {"rope_type": "yarn"}, "rope_type is 'yarn', only 'axial' is supported"),
         (("vision_config", "num_heads"), 5, "the ViT's width is 48, must be a multiple of its number of heads, 5"),
     ],
     ids=str,
@@ -283,6 +295,13 @@ def test_an_unsupported_architecture_is_refused_before_its_values_are_checked(co
     name = (config.get("architectures") or [config.get("model_type", "unknown")])[0]
     with pytest.raises(ValueError, match=f"architecture '{name}' is not supported; supported: {', '.join(FAMILIES)}"):
         load_config(folder_of(config))
+
+
+@pytest.mark.parametrize("token_id", [768, -1])
+def test_a_placeholder_that_is_no_token_is_refused(token_id, copy_of, make_llm):
+    folder = copy_of("deepstack3-tied", config=lambda config: config | {"image_token_id": token_id})
+    with pytest.raises(ValueError, match=rf"image_token_id is {token_id}, must be a token id below vocab_size, "):
+        make_llm(folder, load_format="dummy")
 
 
 def test_an_unknown_vision_activation_is_refused(checkpoint, tmp_path, make_llm):

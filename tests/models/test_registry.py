@@ -13,10 +13,16 @@ def test_families_serve_the_architectures_that_name_them():
     assert set(FAMILIES) == {name for family in served.values() for name in family.architectures}
 
 
-@pytest.mark.parametrize("architectures", ["LlamaForCausalLM", ["LlamaForCausalLM"], {"a": 1}, [["x"]], 5], ids=str)
-def test_other_architectures_are_refused(architectures, tmp_path):
+def test_other_architectures_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(ValueError, match=r"config\.json: architecture 'LlamaForCausalLM' is not supported"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize("architectures", ["LlamaForCausalLM", {"a": 1}, [["x"]], 5], ids=str)
+def test_what_is_no_list_of_architectures_is_refused(architectures, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": architectures}))
-    with pytest.raises(ValueError, match=r"config\.json: "):
+    with pytest.raises(ValueError, match=r"config\.json: architectures is .*, must be a list of names"):
         load_config(tmp_path)
 
 

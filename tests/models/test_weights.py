@@ -129,11 +129,24 @@ def test_a_git_lfs_pointer_is_refused(copy_of):
 
 def test_tensors_that_a_tied_checkpoint_does_not_need_are_ignored(checkpoint, copy_of):
     extra = {
-        "lm_head.weight": torch.full((768, 64), 7.0),
+        "lm_head.weight": load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"].clone(),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
         "visual.rotary_pos_emb.inv_freq": torch.ones(4),
     }
     assert_same(state(copy_of("gqa2-tied", lambda tensors: tensors | extra)), state(checkpoint))
+
+
+@pytest.mark.parametrize("shape", ["gqa2-tied", "deepstack3-tied", "qwen2-gqa3-tied"])
+def test_a_tied_head_that_differs_from_the_embedding_is_refused(shape, copy_of):
+    """transformers uses such a head, whatever the config says: it must not be ignored."""
+
+    def with_head(tensors):
+        (embedding,) = (tensor for name, tensor in tensors.items() if name.endswith("embed_tokens.weight"))
+        return tensors | {"lm_head.weight": embedding + 1}
+
+    folder = copy_of(shape, with_head)
+    with pytest.raises(ValueError, match=r"tensors that differ from those they are tied to \(1\): lm_head\.weight$"):
+        load(folder)
 
 
 def test_an_untied_checkpoint_uses_its_lm_head(checkpoints):

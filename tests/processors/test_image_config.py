@@ -118,6 +118,10 @@ def test_defaults_are_those_of_qwen2_vl(tmp_path):
         ({"min_pixels": True}, "min_pixels is True, must be an integer"),
         ({"min_pixels": 9, "max_pixels": 8}, "min_pixels is 9, above max_pixels 8"),
         ({"size": 224}, "size is 224, must have shortest_edge and longest_edge"),
+        (
+            {"size": {"height": 64, "width": 64}},
+            "size is .*, must have shortest_edge and longest_edge, and nothing else",
+        ),
         ({"image_mean": [0.5, 0.5]}, r"preprocessor_config\.json: "),
         ({"image_std": "wide"}, r"preprocessor_config\.json: "),
         ({"do_resize": False}, "do_resize is False, mmvllm supports only True"),

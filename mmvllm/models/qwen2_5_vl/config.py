@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from mmvllm.arguments import check_int
 from mmvllm.config import ModelConfig, VisionConfig
-from mmvllm.models.hf_config import SPECIAL_TOKEN_IDS, decoder_fields, token_ids, vision_fields
+from mmvllm.models.hf_config import SPECIAL_TOKEN_IDS, decoder_fields, integers, token_ids, vision_fields
 
 MROPE_SECTION = (16, 24, 24)  # of configs that leave it out
 
@@ -62,7 +61,5 @@ def parse_config(architecture: str, raw: dict, generation: dict) -> ModelConfig:
 
 def _vision_config(raw: dict) -> Qwen25VLVisionConfig:
     fields = vision_fields(raw, VISION_DEFAULTS)
-    for index in fields["fullatt_block_indexes"]:
-        check_int("vision_config's fullatt_block_indexes", index, at_least=0)
-    fields["fullatt_block_indexes"] = frozenset(fields["fullatt_block_indexes"])
+    fields["fullatt_block_indexes"] = frozenset(integers("fullatt_block_indexes", fields["fullatt_block_indexes"]))
     return Qwen25VLVisionConfig(embed_dim=fields.pop("hidden_size"), **fields)

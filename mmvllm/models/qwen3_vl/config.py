@@ -5,7 +5,7 @@ from math import isqrt
 
 from mmvllm.arguments import check_int
 from mmvllm.config import ExpertsConfig, ModelConfig, VisionConfig
-from mmvllm.models.hf_config import SPECIAL_TOKEN_IDS, decoder_fields, text_config, token_ids, vision_fields
+from mmvllm.models.hf_config import SPECIAL_TOKEN_IDS, decoder_fields, integers, text_config, token_ids, vision_fields
 
 DENSE, SPARSE, TEXT_ONLY = "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Qwen3ForCausalLM"
 MROPE_SECTION = (24, 20, 20)  # of configs that leave it out
@@ -77,7 +77,7 @@ def parse_config(architecture: str, raw: dict, generation: dict) -> ModelConfig:
 
 def _vision_config(raw: dict) -> Qwen3VLVisionConfig:
     fields = vision_fields(raw, VISION_DEFAULTS)
-    fields["deepstack_visual_indexes"] = tuple(fields["deepstack_visual_indexes"])
+    fields["deepstack_visual_indexes"] = integers("deepstack_visual_indexes", fields["deepstack_visual_indexes"])
     return Qwen3VLVisionConfig(embed_dim=fields.pop("hidden_size"), **fields)
 
 
@@ -88,10 +88,10 @@ def _experts_config(text: dict) -> ExpertsConfig:
     step = text.get("decoder_sparse_step", 1)
     for name, size in {**sizes, "decoder_sparse_step": step}.items():
         check_int(name, size)
-    layers = range(text["num_hidden_layers"])
+    layers, dense = range(text["num_hidden_layers"]), integers("mlp_only_layers", text.get("mlp_only_layers", ()))
     return ExpertsConfig(
         num_experts=sizes["num_experts"],
         num_experts_per_tok=sizes["num_experts_per_tok"],
         intermediate_size=sizes["moe_intermediate_size"],
-        dense_layers=frozenset(i for i in layers if i in text.get("mlp_only_layers", ()) or (i + 1) % step),
+        dense_layers=frozenset(i for i in layers if i in dense or (i + 1) % step),
     )
