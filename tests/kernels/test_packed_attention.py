@@ -31,6 +31,8 @@ def cumulative(lens: list[int], device) -> torch.Tensor:
     ("D", "H", "lens"),
     [
         (80, 3, [150, 1, 64, 37]),  # more than one tile of keys, one row, exactly one tile, less
+        (72, 3, [65, 64, 2]),  # the heads of the larger Qwen3-VL ViTs
+        (64, 2, [64, 64, 48]),  # windows
         (16, 2, [129, 128, 4]),
         (64, 1, [96]),
         (24, 1, [33, 31]),  # not a multiple of 16
