@@ -258,6 +258,8 @@ def test_all_missing_values_are_named(folder_of):
             32,
             "rows of 32 values, must be the decoder's hidden_size, 64",
         ),
+        (("image_token_id",), "<|image_pad|>", r"image_token_id is '<.image_pad.>', must be a token id"),
+        (("vision_start_token_id",), True, "vision_start_token_id is True, must be a token id"),
         (("vision_config", "patch_size"), [14, 14], r"vision_config's patch_size is \[14, 14\], must be an integer"),
         (("vision_config", "num_heads"), 5, "the ViT's width is 48, must be a multiple of its number of heads, 5"),
     ],
