@@ -90,7 +90,7 @@ def _pad_rows(x: Tensor, min_rows: int = _MIN_ROWS) -> Tensor:
 
 
 class PackableModule(ABC):
-    """A module whose weights are packed for CPUs."""
+    """A module whose weights can be packed for CPUs."""
 
     @abstractmethod
     def pack(self, int8: bool = False) -> None:
