@@ -47,7 +47,7 @@ class Memory:
         """What a process needs with full caches; on a GPU without the KV cache, which takes what is left."""
         rows = {name: _sum_text(self._needed(torch_dtype(name), int8=False)) for name in SHOWN_DTYPES}
         if self.device.type == "cpu":
-            # The weights are loaded in bfloat16, and then quantised one layer after the other.
+            # The weights are loaded in bfloat16, and then quantized one layer after the other.
             loading = 2 * sum(parameter.numel() for parameter in self.model.parameters()) + PROCESS_BYTES
             rows["int8"] = f"{_sum_text(self._needed(torch.bfloat16, int8=True))}; {_gib(loading)} while it loads"
         return rows
