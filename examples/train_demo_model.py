@@ -189,7 +189,7 @@ class Conversations(IterableDataset):
         image, merge_size = self.prepare(draw(scene, rng)), self.prepare.config.merge_size
         turns = self._turns(scene, rng)
         num_image_tokens = math.prod(image.grid_thw) // merge_size**2
-        ids, labels, offset = [], [], 0
+        ids, labels = [], []
         for i, (_, question, answer) in enumerate(turns):
             head = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n" if i == 0 else "\n"
             placeholders = "<|vision_start|>" + "<|image_pad|>" * num_image_tokens + "<|vision_end|>" if i == 0 else ""
@@ -332,8 +332,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--family", choices=FAMILIES, default="qwen2_vl")
-    parser.add_argument("--minutes", type=float, default=120)
-    parser.add_argument("--steps", type=int, help="stop after this number of steps (default: when the time is over)")
+    parser.add_argument("--minutes", type=float, default=120, help="stop after this time (default: %(default)s)")
+    parser.add_argument("--steps", type=int, help="stop after this number of steps, if the time is not over before")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -12,9 +12,9 @@ from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
 
 
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """x (R, in) sorted by group, weight (E, out, in), offsets (E,) int32, the end of each group's rows -> (R, out).
+    """x (N, in) sorted by group, weight (E, out, in), offsets (E,) int32, the end of each group's rows -> (N, out).
 
-    x and weight are contiguous, and the last offset is R. On CUDA nothing is read on the host, so that the call can be
+    x and weight are contiguous, and the last offset is N. On CUDA nothing is read on the host, so that the call can be
     captured in a CUDA graph. Where `runs_grouped_mm` says so, torch's CUTLASS kernel runs, otherwise the Triton kernel.
     """
     assert x.is_contiguous() and weight.is_contiguous() and x.shape[1] == weight.shape[2]
@@ -54,14 +54,14 @@ def grouped_linear_torch(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def grouped_linear_triton(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    (R, in_size), (E, out_size, _) = x.shape, weight.shape
-    out = x.new_empty(R, out_size)
-    if R == 0:
+    (N, in_size), (E, out_size, _) = x.shape, weight.shape
+    out = x.new_empty(N, out_size)
+    if N == 0:
         return out
-    block_m, block_n, block_k, num_warps = _tile_sizes(R, E, x.dtype)
-    # Every group with rows has at most one partial tile; the number of tiles is largest if min(E, R) groups have rows.
-    groups = min(E, R)
-    tiles = groups + (R - groups) // block_m
+    block_m, block_n, block_k, num_warps = _tile_sizes(N, E, x.dtype)
+    # Every group with rows has at most one partial tile; the number of tiles is largest if min(E, N) groups have rows.
+    groups = min(E, N)
+    tiles = groups + (N - groups) // block_m
     _grouped_linear_kernel[(tiles, triton.cdiv(out_size, block_n))](
         *(x, weight, out, offsets),
         *(E, triton.next_power_of_2(E), out_size, in_size, block_m, block_n, block_k),
@@ -70,13 +70,13 @@ def grouped_linear_triton(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-def _tile_sizes(R: int, E: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+def _tile_sizes(N: int, E: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """Rows, outputs and inputs of a tile, and the warps for it; not tuned: small if groups have few rows on average."""
     if dtype == torch.float32:  # needs twice the space and does not use tensor cores
         return 16, 64, 32, 4
-    if R <= 32 * E:
+    if N <= 32 * E:
         return 16, 128, 64, 4
-    return (64, 128, 64, 4) if R <= 128 * E else (128, 128, 64, 8)
+    return (64, 128, 64, 4) if N <= 128 * E else (128, 128, 64, 8)
 
 
 @triton.jit
@@ -133,5 +133,5 @@ def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Ite
             counts = torch.arange(N * k, device=device).mul(7).remainder(E).bincount(minlength=E)
             hit, offsets = int((counts > 0).sum()), counts.cumsum(0, dtype=torch.int32)
             moved = x.nbytes + N * k * out_size * x.itemsize + weight[:hit].nbytes
-            label = f"R={N * k} E={E} {in_size}->{out_size}"
+            label = f"N={N * k} E={E} {in_size}->{out_size}"
             yield Case("grouped_linear", label, (x, weight, offsets), moved, 2 * N * k * in_size * out_size)

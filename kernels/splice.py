@@ -1,4 +1,4 @@
-"""Image rows written over the embeddings of placeholder tokens, or added to their hidden states."""
+"""Rows written over or added to those of a tensor: image rows of placeholder tokens, results of experts."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""mmvllm: a small, exact inference engine for Qwen2-VL-class vision-language models."""
+"""mmvllm: a small, exact inference engine for the Qwen-VL family of vision-language models."""
 
 from importlib import import_module
 from pathlib import Path

@@ -1,7 +1,8 @@
 """One forward pass as packed tensors. Every `Batch` is made by one of the functions in this file.
 
 Letters used for shapes everywhere: N tokens in a step, S sequences, T tokens of a sequence, H query heads, K KV heads,
-D head size, C hidden size, P patches, M merged image rows, V vocabulary, R rows that want a token.
+D head size, C hidden size, P patches, M merged image rows, V vocabulary, R rows that want a token, I inner
+size of an MLP, E experts, k experts of a token.
 """
 
 from dataclasses import dataclass, replace

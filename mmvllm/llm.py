@@ -40,7 +40,7 @@ class LLM:
 
     Args:
         model: a local checkpoint folder or a hub id; None is the small bundled model.
-        processor: None for mmvllm's own, or an object with the interface of transformers' Qwen2-VL processor.
+        processor: None for mmvllm's own, or an object with the interface of transformers' processors.
         engine_args: fields of `mmvllm.EngineConfig`, which documents them.
 
     Use it in a `with`, or call `exit` to free its memory.

@@ -221,7 +221,7 @@ def _text(parsed: ParsedRequest, owner, special_tokens: SpecialTokens) -> tuple[
     given = [parsed.messages, parsed.template_kwargs]
     if parsed.allow_special_tokens:
         return _apply_template(owner, *given), None
-    return special_tokens.render(lambda given: _apply_template(owner, *given), given)
+    return special_tokens.render(lambda values: _apply_template(owner, *values), given)
 
 
 def _apply_template(owner, messages: list[dict], kwargs: dict[str, Any]) -> str:
@@ -229,5 +229,5 @@ def _apply_template(owner, messages: list[dict], kwargs: dict[str, Any]) -> str:
     try:
         return owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
     except Exception as error:  # templates are programs, and raise anything
-        given = "these messages and chat_template_kwargs" if kwargs else "these messages"
-        raise RequestError(f"the chat template cannot render {given}: {error}") from error
+        what = "these messages and chat_template_kwargs" if kwargs else "these messages"
+        raise RequestError(f"the chat template cannot render {what}: {error}") from error

@@ -29,7 +29,7 @@ class SpecialTokens:
         self._ids = [token_id for token_id, _ in added]
         self._added = re.compile("|".join(f"({_pattern(token)})" for _, token in added) or NEVER)
         self._special = re.compile("|".join(map(_pattern, special)) or NEVER)
-        # Such tokens have spellings that only the normalizer knows, so nothing can be decided by looking at a text.
+        # A normalized special token has spellings that only the normalizer knows: a text alone does not show them.
         normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
         self._has_spellings = normalizer is not None and any(token.normalized for token in special)
         names = [token.content for token in special]

@@ -1,4 +1,4 @@
-"""The arguments that a request gives to its chat template, such as `enable_thinking`: which there may be."""
+"""Checks of the arguments that a request gives to its chat template, such as `enable_thinking`."""
 
 import math
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ MAX_DEPTH = 32  # of lists and dicts in each other
 def check_template_kwargs(kwargs: Any) -> dict[str, Any]:
     """A copy of `chat_template_kwargs`, {} for None.
 
-    Raises RequestError for what is no dict, a name that is reserved, and a value that JSON does not have.
+    Raises RequestError for anything but a dict, a name that is reserved, and a value that JSON does not have.
     """
     if kwargs is None:
         return {}
@@ -31,7 +31,7 @@ def check_template_kwargs(kwargs: Any) -> dict[str, Any]:
         if not isinstance(name, str):
             raise _error(f"has the name {name!r:.50}, which is not a string")
         if name in RESERVED or name.startswith("return_"):
-            raise _error(f"may not have {name!r}, which is not an argument of the template's own; leave it out")
+            raise _error(f"may not have {name!r}, an argument of apply_chat_template, not of templates; leave it out")
     return {name: _json_copy(name, value, 1) for name, value in kwargs.items()}
 
 

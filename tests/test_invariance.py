@@ -4,7 +4,7 @@ from math import prod
 
 import pytest
 
-from mmvllm import SamplingParams
+from mmvllm import LLM, SamplingParams
 from tests.helpers.engines import assert_idle, run_at_once
 from tests.helpers.requests import ask, grids_of, noise_image, patches_of, spans_of
 from tests.helpers.shapes import every_family
@@ -25,8 +25,6 @@ REQUESTS = {
 @pytest.fixture(scope="module")
 def expected(checkpoint):
     """Tokens of each request alone, with one prefill of the whole prompt and without caches."""
-    from mmvllm import LLM
-
     tokens = {}
     for name, request in REQUESTS.items():
         llm = LLM(checkpoint, dtype="float32", device="cpu", enable_prefix_caching=False, skip_warmup=True)

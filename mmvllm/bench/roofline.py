@@ -26,7 +26,7 @@ class Machine:
     """Measured peaks, each the best of several attempts."""
 
     bytes_per_second: float  # a sum over float32
-    flops_per_second: float  # a product of square matrices, in the model's dtype, or with its quantised weights
+    flops_per_second: float  # a product of square matrices, in the model's dtype, or with its quantized weights
 
     @classmethod
     def measure(cls, device: torch.device, dtype: torch.dtype, int8: bool = False) -> "Machine":

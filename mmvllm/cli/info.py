@@ -120,7 +120,8 @@ def _images(folder, config) -> str:
         return "none: this checkpoint is text-only"
     images, side = load_image_config(folder), config.vision.patch_size * config.vision.spatial_merge_size
     size = f"one token per {side}x{side} pixels"
-    if images.factor != side:  # those of a folder without preprocessor_config.json
+    # An engine refuses such settings, which a folder without preprocessor_config.json may have by default.
+    if images.factor != side:
         return size
     return f"{size}; {-(-images.min_pixels // side**2)} to {images.max_pixels // side**2} tokens each"
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from mmvllm.config import EngineConfig, ModelConfig
+from mmvllm.config import EngineConfig, ModelConfig, torch_dtype
 from mmvllm.engine.memory import affordable_blocks, kv_block_bytes
 from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.linear import weight_bytes
@@ -11,11 +11,11 @@ from mmvllm.models.registry import family_of
 # What a process takes beside weights and caches: the interpreter, torch, transformers, a tokenizer of 150,000 tokens
 # and the tensors of a step. 590 to 670 MiB were measured with Qwen3-VL-2B and Qwen2.5-VL-3B, images of 448x448.
 PROCESS_BYTES = 640 * 2**20
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SHOWN_DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Memory:
-    """Of one model on one device, for every dtype."""
+    """The memory of one model on one device, as rows of text: name -> sizes."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Memory:
         self.encoder_cache_bytes = engine_config.encoder_cache_bytes if config.vision else 0
 
     def rows(self, dtype: torch.dtype) -> dict[str, str]:
-        """In the dtype that the engine would run in."""
+        """What the engine would use, at the dtype that it would run in."""
         num_blocks, block_bytes = self._num_blocks(dtype), kv_block_bytes(self.config, self.block_size, dtype)
         note = "" if self.device.type == "cpu" else " at most; the engine measures the exact number when it starts"
         size = f"{num_blocks * block_bytes / 2**20:.1f} MiB"
@@ -44,10 +44,10 @@ class Memory:
         }
 
     def by_dtype(self) -> dict[str, str]:
-        """With full caches; on a GPU without the KV cache, which takes what is left of the share that is allowed."""
-        rows = {name: _sum_text(self._needed(dtype, int8=False)) for name, dtype in DTYPES.items()}
+        """What a process needs with full caches; on a GPU without the KV cache, which takes what is left."""
+        rows = {name: _sum_text(self._needed(torch_dtype(name), int8=False)) for name in SHOWN_DTYPES}
         if self.device.type == "cpu":
-            # The weights are loaded in bfloat16, and then quantised one layer after the other.
+            # The weights are loaded in bfloat16, and then quantized one layer after the other.
             loading = 2 * sum(parameter.numel() for parameter in self.model.parameters()) + PROCESS_BYTES
             rows["int8"] = f"{_sum_text(self._needed(torch.bfloat16, int8=True))}; {_gib(loading)} while it loads"
         return rows

@@ -1,4 +1,4 @@
-"""Attention backends: the decoder's attention over the paged KV cache, and the ViT's within each frame.
+"""Attention backends: the decoder's attention over the paged KV cache, and the ViT's within frames or windows.
 
 All compute the same results. `choose_attention` returns the backend that the user chose, or the fastest usable one.
 """

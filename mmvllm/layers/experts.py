@@ -21,7 +21,7 @@ class SparseMLP(nn.Module):
     def __init__(self, hidden_size: int, experts: ExpertsConfig):
         super().__init__()
         self.num_experts_per_tok = experts.num_experts_per_tok
-        self.gate = nn.Linear(hidden_size, experts.num_experts, bias=False)  # not a Linear: it is never quantised
+        self.gate = nn.Linear(hidden_size, experts.num_experts, bias=False)  # not a Linear: it is never quantized
         self.experts = Experts(hidden_size, experts.num_experts, experts.intermediate_size)
 
     def forward(self, x: Tensor) -> Tensor:

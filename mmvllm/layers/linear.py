@@ -1,4 +1,4 @@
-"""Linear layers, and packed and quantised weights for CPUs.
+"""Linear layers, and packed and quantized weights for CPUs.
 
 On a CPU, a plain matrix product reorders parts of the weight in every call. With weights reordered once, by the
 operators that torch.compile uses, products of few rows with Qwen2-VL-2B's weights are 1.5 to 2 times as fast.
@@ -50,14 +50,14 @@ class PackedGate:
 
 
 class Int8Weight:
-    """A weight (out, in) in 8 bits with a scale per output; inputs are quantised dynamically, with a scale per row.
+    """A weight (out, in) in 8 bits with a scale per output; inputs are quantized dynamically, with a scale per row.
 
     Symmetric and round-to-nearest, as in LLM.int8() (arXiv 2208.07339) without its outliers. A row's scale depends on
     that row alone, so results do not depend on the batch. They may depend on how a prompt is chunked: an input that
     differs in its last bit can be rounded to the next of the 8-bit values.
     """
 
-    _CHUNK = 256  # rows quantised at a time: intermediate results stay in the CPU cache, and take little memory
+    _CHUNK = 256  # rows quantized at a time: intermediate results stay in the CPU cache, and take little memory
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         self.scale, quantized = torch.empty(len(weight)), torch.empty(weight.shape, dtype=torch.int8)
@@ -90,7 +90,7 @@ def _pad_rows(x: Tensor, min_rows: int = _MIN_ROWS) -> Tensor:
 
 
 class PackableModule(ABC):
-    """A module whose weights are packed for CPUs."""
+    """A module whose weights can be packed for CPUs."""
 
     @abstractmethod
     def pack(self, int8: bool = False) -> None:
@@ -181,7 +181,7 @@ def by_rows(layers: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def pack_weights(model: nn.Module, dtype: torch.dtype, int8: bool) -> None:
-    """Pack the weights of linear layers and experts for fast products on a CPU, or quantise them to 8 bits.
+    """Pack the weights of linear layers and experts for fast products on a CPU, or quantize them to 8 bits.
 
     Float32 weights are not packed, because packed products have about twice the rounding error, nor are weights of a
     dtype that oneDNN does not support on this CPU. Raises ValueError if 8 bits are not supported here.

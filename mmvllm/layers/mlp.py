@@ -8,7 +8,10 @@ _ALIGNMENT = 8  # values: 16 bytes of a 16-bit dtype, the unit in which GPUs loa
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU (arXiv 2002.05202): x (N, C) -> (silu(x Gᵀ) * (x Uᵀ)) Dᵀ (N, C); I is padded with zeros to whole units."""
+    """SwiGLU (arXiv 2002.05202): x (N, C) -> (silu(x Gᵀ) * (x Uᵀ)) Dᵀ (N, C).
+
+    The inner size I is padded with zeros to a multiple of `_ALIGNMENT`.
+    """
 
     def __init__(self, size: int, intermediate_size: int, bias: bool = False):
         super().__init__()

@@ -1,7 +1,6 @@
 """The decoder that the families share, over a paged KV cache."""
 
 from collections.abc import Sequence
-from itertools import zip_longest
 
 from torch import Tensor, nn
 
@@ -74,12 +73,13 @@ class Decoder(nn.Module):
     def forward(self, x: Tensor, kv_cache: Tensor, batch: Batch, deepstack: Sequence[Tensor]) -> Tensor:
         """x (N, C), kv_cache (layers, 2, num_blocks, block_size, K, D), written in place -> (R, C) that sample.
 
-        `deepstack` (arXiv 2406.04334) has image rows (M, C) for each of the first layers, to be added to its output.
+        `deepstack` (arXiv 2406.04334) has image rows (M, C) for each of the first layers, to be added to its output;
+        rows for layers that the decoder does not have are ignored, as in transformers.
         """
         cos, sin = mrope_cos_sin(batch.positions, self.config, x.dtype)
         residual = None
-        for layer, layer_cache, rows in zip_longest(self.layers, kv_cache, deepstack[: len(self.layers)]):
+        for i, (layer, layer_cache) in enumerate(zip(self.layers, kv_cache, strict=True)):
             x, residual = layer(x, residual, cos, sin, layer_cache, batch)
-            if rows is not None:
-                splice_add(x, rows, batch.image_at)
+            if i < len(deepstack):
+                splice_add(x, deepstack[i], batch.image_at)
         return self.norm.add(x[batch.sample_at], residual[batch.sample_at])[0]

@@ -81,6 +81,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_not_quantized(name: str | Path, quantization: str | None) -> None:
+    """Raise ValueError for the checkpoint `name` if its config names a method of quantization."""
     if quantization:
         raise ValueError(f"{name} is {quantization}-quantized, which is not supported; use the original weights")
 

@@ -18,8 +18,7 @@ SAMPLING_NAMES = (
 # Those of the Qwen-VL tokenizers, for configs that leave them out.
 SPECIAL_TOKEN_IDS = {"image_token_id": 151655, "vision_start_token_id": 151652, "vision_end_token_id": 151653}
 
-
-ROPE_THETA = 10000.0  # of the rotary positions of all these ViTs
+ROPE_THETA = 10000.0  # of the rotary positions of every family's ViT
 
 
 def read_json(path: Path) -> dict | None:
@@ -85,7 +84,10 @@ def decoder_fields(raw: dict, generation: dict) -> dict[str, Any]:
 
 
 def vision_fields(raw: dict, defaults: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `vision_config` that `defaults` names, by their names there; its integers are checked."""
+    """The fields of `vision_config` that `defaults` names, by their names there.
+
+    Raises ValueError for a value that is not an integer where the default is one, and for another `rope_theta`.
+    """
     vision = json_object("vision_config", raw.get("vision_config", {}))
     fields = {name: vision.get(name, default) for name, default in defaults.items()}
     for name, default in defaults.items():
@@ -99,8 +101,12 @@ def vision_fields(raw: dict, defaults: dict[str, Any]) -> dict[str, Any]:
 
 
 def token_ids(raw: dict, defaults: dict[str, int]) -> dict[str, int]:
-    """The ids of special tokens that `defaults` names."""
-    return {name: raw.get(name, default) for name, default in defaults.items()}
+    """The ids of special tokens that `defaults` names; raises ValueError for a value that is not an id."""
+    ids = {name: raw.get(name, default) for name, default in defaults.items()}
+    for name, token_id in ids.items():
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise ValueError(f"{name} is {token_id!r:.50}, must be a token id")
+    return ids
 
 
 def quantization_of(raw: dict) -> str | None:
@@ -116,7 +122,7 @@ def _max_new_tokens(generation: dict) -> int | None:
 
 
 def _sampling_defaults(generation: dict) -> tuple[tuple[str, float], ...]:
-    """As in transformers, `do_sample` false is greedy whatever the temperature, and true is 1 without a temperature."""
+    """As in transformers, `do_sample` false is greedy whatever the temperature; true without a temperature means 1."""
     do_sample = generation.get("do_sample")
     if not isinstance(do_sample, bool | None):
         raise ValueError(f"generation_config.json's do_sample is {do_sample!r}, must be true or false")

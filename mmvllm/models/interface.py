@@ -1,8 +1,8 @@
 """The interface of a model family. The engine, the processors and the server use this alone and name no family.
 
 A family is one folder: its config and its ViT. `vision_language.py`, `decoder.py` and `vision.py` have what families
-share; what differs between decoders is a field of `ModelConfig`. To add a family, write that folder and name it in
-`registry.py` (docs/extending.md). How features that are not here yet fit, and which fields and hooks each would add:
+share; what differs between decoders is a field of `ModelConfig`. docs/extending.md says how to add a family. How
+features that are not here yet fit, and which fields and hooks each would add:
 
 - Video: a `MediaItem` with modality "video", a grid with t > 1, one span per run of placeholders and the times of its
   temporal patches; scheduler, caches, batches and `encode` take such items as they are. `MediaRules` gains the

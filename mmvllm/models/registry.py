@@ -25,7 +25,7 @@ FAMILIES = {
 
 
 def family_of(architecture: str) -> "ModelFamily":
-    """The family that serves an architecture; ValueError names what is supported."""
+    """The family that serves an architecture; raises ValueError, which names what is supported, if there is none."""
     _check_architecture(architecture)
     return import_module(FAMILIES[architecture]).FAMILY
 
@@ -49,7 +49,10 @@ def load_config(folder: str | Path) -> ModelConfig:
 
 
 def read_config(folder: str | Path) -> tuple[str, dict]:
-    """The architecture that `config.json` names, which is a supported one, and the whole object."""
+    """The architecture that `config.json` names, which is a supported one, and the whole object.
+
+    Raises ValueError if there is no such file, it is damaged, or its architecture is not supported.
+    """
     path = Path(folder) / "config.json"
     raw = read_json(path)
     if raw is None:

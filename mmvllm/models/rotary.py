@@ -18,7 +18,7 @@ def inverse_frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
 
 
-@cache
+@cache  # never dropped, as above
 def _axes(mrope_section: tuple[int, ...], interleaved: bool, device: torch.device) -> Tensor:
     """The position axis that each frequency is multiplied with: (D / 2,).
 
@@ -58,8 +58,8 @@ def _image_positions(grid: Grid, merge_size: int) -> Tensor:
     t, h, w = grid
     m = merge_size
     rows_and_columns = torch.stack(torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij"))
-    blocks = rows_and_columns.view(2, h // m, m, w // m, m).transpose(2, 3).reshape(2, -1)
-    return blocks.repeat(1, t)
+    squares = rows_and_columns.view(2, h // m, m, w // m, m).transpose(2, 3)  # each becomes one token
+    return squares.reshape(2, -1).repeat(1, t)
 
 
 def vision_cos_sin(positions: Tensor, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

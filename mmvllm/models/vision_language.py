@@ -36,14 +36,13 @@ IMAGE_DEFAULTS = ImageProcessorConfig(
     image_std=(0.26862954, 0.26130258, 0.27577711),
 )
 
-# Where checkpoints keep the parts: as published, and as transformers 5 saves them. Longest prefixes first.
+# Where checkpoints keep the parts: as published, and as transformers saves them. The first match counts.
 _PREFIXES = {
     "model.language_model.": "decoder.",
     "language_model.model.": "decoder.",
     "model.visual.": "visual.",
     "visual.": "visual.",
     "language_model.lm_head.": "lm_head.",
-    "lm_head.": "lm_head.",
     "model.": "decoder.",
 }
 _MERGED = {
@@ -60,7 +59,7 @@ class VisionLanguageModel(Model):
 
     Args:
         make_vit: (VisionConfig, attention backend) -> the ViT: patches (P, patch_dim), grids -> rows (M, row_size).
-        published: parts of our parameters' names, and what stands for them in published names.
+        published: parts of parameter names, and what stands for them in the names that errors show, the published ones.
     """
 
     def __init__(
@@ -142,6 +141,7 @@ class QwenVLFamily(ModelFamily):
         )
 
     def build(self, config: ModelConfig, attention: type[AttentionBackend]) -> VisionLanguageModel:
+        # Text-only checkpoints of all families have the names of a plain decoder.
         published = QwenVLFamily.published if config.vision is None else self.published
         return VisionLanguageModel(config, attention, self.vision_transformer, published)
 

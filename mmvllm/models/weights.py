@@ -1,4 +1,4 @@
-"""Checkpoint folder -> model: safetensors through memory maps, random weights, or a clear refusal."""
+"""Checkpoint folder -> model: safetensors through memory maps, or random weights."""
 
 import logging
 from collections import Counter
@@ -29,7 +29,10 @@ def load_model(
     seed: int = 0,
     attention: type[AttentionBackend] = TorchAttention,
 ) -> Model:
-    """Build the model on `device` in `dtype` with the folder's weights, or with random ones for "dummy"."""
+    """Build the model on `device` in `dtype` with the folder's weights, or with random ones for "dummy".
+
+    Raises ValueError for quantized or damaged weights, and for tensors that do not match the config, which it names.
+    """
     if load_format != "dummy":
         check_not_quantized(folder, config.quantization)
     with torch.device("meta"):
@@ -99,6 +102,7 @@ def checkpoint_views(model: nn.Module) -> Iterator[tuple[str, int | None, Tensor
 
 
 def _clear_padding(model: nn.Module) -> None:
+    """Fill with zeros the parameters that have values which no tensor of a checkpoint is copied to."""
     for module in model.modules():
         if isinstance(module, AssembledModule):
             covered = Counter()
@@ -114,7 +118,8 @@ def _fitting(tensor: Tensor, shape: torch.Size) -> Tensor | None:
     """The tensor in the shape of its parameter; None if it does not fit.
 
     A convolution kernel (embed_dim, channels, frames, height, width) is the matrix (embed_dim, patch_dim). Weights of
-    experts are published as (E, in, out) and saved by transformers as (E, out, in), which square ones are taken for.
+    experts are published as (E, in, out) and saved by transformers as (E, out, in); square ones are
+    taken for the latter.
     """
     forms = [tensor]
     if tensor.dim() == 5:

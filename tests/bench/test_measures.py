@@ -119,7 +119,7 @@ def test_a_machine_is_measured(dtype, monkeypatch):
     assert machine.bytes_per_second > 0 and machine.flops_per_second > 0
 
 
-def test_quantised_weights_take_one_byte_each(make_llm):
+def test_quantized_weights_take_one_byte_each(make_llm):
     llm = make_llm(None, quantization="int8", dtype="bfloat16")
     costs = ModelCosts(llm.engine.model_config)
     assert Roofline(Machine(1e9, 1e9), llm).weight_bytes(1) == costs.weights_read_by_a_step()

@@ -11,8 +11,9 @@ from mmvllm.models.folder import BUNDLED
 from tests.helpers.shapes import SHAPES
 
 SPECIAL = json.loads((BUNDLED / "config.json").read_text())
-CLIP = {"min_pixels": 56 * 56, "max_pixels": 140 * 140, "patch_size": 14, "merge_size": 2}
-HALF = {
+# Of small images, with the patches, means and deviations of the published settings.
+PATCH_14 = {"min_pixels": 56 * 56, "max_pixels": 140 * 140, "patch_size": 14, "merge_size": 2}
+PATCH_16 = {
     "size": {"shortest_edge": 64 * 64, "longest_edge": 160 * 160},
     "patch_size": 16,
     "merge_size": 2,
@@ -21,10 +22,10 @@ HALF = {
 }
 # Family -> transformers' class of the model, and preprocessor_config.json in the layout of its published checkpoints.
 FAMILIES = {
-    "qwen2_vl": ("Qwen2VLForConditionalGeneration", CLIP),
-    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", CLIP),
-    "qwen3_vl": ("Qwen3VLForConditionalGeneration", HALF),
-    "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", HALF),
+    "qwen2_vl": ("Qwen2VLForConditionalGeneration", PATCH_14),
+    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", PATCH_14),
+    "qwen3_vl": ("Qwen3VLForConditionalGeneration", PATCH_16),
+    "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", PATCH_16),
     "qwen2": ("Qwen2ForCausalLM", None),
     "qwen3": ("Qwen3ForCausalLM", None),
 }

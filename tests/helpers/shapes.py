@@ -28,7 +28,7 @@ SHAPES = {
         "vision": {"depth": 2, "embed_dim": 48, "num_heads": 3, "mlp_ratio": 2},
         "tied": True,
     },
-    # Windows of 4x4, 2x2, 1x1 and 3x3 merged patches; inner sizes of the ViT's MLP that no multiple of 8 equals.
+    # Windows of 4x4, 2x2, 1x1 and 3x3 merged patches; inner sizes of the ViT's MLP that are padded, one not.
     "windows4-tied": {
         "family": "qwen2_5_vl",
         "text": {"heads": 6, "kv_heads": 2, "layers": 3, "section": [2, 3, 3]},
@@ -134,7 +134,7 @@ SHAPES = {
         },
         "tied": False,
     },
-    # Dense layers among those with experts; all three ways to say which.
+    # Dense layers among those with experts, named one by one, none, and every second one.
     "experts8-top3": {
         "family": "qwen3_vl_moe",
         "text": {

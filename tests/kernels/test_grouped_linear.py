@@ -87,7 +87,7 @@ def test_cases_are_valid_and_only_for_mixtures_of_experts():
 
     assert cases(None) == []
     found = cases(ExpertShapes(num_experts=8, num_experts_per_tok=2, intermediate_size=12))
-    assert [case.label for case in found][::4] == ["R=2 E=8 16->24", "R=2 E=8 12->16"]
+    assert [case.label for case in found][::4] == ["N=2 E=8 16->24", "N=2 E=8 12->16"]
     assert all(len(grouped_linear_torch(*case.args)) == case.args[2][-1] for case in found)
 
 

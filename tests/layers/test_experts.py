@@ -1,4 +1,4 @@
-"""The mixture of experts compared with transformers', packed and quantised weights with plain ones."""
+"""The mixture of experts compared with transformers', packed and quantized weights with plain ones."""
 
 import pytest
 import torch

@@ -267,6 +267,8 @@ def test_all_missing_values_are_named(folder_of):
             32,
             "rows of 32 values, must be the decoder's hidden_size, 64",
         ),
+        (("image_token_id",), "<|image_pad|>", r"image_token_id is '<.image_pad.>', must be a token id"),
+        (("vision_start_token_id",), True, "vision_start_token_id is True, must be a token id"),
         (("vision_config", "patch_size"), [14, 14], r"vision_config's patch_size is \[14, 14\], must be an integer"),
         (("vision_config", "embed_dim"), 42, "the ViT's head size is 14, must be a multiple of 4"),
         (("vision_config", "in_channels"), 1, "vision_config's in_channels is 1; only 3 is supported"),

@@ -1,9 +1,5 @@
-"""The sampling parameters of generation_config.json, of small files and of published checkpoints.
+"""The sampling parameters of generation_config.json, of small files and of published checkpoints."""
 
-MMVLLM_CHECKPOINT_METADATA names a folder that has, per checkpoint, a folder with the repository's small files.
-"""
-
-import os
 from pathlib import Path
 
 import pytest
@@ -11,8 +7,7 @@ import pytest
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.registry import load_config
 from tests.helpers.generation import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, bundled_with
-
-ROOT = Path(os.environ.get("MMVLLM_CHECKPOINT_METADATA") or "unset")
+from tests.helpers.metadata import ROOT, needs_metadata
 
 
 def defaults(folder: Path) -> dict:
@@ -86,7 +81,7 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.skipif(not ROOT.is_dir(), reason="MMVLLM_CHECKPOINT_METADATA names no folder of metadata")
+@needs_metadata
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_values_of_published_checkpoints(name, tmp_path):
     want = {key: value for key, value in PUBLISHED[name].items() if key != "do_sample"}

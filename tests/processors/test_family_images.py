@@ -17,13 +17,13 @@ from mmvllm.models.vision_language import IMAGE_DEFAULTS
 from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig, normalize_patches
 from mmvllm.processors.load import load_image
 from tests.corpus.generate import corpus
-from tests.helpers.checkpoints import CLIP, HALF
+from tests.helpers.checkpoints import PATCH_14, PATCH_16
 from tests.helpers.requests import noise_image
 
 # As published, of Qwen2-VL and Qwen2.5-VL, and of Qwen3-VL dense and with experts.
 PUBLISHED = {
-    "patch 14": {**CLIP, "min_pixels": 3136, "max_pixels": 12845056},
-    "patch 16": {**HALF, "size": {"shortest_edge": 65536, "longest_edge": 16777216}},
+    "patch 14": {**PATCH_14, "min_pixels": 3136, "max_pixels": 12845056},
+    "patch 16": {**PATCH_16, "size": {"shortest_edge": 65536, "longest_edge": 16777216}},
 }
 MERGED = {"patch 14": 28, "patch 16": 32}
 
