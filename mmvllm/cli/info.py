@@ -118,11 +118,12 @@ def _images(folder, config) -> str:
 
     if config.vision is None:
         return "none: this checkpoint is text-only"
-    images, side = load_image_config(folder), config.vision.patch_size * config.vision.spatial_merge_size
+    side = config.vision.patch_size * config.vision.spatial_merge_size
     size = f"one token per {side}x{side} pixels"
-    # An engine refuses such settings, which a folder without preprocessor_config.json may have by default.
-    if images.factor != side:
-        return size
+    try:
+        images = load_image_config(folder)
+    except ValueError as error:  # a folder without preprocessor_config.json, for example
+        return f"{size}, but no model is loaded from this folder: {error}"
     return f"{size}; {-(-images.min_pixels // side**2)} to {images.max_pixels // side**2} tokens each"
 
 

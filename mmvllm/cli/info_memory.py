@@ -40,6 +40,7 @@ class Memory:
             "weights": f"{self._weights(dtype) / 2**20:.1f} MiB",
             "KV block": f"{block_bytes / 2**10:.1f} KiB for {self.block_size} tokens",
             "KV cache": f"{num_blocks} blocks, {num_blocks * self.block_size} tokens, {size}{note}",
+            "longest sequence": f"{min(num_blocks * self.block_size, self.config.max_position_embeddings)} tokens",
             "encoder cache": f"{self.encoder_cache_bytes / 2**20:.0f} MiB",
         }
 

@@ -49,7 +49,6 @@ def load(model: str | Path | None, config: EngineConfig) -> LoadedModel:
     dtype = config.resolve_dtype(model_config.dtype, device)
     image_config = load_image_config(folder)
     tokenizer = _load_tokenizer(folder)
-    _check_image_config(folder, image_config, model_config)
     attention, reason = choose_attention(
         config.attention_backend, model_config.head_dims, device, dtype, config.kvcache_block_size
     )
@@ -86,25 +85,6 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{template} is damaged: {error!r}; download it again") from None
     return tokenizer
-
-
-def _check_image_config(folder: Path, image: ImageProcessorConfig, config: ModelConfig) -> None:
-    """The processor and the ViT must agree on what a patch is; the placeholder must be a token."""
-    vision = config.vision
-    if vision is None:
-        return
-    if not 0 <= config.image_token_id < config.vocab_size:
-        raise ValueError(
-            f"{folder}: image_token_id is {config.image_token_id}, must be a token id below vocab_size, "
-            f"{config.vocab_size}"
-        )
-    cut = (image.patch_size, image.temporal_patch_size, image.merge_size)
-    needed = (vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
-    if cut != needed:
-        raise ValueError(
-            f"{folder}: the image settings have (patch_size, temporal_patch_size, merge_size) {cut}, "
-            f"vision_config needs {needed}"
-        )
 
 
 def _max_model_len(config: EngineConfig, model_config: ModelConfig, num_blocks: int, block_size: int) -> int:

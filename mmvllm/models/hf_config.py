@@ -100,9 +100,9 @@ def vision_fields(raw: dict, defaults: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def token_ids(raw: dict, defaults: dict[str, int]) -> dict[str, int]:
-    """The ids of special tokens that `defaults` names; raises ValueError for a value that is not an id."""
-    ids = {name: raw.get(name, default) for name, default in defaults.items()}
+def special_token_ids(raw: dict) -> dict[str, int]:
+    """The ids of the tokens around and in place of images; raises ValueError for a value that is not an id."""
+    ids = {name: raw.get(name, default) for name, default in SPECIAL_TOKEN_IDS.items()}
     for name, token_id in ids.items():
         if isinstance(token_id, bool) or not isinstance(token_id, int):
             raise ValueError(f"{name} is {token_id!r:.50}, must be a token id")

@@ -31,8 +31,26 @@ def family_of(architecture: str) -> "ModelFamily":
 
 
 def load_image_config(folder: str | Path) -> "ImageProcessorConfig":
-    """How images are prepared for a checkpoint; raises ValueError for damaged or unsupported settings."""
-    return family_of(load_config(folder).architecture).image_config(Path(folder))
+    """How images are prepared for a checkpoint.
+
+    Raises ValueError for settings that are damaged, not supported, or not those that its model needs.
+    """
+    config = load_config(folder)
+    images = family_of(config.architecture).image_config(Path(folder))
+    if vision := config.vision:
+        if not 0 <= config.image_token_id < config.vocab_size:
+            raise ValueError(
+                f"{folder}: image_token_id is {config.image_token_id}, must be a token id below vocab_size, "
+                f"{config.vocab_size}"
+            )
+        cut = (images.patch_size, images.temporal_patch_size, images.merge_size)
+        needed = (vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
+        if cut != needed:
+            raise ValueError(
+                f"{folder}: the image settings have (patch_size, temporal_patch_size, merge_size) {cut}, "
+                f"vision_config needs {needed}"
+            )
+    return images
 
 
 def load_config(folder: str | Path) -> ModelConfig:

@@ -76,18 +76,19 @@ def _fill(model: Model, files: list[Path], folder: Path) -> None:
         else:
             misshapen.append(f"{name} is {tuple(tensor.shape)}, needs {tuple(destination.shape)}")
     unequal = [name for name, (tensor, parameter) in tied.items() if not torch.equal(tensor.to(parameter), parameter)]
-    problems = [
-        f"{what} ({len(names)}): {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
-        for what, names in (
-            ("missing tensors", [model.checkpoint_name(*target) for target in missing]),
-            ("tensors that belong to no parameter or come twice", extra),
-            ("tensors of the wrong shape", misshapen),
-            ("tensors that differ from those they are tied to", unequal),
-        )
-        if names
-    ]
-    if problems:
-        raise ValueError(f"{folder} does not match its config.json: {'; '.join(problems)}")
+    problems = {
+        "missing tensors": [model.checkpoint_name(*target) for target in missing],
+        "tensors that belong to no parameter or come twice": extra,
+        "tensors of the wrong shape": misshapen,
+        "tensors that differ from those they are tied to": unequal,
+    }
+    if any(problems.values()):
+        found = (_listed(what, names) for what, names in problems.items() if names)
+        raise ValueError(f"{folder} does not match its config.json: {'; '.join(found)}")
+
+
+def _listed(what: str, names: list[str]) -> str:
+    return f"{what} ({len(names)}): {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
 
 
 def checkpoint_views(model: nn.Module) -> Iterator[tuple[str, int | None, Tensor]]:

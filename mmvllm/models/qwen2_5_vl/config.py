@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mmvllm.config import ModelConfig, VisionConfig
-from mmvllm.models.hf_config import SPECIAL_TOKEN_IDS, decoder_fields, integers, token_ids, vision_fields
+from mmvllm.models.hf_config import decoder_fields, integers, special_token_ids, vision_fields
 
 MROPE_SECTION = (16, 24, 24)  # of configs that leave it out
 
@@ -55,7 +55,7 @@ class Qwen25VLVisionConfig(VisionConfig):
 def parse_config(architecture: str, raw: dict, generation: dict) -> ModelConfig:
     decoder = decoder_fields(raw, generation) | {"qkv_bias": True, "qk_norm": False}
     decoder["mrope_section"] = decoder["mrope_section"] or MROPE_SECTION
-    ids = token_ids(raw, SPECIAL_TOKEN_IDS)
+    ids = special_token_ids(raw)
     return ModelConfig(architecture=architecture, **decoder, **ids, vision=_vision_config(raw))
 
 

@@ -22,7 +22,7 @@ from mmvllm.transfer import to_device
 Norm = partial(RMSNorm, eps=1e-6)
 
 
-class Qwen25VisionTransformer(nn.Module):
+class Qwen25VLVisionTransformer(nn.Module):
     """All images of a step in one call; `fullatt_block_indexes` name the blocks without windows."""
 
     def __init__(self, config: Qwen25VLVisionConfig, backend: type[AttentionBackend]):

@@ -1,7 +1,7 @@
 """Configs of Qwen2-VL and of text-only Qwen2."""
 
 from mmvllm.config import ModelConfig, VisionConfig
-from mmvllm.models.hf_config import SPECIAL_TOKEN_IDS, decoder_fields, token_ids, vision_fields
+from mmvllm.models.hf_config import decoder_fields, special_token_ids, vision_fields
 
 TEXT_ONLY = "Qwen2ForCausalLM"
 MROPE_SECTION = (16, 24, 24)  # of configs that leave it out
@@ -26,7 +26,7 @@ def parse_config(architecture: str, raw: dict, generation: dict) -> ModelConfig:
     if architecture == TEXT_ONLY:
         return ModelConfig(architecture=architecture, **decoder | {"mrope_section": None})
     decoder["mrope_section"] = decoder["mrope_section"] or MROPE_SECTION
-    ids = token_ids(raw, SPECIAL_TOKEN_IDS)
+    ids = special_token_ids(raw)
     return ModelConfig(architecture=architecture, **decoder, **ids, vision=_vision_config(raw))
 
 

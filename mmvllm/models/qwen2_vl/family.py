@@ -1,8 +1,7 @@
 """Qwen2-VL as the rest of mmvllm sees it."""
 
-from mmvllm.config import ModelConfig
 from mmvllm.models.qwen2_vl.config import TEXT_ONLY, parse_config
-from mmvllm.models.qwen2_vl.vision import Qwen2VisionTransformer
+from mmvllm.models.qwen2_vl.vision import Qwen2VLVisionTransformer
 from mmvllm.models.vision_language import QwenVLFamily
 
 
@@ -10,10 +9,8 @@ class Qwen2VLFamily(QwenVLFamily):
     """Checkpoints of arXiv 2409.12191, and text-only Qwen2."""
 
     architectures = ("Qwen2VLForConditionalGeneration", TEXT_ONLY)
-    vision_transformer = Qwen2VisionTransformer
-
-    def parse_config(self, architecture: str, raw: dict, generation: dict) -> ModelConfig:
-        return parse_config(architecture, raw, generation)
+    vision_transformer = Qwen2VLVisionTransformer
+    parse_config = staticmethod(parse_config)
 
 
 FAMILY = Qwen2VLFamily()

@@ -13,7 +13,7 @@ from mmvllm.models.vision import PatchEmbed, PatchMerger, VisionBlock, VisionMLP
 LayerNorm = partial(nn.LayerNorm, eps=1e-6)
 
 
-class Qwen2VisionTransformer(nn.Module):
+class Qwen2VLVisionTransformer(nn.Module):
     """All images of a step in one call."""
 
     def __init__(self, config: VisionConfig, backend: type[AttentionBackend]):

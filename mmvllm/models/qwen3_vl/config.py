@@ -5,7 +5,7 @@ from math import isqrt
 
 from mmvllm.arguments import check_int
 from mmvllm.config import ExpertsConfig, ModelConfig, VisionConfig
-from mmvllm.models.hf_config import SPECIAL_TOKEN_IDS, decoder_fields, integers, text_config, token_ids, vision_fields
+from mmvllm.models.hf_config import decoder_fields, integers, special_token_ids, text_config, vision_fields
 
 DENSE, SPARSE, TEXT_ONLY = "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Qwen3ForCausalLM"
 MROPE_SECTION = (24, 20, 20)  # of configs that leave it out
@@ -71,7 +71,7 @@ def parse_config(architecture: str, raw: dict, generation: dict) -> ModelConfig:
     decoder |= {"mrope_section": decoder["mrope_section"] or MROPE_SECTION, "mrope_interleaved": True}
     if architecture == SPARSE:
         decoder["experts"] = _experts_config(text_config(raw))
-    ids = token_ids(raw, SPECIAL_TOKEN_IDS)
+    ids = special_token_ids(raw)
     return ModelConfig(architecture=architecture, **decoder, **ids, vision=_vision_config(raw))
 
 

@@ -2,9 +2,8 @@
 
 from types import MappingProxyType
 
-from mmvllm.config import ModelConfig
 from mmvllm.models.qwen3_vl.config import DENSE, SPARSE, TEXT_ONLY, parse_config
-from mmvllm.models.qwen3_vl.vision import Qwen3VisionTransformer
+from mmvllm.models.qwen3_vl.vision import Qwen3VLVisionTransformer
 from mmvllm.models.vision_language import QwenVLFamily
 
 
@@ -12,11 +11,9 @@ class Qwen3VLFamily(QwenVLFamily):
     """Checkpoints of arXiv 2511.21631, and text-only Qwen3 (arXiv 2505.09388)."""
 
     architectures = (DENSE, SPARSE, TEXT_ONLY)
-    vision_transformer = Qwen3VisionTransformer
+    vision_transformer = Qwen3VLVisionTransformer
     published = MappingProxyType({"decoder.": "model.language_model.", "visual.": "model.visual.", ".fc": ".linear_fc"})
-
-    def parse_config(self, architecture: str, raw: dict, generation: dict) -> ModelConfig:
-        return parse_config(architecture, raw, generation)
+    parse_config = staticmethod(parse_config)
 
 
 FAMILY = Qwen3VLFamily()

@@ -17,7 +17,7 @@ from mmvllm.transfer import to_device
 LayerNorm = partial(nn.LayerNorm, eps=1e-6)
 
 
-class Qwen3PatchMerger(nn.Module):
+class Qwen3VLPatchMerger(nn.Module):
     """Joins each merge_size x merge_size square of patches into one row, normalised before or (DeepStack) after."""
 
     def __init__(self, config: Qwen3VLVisionConfig, norm_after: bool):
@@ -44,7 +44,7 @@ class PositionEmbedding(nn.Embedding):
         return sum(self.weight[at] * w[:, None] for at, w in zip(indexes, weights, strict=True)).to(self.weight.dtype)
 
 
-class Qwen3VisionTransformer(nn.Module):
+class Qwen3VLVisionTransformer(nn.Module):
     """All images of a step in one call."""
 
     def __init__(self, config: Qwen3VLVisionConfig, backend: type[AttentionBackend]):
@@ -55,9 +55,9 @@ class Qwen3VisionTransformer(nn.Module):
         self.blocks = nn.ModuleList(
             VisionBlock(config, backend, LayerNorm, VisionMLP(config)) for _ in range(config.depth)
         )
-        self.merger = Qwen3PatchMerger(config, norm_after=False)
+        self.merger = Qwen3VLPatchMerger(config, norm_after=False)
         self.deepstack_merger_list = nn.ModuleList(
-            Qwen3PatchMerger(config, norm_after=True) for _ in config.deepstack_visual_indexes
+            Qwen3VLPatchMerger(config, norm_after=True) for _ in config.deepstack_visual_indexes
         )
 
     def forward(self, patches: Tensor, grids: list[Grid]) -> Tensor:
