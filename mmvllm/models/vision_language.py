@@ -59,7 +59,7 @@ class VisionLanguageModel(Model):
 
     Args:
         make_vit: (VisionConfig, attention backend) -> the ViT: patches (P, patch_dim), grids -> rows (M, row_size).
-        published: parts of parameter names, and what stands for them in the names that errors show, the published ones.
+        published: parts of our parameter names, and what stands for them in the published names of tensors.
     """
 
     def __init__(
@@ -99,8 +99,10 @@ class VisionLanguageModel(Model):
             return None
         for prefix, ours in _PREFIXES.items():
             if name.startswith(prefix):
-                name = ours + name.removeprefix(prefix).replace(".linear_fc", ".fc")
+                name = ours + name.removeprefix(prefix)
                 break
+        for ours, theirs in self.published.items():
+            name = name.replace(theirs, ours)
         parts = name.split(".")
         if len(parts) >= 2 and parts[-2] in _MERGED:
             merged, part = _MERGED[parts[-2]]
