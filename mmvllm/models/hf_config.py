@@ -151,7 +151,7 @@ def _check_decoder(text: dict, rope: dict) -> None:
     for name in ("rms_norm_eps", "rope_theta"):
         if isinstance(given[name], bool) or not isinstance(given[name], Real) or not given[name] > 0:
             raise ValueError(f"{name} is {given[name]!r:.50}, must be a number above 0")
-    if text.get("use_sliding_window"):
+    if text.get("use_sliding_window") or "sliding_attention" in text.get("layer_types", ()):
         raise ValueError("asks for sliding-window attention, which is not supported")
     if text.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act is {text['hidden_act']!r}, only 'silu' is supported")

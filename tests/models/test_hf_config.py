@@ -246,6 +246,7 @@ def test_all_missing_values_are_named(folder_of):
         (("num_key_value_heads",), 3, "num_attention_heads is 4, must be a multiple of num_key_value_heads, 3"),
         (("max_position_embeddings",), -1, "max_position_embeddings is -1, must be an integer"),
         (("use_sliding_window",), True, "sliding-window attention, which is not supported"),
+        (("layer_types",), ["full_attention", "sliding_attention"], "sliding-window attention, which is not supported"),
         (("hidden_act",), "gelu", "hidden_act is 'gelu', only 'silu' is supported"),
         (("rope_scaling", "type"), "yarn", "asks for 'yarn' rotary scaling; supported: 'default', 'mrope'"),
         (("rope_scaling", "rope_type"), "llama3", "asks for 'llama3' rotary scaling"),
