@@ -235,6 +235,7 @@ class LLM:
 
     def exit(self) -> None:
         """Free the engine's memory, after the step that another thread runs; safe to call twice."""
+        self.engine.begin_exit()  # before the lock, which a thread that runs step after step may get first many times
         with self._lock:
             self.engine.exit()
 

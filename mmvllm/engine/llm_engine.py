@@ -84,7 +84,7 @@ class LLMEngine:
         self._launches_ahead = self.model_runner.device.type == "cuda" and self.attention.in_graphs
         self._ahead: Launched | None = None  # the next step, where it was launched before this one's tokens were known
         self._request_numbers = count()
-        self._exited = False
+        self._is_exiting = self._exited = False
         atexit.register(_exit_if_alive, weakref.ref(self))
         if not config.skip_warmup:
             self.warmup_model()
@@ -228,11 +228,15 @@ class LLMEngine:
         logger.info("warm-up took %.2f s", seconds)
         return seconds
 
+    def begin_exit(self) -> None:
+        """Refuse requests and steps from now on, for any thread; a step that runs is finished before `exit`."""
+        self._is_exiting = True
+
     def exit(self) -> None:
         """Abort what is in flight and free the device's memory; safe to call twice, and called at interpreter exit."""
         if self._exited:
             return
-        self._exited = True
+        self._is_exiting = self._exited = True
         for request_id in list(self.scheduler.groups):
             self.abort_request(request_id)
         device = self.model_runner.device
@@ -243,8 +247,8 @@ class LLMEngine:
             torch.cuda.empty_cache()
 
     def check_alive(self) -> None:
-        """Raise RuntimeError after `exit`."""
-        if self._exited:
+        """Raise RuntimeError once `exit` has begun."""
+        if self._is_exiting:
             raise RuntimeError("the engine has exited; make a new one")
 
     def _finish(self, group: SequenceGroup) -> RequestOutput:
