@@ -21,6 +21,9 @@ ACTIVATIONS = {
 }
 
 
+LayerNorm = partial(nn.LayerNorm, eps=1e-6)
+
+
 class PatchEmbed(nn.Module):
     """The checkpoint's 3-D convolution, whose stride is its kernel, as the matrix product that it is."""
 

@@ -104,23 +104,20 @@ def checkpoint_views(model: nn.Module) -> Iterator[tuple[str, int | None, Tensor
 
 def _clear_padding(model: nn.Module) -> None:
     """Fill with zeros the parameters that have values which no tensor of a checkpoint is copied to."""
-    for module in model.modules():
-        if isinstance(module, AssembledModule):
-            covered = Counter()
-            for name, _, view in module.checkpoint_views():
-                covered[name] += view.numel()
-            for name, number in covered.items():
-                parameter = module.get_parameter(name)
-                if number < parameter.numel():
-                    parameter.data.zero_()
+    covered = Counter()
+    for name, _, view in checkpoint_views(model):
+        covered[name] += view.numel()
+    for name, parameter in model.named_parameters():
+        if covered[name] < parameter.numel():
+            parameter.data.zero_()
 
 
 def _fitting(tensor: Tensor, shape: torch.Size) -> Tensor | None:
     """The tensor in the shape of its parameter; None if it does not fit.
 
     A convolution kernel (embed_dim, channels, frames, height, width) is the matrix (embed_dim, patch_dim). Weights of
-    experts are published as (E, in, out) and saved by transformers as (E, out, in); square ones are
-    taken for the latter.
+    experts are published as (E, in, out) and saved by transformers as (E, out, in); square ones are taken for the
+    latter.
     """
     forms = [tensor]
     if tensor.dim() == 5:

@@ -1,16 +1,12 @@
 """The Qwen2-VL vision transformer (arXiv 2409.12191): packed patches of many images -> one row per merged token."""
 
-from functools import partial
-
 from torch import Tensor, nn
 
 from mmvllm.config import VisionConfig
 from mmvllm.inputs import Grid
 from mmvllm.layers.attention import AttentionBackend
 from mmvllm.models.rotary import vision_cos_sin, vision_positions
-from mmvllm.models.vision import PatchEmbed, PatchMerger, VisionBlock, VisionMLP, frames
-
-LayerNorm = partial(nn.LayerNorm, eps=1e-6)
+from mmvllm.models.vision import LayerNorm, PatchEmbed, PatchMerger, VisionBlock, VisionMLP, frames
 
 
 class Qwen2VLVisionTransformer(nn.Module):

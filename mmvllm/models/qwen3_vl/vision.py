@@ -1,6 +1,6 @@
 """The Qwen3-VL vision transformer (arXiv 2511.21631): learned positions, interpolated, and rows for several layers."""
 
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import isqrt
 
 import torch
@@ -11,10 +11,8 @@ from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.linear import Linear
 from mmvllm.models.qwen3_vl.config import Qwen3VLVisionConfig
 from mmvllm.models.rotary import vision_cos_sin, vision_positions
-from mmvllm.models.vision import PatchEmbed, VisionBlock, VisionMLP, frames
+from mmvllm.models.vision import LayerNorm, PatchEmbed, VisionBlock, VisionMLP, frames
 from mmvllm.transfer import to_device
-
-LayerNorm = partial(nn.LayerNorm, eps=1e-6)
 
 
 class Qwen3VLPatchMerger(nn.Module):
