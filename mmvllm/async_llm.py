@@ -21,8 +21,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from PIL.Image import Image
-
 from mmvllm.config import EngineConfig
 from mmvllm.engine.engine_thread import EngineThread, Event
 from mmvllm.engine.llm_engine import LLMEngine
@@ -52,7 +50,7 @@ from mmvllm.intake import (
 )
 from mmvllm.models.folder import model_name
 from mmvllm.outputs import Delta
-from mmvllm.processors.load import load_image
+from mmvllm.processors.load_video import DIRECT, Load
 from mmvllm.sampling_params import SamplingParams
 
 
@@ -149,7 +147,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         timeout: float | None = None,
-        load: Callable[[Any], Image] = load_image,
+        load: Load = DIRECT,
     ) -> AsyncGenerator[Delta, None]:
         """Stream the completions of one request. Cancelling the task, or closing the generator, aborts the request.
 
@@ -158,8 +156,8 @@ class AsyncLLM:
                 or an async function that returns one of these, without parameters and id, and is called once the
                 request is admitted: to fetch images. Its images are read in a thread and must not change meanwhile.
             timeout: seconds from now until the request must be complete.
-            load: reads the request's images, in a thread; for untrusted media, a session's of
-                `mmvllm.decoding.ImageDecoder`.
+            load: reads the request's images and videos, in a thread; for untrusted media, a session's of
+                `mmvllm.decoding.MediaDecoder`.
 
         Raises ValueError for a bad request, `EngineBusy`, `EngineStopped` or `EngineFailed` if it cannot be admitted or
         finished, `RequestFailed` if the device or the preparation fails, `DeadlineExceeded`, and whatever `request`
@@ -265,7 +263,7 @@ class AsyncLLM:
             self._end(stream, RequestFailed(f"the request could not be fetched: {type(error).__name__}"))
             raise
 
-    def _queue(self, stream: _Stream, request: Request, params: SamplingParams, load: Callable[[Any], Image]) -> None:
+    def _queue(self, stream: _Stream, request: Request, params: SamplingParams, load: Load) -> None:
         request = with_own_token_ids(request)
         prepare, with_media = partial(self._prepare, stream, request, params, load), has_media(request)
         with self._changed:
@@ -275,7 +273,7 @@ class AsyncLLM:
     def _num_waiting_bytes(self) -> int:
         return sum(stream.num_bytes for stream in self._streams.values() if not stream.has_begun)
 
-    def _prepare(self, stream: _Stream, request: Request, params: SamplingParams, load: Callable[[Any], Image]) -> None:
+    def _prepare(self, stream: _Stream, request: Request, params: SamplingParams, load: Load) -> None:
         """Prepare a request and give it to the engine; in a worker thread."""
         try:
             prompt = self._intake.prepare(request, load)

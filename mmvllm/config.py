@@ -127,6 +127,7 @@ class ModelConfig:
     sampling_defaults: tuple[tuple[str, float], ...] = ()  # the checkpoint's own values of fields of SamplingParams
     vision: VisionConfig | None = None
     image_token_id: int | None = None
+    video_token_id: int | None = None
     vision_start_token_id: int | None = None
     vision_end_token_id: int | None = None
 

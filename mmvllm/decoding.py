@@ -11,6 +11,7 @@ from mmvllm.config import MiB
 from mmvllm.errors import ImageError
 from mmvllm.media import MediaPolicy
 from mmvllm.processors.load import DECODING
+from mmvllm.processors.load_video import Load, load_video
 from mmvllm.workers import WorkerDied, WorkerPool, WorkerTimeout, reserve_in_parent
 
 # What a decoder and the conversion to RGB allocate at most for a pixel, with room: Pillow alone holds three copies of 4
@@ -18,11 +19,9 @@ from mmvllm.workers import WorkerDied, WorkerPool, WorkerTimeout, reserve_in_par
 BYTES_PER_PIXEL = 48
 BASE_BYTES = 256 * MiB
 
-Load = Callable[[bytes], Image.Image]
 
-
-class ImageDecoder:
-    """Decodes images within the limits of a policy, from any number of threads; `close` ends its processes."""
+class MediaDecoder:
+    """Decodes media within the limits of a policy, from any number of threads; `close` ends its processes."""
 
     def __init__(self, policy: MediaPolicy):
         self._policy = policy
@@ -40,14 +39,17 @@ class ImageDecoder:
 
     @contextmanager
     def session(self) -> Iterator[Load]:
-        """A function that decodes bytes to upright 8-bit RGB; what it is decoding on exit is given up.
+        """Functions that decode bytes; what they are decoding on exit is given up.
 
-        The function raises MediaError and ImageError as `MediaPolicy.load` does, and ImageError for an image that takes
-        longer than `image_timeout` or ends its process.
+        That for images raises MediaError and ImageError as `MediaPolicy.load` does, and ImageError for an image that
+        takes longer than `image_timeout` or ends its process.
         """
         is_over = threading.Event()
         try:
-            yield lambda data: self._decode(data, is_over.is_set)
+            yield Load(
+                image=lambda data: self._decode(data, is_over.is_set),
+                video=lambda data, plan: self._pool.run(load_video, data, plan, is_cancelled=is_over.is_set),
+            )
         finally:
             is_over.set()
 

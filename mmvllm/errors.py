@@ -21,7 +21,7 @@ class RequestError(ValueError):
     Args:
         reason: what came, what was needed and what to do, without saying where.
         request_index: which request of a call, from 0.
-        image_index: which image of the request, from 0.
+        image_index, video_index: which image or video of the request, from 0.
         param: the field or parameter of the request that is wrong.
         value: what it was; `limit`: what it may be at most.
     """
@@ -32,13 +32,15 @@ class RequestError(ValueError):
         *,
         request_index: int | None = None,
         image_index: int | None = None,
+        video_index: int | None = None,
         param: str | None = None,
         value: Any = None,
         limit: Any = None,
     ):
         super().__init__(reason)
         self.reason = reason
-        self.request_index, self.image_index, self.noun = request_index, image_index, "request"
+        self.request_index, self.noun = request_index, "request"
+        self.image_index, self.video_index = image_index, video_index
         self.param, self.value, self.limit = param, value, limit
 
     def __str__(self) -> str:
@@ -48,7 +50,8 @@ class RequestError(ValueError):
     def _place(self) -> str:
         request = "" if self.request_index is None else f"{self.noun} {self.request_index}: "
         image = "" if self.image_index is None else f"image {self.image_index}: "
-        return request + image
+        video = "" if self.video_index is None else f"video {self.video_index}: "
+        return request + image + video
 
     def detached(self) -> "RequestError":
         """This error `without_frames`."""
@@ -72,8 +75,8 @@ class ParameterError(RequestError):
         super().__init__(f"{param} is {value!r}, must be {required}", param=param, value=value)
 
 
-class ImageError(RequestError):
-    """An image that cannot be read or decoded; `source` is what messages call it, "" if the reason says it."""
+class MediaFileError(RequestError):
+    """What cannot be read or decoded; `source` is what messages call it, "" if the reason says it."""
 
     def __init__(self, source: str, reason: str):
         super().__init__(reason)
@@ -81,6 +84,14 @@ class ImageError(RequestError):
 
     def __str__(self) -> str:
         return f"{self._place}{self.source}: {self.reason}" if self.source else super().__str__()
+
+
+class ImageError(MediaFileError):
+    """An image that cannot be read or decoded."""
+
+
+class VideoError(MediaFileError):
+    """A video that cannot be read or decoded."""
 
 
 class PromptTooLong(RequestError):

@@ -5,10 +5,9 @@ positions by reference, so their buffers must not be written to afterwards. What
 (`processors/tensors.py`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,30 +18,58 @@ Span = tuple[int, int]  # (offset, length) of a run of tokens in the prompt
 
 
 @dataclass(frozen=True, slots=True)
-class MediaItem:
-    """One image of a prompt. (A video is one item too, with a span and a time per temporal patch where a family asks.)
+class Media:
+    """One image or video of a request, prepared, before it has a place in a prompt.
 
     Args:
-        modality: "image".
+        modality: "image" or "video".
         patches: (P, patch_dim) uint8, or floats that are already normalised; on the host.
         grid: P = t * h * w patches.
-        digest: stands for the item in the prefix cache and the encoder cache: items with equal digests have equal
-            rows, grids and times.
-        spans: runs of placeholder tokens in the prompt that the item's rows replace, in order.
-        times: seconds from the start of a video, one per temporal patch; empty for an image.
+        digests: of each temporal patch: of its patches and of everything that was done to them. Equal digests stand for
+            equal rows of the ViT, and for equal M-RoPE positions relative to the first token of the video.
+        times: seconds from the start of the video, one for each temporal patch; empty for an image.
+        seconds_per_patch: of a video, from one temporal patch to the next.
+    """
+
+    modality: str
+    patches: Tensor
+    grid: Grid
+    digests: tuple[bytes, ...]
+    times: tuple[float, ...] = ()
+    seconds_per_patch: float | None = None
+
+    def items(self, spans: Sequence[Span]) -> "Iterator[MediaItem]":
+        """An item for each temporal patch, given where its placeholder tokens stand in the prompt."""
+        t, h, w = self.grid
+        patches = self.patches.view(t, h * w, -1)
+        for i, (digest, span) in enumerate(zip(self.digests, spans, strict=True)):
+            yield MediaItem(self.modality, patches[i], (1, h, w), digest, span)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """What the ViT encodes at once: an image, or a temporal patch of a video, with its place in the prompt.
+
+    Patches attend within their temporal patch only, so that those of a video can be encoded in any steps.
+
+    Args:
+        modality: "image" or "video".
+        patches: (P, patch_dim) uint8, or floats that are already normalised; on the host.
+        grid: P = t * h * w patches; t is 1.
+        digest: stands for the item in the prefix cache and the encoder cache (`Media.digests`).
+        span: the placeholder tokens in the prompt that the item's rows replace.
     """
 
     modality: str
     patches: Tensor
     grid: Grid
     digest: bytes
-    spans: tuple[Span, ...]
-    times: tuple[float, ...] = ()
+    span: Span
 
     @property
     def num_tokens(self) -> int:
         """Placeholder tokens in the prompt, which is also the number of rows that the ViT makes of the item."""
-        return sum(length for _, length in self.spans)
+        return self.span[1]
 
     @property
     def num_patches(self) -> int:
@@ -51,40 +78,24 @@ class MediaItem:
     @property
     def offset(self) -> int:
         """The item's first placeholder token."""
-        return self.spans[0][0]
+        return self.span[0]
 
     @property
     def end(self) -> int:
         """The token after the item's last placeholder."""
-        return sum(self.spans[-1])
+        return sum(self.span)
 
-    def touches(self, start: int, end: int) -> bool:
-        """Whether tokens [start, end) include one from the item's first to its last, with those between its spans."""
-        return self.offset < end and start < self.end
-
-    def rows_in(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """(first token, first row, number) of each run of the item's rows that tokens [start, end) need.
-
-        tokens of the prompt     |----[ span: offset, length ]----|
-        tokens of the chunk             [ start ....... end )
-        """
-        row = 0
-        for offset, length in self.spans:
-            first, last = max(start, offset), min(end, offset + length)
-            if first < last:
-                yield first, row + first - offset, last - first
-            row += length
+    def rows_in(self, start: int, end: int) -> tuple[int, int]:
+        """The item's rows [first, last) that tokens [start, end), some of which are the item's, need."""
+        return max(start - self.offset, 0), min(end, self.end) - self.offset
 
     def __reduce__(self):
         # From worker processes as bytes: torch would use shared memory, which may be scarce, and a descriptor each.
-        fields = (self.modality, self.grid, self.digest, self.spans, self.times)
-        return _item_from_array, (self.patches.numpy(), *fields)
+        return _item_from_array, (self.patches.numpy(), self.modality, self.grid, self.digest, self.span)
 
 
-def _item_from_array(
-    patches: np.ndarray, modality: str, grid: Grid, digest: bytes, spans: Any, times: Any
-) -> MediaItem:
-    return MediaItem(modality, torch.from_numpy(patches), grid, digest, spans, times)
+def _item_from_array(patches: np.ndarray, modality: str, grid: Grid, digest: bytes, span: Span) -> MediaItem:
+    return MediaItem(modality, torch.from_numpy(patches), grid, digest, span)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +104,7 @@ class EngineInput:
 
     Args:
         token_ids: with every placeholder expanded to the number of tokens that its item needs.
-        items: in the order of their placeholders.
+        items: in the order of their placeholders; those of a video follow each other.
         positions: (3, T) int64: time, height and width; None for text, whose tokens count up on all three axes.
         position_delta: what is added to the index of a generated token to get its position.
     """
@@ -118,29 +129,33 @@ class MediaRules:
     """How a model family represents media in a prompt; the processors use nothing else of it.
 
     Args:
-        image_token_id: the placeholder; `start_token_id` and `end_token_id` enclose an item's.
-        start, image, end: the same three tokens as text, for messages.
+        image_token_id, video_token_id: the placeholders; `start_token_id` and `end_token_id` enclose those of an image
+            or a video. Without a token of its own for videos, a checkpoint takes none.
+        start, image, video, end: the same tokens as text, for messages.
         merge_size: merge_size**2 patches become one token.
         patch_dim: values in a patch.
-        positions: (number of prompt tokens, items) -> positions (3, T) and their delta.
+        tokens_per_second: of a video, on the time axis of M-RoPE; None where temporal patches are one position apart.
+        timestamp: what stands before each temporal patch of a video, with a place for its time in seconds; each
+            temporal patch is then enclosed in start and end tokens of its own.
     """
 
     image_token_id: int
+    video_token_id: int | None
     start_token_id: int
     end_token_id: int
     start: str
     image: str
+    video: str
     end: str
     merge_size: int
     patch_dim: int
-    positions: Callable[[int, Sequence[MediaItem]], tuple[np.ndarray, int]]
+    tokens_per_second: int | None = None
+    timestamp: str | None = None
+
+    def token_id(self, modality: str) -> int | None:
+        """The placeholder of images or of videos."""
+        return self.image_token_id if modality == "image" else self.video_token_id
 
     def num_tokens(self, grid: Grid) -> int:
-        """Placeholder tokens of an item."""
+        """Placeholder tokens of an image or a video."""
         return prod(grid) // self.merge_size**2
-
-    def engine_input(self, token_ids: list[int], items: tuple[MediaItem, ...]) -> EngineInput:
-        """The input with its positions."""
-        return (
-            EngineInput(token_ids, items, *self.positions(len(token_ids), items)) if items else EngineInput(token_ids)
-        )

@@ -18,16 +18,15 @@ from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
 
-from PIL.Image import Image
-
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.errors import RequestError, without_frames
 from mmvllm.inputs import EngineInput
 from mmvllm.processors.chat import ForeignProcessor, Processor
 from mmvllm.processors.image import ImageProcessor
-from mmvllm.processors.load import load_image
+from mmvllm.processors.load_video import DIRECT, Load
 from mmvllm.processors.requests import parse_request
 from mmvllm.processors.tensors import own_token_ids
+from mmvllm.processors.video import VideoProcessor
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.text import counted
 from mmvllm.workers import NUM_WORKERS, WorkersUnusable
@@ -59,7 +58,9 @@ class Intake:
 
     def __init__(self, engine: LLMEngine, processor: Any = None):
         self._engine = engine
-        self._own = Processor(engine.tokenizer, ImageProcessor(engine.image_config), engine.media_rules)
+        image_processor, video_processor = ImageProcessor(engine.image_config), VideoProcessor(engine.video_config)
+        rules, max_tokens = engine.media_rules, engine.max_model_len
+        self._own = Processor(engine.tokenizer, image_processor, video_processor, rules, max_tokens)
         self.processor = self._own if processor is None else self.adapt(processor)
 
     def adapt(self, processor: Any) -> ForeignProcessor:
@@ -67,7 +68,7 @@ class Intake:
         engine = self._engine
         return ForeignProcessor(processor, engine.tokenizer, engine.media_rules, engine.image_config.factor)
 
-    def prepare(self, request: Request, load: Callable[[Any], Image] = load_image) -> EngineInput:
+    def prepare(self, request: Request, load: Load = DIRECT) -> EngineInput:
         """A request of any form -> what the engine takes; raises RequestError for what is wrong with it."""
         if isinstance(request, dict):
             return self.processor(request, load)
@@ -102,9 +103,10 @@ def naming_request(index: int) -> Iterator[None]:
 
 
 def has_media(request: Request) -> bool:
-    """Whether preparing a request means loading images."""
+    """Whether preparing a request means loading images or videos."""
     try:
-        return isinstance(request, dict) and bool(parse_request(request).images)
+        parsed = parse_request(request) if isinstance(request, dict) else None
+        return parsed is not None and bool(parsed.images or parsed.videos)
     except ValueError:  # raised again when it is prepared
         return False
 

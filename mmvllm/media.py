@@ -59,7 +59,7 @@ class MediaPolicy:
         connect_timeout: timeout in seconds for looking up a host, and again for connecting to it.
         read_timeout: timeout in seconds for receiving the next bytes.
         total_timeout: timeout in seconds for one image, redirects included.
-        image_timeout: seconds in which a worker process must have decoded an image (`mmvllm.decoding.ImageDecoder`).
+        image_timeout: seconds in which a worker process must have decoded an image (`mmvllm.decoding.MediaDecoder`).
 
     Raises ArgumentError that names the argument for an invalid domain, network, folder or limit.
     """
@@ -96,7 +96,7 @@ class MediaPolicy:
             )
 
     def load(self, data: bytes, reserve: Reserve = DECODING.reserve) -> Image.Image:
-        """Decode an encoded image to upright 8-bit RGB, in the calling thread; `ImageDecoder` has a time limit.
+        """Decode an encoded image to upright 8-bit RGB, in the calling thread; `MediaDecoder` has a time limit.
 
         Raises MediaError if `data` is not bytes (a path could have been chosen by a client) or exceeds the limits, and
         ValueError if it is not an image in one of `FORMATS`.

@@ -1,75 +1,22 @@
-"""Requests -> `EngineInput`: chat template, images, and placeholders expanded to one token per merged patch."""
+"""Requests -> `EngineInput`: chat template, images and videos, and their placeholders expanded."""
 
 import threading
-from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from PIL.Image import Image
 
 from mmvllm.errors import RequestError
-from mmvllm.inputs import EngineInput, MediaItem, MediaRules, Span
-from mmvllm.processors.image import ImageInput, ImageProcessor, resize_for_part
-from mmvllm.processors.load import load_image
-from mmvllm.processors.requests import ParsedRequest, naming_image, parse_request
+from mmvllm.inputs import EngineInput, Media, MediaRules
+from mmvllm.processors.image import ImageProcessor, resize_for_part
+from mmvllm.processors.load_video import DIRECT, Load
+from mmvllm.processors.parts import naming_media
+from mmvllm.processors.placeholders import expand_placeholders, place_media
+from mmvllm.processors.requests import ParsedRequest, parse_request
 from mmvllm.processors.special_tokens import SpecialTokens, check_unicode
-from mmvllm.processors.tensors import items_from_tensors, own_grids, own_token_ids
+from mmvllm.processors.tensors import media_from_tensors, own_grids, own_token_ids
+from mmvllm.processors.video import ClipPlan, VideoProcessor
 from mmvllm.text import counted
-
-
-def expand_placeholders(
-    token_ids: list[int], lengths: Sequence[int], rules: MediaRules
-) -> tuple[list[int], list[Span]]:
-    """Put `lengths[i]` placeholder tokens between the i-th pair of start and end tokens, whatever stands there.
-
-    Returns the ids and each image's (offset, length). Raises RequestError for another number of pairs than images, a
-    start token without an end, and a placeholder outside a pair.
-    """
-    expanded: list[int] = []
-    spans: list[Span] = []
-    num_pairs = num_outside = num_open = 0
-    i = 0
-    while i < len(token_ids):
-        token_id = token_ids[i]
-        expanded.append(token_id)
-        i += 1
-        if token_id == rules.image_token_id:
-            num_outside += 1
-        elif token_id == rules.start_token_id:
-            end = _find_end(token_ids, i, rules)
-            if end is None:
-                num_open += 1
-                continue
-            if num_pairs < len(lengths):
-                spans.append((len(expanded), lengths[num_pairs]))
-                expanded += [rules.image_token_id] * lengths[num_pairs]
-            num_pairs += 1
-            i = end
-    if num_outside or num_open or num_pairs != len(lengths):
-        raise RequestError(_misplaced(num_pairs, num_outside, num_open, len(lengths), rules))
-    return expanded, spans
-
-
-def _find_end(token_ids: list[int], start: int, rules: MediaRules) -> int | None:
-    """The next end token, unless another start token comes first."""
-    for i in range(start, len(token_ids)):
-        if token_ids[i] == rules.end_token_id:
-            return i
-        if token_ids[i] == rules.start_token_id:
-            return None
-    return None
-
-
-def _misplaced(num_pairs: int, num_outside: int, num_open: int, num_images: int, rules: MediaRules) -> str:
-    found = counted(num_pairs, "image placeholder")
-    if num_outside:
-        found += f", {num_outside} {rules.image} outside {rules.start} and {rules.end},"
-    if num_open:
-        found += f", {num_open} {rules.start} without {rules.end},"
-    were = "was" if num_images == 1 else "were"
-    return (
-        f"prompt has {found} but {counted(num_images, 'image')} {were} given; "
-        f"write {rules.start}{rules.image}{rules.end} once per image and nowhere else"
-    )
 
 
 def tokenize(tokenizer, text: str) -> list[int]:
@@ -86,36 +33,41 @@ class Processor:
     `allow_special_tokens`.
 
     Args:
+        video_processor: None for a checkpoint that takes no videos.
         rules: of the model's family; None for a text-only checkpoint.
+        max_tokens: a video that alone has more is refused before it is decoded.
     """
 
-    def __init__(self, tokenizer, image_processor: ImageProcessor, rules: MediaRules | None):
-        self.tokenizer, self.image_processor, self.rules = tokenizer, image_processor, rules
+    def __init__(
+        self,
+        tokenizer,
+        image_processor: ImageProcessor,
+        video_processor: VideoProcessor,
+        rules: MediaRules | None,
+        max_tokens: int | None = None,
+    ):
+        self.tokenizer, self.image_processor, self.video_processor = tokenizer, image_processor, video_processor
+        self.rules, self.max_tokens = rules, max_tokens
         self._special_tokens = SpecialTokens(tokenizer)
         self._lock = threading.Lock()  # a fast tokenizer may not be used by two threads at once
 
     def __reduce__(self):
         """A processor in another process gets a lock of its own."""
-        return Processor, (self.tokenizer, self.image_processor, self.rules)
+        return Processor, (self.tokenizer, self.image_processor, self.video_processor, self.rules, self.max_tokens)
 
-    def __call__(self, request: dict, load: Callable[[Any], Image] = load_image) -> EngineInput:
-        """Prepare one request, its images read by `load`; raises RequestError that says what is wrong, and where."""
+    def __call__(self, request: dict, load: Load = DIRECT) -> EngineInput:
+        """Prepare one request; raises RequestError that says what is wrong, and where."""
         parsed = parse_request(request)
-        _check_takes_images(parsed, self.rules)
+        _check_takes_media(parsed, self.rules)
         if self.rules is None and parsed.messages:
             parsed = parsed._replace(messages=[_as_string(message) for message in parsed.messages])
-        images = [self._image(i, part, request, load) for i, part in enumerate(parsed.images)]
+        media = [self._image(i, part, parsed, request, load) for i, part in enumerate(parsed.images)]
+        media += [self._video(i, part, parsed, load) for i, part in enumerate(parsed.videos)]
         with self._lock:
             token_ids = self._token_ids(parsed)
-        if self.rules is None:
-            return EngineInput(token_ids)
-        lengths = [self.rules.num_tokens(image.grid_thw) for image in images]
-        token_ids, spans = expand_placeholders(token_ids, lengths, self.rules)
-        items = tuple(
-            MediaItem("image", image.pixel_values, image.grid_thw, image.digest, (span,))
-            for image, span in zip(images, spans, strict=True)
-        )
-        return self.rules.engine_input(token_ids, items)
+            if self.rules is None:
+                return EngineInput(token_ids)
+            return place_media(token_ids, media, self.rules, partial(tokenize, self.tokenizer))
 
     def _token_ids(self, parsed: ParsedRequest) -> list[int]:
         if parsed.token_ids is not None:
@@ -123,10 +75,23 @@ class Processor:
         text, marked = _text(parsed, self.tokenizer, self._special_tokens)
         return tokenize(self.tokenizer, text) if marked is None else self._special_tokens.token_ids(marked)
 
-    def _image(self, i: int, part: dict, request: dict, load: Callable[[Any], Image]) -> ImageInput:
-        with naming_image(i):
-            image = resize_for_part(load(part["image"]), part, self.image_processor.config.factor)
-            return self.image_processor(image, request.get("min_pixels"), request.get("max_pixels"))
+    def _image(self, i: int, part: dict, parsed: ParsedRequest, request: dict, load: Load) -> Media:
+        with naming_media(image_index=i):
+            image = resize_for_part(load.image(part["image"]), part, self.image_processor.config.factor)
+            return self.image_processor(image, *_image_bounds(request, parsed))
+
+    def _video(self, i: int, part: dict, parsed: ParsedRequest, load: Load) -> Media:
+        with naming_media(video_index=i):
+            return self.video_processor(load.video(part["video"], self._plan(part, parsed)))
+
+    def _plan(self, part: dict, parsed: ParsedRequest) -> ClipPlan:
+        keys = {key: value for key, value in part.items() if key != "video"}
+        return ClipPlan(self.video_processor.config, **parsed.processor_kwargs, part=keys, max_tokens=self.max_tokens)
+
+
+def _image_bounds(request: dict, parsed: ParsedRequest) -> tuple[int | None, int | None]:
+    """The request's `min_pixels` and `max_pixels` for images."""
+    return tuple(request.get(name) or parsed.processor_kwargs.get(name) for name in ("min_pixels", "max_pixels"))
 
 
 class ForeignProcessor:
@@ -151,11 +116,13 @@ class ForeignProcessor:
         """A processor in another process gets a lock of its own."""
         return ForeignProcessor, (self.processor, self.tokenizer, self.rules, self.factor)
 
-    def __call__(self, request: dict, load: Callable[[Any], Image] = load_image) -> EngineInput:
+    def __call__(self, request: dict, load: Load = DIRECT) -> EngineInput:
         """Prepare one request; raises RequestError that says what is wrong, and with which image."""
         parsed = parse_request(request)
-        _check_takes_images(parsed, self.rules)
-        images = [self._image(i, part, request, load) for i, part in enumerate(parsed.images)]
+        _check_takes_media(parsed, self.rules)
+        if parsed.videos:
+            raise RequestError("a processor of your own cannot take videos; leave it out", video_index=0)
+        images = [self._image(i, part, parsed, request, load) for i, part in enumerate(parsed.images)]
         if parsed.token_ids is not None:
             return self._without_images(parsed)
         with self._lock:
@@ -176,10 +143,10 @@ class ForeignProcessor:
         token_ids = own_token_ids(parsed.token_ids)
         return EngineInput(token_ids if self.rules is None else expand_placeholders(token_ids, [], self.rules)[0])
 
-    def _image(self, i: int, part: dict, request: dict, load: Callable[[Any], Image]) -> Image:
-        bounds = {key: request.get(key) for key in ("min_pixels", "max_pixels")}
-        with naming_image(i):
-            image = resize_for_part(load(part["image"]), part, self.factor)
+    def _image(self, i: int, part: dict, parsed: ParsedRequest, request: dict, load: Load) -> Image:
+        bounds = dict(zip(("min_pixels", "max_pixels"), _image_bounds(request, parsed), strict=True))
+        with naming_media(image_index=i):
+            image = resize_for_part(load.image(part["image"]), part, self.factor)
             return resize_for_part(image, bounds, self.factor)
 
     def _engine_input(self, made, num_images: int) -> EngineInput:
@@ -189,12 +156,8 @@ class ForeignProcessor:
         grids = own_grids(_returned(made, "image_grid_thw"), self.rules.merge_size) if num_images else []
         if len(grids) != num_images:
             raise RequestError(f"the processor returned {len(grids)} image_grid_thw for {counted(num_images, 'image')}")
-        lengths = [self.rules.num_tokens(grid) for grid in grids]
-        token_ids, spans = expand_placeholders(token_ids, lengths, self.rules)
-        if not num_images:
-            return EngineInput(token_ids)
-        items = items_from_tensors(self.rules, token_ids, _returned(made, "pixel_values"), grids, spans)
-        return self.rules.engine_input(token_ids, items)
+        media = media_from_tensors("image", self.rules, _returned(made, "pixel_values"), grids) if num_images else []
+        return place_media(token_ids, media, self.rules, partial(tokenize, self.tokenizer))
 
 
 def _returned(made, name: str) -> Any:
@@ -203,9 +166,11 @@ def _returned(made, name: str) -> Any:
     return made[name]
 
 
-def _check_takes_images(parsed: ParsedRequest, rules: MediaRules | None) -> None:
-    if parsed.images and rules is None:
-        raise RequestError("this checkpoint is text-only, it cannot take images")
+def _check_takes_media(parsed: ParsedRequest, rules: MediaRules | None) -> None:
+    if (parsed.images or parsed.videos) and rules is None:
+        raise RequestError(f"this checkpoint is text-only, it cannot take {'images' if parsed.images else 'videos'}")
+    if parsed.videos and rules.video_token_id is None:
+        raise RequestError("this checkpoint has no token for videos, it cannot take them", video_index=0)
 
 
 def _as_string(message: dict) -> dict:

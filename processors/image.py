@@ -7,9 +7,10 @@ device: a quarter of the bytes.
 
 import json
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +19,10 @@ from PIL import Image
 
 from mmvllm.arguments import check_int
 from mmvllm.errors import ParameterError, RequestError
+from mmvllm.inputs import Media
 from mmvllm.processors.bounds import check_bounds, pixel_bounds
+
+Config = TypeVar("Config", bound="ImageProcessorConfig")
 
 MAX_ASPECT_RATIO = 200
 
@@ -46,27 +50,30 @@ class ImageProcessorConfig:
     image_mean: tuple[float, ...]
     image_std: tuple[float, ...]
 
+    section: ClassVar[str] = "image_processor"  # of processor_config.json
+    files: ClassVar[tuple[str, ...]] = ("preprocessor_config.json",)
+
     def __post_init__(self):
         for name in ("min_pixels", "max_pixels", "patch_size", "temporal_patch_size", "merge_size"):
             check_int(name, getattr(self, name))
         check_bounds(self.min_pixels, self.max_pixels)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, defaults: "ImageProcessorConfig") -> "ImageProcessorConfig":
+    def from_pretrained(cls, folder: str | Path, defaults: Config) -> Config:
         """Read a checkpoint's settings as transformers does; its family's `defaults` where there are none.
 
-        They are in `preprocessor_config.json`, or (first choice) under `image_processor` in `processor_config.json`.
+        They are in the first of `files` that there is, or (first choice) under `section` in `processor_config.json`.
         New files keep the pixel bounds under `size`, old ones at the top, which wins where both are present. Raises
         ValueError for damaged files, and for settings that are not supported.
         """
-        path, raw = _read_settings(Path(folder))
+        path, raw = _read_settings(Path(folder), cls.section, cls.files)
         if not isinstance(raw, dict):
             raise ValueError(f"{path}: the settings must be a JSON object, not {raw!r:.40}")
         try:
             for name, value in _FIXED.items():
                 if raw.get(name) not in (value, None):
                     raise ValueError(f"{name} is {raw[name]!r}, mmvllm supports only {value!r}")
-            return replace(defaults, **_known_settings(raw))
+            return replace(defaults, **_known_settings(cls, raw))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 
@@ -88,13 +95,13 @@ class ImageProcessorConfig:
         return size if high >= self.min_pixels else _shrink(size, self.factor, high)
 
 
-def _read_settings(folder: Path) -> tuple[Path, Any]:
-    """The file with the image settings, and its settings; {} where there is none."""
+def _read_settings(folder: Path, section: str, files: Sequence[str]) -> tuple[Path, Any]:
+    """The file with the settings, and its settings; {} where there is none."""
     path = folder / "processor_config.json"
     processor = _read_json(path)
-    if isinstance(processor, dict) and "image_processor" in processor:
-        return path, processor["image_processor"]
-    path = folder / "preprocessor_config.json"
+    if isinstance(processor, dict) and section in processor:
+        return path, processor[section]
+    path = next((folder / name for name in files if (folder / name).is_file()), folder / files[-1])
     return path, _read_json(path)
 
 
@@ -107,9 +114,9 @@ def _read_json(path: Path) -> Any:
         raise ValueError(f"{path} is damaged: not valid JSON ({error}); download it again") from None
 
 
-def _known_settings(raw: dict) -> dict[str, Any]:
-    """Those that `ImageProcessorConfig` has, in either layout; null means the default."""
-    found = {name: raw[name] for name in ImageProcessorConfig.__slots__ if raw.get(name) is not None}
+def _known_settings(config_class: type, raw: dict) -> dict[str, Any]:
+    """Those that the class has, in either layout; null means the default."""
+    found = {one.name: raw[one.name] for one in fields(config_class) if raw.get(one.name) is not None}
     size = raw.get("size") or {}
     if not isinstance(size, dict) or any(size[name] is not None for name in size.keys() - _SIZE_NAMES):
         raise ValueError(f"size is {size!r:.60}, must have shortest_edge and longest_edge, and nothing else")
@@ -121,15 +128,6 @@ def _known_settings(raw: dict) -> dict[str, Any]:
         if name in found:  # one number stands for all three channels
             found[name] = tuple(np.broadcast_to(np.asarray(found[name], dtype=np.float64), 3).tolist())
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class ImageInput:
-    """One prepared image: P = t * h * w patches, of which merge_size**2 make one placeholder token."""
-
-    pixel_values: torch.Tensor  # (P, channels * temporal_patch_size * patch_size**2) uint8
-    grid_thw: tuple[int, int, int]
-    digest: bytes  # 16 bytes, of the patches and of everything that was done to them
 
 
 def smart_resize(
@@ -146,13 +144,7 @@ def smart_resize(
     is made larger; `min_side=factor` is the rule of qwen-vl-utils, which rounds such a side up. An image too thin for
     `max_pixels` stays one factor thick. Raises ValueError for an aspect ratio above 200.
     """
-    if min(height, width) < 1:
-        raise RequestError(f"image is {width}x{height} pixels; both sides must be at least 1")
-    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-        raise RequestError(
-            f"image is {width}x{height} pixels: the long side may be at most {MAX_ASPECT_RATIO} times the short one; "
-            "crop it"
-        )
+    check_aspect_ratio(height, width)
     h_bar, w_bar = (max(min_side, round(side / factor) * factor) for side in (height, width))
     if h_bar * w_bar > max_pixels:
         beta = math.sqrt(height * width / max_pixels)
@@ -163,6 +155,17 @@ def smart_resize(
         h_bar = math.ceil(height * beta / factor) * factor
         w_bar = math.ceil(width * beta / factor) * factor
     return h_bar, w_bar
+
+
+def check_aspect_ratio(height: int, width: int) -> None:
+    """Raise RequestError for an image without pixels, or with an aspect ratio above 200."""
+    if min(height, width) < 1:
+        raise RequestError(f"image is {width}x{height} pixels; both sides must be at least 1")
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        raise RequestError(
+            f"image is {width}x{height} pixels: the long side may be at most {MAX_ASPECT_RATIO} times the short one; "
+            "crop it"
+        )
 
 
 def _shrink(size: tuple[int, int], factor: int, max_pixels: int) -> tuple[int, int]:
@@ -195,37 +198,37 @@ def resize_for_part(image: Image.Image, part: dict, factor: int) -> Image.Image:
 
 
 class ImageProcessor:
-    """RGB image -> `ImageInput`, with the settings of a checkpoint."""
+    """RGB image -> `Media`, with the settings of a checkpoint."""
 
     def __init__(self, config: ImageProcessorConfig):
         self.config = config
 
-    def __call__(self, image: Image.Image, min_pixels: int | None = None, max_pixels: int | None = None) -> ImageInput:
+    def __call__(self, image: Image.Image, min_pixels: int | None = None, max_pixels: int | None = None) -> Media:
         """Resize, cut and digest one RGB image; `min_pixels` and `max_pixels` replace the checkpoint's bounds."""
         c = self.config
         low, high = pixel_bounds(min_pixels, max_pixels, c.min_pixels, c.max_pixels)
         height, width = c.resized(image.height, image.width, min_pixels, max_pixels)
         if (width, height) != image.size:
             image = image.resize((width, height), Image.Resampling.BICUBIC)
-        patches = patchify(np.asarray(image), c.patch_size, c.merge_size)  # (P, C * p * p)
-        grid_thw = (1, height // c.patch_size, width // c.patch_size)
+        patches = patchify(np.asarray(image)[None, None], c.patch_size, c.merge_size)[0]  # (P, C * p * p)
+        grid = (1, height // c.patch_size, width // c.patch_size)
         # A still image fills every frame of its temporal patch.
         channels = patches.reshape(len(patches), 3, 1, c.patch_size**2)
-        pixel_values = np.repeat(channels, c.temporal_patch_size, axis=2).reshape(len(patches), -1)
+        filled = np.repeat(channels, c.temporal_patch_size, axis=2).reshape(len(patches), -1)
         digest = xxhash.xxh3_128(patches.data)
-        digest.update(repr((grid_thw, low, high, c)).encode())
-        return ImageInput(torch.from_numpy(pixel_values), grid_thw, digest.digest())
+        digest.update(repr(("image", grid, low, high, c)).encode())
+        return Media("image", torch.from_numpy(filled), grid, (digest.digest(),))
 
 
 def patchify(pixels: np.ndarray, patch_size: int, merge_size: int) -> np.ndarray:
-    """(height, width, C) uint8 -> (P, C * patch_size**2), patches in merge order.
+    """(t, frames, height, width, C) uint8 -> (t, h * w, C * frames * patch_size**2), patches in merge order.
 
     The merge_size**2 patches that become one token follow each other; tokens go row by row.
     """
-    height, width, channels = pixels.shape
+    t, frames, height, width, channels = pixels.shape
     p, m = patch_size, merge_size
-    split = pixels.reshape(height // (m * p), m, p, width // (m * p), m, p, channels)
-    return np.ascontiguousarray(split.transpose(0, 3, 1, 4, 6, 2, 5)).reshape(-1, channels * p * p)
+    split = pixels.reshape(t, frames, height // (m * p), m, p, width // (m * p), m, p, channels)
+    return np.ascontiguousarray(split.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)).reshape(t, -1, channels * frames * p * p)
 
 
 def normalize_patches(patches: torch.Tensor, config: ImageProcessorConfig) -> torch.Tensor:

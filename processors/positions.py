@@ -16,18 +16,23 @@ def mrope_positions(
     vision_placeholders: Sequence[tuple[int, int]],
     grids: Sequence[tuple[int, int, int]],
     merge_size: int,
+    time_steps: Sequence[float] | None = None,
 ) -> tuple[np.ndarray, int]:
     """Positions (3, num_tokens) int64 of a prompt, and the delta: token i after the prompt has position i + delta.
 
-    `vision_placeholders` are the (offset, length) of each image's tokens in the prompt, in order; `grids` their
-    (t, h, w) in patches. Both results equal those of transformers' `get_rope_index`.
+    `vision_placeholders` are the (offset, length) of each run of placeholder tokens in the prompt, in order; `grids`
+    their (t, h, w) in patches; `time_steps` the positions from one temporal patch to the next (1 where not given),
+    rounded down after the sum. Both results equal those of transformers' `get_rope_index`.
     """
     spans, end, position = [], 0, 0
-    for (offset, length), (t, h, w) in zip(vision_placeholders, grids, strict=True):
+    steps = [1.0] * len(grids) if time_steps is None else time_steps
+    for (offset, length), (t, h, w), step in zip(vision_placeholders, grids, steps, strict=True):
         spans.append(np.tile(np.arange(position, position + offset - end), (3, 1)))
         position += offset - end
         rows, columns = h // merge_size, w // merge_size
-        spans.append(np.indices((t, rows, columns)).reshape(3, -1) + position)
+        indices = np.indices((t, rows, columns)).reshape(3, -1)
+        indices[0] = indices[0].astype(np.float32) * np.float32(step)  # in float32, as transformers does
+        spans.append(indices + position)
         assert spans[-1].shape[1] == length, f"grid {(t, h, w)} gives {spans[-1].shape[1]} tokens, placeholder {length}"
         position += max(rows, columns)
         end = offset + length

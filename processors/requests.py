@@ -1,14 +1,22 @@
-"""The forms of a request: chat messages, text with images, and prompts as vLLM's users write them."""
+"""The forms of a request: chat messages, text with images and videos, and prompts as vLLM's users write them."""
 
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping
+from itertools import count
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mmvllm.errors import ParameterError, RequestError
-from mmvllm.processors.image import PART_SIZES
+from mmvllm.processors.parts import (
+    PROCESSOR_KEYS,
+    SOURCE_KEYS,
+    check_keys,
+    check_numbers,
+    given_videos,
+    image_part,
+    is_video_part,
+    video_part,
+    without_nulls,
+)
 from mmvllm.processors.template_kwargs import check_template_kwargs
 from mmvllm.text import listed
 
@@ -16,25 +24,27 @@ FORMS = ("messages", "text", "prompt", "prompt_token_ids")
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data")
 REQUEST_KEYS = frozenset(
     (
-        *("messages", "text", "images", "min_pixels", "max_pixels", *PROMPT_KEYS),
-        *("allow_special_tokens", "chat_template_kwargs"),
+        *("messages", "text", "images", "videos", "min_pixels", "max_pixels", *PROMPT_KEYS),
+        *("allow_special_tokens", "chat_template_kwargs", "mm_processor_kwargs"),
         *("request_id", "priority", "cache_salt", "sampling_params"),
     )
 )
 TEXT_KEYS = frozenset(("type", "text"))
-SOURCE_KEYS = ("image", "image_url", "url", "path", "base64")
-IMAGE_KEYS = frozenset(("type", *SOURCE_KEYS, *PART_SIZES))
 
 
 class ParsedRequest(NamedTuple):
     """A request taken apart; one of `messages` (for the chat template), `text` and `token_ids` is given.
 
-    Each of `images` is a dict with what to load under "image", and perhaps sizes of its own. Special tokens in messages
-    are text, unless `allow_special_tokens`. `template_kwargs` are arguments for the chat template.
+    Each of `images` is a dict with what to load under "image", and perhaps sizes of its own; each of `videos` one with
+    what to load under "video", and perhaps keys of `qwen_vl_utils`. `processor_kwargs` are the request's own arguments
+    for both. Special tokens in messages are text, unless `allow_special_tokens`. `template_kwargs` are arguments for
+    the chat template.
     """
 
     messages: list[dict] | None
     images: list[dict]
+    videos: list[dict]
+    processor_kwargs: Mapping[str, Any]
     text: str | None = None
     token_ids: Any = None
     allow_special_tokens: bool = False
@@ -45,19 +55,21 @@ def parse_request(request: Any) -> ParsedRequest:
     """Take a request apart; raises RequestError that says what is wrong."""
     if not isinstance(request, dict):
         raise RequestError(f"a request must be a dict with 'messages' or 'text', not {type(request).__name__}")
-    _check_keys("request", request, REQUEST_KEYS)
-    _check_sizes(request)
+    check_keys("request", request, REQUEST_KEYS)
+    check_numbers(request)
     form, content = _form(request)
     allow_special_tokens, template_kwargs = _allows_special_tokens(request, form), _template_kwargs(request, form)
-    images = _as_list(request.get("images")) + _multi_modal_images(request.get("multi_modal_data"))
+    images, videos = _given_media(request)
+    kwargs = _processor_kwargs(request)
     if form == "messages":
-        if images:
-            raise RequestError("'images' go with 'text'; with 'messages', put each image into its message as a part")
-        messages, images = _parse_messages(content)
+        if images or videos:
+            raise RequestError("images and videos go with 'text'; with 'messages', put each into its message as a part")
         keys = {"allow_special_tokens": allow_special_tokens, "template_kwargs": template_kwargs}
-        return ParsedRequest(messages, images, **keys)
-    parts = [image if isinstance(image, dict) else {"image": image} for image in images]
-    parsed = ParsedRequest(None, [_image_part(i, part) for i, part in enumerate(parts)])
+        return ParsedRequest(*_parse_messages(content), kwargs, **keys)
+    images = [image if isinstance(image, dict) else {"image": image} for image in images]
+    videos = [video if isinstance(video, dict) else {"video": video} for video in videos]
+    images, videos = list(map(image_part, count(), images)), list(map(video_part, count(), videos))
+    parsed = ParsedRequest(None, images, videos, kwargs)
     if form == "prompt_token_ids":
         return parsed._replace(token_ids=content)
     if not isinstance(content, str):
@@ -105,108 +117,66 @@ def _as_list(images: Any) -> list:
     return [] if images is None else list(images) if isinstance(images, list | tuple) else [images]
 
 
-def _multi_modal_images(data: Any) -> list:
-    if data is None:
-        return []
+def _given_media(request: dict) -> tuple[list, list]:
+    """The images and the videos that are not parts of messages."""
+    data = request.get("multi_modal_data") or {}
     if not isinstance(data, Mapping):
         raise RequestError(f"multi_modal_data must be a dict such as {{'image': ...}}, not {type(data).__name__}")
-    if unknown := sorted(map(str, data.keys() - {"image"})):
-        raise RequestError(f"multi_modal_data has {', '.join(unknown)}; only 'image' is supported")
-    return _as_list(data.get("image"))
+    if unknown := sorted(map(str, data.keys() - {"image", "video"})):
+        raise RequestError(f"multi_modal_data has {', '.join(unknown)}; only 'image' and 'video' are supported")
+    images = _as_list(request.get("images")) + _as_list(data.get("image"))
+    return images, given_videos(request.get("videos")) + given_videos(data.get("video"))
 
 
-def _parse_messages(messages: Any) -> tuple[list[dict], list[dict]]:
+def _processor_kwargs(request: dict) -> dict[str, Any]:
+    """The request's own arguments for the processors of images and videos, by vLLM's names."""
+    kwargs = request.get("mm_processor_kwargs") or {}
+    if not isinstance(kwargs, Mapping):
+        raise ParameterError("mm_processor_kwargs", kwargs, "a dict")
+    kwargs = without_nulls(kwargs)
+    check_keys("mm_processor_kwargs", kwargs, PROCESSOR_KEYS)
+    check_numbers(kwargs)
+    if "fps" in kwargs and "num_frames" in kwargs:
+        raise RequestError("mm_processor_kwargs has both fps and num_frames; give one of them", param="num_frames")
+    return kwargs
+
+
+def _parse_messages(messages: Any) -> tuple[list[dict], list[dict], list[dict]]:
     if not isinstance(messages, list | tuple) or not messages:
         raise RequestError(
             f"'messages' must be a list of at least one {{'role', 'content'}} dict, not {messages!r:.100}"
         )
-    parsed, images = [], []
+    parsed, images, videos = [], [], []
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise RequestError(f"a message must be a dict with 'role' and 'content', not {message!r:.100}")
         content = message["content"]
         if isinstance(content, list | tuple):
-            content = [_parse_part(part, images) for part in content]
+            content = [_parse_part(part, images, videos) for part in content]
         elif not isinstance(content, str):
             raise RequestError(f"message content must be a string or a list of parts, not {type(content).__name__}")
         parsed.append({**message, "content": content})
-    return parsed, images
+    return parsed, images, videos
 
 
-def _parse_part(part: Any, images: list[dict]) -> dict:
-    """The part as the template needs it; what to load goes to `images`."""
+def _parse_part(part: Any, images: list[dict], videos: list[dict]) -> dict:
+    """The part as the template needs it; what to load goes to `images` or `videos`."""
     if not isinstance(part, dict):
         raise RequestError(f"a content part must be a dict, not {type(part).__name__}")
-    part = {key: value for key, value in part.items() if value is not None}
-    kind = part.get("type") or next((key for key in (*SOURCE_KEYS, "video", "text") if key in part), None)
+    part = without_nulls(part)
+    if is_video_part(part):
+        videos.append(video_part(len(videos), part))
+        return {"type": "video"}
+    kind = part.get("type") or next((key for key in (*SOURCE_KEYS, "text") if key in part), None)
     if kind in SOURCE_KEYS:
-        images.append(_image_part(len(images), part))
+        images.append(image_part(len(images), part))
         return {"type": "image"}
-    if kind in ("video", "video_url"):
-        raise RequestError("video parts are not supported; give frames of it as image parts")
     if kind != "text":
         raise RequestError(
-            f"a content part must be text, image or image_url, not {kind!r} with keys {sorted(map(str, part))}"
+            "a content part must be text, image, image_url, video or video_url, "
+            f"not {kind!r} with keys {sorted(map(str, part))}"
         )
-    _check_keys("text part", part, TEXT_KEYS)
+    check_keys("text part", part, TEXT_KEYS)
     if not isinstance(part.get("text"), str):
         raise RequestError(f"a text part needs 'text' with a string, not {part.get('text')!r:.40}")
     return {"type": "text", "text": part["text"]}
-
-
-def _image_part(i: int, part: dict) -> dict:
-    """What to load under "image", with the sizes that are given."""
-    with naming_image(i):
-        part = {key: value for key, value in part.items() if value is not None}
-        _check_keys("image part", part, IMAGE_KEYS)
-        _check_sizes(part)
-        return {"image": _source(part), **{key: part[key] for key in PART_SIZES if key in part}}
-
-
-def _source(part: dict) -> Any:
-    """What `load_image` takes, from the keys of mmvllm, OpenAI, qwen-vl-utils and transformers."""
-    if "path" in part:
-        return part["path"] if isinstance(part["path"], Path) else Path(_string(part, "path"))
-    if "base64" in part:
-        text = _string(part, "base64")
-        return text if text.startswith("data:") else f"data:image/*;base64,{text}"
-    source = next((part[key] for key in ("image", "image_url", "url") if key in part), None)
-    if isinstance(source, dict):
-        source = source.get("url")
-    if source is None:
-        raise RequestError("an image part needs 'image', or 'image_url' with 'url'")
-    return source
-
-
-def _string(part: dict, key: str) -> str:
-    if not isinstance(part[key], str):
-        raise RequestError(f"{key!r} of an image part must be a string, not {type(part[key]).__name__}")
-    return part[key]
-
-
-@contextmanager
-def naming_image(i: int) -> Iterator[None]:
-    """Say in an error which image it is about."""
-    try:
-        yield
-    except RequestError as error:
-        error.image_index = i
-        raise
-    except ValueError as error:
-        raise RequestError(str(error), image_index=i) from error
-
-
-def _check_keys(what: str, given: dict, known: frozenset[str]) -> None:
-    if unknown := sorted(map(str, given.keys() - known)):
-        raise RequestError(
-            f"{what} has unknown keys {', '.join(unknown)}; known: {', '.join(sorted(known))}", param=unknown[0]
-        )
-
-
-def _check_sizes(given: dict) -> None:
-    for key in PART_SIZES:
-        value = given.get(key)
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= sys.maxsize
-        ):
-            raise ParameterError(key, value, f"an integer of at least 1 and at most {sys.maxsize}")

@@ -1,6 +1,6 @@
 """Token ids, patches and grids that other code made, checked and copied: the caller may reuse its buffers at once."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from operator import index
 from typing import Any
@@ -11,8 +11,12 @@ import xxhash
 from torch import Tensor
 
 from mmvllm.errors import RequestError
-from mmvllm.inputs import Grid, MediaItem, MediaRules, Span
+from mmvllm.inputs import EngineInput, Grid, Media, MediaRules, Span
+from mmvllm.processors.placeholders import engine_input
 from mmvllm.text import counted
+
+# Of patches and grids, by modality, as transformers' processors call them.
+NAMES = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
 
 Array = Tensor | np.ndarray | Sequence  # of numbers, nested or not, on any device
 
@@ -40,52 +44,138 @@ def _as_token_id(item: Any) -> Any:
     return int(item) if isinstance(item, np.integer) else item
 
 
-def items_from_tensors(
+def input_from_tensors(
     rules: MediaRules | None,
     token_ids: list[int],
-    pixel_values: Array | None,
-    image_grid_thw: Array | None,
+    pixel_values: Array | None = None,
+    image_grid_thw: Array | None = None,
     vision_placeholders: Iterable[Span] | None = None,
     image_digests: Iterable[bytes] | None = None,
-) -> tuple[MediaItem, ...]:
-    """The images of a prompt whose placeholders are expanded already.
+    pixel_values_videos: Array | None = None,
+    video_grid_thw: Array | None = None,
+    second_per_grid_ts: Iterable[float] | None = None,
+) -> EngineInput:
+    """The input of a prompt whose placeholders are expanded already, and of the tensors that transformers makes.
 
     Args:
         pixel_values: (P, patch_dim) of all images packed, or one array for each: uint8 patches or normalised floats.
         image_grid_thw: (number of images, 3), in patches.
         vision_placeholders: (offset, length) of each image's tokens; found in the prompt where not given.
         image_digests: computed from the copied patches where not given.
+        pixel_values_videos, video_grid_thw: the same for videos.
+        second_per_grid_ts: seconds from one temporal patch of a video to the next, for families that use them.
 
     Raises RequestError for anything that does not fit together.
     """
-    num_image_tokens = 0 if rules is None else token_ids.count(rules.image_token_id)
-    rows = _as_list("image_grid_thw", image_grid_thw)
+    images = _media("image", rules, token_ids, pixel_values, image_grid_thw, digests=image_digests)
+    videos = _media("video", rules, token_ids, pixel_values_videos, video_grid_thw, seconds=second_per_grid_ts)
+    if not images and not videos:
+        return EngineInput(token_ids)
+    given = None if vision_placeholders is None else _own_spans(vision_placeholders)
+    placed = [*_placed(images, token_ids, rules, given), *_placed(videos, token_ids, rules)]
+    return engine_input(token_ids, sorted(placed, key=lambda one: one[1][0]), rules)
+
+
+def _media(
+    modality: str,
+    rules: MediaRules | None,
+    token_ids: list[int],
+    patches: Array | None,
+    grids: Array | None,
+    **keys: Any,
+) -> list[Media]:
+    """The images or the videos, checked against the number of placeholders of a prompt."""
+    patches_name, grids_name = NAMES[modality]
+    rows, token_id = _as_list(grids_name, grids), None if rules is None else rules.token_id(modality)
     if not rows:
-        if num_image_tokens:
-            raise RequestError(f"prompt has {counted(num_image_tokens, 'image placeholder')} but no images were given")
-        if _as_list("pixel_values", pixel_values):
-            raise RequestError("pixel_values were given without image_grid_thw", param="image_grid_thw")
-        return ()
+        num_tokens = 0 if token_id is None else token_ids.count(token_id)
+        if num_tokens:
+            found = counted(num_tokens, f"{modality} placeholder")
+            raise RequestError(f"prompt has {found} but no {modality}s were given")
+        if _as_list(patches_name, patches):
+            raise RequestError(f"{patches_name} were given without {grids_name}", param=grids_name)
+        return []
     if rules is None:
-        raise RequestError("this is a text-only model, it cannot take images")
-    grids = own_grids(rows, rules.merge_size)
-    lengths = [rules.num_tokens(grid) for grid in grids]
-    if vision_placeholders is None:
-        spans = _find_spans(token_ids, lengths, rules.image_token_id)
-    else:
-        spans = _own_spans(vision_placeholders)
-    _check_spans(spans, lengths, token_ids, rules.image_token_id)
-    patches = _split(pixel_values, grids, rules.patch_dim)
-    digests = _as_list("image_digests", image_digests) or list(map(_digest, patches, grids))
-    if len(digests) != len(grids) or not all(isinstance(digest, bytes) for digest in digests):
+        raise RequestError(f"this is a text-only model, it cannot take {modality}s")
+    if token_id is None:
+        raise RequestError(f"this model has no token for {modality}s, it cannot take them")
+    return media_from_tensors(modality, rules, patches, rows, **keys)
+
+
+def media_from_tensors(
+    modality: str,
+    rules: MediaRules,
+    patches: Array | None,
+    grids: Array,
+    digests: Iterable[bytes] | None = None,
+    seconds: Iterable[float] | None = None,
+) -> list[Media]:
+    """Images or videos from what transformers' processors make of them, named as there in errors."""
+    patches_name, grids_name = NAMES[modality]
+    own = own_grids(grids, rules.merge_size, grids_name)
+    pieces = _split(patches_name, patches, own, grids_name, rules.patch_dim)
+    seconds = _own_seconds(seconds, len(own)) if modality == "video" else [None] * len(own)
+    given = _as_list("image_digests", digests) or [None] * len(own)
+    if len(given) != len(own) or not all(isinstance(digest, bytes | None) for digest in given):
         raise RequestError(
-            f"{len(digests)} image_digests were given for {counted(len(grids), 'image')}; each must be bytes",
+            f"{len(given)} image_digests were given for {counted(len(own), 'image')}; each must be bytes",
             param="image_digests",
         )
-    return tuple(
-        MediaItem("image", own, grid, digest, (span,))
-        for own, grid, digest, span in zip(patches, grids, digests, spans, strict=True)
-    )
+    return [
+        Media(modality, piece, grid, _digests(modality, piece, grid, digest, step), seconds_per_patch=step)
+        for piece, grid, digest, step in zip(pieces, own, given, seconds, strict=True)
+    ]
+
+
+def _digests(
+    modality: str, patches: Tensor, grid: Grid, given: bytes | None, seconds_per_patch: float | None
+) -> tuple[bytes, ...]:
+    """Of each temporal patch, from the digest of the whole if one is given."""
+    t, h, w = grid
+    if given is not None:
+        return (given,) if t == 1 else tuple(given + bytes(repr(i), "ascii") for i in range(t))
+    facts = modality, (h, w), seconds_per_patch, patches.dtype, patches.shape[1]
+    return tuple(_digest(own, facts) for own in patches.view(t, h * w, -1))
+
+
+def _own_seconds(given: Iterable[float] | None, number: int) -> list[float | None]:
+    seconds = _as_list("second_per_grid_ts", given)
+    try:
+        own = [float(value) for value in seconds]
+    except (TypeError, ValueError):
+        own = [0.0]
+    if not all(0 < value < float("inf") for value in own) or len(own) not in (0, number):
+        raise RequestError(
+            f"second_per_grid_ts is {seconds!r:.100}, must be {counted(number, 'number')} above 0, one per video",
+            param="second_per_grid_ts",
+        )
+    return own or [None] * number
+
+
+def _placed(
+    media: list[Media], token_ids: list[int], rules: MediaRules, spans: list[Span] | None = None
+) -> Iterator[tuple[Media, list[Span]]]:
+    """Each image or video with the spans of its temporal patches, in a prompt that has exactly as many placeholders."""
+    if not media:
+        return
+    modality, token_id = media[0].modality, rules.token_id(media[0].modality)
+    lengths = [rules.num_tokens(one.grid) for one in media]
+    at = [i for i, one in enumerate(token_ids) if one == token_id]
+    if spans is not None:
+        _check_spans(spans, lengths, at)
+    elif len(at) != sum(lengths):
+        raise RequestError(
+            f"prompt has {counted(len(at), f'{modality} token')} for {counted(len(lengths), modality)}, which need "
+            f"{' + '.join(map(str, lengths))}; expand the placeholders first"
+        )
+    first = 0
+    for one, length in zip(media, lengths, strict=True):
+        own, t = at[first : first + length], one.grid[0]
+        first += length
+        yield one, [(own[i], length // t) for i in range(0, length, length // t)]
+        if any(own[i + length // t - 1] - own[i] != length // t - 1 for i in range(0, length, length // t)):
+            what = "an image" if modality == "image" else "a temporal patch of a video"
+            raise RequestError(f"the prompt's {modality} tokens are interrupted; {what} needs one run of them")
 
 
 def _to_numpy(array: Any) -> np.ndarray:
@@ -101,40 +191,26 @@ def _as_list(name: str, given: Any) -> list:
         raise RequestError(f"{name} is {given!r:.100}, must be an array or a list", param=name) from None
 
 
-def own_grids(given: Array, merge_size: int) -> list[Grid]:
-    """Sizes (t, h, w) in patches; raises RequestError for what is not an array (number of images, 3) of such sizes."""
-    rows = _as_list("image_grid_thw", given)
+def own_grids(given: Array, merge_size: int, name: str = "image_grid_thw") -> list[Grid]:
+    """Sizes (t, h, w) in patches; raises RequestError for what is not an array (number, 3) of such sizes."""
+    rows = _as_list(name, given)
     try:
         array = np.stack([_to_numpy(row) for row in rows])
     except ValueError:  # rows of different lengths
         raise RequestError(
-            "image_grid_thw has rows of different lengths, must be (number of images, 3)", param="image_grid_thw"
+            f"{name} has rows of different lengths, must be (number of {name[:5]}s, 3)", param=name
         ) from None
     if array.ndim != 2 or array.shape[1] != 3:
-        raise RequestError(
-            f"image_grid_thw has shape {array.shape}, must be (number of images, 3)", param="image_grid_thw"
-        )
+        raise RequestError(f"{name} has shape {array.shape}, must be (number of {name[:5]}s, 3)", param=name)
     if array.dtype.kind not in "iuf" or not np.array_equal(array, np.floor(array)) or np.isinf(array).any():
-        raise RequestError(f"image_grid_thw has {array.tolist()}, sizes must be integers", param="image_grid_thw")
+        raise RequestError(f"{name} has {array.tolist()}, sizes must be integers", param=name)
     for t, h, w in array.astype(np.int64).tolist():
         if min(t, h, w) < 1 or h % merge_size or w % merge_size:
             raise RequestError(
-                f"image_grid_thw has {(t, h, w)}; sizes must be positive, h and w multiples of {merge_size}",
-                param="image_grid_thw",
+                f"{name} has {(t, h, w)}; sizes must be positive, h and w multiples of {merge_size}",
+                param=name,
             )
     return [tuple(grid) for grid in array.astype(np.int64).tolist()]
-
-
-def _find_spans(token_ids: list[int], lengths: list[int], image_token_id: int) -> list[Span]:
-    """Where each image's tokens are, in a prompt that has exactly as many as the images need."""
-    at = [i for i, token_id in enumerate(token_ids) if token_id == image_token_id]
-    if len(at) != sum(lengths):
-        raise RequestError(
-            f"prompt has {counted(len(at), 'image token')} for {counted(len(lengths), 'image')}, which need "
-            f"{' + '.join(map(str, lengths))}; expand the placeholders first"
-        )
-    firsts = np.cumsum([0, *lengths[:-1]])
-    return [(at[first], length) for first, length in zip(firsts, lengths, strict=True)]
 
 
 def _own_spans(given: Any) -> list[Span]:
@@ -146,58 +222,56 @@ def _own_spans(given: Any) -> list[Span]:
         ) from None
 
 
-def _check_spans(spans: list[Span], lengths: list[int], token_ids: list[int], image_token_id: int) -> None:
+def _check_spans(spans: list[Span], lengths: list[int], at: list[int]) -> None:
     given = [length for _, length in spans]
     if given != lengths:
         raise RequestError(
             f"vision_placeholders have lengths {given}, image_grid_thw needs {lengths}", param="vision_placeholders"
         )
-    covered = [i for offset, length in spans for i in range(offset, offset + length)]
-    if covered != [i for i, token_id in enumerate(token_ids) if token_id == image_token_id]:
+    if at != [i for offset, length in spans for i in range(offset, offset + length)]:
         raise RequestError(
             f"vision_placeholders {spans} are not where the prompt's image tokens are; an image needs one run of them",
             param="vision_placeholders",
         )
 
 
-def _split(pixel_values: Array | None, grids: list[Grid], patch_dim: int) -> list[Tensor]:
-    """A copy of each image's patches (P, patch_dim)."""
+def _split(name: str, pixel_values: Array | None, grids: list[Grid], grids_name: str, patch_dim: int) -> list[Tensor]:
+    """A copy of the patches (P, patch_dim) of each image or video."""
     sizes = [prod(grid) for grid in grids]
     if isinstance(pixel_values, np.ndarray):
-        pixel_values = _as_tensor(pixel_values)
+        pixel_values = _as_tensor(name, pixel_values)
     if isinstance(pixel_values, Tensor) and pixel_values.dim() == 2:
         pixel_values = pixel_values.split(sizes) if len(pixel_values) == sum(sizes) else [pixel_values]
-    given = [_as_tensor(patches) for patches in _as_list("pixel_values", pixel_values)]
+    given = [_as_tensor(name, patches) for patches in _as_list(name, pixel_values)]
     shapes = [tuple(patches.shape) for patches in given]
     if shapes != [(size, patch_dim) for size in sizes]:
         raise RequestError(
-            f"pixel_values have shapes {shapes!s:.200}, image_grid_thw needs "
-            f"{[(size, patch_dim) for size in sizes]!s:.200}",
-            param="pixel_values",
+            f"{name} have shapes {shapes!s:.200}, {grids_name} needs {[(size, patch_dim) for size in sizes]!s:.200}",
+            param=name,
         )
     for patches in given:
         if patches.dtype != torch.uint8 and not patches.is_floating_point():
             raise RequestError(
-                f"pixel_values have dtype {patches.dtype}; give uint8 patches, or floats that are normalised already",
-                param="pixel_values",
+                f"{name} have dtype {patches.dtype}; give uint8 patches, or floats that are normalised already",
+                param=name,
             )
     return [patches.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for patches in given]
 
 
-def _as_tensor(patches: Any) -> Tensor:
+def _as_tensor(name: str, patches: Any) -> Tensor:
     """A tensor, which may share the memory of one that is given; raises RequestError."""
     try:
         # Torch cannot read every layout of numpy: a copy has neither negative strides nor a foreign byte order.
         return torch.as_tensor(_in_native_order(patches) if isinstance(patches, np.ndarray) else patches)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise RequestError(f"pixel_values cannot be read ({error})", param="pixel_values") from None
+        raise RequestError(f"{name} cannot be read ({error})", param=name) from None
 
 
 def _in_native_order(array: np.ndarray) -> np.ndarray:
     return np.array(array, dtype=array.dtype.newbyteorder("="))
 
 
-def _digest(patches: Tensor, grid: Grid) -> bytes:
+def _digest(patches: Tensor, facts: tuple) -> bytes:
     digest = xxhash.xxh3_128(patches.view(torch.uint8).numpy().data)
-    digest.update(repr((grid, patches.dtype, tuple(patches.shape))).encode())
+    digest.update(repr(facts).encode())
     return digest.digest()

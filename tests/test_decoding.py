@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from PIL import Image
 
-from mmvllm.decoding import ImageDecoder
+from mmvllm.decoding import MediaDecoder
 from mmvllm.errors import ImageError
 from mmvllm.media import MediaError, MediaPolicy
 from tests.helpers import tasks
@@ -16,8 +16,8 @@ POLICY = MediaPolicy(max_bytes=100_000, max_pixels=20_000)
 
 
 @pytest.fixture(scope="module")
-def decoder() -> Iterator[ImageDecoder]:
-    decoder = ImageDecoder(POLICY)
+def decoder() -> Iterator[MediaDecoder]:
+    decoder = MediaDecoder(POLICY)
     yield decoder
     decoder.close()
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from mmvllm.bench.workload import encoded, smooth_noise
-from mmvllm.decoding import ImageDecoder
+from mmvllm.decoding import MediaDecoder
 from mmvllm.media import MediaPolicy
 
 SIZES = ((500, 400), (1920, 1080), (4000, 3000))
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=20, help="runs of each case (default: %(default)s)")
     repeat = parser.parse_args().repeat
     policy = MediaPolicy()
-    decoder = ImageDecoder(policy)
+    decoder = MediaDecoder(policy)
     with decoder.session() as in_process:
         print(f"{'start of a process and first image':<36}{_milliseconds(in_process, _jpeg(64, 64), 1):8.1f} ms")
         print(f"{'size':<12}{'file':>10}{'thread':>12}{'process':>12}")

@@ -12,6 +12,7 @@ from mmvllm.inputs import EngineInput
 from mmvllm.processors.chat import ForeignProcessor, Processor
 from mmvllm.processors.decode import Reserve
 from mmvllm.processors.load import DECODING, load_image
+from mmvllm.processors.load_video import Load
 from mmvllm.workers import WorkerDied, WorkerPool, reserve_in_parent
 
 
@@ -41,7 +42,7 @@ class CaptionPreparer:
             seen["digest"] = digest.hexdigest()
             return image
 
-        made = self._processor(request, load)
+        made = self._processor(request, Load(image=load))
         return CaptionInput(made.token_ids, made.items, made.positions, made.position_delta, **seen)
 
 

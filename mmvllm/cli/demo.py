@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     tell_if_bundled(args)
 
     from mmvllm.async_llm import AsyncLLM
-    from mmvllm.decoding import ImageDecoder
+    from mmvllm.decoding import MediaDecoder
     from mmvllm.demo.look import launch_options
     from mmvllm.demo.page import build_page
     from mmvllm.demo.settings import DemoSettings
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         allow_special_tokens=args.allow_special_tokens,
         chat_template_kwargs=args.chat_template_kwargs or {},
     )
-    decoder = ImageDecoder(policy)
+    decoder = MediaDecoder(policy)
     try:
         page = build_page(engine, settings, decoder)
         decoder.start()

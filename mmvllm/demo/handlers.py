@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
-from mmvllm.decoding import ImageDecoder
+from mmvllm.decoding import MediaDecoder
 from mmvllm.demo.conversation import Options, Turn, image_note, images_in, to_chat, turn_at
 from mmvllm.demo.events import read_draft, read_files, read_index, read_kept, read_paths, read_text
 from mmvllm.demo.images import UploadedImage
@@ -46,7 +46,7 @@ class Handlers:
         settings: DemoSettings,
         uploads: Uploads,
         examples: list[Turn],
-        decoder: ImageDecoder | None = None,
+        decoder: MediaDecoder | None = None,
     ):
         self.engine, self.settings, self.examples = engine, settings, examples
         self.uploads, self.sessions = uploads, Sessions(engine, uploads, settings, decoder)

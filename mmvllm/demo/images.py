@@ -6,11 +6,11 @@ from pathlib import Path
 
 from PIL import Image
 
-from mmvllm.decoding import Load
 from mmvllm.errors import RequestError
 from mmvllm.media import FORMATS, MediaPolicy
 from mmvllm.processors.decode import readable_formats
 from mmvllm.processors.image import ImageProcessorConfig
+from mmvllm.processors.load_video import Load
 
 
 class UploadError(RequestError):
@@ -46,7 +46,7 @@ class UploadedImage:
     def load(self, decode: Load) -> Image.Image:
         """Decode the image; raises UploadError."""
         try:
-            return decode(self.path.read_bytes())
+            return decode.image(self.path.read_bytes())
         except (OSError, ValueError):
             message = f"{self.path.name} cannot be read; it may be damaged: remove it, or add it again"
             raise UploadError(message) from None

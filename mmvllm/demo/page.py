@@ -20,7 +20,7 @@ from mmvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mmvllm.async_llm import AsyncLLM
-    from mmvllm.decoding import ImageDecoder
+    from mmvllm.decoding import MediaDecoder
 
 HERE = Path(__file__).parent
 EXAMPLES = {
@@ -56,7 +56,7 @@ def _refuse_url(file: dict) -> dict:
     return file
 
 
-def build_page(engine: "AsyncLLM", settings: DemoSettings, decoder: "ImageDecoder | None" = None) -> Page:
+def build_page(engine: "AsyncLLM", settings: DemoSettings, decoder: "MediaDecoder | None" = None) -> Page:
     """Build the page; launch or mount it with `**launch_options(page)`. By default it has a decoder of its own."""
     uploads = process_uploads()
     handlers = Handlers(engine, settings, uploads, _examples(uploads, settings), decoder)

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmvllm.decoding import ImageDecoder
+from mmvllm.decoding import MediaDecoder
 from mmvllm.demo.conversation import Options, Turn, answer_note, images_in, queue_note, to_request
 from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import ORPHAN_SECONDS, Uploads
 from mmvllm.outputs import Delta, RequestOutput
+from mmvllm.processors.load_video import Load
 from mmvllm.workers import NUM_WORKERS
 
 if TYPE_CHECKING:
@@ -68,10 +69,10 @@ class Sessions:
     """All sessions, by gradio's session hash; used only from gradio's event loop."""
 
     def __init__(
-        self, engine: "AsyncLLM", uploads: Uploads, settings: DemoSettings, decoder: ImageDecoder | None = None
+        self, engine: "AsyncLLM", uploads: Uploads, settings: DemoSettings, decoder: MediaDecoder | None = None
     ):
         self.engine, self.uploads, self.settings = engine, uploads, settings
-        self.decoder = decoder or ImageDecoder(settings.policy)
+        self.decoder = decoder or MediaDecoder(settings.policy)
         # Not the event loop's own threads: images that take long to decode would delay all that needs one of them.
         self._checking = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="mmvllm-check")
         self._sessions: OrderedDict[str, Session] = OrderedDict()
@@ -191,7 +192,7 @@ class Sessions:
                 params,
                 session.request_id,
                 timeout=self.settings.timeout,
-                load=lambda image: image.load(decode),
+                load=Load(image=lambda image: image.load(decode)),
             )
             async with aclosing(in_ticks(stream, TICK_SECONDS)) as ticks:
                 async for deltas in ticks:

@@ -54,7 +54,7 @@ def _row_spans(chunks: list[ScheduledChunk], starts: np.ndarray) -> tuple[np.nda
     for begin, chunk in zip(starts, chunks, strict=False):
         for i in chunk.seq.items_in(chunk.start, chunk.end):
             item = chunk.seq.items[i]
-            for token, row, number in item.rows_in(chunk.start, chunk.end):
-                at.append(np.arange(number) + token - chunk.start + begin)
-                spans.append(RowSpan(item.digest, row, row + number))
+            first, last = item.rows_in(chunk.start, chunk.end)
+            at.append(np.arange(first, last) + item.offset - chunk.start + begin)
+            spans.append(RowSpan(item.digest, first, last))
     return np.concatenate(at), tuple(spans)

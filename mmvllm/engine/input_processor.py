@@ -15,7 +15,7 @@ from mmvllm.engine.sequence import Sequence, SequenceGroup
 from mmvllm.errors import ParameterError, PromptTooLong, RequestError
 from mmvllm.inputs import EngineInput
 from mmvllm.processors.chat import tokenize
-from mmvllm.processors.tensors import items_from_tensors, own_token_ids
+from mmvllm.processors.tensors import input_from_tensors, own_token_ids
 from mmvllm.sampling_params import SamplingParams
 
 Prompt = Any  # a string, token ids as a list, array or tensor, or an EngineInput
@@ -33,15 +33,14 @@ class InputProcessor:
     def engine_input(
         self, prompt: Prompt, pixel_values: Any = None, image_grid_thw: Any = None, **tensors: Any
     ) -> EngineInput:
-        """The input of a prompt; the tensors are those of `processors.tensors.items_from_tensors`."""
+        """The input of a prompt; the tensors are those of `processors.tensors.input_from_tensors`."""
         tensors |= {"pixel_values": pixel_values, "image_grid_thw": image_grid_thw}
         if isinstance(prompt, EngineInput):
             if given := [name for name, value in tensors.items() if value is not None]:
                 raise RequestError(f"{', '.join(given)} came with an EngineInput, which has its own media items")
             return prompt
         token_ids = tokenize(self._tokenizer, prompt) if isinstance(prompt, str) else own_token_ids(prompt)
-        items = items_from_tensors(self._rules, token_ids, **tensors)
-        return self._rules.engine_input(token_ids, items) if items else EngineInput(token_ids)
+        return input_from_tensors(self._rules, token_ids, **tensors)
 
     def warmup_input(self) -> EngineInput:
         """A short prompt, with an image if the model takes images."""
@@ -116,24 +115,30 @@ class InputProcessor:
     def _check_fits(self, prompt: EngineInput) -> None:
         num_tokens, num_media_tokens = len(prompt.token_ids), prompt.num_media_tokens
         if num_tokens >= self._max_model_len:
-            of_images = f" ({num_media_tokens} of them from images)" if num_media_tokens else ""
+            kinds = " and ".join(f"{name}s" for name in sorted({item.modality for item in prompt.items}))
+            of_media = f" ({num_media_tokens} of them from {kinds})" if num_media_tokens else ""
+            lower = f", lower {'fps, num_frames or ' if 'videos' in kinds else ''}max_pixels" if of_media else ""
             raise PromptTooLong(
-                f"prompt has {num_tokens} tokens{of_images}, max_model_len is {self._max_model_len} including the "
-                f"completion; shorten it{', lower max_pixels' if of_images else ''} or raise max_model_len",
+                f"prompt has {num_tokens} tokens{of_media}, max_model_len is {self._max_model_len} including the "
+                f"completion; shorten it{lower} or raise max_model_len",
                 value=num_tokens,
                 limit=self._max_model_len,
             )
         cache = self._encoder_cache
-        for i, item in enumerate(prompt.items):
+        num_images = 0
+        for item in prompt.items:
+            is_image = item.modality == "image"
             if not cache.fits(item.num_tokens):
                 needed = item.num_tokens * cache.bytes_per_row
                 raise RequestError(
-                    f"has {item.num_tokens} tokens, which take {needed} bytes of the encoder cache; "
-                    f"encoder_cache_bytes is {cache.capacity_bytes}; raise it or lower max_pixels",
-                    image_index=i,
+                    f"{'' if is_image else 'a temporal patch of a video '}has {item.num_tokens} tokens, which take "
+                    f"{needed} bytes of the encoder cache; encoder_cache_bytes is {cache.capacity_bytes}; "
+                    "raise it or lower max_pixels",
+                    image_index=num_images if is_image else None,
                     value=needed,
                     limit=cache.capacity_bytes,
                 )
+            num_images += is_image
 
 
 def _check_types(**given: tuple[Any, Any]) -> None:

@@ -61,7 +61,8 @@ class LLMEngine:
             raise TypeError(f"LLMEngine was given a config and {', '.join(engine_args)}; give one or the other")
         self.config = config = config or EngineConfig.from_arguments("LLMEngine", **engine_args)
         loaded = load(model, config)
-        self.model_config, self.image_config = loaded.model_config, loaded.image_config
+        self.model_config = loaded.model_config
+        self.image_config, self.video_config = loaded.image_config, loaded.video_config
         self.tokenizer, self.media_rules = loaded.tokenizer, loaded.media_rules
         self.attention, self.model_runner, self.max_model_len = loaded.attention, loaded.runner, loaded.max_model_len
         self.block_size = self.model_runner.block_size

@@ -15,9 +15,10 @@ from mmvllm.inputs import MediaRules
 from mmvllm.layers.attention import AttentionBackend, choose_attention
 from mmvllm.layers.linear import pack_weights
 from mmvllm.models.folder import resolve_folder
-from mmvllm.models.registry import family_of, load_config, load_image_config
+from mmvllm.models.registry import family_of, load_config, load_media_configs
 from mmvllm.models.weights import load_model
 from mmvllm.processors.image import ImageProcessorConfig
+from mmvllm.processors.video import VideoProcessorConfig
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class LoadedModel:
 
     model_config: ModelConfig
     image_config: ImageProcessorConfig
+    video_config: VideoProcessorConfig
     media_rules: MediaRules | None
     tokenizer: PreTrainedTokenizerBase
     attention: type[AttentionBackend]
@@ -47,7 +49,7 @@ def load(model: str | Path | None, config: EngineConfig) -> LoadedModel:
     folder = resolve_folder(model, with_weights=config.load_format != "dummy")
     model_config = load_config(folder)
     dtype = config.resolve_dtype(model_config.dtype, device)
-    image_config = load_image_config(folder)
+    image_config, video_config = load_media_configs(folder)
     tokenizer = _load_tokenizer(folder)
     attention, reason = choose_attention(
         config.attention_backend, model_config.head_dims, device, dtype, config.kvcache_block_size
@@ -60,13 +62,22 @@ def load(model: str | Path | None, config: EngineConfig) -> LoadedModel:
     use_graphs = _uses_graphs(config, device, attention)
     num_blocks = num_kv_blocks(loaded, config, block_size, dtype, device, use_graphs)
     runner = ModelRunner(
-        loaded, image_config, device, dtype, num_blocks=num_blocks, block_size=block_size, use_graphs=use_graphs
+        loaded,
+        image_config,
+        video_config,
+        device,
+        dtype,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        use_graphs=use_graphs,
     )
     max_model_len = _max_model_len(config, model_config, num_blocks, block_size)
     if use_graphs:
         runner.capture_graphs(config.max_num_seqs, max_model_len)
     media_rules = family_of(model_config.architecture).media_rules(model_config)
-    return LoadedModel(model_config, image_config, media_rules, tokenizer, attention, runner, max_model_len)
+    return LoadedModel(
+        model_config, image_config, video_config, media_rules, tokenizer, attention, runner, max_model_len
+    )
 
 
 def _uses_graphs(config: EngineConfig, device: torch.device, attention: type[AttentionBackend]) -> bool:

@@ -1,6 +1,7 @@
 """Device state: weights, KV cache and the ViT rows of items. Runs one batch at a time."""
 
 from collections.abc import Iterator, Set
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from mmvllm.engine.stats import Stopwatch
 from mmvllm.inputs import MediaItem
 from mmvllm.models.interface import Model
 from mmvllm.processors.image import ImageProcessorConfig, normalize_patches
+from mmvllm.processors.video import VideoProcessorConfig, normalize_video_patches
 from mmvllm.transfer import current_device, to_device
 
 _CPU_PATCHES = 1024  # in one ViT call: 8 images of 1024 took 5 % longer in one call than in eight (2 cores)
@@ -29,6 +31,7 @@ class ModelRunner:
         self,
         model: Model,
         image_config: ImageProcessorConfig,
+        video_config: VideoProcessorConfig,
         device: torch.device,
         dtype: torch.dtype,
         *,
@@ -36,7 +39,11 @@ class ModelRunner:
         block_size: int,
         use_graphs: bool = False,
     ):
-        self.model, self.model_config, self.image_config = model, model.config, image_config
+        self.model, self.model_config = model, model.config
+        self._normalize = {
+            "image": partial(normalize_patches, config=image_config),
+            "video": partial(normalize_video_patches, config=video_config),
+        }
         self.device, self.dtype = device, dtype
         self.num_blocks, self.block_size, self.use_graphs = num_blocks, block_size, use_graphs
         self.kv_cache = empty_kv_cache(model.config, num_blocks + use_graphs, block_size, dtype, device)
@@ -80,15 +87,15 @@ class ModelRunner:
     def _encode(self, items: tuple[MediaItem, ...]) -> None:
         """The ViT on all new items of the step: one call on a GPU, a few whose tensors fit the caches on a CPU."""
         for group in _groups(items, _CPU_PATCHES if self.device.type == "cpu" else None):
-            patches = torch.cat([self._normalized(item.patches) for item in group])
+            patches = torch.cat([self._normalized(item) for item in group])
             rows = self.model.encode(patches, [item.grid for item in group])  # (M, row_size)
             for item, own in zip(group, rows.split([item.num_tokens for item in group]), strict=True):
                 # A copy: a view would keep the rows of the whole call in memory while one item of it is cached.
                 self._rows[item.digest] = own.clone() if len(group) > 1 else own
 
-    def _normalized(self, patches: Tensor) -> Tensor:
-        pixels = to_device(patches, self.device)
-        return (normalize_patches(pixels, self.image_config) if pixels.dtype == torch.uint8 else pixels).to(self.dtype)
+    def _normalized(self, item: MediaItem) -> Tensor:
+        pixels = to_device(item.patches, self.device)
+        return (self._normalize[item.modality](pixels) if pixels.dtype == torch.uint8 else pixels).to(self.dtype)
 
 
 def _groups(items: tuple[MediaItem, ...], max_patches: int | None) -> Iterator[list[MediaItem]]:

@@ -203,28 +203,29 @@ class Scheduler:
             return _Allotment.OUT_OF_BLOCKS
         step.chunks.append(ScheduledChunk(seq, start, end, end == seq.num_tokens, copies))
         step.num_tokens += end - start
-        step.num_patches += sum(item.num_patches for item in new_items)
-        step.items_to_encode |= {item.digest: item for item in new_items}
+        step.num_patches += sum(item.num_patches for item in new_items.values())
+        step.items_to_encode |= new_items
         return _Allotment.SCHEDULED
 
-    def _acquire_items(self, step: Schedule, seq: Sequence, start: int, end: int) -> tuple[int, list[MediaItem]]:
+    def _acquire_items(self, step: Schedule, seq: Sequence, start: int, end: int) -> tuple[int, dict[bytes, MediaItem]]:
         """Hold the items that tokens [start, end) touch.
 
         Returns the end, moved before the first item that has no room, and the items that are to be encoded.
         A step encodes at most `max_vision_patches`, except that one larger item may be encoded alone.
         """
-        new_items: list[MediaItem] = []
+        new_items: dict[bytes, MediaItem] = {}
         num_patches = step.num_patches
         for i in seq.items_in(start, end):
             item = seq.items[i]
-            is_new = item.digest not in step.items_to_encode and not self.encoder_cache.is_encoded(item.digest)
-            if is_new and item.digest not in {other.digest for other in new_items}:
-                if num_patches and num_patches + item.num_patches > self.max_vision_patches:
-                    return max(start, item.offset), new_items
-                num_patches += item.num_patches
-                new_items.append(item)
+            is_known = item.digest in step.items_to_encode or item.digest in new_items
+            is_new = not is_known and not self.encoder_cache.is_encoded(item.digest)
+            if is_new and num_patches and num_patches + item.num_patches > self.max_vision_patches:
+                return max(start, item.offset), new_items
             if not self.encoder_cache.acquire(item.digest, item.num_tokens, (seq.seq_id, i)):
-                return max(start, item.offset), [other for other in new_items if other is not item]
+                return max(start, item.offset), new_items
+            if is_new:
+                num_patches += item.num_patches
+                new_items[item.digest] = item
         return end, new_items
 
     def preempt(self, seq: Sequence) -> None:

@@ -1,6 +1,7 @@
 """One request in flight: a `Sequence` per completion, a `SequenceGroup` per request."""
 
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -164,15 +165,18 @@ class Sequence:
 
     @property
     def vision_placeholders(self) -> tuple[Span, ...]:
-        return tuple(span for item in self.items for span in item.spans)
+        return tuple(item.span for item in self.items)
 
     @property
     def num_media_tokens(self) -> int:
         return sum(item.num_tokens for item in self.items)
 
-    def items_in(self, start: int, end: int) -> list[int]:
-        """Indices of the items that tokens [start, end) touch."""
-        return [i for i, item in enumerate(self.items) if item.touches(start, end)]
+    def items_in(self, start: int, end: int) -> range:
+        """Indices of the items whose placeholders are among tokens [start, end)."""
+        return range(
+            bisect_right(self.items, start, key=lambda item: item.end),
+            bisect_left(self.items, end, key=lambda item: item.offset),
+        )
 
     @property
     def num_blocks(self) -> int:

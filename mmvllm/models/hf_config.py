@@ -16,7 +16,12 @@ SAMPLING_NAMES = (
 )
 
 # Those of the Qwen-VL tokenizers, for configs that leave them out.
-SPECIAL_TOKEN_IDS = {"image_token_id": 151655, "vision_start_token_id": 151652, "vision_end_token_id": 151653}
+SPECIAL_TOKEN_IDS = {
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+}
 
 ROPE_THETA = 10000.0  # of the rotary positions of every family's ViT
 
@@ -101,7 +106,7 @@ def vision_fields(raw: dict, defaults: dict[str, Any]) -> dict[str, Any]:
 
 
 def special_token_ids(raw: dict) -> dict[str, int]:
-    """The ids of the tokens around and in place of images; raises ValueError for a value that is not an id."""
+    """The ids of the tokens around and in place of media; raises ValueError for a value that is not an id."""
     ids = {name: raw.get(name, default) for name, default in SPECIAL_TOKEN_IDS.items()}
     for name, token_id in ids.items():
         if isinstance(token_id, bool) or not isinstance(token_id, int):

@@ -4,10 +4,6 @@ A family is one folder: its config and its ViT. `vision_language.py`, `decoder.p
 share; what differs between decoders is a field of `ModelConfig`. docs/extending.md says how to add a family. How
 features that are not here yet fit, and which fields and hooks each would add:
 
-- Video: a `MediaItem` with modality "video", a grid with t > 1, one span per run of placeholders and the times of its
-  temporal patches; scheduler, caches, batches and `encode` take such items as they are. `MediaRules` gains the
-  placeholder of videos and, for families that write times between the spans, a function from an item to its tokens and
-  spans, which `expand_placeholders` calls instead of repeating one placeholder.
 - A recurrent state per sequence: a second cache, indexed by a slot that `Batch` carries for each sequence. A state
   exists at the positions where it was saved, so a prefix hit and `BlockManager.fork` begin at the last of these, and
   `ModelConfig` says which layers have a KV cache.
@@ -28,6 +24,7 @@ from mmvllm.config import ModelConfig
 from mmvllm.inputs import Grid, MediaRules
 from mmvllm.layers.attention import AttentionBackend
 from mmvllm.processors.image import ImageProcessorConfig
+from mmvllm.processors.video import VideoProcessorConfig
 
 
 class Model(nn.Module, ABC):
@@ -79,6 +76,10 @@ class ModelFamily(ABC):
     @abstractmethod
     def image_config(self, folder: Path) -> ImageProcessorConfig:
         """How the images of a checkpoint are resized, cut into patches and normalised."""
+
+    @abstractmethod
+    def video_config(self, folder: Path) -> VideoProcessorConfig:
+        """Which frames of videos are taken for a checkpoint, and how they are resized, cut and normalised."""
 
     @abstractmethod
     def media_rules(self, config: ModelConfig) -> MediaRules | None:

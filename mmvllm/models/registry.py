@@ -12,6 +12,7 @@ from mmvllm.models.hf_config import read_json
 if TYPE_CHECKING:  # these import torch, which a command that refuses a checkpoint must not wait for
     from mmvllm.models.interface import ModelFamily
     from mmvllm.processors.image import ImageProcessorConfig
+    from mmvllm.processors.video import VideoProcessorConfig
 
 # Architecture -> the package whose FAMILY serves it.
 FAMILIES = {
@@ -31,26 +32,33 @@ def family_of(architecture: str) -> "ModelFamily":
 
 
 def load_image_config(folder: str | Path) -> "ImageProcessorConfig":
-    """How images are prepared for a checkpoint.
+    """How images are prepared for a checkpoint; raises ValueError as `load_media_configs` does."""
+    return load_media_configs(folder)[0]
+
+
+def load_media_configs(folder: str | Path) -> tuple["ImageProcessorConfig", "VideoProcessorConfig"]:
+    """How images and videos are prepared for a checkpoint.
 
     Raises ValueError for settings that are damaged, not supported, or not those that its model needs.
     """
     config = load_config(folder)
-    images = family_of(config.architecture).image_config(Path(folder))
+    family = family_of(config.architecture)
+    configs = {"image": family.image_config(Path(folder)), "video": family.video_config(Path(folder))}
     if vision := config.vision:
         if not 0 <= config.image_token_id < config.vocab_size:
             raise ValueError(
                 f"{folder}: image_token_id is {config.image_token_id}, must be a token id below vocab_size, "
                 f"{config.vocab_size}"
             )
-        cut = (images.patch_size, images.temporal_patch_size, images.merge_size)
         needed = (vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
-        if cut != needed:
-            raise ValueError(
-                f"{folder}: the image settings have (patch_size, temporal_patch_size, merge_size) {cut}, "
-                f"vision_config needs {needed}"
-            )
-    return images
+        for modality, settings in configs.items():
+            cut = (settings.patch_size, settings.temporal_patch_size, settings.merge_size)
+            if cut != needed:
+                raise ValueError(
+                    f"{folder}: the {modality} settings have (patch_size, temporal_patch_size, merge_size) {cut}, "
+                    f"vision_config needs {needed}"
+                )
+    return configs["image"], configs["video"]
 
 
 def load_config(folder: str | Path) -> ModelConfig:

@@ -4,25 +4,24 @@ The same class without a ViT serves text-only checkpoints of the decoder.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mmvllm.batch import Batch
 from mmvllm.config import ModelConfig
-from mmvllm.inputs import Grid, MediaItem, MediaRules
+from mmvllm.inputs import Grid, MediaRules
 from mmvllm.kernels.splice import splice
 from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.linear import Linear
 from mmvllm.models.decoder import Decoder
 from mmvllm.models.interface import Model, ModelFamily
+from mmvllm.models.video import VIDEO_DEFAULTS
 from mmvllm.processors.image import ImageProcessorConfig
-from mmvllm.processors.positions import mrope_positions
+from mmvllm.processors.video import VideoProcessorConfig
 
 # Those of transformers' Qwen2VLImageProcessor, which serves all these families, for checkpoints that leave them out.
 IMAGE_DEFAULTS = ImageProcessorConfig(
@@ -124,30 +123,31 @@ class QwenVLFamily(ModelFamily):
     vision_transformer: ClassVar[type[nn.Module]]
     published: ClassVar[Mapping[str, str]] = MappingProxyType({"decoder.": "model."})  # see `VisionLanguageModel`
 
+    video_defaults: ClassVar[VideoProcessorConfig] = VIDEO_DEFAULTS
+
     def image_config(self, folder: Path) -> ImageProcessorConfig:
         return ImageProcessorConfig.from_pretrained(folder, IMAGE_DEFAULTS)
+
+    def video_config(self, folder: Path) -> VideoProcessorConfig:
+        return type(self.video_defaults).from_pretrained(folder, self.video_defaults)
 
     def media_rules(self, config: ModelConfig) -> MediaRules | None:
         if config.vision is None:
             return None
         return MediaRules(
             image_token_id=config.image_token_id,
+            video_token_id=config.video_token_id if config.video_token_id < config.vocab_size else None,
             start_token_id=config.vision_start_token_id,
             end_token_id=config.vision_end_token_id,
             start="<|vision_start|>",
             image="<|image_pad|>",
+            video="<|video_pad|>",
             end="<|vision_end|>",
             merge_size=config.vision.spatial_merge_size,
             patch_dim=config.vision.patch_dim,
-            positions=partial(_positions, config.vision.spatial_merge_size),
         )
 
     def build(self, config: ModelConfig, attention: type[AttentionBackend]) -> VisionLanguageModel:
         # Text-only checkpoints of all families have the names of a plain decoder.
         published = QwenVLFamily.published if config.vision is None else self.published
         return VisionLanguageModel(config, attention, self.vision_transformer, published)
-
-
-def _positions(merge_size: int, num_tokens: int, items: Sequence[MediaItem]) -> tuple[np.ndarray, int]:
-    spans = [span for item in items for span in item.spans]
-    return mrope_positions(num_tokens, spans, [item.grid for item in items], merge_size)

@@ -11,7 +11,7 @@ from prometheus_client.exposition import choose_encoder
 
 import mmvllm
 from mmvllm.async_llm import AsyncLLM, EngineHealth
-from mmvllm.decoding import ImageDecoder
+from mmvllm.decoding import MediaDecoder
 from mmvllm.server import docs, errors
 from mmvllm.server.body import StrictRoute
 from mmvllm.server.completion_response import CompletionResponse
@@ -39,7 +39,7 @@ STREAMS = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}
 def build_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     """Build the ASGI application of an engine, which is shut down together with the application."""
 
-    decoder = ImageDecoder(settings.media)
+    decoder = MediaDecoder(settings.media)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -74,7 +74,7 @@ def build_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     return app
 
 
-def _mount_demo(app: FastAPI, engine: AsyncLLM, settings: ServerSettings, decoder: ImageDecoder) -> Sequence[str]:
+def _mount_demo(app: FastAPI, engine: AsyncLLM, settings: ServerSettings, decoder: MediaDecoder) -> Sequence[str]:
     """Returns the path prefixes of the demo, which reads request bodies itself."""
     from mmvllm.server import demo  # imports gradio, which is needed for the demo only
 
@@ -82,7 +82,7 @@ def _mount_demo(app: FastAPI, engine: AsyncLLM, settings: ServerSettings, decode
     return (f"{demo.PATH}/",)
 
 
-def _completions(engine: AsyncLLM, settings: ServerSettings, metrics: Metrics, decoder: ImageDecoder) -> APIRouter:
+def _completions(engine: AsyncLLM, settings: ServerSettings, metrics: Metrics, decoder: MediaDecoder) -> APIRouter:
     router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["completions"])
     jobs = JobFactory(engine, settings)
 

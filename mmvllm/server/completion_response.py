@@ -8,9 +8,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mmvllm.async_llm import AsyncLLM
-from mmvllm.decoding import ImageDecoder, Load
+from mmvllm.decoding import MediaDecoder
 from mmvllm.errors import DeadlineExceeded, EngineUnavailable, PromptTooLong, RequestFailed
 from mmvllm.outputs import Delta
+from mmvllm.processors.load_video import Load
 from mmvllm.server.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, from_engine, internal_error
 from mmvllm.server.jobs import CompletionJob
 from mmvllm.server.limits import ClientDisconnected
@@ -27,7 +28,7 @@ class CompletionResponse(Response):
     """
 
     def __init__(
-        self, job: CompletionJob, engine: AsyncLLM, settings: ServerSettings, metrics: Metrics, decoder: ImageDecoder
+        self, job: CompletionJob, engine: AsyncLLM, settings: ServerSettings, metrics: Metrics, decoder: MediaDecoder
     ):
         super().__init__()
         self._job, self._engine, self._settings, self._metrics = job, engine, settings, metrics

@@ -5,7 +5,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import RedirectResponse
 
 from mmvllm.async_llm import AsyncLLM
-from mmvllm.decoding import ImageDecoder
+from mmvllm.decoding import MediaDecoder
 from mmvllm.demo.look import launch_options
 from mmvllm.demo.page import build_page
 from mmvllm.demo.settings import DemoSettings
@@ -14,7 +14,7 @@ from mmvllm.server.settings import ServerSettings
 PATH = "/demo"
 
 
-def mount(app: FastAPI, engine: AsyncLLM, settings: ServerSettings, decoder: ImageDecoder) -> None:
+def mount(app: FastAPI, engine: AsyncLLM, settings: ServerSettings, decoder: MediaDecoder) -> None:
     """Mount the page at `PATH`, with the server's limits, and redirect the root to it."""
 
     @app.get("/", include_in_schema=False)

@@ -18,6 +18,7 @@ VISION_DEFAULTS = {
     "patch_size": 14,
     "temporal_patch_size": 2,
     "spatial_merge_size": 2,
+    "tokens_per_second": 4,
     "window_size": 112,
     "out_hidden_size": 3584,
     "fullatt_block_indexes": (7, 15, 23, 31),
@@ -29,10 +30,12 @@ class Qwen25VLVisionConfig(VisionConfig):
     """A ViT with window attention.
 
     Args:
+        tokens_per_second: of a video, on the time axis of M-RoPE.
         window_size: pixels of a window's side.
         fullatt_block_indexes: the blocks whose patches attend to their whole frame.
     """
 
+    tokens_per_second: int
     window_size: int
     fullatt_block_indexes: frozenset[int]
 

@@ -1,5 +1,9 @@
 """Qwen2.5-VL as the rest of mmvllm sees it."""
 
+from dataclasses import replace
+
+from mmvllm.config import ModelConfig
+from mmvllm.inputs import MediaRules
 from mmvllm.models.qwen2_5_vl.config import parse_config
 from mmvllm.models.qwen2_5_vl.vision import Qwen25VLVisionTransformer
 from mmvllm.models.vision_language import QwenVLFamily
@@ -11,6 +15,10 @@ class Qwen25VLFamily(QwenVLFamily):
     architectures = ("Qwen2_5_VLForConditionalGeneration",)
     vision_transformer = Qwen25VLVisionTransformer
     parse_config = staticmethod(parse_config)
+
+    def media_rules(self, config: ModelConfig) -> MediaRules | None:
+        rules = super().media_rules(config)
+        return rules and replace(rules, tokens_per_second=config.vision.tokens_per_second)
 
 
 FAMILY = Qwen25VLFamily()

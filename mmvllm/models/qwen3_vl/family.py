@@ -1,8 +1,12 @@
 """Qwen3-VL as the rest of mmvllm sees it."""
 
+from dataclasses import replace
 from types import MappingProxyType
 
+from mmvllm.config import ModelConfig
+from mmvllm.inputs import MediaRules
 from mmvllm.models.qwen3_vl.config import DENSE, SPARSE, TEXT_ONLY, parse_config
+from mmvllm.models.qwen3_vl.video import VIDEO_DEFAULTS
 from mmvllm.models.qwen3_vl.vision import Qwen3VLVisionTransformer
 from mmvllm.models.vision_language import QwenVLFamily
 
@@ -13,7 +17,12 @@ class Qwen3VLFamily(QwenVLFamily):
     architectures = (DENSE, SPARSE, TEXT_ONLY)
     vision_transformer = Qwen3VLVisionTransformer
     published = MappingProxyType({"decoder.": "model.language_model.", "visual.": "model.visual.", ".fc": ".linear_fc"})
+    video_defaults = VIDEO_DEFAULTS
     parse_config = staticmethod(parse_config)
+
+    def media_rules(self, config: ModelConfig) -> MediaRules | None:
+        rules = super().media_rules(config)
+        return rules and replace(rules, timestamp="<{:.1f} seconds>")
 
 
 FAMILY = Qwen3VLFamily()

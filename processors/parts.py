@@ -1,0 +1,127 @@
+"""The parts of a request that name an image or a video: what to load, and the options that are given with it."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from mmvllm.errors import ParameterError, RequestError
+from mmvllm.processors import qwen_vl_utils
+from mmvllm.processors.image import PART_SIZES
+from mmvllm.processors.video import check_fps
+
+SOURCE_KEYS = ("image", "image_url", "url", "path", "base64")
+VIDEO_SOURCE_KEYS = ("video", "video_url", "url", "path", "base64")
+IMAGE_KEYS = frozenset(("type", *SOURCE_KEYS, *PART_SIZES))
+VIDEO_KEYS = frozenset(("type", *VIDEO_SOURCE_KEYS, *qwen_vl_utils.KEYS, "num_frames"))
+PROCESSOR_KEYS = frozenset(("fps", "num_frames", "min_pixels", "max_pixels"))
+_RATES = ("fps", "sample_fps", "raw_fps")
+_TIMES = ("video_start", "video_end")
+
+
+def is_video_part(part: Mapping[str, Any]) -> bool:
+    """Whether a part without its nulls names a video."""
+    kind = part.get("type")
+    return kind in ("video", "video_url") or (kind is None and ("video" in part or "video_url" in part))
+
+
+def image_part(i: int, part: dict) -> dict:
+    """What to load under "image", with the sizes that are given."""
+    with naming_media(image_index=i):
+        part = without_nulls(part)
+        check_keys("image part", part, IMAGE_KEYS)
+        check_numbers(part)
+        return {"image": _source("image", SOURCE_KEYS, part), **{key: part[key] for key in PART_SIZES if key in part}}
+
+
+def video_part(i: int, part: dict) -> dict:
+    """What to load under "video", with the options of `qwen_vl_utils` that are given."""
+    with naming_media(video_index=i):
+        part = without_nulls(part)
+        check_keys("video part", part, VIDEO_KEYS)
+        check_numbers(part)
+        source = _source("video", VIDEO_SOURCE_KEYS, part)
+        if "num_frames" in part:
+            part.setdefault("nframes", part["num_frames"])
+        return {"video": source, **{key: part[key] for key in qwen_vl_utils.KEYS if key in part}}
+
+
+def given_videos(value: Any) -> list:
+    """The videos of `videos` or `multi_modal_data`: one, or a list of them; a list of images is one video."""
+    if value is None:
+        return []
+    is_one = isinstance(value, tuple) or not isinstance(value, list) or (value and _is_frame(value[0]))
+    return [value] if is_one else value
+
+
+def _is_frame(value: Any) -> bool:
+    return isinstance(value, Image.Image) or getattr(value, "ndim", None) == 3
+
+
+def without_nulls(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Only the keys that have a value."""
+    return {key: value for key, value in part.items() if value is not None}
+
+
+def _source(kind: str, keys: tuple[str, ...], part: dict) -> Any:
+    """What `load_image` or `load_video` takes, from the keys of mmvllm, OpenAI, qwen-vl-utils and transformers."""
+    if "path" in part:
+        return part["path"] if isinstance(part["path"], Path) else Path(_string(kind, part, "path"))
+    if "base64" in part:
+        text = _string(kind, part, "base64")
+        return text if text.startswith("data:") else f"data:{kind}/*;base64,{text}"
+    source = next((part[key] for key in keys if key in part), None)
+    if isinstance(source, dict):
+        source = source.get("url")
+    if source is None:
+        article = "an" if kind == "image" else "a"
+        raise RequestError(f"{article} {kind} part needs {kind!r}, or '{kind}_url' with 'url'")
+    return source
+
+
+def _string(kind: str, part: dict, key: str) -> str:
+    if not isinstance(part[key], str):
+        raise RequestError(f"{key!r} of a part must be a string, not {type(part[key]).__name__}")
+    return part[key]
+
+
+@contextmanager
+def naming_media(**index: int) -> Iterator[None]:
+    """Say in an error which image or video it is about: `image_index` or `video_index`."""
+    try:
+        yield
+    except RequestError as error:
+        for name, value in index.items():
+            setattr(error, name, value)
+        raise
+    except ValueError as error:
+        raise RequestError(str(error), **index) from error
+
+
+def check_keys(what: str, given: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Raise RequestError for keys that are not known."""
+    if unknown := sorted(map(str, given.keys() - known)):
+        raise RequestError(
+            f"{what} has unknown keys {', '.join(unknown)}; known: {', '.join(sorted(known))}", param=unknown[0]
+        )
+
+
+def check_numbers(given: Mapping[str, Any]) -> None:
+    """Raise ParameterError for sizes, numbers of frames, rates or times that cannot be."""
+    for key in (*PART_SIZES, "total_pixels", "nframes", "num_frames", "min_frames", "max_frames"):
+        value = given.get(key)
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= sys.maxsize
+        ):
+            raise ParameterError(key, value, f"an integer of at least 1 and at most {sys.maxsize}")
+    for key in _RATES:
+        if given.get(key) is not None:
+            check_fps(key, given[key])
+    for key in _TIMES:
+        value = given.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Real) or value != value):
+            raise ParameterError(key, value, "a number of seconds")

@@ -1,0 +1,169 @@
+"""Placeholders of a prompt -> as many tokens as its images and videos need, their items and M-RoPE positions."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mmvllm.errors import RequestError
+from mmvllm.inputs import EngineInput, Media, MediaRules, Span
+from mmvllm.processors.positions import mrope_positions
+from mmvllm.text import counted
+
+Encode = Callable[[str], list[int]]  # text -> token ids
+
+
+class Expansion(NamedTuple):
+    """What stands between the start and end tokens of an image or a video: token ids, and the spans of its rows."""
+
+    token_ids: list[int]
+    spans: list[Span]  # one per temporal patch, from the first of these tokens
+
+
+class _Pair(NamedTuple):
+    """Tokens start ... end of a prompt, which hold the place of an image or a video."""
+
+    modality: str
+    start: int
+    end: int
+
+
+def place_media(token_ids: list[int], media: Sequence[Media], rules: MediaRules, encode: Encode) -> EngineInput:
+    """The engine's input: placeholders expanded, each image and video in the place of its own.
+
+    Raises RequestError where placeholders and media do not fit together.
+    """
+    by_modality = {name: [one for one in media if one.modality == name] for name in ("image", "video")}
+    expansions = {name: [expansion_of(one, rules, encode) for one in given] for name, given in by_modality.items()}
+    expanded, spans = expand_placeholders(token_ids, expansions["image"], rules, expansions["video"])
+    queues = {name: iter(given) for name, given in by_modality.items()}
+    return engine_input(expanded, [(next(queues[name]), own) for name, own in spans], rules)
+
+
+def engine_input(
+    token_ids: list[int], placed: Sequence[tuple[Media, Sequence[Span]]], rules: MediaRules
+) -> EngineInput:
+    """The input of an expanded prompt, given the spans of each temporal patch of its media, in their order."""
+    items = tuple(item for media, spans in placed for item in media.items(spans))
+    if not items:
+        return EngineInput(token_ids)
+    runs = [run for media, spans in placed for run in _runs(media, spans, rules)]
+    spans, grids, steps = zip(*runs, strict=True)
+    return EngineInput(token_ids, items, *mrope_positions(len(token_ids), spans, grids, rules.merge_size, steps))
+
+
+def _runs(media: Media, spans: Sequence[Span], rules: MediaRules) -> Iterator[tuple[Span, tuple, float]]:
+    """Span, grid and time step of each run of placeholders without other tokens in it, as M-RoPE sees it."""
+    _, h, w = media.grid
+    step = 1.0
+    if media.modality == "video" and rules.tokens_per_second is not None and media.seconds_per_patch is not None:
+        step = float(np.float32(rules.tokens_per_second) * np.float32(media.seconds_per_patch))  # as in transformers
+    if spans[-1][0] + spans[-1][1] - spans[0][0] == rules.num_tokens(media.grid):
+        yield (spans[0][0], rules.num_tokens(media.grid)), media.grid, step
+    else:
+        yield from ((span, (1, h, w), step) for span in spans)
+
+
+def expansion_of(media: Media, rules: MediaRules, encode: Encode) -> Expansion:
+    """The tokens of an image or a video.
+
+    With timestamps (Qwen3-VL), as transformers from 5.10 on writes them, inside the outer start and end tokens:
+    <0.3 seconds> start placeholders end <0.8 seconds> start placeholders end ...
+    """
+    t, h, w = media.grid
+    length = rules.num_tokens((1, h, w))
+    if media.modality == "image" or rules.timestamp is None:
+        return Expansion([rules.token_id(media.modality)] * (t * length), [(i * length, length) for i in range(t)])
+    token_ids: list[int] = []
+    spans: list[Span] = []
+    for time in media.times:
+        token_ids += [*encode(rules.timestamp.format(time)), rules.start_token_id]
+        spans.append((len(token_ids), length))
+        token_ids += [*[rules.video_token_id] * length, rules.end_token_id]
+    return Expansion(token_ids, spans)
+
+
+def expand_placeholders(
+    token_ids: list[int], images: Sequence[Expansion], rules: MediaRules, videos: Sequence[Expansion] = ()
+) -> tuple[list[int], list[tuple[str, list[Span]]]]:
+    """Put the expansions between the pairs of start and end tokens, in order, in place of what stands there.
+
+    A pair with a video token in it is a video's, any other an image's. Returns the ids, and the modality and the spans
+    of each pair. Raises RequestError for another number of pairs than images or videos, a start token without an end,
+    and a placeholder outside a pair.
+    """
+    pairs, num_open = _pairs(token_ids, rules)
+    _check_pairs(token_ids, pairs, num_open, {"image": len(images), "video": len(videos)}, rules)
+    remaining = {"image": iter(images), "video": iter(videos)}
+    expanded: list[int] = []
+    placed: list[tuple[str, list[Span]]] = []
+    rest = 0
+    for modality, start, end in pairs:
+        expanded += token_ids[rest : start + 1]
+        expansion = next(remaining[modality])
+        placed.append((modality, [(len(expanded) + offset, length) for offset, length in expansion.spans]))
+        expanded += expansion.token_ids
+        rest = end
+    return expanded + token_ids[rest:], placed
+
+
+def _pairs(token_ids: list[int], rules: MediaRules) -> tuple[list[_Pair], int]:
+    """The pairs of start and end tokens, and the number of start tokens that belong to none.
+
+    Only a video whose temporal patches are expanded already has pairs inside its own.
+    """
+    marks: dict[int, tuple[int, bool, bool]] = {}  # start -> its end, whether it has a start or a video token within
+    open_marks: list[list] = []  # [start, has a start, has a video token]
+    for i, token_id in enumerate(token_ids):
+        if token_id == rules.start_token_id:
+            if open_marks:
+                open_marks[-1][1] = True
+            open_marks.append([i, False, False])
+        elif token_id == rules.video_token_id and open_marks:
+            open_marks[-1][2] = True
+        elif token_id == rules.end_token_id and open_marks:
+            start, nests, has_video = open_marks.pop()
+            marks[start] = i, nests, has_video
+            if open_marks:
+                open_marks[-1][2] |= has_video
+    pairs, end, num_open = [], 0, len(open_marks)
+    for start, (own_end, nests, has_video) in sorted(marks.items()):
+        if start < end:
+            continue
+        if nests and not (has_video and rules.timestamp):
+            num_open += 1
+            continue
+        pairs.append(_Pair("video" if has_video else "image", start, own_end))
+        end = own_end
+    return pairs, num_open
+
+
+def _check_pairs(
+    token_ids: list[int], pairs: list[_Pair], num_open: int, given: dict[str, int], rules: MediaRules
+) -> None:
+    inside = {i for pair in pairs for i in range(pair.start, pair.end)}
+    blamed = "video" if given["video"] and not given["image"] else "image"  # for a start token without an end
+    for modality, token_id, text in (
+        ("image", rules.image_token_id, rules.image),
+        ("video", rules.video_token_id, rules.video),
+    ):
+        num_pairs = sum(pair.modality == modality for pair in pairs)
+        num_outside = sum(one == token_id and i not in inside for i, one in enumerate(token_ids))
+        own_open = num_open if modality == blamed else 0
+        if num_pairs != given[modality] or num_outside or own_open:
+            raise RequestError(_misplaced(modality, text, num_pairs, num_outside, own_open, given[modality], rules))
+
+
+def _misplaced(
+    modality: str, text: str, num_pairs: int, num_outside: int, num_open: int, num_given: int, rules: MediaRules
+) -> str:
+    found = counted(num_pairs, f"{modality} placeholder")
+    if num_outside:
+        found += f", {num_outside} {text} outside {rules.start} and {rules.end},"
+    if num_open:
+        found += f", {num_open} {rules.start} without {rules.end},"
+    were = "was" if num_given == 1 else "were"
+    return (
+        f"prompt has {found} but {counted(num_given, modality)} {were} given; "
+        f"write {rules.start}{text}{rules.end} once per {modality} and nowhere else"
+    )
