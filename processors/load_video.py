@@ -12,7 +12,7 @@ from PIL.Image import Image
 from mmvllm.errors import VideoError
 from mmvllm.processors import qwen_vl_utils
 from mmvllm.processors.clip import Clip, VideoInfo
-from mmvllm.processors.decode_video import decode_video
+from mmvllm.processors.decode_video import decode_video, video_info
 from mmvllm.processors.load import load_image
 from mmvllm.processors.video import DEFAULT_FPS, ClipPlan, resize_frame
 
@@ -31,6 +31,11 @@ def load_video(source: Any, plan: ClipPlan) -> Clip:
     if isinstance(source, bytes):
         return decode_video(io.BytesIO(source), f"the video of {len(source)} bytes", plan)
     return decode_video(os.fspath(source), os.fspath(source), plan)
+
+
+def load_video_info(source: Any) -> VideoInfo:
+    """What the header of a video says, given as for `load_video`; its frames are not decoded."""
+    return video_info(os.fspath(source), os.fspath(source))
 
 
 def _frames(given: Sequence[Any], plan: ClipPlan) -> Clip:

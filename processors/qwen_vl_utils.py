@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from mmvllm.errors import ParameterError, RequestError
+from mmvllm.errors import RequestError
 from mmvllm.processors.clip import VideoInfo
 from mmvllm.processors.image import PART_MAX_TOKENS, PART_MIN_TOKENS, smart_resize
 
@@ -55,11 +55,8 @@ def _num_frames(part: Mapping[str, Any], total: int, fps: float) -> int:
         if "fps" in part:
             raise RequestError("a video has both fps and nframes; give one of them", param="nframes")
         number = round(part["nframes"] / FRAME_FACTOR) * FRAME_FACTOR
-        if not FRAME_FACTOR <= number <= total:
-            raise ParameterError(
-                "nframes", part["nframes"], f"from {FRAME_FACTOR} to {total}, the frames that there are"
-            )
-        return number
+        # The package refuses more than there are; here those that there are are taken.
+        return max(min(number, total // FRAME_FACTOR * FRAME_FACTOR), 1)
     low = math.ceil(part.get("min_frames", MIN_FRAMES) / FRAME_FACTOR) * FRAME_FACTOR
     high = part.get("max_frames", min(MAX_FRAMES, total)) // FRAME_FACTOR * FRAME_FACTOR
     number = min(max(total / fps * part.get("fps", FPS), low), high, total)

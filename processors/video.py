@@ -121,8 +121,17 @@ class ClipPlan:
         self._check_length(num_frames, *sizes[-1])
         return [size for before, size in pairwise(sizes) if size != before]
 
+    def num_tokens(self, info: VideoInfo) -> int:
+        """Placeholder tokens of a video; raises RequestError as `frame_indices` and `sizes` do."""
+        num_frames = len(self.frame_indices(info))
+        sizes = self.sizes(num_frames, info.height, info.width)
+        return self._num_tokens(num_frames, *(sizes[-1] if sizes else (info.height, info.width)))
+
+    def _num_tokens(self, num_frames: int, height: int, width: int) -> int:
+        return -(-num_frames // self.config.temporal_patch_size) * (height * width // self.config.factor**2)
+
     def _check_length(self, num_frames: int, height: int, width: int) -> None:
-        num_tokens = -(-num_frames // self.config.temporal_patch_size) * (height * width // self.config.factor**2)
+        num_tokens = self._num_tokens(num_frames, height, width)
         if self.max_tokens is not None and num_tokens >= self.max_tokens:
             raise RequestError(
                 f"{num_frames} frames of {width}x{height} pixels are {num_tokens} tokens, max_model_len is "
