@@ -82,6 +82,7 @@ CHAT_TEMPLATE = (
     "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
     "{% set image_count.value = image_count.value + 1 %}"
     "{% if add_vision_id %}Picture {{ image_count.value }}: {% endif %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif content['type'] == 'video' or 'video' in content %}<|vision_start|><|video_pad|><|vision_end|>"
     "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -188,7 +189,7 @@ class Conversations(IterableDataset):
         scene = random_scene(rng, text_share=0.6)  # digits take longest to learn
         image, merge_size = self.prepare(draw(scene, rng)), self.prepare.config.merge_size
         turns = self._turns(scene, rng)
-        num_image_tokens = math.prod(image.grid_thw) // merge_size**2
+        num_image_tokens = math.prod(image.grid) // merge_size**2
         ids, labels = [], []
         for i, (_, question, answer) in enumerate(turns):
             head = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n" if i == 0 else "\n"
@@ -198,15 +199,15 @@ class Conversations(IterableDataset):
             ids += asked + said
             labels += [-100] * len(asked) + said
         offset = ids.index(self.image_token_id)
-        positions, _ = mrope_positions(len(ids), [(offset, num_image_tokens)], [image.grid_thw], merge_size)
-        frames = image.pixel_values.view(len(image.pixel_values), 3, self.prepare.config.temporal_patch_size, -1)
+        positions, _ = mrope_positions(len(ids), [(offset, num_image_tokens)], [image.grid], merge_size)
+        frames = image.patches.view(len(image.patches), 3, self.prepare.config.temporal_patch_size, -1)
         return {
             "ids": ids,
             "labels": labels,
             "positions": positions,
             "frame": frames[:, :, 0].flatten(1),
-            "grid_thw": image.grid_thw,
-            "kinds": kinds_by_token(scene, image.grid_thw, merge_size),
+            "grid_thw": image.grid,
+            "kinds": kinds_by_token(scene, image.grid, merge_size),
         }
 
     def _turns(self, scene: Scene, rng: random.Random) -> list:

@@ -60,7 +60,7 @@ class Intake:
         self._engine = engine
         image_processor, video_processor = ImageProcessor(engine.image_config), VideoProcessor(engine.video_config)
         rules, max_tokens = engine.media_rules, engine.max_model_len
-        self._own = Processor(engine.tokenizer, image_processor, video_processor, rules, max_tokens)
+        self._own = Processor(engine.tokenizer, image_processor, rules, video_processor, max_tokens)
         self.processor = self._own if processor is None else self.adapt(processor)
 
     def adapt(self, processor: Any) -> ForeignProcessor:

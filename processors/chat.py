@@ -33,8 +33,8 @@ class Processor:
     `allow_special_tokens`.
 
     Args:
-        video_processor: None for a checkpoint that takes no videos.
         rules: of the model's family; None for a text-only checkpoint.
+        video_processor: without one, requests with videos are refused.
         max_tokens: a video that alone has more is refused before it is decoded.
     """
 
@@ -42,23 +42,26 @@ class Processor:
         self,
         tokenizer,
         image_processor: ImageProcessor,
-        video_processor: VideoProcessor,
         rules: MediaRules | None,
+        video_processor: VideoProcessor | None = None,
         max_tokens: int | None = None,
     ):
-        self.tokenizer, self.image_processor, self.video_processor = tokenizer, image_processor, video_processor
-        self.rules, self.max_tokens = rules, max_tokens
+        self.tokenizer, self.image_processor, self.rules = tokenizer, image_processor, rules
+        self.video_processor = video_processor if rules and rules.video_token_id is not None else None
+        self.max_tokens = max_tokens
         self._special_tokens = SpecialTokens(tokenizer)
         self._lock = threading.Lock()  # a fast tokenizer may not be used by two threads at once
 
     def __reduce__(self):
         """A processor in another process gets a lock of its own."""
-        return Processor, (self.tokenizer, self.image_processor, self.video_processor, self.rules, self.max_tokens)
+        return Processor, (self.tokenizer, self.image_processor, self.rules, self.video_processor, self.max_tokens)
 
     def __call__(self, request: dict, load: Load = DIRECT) -> EngineInput:
         """Prepare one request; raises RequestError that says what is wrong, and where."""
         parsed = parse_request(request)
         _check_takes_media(parsed, self.rules)
+        if parsed.videos and self.video_processor is None:
+            raise RequestError("this checkpoint has no token for videos, it cannot take them", video_index=0)
         if self.rules is None and parsed.messages:
             parsed = parsed._replace(messages=[_as_string(message) for message in parsed.messages])
         media = [self._image(i, part, parsed, request, load) for i, part in enumerate(parsed.images)]
@@ -169,8 +172,6 @@ def _returned(made, name: str) -> Any:
 def _check_takes_media(parsed: ParsedRequest, rules: MediaRules | None) -> None:
     if (parsed.images or parsed.videos) and rules is None:
         raise RequestError(f"this checkpoint is text-only, it cannot take {'images' if parsed.images else 'videos'}")
-    if parsed.videos and rules.video_token_id is None:
-        raise RequestError("this checkpoint has no token for videos, it cannot take them", video_index=0)
 
 
 def _as_string(message: dict) -> dict:

@@ -13,7 +13,7 @@ from mmvllm.workers import WorkersUnusable
 
 def prompt_of(num_bytes: int) -> EngineInput:
     patches = torch.zeros(num_bytes, dtype=torch.uint8)
-    return EngineInput([1], (MediaItem("image", patches, (1, 1, 1), b"", ((0, 1),)),))
+    return EngineInput([1], (MediaItem("image", patches, (1, 1, 1), b"", (0, 1)),))
 
 
 def drain(prefetcher: Prefetcher) -> list:

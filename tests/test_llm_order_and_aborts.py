@@ -7,6 +7,7 @@ import pytest
 
 from mmvllm import AsyncLLM, SamplingParams
 from mmvllm.errors import RequestError, RequestsAborted
+from mmvllm.processors.load_video import Load
 from tests.helpers.requests import ask, noise_image
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -110,7 +111,7 @@ def test_async_llm_aborts_a_request_that_is_not_prepared_yet(checkpoint):
             deltas = []
 
             async def consume() -> None:
-                async for delta in engine.generate(ask(IMAGE, "What?"), LONG, "r", load=load):
+                async for delta in engine.generate(ask(IMAGE, "What?"), LONG, "r", load=Load(image=load)):
                     deltas.append(delta)
 
             task = asyncio.create_task(consume())

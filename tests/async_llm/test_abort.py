@@ -9,6 +9,7 @@ import pytest
 from mmvllm import AsyncLLM, SamplingParams
 from mmvllm.errors import DeadlineExceeded
 from mmvllm.processors.load import load_image
+from mmvllm.processors.load_video import Load
 from tests.helpers.async_engines import (
     LONG,
     QUESTION,
@@ -26,13 +27,13 @@ async def _at_stage(engine: AsyncLLM, stage: str, others: contextlib.AsyncExitSt
     if stage in ("queued for preparation", "waiting in the engine"):
         for _ in range(8 if stage == "queued for preparation" else 4):
             load = blocked if stage == "queued for preparation" else load_image
-            blocker = engine.generate(QUESTION, LONG, load=load)
+            blocker = engine.generate(QUESTION, LONG, load=Load(image=load))
             task = asyncio.create_task(anext(blocker))
             others.push_async_callback(_close, task, blocker)
             if stage == "waiting in the engine":
                 await task
     load = blocked if stage == "being prepared" else load_image
-    task = asyncio.create_task(collect(engine, QUESTION, LONG, request_id="it", load=load))
+    task = asyncio.create_task(collect(engine, QUESTION, LONG, request_id="it", load=Load(image=load)))
     groups = engine._engine.scheduler.groups
     if stage == "being prepared":
         await reached(blocked.is_reached.is_set, "prepared")
@@ -119,7 +120,7 @@ async def test_an_abort_takes_effect_even_if_its_caller_times_out(engine, monkey
 @async_test
 async def test_a_request_aborted_between_preparation_and_engine_is_not_added(engine, monkeypatch):
     blocked = BlockedLoad()
-    task = asyncio.create_task(collect(engine, QUESTION, LONG, request_id="it", load=blocked))
+    task = asyncio.create_task(collect(engine, QUESTION, LONG, request_id="it", load=Load(image=blocked)))
     await reached(blocked.is_reached.is_set, "prepared")
     async with _during_a_step(engine, monkeypatch):
         aborting = asyncio.create_task(engine.abort("it"))
@@ -139,7 +140,7 @@ async def test_the_deadline_applies_at_every_stage(engine, stage):
         await asyncio.gather(*(anext(blocker) for blocker in blockers))
     load = blocked if stage == "being prepared" else load_image
     with pytest.raises(DeadlineExceeded, match=r"not finished after 0\.1 seconds"):
-        await collect(engine, QUESTION, LONG, timeout=0.1, load=load)
+        await collect(engine, QUESTION, LONG, timeout=0.1, load=Load(image=load))
     blocked.may_return.set()
     for blocker in blockers:
         await blocker.aclose()
@@ -157,7 +158,7 @@ async def test_leaving_the_async_for_loop_early_aborts(engine):
 async def test_an_abort_during_preparation_ends_every_completion(engine):
     blocked = BlockedLoad()
     params = SamplingParams(n=3, max_tokens=5)
-    task = asyncio.create_task(collect(engine, QUESTION, params, request_id="it", load=blocked))
+    task = asyncio.create_task(collect(engine, QUESTION, params, request_id="it", load=Load(image=blocked)))
     await reached(blocked.is_reached.is_set, "prepared")
     await engine.abort("it")
     deltas, texts = await task

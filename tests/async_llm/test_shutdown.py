@@ -8,6 +8,7 @@ import pytest
 
 from mmvllm import SamplingParams, async_llm
 from mmvllm.errors import EngineFailed, EngineStopped, RequestFailed
+from mmvllm.processors.load_video import Load
 from tests.helpers.async_engines import (
     LONG,
     QUESTION,
@@ -45,7 +46,7 @@ async def test_a_failed_engine_fails_all_requests_with_the_reason(make_engine, m
     engine = make_engine(max_num_seqs=2)
     blocked = BlockedLoad()
     tasks = [asyncio.create_task(collect(engine, ask("continue"), LONG)) for _ in range(3)]
-    tasks.append(asyncio.create_task(collect(engine, QUESTION, LONG, load=blocked)))
+    tasks.append(asyncio.create_task(collect(engine, QUESTION, LONG, load=Load(image=blocked))))
     await reached(lambda: engine.stats().num_running == 2 and blocked.is_reached.is_set(), "in flight")
 
     def broken():

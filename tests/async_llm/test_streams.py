@@ -9,6 +9,7 @@ import pytest
 
 from mmvllm import SamplingParams
 from mmvllm.errors import DeadlineExceeded, EngineBusy, RequestFailed
+from mmvllm.processors.load_video import Load
 from tests.helpers.async_engines import (
     LONG,
     QUESTION,
@@ -94,7 +95,7 @@ async def test_an_invalid_request_fails_alone(engine, request_, keys, message):
 @async_test
 async def test_an_unexpected_exception_in_preparation_is_a_request_failed_error(engine, monkeypatch):
     with pytest.raises(RequestFailed, match="preparation failed: ZeroDivisionError"):
-        await collect(engine, QUESTION, SHORT, load=lambda source: 1 / 0)
+        await collect(engine, QUESTION, SHORT, load=Load(image=lambda source: 1 / 0))
     monkeypatch.setattr(engine._engine, "add", lambda *args, **keys: 1 / 0)
     with pytest.raises(RequestFailed, match="preparation failed: ZeroDivisionError"):
         await collect(engine, QUESTION, SHORT)

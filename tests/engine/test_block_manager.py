@@ -15,7 +15,7 @@ ONE = SamplingParams(max_tokens=1, ignore_eos=True)
 
 def sequence(token_ids, digests=(), placeholders=(), salt=None, block_size=4) -> Sequence:
     items = tuple(
-        MediaItem("image", torch.empty(0), (1, 2, 2), digest, (span,))
+        MediaItem("image", torch.empty(0), (1, 2, 2), digest, span)
         for digest, span in zip(digests, placeholders, strict=True)
     )
     return Sequence(

@@ -1,7 +1,5 @@
 """The scheduler with a block manager and an encoder cache, and no model: what each step computes, and for whom."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -26,7 +24,7 @@ def scheduler(num_blocks=64, rows=100, **limits) -> Scheduler:
 
 def image(name: str, offset: int, num_tokens: int) -> MediaItem:
     patches = torch.zeros(4 * num_tokens, 1, dtype=torch.uint8)
-    return MediaItem("image", patches, (1, 2, 2 * num_tokens), name.encode(), ((offset, num_tokens),))
+    return MediaItem("image", patches, (1, 2, 2 * num_tokens), name.encode(), (offset, num_tokens))
 
 
 def group(name="r", num_tokens=6, max_tokens=3, n=1, items=(), first_token=0, **keys) -> SequenceGroup:
@@ -215,19 +213,28 @@ def test_an_item_without_room_in_the_encoder_cache_waits():
 
 
 @pytest.mark.parametrize("budget", range(1, 13))
-def test_an_item_of_several_spans_is_held_from_its_first_token_to_its_last(budget):
-    item = replace(image("video", 1, 4), spans=((1, 2), (6, 2)))  # a block ends between its spans
-    sched = scheduler(max_num_batched_tokens=budget)
-    rows = []
+def test_temporal_patches_of_a_video_are_encoded_and_held_one_by_one(budget):
+    clip = [image("first", 1, 2), image("second", 6, 2)]  # a block ends between them
+    sched = scheduler(max_num_batched_tokens=budget, rows=2)
+    rows, encoded = [], []
     for text in (30, 40):  # the second prompt finds the first block in the prefix cache
         token_ids = [10, PAD, PAD, 20, text, text, PAD, PAD, text, text]
         params = SamplingParams(max_tokens=2)
-        sched.add(SequenceGroup([Sequence(token_ids, params, request_id=str(text), block_size=4, items=(item,))]))
+        sched.add(SequenceGroup([Sequence(token_ids, params, request_id=str(text), block_size=4, items=tuple(clip))]))
         while not sched.is_finished():
             step = sched.schedule()
-            rows += [row for chunk in step.chunks for row in item.rows_in(chunk.start, chunk.end)]
+            encoded += step.items_to_encode
+            for chunk in step.chunks:
+                rows += [
+                    (i, *clip[i].rows_in(chunk.start, chunk.end)) for i in chunk.seq.items_in(chunk.start, chunk.end)
+                ]
             commit(sched, step)  # checks that items are held by exactly the sequences inside them
-    assert [row for _, first, number in rows for row in range(first, first + number)] == [0, 1, 2, 3, 2, 3]
+    assert [(i, row) for i, first, last in rows for row in range(first, last)] == [
+        (0, 0),
+        (0, 1),
+        *[(1, 0), (1, 1)] * 2,
+    ]
+    assert encoded == [b"first", b"second"], "the cache has room for one of them, which the second prompt needs"
 
 
 def test_duplicate_items_of_one_step_are_encoded_once():

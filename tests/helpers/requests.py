@@ -32,7 +32,7 @@ def text(string: str) -> dict:
 
 def spans_of(prompt: EngineInput) -> list[Span]:
     """(offset, length) of each run of placeholder tokens."""
-    return [span for item in prompt.items for span in item.spans]
+    return [item.span for item in prompt.items]
 
 
 def grids_of(prompt: EngineInput) -> list[Grid]:

@@ -65,8 +65,8 @@ def test_a_min_pixels_of_the_request_above_its_max_pixels_is_refused():
 @given(width=st.integers(20, 300), height=st.integers(20, 300), tokens=st.integers(1, 3))
 def test_prepared_images_have_no_more_tokens_than_asked_for(width, height, tokens):
     made = ImageProcessor(CONFIG)(noise_image(width, height), max_pixels=tokens * TOKEN)
-    t, h, w = made.grid_thw
-    assert t * h * w // 4 <= tokens and len(made.pixel_values) == t * h * w
+    t, h, w = made.grid
+    assert t * h * w // 4 <= tokens and len(made.patches) == t * h * w
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3])

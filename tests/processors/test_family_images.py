@@ -47,8 +47,8 @@ class Both:
 
     def assert_equal(self, image: Image.Image, name: str = "") -> None:
         want, got = self.theirs(image, return_tensors="pt"), self.ours(image)
-        assert [list(got.grid_thw)] == want["image_grid_thw"].tolist(), name
-        assert torch.equal(normalize_patches(got.pixel_values, self.config), want["pixel_values"]), name
+        assert [list(got.grid)] == want["image_grid_thw"].tolist(), name
+        assert torch.equal(normalize_patches(got.patches, self.config), want["pixel_values"]), name
 
 
 @pytest.fixture(scope="module")

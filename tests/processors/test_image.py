@@ -59,7 +59,7 @@ def test_a_thin_image_is_refused(width, height):
     process = ImageProcessor(image_config())
     with pytest.raises(ValueError, match=f"image is {width}x{height} pixels: the long side may be at most 200 times"):
         process(Image.new("RGB", (width, height)))
-    assert process(Image.new("RGB", (200, 1))).grid_thw[0] == 1
+    assert process(Image.new("RGB", (200, 1))).grid[0] == 1
 
 
 def test_a_single_bound_moves_the_other_if_they_would_cross():
@@ -86,7 +86,7 @@ def test_invalid_bounds_are_refused(bounds, message):
 
 def test_max_pixels_has_no_upper_limit():
     process = ImageProcessor(image_config(max_pixels=28 * 28 * 4))
-    assert process(noise_image(300, 200), max_pixels=2**63 - 1).grid_thw == (1, 14, 22)
+    assert process(noise_image(300, 200), max_pixels=2**63 - 1).grid == (1, 14, 22)
 
 
 # Patches
@@ -102,9 +102,9 @@ def assert_equals_transformers(image: Image.Image, **settings) -> None:
     config = image_config(**settings)
     made = ImageProcessor(config)(load_image(image))
     grid, pixel_values = transformers_patches(image, **settings)
-    assert made.grid_thw == grid
-    assert made.pixel_values.dtype == torch.uint8
-    assert torch.equal(normalize_patches(made.pixel_values, config), pixel_values)
+    assert made.grid == grid
+    assert made.patches.dtype == torch.uint8
+    assert torch.equal(normalize_patches(made.patches, config), pixel_values)
 
 
 @settings(steady, max_examples=60)
@@ -154,16 +154,16 @@ def test_bounds_of_a_request_replace_those_of_the_checkpoint():
     ):
         grid, _ = transformers_patches(image, min_pixels=low or 10_000, max_pixels=high or 25_000)
         made = process(image, low, high)
-        assert made.grid_thw == grid
-        assert made.pixel_values.shape == (math.prod(grid), 3 * 2 * 14 * 14)
-    assert process(image, None, None).grid_thw == process(image).grid_thw
+        assert made.grid == grid
+        assert made.patches.shape == (math.prod(grid), 3 * 2 * 14 * 14)
+    assert process(image, None, None).grid == process(image).grid
 
 
 # Digests
 
 
 def digest(source, config: ImageProcessorConfig | None = None, **bounds) -> bytes:
-    return ImageProcessor(config or image_config())(load_image(source), **bounds).digest
+    return ImageProcessor(config or image_config())(load_image(source), **bounds).digests[0]
 
 
 def test_the_same_pixels_have_the_same_digest(tmp_path):
@@ -201,5 +201,5 @@ def test_the_shape_is_part_of_the_digest():
     # Images of one colour: the patches are equal and only the grids differ.
     grey = [Image.new("RGB", size, (9, 9, 9)) for size in ((84, 56), (56, 84))]
     wide, high = (ImageProcessor(image_config())(image) for image in grey)
-    assert torch.equal(wide.pixel_values, high.pixel_values)
-    assert wide.digest != high.digest
+    assert torch.equal(wide.patches, high.patches)
+    assert wide.digests != high.digests

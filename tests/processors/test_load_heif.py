@@ -14,6 +14,7 @@ from mmvllm.errors import ImageError
 from mmvllm.media import MediaPolicy
 from mmvllm.processors import decode
 from mmvllm.processors.load import load_image
+from mmvllm.processors.load_video import Load
 from tests.helpers.images import encode
 from tests.helpers.loading import UPRIGHT, exif, levels, rotated
 from tests.helpers.requests import noise_image
@@ -59,7 +60,7 @@ def test_server_and_page_accept_it(tmp_path):
     path.write_bytes(heif(6))
     assert MediaPolicy().load(path.read_bytes()).size == (64, 96)
     uploaded = UploadedImage.read(path, MediaPolicy())
-    assert (uploaded.width, uploaded.height) == uploaded.load(MediaPolicy().load).size == (64, 96)
+    assert (uploaded.width, uploaded.height) == uploaded.load(Load(image=MediaPolicy().load)).size == (64, 96)
 
 
 def test_captioning_finds_it(tmp_path):

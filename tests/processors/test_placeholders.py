@@ -10,16 +10,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmvllm.errors import RequestError
+from mmvllm.inputs import MediaRules, Span
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.qwen2_vl import FAMILY
 from mmvllm.models.registry import load_config
-from mmvllm.processors.chat import expand_placeholders
+from mmvllm.processors import placeholders as expanding
 
 RULES = FAMILY.media_rules(load_config(BUNDLED))
 TOKENS = replace(RULES, image_token_id=9, start_token_id=8, end_token_id=7)
 
 
 S, P, E = 8, 9, 7  # start, placeholder, end
+
+
+def expand_placeholders(token_ids: list[int], lengths: list[int], rules: MediaRules) -> tuple[list[int], list[Span]]:
+    """Expansion for images of so many tokens."""
+    images = [expanding.Expansion([rules.image_token_id] * length, [(0, length)]) for length in lengths]
+    expanded, placed = expanding.expand_placeholders(token_ids, images, rules)
+    assert {modality for modality, _ in placed} <= {"image"}
+    return expanded, [span for _, spans in placed for span in spans]
 
 
 @pytest.mark.parametrize(

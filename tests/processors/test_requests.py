@@ -137,8 +137,11 @@ BAD = {
     "both": ({**user(), "text": "x"}, f"{ONE_FORM} 'messages' and 'text'$"),
     "messages and prompt": ({**user(), "prompt": "x"}, f"{ONE_FORM} 'messages' and 'prompt'$"),
     "text null": ({"text": None}, f"{ONE_FORM} none$"),
-    "messages with images": ({**user(), "images": [A]}, "'images' go with 'text'; with 'messages', put each image"),
-    "messages with one image": ({**user(), "images": A}, "'images' go with 'text'"),
+    "messages with images": (
+        {**user(), "images": [A]},
+        "images and videos go with 'text'; with 'messages', put each into",
+    ),
+    "messages with one image": ({**user(), "images": A}, "images and videos go with 'text'"),
     "text of parts": ({"text": [text("x")]}, "'text' must be a string, not list"),
     "messages null": ({"messages": None}, "'messages' must be a list of at least one .*, not None"),
     "messages empty": ({"messages": []}, r"'messages' must be a list of at least one .*, not \[\]"),
@@ -159,18 +162,43 @@ BAD = {
     ),
     "part string": (user("hi"), "a content part must be a dict, not str"),
     "part image": (user(A), "a content part must be a dict, not Image"),
-    "empty part": (user({}), r"a content part must be text, image or image_url, not None with keys \[\]"),
+    "empty part": (
+        user({}),
+        r"a content part must be text, image, image_url, video or video_url, not None with keys \[\]",
+    ),
     "unknown type": (
         user({"type": "input_audio", "input_audio": {}}),
-        r"must be text, image or image_url, not 'input_audio' with keys \['input_audio', 'type'\]",
+        r"video or video_url, not 'input_audio' with keys \['input_audio', 'type'\]",
     ),
     "type that is not a string": (
         user({"type": ["text"], 3: 4}),
-        r"image_url, not \['text'\] with keys \['3', 'type'\]",
+        r"video_url, not \['text'\] with keys \['3', 'type'\]",
     ),
-    "video": (user({"type": "video", "video": "a.mp4"}), "video parts are not supported; give frames of it as image"),
-    "video shorthand": (user({"video": "a.mp4", "fps": 2}), "video parts are not supported"),
-    "video_url": (user({"type": "video_url", "video_url": {"url": "a.mp4"}}), "video parts are not supported"),
+    "video without a source": (
+        user({"type": "video", "fps": 2}),
+        "video 0: a video part needs 'video', or 'video_url'",
+    ),
+    "video with a key of images": (
+        user({"video": "a.mp4", "detail": "low"}),
+        "video 0: video part has unknown keys det",
+    ),
+    "video with a rate of zero": (user({"video": "a.mp4", "fps": 0}), "video 0: fps is 0, must be a number above 0"),
+    "video with half a frame": (
+        user({"video": "a.mp4", "nframes": 1.5}),
+        "video 0: nframes is 1.5, must be an integer",
+    ),
+    "video with a start of text": (
+        user({"video_url": {"url": "a.mp4"}, "video_start": "1"}),
+        "video 0: video_start is '1', must be a number of seconds",
+    ),
+    "rate and number of frames": (
+        {"text": "x", "mm_processor_kwargs": {"fps": 1, "num_frames": 4}},
+        "mm_processor_kwargs has both fps and num_frames",
+    ),
+    "processor arguments of another kind": (
+        {"text": "x", "mm_processor_kwargs": {"size": {}}},
+        "mm_processor_kwargs has unknown keys size; known: fps, max_pixels, min_pixels, num_frames",
+    ),
     "text without text": (user({"type": "text"}), "a text part needs 'text' with a string, not None"),
     "text of another type": (user({"type": "text", "text": 5}), "a text part needs 'text' with a string, not 5"),
     "text with image": (

@@ -7,13 +7,11 @@ import torch
 from mmvllm import SamplingParams
 from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput, MediaRules
-from mmvllm.processors.tensors import items_from_tensors, own_grids, own_token_ids
+from mmvllm.processors.tensors import input_from_tensors, own_grids, own_token_ids
 from tests.helpers.requests import ask, digests_of, noise_image, patches_of
 
 PAD, PATCH_DIM = 9, 6
-RULES = MediaRules(
-    PAD, 7, 8, "<start>", "<image>", "<end>", merge_size=2, patch_dim=PATCH_DIM, positions=lambda *_: (None, 0)
-)
+RULES = MediaRules(PAD, None, 7, 8, "<start>", "<image>", "<video>", "<end>", merge_size=2, patch_dim=PATCH_DIM)
 IDS = [1, PAD, 2, PAD, PAD, 3]
 GRIDS = [(1, 2, 2), (1, 2, 4)]  # 4 patches and 8
 PIXELS = np.random.default_rng(0).standard_normal((12, PATCH_DIM)).astype(np.float32)
@@ -21,7 +19,7 @@ SHORT = SamplingParams(max_tokens=5, ignore_eos=True)
 
 
 def items(pixel_values=PIXELS, image_grid_thw=GRIDS, ids=IDS, **keys):
-    return items_from_tensors(RULES, ids, pixel_values, image_grid_thw, **keys)
+    return input_from_tensors(RULES, ids, pixel_values, image_grid_thw, **keys).items
 
 
 def reversed_view(array: np.ndarray) -> np.ndarray:
@@ -57,7 +55,7 @@ def test_every_form_of_pixel_values_gives_the_same_patches_and_digest(form):
     want, got = items(), items(FORMS[form])
     assert [item.digest for item in got] == [item.digest for item in want]
     assert all(torch.equal(a.patches, b.patches) and a.patches.is_contiguous() for a, b in zip(got, want, strict=True))
-    assert [item.spans for item in got] == [((1, 1),), ((3, 2),)]
+    assert [item.span for item in got] == [(1, 1), (3, 2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8])
@@ -154,8 +152,8 @@ def test_malformed_placeholders_are_refused(given):
 
 def test_placeholders_and_digests_are_taken_from_arrays():
     made = items(vision_placeholders=np.array([[1, 1], [3, 2]]), image_digests=np.array([b"a", b"b"]))
-    assert [item.spans for item in made] == [((1, 1),), ((3, 2),)] and [item.digest for item in made] == [b"a", b"b"]
-    assert all(type(number) is int for item in made for span in item.spans for number in span)
+    assert [item.span for item in made] == [(1, 1), (3, 2)] and [item.digest for item in made] == [b"a", b"b"]
+    assert all(type(number) is int for item in made for number in item.span)
 
 
 IDS_OF_ALL_KINDS = [
@@ -215,7 +213,7 @@ def test_a_caller_may_overwrite_its_buffers_after_add_request(before, as_numpy, 
     want = llm.generate_multimodal(question, SHORT)[0].token_ids
     prompt: EngineInput = make_llm(checkpoint).processor(question)
     pixels, grids = torch.cat(patches_of(prompt)), torch.tensor([item.grid for item in prompt.items])
-    ids, spans = torch.tensor(prompt.token_ids), [list(item.spans[0]) for item in prompt.items]
+    ids, spans = torch.tensor(prompt.token_ids), [list(item.span) for item in prompt.items]
     if as_numpy:
         pixels, grids, ids = pixels.numpy(), grids.numpy(), ids.numpy()
     other = make_llm(checkpoint, max_num_batched_tokens=7, kvcache_block_size=4)
