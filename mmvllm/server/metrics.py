@@ -88,7 +88,7 @@ class _EngineCollector:
             ),
             "image_hit_ratio": (
                 stats.image_hit_rate or 0.0,
-                "Fraction of images that were not encoded, because their rows or the prompt's KV were cached.",
+                "Fraction of images and temporal patches that were not encoded, as their rows or the prompt's KV were cached.",
             ),
             "prompt_tokens_per_second": (stats.prompt_tokens_per_s, "Prompt tokens per second, over the last seconds."),
             "output_tokens_per_second": (stats.output_tokens_per_s, "Output tokens per second, over the last seconds."),
@@ -102,8 +102,11 @@ class _EngineCollector:
                 "Prompt tokens of finished requests whose KV came from the prefix cache.",
             ),
             "output_tokens": (stats.num_output_tokens, "Generated tokens."),
-            "images": (stats.num_images, "Images in requests."),
-            "encoded_images": (stats.num_encoded_images, "Images encoded by the vision encoder."),
+            "images": (stats.num_images, "Images, and temporal patches of videos, in requests."),
+            "encoded_images": (
+                stats.num_encoded_images,
+                "Images, and temporal patches of videos, encoded by the vision encoder.",
+            ),
             "preemptions": (stats.num_preemptions, "Preempted sequences, whose KV is computed again."),
         }
         for name, (value, text) in gauges.items():

@@ -13,11 +13,14 @@ def noise_image(width: int, height: int, seed: int = 0) -> Image.Image:
 
 
 def ask(*parts, **keys) -> dict:
-    """A request with one user turn of the given strings and images."""
-    content = [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
-    ]
-    return {"messages": [{"role": "user", "content": content}], **keys}
+    """A request with one user turn of the given strings, images and parts."""
+    return {"messages": [{"role": "user", "content": [_part(part) for part in parts]}], **keys}
+
+
+def _part(part) -> dict:
+    if isinstance(part, dict):
+        return part
+    return text(part) if isinstance(part, str) else {"type": "image", "image": part}
 
 
 def user(*content) -> dict:
