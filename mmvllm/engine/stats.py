@@ -110,7 +110,7 @@ class EngineStats:
 
     @property
     def image_hit_rate(self) -> float | None:
-        """Share of images and temporal patches of videos that were not encoded, because their rows or the prompt's KV were cached."""
+        """Share of `num_images` that were not encoded, because their rows or the prompt's KV were cached."""
         return max(0.0, 1 - self.num_encoded_images / self.num_images) if self.num_images else None
 
 

@@ -88,7 +88,7 @@ class _EngineCollector:
             ),
             "image_hit_ratio": (
                 stats.image_hit_rate or 0.0,
-                "Fraction of images and temporal patches that were not encoded, as their rows or the prompt's KV were cached.",
+                "Fraction of images that were not encoded, because their rows or the prompt's KV were cached.",
             ),
             "prompt_tokens_per_second": (stats.prompt_tokens_per_s, "Prompt tokens per second, over the last seconds."),
             "output_tokens_per_second": (stats.output_tokens_per_s, "Output tokens per second, over the last seconds."),
@@ -105,7 +105,7 @@ class _EngineCollector:
             "images": (stats.num_images, "Images, and temporal patches of videos, in requests."),
             "encoded_images": (
                 stats.num_encoded_images,
-                "Images, and temporal patches of videos, encoded by the vision encoder.",
+                "Images, and temporal patches, encoded by the vision encoder.",
             ),
             "preemptions": (stats.num_preemptions, "Preempted sequences, whose KV is computed again."),
         }
