@@ -119,7 +119,8 @@ class ClipPlan:
                 sizes.append(qwen_vl_utils.frame_size(self.part, num_frames, height, width, c.factor))
             sizes.append(c.frame_size(num_frames, *sizes[-1], low, high))
         self._check_length(num_frames, *sizes[-1])
-        return [size for before, size in pairwise(sizes) if size != before]
+        kind = FloatSize if self.part else tuple
+        return [kind(size) for before, size in pairwise(sizes) if size != before]
 
     def num_tokens(self, info: VideoInfo) -> int:
         """Placeholder tokens of a video; raises RequestError as `frame_indices` and `sizes` do."""
@@ -151,12 +152,27 @@ def naming_video() -> Iterator[None]:
         raise
 
 
+class FloatSize(tuple):
+    """A (height, width) to which frames are resized as qwen-vl-utils does it: in float32, then rounded."""
+
+    __slots__ = ()
+
+
 def resize_frame(frame: np.ndarray, sizes: Sequence[tuple[int, int]]) -> np.ndarray:
-    """(height, width, 3) uint8 -> the last of `sizes`, as torchvision resizes uint8 tensors."""
+    """(height, width, 3) uint8 -> the last of `sizes`, as torchvision resizes uint8 tensors.
+
+    Its transforms v2, which transformers uses, round after the columns and after the rows; the older ones, which
+    qwen-vl-utils uses, round once.
+    """
     for size in sizes:
-        image = torch.from_numpy(np.ascontiguousarray(frame)).permute(2, 0, 1)[None]
-        resized = F.interpolate(image, size=size, mode="bicubic", antialias=True)[0]
-        frame = resized.permute(1, 2, 0).numpy()
+        # Writable, as torch wants it: arrays of PIL images are not.
+        image = torch.from_numpy(np.require(frame, requirements=("C", "W"))).permute(2, 0, 1)[None]
+        if isinstance(size, FloatSize):
+            resized = F.interpolate(image.float(), size=size, mode="bicubic", antialias=True)
+            resized = resized.clamp(0, 255).round().byte()
+        else:
+            resized = F.interpolate(image, size=size, mode="bicubic", antialias=True)
+        frame = resized[0].permute(1, 2, 0).numpy()
     return frame
 
 
