@@ -56,8 +56,8 @@ def _runs(media: Media, spans: Sequence[Span], rules: MediaRules) -> Iterator[tu
     """Span, grid and time step of each run of placeholders without other tokens in it, as M-RoPE sees it."""
     _, h, w = media.grid
     step = 1.0
-    if media.modality == "video" and rules.tokens_per_second is not None and media.seconds_per_patch is not None:
-        step = float(np.float32(rules.tokens_per_second) * np.float32(media.seconds_per_patch))  # as in transformers
+    if media.modality == "video" and rules.tokens_per_second is not None:  # as in transformers, without times, too
+        step = float(np.float32(rules.tokens_per_second) * np.float32(media.seconds_per_patch or 1.0))
     if spans[-1][0] + spans[-1][1] - spans[0][0] == rules.num_tokens(media.grid):
         yield (spans[0][0], rules.num_tokens(media.grid)), media.grid, step
     else:

@@ -18,11 +18,13 @@ def mrope_positions(
     merge_size: int,
     time_steps: Sequence[float] | None = None,
 ) -> tuple[np.ndarray, int]:
-    """Positions (3, num_tokens) int64 of a prompt, and the delta: token i after the prompt has position i + delta.
+    """Positions (3, num_tokens) int64 of a prompt, and the delta: token i of its completion has position i + delta.
 
     `vision_placeholders` are the (offset, length) of each run of placeholder tokens in the prompt, in order; `grids`
     their (t, h, w) in patches; `time_steps` the positions from one temporal patch to the next (1 where not given),
-    rounded down after the sum. Both results equal those of transformers' `get_rope_index`.
+    rounded down after the sum. The positions equal those of transformers' `get_rope_index`. A completion continues the
+    text, as with transformers' `generate`, also where a video has more temporal patches than rows and columns: its
+    tokens have the same positions as in a later prompt that begins with this one.
     """
     spans, end, position = [], 0, 0
     steps = [1.0] * len(grids) if time_steps is None else time_steps
@@ -37,6 +39,4 @@ def mrope_positions(
         position += max(rows, columns)
         end = offset + length
     spans.append(np.tile(np.arange(position, position + num_tokens - end), (3, 1)))
-    positions = np.concatenate(spans, axis=1).astype(np.int64)  # (3, num_tokens)
-    # Behind the highest position, which a grid of many frames may have put above those of the text after it.
-    return positions, int(positions.max(initial=-1)) + 1 - num_tokens
+    return np.concatenate(spans, axis=1).astype(np.int64), position - end

@@ -107,17 +107,22 @@ class LLMEngine:
         image_grid_thw: Array | None = None,
         vision_placeholders: Array | None = None,
         image_digests: Array | None = None,
+        pixel_values_videos: Array | None = None,
+        video_grid_thw: Array | None = None,
+        second_per_grid_ts: Array | None = None,
         **options: Any,
     ) -> str:
         """Queue a request and return its id; raises RequestError for one that can never run.
 
         Args:
             prompt: an `EngineInput` from a processor; or text, or token ids (a list, an array or a tensor) with the
-                image placeholders already expanded.
+                placeholders already expanded.
             pixel_values: (P, patch_dim) of all images packed, or one array each: uint8 patches or normalised floats.
             image_grid_thw: (number of images, 3), in patches.
             vision_placeholders: (offset, length) of each image's tokens; found in the prompt where not given.
             image_digests: bytes that identify each image in the caches; computed where not given.
+            pixel_values_videos, video_grid_thw: the same for videos.
+            second_per_grid_ts: seconds from one temporal patch of a video to the next, where the model uses them.
             options: `priority`, `cache_salt`, `arrival_time`, `trace_headers` and `follow_text` of `add`.
         """
         prepared = self.input_processor.engine_input(
@@ -126,6 +131,9 @@ class LLMEngine:
             image_grid_thw=image_grid_thw,
             vision_placeholders=vision_placeholders,
             image_digests=image_digests,
+            pixel_values_videos=pixel_values_videos,
+            video_grid_thw=video_grid_thw,
+            second_per_grid_ts=second_per_grid_ts,
         )
         return self.add(prepared, sampling_params, request_id, **options).request_id
 

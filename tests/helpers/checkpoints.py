@@ -20,6 +20,8 @@ PATCH_16 = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
+# Bounds of all frames together; the other families' bounds of an image are those of a frame.
+VIDEO_16 = {**PATCH_16, "size": {"shortest_edge": 4 * 64 * 64, "longest_edge": 12 * 96 * 96}}
 # Family -> transformers' class of the model, and preprocessor_config.json in the layout of its published checkpoints.
 FAMILIES = {
     "qwen2_vl": ("Qwen2VLForConditionalGeneration", PATCH_14),
@@ -44,11 +46,13 @@ def make_checkpoint(folder: Path, name: str) -> Path:
         parameter.data.normal_(1.0 if is_scale and parameter_name.endswith("weight") else 0.0, spread)
     model.generation_config.eos_token_id = SPECIAL["text_config"]["eos_token_id"]
     model.save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(BUNDLED / file, folder / file)
     if image_settings:
         settings = {**image_settings, "image_processor_type": "Qwen2VLImageProcessor"}
         (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    if image_settings is PATCH_16:
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(VIDEO_16))
     return folder
 
 

@@ -1,6 +1,7 @@
 """Published checkpoints without their weights, from the folder that MMVLLM_CHECKPOINT_METADATA names.
 
-It has, per checkpoint, a folder with the repository's small files.
+It has, per checkpoint, a folder with the repository's small files. MMVLLM_VIDEO_REFERENCE names a folder with values
+that transformers' video processing gives for them, and the script that made them.
 """
 
 import json
@@ -17,6 +18,12 @@ from transformers import AutoConfig
 VARIABLE = "MMVLLM_CHECKPOINT_METADATA"
 ROOT = Path(os.environ.get(VARIABLE) or "unset")
 needs_metadata = pytest.mark.skipif(not os.environ.get(VARIABLE), reason=f"{VARIABLE} names no folder of metadata")
+VIDEO_VARIABLE = "MMVLLM_VIDEO_REFERENCE"
+VIDEO_ROOT = Path(os.environ.get(VIDEO_VARIABLE) or "unset")
+needs_video_reference = pytest.mark.skipif(
+    not (os.environ.get(VARIABLE) and os.environ.get(VIDEO_VARIABLE)),
+    reason=f"{VARIABLE} and {VIDEO_VARIABLE} name no folders",
+)
 
 Shapes = dict[str, torch.Size]
 

@@ -3,12 +3,15 @@
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
 from mmvllm import SamplingParams
+from mmvllm.processors.tensors import NAMES
+from tests.helpers.video_references import processed
 
 
 class Reference:
@@ -16,6 +19,7 @@ class Reference:
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32):
         config = AutoConfig.from_pretrained(folder)
+        self.folder, self.family = folder, config.model_type
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         if hasattr(config, "vision_config"):
             self.image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
@@ -26,7 +30,10 @@ class Reference:
 
     def inputs(self, request: dict) -> dict:
         """What transformers' processors return, which cannot be constructed without torchvision."""
-        images = [part["image"] for m in request["messages"] for part in m["content"] if "image" in part]
+        parts = [part for m in request["messages"] for part in m["content"]]
+        images = [part["image"] for part in parts if "image" in part]
+        if any("video" in part for part in parts):
+            return self._inputs_with_videos(request, images, [part["video"] for part in parts if "video" in part])
         text = self.tokenizer.apply_chat_template(request["messages"], tokenize=False, add_generation_prompt=True)
         made = dict(self.image_processor(images, return_tensors="pt")) if images else {}
         for grid in made.get("image_grid_thw", []):
@@ -37,6 +44,13 @@ class Reference:
         )["input_ids"]
         made["mm_token_type_ids"] = (made["input_ids"] == self.model.config.image_token_id).int()
         return made
+
+    def _inputs_with_videos(self, request: dict, images: list, videos: list) -> dict:
+        fps = request.get("mm_processor_kwargs", {}).get("fps", 2.0)
+        messages = [{**m, "content": [_named(part) for part in m["content"]]} for m in request["messages"]]
+        given = [(np.stack([np.asarray(frame) for frame in video]), fps) for video in videos]
+        made = processed(self.folder, self.family, messages, images, given)
+        return {name: torch.from_numpy(value) for name, value in made.items() if name != "attention_mask"}
 
     @torch.inference_mode()
     def generate(self, request: dict, max_tokens: int = 32) -> list[int]:
@@ -58,10 +72,18 @@ class Reference:
         """Logits (1, V) after the prompt."""
         return self.model(**inputs, use_cache=False).logits[:, -1]
 
+    def positions(self, inputs: dict) -> tuple[torch.Tensor, int]:
+        """M-RoPE positions (3, T) of a prompt, and the delta of the tokens after it."""
+        names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+        given = {name: inputs[name] for name in names if name in inputs}
+        found, delta = self.model.model.get_rope_index(inputs["input_ids"], inputs["mm_token_type_ids"], **given)
+        return found[:, 0], delta.item()
+
     @torch.inference_mode()
     def media_rows(self, inputs: dict) -> torch.Tensor:
-        """Rows (M, row_size) of the images: those for the embeddings, then those of each DeepStack layer."""
-        out = self.model.model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
+        """Rows (M, row_size) of images or videos: those for the embeddings, then those of each DeepStack layer."""
+        patches, grids = NAMES["image" if "pixel_values" in inputs else "video"]
+        out = self.model.model.visual(inputs[patches], grid_thw=inputs[grids])
         return torch.cat([out.pooler_output, *(getattr(out, "deepstack_features", None) or ())], dim=1)
 
     def in_float64(self, call, inputs: dict) -> torch.Tensor:
@@ -73,6 +95,11 @@ class Reference:
                 return call(inputs)
         finally:
             self.model.float()
+
+
+def _named(part: dict) -> dict:
+    """A part as the chat template needs it."""
+    return {key: value for key, value in part.items() if key in ("type", "text")}
 
 
 class _Float64(TorchFunctionMode):
@@ -115,7 +142,8 @@ def first_logits(engine, inputs) -> torch.Tensor:
     seen = []
     sampler = engine.executor.sampler
     engine.executor.sampler = lambda logits, *rest: seen.append(logits.clone()) or sampler(logits, *rest)
-    multimodal = {key: inputs[key] for key in ("pixel_values", "image_grid_thw") if key in inputs}
+    names = (*NAMES["image"], *NAMES["video"], "second_per_grid_ts")
+    multimodal = {key: inputs[key] for key in names if key in inputs}
     engine.add_request(inputs["input_ids"][0].tolist(), SamplingParams(max_tokens=1), **multimodal)
     while not engine.is_finished():
         engine.step()

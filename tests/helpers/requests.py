@@ -1,9 +1,10 @@
-"""Requests with random images, and parts of prepared prompts."""
+"""Requests with random images and clips, and parts of prepared prompts."""
 
 import numpy as np
 from PIL import Image
 
 from mmvllm.inputs import EngineInput, Grid, Span
+from tests.helpers.videos import moving
 
 
 def noise_image(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -12,15 +13,21 @@ def noise_image(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
 
 
+def frames(number: int, width: int, height: int, seed: int = 0) -> list[Image.Image]:
+    """The frames of a clip, no two of them equal."""
+    return [Image.fromarray(frame) for frame in moving(number, height, width, seed)]
+
+
 def ask(*parts, **keys) -> dict:
-    """A request with one user turn of the given strings, images and parts."""
+    """A request with one user turn of the given strings, images, clips as lists of frames, and other parts."""
     return {"messages": [{"role": "user", "content": [_part(part) for part in parts]}], **keys}
 
 
 def _part(part) -> dict:
     if isinstance(part, dict):
         return part
-    return text(part) if isinstance(part, str) else {"type": "image", "image": part}
+    kind = "text" if isinstance(part, str) else "video" if isinstance(part, list) else "image"
+    return {"type": kind, kind: part}
 
 
 def user(*content) -> dict:

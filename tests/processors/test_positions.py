@@ -52,8 +52,9 @@ BY_HAND = {
         ],
         -6,
     ),
-    # transformers continues after the longer side, whatever the number of frames; generated tokens follow them all.
-    "more frames than rows": (5, [(1, (3, 2, 2))], [[0, 1, 2, 3, 2], [0, 1, 1, 1, 2], [0, 1, 1, 1, 2]], -1),
+    # transformers continues after the longer side, whatever the number of frames, and so do generated tokens.
+    "more frames than rows": (5, [(1, (3, 2, 2))], [[0, 1, 2, 3, 2], [0, 1, 1, 1, 2], [0, 1, 1, 1, 2]], -2),
+    "a video alone": (3, [(0, (3, 2, 2))], [[0, 1, 2], [0, 0, 0], [0, 0, 0]], -2),
 }
 
 
@@ -105,7 +106,7 @@ def test_positions_equal_a_token_by_token_reference(prompt):
         here += text
     positions, delta = mrope_positions(num_tokens, placeholders, grids, merge_size)
     assert positions.T.tolist() == [list(one) for one in want]
-    assert delta == max((max(one) for one in want), default=-1) + 1 - len(want)
+    assert delta == here - len(want), "a completion continues as the text of the prompt would"
 
 
 @steady
@@ -118,10 +119,22 @@ def test_positions_equal_transformers(prompt):
         is_image[0, offset : offset + length] = 1
     config = SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=merge_size))
     model = SimpleNamespace(config=config, get_vision_position_ids=partial(Qwen2VLModel.get_vision_position_ids, None))
-    want, want_delta = Qwen2VLModel.get_rope_index(model, is_image.long(), is_image, torch.tensor(grids).view(-1, 3))
+    want, _ = Qwen2VLModel.get_rope_index(model, is_image.long(), is_image, torch.tensor(grids).view(-1, 3))
     positions, delta = mrope_positions(num_tokens, placeholders, grids, merge_size)
     assert torch.equal(torch.from_numpy(positions), want[:, 0])
-    assert delta == want_delta.item()
+    assert delta + num_tokens == want[0, 0, -1] + 1, "where transformers' `generate` continues"
+
+
+@steady
+@given(st.integers(1, 9), st.sampled_from([1, 2, 4]), st.floats(0.03, 9.0))
+def test_time_steps_are_those_of_transformers(t, tokens_per_second, seconds):
+    """As its Qwen2.5-VL model computes them, in float32."""
+    want = Qwen2VLModel.get_vision_position_ids(
+        None, 3, torch.tensor([t, 4, 6]), 1, 2, tokens_per_second * torch.tensor(seconds)
+    )
+    step = float(np.float32(tokens_per_second) * np.float32(seconds))
+    positions, _ = mrope_positions(3 + 6 * t, [(3, 6 * t)], [(t, 4, 6)], 2, [step])
+    assert torch.equal(torch.from_numpy(positions[:, 3:]), want)
 
 
 def test_a_placeholder_of_another_length_than_its_grid_is_refused():
