@@ -15,7 +15,7 @@ from mmvllm.errors import RequestError, VideoError
 from mmvllm.processors.budget import DECODING
 from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.decode import Reserve
-from mmvllm.processors.video import ClipPlan, resize_frame, resized_to
+from mmvllm.processors.video import ClipPlan, Resize, resize_frame, resized_to
 from mmvllm.processors.video_limits import ANY_VIDEO, VideoLimits
 from mmvllm.processors.video_stream import VideoStream, upright, upright_size
 
@@ -82,8 +82,8 @@ def sampled(
 
 def fitted(frame: np.ndarray, info: VideoInfo) -> np.ndarray:
     """A frame in the size of the first one, from which a few videos deviate."""
-    size = (info.height, info.width)
-    return frame if frame.shape[:2] == size else resize_frame(frame, [size])
+    size = Resize(info.height, info.width)
+    return frame if frame.shape[:2] == size[:2] else resize_frame(frame, [size])
 
 
 def guarded(name: str, read: Callable[[], T]) -> T:

@@ -18,6 +18,7 @@ from mmvllm.processors.video import (
     VideoProcessorConfig,
     normalize_video_patches,
     resize_frame,
+    resized_to,
 )
 from tests.helpers.video_references import patchified, sampled_and_sized
 from tests.helpers.videos import moving
