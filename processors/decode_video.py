@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 
 from mmvllm.errors import RequestError, VideoError
-from mmvllm.processors.budget import DECODING
+from mmvllm.processors.budget import VIDEO_DECODING
 from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.decode import Reserve
 from mmvllm.processors.video import ClipPlan, resize_frame
@@ -38,7 +38,7 @@ def decode_video(
     name: str,
     plan: ClipPlan,
     limits: VideoLimits = ANY_VIDEO,
-    reserve: Reserve = DECODING.reserve,
+    reserve: Reserve = VIDEO_DECODING.reserve,
 ) -> Clip:
     """The frames that `plan` takes; raises VideoError, which calls the video `name`.
 

@@ -13,7 +13,7 @@ from PIL.Image import Image
 
 from mmvllm.errors import ImageError, MediaFileError, VideoError, without_frames
 from mmvllm.processors.animation import HEAD_BYTES, animation_info, decode_animation, is_animation
-from mmvllm.processors.budget import DECODING
+from mmvllm.processors.budget import VIDEO_DECODING
 from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.decode import Reserve
 from mmvllm.processors.decode_video import decode_video, video_info
@@ -31,7 +31,7 @@ _SHARED = threading.Lock()  # a file object that several requests share must not
 
 
 def load_video(
-    source: Any, plan: ClipPlan, limits: VideoLimits = ANY_VIDEO, reserve: Reserve = DECODING.reserve
+    source: Any, plan: ClipPlan, limits: VideoLimits = ANY_VIDEO, reserve: Reserve = VIDEO_DECODING.reserve
 ) -> Clip:
     """Load the frames that `plan` takes.
 
