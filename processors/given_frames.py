@@ -58,7 +58,7 @@ def _resized(frames: Sequence[Any], plan: ClipPlan) -> np.ndarray:
             sizes = plan.sizes(len(frames), image.height, image.width)
             resized = np.empty((len(frames), *resized_to(sizes, image.height, image.width), 3), dtype=np.uint8)
         _check_size(i, image, size)
-        resized[i] = resize_frame(np.asarray(image), sizes)
+        resized[i] = resize_frame(np.array(image), sizes)
     return resized
 
 

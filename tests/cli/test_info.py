@@ -86,7 +86,7 @@ def test_experts_in_use(info, checkpoints):
 def test_a_text_only_model_takes_no_images(info, checkpoints):
     sections = info(model=checkpoints("qwen3-mqa-untied"))[1]
     assert sections["model"]["images"] == "none: this checkpoint is text-only"
-    assert sections["model"]["supported"] == "text" and "video" not in sections["model"]["not supported"]
+    assert sections["model"]["videos"] == "none: this checkpoint is text-only"
     assert "encoder cache" not in sections[BY_DTYPE]["float32"]
 
 
