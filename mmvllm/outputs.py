@@ -29,7 +29,8 @@ class RequestOutput:
     completions: list[CompletionOutput] = field(default_factory=list)  # SamplingParams.n of them
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
-    num_image_tokens: int = 0
+    num_image_tokens: int = 0  # of images and videos
+    num_video_tokens: int = 0  # of these, those of videos
     error: str | None = None
     arrival_time: float | None = None
     first_token_time: float | None = None

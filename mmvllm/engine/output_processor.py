@@ -50,6 +50,7 @@ class OutputProcessor:
             num_prompt_tokens=first.num_prompt_tokens,
             num_cached_tokens=first.num_cached_tokens,
             num_image_tokens=first.num_media_tokens,
+            num_video_tokens=sum(item.num_tokens for item in first.items if item.modality == "video"),
             error=group.error,
             arrival_time=first.arrival_time,
             first_token_time=first.first_token_time,
