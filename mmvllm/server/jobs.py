@@ -70,12 +70,8 @@ class JobFactory:
         params = convert.chat_params(body, self._engine.max_model_len, self._sampling_defaults)
         num_messages = len(body.messages)  # the chat template starts each of them with at least one token
         self._length_limit.check("messages", ["".join(convert.texts_of(body))], num_messages)
-        images, videos = convert.images_of(body), videos_of(body)
-        self._check_number("images", images, self._settings.max_images)
-        self._check_number("videos", videos, self._settings.max_videos)
-        self._check_takes(videos)
+        images, videos = self._media(body)
         max_pixels = convert.max_pixels_of(body, images, self._detail_limits)
-        self._video_limits.check(videos, body.mm_processor_kwargs)
 
         async def request() -> Request:
             fetches = [self._fetch(image.url, image.param, reservation) for image in images]
@@ -110,13 +106,18 @@ class JobFactory:
             message = "allow_special_tokens is not allowed by this server (--allow-special-tokens); leave it out"
             raise ApiError(400, message, param="allow_special_tokens")
 
+    def _media(self, body: ChatRequest) -> tuple[list[ImageReference], list[VideoReference]]:
+        images, videos = convert.images_of(body), videos_of(body)
+        self._check_number("images", images, self._settings.max_images)
+        self._check_number("videos", videos, self._settings.max_videos)
+        if videos and not self._engine.takes_videos:
+            raise ApiError(400, "this checkpoint has no token for videos, it cannot take them", param=videos[0].param)
+        self._video_limits.check(videos, body.mm_processor_kwargs)
+        return images, videos
+
     def _check_number(self, noun: str, given: Sequence[object], most: int) -> None:
         if len(given) > most:
             raise ApiError(400, f"{len(given)} {noun}, at most {most} are accepted (max_{noun})", param="messages")
-
-    def _check_takes(self, videos: Sequence[VideoReference]) -> None:
-        if videos and not self._engine.takes_videos:
-            raise ApiError(400, "this checkpoint has no token for videos, it cannot take them", param=videos[0].param)
 
     async def _fetch_video(self, video: VideoReference, reservation: ByteReservation) -> bytes | list[bytes]:
         if video.has_frames:

@@ -79,7 +79,7 @@ Size = Annotated[int, Field(ge=1, lt=INT64)]
 
 
 class VideoPart(StrictModel):
-    """A video. The options mean what they mean in qwen-vl-utils, which a server may bound."""
+    """A video. The options mean what they mean in qwen-vl-utils; the checkpoint bounds them."""
 
     type: Literal["video_url"]
     video_url: VideoUrl
