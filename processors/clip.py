@@ -25,6 +25,16 @@ class VideoInfo:
         return self.total_num_frames / self.fps
 
 
+def is_later_shown(at: float, earlier: float, later: float, period: float) -> bool:
+    """Which of two successive frames stands for the time `at`, given when they begin.
+
+    It is the one that is shown then. A frame that begins up to half a `period`, the average time of a frame, afterwards
+    is taken if it is nearer: at a constant rate, rounded times give the same frame as exact ones.
+    """
+    wait = later - at
+    return wait < 0.1 * period or (wait < 0.5 * period and wait < at - earlier)
+
+
 @dataclass(frozen=True, slots=True)
 class Clip:
     """Frames taken from a video, with transformers' metadata of where they come from.

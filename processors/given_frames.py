@@ -62,7 +62,7 @@ def _resized(frames: Sequence[Any], plan: ClipPlan, load_frame: LoadFrame) -> np
             sizes = plan.sizes(len(frames), image.height, image.width)
             resized = np.empty((len(frames), *(sizes[-1] if sizes else image.size[::-1]), 3), dtype=np.uint8)
         _check_size(i, image, size)
-        resized[i] = resize_frame(np.asarray(image), sizes)
+        resized[i] = resize_frame(np.array(image), sizes)
     return resized
 
 
