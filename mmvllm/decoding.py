@@ -74,7 +74,7 @@ class MediaDecoder:
             size, pixels = self._pool.run(_decode, data, timeout=timeout, is_cancelled=is_cancelled)
         return Image.frombytes("RGB", size, pixels)
 
-    def _decode_video(self, data: bytes, plan: "ClipPlan", is_cancelled: Callable[[], bool]) -> Clip:
+    def _decode_video(self, data: bytes | list[bytes], plan: "ClipPlan", is_cancelled: Callable[[], bool]) -> Clip:
         self._policy.check("video", data)  # before it is copied to a process
         timeout = self._policy.video_timeout
         with _sentences(VideoError, "video", timeout, "cut"):
@@ -119,5 +119,5 @@ def _decode(data: bytes) -> tuple[tuple[int, int], pickle.PickleBuffer]:
     return image.size, pickle.PickleBuffer(image.tobytes())
 
 
-def _decode_video(data: bytes, plan: "ClipPlan") -> Clip:
+def _decode_video(data: bytes | list[bytes], plan: "ClipPlan") -> Clip:
     return _policy.load_video(data, plan, reserve_in_parent)

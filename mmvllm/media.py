@@ -126,15 +126,20 @@ class MediaPolicy:
         self.check("image", data)
         return load_image(data, max_source_pixels=self.max_pixels, formats=FORMATS, reserve=reserve)
 
-    def load_video(self, data: bytes, plan: "ClipPlan", reserve: Reserve = VIDEO_DECODING.reserve) -> Clip:
-        """Decode the frames that `plan` takes of an encoded video, in the calling thread.
+    def load_video(
+        self, data: bytes | list[bytes], plan: "ClipPlan", reserve: Reserve = VIDEO_DECODING.reserve
+    ) -> Clip:
+        """Decode the frames that `plan` takes of an encoded video, or a list of encoded frames, in the calling thread.
 
         Raises MediaError as `load` does, VideoError for what is no video in `VIDEO_CONTAINERS`, `VIDEO_CODECS` and
         `FORMATS` within the limits, and RequestError as the plan does.
         """
-        from mmvllm.processors.load_video import load_video  # loads torch, which processes for images do without
+        from mmvllm.processors.given_frames import clip_of  # loads torch, which processes for images do without
+        from mmvllm.processors.load_video import load_video
 
         self.check("video", data)
+        if isinstance(data, list):
+            return clip_of(data, plan, lambda frame: self.load(frame, reserve), self.video_limits)
         return load_video(data, plan, self.video_limits, reserve)
 
     @property
@@ -145,7 +150,11 @@ class MediaPolicy:
         )
 
     def check(self, kind: Kind, data: Any) -> None:
-        """Raise MediaError if `data` is not bytes, or too many of them."""
+        """Raise MediaError if `data` is not bytes, or too many of them; a video may be a list of frames as images."""
+        if kind == "video" and isinstance(data, list):
+            for frame in data:
+                self.check("image", frame)
+            return
         if not isinstance(data, bytes):
             raise MediaError(f"{with_article(kind)} must be given as bytes, not as {type(data).__name__}")
         if len(data) > self.most_bytes(kind):
