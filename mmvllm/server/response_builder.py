@@ -21,7 +21,7 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
     completion = sum(len(one.token_ids) for output in outputs for one in output.completions)
     details = {
         "cached_tokens": sum(output.num_cached_tokens for output in outputs),
-        "image_tokens": sum(output.num_image_tokens - output.num_video_tokens for output in outputs),
+        "image_tokens": sum(output.num_image_tokens for output in outputs),
         "video_tokens": sum(output.num_video_tokens for output in outputs),
     }
     return Usage(
