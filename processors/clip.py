@@ -57,8 +57,12 @@ class Clip:
         """Seconds from one temporal patch of `size` frames to the next."""
         return size / self.sampled_fps
 
+    @property
+    def times(self) -> list[float]:
+        """Seconds from the start of the video, one per frame."""
+        return [index / self.info.fps for index in self.indices]
+
     def patch_times(self, size: int) -> tuple[float, ...]:
         """Seconds from the start of the video, one per temporal patch of `size` frames: the mean of its ends."""
-        times = [index / self.info.fps for index in self.indices]
-        times += times[-1:] * (-len(times) % size)
+        times = self.times + self.times[-1:] * (-len(self.indices) % size)
         return tuple((times[i] + times[i + size - 1]) / 2 for i in range(0, len(times), size))

@@ -10,6 +10,7 @@ import av
 import numpy as np
 
 from mmvllm.processors.clip import VideoInfo
+from mmvllm.processors.video import Resize
 
 
 def moving(number: int, height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -95,8 +96,8 @@ class FramesAt:
     def frame_indices(self, info: VideoInfo) -> list[int]:
         return list(range(info.total_num_frames) if self.indices is None else self.indices)
 
-    def sizes(self, num_frames: int, height: int, width: int) -> list[tuple[int, int]]:
-        return [] if self.size is None else [self.size]
+    def sizes(self, num_frames: int, height: int, width: int) -> list[Resize]:
+        return [] if self.size is None else [Resize(*self.size)]
 
 
 def make_sound(path: Path, seconds: float = 1.0, has_cover: bool = False) -> Path:

@@ -119,7 +119,7 @@ def test_videos_and_images_and_text_in_any_order(client, llm, folder, clip):
     assert answer.choices[0].message.content == expected.text
     details = answer.usage.prompt_tokens_details.model_dump()
     assert details["video_tokens"] == expected.num_video_tokens
-    assert details["image_tokens"] == expected.num_image_tokens - expected.num_video_tokens > 0
+    assert details["image_tokens"] == expected.num_image_tokens > 0
 
 
 def test_a_conversation_about_a_video_continues_from_the_cache(client, clip):
