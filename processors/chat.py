@@ -85,7 +85,8 @@ class Processor:
 
     def _video(self, i: int, part: dict, parsed: ParsedRequest, load: Load) -> Media:
         with naming_media(video_index=i):
-            return self.video_processor(load.video(part["video"], self._plan(part, parsed)))
+            plan = self._plan(part, parsed)
+            return self.video_processor(plan.timed(load.video(part["video"], plan)))
 
     def _plan(self, part: dict, parsed: ParsedRequest) -> ClipPlan:
         keys = {key: value for key, value in part.items() if key != "video"}

@@ -122,6 +122,10 @@ class ClipPlan:
         kind = FloatSize if self.part else tuple
         return [kind(size) for before, size in pairwise(sizes) if size != before]
 
+    def timed(self, clip: Clip) -> Clip:
+        """The clip with the metadata that say when its frames are shown."""
+        return qwen_vl_utils.timed(self.part, clip) if self.part else clip
+
     def num_tokens(self, info: VideoInfo) -> int:
         """Placeholder tokens of a video; raises RequestError as `frame_indices` and `sizes` do."""
         num_frames = len(self.frame_indices(info))
