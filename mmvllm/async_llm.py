@@ -50,7 +50,7 @@ from mmvllm.intake import (
 )
 from mmvllm.models.folder import model_name
 from mmvllm.outputs import Delta
-from mmvllm.processors.load_video import DIRECT, Load
+from mmvllm.processors.load_video import Load
 from mmvllm.sampling_params import SamplingParams
 
 
@@ -105,7 +105,7 @@ class AsyncLLM:
     """A model that serves many concurrent requests, from any number of tasks, event loops and threads.
 
     Args:
-        model, processor, engine_args: as for `LLM`.
+        model, processor, video_backend, engine_args: as for `LLM`.
         max_waiting: requests admitted beyond `max_num_seqs`; one more is refused with `EngineBusy`.
 
     Use it as `async with AsyncLLM(...) as engine`, or call `shutdown` in the end.
@@ -116,11 +116,12 @@ class AsyncLLM:
         model: str | Path | None = None,
         *,
         processor: Any = None,
+        video_backend: str = "pyav",
         max_waiting: int = 256,
         **engine_args: Any,
     ):
         engine = self._engine = LLMEngine(model, EngineConfig.from_arguments("AsyncLLM", **engine_args))
-        self._intake = Intake(engine, processor)
+        self._intake = Intake(engine, processor, video_backend)
         self.model, self.tokenizer = model_name(model), engine.tokenizer
         self.image_config = engine.image_config
         self.sampling_defaults = dict(engine.model_config.sampling_defaults)  # of generation_config.json
@@ -147,7 +148,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         timeout: float | None = None,
-        load: Load = DIRECT,
+        load: Load | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Stream the completions of one request. Cancelling the task, or closing the generator, aborts the request.
 
@@ -263,7 +264,7 @@ class AsyncLLM:
             self._end(stream, RequestFailed(f"the request could not be fetched: {type(error).__name__}"))
             raise
 
-    def _queue(self, stream: _Stream, request: Request, params: SamplingParams, load: Load) -> None:
+    def _queue(self, stream: _Stream, request: Request, params: SamplingParams, load: Load | None) -> None:
         request = with_own_token_ids(request)
         prepare, with_media = partial(self._prepare, stream, request, params, load), has_media(request)
         with self._changed:
@@ -273,7 +274,7 @@ class AsyncLLM:
     def _num_waiting_bytes(self) -> int:
         return sum(stream.num_bytes for stream in self._streams.values() if not stream.has_begun)
 
-    def _prepare(self, stream: _Stream, request: Request, params: SamplingParams, load: Load) -> None:
+    def _prepare(self, stream: _Stream, request: Request, params: SamplingParams, load: Load | None) -> None:
         """Prepare a request and give it to the engine; in a worker thread."""
         try:
             prompt = self._intake.prepare(request, load)

@@ -21,12 +21,14 @@ from typing import Any
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.errors import RequestError, without_frames
 from mmvllm.inputs import EngineInput
-from mmvllm.processors.chat import ForeignProcessor, Processor
+from mmvllm.processors.chat import Processor
+from mmvllm.processors.foreign import ForeignProcessor
 from mmvllm.processors.image import ImageProcessor
-from mmvllm.processors.load_video import DIRECT, Load
+from mmvllm.processors.load_video import Load
 from mmvllm.processors.requests import parse_request
 from mmvllm.processors.tensors import own_token_ids
 from mmvllm.processors.video import VideoProcessor
+from mmvllm.processors.video_backends import load_with
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.text import counted
 from mmvllm.workers import NUM_WORKERS, WorkersUnusable
@@ -54,21 +56,23 @@ class Intake:
 
     Args:
         processor: None for mmvllm's own, or an object with the interface of transformers' processors.
+        video_backend: what reads videos (`processors.video_backends`).
     """
 
-    def __init__(self, engine: LLMEngine, processor: Any = None):
-        self._engine = engine
+    def __init__(self, engine: LLMEngine, processor: Any = None, video_backend: str = "pyav"):
+        self._engine, self._load = engine, load_with(video_backend)
         image_processor, video_processor = ImageProcessor(engine.image_config), VideoProcessor(engine.video_config)
         rules, max_tokens = engine.media_rules, engine.max_model_len
-        self._own = Processor(engine.tokenizer, image_processor, rules, video_processor, max_tokens)
+        self._own = Processor(engine.tokenizer, image_processor, rules, video_processor, max_tokens, self._load)
         self.processor = self._own if processor is None else self.adapt(processor)
 
     def adapt(self, processor: Any) -> ForeignProcessor:
         """A processor of the caller's, for use in place of `processor`."""
         engine = self._engine
-        return ForeignProcessor(processor, engine.tokenizer, engine.media_rules, engine.image_config.factor)
+        config, max_tokens = engine.video_config, engine.max_model_len
+        return ForeignProcessor(processor, engine.tokenizer, engine.media_rules, config, max_tokens, self._load)
 
-    def prepare(self, request: Request, load: Load = DIRECT) -> EngineInput:
+    def prepare(self, request: Request, load: Load | None = None) -> EngineInput:
         """A request of any form -> what the engine takes; raises RequestError for what is wrong with it."""
         if isinstance(request, dict):
             return self.processor(request, load)

@@ -41,16 +41,20 @@ class LLM:
     Args:
         model: a local checkpoint folder or a hub id; None is the small bundled model.
         processor: None for mmvllm's own, or an object with the interface of transformers' processors.
+        video_backend: "pyav", or "qwen-vl-utils" to have that package, where it is installed, read the videos that are
+            named by a path or a URL.
         engine_args: fields of `mmvllm.EngineConfig`, which documents them.
 
     Use it in a `with`, or call `exit` to free its memory.
     """
 
-    def __init__(self, model: str | Path | None = None, *, processor: Any = None, **engine_args: Any):
+    def __init__(
+        self, model: str | Path | None = None, *, processor: Any = None, video_backend: str = "pyav", **engine_args: Any
+    ):
         self.engine = LLMEngine(model, EngineConfig.from_arguments("LLM", **engine_args))
         self.model = model_name(model)
         self.tokenizer = self.engine.tokenizer
-        self._intake = Intake(self.engine, processor)
+        self._intake = Intake(self.engine, processor, video_backend)
         # As many requests again wait in the engine as run, so that a step never lacks work.
         self.admission = AdmissionWindow(2 * self.engine.config.max_num_seqs)
         self._lock = threading.RLock()

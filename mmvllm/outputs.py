@@ -30,6 +30,7 @@ class RequestOutput:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
     num_image_tokens: int = 0
+    num_video_tokens: int = 0
     error: str | None = None
     arrival_time: float | None = None
     first_token_time: float | None = None

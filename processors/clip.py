@@ -44,7 +44,12 @@ class Clip:
         """Frames that were taken, per second of the video."""
         return len(self.indices) / self.info.total_num_frames * self.info.fps
 
-    @property
-    def times(self) -> list[float]:
-        """Seconds from the start of the video, one per frame."""
-        return [index / self.info.fps for index in self.indices]
+    def seconds_per_patch(self, size: int) -> float:
+        """Seconds from one temporal patch of `size` frames to the next."""
+        return size / self.sampled_fps
+
+    def patch_times(self, size: int) -> tuple[float, ...]:
+        """Seconds from the start of the video, one per temporal patch of `size` frames: the mean of its ends."""
+        times = [index / self.info.fps for index in self.indices]
+        times += times[-1:] * (-len(times) % size)
+        return tuple((times[i] + times[i + size - 1]) / 2 for i in range(0, len(times), size))

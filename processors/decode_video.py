@@ -1,56 +1,147 @@
 """Frames of a video file by PyAV (the extra `video`): those that are asked for, each resized as soon as it is decoded.
 
-The index of a frame stands for a time, index / average rate; the frame that is nearest to it is taken, so that videos
-with a variable frame rate are sampled evenly in time.
+The index of a frame stands for a time, index / average rate from the first frame on; what is shown at that time is
+taken, give or take half a frame, so that videos with a variable frame rate are sampled evenly in time.
 """
 
-from collections.abc import Iterator
-from typing import Any, BinaryIO
+import logging
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
-from mmvllm.errors import VideoError
+from mmvllm.errors import RequestError, VideoError
+from mmvllm.processors.budget import DECODING
 from mmvllm.processors.clip import Clip, VideoInfo
+from mmvllm.processors.decode import Reserve
 from mmvllm.processors.video import ClipPlan, resize_frame
+from mmvllm.processors.video_limits import ANY_VIDEO, VideoLimits
+from mmvllm.processors.video_stream import VideoStream, upright, upright_size
+
+T = TypeVar("T")
+
+NUM_THREADS = 1  # of a decoder: several videos are decoded at once, and every thread holds frames
+BYTES_PER_PIXEL = 48  # of a frame: those that a decoder keeps for reference, one in RGB, one that is being resized
+READ_BYTES = 1 << 18  # at once from Python's file objects
+
+_logger = logging.getLogger(__name__)
 
 
-def video_info(file: str | BinaryIO, name: str) -> VideoInfo:
-    """What the header of a video says; raises VideoError, which calls the video `name`."""
-    with _open(file, name) as container:
-        return _info(container.streams.video[0])
+def video_info(file: str | BinaryIO, name: str, limits: VideoLimits = ANY_VIDEO) -> VideoInfo:
+    """What is known before frames are taken; raises VideoError, which calls the video `name`."""
+    return _read(file, name, limits, lambda stream, info: info)
 
 
-def decode_video(file: str | BinaryIO, name: str, plan: ClipPlan) -> Clip:
-    """The frames that `plan` takes; raises VideoError, which calls the video `name`."""
-    with _open(file, name) as container:
-        stream = container.streams.video[0]
-        frames, info = container.decode(stream), _info(stream)
-        indices = plan.frame_indices(info)
-        sizes = plan.sizes(len(indices), info.height, info.width)
-        taken = list(_taken(frames, indices, info.fps, sizes))
-    return Clip(np.stack(taken), info, tuple(indices))
+def decode_video(
+    file: str | BinaryIO,
+    name: str,
+    plan: ClipPlan,
+    limits: VideoLimits = ANY_VIDEO,
+    reserve: Reserve = DECODING.reserve,
+) -> Clip:
+    """The frames that `plan` takes; raises VideoError, which calls the video `name`.
+
+    Args:
+        file: a path, or a binary file object that can seek.
+        reserve: called with the bytes that decoding takes, before it begins (see `load_image`).
+    """
+
+    def take(stream: VideoStream, info: VideoInfo) -> Clip:
+        return sampled(name, info, lambda index: _upright_at(stream, index, info), plan, limits, reserve)
+
+    return _read(file, name, limits, take)
 
 
-def _open(file: str | BinaryIO, name: str) -> Any:
+def sampled(
+    name: str,
+    info: VideoInfo,
+    frame_at: Callable[[int], np.ndarray],
+    plan: ClipPlan,
+    limits: VideoLimits,
+    reserve: Reserve,
+) -> Clip:
+    """The frames that `plan` takes, given how one is read at an index, in order; no others are in memory.
+
+    Raises VideoError for more pixels than the limits allow, RequestError as the plan does.
+    """
+    indices = plan.frame_indices(info)
+    limits.check_frames(name, info, len(indices))
+    sizes = plan.sizes(len(indices), info.height, info.width)
+    height, width = sizes[-1] if sizes else (info.height, info.width)
+    num_bytes = len(indices) * height * width * 3 + info.height * info.width * BYTES_PER_PIXEL
+    with reserve(num_bytes):
+        frames = np.empty((len(indices), height, width, 3), dtype=np.uint8)
+        for at, index in enumerate(indices):
+            if at and index == indices[at - 1]:
+                frames[at] = frames[at - 1]
+            else:
+                frames[at] = resize_frame(fitted(frame_at(index), info), sizes)
+    return Clip(frames, info, tuple(indices))
+
+
+def fitted(frame: np.ndarray, info: VideoInfo) -> np.ndarray:
+    """A frame in the size of the first one, from which a few videos deviate."""
+    size = (info.height, info.width)
+    return frame if frame.shape[:2] == size else resize_frame(frame, [size])
+
+
+def guarded(name: str, read: Callable[[], T]) -> T:
+    """What `read` returns; other exceptions than RequestError become VideoError, which holds no frames."""
+    try:
+        return read()
+    except RequestError:
+        raise
+    except MemoryError:
+        reason = "not enough memory to decode it; shrink it first"
+    except Exception as error:  # decoders raise any exception for a damaged file
+        reason = f"cannot be decoded, damaged or truncated ({getattr(error, 'strerror', None) or error})"
+    raise VideoError(name, reason)  # here, where the exception above and the frames that it holds are gone
+
+
+def _read(file: str | BinaryIO, name: str, limits: VideoLimits, use: Callable[[VideoStream, VideoInfo], T]) -> T:
+    def read() -> T:
+        with closing(VideoStream(lambda: _open(file, name, limits), name, limits.codecs, NUM_THREADS)) as stream:
+            return use(stream, _info(stream, name, limits))
+
+    return guarded(name, read)
+
+
+def _open(file: str | BinaryIO, name: str, limits: VideoLimits) -> Any:
     try:
         import av
     except ImportError:
         raise VideoError(name, "is a video; pip install 'mmvllm[video]'") from None
-    return av.open(file)
+    if not isinstance(file, str):
+        file.seek(0)
+    source = f"file:{file}" if isinstance(file, str) else file  # else a colon in the path would end a protocol
+    try:
+        return av.open(source, options=_options(limits), buffer_size=READ_BYTES, metadata_errors="replace")
+    except (av.error.InvalidDataError, av.error.ArgumentError, av.error.EOFError):
+        known = f" in {', '.join(limits.containers)}" if limits.containers else " that FFmpeg can read, or damaged"
+    raise VideoError(name, f"is not a video{known}")
 
 
-def _info(stream: Any) -> VideoInfo:
-    return VideoInfo(stream.frames, float(stream.average_rate), stream.height, stream.width)
+def _options(limits: VideoLimits) -> dict[str, str]:
+    """For FFmpeg: what a file refers to, such as the parts of a playlist, is never fetched over a network."""
+    lists = {"format_whitelist": ",".join(limits.containers), "codec_whitelist": ",".join(limits.codecs)}
+    return {"protocol_whitelist": "file"} | {name: value for name, value in lists.items() if value}
 
 
-def _taken(frames: Iterator[Any], indices: list[int], fps: float, sizes: list[tuple[int, int]]) -> Iterator[np.ndarray]:
-    i = 0
-    for frame in frames:
-        resized = None
-        while i < len(indices) and frame.time >= (indices[i] - 0.5) / fps:
-            if resized is None:
-                resized = resize_frame(frame.to_ndarray(format="rgb24"), sizes)
-            yield resized
-            i += 1
-        if i == len(indices):
-            return
+def _info(stream: VideoStream, name: str, limits: VideoLimits) -> VideoInfo:
+    """Also goes to the first frame."""
+    declared = stream.declared_seconds
+    limits.check_seconds(name, declared)
+    number, fps = stream.measure()
+    first = stream.begin()
+    if first is None:
+        raise VideoError(name, "has no frame that can be decoded")
+    info = VideoInfo(max(number, 1), fps, *upright_size(first))
+    limits.check(name, info)
+    if declared > 1.1 * info.duration + 1:
+        _logger.warning("%s: declares %.1f s, but only %.1f s are there", name, declared, info.duration)
+    return info
+
+
+def _upright_at(stream: VideoStream, index: int, info: VideoInfo) -> np.ndarray:
+    return upright(stream.shown((index + 0.5) / info.fps))

@@ -3,6 +3,7 @@
 import base64
 import errno
 import http.client
+import io
 import os
 import stat
 import string
@@ -10,13 +11,14 @@ import sys
 import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import Image
 
-from mmvllm.errors import ImageError, without_frames
+from mmvllm.errors import ImageError, MediaFileError, RequestError, without_frames
 from mmvllm.processors.budget import DECODING
 from mmvllm.processors.decode import Reserve, decode
 
@@ -81,7 +83,7 @@ def _load(
         name = "the PIL image"
         with _SHARED:
             image = decode(source, name, max_pixels, reserve)  # without a draft, which would stay with the image
-    elif _is_array(source):
+    elif is_array(source):
         name = "the array"
         image = decode(_from_array(source, name), name, max_pixels, reserve)
     else:
@@ -94,7 +96,7 @@ def _load(
     return image
 
 
-def _is_array(source: Any) -> bool:
+def is_array(source: Any) -> bool:
     torch = sys.modules.get("torch")  # loading images does not need torch
     return isinstance(source, np.ndarray) or (torch is not None and isinstance(source, torch.Tensor))
 
@@ -122,7 +124,7 @@ def _read(source: Any) -> tuple[bytes, str]:
     if scheme == "data":
         return decode_data_uri(source), "the image in the data URI"
     if scheme == "file":
-        return _read_file(_file_url_path(source))
+        return _read_file(file_url_path(source))
     if isinstance(source, os.PathLike) or (isinstance(source, str) and "://" not in source):
         return _read_file(os.fsdecode(source))
     given = f"{source:.100}" if isinstance(source, str) else type(source).__name__
@@ -130,7 +132,7 @@ def _read(source: Any) -> tuple[bytes, str]:
     raise ImageError("", f"cannot load an image from {given}; give {accepted}")
 
 
-def _file_url_path(url: str) -> str:
+def file_url_path(url: str) -> str:
     """Everything after the scheme is the path, including '?' and '#'; it may be relative, as in qwen-vl-utils."""
     path = url[len("file:") :].removeprefix("//")
     if path.startswith("localhost/"):
@@ -156,48 +158,73 @@ def _read_file_object(file: BinaryIO) -> bytes:
 
 
 def _read_file(path: str) -> tuple[bytes, str]:
+    with local_file(path, "image", ImageError) as (path, name):
+        size = os.stat(path).st_size
+        if size > MAX_FILE_BYTES:
+            raise OSError(errno.EFBIG, f"it has {size} bytes, more than {MAX_FILE_BYTES}")
+        try:
+            with open(path, "rb") as file:
+                return file.read(), name
+        except MemoryError:
+            raise ImageError(name, f"not enough memory to read its {size:,} bytes") from None
+
+
+@contextmanager
+def local_file(path: str, kind: str, error_class: type[MediaFileError]) -> Iterator[tuple[str, str]]:
+    """A path to a file that is no device, and the file's name for messages; failures to read it are `error_class`."""
     name = f"{path:.200}" or "''"  # shortened: it may be base64 that was meant to be a data URI
     try:
         # Not Path.expanduser, which fails on a file named "~something".
         path = os.path.expanduser(path)
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):  # reading might block forever
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError
+        if not stat.S_ISREG(mode):  # reading might block forever
             raise OSError(errno.EINVAL, "it is a device or a pipe")
-        if status.st_size > MAX_FILE_BYTES:
-            raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, more than {MAX_FILE_BYTES}")
-        with open(path, "rb") as file:
-            return file.read(), name
-    except MemoryError:
-        raise ImageError(name, f"not enough memory to read its {status.st_size:,} bytes") from None
+        yield path, name
+    except RequestError:
+        raise
     except FileNotFoundError:
-        raise ImageError(name, "no such file") from None
+        raise error_class(name, "no such file") from None
     except IsADirectoryError:
-        raise ImageError(name, "is a folder, not an image") from None
+        raise error_class(name, f"is a folder, not {with_article(kind)}") from None
     except OSError as error:
-        raise ImageError(name, f"cannot be read ({error.strerror})") from None
+        raise error_class(name, f"cannot be read ({error.strerror})") from None
     except ValueError as error:  # for example a NUL in the path
-        raise ImageError(name, f"is not a path ({error})") from None
+        raise error_class(name, f"is not a path ({error})") from None
+
+
+def with_article(kind: str) -> str:
+    """An image or a video."""
+    return f"an {kind}" if kind == "image" else f"a {kind}"
 
 
 def _download(url: str) -> bytes:
+    data = io.BytesIO()
+    download(url, data, MAX_DOWNLOAD_BYTES, ImageError)
+    return data.getvalue()
+
+
+def download(url: str, file: BinaryIO, max_bytes: int, error_class: type[MediaFileError]) -> None:
+    """Fetch what a URL names into a file; failures, and more than `max_bytes`, are `error_class`."""
     quoted = urllib.parse.quote(url, safe="%/:=&?~#+!$,;'@()*[]")  # keeps existing escapes
     try:
         # Some sites refuse urllib's default user agent.
         request = urllib.request.Request(quoted, headers={"User-Agent": "mmvllm"})
         with urllib.request.urlopen(request, timeout=DOWNLOAD_TIMEOUT_S) as response:
-            data = response.read(MAX_DOWNLOAD_BYTES + 1)
+            while file.tell() <= max_bytes and (data := response.read(min(1 << 20, max_bytes + 1 - file.tell()))):
+                file.write(data)
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise ImageError(url, f"cannot be fetched ({error})") from None
-    if len(data) > MAX_DOWNLOAD_BYTES:
-        raise ImageError(url, f"more than {MAX_DOWNLOAD_BYTES} bytes; fetch and shrink it first")
-    return data
+        raise error_class(url, f"cannot be fetched ({error})") from None
+    if file.tell() > max_bytes:
+        raise error_class(url, f"more than {max_bytes} bytes; fetch and shrink it first")
 
 
-def decode_data_uri(uri: str) -> bytes:
+def decode_data_uri(uri: str, example: str = "image/png") -> bytes:
     """The bytes in a data URI; raises ImageError with the first characters of the URI."""
     header, comma, payload = uri.partition(",")
     if not comma:
-        raise ImageError("", f"data URI without a comma: {uri[:40]!r}; write data:image/png;base64,<data>")
+        raise ImageError("", f"data URI without a comma: {uri[:40]!r}; write data:{example};base64,<data>")
     try:
         data = urllib.parse.unquote_to_bytes(payload)
         if not header.lower().endswith(";base64"):

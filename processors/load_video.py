@@ -2,62 +2,161 @@
 
 import io
 import os
-from collections.abc import Callable, Sequence
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
-import numpy as np
 from PIL.Image import Image
 
-from mmvllm.errors import VideoError
-from mmvllm.processors import qwen_vl_utils
+from mmvllm.errors import ImageError, MediaFileError, VideoError, without_frames
+from mmvllm.processors.animation import HEAD_BYTES, animation_info, decode_animation, is_animation
+from mmvllm.processors.budget import DECODING
 from mmvllm.processors.clip import Clip, VideoInfo
+from mmvllm.processors.decode import Reserve
 from mmvllm.processors.decode_video import decode_video, video_info
-from mmvllm.processors.load import load_image
-from mmvllm.processors.video import DEFAULT_FPS, ClipPlan, resize_frame
+from mmvllm.processors.given_frames import clip_of, given_info, is_given
+from mmvllm.processors.load import MAX_FILE_BYTES, decode_data_uri, download, file_url_path, load_image, local_file
+from mmvllm.processors.video import ClipPlan
+from mmvllm.processors.video_limits import ANY_VIDEO, VideoLimits
+
+T = TypeVar("T")
+
+MAX_VIDEO_DOWNLOAD_BYTES = 1024 * 1024 * 1024
+MEMORY_BYTES = 16 * 1024 * 1024  # of a download; longer ones go to a temporary file
+
+_SHARED = threading.Lock()  # a file object that several requests share must not be read by two threads at once
 
 
-def load_video(source: Any, plan: ClipPlan) -> Clip:
+def load_video(
+    source: Any, plan: ClipPlan, limits: VideoLimits = ANY_VIDEO, reserve: Reserve = DECODING.reserve
+) -> Clip:
     """Load the frames that `plan` takes.
 
     Args:
         source: a path; encoded bytes or a binary file object; a file:// or http(s):// URL or a data URI; a list of
-            frames, each of them what `load_image` takes.
+            frames, each of them what `load_image` takes; an array or tensor of uint8 with shape (frames, height, width,
+            3); vLLM's tuple of either of these and metadata (`fps`, `total_num_frames`, `frames_indices`, `duration`,
+            `do_sample_frames`). Animated images (GIF, WebP, AVIF, PNG) and TIFF with several pages are videos, too.
+        limits: of encoded videos.
+        reserve: called with the bytes that decoding takes, before it begins (see `load_image`).
 
-    Raises VideoError, a ValueError; ImageError for a frame of a list.
+    Raises VideoError, a ValueError, which holds no frames and no other exception; ImageError for a frame of a list.
     """
-    if isinstance(source, list | tuple):
-        return _frames(source, plan)
-    if isinstance(source, bytes):
-        return decode_video(io.BytesIO(source), f"the video of {len(source)} bytes", plan)
-    return decode_video(os.fspath(source), os.fspath(source), plan)
+    if is_given(source):
+        return _lean(lambda: clip_of(source, plan))
+    return _lean(
+        lambda: _read(
+            source,
+            lambda file, name: decode_video(file, name, plan, limits, reserve),
+            lambda data, name: decode_animation(data, name, plan, limits, reserve),
+        )
+    )
 
 
-def load_video_info(source: Any) -> VideoInfo:
-    """What the header of a video says, given as for `load_video`; its frames are not decoded."""
-    return video_info(os.fspath(source), os.fspath(source))
+def load_video_info(source: Any, limits: VideoLimits = ANY_VIDEO) -> VideoInfo:
+    """What is known of a video before its frames are taken, given as for `load_video`."""
+    if is_given(source):
+        return _lean(lambda: given_info(source))
+    return _lean(
+        lambda: _read(
+            source,
+            lambda file, name: video_info(file, name, limits),
+            lambda data, name: animation_info(data, name, limits),
+        )
+    )
 
 
-def _frames(given: Sequence[Any], plan: ClipPlan) -> Clip:
-    """Frames that are given as they are, at the rate `sample_fps` or `fps`."""
-    if not given:
-        raise VideoError("the list of frames", "is empty")
-    images = [load_image(frame) for frame in given]
-    if plan.part:
-        images = [qwen_vl_utils.resize_given_frame(plan.part, image, plan.config.factor) for image in images]
-        images += images[-1:] * (len(images) % 2)
-    for i, image in enumerate(images):
-        if image.size != images[0].size:
-            raise VideoError(
-                f"frame {i} of the list",
-                f"is {image.width}x{image.height} pixels, frame 0 {images[0].width}x{images[0].height}; frames of a "
-                "video must have one size",
-            )
-    fps = plan.part.get("sample_fps") or plan.part.get("fps") or plan.fps or DEFAULT_FPS
-    info = VideoInfo(len(images), fps, images[0].height, images[0].width)
-    sizes = plan.sizes(len(images), info.height, info.width)
-    frames = np.stack([resize_frame(np.asarray(image), sizes) for image in images])
-    return Clip(frames, info, tuple(range(len(images))))
+def _lean(read: Callable[[], T]) -> T:
+    """What `read` returns; its error is raised without the frames of its traceback."""
+    try:
+        return read()
+    except MediaFileError as error:
+        failure = without_frames(error)
+    try:
+        raise failure
+    finally:
+        del read, failure
+
+
+def _read(source: Any, video: Callable[[Any, str], T], animation: Callable[[bytes, str], T]) -> T:
+    """What `video` makes of a path or a file, or `animation` of the bytes of an animated image."""
+    with _opened(source) as (file, name):
+        head = _bytes_of(file, HEAD_BYTES)
+        if not head:
+            raise VideoError(name, "is empty (0 bytes)")
+        if not is_animation(head):
+            return video(file, name)
+        data = _bytes_of(file, MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise VideoError(name, f"has more than {MAX_FILE_BYTES} bytes")
+        return animation(data, name)
+
+
+def _bytes_of(file: str | BinaryIO, size: int) -> bytes:
+    if isinstance(file, str):
+        with open(file, "rb") as opened:
+            return opened.read(size)
+    file.seek(0)
+    return file.read(size)
+
+
+@contextmanager
+def _opened(source: Any) -> Iterator[tuple[str | BinaryIO, str]]:
+    """A path or a file that can seek, and what messages call the video."""
+    if isinstance(source, bytes | bytearray | memoryview):
+        yield io.BytesIO(source), f"the video of {len(source)} bytes"
+    elif hasattr(source, "read") and hasattr(source, "seek"):
+        with _SHARED:
+            _check_file_object(source)
+            yield source, "the video in the file object"
+    elif (scheme := source.partition(":")[0].lower() if isinstance(source, str) else "") in ("http", "https"):
+        with tempfile.SpooledTemporaryFile(MEMORY_BYTES) as file:
+            download(source, file, MAX_VIDEO_DOWNLOAD_BYTES, VideoError)
+            yield file, f"the video at {source}"
+    elif scheme == "data":
+        yield io.BytesIO(_from_data_uri(source)), "the video in the data URI"
+    elif scheme == "file" or isinstance(source, os.PathLike) or (isinstance(source, str) and "://" not in source):
+        path = file_url_path(source) if scheme == "file" else os.fsdecode(source)
+        with local_file(path, "video", VideoError) as (path, name), _file_at(path) as file:
+            yield file, name
+    else:
+        given = f"{source:.100}" if isinstance(source, str) else type(source).__name__
+        accepted = "a path, bytes, a binary file, a file:// or http(s):// URL, a data: URI, or frames"
+        raise VideoError("", f"cannot load a video from {given}; give {accepted}")
+
+
+@contextmanager
+def _file_at(path: str) -> Iterator[str | BinaryIO]:
+    """The path for FFmpeg, which reads it without Python; an opened file where it is no UTF-8."""
+    with open(path, "rb") as file:
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            yield file
+        else:
+            yield path
+
+
+def _check_file_object(file: BinaryIO) -> None:
+    name = "the file object"
+    try:
+        file.seek(0)
+        head = file.read(1)
+    except (AttributeError, OSError, ValueError) as error:  # for example a closed file, or one opened for writing
+        raise VideoError(name, f"cannot be read ({error})") from None
+    if not isinstance(head, bytes):
+        raise VideoError(name, f"gives {type(head).__name__} instead of bytes; open it in binary mode")
+
+
+def _from_data_uri(uri: str) -> bytes:
+    try:
+        return decode_data_uri(uri, "video/mp4")
+    except ImageError as error:
+        failure = VideoError(error.source, error.reason)
+    raise failure
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,15 +78,18 @@ def _source(kind: str, keys: tuple[str, ...], part: dict) -> Any:
     if isinstance(source, dict):
         source = source.get("url")
     if source is None:
-        article = "an" if kind == "image" else "a"
-        raise RequestError(f"{article} {kind} part needs {kind!r}, or '{kind}_url' with 'url'")
+        raise RequestError(f"{_named(kind)} part needs {kind!r}, or '{kind}_url' with 'url'")
     return source
 
 
 def _string(kind: str, part: dict, key: str) -> str:
     if not isinstance(part[key], str):
-        raise RequestError(f"{key!r} of a part must be a string, not {type(part[key]).__name__}")
+        raise RequestError(f"{key!r} of {_named(kind)} part must be a string, not {type(part[key]).__name__}")
     return part[key]
+
+
+def _named(kind: str) -> str:
+    return "an image" if kind == "image" else "a video"
 
 
 @contextmanager

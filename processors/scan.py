@@ -31,7 +31,7 @@ _GIF_BLOCK = re.compile(rb"[!,;]")
 _EXIF_PREFIXES = re.compile(rb"(?:Exif\0\0)*")
 _PNG_SIZE = re.compile(rb"\x89PNG\r\n\x1a\n....IHDR(.{8})", re.DOTALL)
 _BITMAP_SIZE = re.compile(rb"\x28\0\0\0(.{8})\x01\0", re.DOTALL)
-_TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II\0*", b"MM*\0", b"II+\0", b"MM\0+")  # Pillow accepts the swapped ones, too
+TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II\0*", b"MM*\0", b"II+\0", b"MM\0+")  # Pillow accepts the swapped ones, too
 _TIFF_UNITS = (0, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8, 4, 0, 0, 8)  # bytes of a value of each type
 _TIFF_RATIONALS = (5, 10)
 
@@ -48,7 +48,7 @@ def scan(data: bytes) -> None:
         _scan_png(data)
     elif data.startswith((b"GIF87a", b"GIF89a")):
         _scan_gif(data)
-    elif data.startswith(_TIFF_MAGIC):
+    elif data.startswith(TIFF_MAGIC):
         _scan_directory(data, "a TIFF directory")
 
 

@@ -13,7 +13,6 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from math import prod
 from numbers import Real
 from typing import Any
@@ -112,15 +111,21 @@ class ClipPlan:
 
         Raises RequestError for bounds that cannot be met, and for a video of more than `max_tokens`.
         """
-        c, sizes = self.config, [(height, width)]
+        if not self.part:
+            return self.final_sizes(num_frames, height, width)
+        with naming_video():
+            size = qwen_vl_utils.frame_size(self.part, num_frames, height, width, self.config.factor)
+        sizes = [size] * (size != (height, width)) + self.final_sizes(num_frames, *size)
+        return [FloatSize(one) for one in sizes]
+
+    def final_sizes(self, num_frames: int, height: int, width: int) -> list[tuple[int, int]]:
+        """The size within the bounds of pixels of request and checkpoint; none if it is the given one."""
+        c = self.config
         low, high = pixel_bounds(self.min_pixels, self.max_pixels, c.min_pixels, c.max_pixels)
         with naming_video():
-            if self.part:
-                sizes.append(qwen_vl_utils.frame_size(self.part, num_frames, height, width, c.factor))
-            sizes.append(c.frame_size(num_frames, *sizes[-1], low, high))
-        self._check_length(num_frames, *sizes[-1])
-        kind = FloatSize if self.part else tuple
-        return [kind(size) for before, size in pairwise(sizes) if size != before]
+            size = c.frame_size(num_frames, height, width, low, high)
+        self._check_length(num_frames, *size)
+        return [size] * (size != (height, width))
 
     def timed(self, clip: Clip) -> Clip:
         """The clip with the metadata that say when its frames are shown."""
@@ -170,7 +175,7 @@ def resize_frame(frame: np.ndarray, sizes: Sequence[tuple[int, int]]) -> np.ndar
     """
     for size in sizes:
         # Writable, as torch wants it: arrays of PIL images are not.
-        image = torch.from_numpy(np.require(frame, requirements=("C", "W"))).permute(2, 0, 1)[None]
+        image = torch.from_numpy(np.require(frame, requirements="CW")).permute(2, 0, 1)[None]
         if isinstance(size, FloatSize):
             resized = F.interpolate(image.float(), size=size, mode="bicubic", antialias=True)
             resized = resized.clamp(0, 255).round().byte()
@@ -188,21 +193,19 @@ class VideoProcessor:
 
     def __call__(self, clip: Clip) -> Media:
         """Cut frames, which have their final size, into patches; an incomplete temporal patch repeats the last one."""
-        c, frames, times = self.config, clip.frames, clip.times
-        size = c.temporal_patch_size
+        c, frames, size = self.config, clip.frames, self.config.temporal_patch_size
         missing = -len(frames) % size
         frames = np.concatenate([frames, *[frames[-1:]] * missing]) if missing else frames
-        times = times + times[-1:] * missing
         T, height, width, _ = frames.shape
         grid = (T // size, height // c.patch_size, width // c.patch_size)
         patches = patchify(frames.reshape(T // size, size, height, width, 3), c.patch_size, c.merge_size)
-        seconds_per_patch = size / clip.sampled_fps
+        seconds_per_patch = clip.seconds_per_patch(size)
         return Media(
             "video",
             torch.from_numpy(patches.reshape(prod(grid), -1)),
             grid,
             tuple(_digest(own, grid, seconds_per_patch, c) for own in patches),
-            tuple((times[i] + times[i + size - 1]) / 2 for i in range(0, T, size)),
+            clip.patch_times(size),
             seconds_per_patch,
         )
 

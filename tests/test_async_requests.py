@@ -53,7 +53,7 @@ BAD = {
     "two rows": (np.array([[5, 6]]), "token ids are integers, in one row"),
     "images beside messages": (
         {**ask("x"), "multi_modal_data": {"image": IMAGE}},
-        "'images' go with 'text'; with 'messages', put each image into its message",
+        "images and videos go with 'text'; with 'messages', put each into its message",
     ),
     "unknown key": ({**ask("x"), "nonsense": 1}, "unknown keys nonsense"),
     "parameters in a list": ({**ask("x"), "sampling_params": [SHORT]}, "must be SamplingParams or a dict, not list"),

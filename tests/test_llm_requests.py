@@ -121,7 +121,10 @@ BAD_PROMPTS = {
     "both": ({"prompt": "x", "prompt_token_ids": [5]}, "this one has 'prompt' and 'prompt_token_ids'"),
     "messages": (ask("x"), "unknown keys messages; known: prompt, prompt_token_ids, multi_modal_data"),
     "unknown key": ({"prompt": "x", "multi_modal_uuids": {}}, "unknown keys multi_modal_uuids"),
-    "video": ({"prompt": "x", "multi_modal_data": {"video": []}}, "multi_modal_data has video; only 'image'"),
+    "audio": (
+        {"prompt": "x", "multi_modal_data": {"audio": []}},
+        "multi_modal_data has audio; only 'image' and 'video'",
+    ),
     "images without a modality": ({"prompt": "x", "multi_modal_data": [IMAGE]}, "must be a dict .*, not list"),
     "ids as prompt": ({"prompt": [5]}, "'prompt' must be a string, not list"),
     "one image, no placeholder": ({"prompt": "x", "multi_modal_data": {"image": IMAGE}}, "0 image placeholders but 1"),
@@ -179,7 +182,7 @@ def test_image_parts_as_other_libraries_write_them(form, llm, tmp_path):
 
 def test_images_beside_messages_are_refused_not_dropped(llm):
     for key, value in (("images", IMAGE), ("multi_modal_data", {"image": IMAGE})):
-        with pytest.raises(RequestError, match="with 'messages', put each image into its message"):
+        with pytest.raises(RequestError, match="with 'messages', put each into its message"):
             llm.generate_multimodal({**ask("What?"), key: value}, SHORT)
 
 

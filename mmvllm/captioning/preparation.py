@@ -9,8 +9,9 @@ from PIL.Image import Image
 from mmvllm.captioning.items import Item
 from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.inputs import EngineInput
-from mmvllm.processors.chat import ForeignProcessor, Processor
+from mmvllm.processors.chat import Processor
 from mmvllm.processors.decode import Reserve
+from mmvllm.processors.foreign import ForeignProcessor
 from mmvllm.processors.load import DECODING, load_image
 from mmvllm.processors.load_video import Load
 from mmvllm.workers import WorkerDied, WorkerPool, reserve_in_parent

@@ -167,9 +167,9 @@ class Sequence:
     def vision_placeholders(self) -> tuple[Span, ...]:
         return tuple(item.span for item in self.items)
 
-    @property
-    def num_media_tokens(self) -> int:
-        return sum(item.num_tokens for item in self.items)
+    def num_media_tokens(self, modality: str) -> int:
+        """Placeholder tokens of the images or of the videos."""
+        return sum(item.num_tokens for item in self.items if item.modality == modality)
 
     def items_in(self, start: int, end: int) -> range:
         """Indices of the items whose placeholders are among tokens [start, end)."""

@@ -56,7 +56,7 @@ class StepStats:
     seconds: dict[str, float]
     num_prefill_tokens: int  # of prompts, or computed again after a preemption
     num_decode_tokens: int
-    num_images: int
+    num_images: int  # encoded, and temporal patches of videos
     num_patches: int
     num_running: int
     num_waiting: int
@@ -94,7 +94,7 @@ class EngineStats:
     num_prompt_tokens: int  # of finished requests
     num_cached_tokens: int  # of these
     num_output_tokens: int
-    num_images: int  # of requests that have begun
+    num_images: int  # of requests that have begun, and temporal patches of their videos
     num_encoded_images: int
     num_preemptions: int
 
@@ -110,7 +110,7 @@ class EngineStats:
 
     @property
     def image_hit_rate(self) -> float | None:
-        """Share of images that were not encoded, because their rows or the prompt's KV were cached."""
+        """Share of `num_images` that were not encoded, because their rows or the prompt's KV were cached."""
         return max(0.0, 1 - self.num_encoded_images / self.num_images) if self.num_images else None
 
 

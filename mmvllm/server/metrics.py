@@ -102,8 +102,11 @@ class _EngineCollector:
                 "Prompt tokens of finished requests whose KV came from the prefix cache.",
             ),
             "output_tokens": (stats.num_output_tokens, "Generated tokens."),
-            "images": (stats.num_images, "Images in requests."),
-            "encoded_images": (stats.num_encoded_images, "Images encoded by the vision encoder."),
+            "images": (stats.num_images, "Images, and temporal patches of videos, in requests."),
+            "encoded_images": (
+                stats.num_encoded_images,
+                "Images, and temporal patches, encoded by the vision encoder.",
+            ),
             "preemptions": (stats.num_preemptions, "Preempted sequences, whose KV is computed again."),
         }
         for name, (value, text) in gauges.items():

@@ -19,11 +19,13 @@ def frames(number: int, width: int, height: int, seed: int = 0) -> list[Image.Im
 
 
 def ask(*parts, **keys) -> dict:
-    """A request with one user turn of the given strings, images, and clips as lists of frames."""
+    """A request with one user turn of the given strings, images, clips as lists of frames, and parts."""
     return {"messages": [{"role": "user", "content": [_part(part) for part in parts]}], **keys}
 
 
 def _part(part) -> dict:
+    if isinstance(part, dict):
+        return part
     kind = "text" if isinstance(part, str) else "video" if isinstance(part, list) else "image"
     return {"type": kind, kind: part}
 

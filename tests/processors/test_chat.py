@@ -18,14 +18,16 @@ from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.qwen2_vl import FAMILY
-from mmvllm.models.registry import load_config
-from mmvllm.processors.chat import ForeignProcessor, Processor
+from mmvllm.models.registry import load_config, load_media_configs
+from mmvllm.processors.chat import Processor
+from mmvllm.processors.foreign import ForeignProcessor
 from mmvllm.processors.image import ImageProcessor, normalize_patches
 from tests.helpers.images import image_config
 from tests.helpers.requests import ask, digests_of, grids_of, noise_image, patches_of, spans_of, text, user
 
 IMAGE = json.loads((BUNDLED / "config.json").read_text())["image_token_id"]
 RULES = FAMILY.media_rules(load_config(BUNDLED))
+VIDEOS = load_media_configs(BUNDLED)[1]
 CONFIG = image_config(min_pixels=112 * 112, max_pixels=196 * 196)
 A, B, C = noise_image(200, 120, 1), noise_image(133, 260, 2), noise_image(180, 180, 3)
 ONE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -68,7 +70,7 @@ class HFProcessor:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["expands", "does not expand"])
 def foreign(request, tokenizer):
-    return ForeignProcessor(HFProcessor(tokenizer, request.param), tokenizer, RULES, factor=28)
+    return ForeignProcessor(HFProcessor(tokenizer, request.param), tokenizer, RULES, VIDEOS)
 
 
 def as_values(prompt: EngineInput) -> tuple:
@@ -263,7 +265,7 @@ def test_bounds_that_cross_are_refused(processor, foreign):
 
 def test_a_text_only_checkpoint_refuses_images(tokenizer, processor):
     own = Processor(tokenizer, ImageProcessor(CONFIG), None)
-    foreign = ForeignProcessor(HFProcessor(tokenizer, expands=False), tokenizer, None, factor=28)
+    foreign = ForeignProcessor(HFProcessor(tokenizer, expands=False), tokenizer, None, VIDEOS)
     for prepare in (own, foreign):
         assert prepare(ask("hi")) == processor(ask("hi"))
         with pytest.raises(ValueError, match="this checkpoint is text-only, it cannot take images"):
@@ -279,7 +281,7 @@ def test_an_exception_in_the_chat_template_is_a_value_error(tokenizer, processor
 
     message = "the chat template cannot render these messages: 'tools'"
     own = Processor(Refusing(), ImageProcessor(CONFIG), RULES)
-    for prepare in (own, ForeignProcessor(Refusing(), tokenizer, RULES, 28)):
+    for prepare in (own, ForeignProcessor(Refusing(), tokenizer, RULES, VIDEOS)):
         with pytest.raises(ValueError, match=message):
             prepare(ask("hi"))
     bare = AutoTokenizer.from_pretrained(BUNDLED)
@@ -321,7 +323,7 @@ class ChangedOutput(HFProcessor):
 )
 def test_invalid_output_of_a_foreign_processor_is_refused(change, message, tokenizer):
     with pytest.raises(ValueError, match=message):
-        ForeignProcessor(ChangedOutput(tokenizer, change), tokenizer, RULES, factor=28)(ask(A, B))
+        ForeignProcessor(ChangedOutput(tokenizer, change), tokenizer, RULES, VIDEOS)(ask(A, B))
 
 
 def test_more_grids_than_images_are_refused(tokenizer):
@@ -329,7 +331,7 @@ def test_more_grids_than_images_are_refused(tokenizer):
         made.update(image_grid_thw=made["image_grid_thw"].repeat(2, 1))
 
     with pytest.raises(ValueError, match=r"returned 2 image_grid_thw for 1 image$"):
-        ForeignProcessor(ChangedOutput(tokenizer, twice), tokenizer, RULES, factor=28)(ask(A))
+        ForeignProcessor(ChangedOutput(tokenizer, twice), tokenizer, RULES, VIDEOS)(ask(A))
 
 
 def test_a_foreign_processor_may_return_lists_and_arrays(tokenizer):
@@ -337,16 +339,16 @@ def test_a_foreign_processor_may_return_lists_and_arrays(tokenizer):
         made.update(input_ids=made["input_ids"].tolist(), image_grid_thw=made["image_grid_thw"].tolist())
         made.update(pixel_values=made["pixel_values"].numpy())
 
-    want = ForeignProcessor(HFProcessor(tokenizer, expands=True), tokenizer, RULES, 28)(ask(A, B))
-    assert as_values(ForeignProcessor(ChangedOutput(tokenizer, plain), tokenizer, RULES, 28)(ask(A, B))) == as_values(
-        want
-    )
+    want = ForeignProcessor(HFProcessor(tokenizer, expands=True), tokenizer, RULES, VIDEOS)(ask(A, B))
+    assert as_values(
+        ForeignProcessor(ChangedOutput(tokenizer, plain), tokenizer, RULES, VIDEOS)(ask(A, B))
+    ) == as_values(want)
 
 
 @pytest.mark.parametrize("kind", ["own", "foreign"])
 def test_prompts_are_the_same_from_many_threads(kind, processor, tokenizer):
     prepare = (
-        processor if kind == "own" else ForeignProcessor(HFProcessor(tokenizer, expands=True), tokenizer, RULES, 28)
+        processor if kind == "own" else ForeignProcessor(HFProcessor(tokenizer, expands=True), tokenizer, RULES, VIDEOS)
     )
     requests = list(REQUESTS.values()) * 4
     want = [as_values(prepare(request)) for request in REQUESTS.values()] * 4
@@ -377,7 +379,7 @@ class NotThreadSafe(HFProcessor):
 def test_a_tokenizer_is_used_by_one_thread_at_a_time(kind, tokenizer):
     tokenizer_and_processor = NotThreadSafe(tokenizer)
     own = Processor(tokenizer_and_processor, ImageProcessor(CONFIG), RULES)
-    prepare = own if kind == "own" else ForeignProcessor(tokenizer_and_processor, tokenizer, RULES, 28)
+    prepare = own if kind == "own" else ForeignProcessor(tokenizer_and_processor, tokenizer, RULES, VIDEOS)
     with ThreadPoolExecutor(8) as pool:
         prompts = list(pool.map(prepare, [ask(str(i)) for i in range(24)]))
     assert [prompt.token_ids for prompt in prompts] == [prepare(ask(str(i))).token_ids for i in range(24)]

@@ -14,7 +14,7 @@ from mmvllm.demo.page import build_page
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.errors import RequestError
 from mmvllm.models.folder import BUNDLED
-from mmvllm.processors.chat import ForeignProcessor
+from mmvllm.processors.foreign import ForeignProcessor
 from tests.helpers.engines import run_at_once
 from tests.helpers.requests import ask, grids_of, noise_image, patches_of, spans_of
 from tests.helpers.server import CHAT, make_app
@@ -179,7 +179,7 @@ def test_token_ids_without_images_need_no_processor(checkpoint, make_llm):
     prompts = [{"prompt": text, "multi_modal_data": {"image": A}}, [5, 6], {"prompt_token_ids": np.array([5, 6])}]
     outputs = theirs.generate(prompts, SHORT, use_tqdm=False)
     assert outputs[1].token_ids == outputs[2].token_ids and outputs[0].num_image_tokens > 0
-    with pytest.raises(RequestError, match="prompt 0: a processor of your own needs a prompt with images as text"):
+    with pytest.raises(RequestError, match="prompt 0: a processor of your own needs a prompt with media as text"):
         theirs.generate({"prompt_token_ids": [5], "multi_modal_data": {"image": A}}, SHORT)
 
 
@@ -197,7 +197,7 @@ def test_plain_strings_need_no_processor(checkpoint, make_llm, llm):
 
 
 def test_a_text_only_model_takes_token_ids_beside_a_processor(llm):
-    adapted = ForeignProcessor(None, llm.tokenizer, None, factor=28)
+    adapted = ForeignProcessor(None, llm.tokenizer, None, None)
     assert adapted({"prompt_token_ids": (5, 6)}).token_ids == [5, 6]
 
 

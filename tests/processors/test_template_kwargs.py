@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from mmvllm.errors import RequestError
-from mmvllm.processors.chat import ForeignProcessor, Processor
+from mmvllm.processors.chat import Processor
+from mmvllm.processors.foreign import ForeignProcessor
 from mmvllm.processors.requests import parse_request
 from mmvllm.processors.template_kwargs import MAX_DEPTH, check_template_kwargs
 from tests.helpers.tokenizers import NAMES, TEXT_ONLY, tokenizer_of
@@ -228,7 +229,7 @@ class Recorder:
 
 def test_a_processor_of_the_callers_is_given_them():
     recorder = Recorder(with_template(TEMPLATE).tokenizer)
-    prepare = ForeignProcessor(recorder, recorder.tokenizer, None, 28)
+    prepare = ForeignProcessor(recorder, recorder.tokenizer, None, None)
     kwargs = {"style": "calm", "facts": {}, "texts": []}
     want = recorder.tokenizer.apply_chat_template([QUESTION], return_dict=False, **kwargs)
     assert prepare({"messages": [QUESTION], "chat_template_kwargs": kwargs}).token_ids == want

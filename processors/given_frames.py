@@ -1,0 +1,117 @@
+"""A clip of frames that are given one by one or as an array, with what is known of the video they were taken from."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from mmvllm.errors import VideoError
+from mmvllm.processors import qwen_vl_utils
+from mmvllm.processors.clip import Clip, VideoInfo
+from mmvllm.processors.load import is_array, load_image
+from mmvllm.processors.video import DEFAULT_FPS, ClipPlan, check_fps, resize_frame
+
+
+def is_given(source: Any) -> bool:
+    """Whether a source is frames: a list of them, an array, or (frames, vLLM's metadata)."""
+    return isinstance(source, list | tuple) or is_array(source)
+
+
+def given_info(source: Any) -> VideoInfo:
+    """What is known of given frames; raises VideoError and ImageError."""
+    given = _GivenFrames.of(source)
+    image = load_image(given.frames[0])
+    return given.info(given.fps or DEFAULT_FPS, image.height, image.width)
+
+
+def clip_of(source: Any, plan: ClipPlan) -> Clip:
+    """The clip of given frames, each of which is loaded and resized before the next one.
+
+    All are taken, unless the metadata's `do_sample_frames` is true, or neither it nor `frames_indices` is there and the
+    request has `fps` or `num_frames`. Raises VideoError for frames of different sizes or wrong metadata, ImageError for
+    a frame.
+    """
+    given = _GivenFrames.of(source)
+    fps = given.fps or plan.part.get("sample_fps") or plan.part.get("fps") or plan.fps or DEFAULT_FPS
+    first = load_image(given.frames[0])
+    info = given.info(fps, first.height, first.width)
+    places = plan.frame_indices(info) if given.is_sampled(plan) else list(range(len(given.frames)))
+    indices = tuple(given.indices[i] for i in places)
+    if plan.part and len(places) % 2:
+        places, indices = places + places[-1:], (*indices, indices[-1] + 1)
+        info = given.info(fps, first.height, first.width, at_least=len(places))
+    return Clip(_resized([given.frames[i] for i in places], plan), info, indices)
+
+
+def _resized(frames: Sequence[Any], plan: ClipPlan) -> np.ndarray:
+    """(T, height, width, 3) uint8."""
+    resized = np.empty(0)
+    for i, frame in enumerate(frames):
+        image = load_image(frame)
+        if plan.part:
+            image = qwen_vl_utils.resize_given_frame(plan.part, image, plan.config.factor)
+        if i == 0:
+            size = image.size
+            sizes = plan.sizes(len(frames), image.height, image.width)
+            resized = np.empty((len(frames), *(sizes[-1] if sizes else image.size[::-1]), 3), dtype=np.uint8)
+        _check_size(i, image, size)
+        resized[i] = resize_frame(np.asarray(image), sizes)
+    return resized
+
+
+def _check_size(i: int, image: Image.Image, size: tuple[int, int]) -> None:
+    if image.size != size:
+        reason = f"is {image.width}x{image.height} pixels, frame 0 {size[0]}x{size[1]}"
+        raise VideoError(f"frame {i} of the list", f"{reason}; frames of a video must have one size")
+
+
+@dataclass(frozen=True, slots=True)
+class _GivenFrames:
+    """Frames, and what vLLM's metadata say: `indices` in a video of `total` frames at `fps`."""
+
+    frames: Sequence[Any]
+    indices: Sequence[int]
+    total: int
+    fps: float | None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, source: Any) -> "_GivenFrames":
+        has_metadata = isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Mapping)
+        frames, metadata = source if has_metadata else (source, {})
+        if is_array(frames) and len(frames.shape) != 4:
+            shape = tuple(frames.shape)
+            raise VideoError("the array", f"has shape {shape}, must be uint8 of shape (frames, height, width, 3)")
+        if len(frames) == 0:
+            raise VideoError("the list of frames", "is empty")
+        metadata = {key: value for key, value in metadata.items() if value is not None}
+        indices = _indices(metadata, len(frames))
+        total = max(int(metadata.get("total_num_frames", 0)), max(indices) + 1)
+        fps = metadata.get("fps")
+        if fps is None and metadata.get("duration"):
+            fps = total / metadata["duration"]
+        if fps is not None:
+            check_fps("fps", fps)
+        return cls(frames, indices, total, fps, metadata)
+
+    def info(self, fps: float, height: int, width: int, at_least: int = 0) -> VideoInfo:
+        return VideoInfo(max(self.total, at_least), fps, height, width)
+
+    def is_sampled(self, plan: ClipPlan) -> bool:
+        if "frames_indices" in self.metadata or plan.part or not self.metadata:
+            return False
+        return bool(self.metadata.get("do_sample_frames", plan.fps is not None or plan.num_frames is not None))
+
+
+def _indices(metadata: Mapping[str, Any], number: int) -> list[int]:
+    """Which frames of the video these are."""
+    indices = metadata.get("frames_indices")
+    if indices is None:
+        return list(range(number))
+    given = list(indices)
+    if len(given) != number or not all(isinstance(index, Integral) and index >= 0 for index in given):
+        raise VideoError("the frames", f"have frames_indices {given!r:.60}, must be {number} integers of at least 0")
+    return [int(index) for index in given]

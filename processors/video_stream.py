@@ -1,0 +1,253 @@
+"""The frames of one video stream by PyAV, in the order in which they are shown, with seeks to keyframes.
+
+Whatever FFmpeg cannot decode is passed over. Nothing here bounds time or memory: frames are yielded one by one.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import numpy as np
+
+from mmvllm.errors import VideoError
+
+SEEKABLE = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "avi")  # whose times and keyframes are reliable
+MAX_RATE = 1000  # frames per second
+MAX_ERRORS = 64  # one after the other, of the container; those of the decoder are limited by the packets
+MAX_RETREATS = 3  # keyframes that turn out to be shown too late, before a video is read without seeking
+
+
+class VideoStream:
+    """The first video stream of a file that is no cover image; `close` closes the file.
+
+    Args:
+        open_container: opens the file with PyAV, from its beginning; called again for formats that cannot go back.
+        codecs: FFmpeg's names of the decoders that may be used; empty for all.
+        num_threads: of the decoder.
+
+    Raises VideoError for a file without a video that can be decoded.
+    """
+
+    def __init__(self, open_container: Callable[[], Any], name: str, codecs: Collection[str], num_threads: int):
+        self._open_container, self._name, self._codecs = open_container, name, codecs
+        self._num_threads = num_threads
+        self._open()
+        self._can_seek = self._container.format.name in SEEKABLE
+        # An AVI file has no times, only an order of decoding.
+        self._is_counted = self._container.format.name == "avi" and self._stream.codec_context.has_b_frames
+        self._may_jump = self._can_seek and not self._is_counted
+
+    def _open(self) -> None:
+        self._container = self._open_container()
+        try:
+            self._stream = self._found()
+        except BaseException:
+            self._container.close()
+            raise
+        self._stream.codec_context.thread_count = self._num_threads
+        self._time_base = float(self._stream.time_base or 0) or 1.0
+        self._rate = self._declared_rate()
+
+    def close(self) -> None:
+        self._current = self._next = self._frames = None
+        self._container.close()
+
+    def _found(self) -> Any:
+        from av.stream import Disposition
+
+        videos = [one for one in self._container.streams.video if not one.disposition & Disposition.attached_pic]
+        if not videos:
+            raise VideoError(self._name, "has no video stream")
+        codec = getattr(videos[0].codec_context, "name", None)
+        if codec is None:
+            raise VideoError(self._name, "its codec is not supported")
+        if self._codecs and codec not in self._codecs:
+            raise VideoError(self._name, f"its codec is {codec}, accepted are {', '.join(self._codecs)}")
+        return videos[0]
+
+    # How long it is
+
+    def measure(self) -> tuple[int, float]:
+        """Number of frames, and frames per second, on average.
+
+        The header's, if the file goes on to the end that it declares; otherwise packets are counted.
+        """
+        number, rate = self._stream.frames, self._rate
+        end = self._end() if rate and self._can_seek else None
+        if end is None:
+            return self._counted()
+        found = round(end * rate)
+        if not number and found:
+            return found, rate
+        return (number, rate) if abs(found - number) <= 1 else self._counted()
+
+    @property
+    def declared_seconds(self) -> float:
+        """What the header says; 0 if it says nothing."""
+        if self._stream.duration:
+            return self._stream.duration * self._time_base
+        return (self._container.duration or 0) / 1_000_000
+
+    def _declared_rate(self) -> float | None:
+        rate = float(self._stream.average_rate or 0)
+        return rate if 0 < rate <= MAX_RATE else None
+
+    def _end(self) -> float | None:
+        """Seconds from the first frame to the end of the last one, as found behind the last keyframe."""
+        start = self._stream.start_time
+        if not self.declared_seconds or start is None:
+            return None
+        if not self._seek(start + round(self.declared_seconds / self._time_base)):
+            return None
+        ends = [end for _, end in self._packet_times() if end is not None]
+        return (max(ends) - start) * self._time_base if ends else None
+
+    def _counted(self) -> tuple[int, float]:
+        self._rewind()
+        times = [at for at, _ in self._packet_times()]
+        known = [at for at in times if at is not None]
+        seconds = (max(known) - min(known)) * self._time_base if known else 0
+        number, rate = len(times), self._rate
+        if number < 2 or not seconds or (rate and abs(seconds * rate - (number - 1)) < 0.5):
+            return number, rate or 1.0
+        return number, (number - 1) / seconds
+
+    def _packet_times(self) -> Iterator[tuple[int | None, int | None]]:
+        """Beginning and end of each packet that has a frame, in the order of the file."""
+        for packet in self._packets():
+            at = packet.dts if packet.pts is None else packet.pts
+            if packet.size and not packet.is_discard:
+                yield at, None if at is None else at + (packet.duration or 0)
+
+    # Frames
+
+    def begin(self) -> Any:
+        """The first frame, or None; `shown` counts seconds from it."""
+        self._rewind()
+        self._restart(lambda frame: True)
+        start = self._stream.start_time
+        if self._next is not None and start is not None and self._pts(self._next) > start and self._can_seek:
+            self._reopen()
+            self._restart(lambda frame: True)
+        if self._next is not None:
+            self._start = self._pts(self._next)
+            self._keyframes = self._keyframe_times() if self._may_jump else []
+        return self._next
+
+    def shown(self, end: float) -> Any:
+        """The last frame that begins less than `end` seconds after the first; `end` must not fall from call to call."""
+        self._approach(end)
+        while self._next is not None and self._time() < end:
+            self._step()
+        return self._next if self._current is None else self._current
+
+    def _step(self) -> None:
+        self._current, self._next = self._next, next(self._frames, None)
+        self._num_passed += 1
+
+    def _restart(self, is_first: Callable[[Any], bool]) -> None:
+        self._frames, self._current, self._num_passed = self._decoded(), None, 0
+        self._next = next((frame for frame in self._frames if is_first(frame)), None)
+
+    def _time(self) -> float:
+        """Seconds at which the next frame begins."""
+        if self._is_counted:
+            return self._num_passed / (self._rate or 1.0)
+        return (self._pts(self._next) - self._start) * self._time_base
+
+    def _pts(self, frame: Any) -> int:
+        return (frame.dts or 0) if frame.pts is None else frame.pts
+
+    def _decoded(self) -> Iterator[Any]:
+        for packet in self._packets():
+            try:
+                yield from packet.decode()
+            except (ValueError, OSError, EOFError):  # FFmpeg's errors are among them
+                continue
+
+    def _packets(self) -> Iterator[Any]:
+        num_errors = 0
+        while num_errors < MAX_ERRORS:
+            try:
+                for packet in self._container.demux(self._stream):
+                    num_errors = 0
+                    yield packet
+                return
+            except EOFError:
+                return
+            except (ValueError, OSError):
+                num_errors += 1
+
+    # Seeking
+
+    def _approach(self, end: float) -> None:
+        """Seek to the last keyframe that is shown before `end`, if it is ahead."""
+        i = bisect_left(self._keyframes, end) - 1
+        if not self._may_jump or i < 0 or self._next is None or self._keyframes[i] <= self._time():
+            return
+        for seconds in reversed(self._keyframes[max(0, i - MAX_RETREATS) : i + 1]):
+            if self._seek(self._start + round(seconds / self._time_base)):
+                self._restart(lambda frame: frame.key_frame)  # frames before a keyframe are not complete
+                if self._next is not None and self._time() < end:
+                    return
+        self._may_jump = False
+        self._reopen()
+        self._restart(lambda frame: True)
+
+    def _keyframe_times(self) -> list[float]:
+        """Seconds at which keyframes are shown, as far as the index of the file has them.
+
+        It has decoding times, which precede those of showing by the same time for most keyframes.
+        """
+        times = [entry.timestamp for entry in self._stream.index_entries if entry.is_keyframe]
+        first = min(times, default=0)
+        return sorted((time - first) * self._time_base for time in times)
+
+    def _rewind(self) -> None:
+        if not (self._can_seek and self._seek(self._stream.start_time or 0)):
+            self._reopen()
+
+    def _reopen(self) -> None:
+        self._container.close()
+        self._open()
+
+    def _seek(self, timestamp: int) -> bool:
+        try:
+            self._container.seek(timestamp, stream=self._stream, backward=True)
+        except (ValueError, OSError, EOFError):
+            return False
+        return True
+
+
+def upright(frame: Any) -> np.ndarray:
+    """(height, width, 3) uint8, turned and mirrored as the display matrix of the frame says."""
+    pixels = frame.to_ndarray(format="rgb24")
+    matrix = display_matrix(frame)
+    if matrix is None:
+        return pixels
+    a, b, c, d = matrix
+    if abs(a) >= abs(b):
+        return pixels[:: _step(d), :: _step(a)]
+    return pixels.transpose(1, 0, 2)[:: _step(b), :: _step(c)]
+
+
+def upright_size(frame: Any) -> tuple[int, int]:
+    """Height and width as `upright` has them."""
+    matrix = display_matrix(frame)
+    is_turned = matrix is not None and abs(matrix[1]) > abs(matrix[0])
+    return (frame.width, frame.height) if is_turned else (frame.height, frame.width)
+
+
+def display_matrix(frame: Any) -> tuple[int, int, int, int] | None:
+    """Of a turned frame: (a, b, c, d), where a pixel at (x, y) is shown at (a * x + c * y, b * x + d * y)."""
+    from av.sidedata.sidedata import Type
+
+    side_data = frame.side_data.get(Type.DISPLAYMATRIX)
+    if side_data is None:
+        return None
+    a, b, _, c, d = np.frombuffer(bytes(side_data), dtype=np.int32)[:5].tolist()
+    return a, b, c, d
+
+
+def _step(sign: int) -> int:
+    return -1 if sign < 0 else 1
