@@ -15,7 +15,7 @@ from mmvllm.errors import RequestError, VideoError
 from mmvllm.processors.budget import DECODING
 from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.decode import Reserve
-from mmvllm.processors.video import ClipPlan, resize_frame
+from mmvllm.processors.video import ClipPlan, Resize, resize_frame, resized_to
 from mmvllm.processors.video_limits import ANY_VIDEO, VideoLimits
 from mmvllm.processors.video_stream import VideoStream, upright, upright_size
 
@@ -68,7 +68,7 @@ def sampled(
     indices = plan.frame_indices(info)
     limits.check_frames(name, info, len(indices))
     sizes = plan.sizes(len(indices), info.height, info.width)
-    height, width = sizes[-1] if sizes else (info.height, info.width)
+    height, width = resized_to(sizes, info.height, info.width)
     num_bytes = len(indices) * height * width * 3 + info.height * info.width * BYTES_PER_PIXEL
     with reserve(num_bytes):
         frames = np.empty((len(indices), height, width, 3), dtype=np.uint8)
@@ -82,8 +82,8 @@ def sampled(
 
 def fitted(frame: np.ndarray, info: VideoInfo) -> np.ndarray:
     """A frame in the size of the first one, from which a few videos deviate."""
-    size = (info.height, info.width)
-    return frame if frame.shape[:2] == size else resize_frame(frame, [size])
+    size = Resize(info.height, info.width)
+    return frame if frame.shape[:2] == size[:2] else resize_frame(frame, [size])
 
 
 def guarded(name: str, read: Callable[[], T]) -> T:

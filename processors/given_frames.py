@@ -12,7 +12,7 @@ from mmvllm.errors import VideoError
 from mmvllm.processors import qwen_vl_utils
 from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.load import is_array, load_image
-from mmvllm.processors.video import DEFAULT_FPS, ClipPlan, check_fps, resize_frame
+from mmvllm.processors.video import DEFAULT_FPS, ClipPlan, check_fps, resize_frame, resized_to
 
 
 def is_given(source: Any) -> bool:
@@ -56,7 +56,7 @@ def _resized(frames: Sequence[Any], plan: ClipPlan) -> np.ndarray:
         if i == 0:
             size = image.size
             sizes = plan.sizes(len(frames), image.height, image.width)
-            resized = np.empty((len(frames), *(sizes[-1] if sizes else image.size[::-1]), 3), dtype=np.uint8)
+            resized = np.empty((len(frames), *resized_to(sizes, image.height, image.width), 3), dtype=np.uint8)
         _check_size(i, image, size)
         resized[i] = resize_frame(np.asarray(image), sizes)
     return resized

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -80,6 +80,19 @@ def check_fps(name: str, fps: Any) -> None:
         raise ParameterError(name, fps, "a number above 0 and at most 1000")
 
 
+class Resize(NamedTuple):
+    """A size that frames are resized to.
+
+    Args:
+        as_floats: as torchvision's older transforms do it, which qwen-vl-utils uses: they round once. Transforms v2,
+            which transformers uses, resize uint8 and round after the columns and after the rows.
+    """
+
+    height: int
+    width: int
+    as_floats: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class ClipPlan:
     """Which frames of a video are taken, and their sizes: what a request and its checkpoint say.
@@ -106,7 +119,7 @@ class ClipPlan:
             return qwen_vl_utils.frame_indices(self.part, info)
         return self.config.frame_indices(info, self.fps, self.num_frames)
 
-    def sizes(self, num_frames: int, height: int, width: int) -> list[tuple[int, int]]:
+    def sizes(self, num_frames: int, height: int, width: int) -> list[Resize]:
         """The sizes (height, width) to which each frame is resized, one after the other.
 
         Raises RequestError for bounds that cannot be met, and for a video of more than `max_tokens`.
@@ -115,17 +128,16 @@ class ClipPlan:
             return self.final_sizes(num_frames, height, width)
         with naming_video():
             size = qwen_vl_utils.frame_size(self.part, num_frames, height, width, self.config.factor)
-        sizes = [size] * (size != (height, width)) + self.final_sizes(num_frames, *size)
-        return [FloatSize(one) for one in sizes]
+        return [Resize(*size, as_floats=True)] * (size != (height, width)) + self.final_sizes(num_frames, *size)
 
-    def final_sizes(self, num_frames: int, height: int, width: int) -> list[tuple[int, int]]:
+    def final_sizes(self, num_frames: int, height: int, width: int) -> list[Resize]:
         """The size within the bounds of pixels of request and checkpoint; none if it is the given one."""
         c = self.config
         low, high = pixel_bounds(self.min_pixels, self.max_pixels, c.min_pixels, c.max_pixels)
         with naming_video():
             size = c.frame_size(num_frames, height, width, low, high)
         self._check_length(num_frames, *size)
-        return [size] * (size != (height, width))
+        return [Resize(*size, as_floats=bool(self.part))] * (size != (height, width))
 
     def timed(self, clip: Clip) -> Clip:
         """The clip with the metadata that say when its frames are shown."""
@@ -135,7 +147,7 @@ class ClipPlan:
         """Placeholder tokens of a video; raises RequestError as `frame_indices` and `sizes` do."""
         num_frames = len(self.frame_indices(info))
         sizes = self.sizes(num_frames, info.height, info.width)
-        return self._num_tokens(num_frames, *(sizes[-1] if sizes else (info.height, info.width)))
+        return self._num_tokens(num_frames, *resized_to(sizes, info.height, info.width))
 
     def _num_tokens(self, num_frames: int, height: int, width: int) -> int:
         return -(-num_frames // self.config.temporal_patch_size) * (height * width // self.config.factor**2)
@@ -161,26 +173,21 @@ def naming_video() -> Iterator[None]:
         raise
 
 
-class FloatSize(tuple):
-    """A (height, width) to which frames are resized as qwen-vl-utils does it: in float32, then rounded."""
+def resized_to(sizes: Sequence[Resize], height: int, width: int) -> tuple[int, int]:
+    """The (height, width) of a frame after `resize_frame`."""
+    return sizes[-1][:2] if sizes else (height, width)
 
-    __slots__ = ()
 
-
-def resize_frame(frame: np.ndarray, sizes: Sequence[tuple[int, int]]) -> np.ndarray:
-    """(height, width, 3) uint8 -> the last of `sizes`, as torchvision resizes uint8 tensors.
-
-    Its transforms v2, which transformers uses, round after the columns and after the rows; the older ones, which
-    qwen-vl-utils uses, round once.
-    """
+def resize_frame(frame: np.ndarray, sizes: Sequence[Resize]) -> np.ndarray:
+    """(height, width, 3) uint8 -> the last of `sizes`, with the values of torchvision."""
     for size in sizes:
         # Writable, as torch wants it: arrays of PIL images are not.
-        image = torch.from_numpy(np.require(frame, requirements="CW")).permute(2, 0, 1)[None]
-        if isinstance(size, FloatSize):
-            resized = F.interpolate(image.float(), size=size, mode="bicubic", antialias=True)
+        image = torch.from_numpy(np.require(frame, requirements=("C", "W"))).permute(2, 0, 1)[None]
+        if size.as_floats:
+            resized = F.interpolate(image.float(), size=size[:2], mode="bicubic", antialias=True)
             resized = resized.clamp(0, 255).round().byte()
         else:
-            resized = F.interpolate(image, size=size, mode="bicubic", antialias=True)
+            resized = F.interpolate(image, size=size[:2], mode="bicubic", antialias=True)
         frame = resized[0].permute(1, 2, 0).numpy()
     return frame
 

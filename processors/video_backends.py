@@ -9,7 +9,7 @@ import numpy as np
 from mmvllm.errors import VideoError
 from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.load_video import Load, load_video
-from mmvllm.processors.video import ClipPlan, FloatSize, resize_frame
+from mmvllm.processors.video import ClipPlan, resize_frame
 
 
 def load_with(backend: str) -> Load:
@@ -41,7 +41,7 @@ def load_with_qwen_vl_utils(source: Any, plan: ClipPlan) -> Clip:
         raise VideoError(name, f"qwen-vl-utils cannot read it ({type(error).__name__}: {error})") from None
     # Frames were resized as uint8, whose values the package returns as floats.
     frames = video.permute(0, 2, 3, 1).to("cpu").numpy().astype(np.uint8)
-    sizes = [FloatSize(size) for size in plan.final_sizes(*frames.shape[:3])]
+    sizes = plan.final_sizes(*frames.shape[:3])
     info = VideoInfo(round(metadata["total_num_frames"]), float(metadata["fps"]), *frames.shape[1:3])
     indices = tuple(int(index) for index in metadata["frames_indices"])
     return Clip(np.stack([resize_frame(frame, sizes) for frame in frames]), info, indices)

@@ -19,7 +19,7 @@ def frames(number: int, width: int, height: int, seed: int = 0) -> list[Image.Im
 
 
 def ask(*parts, **keys) -> dict:
-    """A request with one user turn of the given strings, images, clips as lists of frames, and parts."""
+    """A request with one user turn of the given strings, images, clips as lists of frames, and other parts."""
     return {"messages": [{"role": "user", "content": [_part(part) for part in parts]}], **keys}
 
 

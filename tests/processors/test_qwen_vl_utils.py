@@ -14,7 +14,7 @@ from mmvllm.models.qwen3_vl.video import VIDEO_DEFAULTS as QWEN3_VL
 from mmvllm.models.video import VIDEO_DEFAULTS as QWEN2_VL
 from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.load_video import load_video
-from mmvllm.processors.video import ClipPlan, resize_frame
+from mmvllm.processors.video import ClipPlan, resize_frame, resized_to
 from tests.helpers.requests import frames, noise_image
 from tests.helpers.video_references import fetched
 
@@ -74,7 +74,7 @@ def test_frames_sizes_and_rates_are_those_of_the_package(config, info, sampling,
         check_what_the_package_refuses(plan, info)
         return
     indices = plan.frame_indices(info)
-    size = [(info.height, info.width), *plan.sizes(len(indices), info.height, info.width)][-1]
+    size = resized_to(plan.sizes(len(indices), info.height, info.width), info.height, info.width)
     clip = plan.timed(Clip(np.empty(0), info, tuple(indices)))
     assert indices == metadata["frames_indices"]
     assert (len(indices), 3, *size) == shape
@@ -173,5 +173,5 @@ def test_a_small_max_pixels_moves_the_smallest_size(config):
     info, part = VideoInfo(20, 8.0, 120, 160), {"fps": 2, "max_pixels": 9000}
     with pytest.raises(AssertionError, match="max_pixels of image must be greater"):
         fetched({"video": "file", **part}, config.patch_size, info)
-    [(height, width)] = plan_of(config, part).sizes(4, 120, 160)
+    [(height, width, _)] = plan_of(config, part).sizes(4, 120, 160)
     assert 4000 < height * width <= 9000

@@ -19,6 +19,7 @@ from mmvllm.processors.video import (
     VideoProcessorConfig,
     normalize_video_patches,
     resize_frame,
+    resized_to,
 )
 from tests.helpers.video_references import patchified, sampled_and_sized
 from tests.helpers.videos import moving
@@ -49,7 +50,7 @@ def settings_of(config: VideoProcessorConfig) -> dict:
 
 
 def size_of(plan: ClipPlan, num_frames: int, info: VideoInfo) -> tuple[int, int]:
-    return [(info.height, info.width), *plan.sizes(num_frames, info.height, info.width)][-1]
+    return resized_to(plan.sizes(num_frames, info.height, info.width), info.height, info.width)
 
 
 @FAMILIES
