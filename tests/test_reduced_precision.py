@@ -50,6 +50,6 @@ def test_the_error_of_the_logits_is_at_most_twice_that_of_plain_torch(
 @pytest.mark.parametrize("name", ["bfloat16", "int8"])
 def test_the_error_of_the_logits_after_clips(name, shape, checkpoints, reference, make_llm):
     hf, folder = reference(shape), checkpoints(shape)
-    inputs = hf.inputs(VIDEOS["two clips"])
+    inputs = hf.inputs(VIDEOS["one clip"])
     got = first_logits(make_llm(folder, **FORMATS[name]).engine, inputs)
     assert_no_worse(got, plain_logits(name, hf, folder, inputs), hf.in_float64(hf.logits, inputs))
