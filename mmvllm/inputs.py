@@ -8,6 +8,7 @@ positions by reference, so their buffers must not be written to afterwards. What
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,12 +39,12 @@ class Media:
     times: tuple[float, ...] = ()
     seconds_per_patch: float | None = None
 
-    def items(self, spans: Sequence[Span]) -> "Iterator[MediaItem]":
+    def items(self, spans: Sequence[Span], index: int) -> "Iterator[MediaItem]":
         """An item for each temporal patch, given where its placeholder tokens stand in the prompt."""
         t, h, w = self.grid
         patches = self.patches.view(t, h * w, -1)
         for i, (digest, span) in enumerate(zip(self.digests, spans, strict=True)):
-            yield MediaItem(self.modality, patches[i], (1, h, w), digest, span)
+            yield MediaItem(self.modality, patches[i], (1, h, w), digest, span, index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class MediaItem:
         grid: P = t * h * w patches; t is 1.
         digest: stands for the item in the prefix cache and the encoder cache (`Media.digests`).
         span: the placeholder tokens in the prompt that the item's rows replace.
+        index: which image or video of the prompt it is, or belongs to, from 0.
     """
 
     modality: str
@@ -65,6 +67,7 @@ class MediaItem:
     grid: Grid
     digest: bytes
     span: Span
+    index: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -91,11 +94,11 @@ class MediaItem:
 
     def __reduce__(self):
         # From worker processes as bytes: torch would use shared memory, which may be scarce, and a descriptor each.
-        return _item_from_array, (self.patches.numpy(), self.modality, self.grid, self.digest, self.span)
+        return _item_from_array, (self.patches.numpy(), self.modality, self.grid, self.digest, self.span, self.index)
 
 
-def _item_from_array(patches: np.ndarray, modality: str, grid: Grid, digest: bytes, span: Span) -> MediaItem:
-    return MediaItem(modality, torch.from_numpy(patches), grid, digest, span)
+def _item_from_array(patches: np.ndarray, modality: str, *others: Any) -> MediaItem:
+    return MediaItem(modality, torch.from_numpy(patches), *others)
 
 
 @dataclass(frozen=True, slots=True)

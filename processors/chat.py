@@ -6,6 +6,7 @@ from typing import Any
 
 from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput, Media, MediaRules
+from mmvllm.processors.clip import Clip
 from mmvllm.processors.image import ImageProcessor, resize_for_part
 from mmvllm.processors.load_video import DIRECT, Load
 from mmvllm.processors.parts import naming_media
@@ -92,17 +93,17 @@ class Processor:
 
     def _video(self, i: int, part: dict, parsed: ParsedRequest, load: Load) -> Media:
         with naming_media(video_index=i):
-            return self.video_processor(
-                load.video(*planned(part, parsed, self.video_processor.config, self.max_tokens))
-            )
+            config, max_tokens = self.video_processor.config, self.max_tokens
+            return self.video_processor(load_clip(load, part, parsed, config, max_tokens))
 
 
-def planned(
-    part: dict, parsed: ParsedRequest, config: VideoProcessorConfig, max_tokens: int | None
-) -> tuple[Any, ClipPlan]:
-    """What to load of a video, and the plan for it."""
+def load_clip(
+    load: Load, part: dict, parsed: ParsedRequest, config: VideoProcessorConfig, max_tokens: int | None
+) -> Clip:
+    """The frames of a video that its part of a request asks for, and when they are shown."""
     keys = {key: value for key, value in part.items() if key != "video"}
-    return part["video"], ClipPlan(config, **parsed.processor_kwargs, part=keys, max_tokens=max_tokens)
+    plan = ClipPlan(config, **parsed.processor_kwargs, part=keys, max_tokens=max_tokens)
+    return plan.timed(load.video(part["video"], plan))
 
 
 def image_bounds(request: dict, parsed: ParsedRequest) -> tuple[int | None, int | None]:

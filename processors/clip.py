@@ -10,6 +10,7 @@ class VideoInfo:
     """What is known of a video before its frames are decoded.
 
     Args:
+        total_num_frames: that frames can be taken from.
         fps: frames per second, on average.
         height, width: pixels of an upright frame.
     """

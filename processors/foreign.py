@@ -9,7 +9,7 @@ from PIL.Image import Image
 
 from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput, Media, MediaRules
-from mmvllm.processors.chat import check_takes_media, image_bounds, planned, rendered, tokenize
+from mmvllm.processors.chat import check_takes_media, image_bounds, load_clip, rendered, tokenize
 from mmvllm.processors.clip import Clip
 from mmvllm.processors.image import resize_for_part
 from mmvllm.processors.load_video import DIRECT, Load
@@ -92,7 +92,7 @@ class ForeignProcessor:
 
     def _clip(self, i: int, part: dict, parsed: ParsedRequest, load: Load) -> Clip:
         with naming_media(video_index=i):
-            return load.video(*planned(part, parsed, self.video_config, self.max_tokens))
+            return load_clip(load, part, parsed, self.video_config, self.max_tokens)
 
     def _engine_input(self, made, num_images: int, clips: list[Clip]) -> EngineInput:
         token_ids = own_token_ids(_returned(made, "input_ids")[0])

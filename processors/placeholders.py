@@ -1,6 +1,7 @@
 """Placeholders of a prompt -> as many tokens as its images and videos need, their items and M-RoPE positions."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -44,7 +45,8 @@ def engine_input(
     token_ids: list[int], placed: Sequence[tuple[Media, Sequence[Span]]], rules: MediaRules
 ) -> EngineInput:
     """The input of an expanded prompt, given the spans of each temporal patch of its media, in their order."""
-    items = tuple(item for media, spans in placed for item in media.items(spans))
+    numbers = {"image": count(), "video": count()}
+    items = tuple(item for media, spans in placed for item in media.items(spans, next(numbers[media.modality])))
     if not items:
         return EngineInput(token_ids)
     runs = [run for media, spans in placed for run in _runs(media, spans, rules)]

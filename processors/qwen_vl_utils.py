@@ -2,18 +2,20 @@
 
 It takes `fps` frames per second (2 by default), or `nframes`, evenly from the first to the last frame between
 `video_start` and `video_end`, and bounds the pixels of a frame by `min_pixels` and `max_pixels` and those of all frames
-by `total_pixels`. Of frames that are given as a list, `sample_fps` is their rate.
+by `total_pixels`. Of frames that are given as a list, `sample_fps` is their rate, and `raw_fps` that of the video whose
+first frames its timestamps take them for.
 """
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from PIL import Image
 
 from mmvllm.errors import RequestError
-from mmvllm.processors.clip import VideoInfo
+from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.image import PART_MAX_TOKENS, PART_MIN_TOKENS, smart_resize
 
 FPS = 2.0
@@ -64,12 +66,21 @@ def _num_frames(part: Mapping[str, Any], total: int, fps: float) -> int:
     return max(math.floor(number / FRAME_FACTOR) * FRAME_FACTOR, 1)
 
 
+def timed(part: Mapping[str, Any], clip: Clip) -> Clip:
+    """The clip with the package's metadata: the rate of its frames is that within the range they were taken from."""
+    total, fps = clip.indices[-1] - clip.indices[0] + 1, clip.info.fps
+    raw_fps = part.get("raw_fps", fps)
+    return replace(clip, info=replace(clip.info, total_num_frames=total / fps * raw_fps, fps=raw_fps))
+
+
 def frame_size(part: Mapping[str, Any], num_frames: int, height: int, width: int, factor: int) -> tuple[int, int]:
     """The (height, width) that frames are resized to."""
     if "resized_height" in part and "resized_width" in part:
         bounds = PART_MIN_TOKENS * factor**2, PART_MAX_TOKENS * factor**2
         return smart_resize(part["resized_height"], part["resized_width"], factor, *bounds, min_side=factor)
-    low = part.get("min_pixels", MIN_TOKENS * factor**2)
+    # The package refuses a max_pixels below its own minimum; here that moves the minimum.
+    default = MIN_TOKENS * factor**2
+    low = part.get("min_pixels", min(default, part.get("max_pixels", default)))
     total = part.get("total_pixels", TOTAL_TOKENS * factor**2)
     high = max(min(MAX_TOKENS * factor**2, total / num_frames * FRAME_FACTOR), int(low * 1.05))
     high = min(part.get("max_pixels", high), high)

@@ -139,6 +139,10 @@ class ClipPlan:
         self._check_length(num_frames, *size)
         return [Resize(*size, as_floats=bool(self.part))] * (size != (height, width))
 
+    def timed(self, clip: Clip) -> Clip:
+        """The clip with the metadata that say when its frames are shown."""
+        return qwen_vl_utils.timed(self.part, clip) if self.part else clip
+
     def num_tokens(self, info: VideoInfo) -> int:
         """Placeholder tokens of a video; raises RequestError as `frame_indices` and `sizes` do."""
         num_frames = len(self.frame_indices(info))

@@ -9,7 +9,7 @@ from mmvllm import SamplingParams
 from mmvllm.kernels import grouped_linear, quick_gelu, rms_norm, rotary, sampling, silu_mul, splice, write_kv
 from mmvllm.layers import experts
 from tests.helpers.engines import run_at_once
-from tests.helpers.requests import ask, noise_image
+from tests.helpers.requests import ask, frames, noise_image
 from tests.helpers.shapes import RICHEST
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the gpu tests run the kernels natively")
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the gpu tests
 REQUESTS = [
     ask(noise_image(60, 80, 1), "Count."),
     ask("Is ", noise_image(90, 57, 2), " like ", noise_image(60, 80, 1), "?"),
-    ask("Hello."),
+    ask(frames(2, 56, 56), "Hello."),
 ]
 ALWAYS = {"rotary", "rotary_write_kv", "rms_norm", "add_rms_norm", "silu_mul", "splice", "sample"}
 ALSO = dict(zip(RICHEST, ({"quick_gelu"}, set(), {"splice_add"}, {"splice_add", "grouped_linear"}), strict=True))

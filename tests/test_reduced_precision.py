@@ -5,9 +5,9 @@ import torch
 
 from mmvllm import SamplingParams
 from tests.helpers.engines import assert_idle
-from tests.helpers.parity import REQUESTS
+from tests.helpers.parity import REQUESTS, VIDEOS
 from tests.helpers.reference import EightBits, Reference, assert_no_worse, first_logits
-from tests.helpers.shapes import IMAGE_SHAPES
+from tests.helpers.shapes import IMAGE_SHAPES, RICHEST
 
 EIGHT = SamplingParams(max_tokens=8, ignore_eos=True)
 FORMATS = {
@@ -42,5 +42,14 @@ def test_the_error_of_the_logits_is_at_most_twice_that_of_plain_torch(
 ):
     hf, folder = reference(shape), checkpoints(shape)
     inputs = hf.inputs(REQUESTS[question])
+    got = first_logits(make_llm(folder, **FORMATS[name]).engine, inputs)
+    assert_no_worse(got, plain_logits(name, hf, folder, inputs), hf.in_float64(hf.logits, inputs))
+
+
+@pytest.mark.parametrize("shape", RICHEST)
+@pytest.mark.parametrize("name", ["bfloat16", "int8"])
+def test_the_error_of_the_logits_after_clips(name, shape, checkpoints, reference, make_llm):
+    hf, folder = reference(shape), checkpoints(shape)
+    inputs = hf.inputs(VIDEOS["one clip"])
     got = first_logits(make_llm(folder, **FORMATS[name]).engine, inputs)
     assert_no_worse(got, plain_logits(name, hf, folder, inputs), hf.in_float64(hf.logits, inputs))

@@ -125,20 +125,17 @@ class InputProcessor:
                 limit=self._max_model_len,
             )
         cache = self._encoder_cache
-        num_images = 0
         for item in prompt.items:
-            is_image = item.modality == "image"
             if not cache.fits(item.num_tokens):
                 needed = item.num_tokens * cache.bytes_per_row
                 raise RequestError(
-                    f"{'' if is_image else 'a temporal patch of a video '}has {item.num_tokens} tokens, which take "
-                    f"{needed} bytes of the encoder cache; encoder_cache_bytes is {cache.capacity_bytes}; "
+                    f"{'' if item.modality == 'image' else 'a temporal patch '}has {item.num_tokens} tokens, which "
+                    f"take {needed} bytes of the encoder cache; encoder_cache_bytes is {cache.capacity_bytes}; "
                     "raise it or lower max_pixels",
-                    image_index=num_images if is_image else None,
+                    **{f"{item.modality}_index": item.index},
                     value=needed,
                     limit=cache.capacity_bytes,
                 )
-            num_images += is_image
 
 
 def _check_types(**given: tuple[Any, Any]) -> None:

@@ -6,14 +6,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mmvllm import LLM, SamplingParams
-from tests.helpers.requests import ask, noise_image
+from tests.helpers.requests import ask, frames, noise_image
 
 IMAGES = [noise_image(40, 56, 1), noise_image(91, 64, 2), noise_image(64, 91, 3)]
+CLIP = frames(6, 56, 84)
 PROMPTS = [
     ask("Count the shapes."),
     ask(IMAGES[0], "What?"),
     ask("So: ", IMAGES[1], " and ", IMAGES[2]),
     ask(IMAGES[2], IMAGES[0], IMAGES[2]),
+    ask("Of ", CLIP, " and ", IMAGES[0], "?"),
+    ask(CLIP[2:], "Then?"),  # shares temporal patches
 ]
 
 ERRORS = [RuntimeError("illegal memory access"), torch.OutOfMemoryError("tried to allocate 8 GiB")]

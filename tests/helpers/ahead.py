@@ -3,7 +3,7 @@
 from mmvllm import SamplingParams
 from mmvllm.engine.sampler import Sampled
 from tests.helpers.engines import assert_idle
-from tests.helpers.requests import ask, noise_image
+from tests.helpers.requests import ask, frames, noise_image
 
 TOKENS = 10
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
@@ -12,6 +12,7 @@ PROMPTS = [
     ask("Count the shapes."),
     ask(IMAGES[0], "Describe this image."),
     ask("First: ", IMAGES[1], " then: ", IMAGES[0], " what changed?"),
+    ask(frames(4, 56, 56), "?"),
 ]
 # Requests as (index of the prompt, sampling parameters): those of the first step, and two that are added later.
 MIXED = [
@@ -22,6 +23,7 @@ MIXED = [
     (0, SamplingParams(temperature=1.5, seed=3, top_p=0.9, min_tokens=4, max_tokens=TOKENS)),
     (2, SamplingParams(temperature=1.5, seed=4, stop=["e", "a", "1"], max_tokens=30, ignore_eos=True)),
     (0, SamplingParams(max_tokens=1)),
+    (3, SamplingParams(max_tokens=6, ignore_eos=True)),
 ]
 LATER = [
     (0, SamplingParams(max_tokens=5, repetition_penalty=1.5, presence_penalty=0.5, ignore_eos=True)),

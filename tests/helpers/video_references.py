@@ -5,10 +5,12 @@ arrays.
 """
 
 import multiprocessing
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -45,13 +47,17 @@ def patchified(family: str, frames: np.ndarray, settings: dict) -> Prepared:
     return _process().submit(_patchified, family, frames, settings).result()
 
 
-def fetched(part: dict, patch_size: int, source: tuple[np.ndarray, float] | None = None) -> tuple[np.ndarray, dict]:
-    """What qwen-vl-utils' `fetch_video` returns for a part: frames (T, 3, height, width), and the metadata.
+def fetched(
+    part: dict, patch_size: int, source: VideoInfo | tuple[np.ndarray, float] | None = None, as_published: bool = True
+) -> tuple[np.ndarray | tuple[int, ...], dict]:
+    """What qwen-vl-utils' `fetch_video` returns for a part: frames (T, 3, height, width), and their metadata.
 
     Args:
-        source: frames and rate of the file that `part` names.
+        source: frames and rate of the file that `part` names; of a `VideoInfo`, whose frames are not computed, only the
+            shape of the result is returned.
+        as_published: False mends the factor of frames that are given as a list, which 0.0.14 doubles.
     """
-    return _process().submit(_fetched, part, patch_size, source).result()
+    return _process().submit(_fetched, part, patch_size, source, as_published).result()
 
 
 @cache
@@ -123,21 +129,33 @@ def _patchified(family: str, frames: np.ndarray, settings: dict) -> Prepared:
     return {name: value.numpy() for name, value in made.items() if name != "video_metadata"}
 
 
-def _fetched(part: dict, patch_size: int, source: tuple[np.ndarray, float] | None) -> tuple[np.ndarray, dict]:
+def _fetched(part: dict, patch_size: int, source: VideoInfo | tuple | None, as_published: bool) -> tuple:
+    from qwen_vl_utils import vision_process as package
+
+    package.VIDEO_READER_BACKENDS = dict.fromkeys(package.VIDEO_READER_BACKENDS, partial(_read, source, package))
+    mended = partial(_with_patch_size, package.fetch_image, patch_size)
+    options = {"image_patch_size": patch_size, "return_video_sample_fps": True, "return_video_metadata": True}
+    with patch.object(package, "fetch_image", package.fetch_image if as_published else mended):
+        (video, metadata), fps = package.fetch_video(part, **options)
+    metadata["sample_fps"] = fps
+    return (tuple(video.shape) if video.is_meta else video.numpy()), metadata
+
+
+def _with_patch_size(fetch: Callable, patch_size: int, part: dict, given: int) -> Any:
+    return fetch(part, patch_size)
+
+
+def _read(source: VideoInfo | tuple[np.ndarray, float], package: ModuleType, part: dict) -> tuple:
+    """Frames and metadata, as the package's readers take them from decord and torchcodec."""
     import torch
-    from qwen_vl_utils import vision_process
 
-    def read(part: dict) -> tuple:
-        """As the package's readers do it with decord and torchcodec."""
-        frames, fps = source
-        start, end, total = vision_process.calculate_video_frame_range(part, len(frames), fps)
-        number = vision_process.smart_nframes(part, total_frames=total, video_fps=fps)
-        indices = torch.linspace(start, end, number).round().long().tolist()
-        metadata = {"fps": fps, "frames_indices": indices, "total_num_frames": total, "video_backend": "test"}
-        return torch.from_numpy(frames[indices]).permute(0, 3, 1, 2), metadata, number / max(total, 1e-6) * fps
-
-    vision_process.VIDEO_READER_BACKENDS = dict.fromkeys(vision_process.VIDEO_READER_BACKENDS, read)
-    (video, metadata), fps = vision_process.fetch_video(
-        part, image_patch_size=patch_size, return_video_sample_fps=True, return_video_metadata=True
-    )
-    return video.numpy(), {**metadata, "sample_fps": fps}
+    if isinstance(source, VideoInfo):
+        frames, fps = torch.empty(source.total_num_frames, source.height, source.width, 3, device="meta"), source.fps
+        frames = frames.to(torch.uint8)
+    else:
+        frames, fps = torch.from_numpy(source[0]), source[1]
+    start, end, total = package.calculate_video_frame_range(part, len(frames), fps)
+    number = package.smart_nframes(part, total_frames=total, video_fps=fps)
+    indices = torch.linspace(start, end, number).round().long().tolist()
+    metadata = {"fps": fps, "frames_indices": indices, "total_num_frames": total, "video_backend": "test"}
+    return frames[indices].permute(0, 3, 1, 2), metadata, number / max(total, 1e-6) * fps

@@ -1,11 +1,11 @@
-"""Text-only checkpoints generate the tokens of transformers and refuse images."""
+"""Text-only checkpoints generate the tokens of transformers and refuse images and videos."""
 
 import pytest
 import torch
 
 from mmvllm import SamplingParams
 from tests.helpers.reference import assert_no_worse, first_logits
-from tests.helpers.requests import ask, noise_image
+from tests.helpers.requests import ask, frames, noise_image
 from tests.helpers.shapes import TEXT_SHAPES
 
 GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
@@ -45,6 +45,8 @@ def test_text_only_checkpoint_takes_chats_and_refuses_images(shape, checkpoints,
         on_error="return",
     )
     assert "text-only" in refused.error and fine.token_ids == output.token_ids
+    with pytest.raises(ValueError, match="request 0: this checkpoint is text-only, it cannot take videos"):
+        llm.generate_multimodal([ask(frames(2, 64, 64), "What?")])
 
 
 STRINGS = "{% for message in messages %}{{ message.role + ': ' + message.content.strip() }}\n{% endfor %}"

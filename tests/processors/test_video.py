@@ -12,6 +12,7 @@ from mmvllm.errors import RequestError
 from mmvllm.models.qwen3_vl.video import VIDEO_DEFAULTS as QWEN3_VL
 from mmvllm.models.video import VIDEO_DEFAULTS as QWEN2_VL
 from mmvllm.processors.clip import Clip, VideoInfo
+from mmvllm.processors.load_video import Load
 from mmvllm.processors.video import (
     ClipPlan,
     VideoProcessor,
@@ -138,3 +139,20 @@ def test_digests_are_of_the_pixels_and_of_what_was_done_to_them():
     assert len({*digests(np.repeat(frames[:1], 6, axis=0))}) == 1, "equal frames are encoded once"
     assert not {*own} & {*digests(frames, fps=4.0)}, "another rate has other positions"
     assert not {*own} & {*digests(frames, config=replace(QWEN2_VL, image_mean=(0.5, 0.5, 0.5)))}
+
+
+def test_the_rate_within_a_range_places_temporal_patches(checkpoints, make_llm):
+    """Qwen2.5-VL: 4 frames of the second from 1 to 2 are a quarter of a second apart, whatever the video's length."""
+    llm, source = make_llm(checkpoints("windows4-tied")), moving(40, 64, 64)
+
+    def read(_, plan: ClipPlan) -> Clip:
+        info = VideoInfo(40, 8.0, 64, 64)
+        indices = plan.frame_indices(info)
+        sizes = plan.sizes(len(indices), 64, 64)
+        return Clip(np.stack([resize_frame(source[i], sizes) for i in indices]), info, tuple(indices))
+
+    part = {"type": "video", "video": "x", "fps": 4, "video_start": 1, "video_end": 2, "max_pixels": 64 * 64}
+    prompt = llm.processor({"messages": [{"role": "user", "content": [part]}]}, Load(video=read))
+    times = prompt.positions[0, [item.offset for item in prompt.items]]
+    seconds = 2 / (4 / 9 * 8)  # two frames, of four among nine at 8 per second
+    assert [int(time - times[0]) for time in times] == [0, int(seconds * 4)]
