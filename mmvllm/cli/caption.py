@@ -132,7 +132,7 @@ def _add_videos(group: argparse._ArgumentGroup) -> None:
         "--video-max-pixels",
         type=at_least_one,
         metavar="N",
-        help="shrink larger frames to this area (default: what gives 768 tokens, or less for many frames)",
+        help="shrink larger frames to this area (default: 768 tokens for two frames, less for many frames)",
     )
     group.add_argument(
         "--clip-seconds",
