@@ -18,6 +18,9 @@ MAX_ERRORS = 64  # one after the other, of the container; those of the decoder a
 MAX_RETREATS = 3  # keyframes that turn out to be shown too late, before a video is read without seeking
 
 
+Matrix = tuple[int, int, int, int]  # (a, b, c, d): a pixel at (x, y) is shown at (a * x + c * y, b * x + d * y)
+
+
 class VideoStream:
     """The first video stream of a file that is no cover image; `close` closes the file.
 
@@ -122,27 +125,35 @@ class VideoStream:
 
     # Frames
 
-    def begin(self) -> Any:
-        """The first frame, or None; `shown` counts seconds from it."""
+    def begin(self) -> tuple[int, int] | None:
+        """Go to the first frame, from which `shown` counts seconds: its upright height and width, or None."""
         self._rewind()
         self._restart(lambda frame: True)
         start = self._stream.start_time
         if self._next is not None and start is not None and self._pts(self._next) > start and self._can_seek:
             self._reopen()
             self._restart(lambda frame: True)
-        if self._next is not None:
-            self._start = self._pts(self._next)
-            self._keyframes = self._keyframe_times() if self._may_jump else []
-        return self._next
+        if self._next is None:
+            return None
+        self._start, self._matrix = self._pts(self._next), _display_matrix(self._next)
+        self._keyframes = self._keyframe_times() if self._may_jump else []
+        height, width = self._next.height, self._next.width
+        is_turned = self._matrix is not None and abs(self._matrix[1]) > abs(self._matrix[0])
+        return (width, height) if is_turned else (height, width)
 
-    def shown(self, at: float, period: float) -> Any:
-        """The frame that stands for a time (see `is_later_shown`); times must not fall from call to call."""
+    def shown(self, at: float, period: float) -> np.ndarray:
+        """The upright frame that stands for a time (see `is_later_shown`), (height, width, 3) uint8.
+
+        Times must not fall from call to call.
+        """
         self._approach(at + 0.1 * period)
         while self._next is not None and (
             self._current is None or is_later_shown(at, self._current_time, self._time(), period)
         ):
             self._step()
-        return self._current
+        if self._current is None:
+            raise VideoError(self._name, "cannot be decoded, damaged or truncated")
+        return upright(self._current.to_ndarray(format="rgb24"), self._matrix)
 
     def _step(self) -> None:
         self._current_time = self._time()
@@ -223,10 +234,8 @@ class VideoStream:
         return True
 
 
-def upright(frame: Any) -> np.ndarray:
-    """(height, width, 3) uint8, turned and mirrored as the display matrix of the frame says."""
-    pixels = frame.to_ndarray(format="rgb24")
-    matrix = display_matrix(frame)
+def upright(pixels: np.ndarray, matrix: Matrix | None) -> np.ndarray:
+    """(height, width, 3) uint8, turned and mirrored as a display matrix says."""
     if matrix is None:
         return pixels
     a, b, c, d = matrix
@@ -235,15 +244,15 @@ def upright(frame: Any) -> np.ndarray:
     return pixels.transpose(1, 0, 2)[:: _step(b), :: _step(c)]
 
 
-def upright_size(frame: Any) -> tuple[int, int]:
-    """Height and width as `upright` has them."""
-    matrix = display_matrix(frame)
-    is_turned = matrix is not None and abs(matrix[1]) > abs(matrix[0])
-    return (frame.width, frame.height) if is_turned else (frame.height, frame.width)
+def _step(sign: int) -> int:
+    return -1 if sign < 0 else 1
 
 
-def display_matrix(frame: Any) -> tuple[int, int, int, int] | None:
-    """Of a turned frame: (a, b, c, d), where a pixel at (x, y) is shown at (a * x + c * y, b * x + d * y)."""
+def _display_matrix(frame: Any) -> Matrix | None:
+    """Of a frame that is to be turned.
+
+    PyAV's side data and their frame hold each other until Python collects cycles: only the first frame is asked.
+    """
     from av.sidedata.sidedata import Type
 
     side_data = frame.side_data.get(Type.DISPLAYMATRIX)
@@ -251,7 +260,3 @@ def display_matrix(frame: Any) -> tuple[int, int, int, int] | None:
         return None
     a, b, _, c, d = np.frombuffer(bytes(side_data), dtype=np.int32)[:5].tolist()
     return a, b, c, d
-
-
-def _step(sign: int) -> int:
-    return -1 if sign < 0 else 1
