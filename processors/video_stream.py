@@ -11,14 +11,12 @@ import numpy as np
 
 from mmvllm.errors import VideoError
 from mmvllm.processors.clip import is_later_shown
+from mmvllm.processors.display_matrix import display_matrix, upright, upright_size
 
 SEEKABLE = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "avi")  # whose times and keyframes are reliable
 MAX_RATE = 1000  # frames per second
 MAX_ERRORS = 64  # one after the other, of the container; those of the decoder are limited by the packets
 MAX_RETREATS = 3  # keyframes that turn out to be shown too late, before a video is read without seeking
-
-
-Matrix = tuple[int, int, int, int]  # (a, b, c, d): a pixel at (x, y) is shown at (a * x + c * y, b * x + d * y)
 
 
 class VideoStream:
@@ -135,11 +133,9 @@ class VideoStream:
             self._restart(lambda frame: True)
         if self._next is None:
             return None
-        self._start, self._matrix = self._pts(self._next), _display_matrix(self._next)
+        self._start, self._matrix = self._pts(self._next), display_matrix(self._next)
         self._keyframes = self._keyframe_times() if self._may_jump else []
-        height, width = self._next.height, self._next.width
-        is_turned = self._matrix is not None and abs(self._matrix[1]) > abs(self._matrix[0])
-        return (width, height) if is_turned else (height, width)
+        return upright_size(self._next.height, self._next.width, self._matrix)
 
     def shown(self, at: float, period: float) -> np.ndarray:
         """The upright frame that stands for a time (see `is_later_shown`), (height, width, 3) uint8.
@@ -229,34 +225,6 @@ class VideoStream:
     def _seek(self, timestamp: int) -> bool:
         try:
             self._container.seek(timestamp, stream=self._stream, backward=True)
-        except (ValueError, OSError, EOFError):
+        except (ValueError, OSError, EOFError, OverflowError):
             return False
         return True
-
-
-def upright(pixels: np.ndarray, matrix: Matrix | None) -> np.ndarray:
-    """(height, width, 3) uint8, turned and mirrored as a display matrix says."""
-    if matrix is None:
-        return pixels
-    a, b, c, d = matrix
-    if abs(a) >= abs(b):
-        return pixels[:: _step(d), :: _step(a)]
-    return pixels.transpose(1, 0, 2)[:: _step(b), :: _step(c)]
-
-
-def _step(sign: int) -> int:
-    return -1 if sign < 0 else 1
-
-
-def _display_matrix(frame: Any) -> Matrix | None:
-    """Of a frame that is to be turned.
-
-    PyAV's side data and their frame hold each other until Python collects cycles: only the first frame is asked.
-    """
-    from av.sidedata.sidedata import Type
-
-    side_data = frame.side_data.get(Type.DISPLAYMATRIX)
-    if side_data is None:
-        return None
-    a, b, _, c, d = np.frombuffer(bytes(side_data), dtype=np.int32)[:5].tolist()
-    return a, b, c, d
