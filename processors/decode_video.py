@@ -18,7 +18,7 @@ from mmvllm.processors.decode import Reserve
 from mmvllm.processors.scan import RefusedImage
 from mmvllm.processors.video import ClipPlan, Resize, resize_frame, resized_to
 from mmvllm.processors.video_limits import ANY_VIDEO, VideoLimits
-from mmvllm.processors.video_stream import VideoStream, upright, upright_size
+from mmvllm.processors.video_stream import VideoStream
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ def decode_video(
     """
 
     def take(stream: VideoStream, info: VideoInfo) -> Clip:
-        return sampled(name, info, lambda index: _upright_at(stream, index, info), plan, limits, reserve)
+        return sampled(name, info, lambda index: stream.shown(index / info.fps, 1 / info.fps), plan, limits, reserve)
 
     return _read(file, name, limits, take)
 
@@ -137,15 +137,11 @@ def _info(stream: VideoStream, name: str, limits: VideoLimits) -> VideoInfo:
     declared = stream.declared_seconds
     limits.check_seconds(name, declared)
     number, fps = stream.measure()
-    first = stream.begin()
-    if first is None:
+    size = stream.begin()
+    if size is None:
         raise VideoError(name, "has no frame that can be decoded")
-    info = VideoInfo(max(number, 1), fps, *upright_size(first))
+    info = VideoInfo(max(number, 1), fps, *size)
     limits.check(name, info)
     if declared > 1.1 * info.duration + 1:
         _logger.warning("%s: declares %.1f s, but only %.1f s are there", name, declared, info.duration)
     return info
-
-
-def _upright_at(stream: VideoStream, index: int, info: VideoInfo) -> np.ndarray:
-    return upright(stream.shown(index / info.fps, 1 / info.fps))

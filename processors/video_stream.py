@@ -11,6 +11,7 @@ import numpy as np
 
 from mmvllm.errors import VideoError
 from mmvllm.processors.clip import is_later_shown
+from mmvllm.processors.display_matrix import display_matrix, upright, upright_size
 
 SEEKABLE = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "avi")  # whose times and keyframes are reliable
 MAX_RATE = 1000  # frames per second
@@ -122,27 +123,33 @@ class VideoStream:
 
     # Frames
 
-    def begin(self) -> Any:
-        """The first frame, or None; `shown` counts seconds from it."""
+    def begin(self) -> tuple[int, int] | None:
+        """Go to the first frame, from which `shown` counts seconds: its upright height and width, or None."""
         self._rewind()
         self._restart(lambda frame: True)
         start = self._stream.start_time
         if self._next is not None and start is not None and self._pts(self._next) > start and self._can_seek:
             self._reopen()
             self._restart(lambda frame: True)
-        if self._next is not None:
-            self._start = self._pts(self._next)
-            self._keyframes = self._keyframe_times() if self._may_jump else []
-        return self._next
+        if self._next is None:
+            return None
+        self._start, self._matrix = self._pts(self._next), display_matrix(self._next)
+        self._keyframes = self._keyframe_times() if self._may_jump else []
+        return upright_size(self._next.height, self._next.width, self._matrix)
 
-    def shown(self, at: float, period: float) -> Any:
-        """The frame that stands for a time (see `is_later_shown`); times must not fall from call to call."""
+    def shown(self, at: float, period: float) -> np.ndarray:
+        """The upright frame that stands for a time (see `is_later_shown`), (height, width, 3) uint8.
+
+        Times must not fall from call to call.
+        """
         self._approach(at + 0.1 * period)
         while self._next is not None and (
             self._current is None or is_later_shown(at, self._current_time, self._time(), period)
         ):
             self._step()
-        return self._current
+        if self._current is None:
+            raise VideoError(self._name, "cannot be decoded, damaged or truncated")
+        return upright(self._current.to_ndarray(format="rgb24"), self._matrix)
 
     def _step(self) -> None:
         self._current_time = self._time()
@@ -218,40 +225,6 @@ class VideoStream:
     def _seek(self, timestamp: int) -> bool:
         try:
             self._container.seek(timestamp, stream=self._stream, backward=True)
-        except (ValueError, OSError, EOFError):
+        except (ValueError, OSError, EOFError, OverflowError):
             return False
         return True
-
-
-def upright(frame: Any) -> np.ndarray:
-    """(height, width, 3) uint8, turned and mirrored as the display matrix of the frame says."""
-    pixels = frame.to_ndarray(format="rgb24")
-    matrix = display_matrix(frame)
-    if matrix is None:
-        return pixels
-    a, b, c, d = matrix
-    if abs(a) >= abs(b):
-        return pixels[:: _step(d), :: _step(a)]
-    return pixels.transpose(1, 0, 2)[:: _step(b), :: _step(c)]
-
-
-def upright_size(frame: Any) -> tuple[int, int]:
-    """Height and width as `upright` has them."""
-    matrix = display_matrix(frame)
-    is_turned = matrix is not None and abs(matrix[1]) > abs(matrix[0])
-    return (frame.width, frame.height) if is_turned else (frame.height, frame.width)
-
-
-def display_matrix(frame: Any) -> tuple[int, int, int, int] | None:
-    """Of a turned frame: (a, b, c, d), where a pixel at (x, y) is shown at (a * x + c * y, b * x + d * y)."""
-    from av.sidedata.sidedata import Type
-
-    side_data = frame.side_data.get(Type.DISPLAYMATRIX)
-    if side_data is None:
-        return None
-    a, b, _, c, d = np.frombuffer(bytes(side_data), dtype=np.int32)[:5].tolist()
-    return a, b, c, d
-
-
-def _step(sign: int) -> int:
-    return -1 if sign < 0 else 1

@@ -241,3 +241,33 @@ def test_any_url_gives_bytes_or_a_media_error_and_only_public_addresses_are_conn
 
     holds()
     assert PUBLIC in network.connected
+
+
+# Videos
+
+
+def test_a_video_has_a_limit_of_its_own(folder):
+    size, policy = len(PNG), {"max_bytes": 10, "allowed_local_path": folder}
+    file, data = (folder / "a.png").as_uri(), data_uri(PNG).replace("image/png", "video/mp4")
+    for url in (file, data):
+        assert fetch(url, MediaPolicy(max_video_bytes=size, **policy), "video") == PNG
+        with pytest.raises(MediaError, match="at most 10 bytes are accepted; shrink it") as caught:
+            fetch(url, MediaPolicy(max_video_bytes=size, **policy))
+        assert caught.value.field == "max_bytes"
+        with pytest.raises(MediaError, match=r"at most 60 bytes are accepted; shrink it") as caught:
+            fetch(url, MediaPolicy(max_video_bytes=60, **policy), "video")
+        assert caught.value.field == "max_video_bytes"
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        (f"http://{PUBLIC}/a.mp4", "this server fetches no URLs; send the video as a data: URI"),
+        ("file:///a.mp4", "this server reads no file:// URLs; send the video as a data: URI"),
+        ("ftp://a/b.mp4", r"not a URL of a video; give an http\(s\):// URL"),
+        ("data:video/mp4,abc", "must be plain base64; write data:video/mp4;base64,<data>"),
+    ],
+)
+def test_messages_speak_of_a_video(url, message):
+    with pytest.raises(MediaError, match=message):
+        fetch(url, MediaPolicy(), "video")

@@ -198,6 +198,16 @@ def test_an_invalid_response_is_named(raw, message, network):
         fetch_from(StubServer({"/a.png": raw}), local(max_bytes=1000))
 
 
+def test_a_video_has_a_limit_of_its_own(network):
+    site = StubServer({"/a.png": answer(bytes(500))})
+    assert fetch_from(site, local(max_bytes=10, max_video_bytes=500), kind="video") == bytes(500)
+    assert "Accept: video/*" in site.heads[0]
+    for raw in (answer(bytes(500)), b"HTTP/1.1 200 OK\r\n\r\n" + bytes(500)):
+        with pytest.raises(MediaError, match="too large, at most 499 bytes are accepted") as caught:
+            fetch_from(StubServer({"/a.png": raw}), local(max_video_bytes=499), kind="video")
+        assert caught.value.field == "max_video_bytes"
+
+
 def test_an_endless_body_is_stopped_at_the_limit(network):
     sent = 0
 

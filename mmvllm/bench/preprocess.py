@@ -1,4 +1,4 @@
-"""`mmvllm bench preprocess`: image preprocessing, by size, format and number of threads."""
+"""`mmvllm bench preprocess`: image preprocessing, by size, format and number of threads, or that of a video."""
 
 import argparse
 import time
@@ -10,6 +10,7 @@ from statistics import median
 
 import torch
 
+from mmvllm.bench import preprocess_video
 from mmvllm.bench.report import number, print_table, record
 from mmvllm.bench.workload import encoded, image_sizes, smooth_noise
 from mmvllm.intake import NUM_WORKERS
@@ -23,6 +24,8 @@ FORMATS = ("jpeg", "png", "webp")
 
 def run(args: argparse.Namespace) -> dict:
     """Print the table; return the record."""
+    if args.video is not None:
+        return preprocess_video.run(args)
     sizes, formats, most = image_sizes(args.sizes), _formats(args.formats), args.workers or NUM_WORKERS
     if args.images < most:
         raise ValueError(f"--images is {args.images}, fewer than the {most} threads; raise it")

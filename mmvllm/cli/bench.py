@@ -80,9 +80,10 @@ def _add_preprocess(benchmarks) -> argparse.ArgumentParser:
     parser = _add(
         benchmarks,
         "preprocess",
-        "measure image preprocessing by size, format and number of threads",
+        "measure image preprocessing by size, format and number of threads, or the reading of a video",
         "From a file in memory to the model's patches: for mmvllm as bytes, which the device normalises later, for "
-        "transformers as normalised float32.",
+        "transformers as normalised float32. With --video: the cost of a sampled frame, beside readers that decode the "
+        "whole video, PyAV and OpenCV.",
     )
     add_model_argument(parser)
     sizes, formats = "448x448,1024x768,4000x3000", "jpeg,png,webp"
@@ -96,6 +97,21 @@ def _add_preprocess(benchmarks) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--images", type=at_least_one, default=16, metavar="N", help="images per measurement (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--video",
+        nargs="?",
+        type=Path,
+        const=True,
+        metavar="FILE",
+        help="measure videos in place of images, on this one (default: a generated clip of 20 s)",
+    )
+    parser.add_argument(
+        "--video-fps",
+        type=rates,
+        default="2,0.2",
+        metavar="N,N",
+        help="frames taken per second of the video (default: %(default)s)",
     )
     _add_comparison(parser)
     return parser
@@ -160,6 +176,14 @@ def _add_comparison(parser: argparse.ArgumentParser) -> None:
         "--repeat", type=at_least_one, default=3, metavar="N", help="report the median of N runs (default: %(default)s)"
     )
     parser.add_argument("--compare", choices=("transformers",), help="also run transformers, in turns")
+
+
+def rates(text: str) -> list[float]:
+    """An argparse type, whose name argparse uses in its error message."""
+    given = [float(rate) for rate in text.split(",")]
+    if not all(0 < rate <= 1000 for rate in given):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers above 0 and at most 1000")
+    return given
 
 
 def _batch_sizes(text: str) -> list[int]:

@@ -8,10 +8,11 @@ from importlib.machinery import PathFinder
 import pytest
 
 import mmvllm
-from mmvllm.bench import kernels, roofline, runs
+from mmvllm.bench import kernels, preprocess_video, roofline, runs
 from mmvllm.cli.main import main
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.registry import load_config
+from tests.helpers.videos import make_clip
 
 SMALL = ("--device", "cpu", "--size", "64x48", "--output-tokens", "5", "--repeat", "2")
 
@@ -125,6 +126,30 @@ def test_preprocess(bench):
     assert all(case["images_per_second"].keys() == {"mmvllm", "transformers"} for case in results)
 
 
+@pytest.mark.parametrize("has_opencv", [True, False])
+def test_preprocess_of_a_video(has_opencv, bench, tmp_path, monkeypatch):
+    if has_opencv:
+        pytest.importorskip("cv2")
+    else:
+        monkeypatch.setitem(sys.modules, "cv2", None)
+    path = make_clip(tmp_path / "a.mp4", 40, fps=8)
+    code, lines, _ = bench("preprocess", "--video", path, "--video-fps", "2,0.5", "--repeat", "1")
+    record = last(lines)
+    readers = {"mmvllm", "PyAV", *(["OpenCV"] if has_opencv else [])}
+    assert code == 0 and [case["frames"] for case in record["results"]] == [10, 4]
+    assert all(case["seconds_per_frame"].keys() == readers for case in record["results"])
+    assert 0 <= record["engine"]["waiting_for_preparation"] < 1
+    assert any("OpenCV is not installed" in line for line in lines) != has_opencv
+
+
+def test_a_video_is_generated(bench, monkeypatch):
+    monkeypatch.setattr(preprocess_video, "SECONDS", 1)
+    monkeypatch.setattr(preprocess_video, "SIZE", (160, 90))
+    code, lines, _ = bench("preprocess", "--video", "--video-fps", "4", "--repeat", "1")
+    assert code == 0 and lines[0].startswith("a generated clip, 30 frames of 160x90")
+    assert last(lines)["arguments"]["video"] is True
+
+
 def test_kernels(bench):
     code, lines, _ = bench("kernels", "--device", "cpu", "--dtype", "float32", "rms_norm", "silu_mul")
     results = last(lines)["results"]
@@ -173,6 +198,7 @@ def test_a_plot_without_matplotlib_is_refused_at_once(bench, monkeypatch, tmp_pa
         (["latency", "--prompt-tokens", "3000"], "leaves room for 0 up to the model's 2048"),
         (["preprocess", "--sizes", "0x0"], "'0x0' is not an image size"),
         (["preprocess", "--images", "2", "--workers", "3"], "--images is 2, fewer than the 3 threads; raise it"),
+        (["preprocess", "--video", "/no/such.mp4"], "/no/such.mp4: no such file"),
         (["preprocess", "--formats", "jpeg,tga"], "--formats has 'tga'; known: jpeg, png, webp"),
         (["kernels", "matmul"], "there is no kernel 'matmul'; known: "),
     ],
@@ -193,6 +219,8 @@ def test_wrong_values_end_with_a_message(arguments, message, bench):
         (["throughput", "--requests", "0"], "'0' is not a whole number of at least 1"),
         (["throughput", "--text-share", "1.5"], "'1.5' is not a share between 0 and 1"),
         (["throughput", "--text-share", "half"], "invalid share value: 'half'"),
+        (["preprocess", "--video-fps", "2,0"], "'2,0' is not a list of numbers above 0 and at most 1000"),
+        (["preprocess", "--video-fps", "a"], "invalid rates value: 'a'"),
         (["latency", "--batch-sizes", "1,two"], "'two' is not a whole number of at least 1"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -76,9 +76,13 @@ def ignored_signals() -> list[bool]:
     return [signal.getsignal(number) == signal.SIG_IGN for number in (signal.SIGINT, signal.SIGTERM)]
 
 
-def need_memory(_: bytes) -> int:
+def need_memory(*_) -> None:
     return allocate(8 * 1024**3)
 
 
-def crash_on(_: bytes) -> None:
+def crash_on(*_) -> None:
     crash()
+
+
+def sleep_on(*_) -> None:
+    time.sleep(60)

@@ -122,3 +122,19 @@ def declare_seconds(data: bytes, seconds: float) -> bytes:
     """The bytes of a Matroska file whose header declares another duration."""
     at = data.index(b"\x44\x89\x88") + 3
     return data[:at] + struct.pack(">d", seconds * 1000) + data[at + 8 :]
+
+
+def make_long_clip(path: Path, seconds: int, fps: int, size: tuple[int, int], gop: int) -> Path:
+    """Write a video quickly: a still image with a stripe whose brightness says the frame."""
+    height, width = size
+    pixels = moving(1, height, width)[0]
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=fps, options={"preset": "ultrafast"})
+        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
+        stream.codec_context.gop_size = gop
+        planes = av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(format="yuv420p").to_ndarray()
+        for i in range(seconds * fps):
+            planes[:16, :width] = i % 200
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(planes, format="yuv420p")))
+        container.mux(stream.encode())
+    return path

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from mmvllm.fetching import fetch as fetch_image
-from mmvllm.media import MediaPolicy
+from mmvllm.fetching import fetch as fetch_media
+from mmvllm.media import Kind, MediaPolicy
 from tests.helpers.images import encode
 from tests.helpers.requests import noise_image
 
@@ -104,15 +104,20 @@ def local(**changes) -> MediaPolicy:
     return MediaPolicy(**{"allowed_domains": ("*",), "allowed_networks": ("127.0.0.1/32",), **changes})
 
 
-def fetch(url: str, policy: MediaPolicy = ANYWHERE) -> bytes:
-    return asyncio.run(fetch_image(url, policy))
+def fetch(url: str, policy: MediaPolicy = ANYWHERE, kind: Kind = "image") -> bytes:
+    return asyncio.run(fetch_media(url, policy, kind))
 
 
 def fetch_from(
-    site: StubServer, policy: MediaPolicy, path: str = "/a.png", host: str = "127.0.0.1", scheme="http"
+    site: StubServer,
+    policy: MediaPolicy,
+    path: str = "/a.png",
+    host: str = "127.0.0.1",
+    scheme: str = "http",
+    kind: Kind = "image",
 ) -> bytes:
     async def main():
         async with site.running() as port:
-            return await fetch_image(f"{scheme}://{host}:{port}{path}", policy)
+            return await fetch_media(f"{scheme}://{host}:{port}{path}", policy, kind)
 
     return asyncio.run(main())
