@@ -160,12 +160,6 @@ def resize_frame(frame: np.ndarray, sizes: Sequence[tuple[int, int]]) -> np.ndar
     return frame
 
 
-def patch_times(times: Sequence[float], size: int) -> tuple[float, ...]:
-    """Seconds of each temporal patch of `size` frames, given those of the frames; the last one fills the last patch."""
-    filled = [*times, *times[-1:] * (-len(times) % size)]
-    return tuple((filled[i] + filled[i + size - 1]) / 2 for i in range(0, len(filled), size))
-
-
 class VideoProcessor:
     """Frames -> `Media`, with the settings of a checkpoint."""
 
@@ -174,9 +168,11 @@ class VideoProcessor:
 
     def __call__(self, clip: Clip) -> Media:
         """Cut frames, which have their final size, into patches; an incomplete temporal patch repeats the last one."""
-        c, frames, size = self.config, clip.frames, self.config.temporal_patch_size
+        c, frames, times = self.config, clip.frames, clip.times
+        size = c.temporal_patch_size
         missing = -len(frames) % size
         frames = np.concatenate([frames, *[frames[-1:]] * missing]) if missing else frames
+        times = times + times[-1:] * missing
         T, height, width, _ = frames.shape
         grid = (T // size, height // c.patch_size, width // c.patch_size)
         patches = patchify(frames.reshape(T // size, size, height, width, 3), c.patch_size, c.merge_size)
@@ -186,7 +182,7 @@ class VideoProcessor:
             torch.from_numpy(patches.reshape(prod(grid), -1)),
             grid,
             tuple(_digest(own, grid, seconds_per_patch, c) for own in patches),
-            patch_times(clip.times, size),
+            tuple((times[i] + times[i + size - 1]) / 2 for i in range(0, T, size)),
             seconds_per_patch,
         )
 

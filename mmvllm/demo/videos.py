@@ -16,7 +16,7 @@ from mmvllm.media import MediaError, MediaPolicy
 from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.load_video import Load
 from mmvllm.processors.parts import check_numbers
-from mmvllm.processors.video import ClipPlan, VideoProcessorConfig, patch_times
+from mmvllm.processors.video import ClipPlan, VideoProcessorConfig
 
 if TYPE_CHECKING:
     from mmvllm.async_llm import AsyncLLM
@@ -91,8 +91,14 @@ class ClipRules:
         if self.media.timestamp is None:
             return num_tokens
         seconds = [index / info.fps for index in plan.frame_indices(info)]
-        stamps = map(self.media.timestamp.format, patch_times(seconds, self.config.temporal_patch_size))
+        stamps = map(self.media.timestamp.format, _patch_times(seconds, self.config.temporal_patch_size))
         return num_tokens + sum(self.num_text_tokens(stamp) + 2 for stamp in stamps)  # 2: start and end
+
+
+def _patch_times(times: list[float], size: int) -> list[float]:
+    """Seconds of each temporal patch of `size` frames: the mean of its ends; the last frame fills the last patch."""
+    filled = times + times[-1:] * (-len(times) % size)
+    return [(filled[i] + filled[i + size - 1]) / 2 for i in range(0, len(filled), size)]
 
 
 def why_no_videos(engine: "AsyncLLM") -> str | None:
