@@ -1,4 +1,4 @@
-"""The same as `mmvllm demo`: `python demo_app.py` serves a chat page for images with the bundled model."""
+"""The same as `mmvllm demo`: `python demo_app.py` serves a chat page for images and videos with the bundled model."""
 
 import sys
 

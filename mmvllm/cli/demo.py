@@ -1,4 +1,4 @@
-"""`mmvllm demo`: a chat page for images."""
+"""`mmvllm demo`: a chat page for images and videos."""
 
 import argparse
 import asyncio
@@ -49,6 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="maximum number of images in a question (default: %(default)s)",
     )
+    limits.add_argument(
+        "--max-videos",
+        type=at_least_one,
+        default=2,
+        metavar="N",
+        help="maximum number of videos in a question (default: %(default)s)",
+    )
     add_max_waiting_argument(limits)
     limits.add_argument(
         "--allow-special-tokens",
@@ -78,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     settings = DemoSettings(
         policy,
         args.max_images,
+        args.max_videos,
         uses_generation_config=args.generation_config == "auto",
         allow_special_tokens=args.allow_special_tokens,
         chat_template_kwargs=args.chat_template_kwargs or {},
@@ -91,7 +99,6 @@ def run(args: argparse.Namespace) -> int:
             server_port=args.port,
             share=args.share,
             auth=auth,
-            max_file_size=policy.max_bytes,
             prevent_thread_lock=True,
             quiet=True,
             **launch_options(page),

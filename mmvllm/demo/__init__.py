@@ -1,1 +1,1 @@
-"""A chat page for images, built with Gradio (extra `demo`); started by `mmvllm demo`."""
+"""A chat page for images and videos, built with Gradio (extra `demo`); started by `mmvllm demo`."""

@@ -4,19 +4,22 @@ import html
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmvllm.demo.images import UploadedImage
+from mmvllm.demo.videos import ClipOptions, ClipRules, UploadedVideo
 from mmvllm.outputs import RequestOutput
 from mmvllm.sampling_params import SamplingParams
+
+Uploaded = UploadedImage | UploadedVideo
 
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A question with its images, and the answer generated so far; `note` is shown in small print below it."""
+    """A question with its media, and the answer generated so far; `note` is shown in small print below it."""
 
     question: str
-    images: tuple[UploadedImage, ...] = ()
+    media: tuple[Uploaded, ...] = ()
     answer: str = ""
     note: str = ""
 
@@ -34,6 +37,11 @@ class Options:
     seed: int | None
     min_pixels: int
     max_pixels: int
+    fps: float = 2.0
+
+    @property
+    def of_clips(self) -> ClipOptions:
+        return ClipOptions(self.fps, self.min_pixels, self.max_pixels)
 
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """The values of the controls, and `defaults` for parameters that have none.
@@ -45,38 +53,44 @@ class Options:
         return SamplingParams(**{**defaults, **{name: getattr(self, name) for name in names}, "seed": seed})
 
 
-def to_request(turns: Sequence[Turn], options: Options) -> dict:
-    """The engine's request for an answer to the last turn.
+def to_request(turns: Sequence[Turn], options: Options, clips: ClipRules | None = None) -> dict:
+    """The engine's request for an answer to the last turn; `clips` is needed if there are videos.
 
-    A turn that was stopped before its first token is left out, and its images are added to the next question.
+    A turn that was stopped before its first token is left out, and its media are added to the next question.
     Raises ValueError if the system prompt is not a string.
     """
     if not isinstance(options.system, str):
         raise ValueError(f"the system prompt is {options.system!r}, must be text")
     messages = [{"role": "system", "content": options.system}] if options.system.strip() else []
-    images = []
+    media = []
     for turn in turns:
-        images += [{"type": "image", "image": image} for image in turn.images]
+        media += [_part(one, options, clips) for one in turn.media]
         if turn is not turns[-1] and not turn.answer:
             continue
-        messages.append({"role": "user", "content": [*images, {"type": "text", "text": turn.question}]})
-        images = []
+        messages.append({"role": "user", "content": [*media, {"type": "text", "text": turn.question}]})
+        media = []
         if turn is not turns[-1]:
             messages.append({"role": "assistant", "content": turn.answer})
     return {"messages": messages, "min_pixels": options.min_pixels, "max_pixels": options.max_pixels}
 
 
-def images_in(turns: Sequence[Turn]) -> list[UploadedImage]:
-    """The images in the request for the last turn, in its order."""
-    return [image for turn in turns for image in turn.images]
+def _part(one: Uploaded, options: Options, clips: ClipRules | None) -> dict:
+    if isinstance(one, UploadedImage):
+        return {"type": "image", "image": one}
+    return {"type": "video", "video": one, **clips.part_keys(options.of_clips)}
+
+
+def media_in(turns: Sequence[Turn]) -> list[Uploaded]:
+    """The images and videos in the request for the last turn, in its order."""
+    return [one for turn in turns for one in turn.media]
 
 
 def to_chat(turns: Sequence[Turn]) -> list[dict]:
-    """Messages for gradio's Chatbot: the images, the question, and the answer with its note."""
+    """Messages for gradio's Chatbot: the images and videos, the question, and the answer with its note."""
     messages = []
     for turn in turns:
         note = f'<span class="note">{html.escape(turn.note)}</span>'
-        messages += [{"role": "user", "content": {"path": str(image.path)}} for image in turn.images]
+        messages += [{"role": "user", "content": {"path": str(one.path)}} for one in turn.media]
         messages.append({"role": "user", "content": _text(turn.question)})
         messages.append({"role": "assistant", "content": [_text(without_tags(turn.answer)), _text(note)]})
     return messages
@@ -95,7 +109,7 @@ def without_tags(answer: str) -> str:
 
 def turn_at(turns: Sequence[Turn], message: int) -> int:
     """The index of the turn that a message of `to_chat` belongs to; raises ValueError if there is none."""
-    owners = [place for place, turn in enumerate(turns) for _ in range(len(turn.images) + 2)]
+    owners = [place for place, turn in enumerate(turns) for _ in range(len(turn.media) + 2)]
     if not 0 <= message < len(owners):
         raise ValueError("this conversation is no longer here; start over")
     return owners[message]
@@ -105,29 +119,39 @@ def _text(text: str) -> dict:
     return {"type": "text", "text": text}
 
 
-def answer_note(output: RequestOutput, image_tokens: Sequence[int]) -> str:
-    """The statistics of an answer: time to first token, tokens per second, cached prompt tokens, tokens per image."""
+class TokenCounts(NamedTuple):
+    """The tokens of each image and of each video of a request."""
+
+    images: Sequence[int] = ()
+    videos: Sequence[int] = ()
+
+    @property
+    def note(self) -> str:
+        """Each number, and their sums."""
+        given = (("picture", self.images), ("video", self.videos))
+        return " and ".join(f"{_sum(tokens)} {name} tokens" for name, tokens in given if tokens)
+
+
+def _sum(tokens: Sequence[int]) -> str:
+    total = f" = {sum(tokens):,}" if len(tokens) > 1 else ""
+    return f"{' + '.join(f'{count:,}' for count in tokens)}{total}"
+
+
+def answer_note(output: RequestOutput, counts: TokenCounts) -> str:
+    """The statistics of an answer: time to first token, tokens per second, cached prompt tokens, tokens of media."""
     ends = {"length": "cut at the longest answer", "aborted": "stopped"}
     parts = [ends[output.finish_reason]] if output.finish_reason in ends else []
     if output.first_token_time is not None:
         parts.append(f"first token after {output.first_token_time - output.arrival_time:.2f} s")
         parts += _rate(len(output.token_ids), output.finish_time - output.first_token_time)
         parts.append(f"{output.num_cached_tokens:,} of {output.num_prompt_tokens:,} prompt tokens cached")
-    if image_tokens:
-        parts.append(image_note(image_tokens))
-    note = " · ".join(parts)
+    note = " · ".join([*parts, counts.note] if counts.note else parts)
     return note[:1].upper() + note[1:]
 
 
 def _rate(num_tokens: int, seconds: float) -> list[str]:
     """The rate of the tokens after the first; empty if there are none."""
     return [f"{(num_tokens - 1) / seconds:.0f} tokens/s"] if num_tokens > 1 and seconds > 0 else []
-
-
-def image_note(tokens: Sequence[int]) -> str:
-    """The number of tokens of each image, and their sum."""
-    total = f" = {sum(tokens):,}" if len(tokens) > 1 else ""
-    return f"{' + '.join(f'{count:,}' for count in tokens)}{total} picture tokens"
 
 
 def queue_note(position: int | None) -> str:

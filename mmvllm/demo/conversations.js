@@ -48,7 +48,7 @@ async function copyOf(path) {
   return canvas.toDataURL("image/jpeg", 0.85);
 }
 
-// Writes a conversation; the oldest others, and at last its copies of images, make room for it.
+// Writes a conversation; the oldest others, and at last its copies of images and frames of videos, make room for it.
 function write(id, conversation) {
   for (const old of all().filter((one) => one.id !== id).slice(MOST - 1)) forget(old.id);
   for (;;) {
@@ -60,26 +60,26 @@ function write(id, conversation) {
       return localStorage.setItem(KEY + id, text);
     } catch {
       if (others.length) forget(others.at(-1).id);
-      else if (Object.keys(conversation.copies).length) conversation.copies = {};
+      else if (conversation.copies) conversation = { ...conversation, copies: undefined, strips: undefined };
       else return;
     }
   }
 }
 
-async function save(id, turns) {
+async function save(id, turns, strips) {
   const old = read(id) ?? {};
   const copies = {};
-  for (const path of turns.flatMap((turn) => turn.images))
+  for (const path of turns.flatMap((turn) => turn.images).filter((path) => !strips[path]))
     copies[path] = old.copies?.[path] ?? (await copyOf(path).catch(() => null));
   const isUnchanged = JSON.stringify(old.turns) === JSON.stringify(turns);
   if (id !== current()) return; // it was deleted meanwhile
-  write(id, { saved: isUnchanged ? old.saved : Date.now(), turns, copies });
+  write(id, { saved: isUnchanged ? old.saved : Date.now(), turns, copies, strips });
 }
 
-function keep(turns) {
+function keep(turns, strips) {
   if (!turns.length) return current() && forget(current());
   if (!current()) sessionStorage.setItem(CURRENT, `${Date.now()}-${Math.random().toString(36).slice(2)}`);
-  return save(current(), turns);
+  return save(current(), turns, strips);
 }
 
 function open(id) {
@@ -89,7 +89,7 @@ function open(id) {
   trigger("restore", { turns: kept.turns });
 }
 
-// The server has removed these images; it is sent the copies.
+// The server has removed these files; it is sent the copies. Of videos there are none.
 async function sendCopies(missing) {
   const id = current(), kept = read(id);
   if (!kept) return;
@@ -106,7 +106,8 @@ async function sendCopies(missing) {
   kept.turns = kept.turns.map((turn) => ({ ...turn, images: turn.images.map(now).filter(Boolean) }));
   if (id !== current()) return;
   write(id, kept);
-  trigger("restore", { turns: kept.turns, final: true, copies: Object.keys(sent).length > 0 });
+  const isLost = missing.some((path) => kept.strips?.[path]);
+  trigger("restore", { turns: kept.turns, final: true, copies: Object.keys(sent).length > 0, lost: isLost });
 }
 
 function download(suffix, type, text) {
@@ -116,21 +117,24 @@ function download(suffix, type, text) {
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
+const stillOf = ({ copies, strips }, path) => copies?.[path] ?? strips?.[path]?.[0][1];
 const fileName = (path) => path.split(/[/\\]/).pop();
-function markdown({ saved, turns, copies }) {
+function markdown(kept) {
+  const { saved, turns } = kept;
   const escaped = (text) => text.replace(/[\\`*_#<>$[\]]/g, "\\$&").replace(/\n/g, "  \n");
   const paths = [...new Set(turns.flatMap((turn) => turn.images))];
-  const picture = (path) => (copies[path] ? `![${escaped(fileName(path))}][${paths.indexOf(path) + 1}]` : `(${escaped(fileName(path))})`);
+  const picture = (path) => (stillOf(kept, path) ? `![${escaped(fileName(path))}][${paths.indexOf(path) + 1}]` : `(${escaped(fileName(path))})`);
   const parts = turns.map((turn) =>
     [turn.images.map(picture).join(" "), `**Question:** ${escaped(turn.question)}`, turn.answer, `*${escaped(turn.note)}*`]
       .filter((part) => part && part !== "**")
       .join("\n\n"),
   );
-  const targets = paths.filter((path) => copies[path]).map((path) => `[${paths.indexOf(path) + 1}]: ${copies[path]}`);
+  const targets = paths.filter((path) => stillOf(kept, path)).map((path) => `[${paths.indexOf(path) + 1}]: ${stillOf(kept, path)}`);
   return [`# ${escaped(props.model)}, ${new Date(saved).toLocaleString()}`, ...parts, targets.join("\n"), ""].join("\n\n");
 }
-function json({ saved, turns, copies }) {
-  const images = (paths) => paths.map((path) => ({ name: fileName(path), data: copies[path] ?? null }));
+function json({ saved, turns, copies, strips }) {
+  const frames = (path) => (strips?.[path] ? { frames: strips[path] } : {}); // [seconds, image] each
+  const images = (paths) => paths.map((path) => ({ name: fileName(path), data: copies?.[path] ?? null, ...frames(path) }));
   const named = turns.map((turn) => ({ ...turn, images: images(turn.images) }));
   return JSON.stringify({ model: props.model, time: new Date(saved).toISOString(), turns: named }, null, 2);
 }
@@ -156,13 +160,14 @@ for (const button of element.querySelectorAll("[data-action]"))
     show();
   });
 
-function row({ id, saved, turns, copies }) {
+function row(kept) {
+  const { id, saved, turns } = kept;
   const item = document.createElement("li");
   const [title] = turns.map((turn) => turn.question);
   const opens = Object.assign(document.createElement("button"), { type: "button", className: "open" });
   if (id === current()) opens.setAttribute("aria-current", "true");
   opens.addEventListener("click", () => (open(id), show()));
-  const copy = turns.flatMap((turn) => turn.images).map((path) => copies[path]).find(Boolean);
+  const copy = turns.flatMap((turn) => turn.images).map((path) => stillOf(kept, path)).find(Boolean);
   if (copy) opens.append(Object.assign(document.createElement("img"), { src: copy, alt: "" }));
   opens.append(Object.assign(document.createElement("span"), { textContent: title }));
   opens.append(Object.assign(document.createElement("time"), { textContent: new Date(saved).toLocaleString() }));
@@ -183,8 +188,9 @@ function show() {
 
 let saving = Promise.resolve();
 watch("value", () => {
-  const { turns, missing } = JSON.parse(props.value);
-  saving = saving.then(() => (missing.length ? sendCopies(missing) : keep(turns))).then(show, console.warn);
+  const { turns, missing, strips } = JSON.parse(props.value);
+  window.mmvllmStrips(strips);
+  saving = saving.then(() => (missing.length ? sendCopies(missing) : keep(turns, strips))).then(show, console.warn);
 });
 window.addEventListener("storage", show); // of another tab
 window.mmvllmResume = () => current() && open(current());

@@ -1,7 +1,7 @@
 """Reads events of the page. Their content is untrusted; all functions raise ValueError if it is malformed."""
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import gradio as gr
 
@@ -43,9 +43,20 @@ def read_text(event: gr.EventData) -> str:
     return _strings([_field(event, "value")])[0]
 
 
-def read_kept(event: gr.EventData) -> tuple[Any, bool, bool]:
-    """The turns that the browser has kept, and whether they are all there is, and have small copies of images."""
-    return _field(event, "turns"), _field(event, "final") is True, _field(event, "copies") is True
+class KeptEvent(NamedTuple):
+    """Turns that the browser has kept.
+
+    `is_final`: they are all there is; `has_copies`: of images there are small copies; `has_lost`: videos are gone.
+    """
+
+    turns: Any
+    is_final: bool
+    has_copies: bool
+    has_lost: bool
+
+
+def read_kept(event: gr.EventData) -> KeptEvent:
+    return KeptEvent(_field(event, "turns"), *(_field(event, name) is True for name in ("final", "copies", "lost")))
 
 
 def _field(event: gr.EventData, name: str) -> Any:

@@ -4,7 +4,6 @@ Every handler that changes the conversation returns a `View`, the new content of
 state only; from the page, only texts, numbers and names of uploaded files are used.
 """
 
-import asyncio
 import html
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -15,20 +14,22 @@ from typing import TYPE_CHECKING, Any
 import gradio as gr
 
 from mmvllm.decoding import MediaDecoder
-from mmvllm.demo.conversation import Options, Turn, image_note, images_in, to_chat, turn_at
+from mmvllm.demo.conversation import Options, Turn, Uploaded, media_in, to_chat, turn_at
+from mmvllm.demo.estimate import estimate
 from mmvllm.demo.events import read_draft, read_files, read_index, read_kept, read_paths, read_text
-from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.record import KeptTurn, read_turns, to_record
 from mmvllm.demo.session import Session, Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
-from mmvllm.demo.words import BUNDLED_NAME, NEEDS_IMAGE, SMALL_COPIES, spoken, warn
+from mmvllm.demo.videos import ClipOptions, UploadedVideo, is_video, why_no_videos
+from mmvllm.demo.words import BUNDLED_NAME, NEEDS_IMAGE, NO_COPIES, SMALL_COPIES, spoken, warn
 from mmvllm.errors import DeadlineExceeded, EngineUnavailable, RequestFailed
+from mmvllm.text import counted
 
 if TYPE_CHECKING:
     from mmvllm.async_llm import AsyncLLM
 
-DEFAULT_QUESTION = "Describe this image."
+DEFAULT_QUESTION, VIDEO_QUESTION = "Describe this image.", "Describe this video."
 
 KEEP_SECONDS = 1.0  # interval at which the browser is given an answer that is still being written
 
@@ -71,38 +72,39 @@ class Handlers:
         return self._view(session, WAITING_BOX)
 
     async def restore(self, request: gr.Request, event: gr.EventData) -> View:
-        """Replace the conversation by one that the browser has kept, or ask the browser for images that are gone."""
+        """Replace the conversation by one that the browser has kept, or ask the browser for files that are gone."""
         session = self._session(request)
         await self.sessions.stop(session)
         try:
-            value, is_final, has_copies = read_kept(event)
-            kept = read_turns(value, self.settings.max_images)
+            given = read_kept(event)
+            kept = read_turns(given.turns, self.settings.max_images + self.settings.max_videos)
         except ValueError as error:
             warn(error)
             return self._view(session, UNCHANGED)
         claimed = self._claim_kept(session, kept)
-        found = await asyncio.to_thread(self._read_kept, claimed)
-        if not is_final and (missing := [path for turn in kept for path in turn.images if path not in found]):
+        found = await self._read_kept(session, claimed)
+        if not given.is_final and (missing := [path for turn in kept for path in turn.media if path not in found]):
             return UNCHANGED, UNCHANGED, UNCHANGED, UNCHANGED, to_record([], missing)
         session.resume([turn.found(found.get) for turn in kept])
         self.sessions.tidy(session)
-        if has_copies:
-            gr.Info(SMALL_COPIES)
+        for has_one, message in ((given.has_copies, SMALL_COPIES), (given.has_lost, NO_COPIES)):
+            if has_one:
+                gr.Info(message)
         return self._view(session, WAITING_BOX)
 
     def _claim_kept(self, session: Session, kept: list[KeptTurn]) -> dict[str, Path]:
-        """The images of kept turns that are still here, which the session claims."""
+        """The files of kept turns that are still here, which the session claims."""
         claimed = {}
-        for path in {path for turn in kept for path in turn.images}:
+        for path in {path for turn in kept for path in turn.media}:
             with suppress(ValueError):
                 claimed[path] = self.uploads.claim(session.id, path)
         return claimed
 
-    def _read_kept(self, claimed: dict[str, Path]) -> dict[str, UploadedImage]:
+    async def _read_kept(self, session: Session, claimed: dict[str, Path]) -> dict[str, Uploaded]:
         found = {}
         for path, file in claimed.items():
             with suppress(ValueError):
-                found[path] = UploadedImage.read(file, self.settings.policy)
+                found[path] = await self.sessions.read(session, file, ClipOptions())
         return found
 
     async def stop(self, request: gr.Request) -> None:
@@ -112,7 +114,7 @@ class Handlers:
         await self.sessions.end(request.session_hash)
 
     async def take_photo(self, request: gr.Request, photo: dict | None, draft: dict) -> tuple[Any, Any]:
-        """Add a photo to the images of the current question."""
+        """Add a photo to the files of the current question."""
         if photo is None:
             return UNCHANGED, UNCHANGED
         try:
@@ -126,35 +128,44 @@ class Handlers:
         return None, gr.update(value={"text": text, "files": paths})
 
     async def count(self, request: gr.Request, paths: str, *values: Any) -> AsyncGenerator[str, None]:
-        """The number of tokens of the current question's images, or the error in them; then a damaged one, if any."""
+        """What the current question's files cost, or the error in them; then a damaged image, if there is one."""
         options, session = Options(*values), self._session(request)
         try:
-            images = await self._claimed(session, read_paths(paths))
-            tokens = [p.num_tokens(self.engine.image_config, options.min_pixels, options.max_pixels) for p in images]
-            yield image_note(tokens) if tokens else self.limits
-            await self.sessions.check(session, images)
+            media = await self._claimed(session, read_paths(paths), options)
+            yield self._estimate(media, options) if media else self.limits
+            await self.sessions.check(session, media)
         except ValueError as error:
             yield f'<span class="bad" role="alert">{html.escape(spoken(error))}</span>'
 
+    def _estimate(self, media: list[Uploaded], options: Options) -> str:
+        videos = [one for one in media if isinstance(one, UploadedVideo)]
+        taken = [(video, self.sessions.clips.num_frames(video.info, options.of_clips)) for video in videos]
+        for video, num_frames in taken:
+            video.check_pixels(num_frames, self.settings.policy)
+        return estimate(taken, self.sessions.counts(media, options).note)
+
     @property
     def limits(self) -> str:
-        size = self.settings.policy.max_bytes / 2**20
-        each = f"{size:.3g} MiB" if size >= 1 else f"{size * 1024:.0f} KiB"
-        megapixels = self.settings.policy.max_pixels / 1e6
-        return f"Up to {self.settings.max_images} pictures of {each} and {megapixels:.3g} million pixels"
+        policy, settings = self.settings.policy, self.settings
+        pictures = f"{counted(settings.max_images, 'picture')} of {_size(policy.max_bytes)}"
+        limits = f"Up to {pictures} and {policy.max_pixels / 1e6:.3g} million pixels"
+        if why_no_videos(self.engine) is not None:
+            return limits
+        videos = f"{counted(settings.max_videos, 'video')} of {_size(policy.max_video_bytes)}"
+        return f"{limits}, and {videos} and {policy.max_video_seconds / 60:.3g} minutes"
 
     def _session(self, request: gr.Request) -> Session:
         return self.sessions.get(request.session_hash)
 
     def _asking(
-        self, find: Callable[[Session, Any, dict], Awaitable[Turn]]
+        self, find: Callable[[Session, Any, dict, Options], Awaitable[Turn]]
     ) -> Callable[..., AsyncGenerator[View, None]]:
         """A handler that asks the question that `find` derives from an event and the message box."""
 
         async def handler(request: gr.Request, event: gr.EventData, draft: dict, *values: Any):
             session = self._session(request)
             try:
-                turn = await find(session, event, draft)
+                turn = await find(session, event, draft, Options(*values))
             except ValueError as error:
                 warn(error)
                 yield self._view(session, UNCHANGED)
@@ -165,40 +176,48 @@ class Handlers:
 
         return handler
 
-    async def _typed(self, session: Session, event: gr.EventData, draft: dict) -> Turn:
+    async def _typed(self, session: Session, event: gr.EventData, draft: dict, options: Options) -> Turn:
         text, paths = read_draft(draft)
-        images = await self._claimed(session, paths)
+        media = await self._claimed(session, paths, options)
         question = text.strip()
-        if not question and not images:
-            raise ValueError("Add a picture, or write a question")
-        if self.engine.model == BUNDLED_NAME and not images and not images_in(session.turns):
+        if not question and not media:
+            raise ValueError("Add a picture or a video, or write a question")
+        if self.engine.model == BUNDLED_NAME and not media and not media_in(session.turns):
             raise ValueError(NEEDS_IMAGE)
-        return Turn(question or DEFAULT_QUESTION, tuple(images))
+        default = VIDEO_QUESTION if media and isinstance(media[-1], UploadedVideo) else DEFAULT_QUESTION
+        return Turn(question or default, tuple(media))
 
-    async def _chosen(self, session: Session, event: gr.EventData, draft: dict) -> Turn:
+    async def _chosen(self, session: Session, event: gr.EventData, draft: dict, options: Options) -> Turn:
         index = read_index(event)
         if not 0 <= index < len(self.examples):
             raise ValueError("there is no such example")
         example = self.examples[index]
-        return Turn(example.question, example.images)
+        return Turn(example.question, example.media)
 
-    async def _same(self, session: Session, event: gr.EventData, draft: dict) -> Turn:
+    async def _same(self, session: Session, event: gr.EventData, draft: dict, options: Options) -> Turn:
         old = await self._take_back(session, read_index(event))
-        return Turn(old.question, old.images)
+        return Turn(old.question, old.media)
 
-    async def _edited(self, session: Session, event: gr.EventData, draft: dict) -> Turn:
+    async def _edited(self, session: Session, event: gr.EventData, draft: dict, options: Options) -> Turn:
         question = read_text(event)
         old = await self._take_back(session, read_index(event))
-        return Turn(question, old.images)
+        return Turn(question, old.media)
 
-    async def _claimed(self, session: Session, paths: list[str]) -> list[UploadedImage]:
-        """The images of the current question, which are claimed for the session."""
+    async def _claimed(self, session: Session, paths: list[str], options: Options) -> list[Uploaded]:
+        """The images and videos of the current question, which are claimed for the session."""
         session.draft = [self.uploads.claim(session.id, path) for path in paths]
-        if len(paths) > self.settings.max_images:
-            raise ValueError(f"{len(paths)} pictures; at most {self.settings.max_images} go into one question")
-        return await asyncio.to_thread(
-            lambda: [UploadedImage.read(path, self.settings.policy) for path in session.draft]
-        )
+        self._check_number(session.draft)
+        return [await self.sessions.read(session, path, options.of_clips) for path in session.draft]
+
+    def _check_number(self, files: list[Path]) -> None:
+        """Raise ValueError for more images or videos than go into a question."""
+        num_videos = sum(map(is_video, files))
+        for number, limit, noun in (
+            (len(files) - num_videos, self.settings.max_images, "picture"),
+            (num_videos, self.settings.max_videos, "video"),
+        ):
+            if number > limit:
+                raise ValueError(f"{counted(number, noun)}; at most {limit} go into one question")
 
     async def _take_back(self, session: Session, message: int) -> Turn:
         """Remove all turns from that of a chat message on and return it; raises ValueError if there is none."""
@@ -232,13 +251,17 @@ class Handlers:
             yield self._view(session, box)
 
     def _view(self, session: Session, box: Any) -> View:
-        gallery = [(str(image.path), caption) for image, caption in session.gallery]
+        gallery = [(str(one.path), caption) for one, caption in session.gallery]
         record = to_record(session.turns)
         return to_chat(session.turns), box, gallery, gr.update(visible=bool(gallery)), record
 
 
 def _back_in_box(session: Session, turn: Turn) -> dict:
-    """Put a question back into the message box; its images are kept as the draft's."""
-    session.draft = [image.path for image in turn.images]
+    """Put a question back into the message box; its files are kept as the draft's."""
+    session.draft = [one.path for one in turn.media]
     files = [str(path) for path in session.draft]
     return gr.update(value={"text": turn.question, "files": files}, submit_btn=True, stop_btn=False)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.3g} MiB" if num_bytes >= 2**20 else f"{num_bytes / 1024:.0f} KiB"

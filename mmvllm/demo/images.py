@@ -14,7 +14,18 @@ from mmvllm.processors.load_video import Load
 
 
 class UploadError(RequestError):
-    """An uploaded image that cannot be used; `reason` names the file and is shown to the visitor."""
+    """An uploaded file that cannot be used; `reason` names it and is shown to the visitor."""
+
+
+def check_bytes(path: Path, limit: int) -> None:
+    """Raise UploadError for a file that is too large."""
+    if (size := path.stat().st_size) > limit:
+        raise UploadError(f"{path.name} has {size:,} bytes; at most {limit:,} are accepted")
+
+
+def damaged(path: Path) -> UploadError:
+    """The error for a file that cannot be decoded."""
+    return UploadError(f"{path.name} cannot be read; it may be damaged: remove it, or add it again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +48,7 @@ class UploadedImage:
             raise UploadError(f"{path.name} has too many pixels; at most {policy.max_pixels:,} are accepted") from None
         except Exception:  # Pillow's readers raise any exception for a damaged file
             raise UploadError(f"{path.name} is not a picture that can be read") from None
-        if (size := path.stat().st_size) > policy.max_bytes:
-            raise UploadError(f"{path.name} has {size:,} bytes; at most {policy.max_bytes:,} are accepted")
+        check_bytes(path, policy.max_bytes)
         if width * height > policy.max_pixels:
             raise UploadError(f"{path.name} has {width * height:,} pixels; at most {policy.max_pixels:,} are accepted")
         return cls(path, width, height)
@@ -48,8 +58,7 @@ class UploadedImage:
         try:
             return decode.image(self.path.read_bytes())
         except (OSError, ValueError):
-            message = f"{self.path.name} cannot be read; it may be damaged: remove it, or add it again"
-            raise UploadError(message) from None
+            raise damaged(self.path) from None
 
     def num_tokens(self, config: ImageProcessorConfig, min_pixels: int, max_pixels: int) -> int:
         """The number of tokens with these pixel bounds; raises ValueError for invalid bounds or shapes."""

@@ -37,4 +37,5 @@ LOOK = {
 
 def launch_options(page: "Page") -> dict[str, Any]:
     """Arguments of gradio's `launch` and `mount_gradio_app`; each call gives a new dict, since gradio modifies it."""
-    return LOOK | {"app_kwargs": {"middleware": [Middleware(DemoRouteFilter, sessions=page.sessions)]}}
+    own = {"middleware": [Middleware(DemoRouteFilter, sessions=page.sessions)]}
+    return LOOK | {"app_kwargs": own, "max_file_size": page.sessions.settings.max_file_bytes}

@@ -1,5 +1,6 @@
-// Additions to gradio's page: images dropped or pasted anywhere, a photo on phones, enlarged images, questions as they
-// were typed, keys while a question is edited, and names of buttons for screen readers.
+// Additions to gradio's page: files dropped or pasted anywhere, a photo on phones, enlarged images, frames of videos that
+// the browser cannot play, questions as they were typed, keys while a question is edited, and names of buttons for screen
+// readers.
 (() => {
   const nameOf = (url) => decodeURIComponent(url.split("/").pop());
   const isFiles = (event) => [...(event.dataTransfer?.types ?? [])].includes("Files");
@@ -57,6 +58,34 @@
     if (image) enlarge(image);
   });
 
+  // The record of the conversation has a few frames of each video, by its path.
+  let strips = {};
+  const cannotPlay = (video) => video.error || (video.readyState > 0 && !video.videoWidth); // perhaps only its sound
+  const stripOf = (video) => Object.entries(strips).find(([path]) => decodeURIComponent(video.src).endsWith(path))?.[1];
+  function showFrames(video) {
+    const message = video.closest("[data-testid=user]"), strip = stripOf(video);
+    if (!message || !strip || !cannotPlay(video)) return;
+    message.classList.add("unplayable");
+    message.querySelector(":scope > .strip")?.remove();
+    const row = Object.assign(document.createElement("div"), { className: "strip" });
+    for (const [seconds, src] of strip) {
+      const alt = `Frame of ${nameOf(video.src)} at ${seconds.toFixed(1)} s`;
+      row.append(Object.assign(document.createElement("img"), { src, alt }));
+    }
+    message.append(row);
+  }
+  function showStills() {
+    for (const video of document.querySelectorAll("#gallery video:not([poster])"))
+      if (stripOf(video)) video.poster = stripOf(video)[0][1];
+  }
+  window.mmvllmStrips = (found) => {
+    strips = found;
+    document.querySelectorAll("#chat video").forEach(showFrames);
+    showStills();
+  };
+  for (const kind of ["error", "loadedmetadata"])
+    document.addEventListener(kind, (event) => event.target.matches?.("#chat video") && showFrames(event.target), true);
+
   document.addEventListener(
     "keydown",
     (event) => {
@@ -85,12 +114,13 @@
     if (typed.textContent !== text) typed.textContent = text;
   }
 
+  const kindOf = (item) => (item?.querySelector("img") ? "picture" : "video");
   const NAMES = {
     "#box textarea": () => "Question",
     "#chat textarea": () => "Edit the question; Enter submits, Escape cancels",
-    "#box .delete-button": () => "Remove picture",
-    "#box .thumbnail-item": () => "Picture of the question",
-    "#box .upload-button": () => "Add pictures",
+    "#box .delete-button": (button) => `Remove ${kindOf(button.closest(".thumbnail-item"))}`,
+    "#box .thumbnail-item": (item) => `The question's ${kindOf(item)}`,
+    "#box .upload-button": () => "Add pictures or videos",
     "#box .submit-button": () => "Ask",
     "#box .stop-button": () => "Stop",
     "#chat .component button:has(img)": (button) => `Enlarge ${nameOf(button.querySelector("img").src)}`,
@@ -102,6 +132,7 @@
         if (element.getAttribute("aria-label") !== label) element.setAttribute("aria-label", label);
       }
     document.querySelectorAll("#chat .user-row [data-testid=user]").forEach(showAsTyped);
+    showStills();
   }
   const watched = { subtree: true, childList: true, attributeFilter: ["aria-label", "src"] };
   new MutationObserver(name).observe(document.documentElement, watched);

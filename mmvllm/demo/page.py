@@ -15,6 +15,7 @@ from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.session import Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads, process_uploads
+from mmvllm.demo.videos import SUFFIXES, ClipOptions, why_no_videos
 from mmvllm.demo.words import BUNDLED_NAME, BUNDLED_WARNING, spoken_model
 from mmvllm.sampling_params import SamplingParams
 
@@ -52,7 +53,7 @@ class Page(gr.Blocks):
 
 def _refuse_url(file: dict) -> dict:
     if "://" in str(file["path"]):
-        raise gr.Error("Only uploaded pictures can be asked about", print_exception=False)
+        raise gr.Error("Only uploaded files can be asked about", print_exception=False)
     return file
 
 
@@ -61,12 +62,13 @@ def build_page(engine: "AsyncLLM", settings: DemoSettings, decoder: "MediaDecode
     uploads = process_uploads()
     handlers = Handlers(engine, settings, uploads, _examples(uploads, settings), decoder)
     with Page(title="mmvllm", analytics_enabled=False, fill_width=True, fill_height=True) as page:
-        gr.HTML(_heading(engine.model), elem_id="heading", padding=False)
+        gr.HTML(_heading(engine), elem_id="heading", padding=False)
         chat = _chat(handlers.examples)
         box = gr.MultimodalTextbox(
-            file_types=["image", ".heic", ".heif"],  # whose MIME type not every system knows
+            # Named by their suffix are those whose MIME type not every system knows.
+            file_types=["image", ".heic", ".heif", *SUFFIXES],
             file_count="multiple",
-            placeholder="Ask about a picture",
+            placeholder=_title(engine),
             show_label=False,
             max_plain_text_length=100_000,
             elem_id="box",
@@ -120,23 +122,28 @@ def build_page(engine: "AsyncLLM", settings: DemoSettings, decoder: "MediaDecode
         page.load(None, js="() => window.mmvllmResume()")
         photo_button.click(None, js="() => window.mmvllmTakePhoto()")
         box.stop(handlers.stop, queue=False, **hidden)
-        # The server is notified when images are added or removed, but not of every keystroke.
+        # The server is notified when files are added or removed, but not of every keystroke.
         notify = {"fn": None, "inputs": box, "outputs": files, "js": NAME_FILES}
         box.change(**notify)
         photo = camera.input(handlers.take_photo, [camera, box], [camera, box], preprocess=False, **hidden)
         for event in (*answered, photo):
-            event.then(**notify)  # gradio sends no `change` if the server changes only the images
+            event.then(**notify)  # gradio sends no `change` if the server changes only the files
         counted = {"fn": handlers.count, "inputs": [files, *options], "outputs": cost, **hidden}
-        for trigger in (files.change, options[-2].change, options[-1].change):
+        for trigger in (files.change, *(option.change for option in options[-3:])):
             trigger(**counted)
         page.unload(handlers.leave)
     page.sessions = handlers.sessions
     return page.queue(default_concurrency_limit=None, api_open=False)
 
 
-def _heading(model: str) -> str:
-    warning = f'<p id="warning" role="note">{html.escape(BUNDLED_WARNING)}</p>' if model == BUNDLED_NAME else ""
-    return f"<h1>Ask about a picture</h1><p>{html.escape(spoken_model(model))}</p>{warning}"
+def _title(engine: "AsyncLLM") -> str:
+    return "Ask about a picture" if why_no_videos(engine) else "Ask about a picture or a video"
+
+
+def _heading(engine: "AsyncLLM") -> str:
+    is_bundled = engine.model == BUNDLED_NAME
+    warning = f'<p id="warning" role="note">{html.escape(BUNDLED_WARNING)}</p>' if is_bundled else ""
+    return f"<h1>{_title(engine)}</h1><p>{html.escape(spoken_model(engine.model))}</p>{warning}"
 
 
 def _read(name: str) -> str:
@@ -156,7 +163,7 @@ def _examples(uploads: Uploads, settings: DemoSettings) -> list[Turn]:
 
 def _chat(examples: list[Turn]) -> gr.Chatbot:
     cards = [
-        {"text": turn.question, "icon": str(turn.images[0].path), "files": [str(turn.images[0].path)]}
+        {"text": turn.question, "icon": str(turn.media[0].path), "files": [str(turn.media[0].path)]}
         for turn in examples
     ]
     return gr.Chatbot(
@@ -197,7 +204,9 @@ def _controls(engine: "AsyncLLM", params: SamplingParams) -> list[gr.components.
         max_tokens = gr.Slider(1, engine.max_model_len, 256, step=1, min_width=240, label="Longest answer, in tokens")
         seed = gr.Number(-1, label="Seed, or -1 for none", min_width=240, precision=0)
     with gr.Row():
-        low = gr.Slider(value=config.min_pixels, label="Fewest pixels of a picture", **pixels)
+        low = gr.Slider(value=config.min_pixels, label="Fewest pixels of a picture or frame", **pixels)
         most = min(MOST_TOKENS * token, largest)
-        high = gr.Slider(value=most, label="Most pixels of a picture", **pixels)
-    return [system, temperature, top_p, top_k, penalty, max_tokens, seed, low, high]
+        high = gr.Slider(value=most, label="Most pixels of a picture or frame", **pixels)
+    rate = {"label": "Frames per second of a video", "visible": why_no_videos(engine) is None}
+    fps = gr.Slider(0.1, 8, ClipOptions().fps, step=0.1, **rate)
+    return [system, temperature, top_p, top_k, penalty, max_tokens, seed, low, high, fps]

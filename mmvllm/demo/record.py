@@ -1,4 +1,4 @@
-"""A conversation as the browser keeps it: questions, answers, notes, and the names of uploaded images.
+"""A conversation as the browser keeps it: questions, answers, notes, and the names of uploaded files.
 
 The browser sends it back after a reload, and when a conversation from its list is opened. As any content of the page it
 is untrusted: `read_turns` raises ValueError if it is malformed.
@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmvllm.demo.conversation import Turn
+from mmvllm.demo.conversation import Turn, Uploaded, media_in
 from mmvllm.demo.events import RELOAD
-from mmvllm.demo.images import UploadedImage
+from mmvllm.demo.videos import UploadedVideo
 
 MAX_TURNS = 500
 INTERRUPTED = "Stopped"  # the note of an answer that was still being written when the page was left
@@ -19,39 +19,44 @@ INTERRUPTED = "Stopped"  # the note of an answer that was still being written wh
 
 @dataclass(frozen=True, slots=True)
 class KeptTurn:
-    """A turn whose images are not looked up yet."""
+    """A turn whose files are not looked up yet."""
 
     question: str
     answer: str
     note: str
-    images: tuple[str, ...]
+    media: tuple[str, ...]
 
-    def found(self, find: Callable[[str], UploadedImage | None]) -> Turn:
-        """The turn, without the images that `find` does not find."""
-        images = tuple(image for image in map(find, self.images) if image is not None)
-        return Turn(self.question, images, self.answer, self.note or INTERRUPTED)
+    def found(self, find: Callable[[str], Uploaded | None]) -> Turn:
+        """The turn, without the files that `find` does not find."""
+        media = tuple(one for one in map(find, self.media) if one is not None)
+        return Turn(self.question, media, self.answer, self.note or INTERRUPTED)
 
 
 def to_record(turns: Sequence[Turn], missing: Sequence[str] = ()) -> str:
-    """JSON without `<`, since gradio inserts it into a page; `missing` names images that the browser has to send."""
+    """JSON without `<`, since gradio inserts it into a page; `missing` names files that the browser has to send.
+
+    The files of a turn are under "images", as browsers have kept them since there were images only. Frames of videos
+    are shown where a browser cannot play them.
+    """
     kept = [
         {
             "question": turn.question,
             "answer": turn.answer,
             "note": turn.note if turn.answer else "",
-            "images": [str(image.path) for image in turn.images],
+            "images": [str(one.path) for one in turn.media],
         }
         for turn in turns
     ]
-    return json.dumps({"turns": kept, "missing": [*missing]}).replace("<", "\\u003c")
+    strips = {str(one.path): [*map(list, one.strip)] for one in media_in(turns) if isinstance(one, UploadedVideo)}
+    return json.dumps({"turns": kept, "missing": [*missing], "strips": strips}).replace("<", "\\u003c")
 
 
-def read_turns(value: Any, max_images: int) -> list[KeptTurn]:
-    """The turns of a record that the browser has kept, with at most `max_images` each."""
+def read_turns(value: Any, max_files: int) -> list[KeptTurn]:
+    """The turns of a record that the browser has kept, with at most `max_files` each."""
     if not isinstance(value, list) or len(value) > MAX_TURNS:
         raise ValueError(RELOAD)
     turns = [_read_turn(turn) for turn in value]
-    if any(len(turn.images) > max_images for turn in turns):
+    if any(len(turn.media) > max_files for turn in turns):
         raise ValueError(RELOAD)
     return turns
 
@@ -59,7 +64,7 @@ def read_turns(value: Any, max_images: int) -> list[KeptTurn]:
 def _read_turn(turn: Any) -> KeptTurn:
     if not isinstance(turn, dict):
         raise ValueError(RELOAD)
-    texts, images = [turn.get(name) for name in ("question", "answer", "note")], turn.get("images")
-    if not isinstance(images, list) or not all(isinstance(value, str) for value in (*texts, *images)):
+    texts, media = [turn.get(name) for name in ("question", "answer", "note")], turn.get("images")
+    if not isinstance(media, list) or not all(isinstance(value, str) for value in (*texts, *media)):
         raise ValueError(RELOAD)
-    return KeptTurn(*texts, tuple(images))
+    return KeptTurn(*texts, tuple(media))

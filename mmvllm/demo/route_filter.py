@@ -10,6 +10,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmvllm.demo.session import Sessions
+from mmvllm.text import counted
 
 API = "/gradio_api/"
 # Gradio has further routes, which would fetch URLs for clients or write files that belong to no session.
@@ -55,13 +56,17 @@ class DemoRouteFilter:
             return PlainTextResponse("There is nothing here", 404)
         if num_bytes is None:  # the length is unknown until the end
             return PlainTextResponse("Send a Content-Length", 411)
-        num_images, size = self._settings.max_images, self._settings.policy.max_bytes
-        if route == "upload" and num_bytes > num_images * size + MAX_BODY_BYTES:
-            message = f"Too much for one question; at most {num_images} pictures of {size:,} bytes go into it"
-            return PlainTextResponse(message, 413)
+        if route == "upload" and num_bytes > self._settings.max_upload_bytes + MAX_BODY_BYTES:
+            return PlainTextResponse(self._too_much(), 413)
         if route != "upload" and num_bytes > MAX_BODY_BYTES:
             return PlainTextResponse("This is too long", 413)
         return None
+
+    def _too_much(self) -> str:
+        settings = self._settings
+        images = f"{counted(settings.max_images, 'picture')} of {settings.policy.max_bytes:,} bytes"
+        videos = f"{counted(settings.max_videos, 'video')} of {settings.policy.max_video_bytes:,} bytes"
+        return f"Too much for one question; at most {images} and {videos} go into it"
 
     async def _until_closing(self, scope: Scope, receive: Receive, send: Send) -> None:
         """End an endless response when the page closes: the server waits for all responses before it exits."""
@@ -91,7 +96,7 @@ class DemoRouteFilter:
         with self._uploads.incoming(num_bytes) as num_incoming:
             if await asyncio.to_thread(self._uploads.has_room, num_incoming):
                 return await self._with_timeout(scope, receive, send)
-        message = "There is no room for more pictures right now; try again later"
+        message = "There is no room for more files right now; try again later"
         await PlainTextResponse(message, 507)(scope, receive, send)
 
     async def _with_timeout(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -107,7 +112,7 @@ class DemoRouteFilter:
                 await self.app(scope, receive, send_and_note)
         except TimeoutError:
             if not has_started:
-                message = "The pictures took too long to arrive; try again"
+                message = "The files took too long to arrive; try again"
                 await PlainTextResponse(message, 408, {"Connection": "close"})(scope, receive, send)
 
 

@@ -1,4 +1,4 @@
-"""Sessions of visitors: a conversation, uploaded images, and at most one request in the engine."""
+"""Sessions of visitors: a conversation, uploaded files, and at most one request in the engine."""
 
 import asyncio
 import time
@@ -12,10 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmvllm.decoding import MediaDecoder
-from mmvllm.demo.conversation import Options, Turn, answer_note, images_in, queue_note, to_request
+from mmvllm.demo.conversation import (
+    Options,
+    TokenCounts,
+    Turn,
+    Uploaded,
+    answer_note,
+    media_in,
+    queue_note,
+    to_request,
+)
 from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import ORPHAN_SECONDS, Uploads
+from mmvllm.demo.videos import ClipOptions, ClipRules, UploadedVideo, is_video, why_no_videos
 from mmvllm.outputs import Delta, RequestOutput
 from mmvllm.processors.load_video import Load
 from mmvllm.workers import NUM_WORKERS
@@ -26,7 +36,11 @@ if TYPE_CHECKING:
 TICK_SECONDS = 0.05  # interval of the page's updates
 MAX_SESSIONS = 1000  # above this number the session that was idle longest is removed
 SWEEP_SECONDS = 60.0
-RELOAD_SECONDS = 30.0  # the images of a closed tab are kept this long, since it may only be reloaded
+RELOAD_SECONDS = 30.0  # the files of a closed tab are kept this long, since it may only be reloaded
+TOO_MUCH = (
+    "The conversation has more pictures and videos than the model takes; start a new conversation, or lower the number "
+    "of pixels or frames in the settings"
+)
 CLOSING_SECONDS = 0.1  # interval at which open pages look whether the server is shutting down
 GALLERY_SIZE = 12
 
@@ -37,32 +51,33 @@ class Session:
 
     id: str
     turns: list[Turn] = field(default_factory=list)
-    # The last images with question and answer, newest first.
-    gallery: deque[tuple[UploadedImage, str]] = field(default_factory=lambda: deque(maxlen=GALLERY_SIZE))
-    draft: list[Path] = field(default_factory=list)  # images of the question that is being written
+    # The last images and videos with question and answer, newest first.
+    gallery: deque[tuple[Uploaded, str]] = field(default_factory=lambda: deque(maxlen=GALLERY_SIZE))
+    draft: list[Path] = field(default_factory=list)  # files of the question that is being written
     intact: set[Path] = field(default_factory=set)  # images that were decoded without an error
+    videos: dict[Path, UploadedVideo] = field(default_factory=dict)  # as they were last read
     request_id: str | None = None
     last_seen: float = 0.0  # on the monotonic clock
 
     @property
     def files(self) -> set[Path]:
-        """The image files that may still be shown or asked about."""
-        shown = [image for turn in self.turns for image in turn.images] + [image for image, _ in self.gallery]
-        return {image.path for image in shown} | {*self.draft}
+        """The files that may still be shown or asked about."""
+        shown = media_in(self.turns) + [one for one, _ in self.gallery]
+        return {one.path for one in shown} | {*self.draft}
 
     def resume(self, turns: list[Turn]) -> None:
         """Replace the conversation by one that the browser has kept."""
         self.turns, self.draft = turns, []
         self.gallery.clear()
-        shown: list[UploadedImage] = []
+        shown: list[Uploaded] = []
         for turn in turns:
-            shown += turn.images
+            shown += turn.media
             self.show(turn, shown)
 
-    def show(self, turn: Turn, images: list[UploadedImage]) -> None:
-        """Add an answer to the gallery, with the last of the images that it is about."""
-        if images and turn.answer:
-            self.gallery.appendleft((images[-1], f"{turn.question} {turn.answer}"))
+    def show(self, turn: Turn, media: list[Uploaded]) -> None:
+        """Add an answer to the gallery, with the last of the images and videos that it is about."""
+        if media and turn.answer:
+            self.gallery.appendleft((media[-1], f"{turn.question} {turn.answer}"))
 
 
 class Sessions:
@@ -73,12 +88,22 @@ class Sessions:
     ):
         self.engine, self.uploads, self.settings = engine, uploads, settings
         self.decoder = decoder or MediaDecoder(settings.policy)
-        # Not the event loop's own threads: images that take long to decode would delay all that needs one of them.
+        self._clips: ClipRules | None = None
+        # Not the event loop's own threads: files that take long to decode would delay all that needs one of them.
         self._checking = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="mmvllm-check")
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._open_tabs: Counter[str] = Counter()
         self._sweeper: asyncio.Task | None = None
         self.is_closed = False  # set by another thread
+
+    @property
+    def clips(self) -> ClipRules:
+        """How the engine takes videos; raises ValueError if it does not."""
+        if self._clips is None:
+            if (reason := why_no_videos(self.engine)) is not None:
+                raise ValueError(reason)
+            self._clips = ClipRules.of(self.engine)
+        return self._clips
 
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:
@@ -107,9 +132,9 @@ class Sessions:
             await self.engine.abort(request_id)
 
     async def end(self, session_id: str) -> None:
-        """Abort the request of a visitor who has left, and remove the images soon, unless the tab is reloaded.
+        """Abort the request of a visitor who has left, and remove the files soon, unless the tab is reloaded.
 
-        The reloaded tab is a session of its own, which claims the images that its browser names.
+        The reloaded tab is a session of its own, which claims the files that its browser names.
         """
         if (session := self._sessions.get(session_id)) is not None:
             await self.stop(session)
@@ -148,8 +173,9 @@ class Sessions:
         await self.uploads.remove_orphans()
 
     def tidy(self, session: Session) -> None:
-        """Remove images that can no longer be shown or asked about."""
+        """Remove files that can no longer be shown or asked about."""
         self.uploads.release(session.id, keep=session.files)
+        session.videos = {path: video for path, video in session.videos.items() if path in session.files}
 
     def _remove(self, session: Session) -> None:
         self._sessions.pop(session.id, None)
@@ -183,7 +209,9 @@ class Sessions:
 
     async def _deltas(self, session: Session, options: Options) -> AsyncGenerator[list[Delta], None]:
         self._check_length(session, options)
-        request, params = to_request(session.turns, options), options.sampling_params(self.sampling_defaults)
+        params = options.sampling_params(self.sampling_defaults)
+        has_videos = any(isinstance(one, UploadedVideo) for one in media_in(session.turns))
+        request = to_request(session.turns, options, self.clips if has_videos else None)
         request["allow_special_tokens"] = self.settings.allow_special_tokens
         request["chat_template_kwargs"] = self.settings.chat_template_kwargs
         with self.decoder.session() as decode:  # given up when the answer is stopped or the visitor leaves
@@ -192,25 +220,50 @@ class Sessions:
                 params,
                 session.request_id,
                 timeout=self.settings.timeout,
-                load=Load(image=lambda image: image.load(decode)),
+                load=Load(image=lambda image: image.load(decode), video=lambda video, plan: video.load(decode, plan)),
             )
             async with aclosing(in_ticks(stream, TICK_SECONDS)) as ticks:
                 async for deltas in ticks:
                     yield deltas
 
     def _check_length(self, session: Session, options: Options) -> None:
-        """Raise ValueError, before any image is decoded, for images that alone exceed the model's context."""
-        bounds = (options.min_pixels, options.max_pixels)
-        images = images_in(session.turns)
-        if sum(image.num_tokens(self.engine.image_config, *bounds) for image in images) >= self.engine.max_model_len:
-            raise ValueError("The conversation has more pictures than the model takes; start a new conversation")
+        """Raise ValueError, before anything is decoded, for media that alone exceed the model's context."""
+        counts = self.counts(media_in(session.turns), options)
+        if sum(counts.images) + sum(counts.videos) >= self.engine.max_model_len:
+            raise ValueError(TOO_MUCH)
 
-    async def check(self, session: Session, images: list[UploadedImage]) -> None:
+    def counts(self, media: list[Uploaded], options: Options) -> TokenCounts:
+        """The tokens of images and videos; raises ValueError for options that cannot be."""
+        config, bounds = self.engine.image_config, (options.min_pixels, options.max_pixels)
+        images = [one for one in media if isinstance(one, UploadedImage)]
+        videos = [one for one in media if isinstance(one, UploadedVideo)]
+        return TokenCounts(
+            [image.num_tokens(config, *bounds) for image in images],
+            [self.clips.num_tokens(video.info, options.of_clips) for video in videos],
+        )
+
+    async def read(self, session: Session, path: Path, options: ClipOptions) -> Uploaded:
+        """A file of the session; raises UploadError if it cannot be used.
+
+        Of an image only the header is read. Of a video a few of the frames that `options` ask for are decoded, unless
+        they have been.
+        """
+        if not is_video(path):
+            return await asyncio.to_thread(UploadedImage.read, path, self.settings.policy)
+        plan, known = self.clips.strip_plan(options), session.videos.get(path)
+        if known is None or known.indices != tuple(plan.frame_indices(known.info)):
+            with self.decoder.session() as decode:
+                given = path, plan, decode, self.settings.policy
+                known = await asyncio.get_running_loop().run_in_executor(self._checking, UploadedVideo.read, *given)
+            session.videos[path] = known
+        return known
+
+    async def check(self, session: Session, media: list[Uploaded]) -> None:
         """Decode images that have not been decoded yet, so that a damaged one is found before it is asked about."""
         loop = asyncio.get_running_loop()
         with self.decoder.session() as decode:
-            for image in images:
-                if image.path not in session.intact:
+            for image in media:
+                if isinstance(image, UploadedImage) and image.path not in session.intact:
                     (await loop.run_in_executor(self._checking, image.load, decode)).close()
                     session.intact.add(image.path)
 
@@ -218,10 +271,9 @@ class Sessions:
         if turn not in session.turns:  # it was removed in the meantime
             return
         # After a stop, the next question may have been added already.
-        asked = session.turns[: session.turns.index(turn) + 1]
-        config, images = self.engine.image_config, images_in(asked)
-        turn.note = answer_note(output, [p.num_tokens(config, options.min_pixels, options.max_pixels) for p in images])
-        session.show(turn, images)
+        media = media_in(session.turns[: session.turns.index(turn) + 1])
+        turn.note = answer_note(output, self.counts(media, options))
+        session.show(turn, media)
 
 
 async def in_ticks(stream: AsyncGenerator[Delta, None], seconds: float) -> AsyncGenerator[list[Delta], None]:

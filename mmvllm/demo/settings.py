@@ -12,8 +12,8 @@ class DemoSettings:
     """The limits of one page.
 
     Args:
-        policy: the maximum size of an image; the page accepts only uploads.
-        max_images: maximum number of images in a question.
+        policy: the maximum size of an image and of a video; the page accepts only uploads.
+        max_images, max_videos: maximum number of images and of videos in a question.
         timeout: timeout of an answer in seconds.
         uses_generation_config: the sampling controls begin with the values of the checkpoint's generation_config.json.
         allow_special_tokens: special tokens in what visitors write are control tokens, not text.
@@ -22,7 +22,17 @@ class DemoSettings:
 
     policy: MediaPolicy = field(default_factory=MediaPolicy)
     max_images: int = 8
+    max_videos: int = 2
     timeout: float | None = None
     uses_generation_config: bool = True
     allow_special_tokens: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def max_file_bytes(self) -> int:
+        return max(self.policy.max_bytes, self.policy.max_video_bytes)
+
+    @property
+    def max_upload_bytes(self) -> int:
+        """Of the images and videos of a question."""
+        return self.max_images * self.policy.max_bytes + self.max_videos * self.policy.max_video_bytes

@@ -1,4 +1,4 @@
-"""Uploaded images: which session holds them, and when they are removed."""
+"""Uploaded files: which session holds them, and when they are removed."""
 
 import asyncio
 import atexit
@@ -32,7 +32,7 @@ class Uploads:
         """Register a session as a holder of an uploaded file; raises ValueError for any other file."""
         file = Path(path)
         if not file.is_relative_to(self.folder) or file.resolve() != file:
-            raise ValueError("only pictures that were uploaded here can be asked about")
+            raise ValueError("only files that were uploaded here can be asked about")
         if not os.path.isfile(file):
             raise ValueError(f"{file.name} is no longer here; add it again")
         self._held.setdefault(session_id, set()).add(file)

@@ -19,6 +19,7 @@ SMALL_COPIES = (
     "The pictures of this conversation are small copies that your browser has kept; to ask about details, "
     "add the picture again"
 )
+NO_COPIES = "The videos of this conversation are no longer here; to ask about them, add them again"
 
 
 def spoken_model(model: str) -> str:
@@ -40,16 +41,16 @@ def spoken(error: Exception) -> str:
         case DeadlineExceeded():
             return "The answer took too long; ask for less, or try again later"
         case MemoryError():
-            return "There is not enough memory for these pictures; use fewer or smaller ones"
+            return "There is not enough memory for these files; use fewer or smaller ones"
         case RequestFailed():
             return "The model failed to answer this question; try again"
         case PromptTooLong():
             return (
                 f"The conversation has {error.value:,} tokens, and the model takes fewer than {error.limit:,}: start a "
-                "new conversation, or use fewer or smaller pictures"
+                "new conversation, or use fewer or smaller pictures and videos"
             )
         case RequestError(param="min_pixels"):
-            return 'The settings say "fewest pixels" above "most pixels" of a picture'
+            return 'The settings say "fewest pixels" above "most pixels" of a picture or frame'
     return str(error)
 
 

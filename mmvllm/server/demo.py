@@ -25,9 +25,9 @@ def mount(app: FastAPI, engine: AsyncLLM, settings: ServerSettings, decoder: Med
     page_settings = DemoSettings(
         settings.media,
         settings.max_images,
-        settings.request_timeout,
+        timeout=settings.request_timeout,
         uses_generation_config=settings.uses_generation_config,
         chat_template_kwargs=settings.chat_template_kwargs,
     )
     page = build_page(engine, page_settings, decoder)
-    gradio.mount_gradio_app(app, page, PATH, max_file_size=settings.media.max_bytes, **launch_options(page))
+    gradio.mount_gradio_app(app, page, PATH, **launch_options(page))

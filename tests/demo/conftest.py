@@ -10,9 +10,9 @@ from tests.helpers.pages import Site, served
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    """The bundled model, with at most three images of 500 KB per question."""
+    """The bundled model, with at most three images and two videos of 500 KB per question."""
     pytest.importorskip("gradio")
-    with served(policy=MediaPolicy(max_bytes=500_000), max_images=3) as site:
+    with served(policy=MediaPolicy(max_bytes=500_000, max_video_bytes=500_000), max_images=3) as site:
         yield site
 
 

@@ -46,12 +46,13 @@ def test_the_answer_equals_the_offline_one_and_the_next_uses_the_caches(chromium
 def test_the_tokens_of_images_are_shown_before_asking_and_follow_the_resolution(chromium, site):
     with opened(chromium, site) as tab:
         cost = tab.page.locator("#cost")
-        assert cost.inner_text() == "Up to 3 pictures of 488 KiB and 64 million pixels"
+        pictures, videos = "3 pictures of 488 KiB and 64 million pixels", "2 videos of 488 KiB and 60 minutes"
+        assert cost.inner_text() == f"Up to {pictures}, and {videos}"
         tab.add(SCENE, OTHER)
         until(lambda: cost.inner_text() == "42 + 42 = 84 picture tokens")
         tab.page.get_by_role("button", name="Settings").click()
         for label, pixels in (("Most", 10_000), ("Fewest", 9_000)):
-            tab.set_slider(f"{label} pixels of a picture", pixels)
+            tab.set_slider(f"{label} pixels of a picture or frame", pixels)
         until(lambda: cost.inner_text() == "9 + 9 = 18 picture tokens")
         tab.ask("Describe this image.")
         tab.finished(1)

@@ -1,7 +1,5 @@
 """Adding and enlarging images, questions as they were typed, and use by touch, keyboard and screen reader."""
 
-import base64
-
 import pytest
 
 from tests.helpers.browser import OTHER, SCENE, opened
@@ -10,17 +8,6 @@ from tests.helpers.pages import until
 pytest.importorskip("gradio")
 pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("ignore::DeprecationWarning:gradio")]
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
-GIVE = """([kind, target, data]) => {
-  const bytes = Uint8Array.from(atob(data), (letter) => letter.charCodeAt(0));
-  const files = new DataTransfer();
-  files.items.add(new File([bytes], "given.png", { type: "image/png" }));
-  const options = { bubbles: true, cancelable: true };
-  const event = kind === "drop"
-    ? new DragEvent("drop", { ...options, dataTransfer: files })
-    : new ClipboardEvent("paste", { ...options, clipboardData: files });
-  document.querySelector(target).dispatchEvent(event);
-  return event.defaultPrevented;
-}"""
 UNNAMED = """() => [...document.querySelectorAll("button, textarea, summary, input:not([type=file])")]
   .filter((element) => element.checkVisibility())
   .filter((element) => !(element.getAttribute("aria-label") || element.innerText.trim() || element.labels?.length))
@@ -32,15 +19,10 @@ SMALL = """() => [...document.querySelectorAll("#chat button, #box button, #phot
   .map(([label, box]) => `${label} ${box.width}x${box.height}`)"""
 
 
-def give(tab, kind: str, target: str) -> bool:
-    """Drop or paste an image; returns whether the page keeps the browser from opening it."""
-    return tab.page.evaluate(GIVE, [kind, target, base64.b64encode(SCENE.read_bytes()).decode()])
-
-
 @pytest.mark.parametrize("kind, target", [("drop", "#chat"), ("drop", "#heading"), ("paste", "#chat")])
 def test_an_image_is_added_wherever_it_is_dropped_or_pasted(kind, target, chromium, site):
     with opened(chromium, site) as tab:
-        assert give(tab, kind, target) or kind == "paste"
+        assert tab.give(kind, target, SCENE) or kind == "paste"
         until(lambda: tab.page.locator("#cost").inner_text() == "42 picture tokens")
         tab.ask("What is written?")
         assert tab.finished(1) == '"4".'

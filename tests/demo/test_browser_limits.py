@@ -103,7 +103,7 @@ def test_no_answer_makes_the_browser_fetch_from_another_host(chromium, site):
 
 
 def test_a_refused_upload_gives_a_message_and_the_page_still_works(chromium, site, tmp_path, monkeypatch):
-    for i in range(7):  # 7 files of 400 KB; a question takes three of 500 KB
+    for i in range(9):  # 9 files of 400 KB; a question takes five of 500 KB
         (tmp_path / f"{i}.png").write_bytes(SCENE.read_bytes() + bytes([i]) * 400_000)
     context = chromium.new_context()
     page = context.new_page()  # the console may report the refusals
@@ -111,10 +111,10 @@ def test_a_refused_upload_gives_a_message_and_the_page_still_works(chromium, sit
     tab, says = Tab(page), page.locator(".toast-wrap").get_by_text
     choose = page.locator("#box input[type=file]").set_input_files
     choose([*tmp_path.iterdir()])
-    says("Too much for one question; at most 3 pictures of 500,000 bytes go into it").wait_for()
+    says("at most 3 pictures of 500,000 bytes and 2 videos of 500,000 bytes go into it").wait_for()
     with monkeypatch.context() as patch:
         patch.setattr(uploads_module, "MAX_BYTES", 0)
         choose(OTHER)
-        says("There is no room for more pictures right now; try again later").wait_for()
+        says("There is no room for more files right now; try again later").wait_for()
     assert tab.answer_to("What is written?", SCENE) == '"4".'
     context.close()

@@ -7,9 +7,10 @@ import pytest
 
 from mmvllm.demo.conversation import (
     Options,
+    TokenCounts,
     Turn,
     answer_note,
-    images_in,
+    media_in,
     queue_note,
     to_chat,
     to_request,
@@ -40,14 +41,14 @@ def test_the_request_has_earlier_turns_with_images_and_answers():
 def test_images_of_a_turn_without_an_answer_are_added_to_the_next():
     turns = [Turn("Stopped", (A,), "", "Stopped"), Turn("Stopped too", (B,)), Turn("And now?", (C,))]
     assert [parts(message) for message in to_request(turns, OPTIONS)["messages"]] == [[A, B, C, "And now?"]]
-    assert images_in(turns) == [A, B, C]
+    assert media_in(turns) == [A, B, C]
 
 
 def test_images_keep_their_order_without_repetition():
     turns = [Turn("one", (A,), "1"), Turn("Stopped", (B,)), Turn("two", (), "2"), Turn("three", (C,))]
     one, _, two, _, three = to_request(turns, OPTIONS)["messages"]
     assert [parts(one), parts(two), parts(three)] == [[A, "one"], [B, "two"], [C, "three"]]
-    assert images_in(turns) == [A, B, C]
+    assert media_in(turns) == [A, B, C]
 
 
 def test_a_system_prompt_comes_first_and_an_empty_one_is_omitted():
@@ -76,7 +77,7 @@ def test_every_message_of_the_chat_belongs_to_a_turn():
     assert [m["content"]["text"] for owner, m in questions if "text" in m["content"]] == ["one", "two", "three"]
     for owner, message in questions:
         content = message["content"]
-        assert content.get("text") == owner.question or content.get("path") in [str(p.path) for p in owner.images]
+        assert content.get("text") == owner.question or content.get("path") in [str(p.path) for p in owner.media]
     answers = [
         (owner.answer, m["content"][0]["text"])
         for owner, m in zip(owners, messages, strict=True)
@@ -102,21 +103,34 @@ def output(reason: str = "eos", tokens: int = 11, first: float | None = 10.5) ->
 
 
 @pytest.mark.parametrize(
-    "given, tokens, note",
+    "given, images, videos, note",
     [
-        (output(), [], "First token after 0.50 s · 5 tokens/s · 1,000 of 1,200 prompt tokens cached"),
-        (output(tokens=1), [42], "First token after 0.50 s · 1,000 of 1,200 prompt tokens cached · 42 picture tokens"),
+        (output(), [], [], "First token after 0.50 s · 5 tokens/s · 1,000 of 1,200 prompt tokens cached"),
+        (
+            output(tokens=1),
+            [42],
+            [],
+            "First token after 0.50 s · 1,000 of 1,200 prompt tokens cached · 42 picture tokens",
+        ),
+        (
+            output(tokens=1),
+            [42, 8],
+            [1000],
+            "First token after 0.50 s · 1,000 of 1,200 prompt tokens cached · 42 + 8 = 50 picture tokens and "
+            "1,000 video tokens",
+        ),
         (
             output("length"),
             [42, 1000],
+            [],
             "Cut at the longest answer · first token after 0.50 s · 5 tokens/s · 1,000 of 1,200 prompt tokens cached"
             " · 42 + 1,000 = 1,042 picture tokens",
         ),
-        (output("aborted", 0, None), [], "Stopped"),
+        (output("aborted", 0, None), [], [], "Stopped"),
     ],
 )
-def test_the_note_of_an_answer_has_its_statistics(given, tokens, note):
-    assert answer_note(given, tokens) == note
+def test_the_note_of_an_answer_has_its_statistics(given, images, videos, note):
+    assert answer_note(given, TokenCounts(images, videos)) == note
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ get = partial(httpx.get, timeout=60)
 post = partial(httpx.post, timeout=60)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:gradio")
-CONTROLS = ["", 0, 1, 0, 1, 20, -1, 19600, 38416]
+CONTROLS = ["", 0, 1, 0, 1, 20, -1, 19600, 38416, 2]
 META = {"_type": "gradio.FileData"}
 
 
@@ -79,7 +79,7 @@ def test_a_crafted_call_reads_no_other_file_and_fetches_nothing(path, with_meta,
     before = site.engine.stats().num_finished
     file = {"path": path.format(folder=process_uploads().folder), **({"meta": META} if with_meta else {})}
     end, log = event(site, "box", "submit", [{"text": "What is this?", "files": [file]}, *CONTROLS])
-    assert not end["success"] or log == ["only pictures that were uploaded here can be asked about"]
+    assert not end["success"] or log == ["only files that were uploaded here can be asked about"]
     assert (fetched, site.engine.stats().num_finished) == ([], before)
 
 

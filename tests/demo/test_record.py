@@ -45,7 +45,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
     assert "<" not in record  # it is inserted into a page
     handlers = Handlers(SimpleNamespace(model="x"), DemoSettings(POLICY), uploads, [])
     got, again = restored(handlers, json.loads(record)["turns"])
-    assert [(turn.question, turn.images, turn.answer, turn.note) for turn in got] == [
+    assert [(turn.question, turn.media, turn.answer, turn.note) for turn in got] == [
         ("**What** is <b>?", (image,), "A </script> star.", "5 tokens/s"),
         ("And?", (), "", INTERRUPTED),
     ]
@@ -61,9 +61,9 @@ def test_images_that_are_gone_are_asked_for_and_then_left_out(tmp_path):
     gone = str(tmp_path / "hash" / "gone.png")
     kept = [{"question": "q", "answer": "a", "note": "n", "images": [str(here.path), gone]}]
     handlers = Handlers(SimpleNamespace(model="x"), DemoSettings(POLICY), uploads, [])
-    assert restored(handlers, kept) == ([], {"turns": [], "missing": [gone]})
+    assert restored(handlers, kept) == ([], {"turns": [], "missing": [gone], "strips": {}})
     (turn,), record = restored(handlers, kept, final=True)
-    assert turn.images == (here,) and record["turns"][0]["images"] == [str(here.path)]
+    assert turn.media == (here,) and record["turns"][0]["images"] == [str(here.path)]
 
 
 @pytest.mark.parametrize("path", ["/etc/hostname", "{folder}/../secret.png", "https://example.com/a.png", ""])
@@ -73,24 +73,24 @@ def test_a_kept_conversation_gives_access_to_no_other_file(path, tmp_path):
     handlers = Handlers(SimpleNamespace(model="x"), DemoSettings(POLICY), Uploads(tmp_path / "up"), [])
     images = [path.format(folder=tmp_path / "up")]
     (turn,), _ = restored(handlers, [{"question": "q", "answer": "a", "note": "n", "images": images}], final=True)
-    assert turn.images == ()
+    assert turn.media == ()
 
 
 def test_a_record_of_a_wrong_shape_is_refused():
     for value in (None, {}, [None], [{"question": "q"}], [{}] * 501):
         with pytest.raises(ValueError, match="reload it"):
-            read_turns(value, max_images=8)
+            read_turns(value, max_files=8)
     turn = {"question": "q", "answer": "a", "note": "n", "images": ["a.png"] * 9}
     with pytest.raises(ValueError, match="reload it"):
-        read_turns([turn], max_images=8)
-    assert len(read_turns([turn], max_images=9)) == 1
+        read_turns([turn], max_files=8)
+    assert len(read_turns([turn], max_files=9)) == 1
 
 
 @pytest.mark.parametrize(
     "error, words",
     [
         (EngineBusy(5, 4), "Many people are asking right now; try again in a moment"),
-        (MemoryError(), "There is not enough memory for these pictures"),
+        (MemoryError(), "There is not enough memory for these files"),
         (EngineStopped("x"), "The model is not running any more; the page has to be started again"),
         (PromptTooLong("x", value=3000, limit=2048), "has 3,000 tokens, and the model takes fewer than 2,048"),
         (RequestError("min_pixels is 9", param="min_pixels"), '"fewest pixels" above "most pixels"'),

@@ -24,9 +24,11 @@ async def app(scope, receive, send):
 
 @pytest.fixture
 def route_filter(tmp_path, monkeypatch) -> DemoRouteFilter:
-    """The filter of a page with two images of 1 MiB per question, and space for five."""
+    """The filter of a page with one image and one video of 1 MiB per question, and space for five."""
     monkeypatch.setattr(uploads_module, "MAX_BYTES", 5 * MAX_BODY_BYTES)
-    settings = DemoSettings(MediaPolicy(max_bytes=MAX_BODY_BYTES), max_images=2)
+    settings = DemoSettings(
+        MediaPolicy(max_bytes=MAX_BODY_BYTES, max_video_bytes=MAX_BODY_BYTES), max_images=1, max_videos=1
+    )
     return DemoRouteFilter(app, Sessions(None, Uploads(tmp_path), settings))
 
 
@@ -101,7 +103,8 @@ def test_an_upload_is_no_larger_than_a_question(route_filter):
     assert status(route_filter, UPLOAD, content_length=3 * MAX_BODY_BYTES) == 200  # including the multipart headers
     refusal, text = messages(route_filter, UPLOAD, content_length=3 * MAX_BODY_BYTES + 1)
     assert refusal["status"] == 413
-    assert text["body"] == b"Too much for one question; at most 2 pictures of 1,048,576 bytes go into it"
+    limits = "1 picture of 1,048,576 bytes and 1 video of 1,048,576 bytes"
+    assert text["body"] == f"Too much for one question; at most {limits} go into it".encode()
 
 
 def test_concurrent_uploads_share_the_space(route_filter):
@@ -143,7 +146,7 @@ def test_a_stalled_upload_times_out_and_releases_its_space(route_filter, monkeyp
     route_filter.app = reading
     for _ in range(3):
         refusal, text = messages(route_filter, UPLOAD, receive=never, content_length=2 * MAX_BODY_BYTES)
-        assert (refusal["status"], text["body"]) == (408, b"The pictures took too long to arrive; try again")
+        assert (refusal["status"], text["body"]) == (408, b"The files took too long to arrive; try again")
 
 
 def test_a_timeout_during_the_response_sends_no_second_one(route_filter, monkeypatch):

@@ -78,7 +78,7 @@ def test_an_answer_is_streamed_and_ends_with_statistics(checkpoint, uploads):
         assert turn.note.startswith("Cut at the longest answer · first token after")
         assert turn.note.endswith("12 picture tokens")
         assert (session.request_id, session.turns) == (None, [turn])
-        assert session.gallery[0] == (turn.images[0], f"What is this? {turn.answer}")
+        assert session.gallery[0] == (turn.media[0], f"What is this? {turn.answer}")
 
     with_engine(checkpoint, work)
 

@@ -14,10 +14,12 @@ from mmvllm.demo.images import UploadedImage, UploadError
 from mmvllm.demo.uploads import ORPHAN_SECONDS, Uploads
 from mmvllm.media import MediaPolicy
 from mmvllm.processors.image import ImageProcessor
+from mmvllm.processors.load_video import Load
 from tests.helpers.images import image_config
 from tests.helpers.requests import noise_image
 
 POLICY = MediaPolicy(max_bytes=1_000_000, max_pixels=1_000_000)
+LOAD = Load(image=POLICY.load)
 
 
 @pytest.fixture
@@ -70,7 +72,7 @@ def test_only_uploaded_files_can_be_claimed(uploads, tmp_path):
         "",
         "http://a/b.png",
     ):
-        with pytest.raises(ValueError, match="only pictures that were uploaded here"):
+        with pytest.raises(ValueError, match="only files that were uploaded here"):
             uploads.claim("one", str(path))
     uploads.release("one")
     assert secret.exists()
@@ -131,7 +133,7 @@ def test_the_number_of_files_is_limited(uploads, monkeypatch):
 def test_the_tokens_computed_from_the_header_are_those_of_the_processor(size, bounds, tmp_path):
     noise_image(*size).save(tmp_path / "a.png")
     found, config = UploadedImage.read(tmp_path / "a.png", POLICY), image_config()
-    grid = ImageProcessor(config)(found.load(POLICY.load), *bounds).grid_thw
+    grid = ImageProcessor(config)(found.load(LOAD), *bounds).grid
     assert found.num_tokens(config, *bounds) == grid[1] * grid[2] // 4
 
 
@@ -161,7 +163,7 @@ def test_a_file_that_fails_to_decode_is_named(tmp_path):
     (tmp_path / "a.png").write_bytes(header_of(100, 100))
     found = UploadedImage.read(tmp_path / "a.png", POLICY)
     with pytest.raises(UploadError, match=r"a\.png cannot be read; it may be damaged"):
-        found.load(POLICY.load)
+        found.load(LOAD)
     (tmp_path / "a.png").unlink()
     with pytest.raises(UploadError, match=r"a\.png cannot be read"):
-        found.load(POLICY.load)
+        found.load(LOAD)

@@ -1,5 +1,7 @@
 """The demo page in a browser tab."""
 
+import base64
+import mimetypes
 import os
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +11,17 @@ from tests.helpers.pages import until
 
 IMAGES = Path(__file__).parents[2] / "examples" / "images"
 SCENE, OTHER = IMAGES / "scene-05.png", IMAGES / "scene-10.png"
+GIVE = """([kind, target, name, type, data]) => {
+  const bytes = Uint8Array.from(atob(data), (letter) => letter.charCodeAt(0));
+  const files = new DataTransfer();
+  files.items.add(new File([bytes], name, { type }));
+  const options = { bubbles: true, cancelable: true };
+  const event = kind === "drop"
+    ? new DragEvent("drop", { ...options, dataTransfer: files })
+    : new ClipboardEvent("paste", { ...options, clipboardData: files });
+  document.querySelector(target).dispatchEvent(event);
+  return event.defaultPrevented;
+}"""
 
 
 class Tab:
@@ -35,6 +48,11 @@ class Tab:
         self.page.locator("#box input[type=file]").set_input_files([str(path) for path in paths])
         self.page.locator("#box .thumbnail-item").nth(len(paths) - 1).wait_for()
 
+    def give(self, kind: str, target: str, path: Path) -> bool:
+        """Drop or paste a file; returns whether the page keeps the browser from opening it."""
+        type, _ = mimetypes.guess_type(path.name)
+        return self.page.evaluate(GIVE, [kind, target, path.name, type, base64.b64encode(path.read_bytes()).decode()])
+
     def ask(self, question: str) -> None:
         self.box.fill(question)
         self.box.press("Enter")
@@ -49,7 +67,7 @@ class Tab:
 
     def finished(self, count: int) -> str:
         """The last answer, once there are this many answers and the last one is complete."""
-        until(lambda: len(self.notes()) == count and "picture tokens" in self.notes()[-1])
+        until(lambda: len(self.notes()) == count and self.notes()[-1].endswith("tokens"))
         self.page.get_by_label("Send").or_(self.page.locator("#box .submit-button")).wait_for()
         return self.answers()[-1]
 

@@ -63,13 +63,10 @@ def served(model=None, policy: MediaPolicy | None = None, max_images: int = 8, *
     from mmvllm.demo.page import build_page
     from mmvllm.demo.settings import DemoSettings
 
-    policy = policy or MediaPolicy()
     small = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 1024, "skip_warmup": True}
     engine = AsyncLLM(model, **small | engine_args)
-    page = build_page(engine, DemoSettings(policy, max_images))
-    page.launch(
-        prevent_thread_lock=True, quiet=True, share=False, max_file_size=policy.max_bytes, **launch_options(page)
-    )
+    page = build_page(engine, DemoSettings(policy or MediaPolicy(), max_images))
+    page.launch(prevent_thread_lock=True, quiet=True, share=False, **launch_options(page))
     try:
         yield Site(page.local_url, engine, page)
     finally:

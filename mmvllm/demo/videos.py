@@ -1,0 +1,152 @@
+"""Uploaded videos, and how the engine takes them: which frames, at what size, for how many tokens."""
+
+import mimetypes
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mmvllm.demo.images import UploadError, check_bytes, damaged
+from mmvllm.demo.strip import Strip, StripPlan, strip_of
+from mmvllm.errors import VideoError
+from mmvllm.inputs import MediaRules
+from mmvllm.media import MediaError, MediaPolicy
+from mmvllm.processors.clip import Clip, VideoInfo
+from mmvllm.processors.load_video import Load
+from mmvllm.processors.parts import check_numbers
+from mmvllm.processors.video import ClipPlan, VideoProcessorConfig
+
+if TYPE_CHECKING:
+    from mmvllm.async_llm import AsyncLLM
+
+SUFFIXES = (".mp4", ".m4v", ".webm", ".mkv", ".mov", ".avi")
+STAMP_TOKENS = 12  # about as many as there are for a time stamp, with start and end
+# By which gradio knows a video; not every system knows these.
+mimetypes.add_type("video/mp4", ".m4v")
+mimetypes.add_type("video/x-matroska", ".mkv")
+
+
+class ClipOptions(NamedTuple):
+    """The values of the page's controls that decide what is taken of a video; the pixels are those of a frame."""
+
+    fps: float = 2.0
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClipRules:
+    """How the engine takes videos.
+
+    Args:
+        max_tokens: of a prompt.
+        num_text_tokens: the number of tokens of a text, such as a time stamp.
+    """
+
+    config: VideoProcessorConfig
+    media: MediaRules
+    max_tokens: int
+    num_text_tokens: Callable[[str], int]
+
+    @classmethod
+    def of(cls, engine: "AsyncLLM") -> "ClipRules":
+        tokenizer = deepcopy(engine.tokenizer)  # threads that prepare requests use the engine's
+        return cls(
+            engine.video_config,
+            engine.media_rules,
+            engine.max_model_len,
+            lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]),
+        )
+
+    def part_keys(self, options: ClipOptions) -> dict[str, Any]:
+        """Keys of a video's part of a message; raises ParameterError for values that the controls do not allow.
+
+        A long video gets fewer and smaller frames, so that it takes at most about half of the model's context.
+        """
+        given = {name: value for name, value in options._asdict().items() if value is not None}
+        check_numbers(given)
+        token, half = self.config.factor**2, self.max_tokens // 2
+        num_text = 0 if self.media.timestamp is None else STAMP_TOKENS
+        least = max(2 * given.get("min_pixels", self.config.min_pixels) // token, 1) + num_text  # of a temporal patch
+        num_patches = min(half // least, self.config.max_frames // 2)
+        pixels = max(half - num_patches * num_text, 1) * token
+        return {**given, "total_pixels": pixels, "max_frames": max(2 * num_patches, 4)}
+
+    def plan(self, options: ClipOptions) -> ClipPlan:
+        return ClipPlan(self.config, part=self.part_keys(options))
+
+    def strip_plan(self, options: ClipOptions) -> StripPlan:
+        return StripPlan(self.config, part=self.part_keys(options))
+
+    def num_frames(self, info: VideoInfo, options: ClipOptions) -> int:
+        """The frames that are taken of a video."""
+        return len(self.plan(options).frame_indices(info))
+
+    def num_tokens(self, info: VideoInfo, options: ClipOptions) -> int:
+        """The tokens that replace a video's placeholder in the prompt, with its time stamps if there are any."""
+        plan = self.plan(options)
+        num_tokens = plan.num_tokens(info)
+        if self.media.timestamp is None:
+            return num_tokens
+        seconds = [index / info.fps for index in plan.frame_indices(info)]
+        stamps = map(self.media.timestamp.format, _patch_times(seconds, self.config.temporal_patch_size))
+        return num_tokens + sum(self.num_text_tokens(stamp) + 2 for stamp in stamps)  # 2: start and end
+
+
+def _patch_times(times: list[float], size: int) -> list[float]:
+    """Seconds of each temporal patch of `size` frames: the mean of its ends; the last frame fills the last patch."""
+    filled = times + times[-1:] * (-len(times) % size)
+    return [(filled[i] + filled[i + size - 1]) / 2 for i in range(0, len(filled), size)]
+
+
+def why_no_videos(engine: "AsyncLLM") -> str | None:
+    """What a visitor is told who adds a video to a page that takes none; None if it takes videos."""
+    if engine.media_rules is None or engine.media_rules.video_token_id is None:
+        return "this model takes no videos"
+    return None if find_spec("av") else "this server takes no videos, since it lacks PyAV"
+
+
+@dataclass(frozen=True, slots=True)
+class UploadedVideo:
+    """A video file, what its header says, and a few small frames of those that were last asked for.
+
+    `indices` are those of the frames of the strip.
+    """
+
+    path: Path
+    info: VideoInfo
+    indices: tuple[int, ...]
+    strip: Strip
+
+    @classmethod
+    def read(cls, path: Path, plan: StripPlan, decode: Load, policy: MediaPolicy) -> "UploadedVideo":
+        """Decode a few frames; raises UploadError if the file is not a video or exceeds the limits."""
+        check_bytes(path, policy.max_video_bytes)
+        clip = _load(path, plan, decode)
+        return cls(path, clip.info, clip.indices, strip_of(clip))
+
+    def check_pixels(self, num_frames: int, policy: MediaPolicy) -> None:
+        """Raise UploadError if so many of the video's frames may not be decoded."""
+        try:
+            policy.video_limits.check_frames(self.path.name, self.info, num_frames)
+        except VideoError as error:
+            raise UploadError(str(error)) from None
+
+    def load(self, decode: Load, plan: ClipPlan) -> Clip:
+        """Decode the frames that a plan takes; raises UploadError."""
+        return _load(self.path, plan, decode)
+
+
+def is_video(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES
+
+
+def _load(path: Path, plan: ClipPlan, decode: Load) -> Clip:
+    try:
+        return decode.video(path.read_bytes(), plan)
+    except (MediaError, VideoError) as error:
+        raise UploadError(f"{path.name}: {error.reason}") from None
+    except OSError:
+        raise damaged(path) from None

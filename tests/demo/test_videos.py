@@ -1,0 +1,156 @@
+"""Uploaded videos: what is taken of them, how many tokens that costs, and what is refused."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("av")
+
+from mmvllm.async_llm import AsyncLLM
+from mmvllm.decoding import MediaDecoder
+from mmvllm.demo.conversation import Turn, to_request
+from mmvllm.demo.images import UploadError
+from mmvllm.demo.session import Sessions
+from mmvllm.demo.settings import DemoSettings
+from mmvllm.demo.strip import MAX_FRAMES
+from mmvllm.demo.uploads import Uploads
+from mmvllm.demo.videos import ClipOptions, ClipRules, UploadedVideo, is_video, why_no_videos
+from mmvllm.errors import ParameterError
+from mmvllm.media import MediaPolicy
+from mmvllm.models.folder import BUNDLED
+from mmvllm.processors.clip import VideoInfo
+from mmvllm.processors.load_video import Load
+from tests.helpers.demo import OPTIONS
+from tests.helpers.pages import elsewhere
+from tests.helpers.server import ENGINE
+from tests.helpers.videos import make_clip
+
+POLICY = MediaPolicy()
+FAMILIES = ("gqa2-tied", "windows4-tied", "deepstack3-tied")
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    decoder = MediaDecoder(POLICY)
+    yield decoder
+    decoder.close()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def engine(request, checkpoints, tmp_path_factory):
+    """A model of each family, with a chat template that knows videos."""
+    folder = tmp_path_factory.mktemp("with-template") / "model"
+    shutil.copytree(checkpoints(request.param), folder)
+    shutil.copy(BUNDLED / "chat_template.jinja", folder)
+    engine = AsyncLLM(folder, **ENGINE)
+    yield engine
+    elsewhere(engine.shutdown(drain=False))
+
+
+def read(decoder, rules: ClipRules, path: Path, options: ClipOptions = OPTIONS.of_clips, policy=POLICY):
+    with decoder.session() as decode:
+        return UploadedVideo.read(path, rules.strip_plan(options), decode, policy)
+
+
+@pytest.mark.parametrize("fps", [0.5, 2.0, 5.0])
+@pytest.mark.parametrize("pixels", [(3136, 20_000), (16_384, 16_384)])
+@pytest.mark.parametrize("clip", [{"number": 24, "fps": 8}, {"number": 31, "fps": 10}, {"number": 1, "fps": 8}])
+def test_the_tokens_that_are_shown_are_those_of_the_prompt(fps, pixels, clip, engine, decoder, tmp_path):
+    rules, path = ClipRules.of(engine), make_clip(tmp_path / "a.mp4", **clip)
+    options = replace(OPTIONS, fps=fps, min_pixels=pixels[0], max_pixels=pixels[1])
+    video = read(decoder, rules, path, options.of_clips)
+
+    def num_tokens(*media) -> int:
+        load = Load(video=lambda video, plan: video.load(Load(), plan))
+        return len(engine._intake.prepare(to_request([Turn("What?", media)], options, rules), load).token_ids)
+
+    start_and_end = 2
+    shown = rules.num_tokens(video.info, options.of_clips)
+    assert num_tokens(video) == num_tokens() + start_and_end + shown
+
+
+def test_the_strip_has_a_few_of_the_frames_that_the_model_sees(engine, decoder, tmp_path):
+    rules, path = ClipRules.of(engine), make_clip(tmp_path / "a.mp4", 48, 8)
+    few, many = (read(decoder, rules, path, OPTIONS.of_clips._replace(fps=fps)) for fps in (1, 4))
+    for video, fps in ((few, 1), (many, 4)):
+        taken = rules.plan(OPTIONS.of_clips._replace(fps=fps)).frame_indices(video.info)
+        assert len(taken) == rules.num_frames(video.info, OPTIONS.of_clips._replace(fps=fps))
+        assert {*video.indices} <= {*taken} and (video.indices[0], video.indices[-1]) == (taken[0], taken[-1])
+        assert len(video.strip) == min(len(taken), MAX_FRAMES)
+    assert many.strip[1][0] == many.indices[1] / 8  # seconds
+    assert all(data.startswith("data:image/jpeg;base64,") for _, data in many.strip)
+
+
+@pytest.mark.parametrize("seconds", [60, 3600])
+def test_a_long_video_takes_at_most_about_half_of_the_context(seconds, engine):
+    rules, info = ClipRules.of(engine), VideoInfo(seconds * 30, 30.0, 1080, 1920)
+    assert rules.num_frames(info, OPTIONS.of_clips) > 8
+    assert rules.num_tokens(info, OPTIONS.of_clips) < 0.7 * engine.max_model_len
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"", "a.mp4: is empty"),
+        (b"this is no video", "a.mp4: is not a video"),
+        (None, "a.mp4: "),
+    ],
+)
+def test_a_file_that_is_no_video_is_named(content, message, engine, decoder, tmp_path):
+    path = make_clip(tmp_path / "a.mp4")
+    path.write_bytes(path.read_bytes()[:300] if content is None else content)
+    with pytest.raises(UploadError, match=message):
+        read(decoder, ClipRules.of(engine), path)
+    path.unlink()
+    with pytest.raises(OSError):
+        read(decoder, ClipRules.of(engine), path)
+
+
+def test_limits_of_the_policy_are_told(engine, tmp_path):
+    path, rules = make_clip(tmp_path / "a.mp4"), ClipRules.of(engine)
+    for limit, message in (
+        ({"max_video_bytes": 100}, "a.mp4 has [0-9,]+ bytes; at most 100 are accepted"),
+        ({"max_video_seconds": 2.0}, "a.mp4: lasts 3 s, more than 2 s"),
+    ):
+        policy = MediaPolicy(**limit)
+        decoder = MediaDecoder(policy)
+        with pytest.raises(UploadError, match=message):
+            read(decoder, rules, path, policy=policy)
+        decoder.close()
+
+
+def test_too_many_pixels_are_told_before_the_frames_are_decoded(engine, decoder, tmp_path):
+    video = read(decoder, ClipRules.of(engine), make_clip(tmp_path / "a.mp4"))
+    video.check_pixels(6, MediaPolicy(max_video_pixels=6 * 64 * 96))
+    with pytest.raises(UploadError, match=r"a\.mp4: 7 frames of 96x64 are more than 36864 pixels"):
+        video.check_pixels(7, MediaPolicy(max_video_pixels=6 * 64 * 96))
+
+
+@pytest.mark.parametrize("name, value", [("fps", 0), ("fps", "x"), ("min_pixels", 0.5), ("max_pixels", "1")])
+def test_values_that_no_control_has_are_refused(name, value, engine):
+    with pytest.raises(ParameterError, match=f"{name} is"):
+        ClipRules.of(engine).part_keys(ClipOptions(**{name: value}))
+
+
+@pytest.mark.parametrize("name, want", [("a.MP4", True), ("a.webm", True), ("a.gif", False), ("mp4", False)])
+def test_videos_are_known_by_their_suffix(name, want):
+    assert is_video(Path(name)) == want
+
+
+def test_a_page_without_videos_says_why(engine, tmp_path, monkeypatch):
+    assert why_no_videos(engine) is None
+    monkeypatch.setattr("mmvllm.demo.videos.find_spec", lambda name: None)
+    assert why_no_videos(engine) == "this server takes no videos, since it lacks PyAV"
+    monkeypatch.setattr(engine, "media_rules", replace(engine.media_rules, video_token_id=None))
+    sessions = Sessions(engine, Uploads(tmp_path), DemoSettings(POLICY))
+    with pytest.raises(ValueError, match="this model takes no videos"):
+        elsewhere(sessions.read(sessions.get("one"), tmp_path / "a.mp4", ClipOptions()))
+
+
+def test_frames_of_any_shape_fit_into_the_strip(engine, decoder, tmp_path):
+    frames = np.zeros((4, 16, 1600, 3), dtype=np.uint8)
+    video = read(decoder, ClipRules.of(engine), make_clip(tmp_path / "a.mp4", frames=frames))
+    assert len(video.strip) == 4
