@@ -1,4 +1,4 @@
-"""Ask a server about images with the `openai` client, and print the completion as it is streamed.
+"""Ask a server about images and videos with the `openai` client, and print the completion as it is streamed.
 
     pip install ".[serve]" openai
     mmvllm serve &
@@ -19,18 +19,19 @@ except ImportError:
     raise SystemExit("this example needs the openai package: pip install openai") from None
 
 
-def image_part(path: Path) -> dict:
+def media_part(path: Path) -> dict:
     kind = mimetypes.guess_type(path)[0] or "image/png"
     data = base64.b64encode(path.read_bytes()).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+    name = "video_url" if kind.startswith("video/") else "image_url"
+    return {"type": name, name: {"url": f"data:{kind};base64,{data}"}}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("images", type=Path, nargs="+")
+    parser.add_argument("files", type=Path, nargs="+", help="images and videos")
     parser.add_argument("question")
     args = parser.parse_args()
-    for path in args.images:
+    for path in args.files:
         if not path.is_file():
             parser.error(f"{path}: no such file")
     client = OpenAI(
@@ -42,7 +43,7 @@ def main() -> None:
         messages=[
             {
                 "role": "user",
-                "content": [*map(image_part, args.images), {"type": "text", "text": args.question}],
+                "content": [*map(media_part, args.files), {"type": "text", "text": args.question}],
             }
         ],
         temperature=0,

@@ -123,7 +123,9 @@ class AsyncLLM:
         engine = self._engine = LLMEngine(model, EngineConfig.from_arguments("AsyncLLM", **engine_args))
         self._intake = Intake(engine, processor, video_backend)
         self.model, self.tokenizer = model_name(model), engine.tokenizer
-        self.image_config = engine.image_config
+        self.image_config, self.video_config = engine.image_config, engine.video_config
+        rules = engine.media_rules
+        self.takes_videos = rules is not None and rules.video_token_id is not None
         self.sampling_defaults = dict(engine.model_config.sampling_defaults)  # of generation_config.json
         self.max_model_len, self.max_num_seqs = engine.max_model_len, engine.config.max_num_seqs
         self.max_requests = self.max_num_seqs + max_waiting

@@ -1,33 +1,45 @@
-"""Images of untrusted senders are decoded in worker processes, which have a time limit and a memory limit."""
+"""Media of untrusted senders is decoded in worker processes, which have a time limit and a memory limit."""
 
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from PIL import Image
 
 from mmvllm.config import MiB
-from mmvllm.errors import ImageError
+from mmvllm.errors import ImageError, MediaFileError, VideoError
 from mmvllm.media import MediaPolicy
-from mmvllm.processors.load import DECODING
-from mmvllm.processors.load_video import Load, load_video
-from mmvllm.workers import WorkerDied, WorkerPool, WorkerTimeout, reserve_in_parent
+from mmvllm.processors.budget import DECODING, VIDEO_DECODING
+from mmvllm.processors.clip import Clip
+from mmvllm.workers import NUM_WORKERS, WorkerDied, WorkerPool, WorkerTimeout, reserve_in_parent
+
+if TYPE_CHECKING:
+    from mmvllm.processors.load_video import Load
+    from mmvllm.processors.video import ClipPlan
 
 # What a decoder and the conversion to RGB allocate at most for a pixel, with room: Pillow alone holds three copies of 4
-# bytes at a time, and decoders of progressive JPEG and AVIF planes of their own.
+# bytes at a time, and decoders of progressive JPEG and AVIF planes of their own; those of videos hold frames.
 BYTES_PER_PIXEL = 48
 BASE_BYTES = 256 * MiB
+CLIP_BYTES = 2048 * MiB  # frames that are kept, and their copy for the parent
+NUM_VIDEO_WORKERS = min(4, NUM_WORKERS)  # each of which loads torch, for resizing
 
 
 class MediaDecoder:
-    """Decodes media within the limits of a policy, from any number of threads; `close` ends its processes."""
+    """Decodes media within the limits of a policy, from any number of threads; `close` ends its processes.
+
+    Videos have processes of their own, which are started with the first one.
+    """
 
     def __init__(self, policy: MediaPolicy):
         self._policy = policy
-        memory_limit = policy.max_pixels * BYTES_PER_PIXEL + BASE_BYTES
-        self._pool = WorkerPool(
-            initializer=_start, initargs=(policy,), memory_limit=memory_limit, reserve=DECODING.reserve
+        limit = policy.max_pixels * BYTES_PER_PIXEL + BASE_BYTES
+        self._pool = WorkerPool(initializer=_start, initargs=(policy,), memory_limit=limit, reserve=DECODING.reserve)
+        self._video_pool = WorkerPool(
+            NUM_VIDEO_WORKERS, _start_video, (policy,), limit + CLIP_BYTES, VIDEO_DECODING.reserve
         )
 
     def start(self) -> None:
@@ -36,35 +48,51 @@ class MediaDecoder:
 
     def close(self) -> None:
         self._pool.close()
+        self._video_pool.close()
 
     @contextmanager
-    def session(self) -> Iterator[Load]:
+    def session(self) -> "Iterator[Load]":
         """Functions that decode bytes; what they are decoding on exit is given up.
 
-        That for images raises MediaError and ImageError as `MediaPolicy.load` does, and ImageError for an image that
-        takes longer than `image_timeout` or ends its process.
+        They raise MediaError, ImageError, VideoError and RequestError as `MediaPolicy.load` and `load_video` do, and
+        ImageError or VideoError for what takes longer than `image_timeout` or `video_timeout`, or ends its process.
         """
+        from mmvllm.processors.load_video import Load  # loads torch, which processes for images do without
+
         is_over = threading.Event()
         try:
             yield Load(
                 image=lambda data: self._decode(data, is_over.is_set),
-                video=lambda data, plan: self._pool.run(load_video, data, plan, is_cancelled=is_over.is_set),
+                video=lambda data, plan: self._decode_video(data, plan, is_over.is_set),
             )
         finally:
             is_over.set()
 
     def _decode(self, data: bytes, is_cancelled: Callable[[], bool]) -> Image.Image:
         timeout = self._policy.image_timeout
-        try:
+        with _sentences(ImageError, "image", timeout, "shrink"):
             size, pixels = self._pool.run(_decode, data, timeout=timeout, is_cancelled=is_cancelled)
-        except WorkerTimeout:
-            reason = f"the image took longer than {timeout:g} s to decode; shrink or re-encode it"
-            raise ImageError("", reason) from None
-        except WorkerDied as error:
-            raise ImageError("", f"the image could not be decoded, its worker process died: {error}") from None
-        except MemoryError:
-            raise ImageError("", "the image takes too much memory to decode; shrink it") from None
         return Image.frombytes("RGB", size, pixels)
+
+    def _decode_video(self, data: bytes | list[bytes], plan: "ClipPlan", is_cancelled: Callable[[], bool]) -> Clip:
+        self._policy.check("video", data)  # before it is copied to a process
+        timeout = self._policy.video_timeout
+        with _sentences(VideoError, "video", timeout, "cut"):
+            return self._video_pool.run(_decode_video, data, plan, timeout=timeout, is_cancelled=is_cancelled)
+
+
+@contextmanager
+def _sentences(error_class: type[MediaFileError], kind: str, timeout: float, remedy: str) -> Iterator[None]:
+    """What can happen to a process, as an error for the sender."""
+    try:
+        yield
+    except WorkerTimeout:
+        reason = f"the {kind} took longer than {timeout:g} s to decode; {remedy} or re-encode it"
+        raise error_class("", reason) from None
+    except WorkerDied as error:
+        raise error_class("", f"the {kind} could not be decoded, its worker process died: {error}") from None
+    except MemoryError:
+        raise error_class("", f"the {kind} takes too much memory to decode; shrink it") from None
 
 
 # What follows runs in the processes.
@@ -78,7 +106,18 @@ def _start(policy: MediaPolicy) -> None:
     Image.init()
 
 
+def _start_video(policy: MediaPolicy) -> None:
+    _start(policy)
+    for name in ("mmvllm.processors.load_video", "av"):  # now, so that the first video has its time and memory
+        with suppress(ImportError):
+            import_module(name)
+
+
 def _decode(data: bytes) -> tuple[tuple[int, int], pickle.PickleBuffer]:
     """The size and the pixels, 3 bytes each."""
     image = _policy.load(data, reserve_in_parent)
     return image.size, pickle.PickleBuffer(image.tobytes())
+
+
+def _decode_video(data: bytes | list[bytes], plan: "ClipPlan") -> Clip:
+    return _policy.load_video(data, plan, reserve_in_parent)

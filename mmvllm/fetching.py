@@ -1,4 +1,4 @@
-"""Fetches untrusted images from http(s), data and file URLs, within the limits of a MediaPolicy."""
+"""Fetches untrusted images and videos from http(s), data and file URLs, within the limits of a MediaPolicy."""
 
 import asyncio
 import errno
@@ -10,65 +10,66 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from mmvllm.media import MediaError, MediaPolicy
-from mmvllm.processors.load import decode_data_uri
+from mmvllm.media import Kind, MediaError, MediaPolicy
+from mmvllm.processors.load import decode_data_uri, with_article
 
+_EXAMPLES = {"image": "image/png", "video": "video/mp4"}
 _ON_WINDOWS = os.name == "nt"
 _HAS_DIR_FD = os.open in os.supports_dir_fd  # not on Windows
 
 
-async def fetch(url: str, policy: MediaPolicy) -> bytes:
-    """Fetch the encoded image behind an http(s), data or file URL.
+async def fetch(url: str, policy: MediaPolicy, kind: Kind = "image") -> bytes:
+    """Fetch the encoded image or video behind an http(s), data or file URL, as far as its size is allowed.
 
     Raises MediaError with the URL, the reason, and the field of the policy that would allow it.
     """
     try:
         async with asyncio.timeout(policy.total_timeout):
-            return await _fetch(url, policy)
+            return await _fetch(url, policy, kind)
     except MediaError as error:
         raise error.after(f"{_shown(url)}: ") from None
     except TimeoutError:
         raise MediaError(f"{_shown(url)}: took longer than {policy.total_timeout:g} s") from None
 
 
-async def _fetch(url: str, policy: MediaPolicy) -> bytes:
+async def _fetch(url: str, policy: MediaPolicy, kind: Kind) -> bytes:
     match url[:10].partition(":")[0].lower():
         case "http" | "https":
-            return await _fetch_http(url, policy)
+            return await _fetch_http(url, policy, kind)
         case "data":
-            return await asyncio.to_thread(_read_data, url, policy)
+            return await asyncio.to_thread(_read_data, url, policy, kind)
         case "file":
-            return await asyncio.to_thread(_read_allowed, url, policy)
-    raise MediaError("not a URL of an image; give an http(s):// URL or a data: URI")
+            return await asyncio.to_thread(_read_allowed, url, policy, kind)
+    raise MediaError(f"not a URL of {with_article(kind)}; give an http(s):// URL or a data: URI")
 
 
-async def _fetch_http(url: str, policy: MediaPolicy) -> bytes:
+async def _fetch_http(url: str, policy: MediaPolicy, kind: Kind) -> bytes:
     if not policy.allowed_domains:
-        raise MediaError("this server fetches no URLs; send the image as a data: URI", "allowed_domains")
+        raise MediaError(f"this server fetches no URLs; send the {kind} as a data: URI", "allowed_domains")
     from mmvllm.http_fetching import fetch_http  # needs an optional package, the HTTP client
 
-    return await fetch_http(url, policy)
+    return await fetch_http(url, policy, kind)
 
 
-def _read_data(uri: str, policy: MediaPolicy) -> bytes:
+def _read_data(uri: str, policy: MediaPolicy, kind: Kind) -> bytes:
     header, _, payload = uri.partition(",")
     # Decoding percent escapes would take a hundred times the payload's size in memory.
     if not header.lower().endswith(";base64") or "%" in payload:
-        raise MediaError("must be plain base64; write data:image/png;base64,<data>")
-    if len(payload) > -(-policy.max_bytes // 3) * 4:
-        raise policy.too_large()
+        raise MediaError(f"must be plain base64; write data:{_EXAMPLES[kind]};base64,<data>")
+    if len(payload) > -(-policy.most_bytes(kind) // 3) * 4:
+        raise policy.too_large(kind)
     try:
-        return decode_data_uri(uri)
+        return decode_data_uri(uri, _EXAMPLES[kind])
     except ValueError as error:
         raise MediaError(str(error)) from None
 
 
-def _read_allowed(url: str, policy: MediaPolicy) -> bytes:
+def _read_allowed(url: str, policy: MediaPolicy, kind: Kind) -> bytes:
     if policy.allowed_local_path is None:
-        raise MediaError("this server reads no file:// URLs; send the image as a data: URI", "allowed_local_path")
+        raise MediaError(f"this server reads no file:// URLs; send the {kind} as a data: URI", "allowed_local_path")
     try:
         with open(_path(url), "rb", opener=partial(_open_below, policy.allowed_local_path)) as file:
-            return _read(file, policy)
+            return _read(file, policy, kind)
     except MediaError:
         raise
     except (OSError, ValueError):
@@ -80,13 +81,14 @@ def _path(url: str) -> str:
     return path.lstrip("/") if _ON_WINDOWS else path  # file:///C:/a.png
 
 
-def _read(file: BinaryIO, policy: MediaPolicy) -> bytes:
+def _read(file: BinaryIO, policy: MediaPolicy, kind: Kind) -> bytes:
     status = os.fstat(file.fileno())
     if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device might block forever
         raise OSError(errno.EINVAL, "not a file")
-    data = file.read(policy.max_bytes + 1) if status.st_size <= policy.max_bytes else None
-    if data is None or len(data) > policy.max_bytes:
-        raise policy.too_large()
+    most = policy.most_bytes(kind)
+    data = file.read(most + 1) if status.st_size <= most else None
+    if data is None or len(data) > most:
+        raise policy.too_large(kind)
     return data
 
 

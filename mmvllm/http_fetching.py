@@ -1,4 +1,4 @@
-"""Fetches images over HTTP from the hosts that a MediaPolicy allows.
+"""Fetches images and videos over HTTP from the hosts that a MediaPolicy allows.
 
 The host name and the addresses of every redirect are checked, and the connection goes to the checked address.
 """
@@ -14,7 +14,7 @@ from ssl import SSLContext
 
 import httpcore2
 
-from mmvllm.media import MediaError, MediaPolicy
+from mmvllm.media import Kind, MediaError, MediaPolicy
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -54,7 +54,7 @@ _FAILURES = {
 }
 
 
-async def fetch_http(url: str, policy: MediaPolicy) -> bytes:
+async def fetch_http(url: str, policy: MediaPolicy, kind: Kind = "image") -> bytes:
     """Fetch the body behind an http(s) URL.
 
     Raises MediaError with the reason, which never reveals the target of a redirect or the address of a host.
@@ -62,7 +62,7 @@ async def fetch_http(url: str, policy: MediaPolicy) -> bytes:
     prefix = ""
     for _ in range(policy.max_redirects + 1):
         try:
-            response = await _get(_parse(url, policy), policy)
+            response = await _get(_parse(url, policy), policy, kind)
             if isinstance(response, bytes):
                 return response
             url, prefix = _joined(url, response), "after a redirect: "
@@ -131,13 +131,13 @@ def _matches(host: str, domain: str) -> bool:
     return domain == "*" or host == domain.lower()
 
 
-async def _get(url: httpcore2.URL, policy: MediaPolicy) -> bytes | str:
+async def _get(url: httpcore2.URL, policy: MediaPolicy, kind: Kind) -> bytes | str:
     """Return the body, or the location of a redirect as a string."""
     host = f"[{url.host.decode()}]" if b":" in url.host else url.host.decode()
     headers = {
         "Host": host if url.port is None else f"{host}:{url.port}",
         "User-Agent": "mmvllm",
-        "Accept": "image/*, */*;q=0.5",
+        "Accept": f"{kind}/*, */*;q=0.5",
         "Accept-Encoding": "identity",
         "Connection": "close",
     }
@@ -151,19 +151,19 @@ async def _get(url: httpcore2.URL, policy: MediaPolicy) -> bytes | str:
             return fields[b"location"]
         if response.status != 200:
             raise MediaError(f"its host answered with status {response.status}")
-        return await _body(fields, response.aiter_stream(), policy)
+        return await _body(fields, response.aiter_stream(), policy, kind)
 
 
-async def _body(fields: dict[bytes, str], chunks: AsyncIterable[bytes], policy: MediaPolicy) -> bytes:
+async def _body(fields: dict[bytes, str], chunks: AsyncIterable[bytes], policy: MediaPolicy, kind: Kind) -> bytes:
     if (encoding := fields.get(b"content-encoding", "identity").strip().lower()) not in ("", "identity"):
         raise MediaError(f"is compressed ({encoding:.20}) although no compression was requested")
-    if int(fields.get(b"content-length", 0)) > policy.max_bytes:
-        raise policy.too_large()
+    if int(fields.get(b"content-length", 0)) > policy.most_bytes(kind):
+        raise policy.too_large(kind)
     body = bytearray()
     async for chunk in chunks:
         body += chunk
-        if len(body) > policy.max_bytes:
-            raise policy.too_large()
+        if len(body) > policy.most_bytes(kind):
+            raise policy.too_large(kind)
     return bytes(body)
 
 

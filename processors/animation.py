@@ -1,8 +1,9 @@
 """Frames of animated images and of images with several pages by Pillow, as of a video."""
 
 import io
-from bisect import bisect_left
-from collections.abc import Callable
+import logging
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import accumulate
 from typing import TypeVar
@@ -11,7 +12,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from mmvllm.errors import VideoError
-from mmvllm.processors.clip import Clip, VideoInfo
+from mmvllm.processors.clip import Clip, VideoInfo, is_later_shown
 from mmvllm.processors.decode import Reserve, readable_formats
 from mmvllm.processors.decode_video import guarded, sampled
 from mmvllm.processors.pixels import upright_rgb
@@ -22,10 +23,11 @@ from mmvllm.processors.video_limits import VideoLimits
 T = TypeVar("T")
 
 HEAD_BYTES = 12  # that tell such an image from a video
-DEFAULT_SECONDS = 0.1  # of frames that declare no time, as browsers show them
+DEFAULT_MILLISECONDS = 100  # of frames that declare no time, as browsers show them
+
+_logger = logging.getLogger(__name__)
 
 _MAGIC = (b"GIF87a", b"GIF89a", b"\x89PNG\r\n\x1a\n", *TIFF_MAGIC)
-_DECODED_TIMES = ("WEBP", "AVIF")  # whose frames have times only once they are decoded
 
 
 def is_animation(head: bytes) -> bool:
@@ -52,30 +54,40 @@ class _Animation:
     """An opened image, whose frames are read at the indices of a constant rate."""
 
     def __init__(self, image: Image.Image, name: str, limits: VideoLimits):
-        self._image = image
+        self._image, self._name = image, name
         # Such a PNG shows its first image only where animations are not supported.
         self._first = 1 if getattr(image, "default_image", False) else 0
         number = max(getattr(image, "n_frames", 1) - self._first, 1)
         limits.check(name, VideoInfo(1, 1.0, image.height, image.width))
-        *self._starts, end = accumulate((self._seconds(i) for i in range(number)), initial=0.0)
+        *starts, end = accumulate(self._durations(number), initial=0)
+        number, self._starts = len(starts), [start / 1000 for start in starts]
         self._image.seek(self._first)
         upright = upright_rgb(image)
-        self.info = VideoInfo(number, number / end, upright.height, upright.width)
+        self.info = VideoInfo(number, 1000 * number / end, upright.height, upright.width)
         limits.check(name, self.info)
 
     def frame_at(self, index: int) -> np.ndarray:
-        """What is shown at index / average rate, give or take half a frame."""
-        shown = bisect_left(self._starts, (index + 0.5) / self.info.fps) - 1
-        self._image.seek(self._first + max(shown, 0))
-        return np.asarray(upright_rgb(self._image))
+        """What stands for index / average rate (see `is_later_shown`)."""
+        at, period = index / self.info.fps, 1 / self.info.fps
+        shown = bisect_right(self._starts, at) - 1
+        while shown + 1 < len(self._starts) and is_later_shown(at, *self._starts[shown : shown + 2], period):
+            shown += 1
+        self._image.seek(self._first + shown)
+        return np.array(upright_rgb(self._image))
 
-    def _seconds(self, i: int) -> float:
-        self._image.seek(self._first + i)
-        if self._image.format == "TIFF":
-            return 1 / DEFAULT_FPS
-        if self._image.format in _DECODED_TIMES:
-            self._image.load()
-        return float(self._image.info.get("duration") or 0) / 1000 or DEFAULT_SECONDS
+    def _durations(self, number: int) -> Iterator[float]:
+        """Milliseconds of each frame up to the first one that cannot be decoded."""
+        for i in range(number):
+            try:
+                self._image.seek(self._first + i)
+                self._image.load()
+            except Exception:  # Pillow's readers raise any exception for a damaged file
+                if i == 0:
+                    raise
+                _logger.warning("%s: has %d frames, %d of them can be decoded", self._name, number, i)
+                return
+            is_page = self._image.format == "TIFF"
+            yield 1000 / DEFAULT_FPS if is_page else self._image.info.get("duration") or DEFAULT_MILLISECONDS
 
 
 def _read(data: bytes, name: str, limits: VideoLimits, use: Callable[[_Animation], T]) -> T:
@@ -87,6 +99,8 @@ def _read(data: bytes, name: str, limits: VideoLimits, use: Callable[[_Animation
             image = Image.open(io.BytesIO(data), formats=formats)
         except UnidentifiedImageError:
             raise VideoError(name, f"is not an animated image in {', '.join(formats)}") from None
+        except Image.DecompressionBombError as error:
+            raise VideoError(name, f"too large to decode ({error}); shrink it first") from None
         with closing(image):
             return use(_Animation(image, name, limits))
 

@@ -1,4 +1,4 @@
-"""How much memory images that are being decoded may take at once."""
+"""How much memory images and videos that are being decoded may take at once."""
 
 import threading
 from collections import deque
@@ -56,3 +56,6 @@ class DecodeBudget:
 # Of the process. Photographs of 12 million pixels take about 100 MB each, so that eight threads decode them without
 # waiting; of the largest images that a server accepts by default (64 million pixels), one or two are decoded at once.
 DECODING = DecodeBudget(1024 * 1024 * 1024)
+
+# Frames of videos are decoded for seconds, in which images must not wait for them.
+VIDEO_DECODING = DecodeBudget(2 * 1024 * 1024 * 1024)

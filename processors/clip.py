@@ -26,6 +26,16 @@ class VideoInfo:
         return self.total_num_frames / self.fps
 
 
+def is_later_shown(at: float, earlier: float, later: float, period: float) -> bool:
+    """Which of two successive frames stands for the time `at`, given when they begin.
+
+    It is the one that is shown then. A frame that begins up to half a `period`, the average time of a frame, afterwards
+    is taken if it is nearer: at a constant rate, rounded times give the same frame as exact ones.
+    """
+    wait = later - at
+    return wait < 0.1 * period or (wait < 0.5 * period and wait < at - earlier)
+
+
 @dataclass(frozen=True, slots=True)
 class Clip:
     """Frames taken from a video, with transformers' metadata of where they come from.
@@ -48,8 +58,12 @@ class Clip:
         """Seconds from one temporal patch of `size` frames to the next."""
         return size / self.sampled_fps
 
+    @property
+    def times(self) -> list[float]:
+        """Seconds from the start of the video, one per frame."""
+        return [index / self.info.fps for index in self.indices]
+
     def patch_times(self, size: int) -> tuple[float, ...]:
         """Seconds from the start of the video, one per temporal patch of `size` frames: the mean of its ends."""
-        times = [index / self.info.fps for index in self.indices]
-        times += times[-1:] * (-len(times) % size)
+        times = self.times + self.times[-1:] * (-len(self.indices) % size)
         return tuple((times[i] + times[i + size - 1]) / 2 for i in range(0, len(times), size))

@@ -1,7 +1,7 @@
 """Frames of a video file by PyAV (the extra `video`): those that are asked for, each resized as soon as it is decoded.
 
 The index of a frame stands for a time, index / average rate from the first frame on; what is shown at that time is
-taken, give or take half a frame, so that videos with a variable frame rate are sampled evenly in time.
+taken, so that videos with a variable frame rate are sampled evenly in time.
 """
 
 import logging
@@ -12,9 +12,10 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 
 from mmvllm.errors import RequestError, VideoError
-from mmvllm.processors.budget import DECODING
+from mmvllm.processors.budget import VIDEO_DECODING
 from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.decode import Reserve
+from mmvllm.processors.scan import RefusedImage
 from mmvllm.processors.video import ClipPlan, Resize, resize_frame, resized_to
 from mmvllm.processors.video_limits import ANY_VIDEO, VideoLimits
 from mmvllm.processors.video_stream import VideoStream, upright, upright_size
@@ -38,7 +39,7 @@ def decode_video(
     name: str,
     plan: ClipPlan,
     limits: VideoLimits = ANY_VIDEO,
-    reserve: Reserve = DECODING.reserve,
+    reserve: Reserve = VIDEO_DECODING.reserve,
 ) -> Clip:
     """The frames that `plan` takes; raises VideoError, which calls the video `name`.
 
@@ -92,6 +93,8 @@ def guarded(name: str, read: Callable[[], T]) -> T:
         return read()
     except RequestError:
         raise
+    except RefusedImage as error:
+        reason = str(error)
     except MemoryError:
         reason = "not enough memory to decode it; shrink it first"
     except Exception as error:  # decoders raise any exception for a damaged file
@@ -116,7 +119,8 @@ def _open(file: str | BinaryIO, name: str, limits: VideoLimits) -> Any:
         file.seek(0)
     source = f"file:{file}" if isinstance(file, str) else file  # else a colon in the path would end a protocol
     try:
-        return av.open(source, options=_options(limits), buffer_size=READ_BYTES, metadata_errors="replace")
+        # The mode is given, else that of a file object would be taken.
+        return av.open(source, "r", options=_options(limits), buffer_size=READ_BYTES, metadata_errors="replace")
     except (av.error.InvalidDataError, av.error.ArgumentError, av.error.EOFError):
         known = f" in {', '.join(limits.containers)}" if limits.containers else " that FFmpeg can read, or damaged"
     raise VideoError(name, f"is not a video{known}")
@@ -144,4 +148,4 @@ def _info(stream: VideoStream, name: str, limits: VideoLimits) -> VideoInfo:
 
 
 def _upright_at(stream: VideoStream, index: int, info: VideoInfo) -> np.ndarray:
-    return upright(stream.shown((index + 0.5) / info.fps))
+    return upright(stream.shown(index / info.fps, 1 / info.fps))

@@ -1,6 +1,6 @@
 """A clip of frames that are given one by one or as an array, with what is known of the video they were taken from."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
@@ -13,6 +13,9 @@ from mmvllm.processors import qwen_vl_utils
 from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.load import is_array, load_image
 from mmvllm.processors.video import DEFAULT_FPS, ClipPlan, check_fps, resize_frame, resized_to
+from mmvllm.processors.video_limits import ANY_VIDEO, VideoLimits
+
+LoadFrame = Callable[[Any], Image.Image]
 
 
 def is_given(source: Any) -> bool:
@@ -27,7 +30,7 @@ def given_info(source: Any) -> VideoInfo:
     return given.info(given.fps or DEFAULT_FPS, image.height, image.width)
 
 
-def clip_of(source: Any, plan: ClipPlan) -> Clip:
+def clip_of(source: Any, plan: ClipPlan, load_frame: LoadFrame = load_image, limits: VideoLimits = ANY_VIDEO) -> Clip:
     """The clip of given frames, each of which is loaded and resized before the next one.
 
     All are taken, unless the metadata's `do_sample_frames` is true, or neither it nor `frames_indices` is there and the
@@ -36,21 +39,22 @@ def clip_of(source: Any, plan: ClipPlan) -> Clip:
     """
     given = _GivenFrames.of(source)
     fps = given.fps or plan.part.get("sample_fps") or plan.part.get("fps") or plan.fps or DEFAULT_FPS
-    first = load_image(given.frames[0])
+    first = load_frame(given.frames[0])
     info = given.info(fps, first.height, first.width)
     places = plan.frame_indices(info) if given.is_sampled(plan) else list(range(len(given.frames)))
     indices = tuple(given.indices[i] for i in places)
     if plan.part and len(places) % 2:
         places, indices = places + places[-1:], (*indices, indices[-1] + 1)
         info = given.info(fps, first.height, first.width, at_least=len(places))
-    return Clip(_resized([given.frames[i] for i in places], plan), info, indices)
+    limits.check_frames("the list of frames", info, len(places))
+    return Clip(_resized([given.frames[i] for i in places], plan, load_frame), info, indices)
 
 
-def _resized(frames: Sequence[Any], plan: ClipPlan) -> np.ndarray:
+def _resized(frames: Sequence[Any], plan: ClipPlan, load_frame: LoadFrame) -> np.ndarray:
     """(T, height, width, 3) uint8."""
     resized = np.empty(0)
     for i, frame in enumerate(frames):
-        image = load_image(frame)
+        image = load_frame(frame)
         if plan.part:
             image = qwen_vl_utils.resize_given_frame(plan.part, image, plan.config.factor)
         if i == 0:
@@ -58,7 +62,7 @@ def _resized(frames: Sequence[Any], plan: ClipPlan) -> np.ndarray:
             sizes = plan.sizes(len(frames), image.height, image.width)
             resized = np.empty((len(frames), *resized_to(sizes, image.height, image.width), 3), dtype=np.uint8)
         _check_size(i, image, size)
-        resized[i] = resize_frame(np.asarray(image), sizes)
+        resized[i] = resize_frame(np.array(image), sizes)
     return resized
 
 

@@ -11,9 +11,9 @@ from typing import Any, BinaryIO, TypeVar
 
 from PIL.Image import Image
 
-from mmvllm.errors import ImageError, MediaFileError, VideoError, without_frames
+from mmvllm.errors import ImageError, RequestError, VideoError, without_frames
 from mmvllm.processors.animation import HEAD_BYTES, animation_info, decode_animation, is_animation
-from mmvllm.processors.budget import DECODING
+from mmvllm.processors.budget import VIDEO_DECODING
 from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.decode import Reserve
 from mmvllm.processors.decode_video import decode_video, video_info
@@ -31,7 +31,7 @@ _SHARED = threading.Lock()  # a file object that several requests share must not
 
 
 def load_video(
-    source: Any, plan: ClipPlan, limits: VideoLimits = ANY_VIDEO, reserve: Reserve = DECODING.reserve
+    source: Any, plan: ClipPlan, limits: VideoLimits = ANY_VIDEO, reserve: Reserve = VIDEO_DECODING.reserve
 ) -> Clip:
     """Load the frames that `plan` takes.
 
@@ -45,40 +45,31 @@ def load_video(
 
     Raises VideoError, a ValueError, which holds no frames and no other exception; ImageError for a frame of a list.
     """
-    if is_given(source):
-        return _lean(lambda: clip_of(source, plan))
-    return _lean(
-        lambda: _read(
+    try:
+        if is_given(source):
+            return clip_of(source, plan)
+        return _read(
             source,
             lambda file, name: decode_video(file, name, plan, limits, reserve),
             lambda data, name: decode_animation(data, name, plan, limits, reserve),
         )
-    )
+    except RequestError as error:
+        failure = without_frames(error)
+    try:
+        raise failure
+    finally:  # the frame of the traceback refers neither to the source nor, in a cycle, to its error
+        del source, failure
 
 
 def load_video_info(source: Any, limits: VideoLimits = ANY_VIDEO) -> VideoInfo:
     """What is known of a video before its frames are taken, given as for `load_video`."""
     if is_given(source):
-        return _lean(lambda: given_info(source))
-    return _lean(
-        lambda: _read(
-            source,
-            lambda file, name: video_info(file, name, limits),
-            lambda data, name: animation_info(data, name, limits),
-        )
+        return given_info(source)
+    return _read(
+        source,
+        lambda file, name: video_info(file, name, limits),
+        lambda data, name: animation_info(data, name, limits),
     )
-
-
-def _lean(read: Callable[[], T]) -> T:
-    """What `read` returns; its error is raised without the frames of its traceback."""
-    try:
-        return read()
-    except MediaFileError as error:
-        failure = without_frames(error)
-    try:
-        raise failure
-    finally:
-        del read, failure
 
 
 def _read(source: Any, video: Callable[[Any, str], T], animation: Callable[[bytes, str], T]) -> T:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import xxhash
 
 from mmvllm.arguments import check_int
-from mmvllm.errors import ParameterError, RequestError
+from mmvllm.errors import ParameterError, PromptTooLong, RequestError
 from mmvllm.inputs import Media
 from mmvllm.processors import qwen_vl_utils
 from mmvllm.processors.bounds import pixel_bounds
@@ -155,7 +155,7 @@ class ClipPlan:
     def _check_length(self, num_frames: int, height: int, width: int) -> None:
         num_tokens = self._num_tokens(num_frames, height, width)
         if self.max_tokens is not None and num_tokens >= self.max_tokens:
-            raise RequestError(
+            raise PromptTooLong(
                 f"{num_frames} frames of {width}x{height} pixels are {num_tokens} tokens, max_model_len is "
                 f"{self.max_tokens}; lower fps, num_frames or max_pixels",
                 value=num_tokens,

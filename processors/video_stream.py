@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mmvllm.errors import VideoError
+from mmvllm.processors.clip import is_later_shown
 
 SEEKABLE = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "avi")  # whose times and keyframes are reliable
 MAX_RATE = 1000  # frames per second
@@ -134,14 +135,17 @@ class VideoStream:
             self._keyframes = self._keyframe_times() if self._may_jump else []
         return self._next
 
-    def shown(self, end: float) -> Any:
-        """The last frame that begins less than `end` seconds after the first; `end` must not fall from call to call."""
-        self._approach(end)
-        while self._next is not None and self._time() < end:
+    def shown(self, at: float, period: float) -> Any:
+        """The frame that stands for a time (see `is_later_shown`); times must not fall from call to call."""
+        self._approach(at + 0.1 * period)
+        while self._next is not None and (
+            self._current is None or is_later_shown(at, self._current_time, self._time(), period)
+        ):
             self._step()
-        return self._next if self._current is None else self._current
+        return self._current
 
     def _step(self) -> None:
+        self._current_time = self._time()
         self._current, self._next = self._next, next(self._frames, None)
         self._num_passed += 1
 

@@ -27,7 +27,7 @@ def decoder() -> Iterator[MediaDecoder]:
 def test_pixels_are_those_of_the_policy(decoder, channels, file_format):
     data = encode(Image.fromarray(noise(61, 47, channels)), file_format)
     with decoder.session() as load:
-        image = load(data)
+        image = load.image(data)
     assert (image.mode, image.size) == ("RGB", (61, 47))
     assert image.tobytes() == POLICY.load(data).tobytes()
 
@@ -39,7 +39,7 @@ def test_errors_are_those_of_the_policy(decoder, data):
     with pytest.raises(ImageError) as expected:
         POLICY.load(data)
     with decoder.session() as load, pytest.raises(ImageError) as caught:
-        load(data)
+        load.image(data)
     assert str(caught.value) == str(expected.value)
     assert caught.value.__dict__ == expected.value.__dict__
 
@@ -47,7 +47,7 @@ def test_errors_are_those_of_the_policy(decoder, data):
 @pytest.mark.parametrize("source", ["/etc/passwd", bytes(100_001)])
 def test_a_source_that_the_policy_does_not_allow_is_refused(decoder, source):
     with decoder.session() as load, pytest.raises(MediaError):
-        load(source)
+        load.image(source)
 
 
 def test_processes_that_decode_do_not_load_torch(decoder):
@@ -58,10 +58,10 @@ def test_processes_that_decode_do_not_load_torch(decoder):
 def test_memory_over_the_limit_is_a_sentence(decoder, monkeypatch):
     monkeypatch.setattr("mmvllm.decoding._decode", tasks.need_memory)
     with decoder.session() as load, pytest.raises(ImageError, match="takes too much memory to decode; shrink it"):
-        load(b"")
+        load.image(b"")
 
 
 def test_an_image_that_ends_its_process_is_refused(decoder, monkeypatch):
     monkeypatch.setattr("mmvllm.decoding._decode", tasks.crash_on)
     with decoder.session() as load, pytest.raises(ImageError, match=r"its worker process died: .* SIGSEGV"):
-        load(b"")
+        load.image(b"")

@@ -17,7 +17,7 @@ from mmvllm.cli.common import (
     tell_sampling_defaults,
 )
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
-from mmvllm.cli.media import add_image_arguments, media_policy
+from mmvllm.cli.media import add_image_arguments, add_video_arguments, media_policy
 from mmvllm.cli.ports import listen, port
 
 
@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     auth.add_argument("--auth-file", type=Path, metavar="FILE", help="a file with one USER:PASSWORD per line")
     limits = parser.add_argument_group("limits")
     add_image_arguments(limits)
+    add_video_arguments(limits)
     limits.add_argument(
         "--max-images",
         type=at_least_one,

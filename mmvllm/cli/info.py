@@ -6,7 +6,7 @@ from mmvllm.cli.checks import check
 from mmvllm.cli.common import add_model_argument
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 
-PACKAGES = ("torch", "transformers", "triton", "flash-attn", "torchvision")
+PACKAGES = ("torch", "transformers", "triton", "flash-attn", "torchvision", "av")
 SHOWN = (
     *("device", "dtype", "max_model_len", "max_num_seqs", "gpu_memory_utilization", "cpu_kvcache_bytes"),
     *("encoder_cache_bytes", "attention_backend"),
@@ -90,8 +90,8 @@ def _model(folder, config) -> dict[str, str]:
         "parameters": _parameters(config),
         "context": f"{config.max_position_embeddings} tokens at most in one sequence",
         "images": _images(folder, config),
-        "supported": "text and images" if config.vision else "text",
-        "not supported": f"{'video, ' if config.vision else ''}quantized weights (AWQ, GPTQ, FP8), LoRA adapters",
+        "videos": _videos(folder, config),
+        "not supported": "quantized weights (AWQ, GPTQ, FP8), LoRA adapters",
     }
 
 
@@ -125,6 +125,24 @@ def _images(folder, config) -> str:
     except ValueError as error:  # a folder without preprocessor_config.json, for example
         return f"{size}, but no model is loaded from this folder: {error}"
     return f"{size}; {-(-images.min_pixels // side**2)} to {images.max_pixels // side**2} tokens each"
+
+
+def _videos(folder, config) -> str:
+    from mmvllm.models.registry import family_of, load_media_configs
+    from mmvllm.processors.clip import VideoInfo
+    from mmvllm.processors.video import ClipPlan
+
+    if config.vision is None:
+        return "none: this checkpoint is text-only"
+    if family_of(config.architecture).media_rules(config).video_token_id is None:
+        return "none: this checkpoint has no token for them"
+    try:
+        videos = load_media_configs(folder)[1]
+    except ValueError:  # named in the line on images
+        return "one temporal patch per 2 frames"
+    info = VideoInfo(total_num_frames=1800, fps=30.0, height=720, width=1280)
+    num_frames = len(videos.frame_indices(info))
+    return f"60 seconds of 1280x720 are {num_frames} frames and {ClipPlan(videos).num_tokens(info)} tokens by default"
 
 
 def _attention_backends(head_dims, device, dtype, block_size: int | None) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Options of the media policy: where images may be fetched from, how large they may be, and how slow to decode."""
+"""Options of the media policy: where media may be fetched from, how large they may be, and how slow to decode."""
 
 import argparse
 from pathlib import Path
@@ -15,19 +15,23 @@ DESTS = {
     "max_bytes": "max_image_bytes",
     "max_pixels": "max_image_pixels",
     "image_timeout": "image_timeout",
+    "max_video_bytes": "max_video_bytes",
+    "max_video_seconds": "max_video_seconds",
+    "max_video_pixels": "max_video_pixels",
+    "video_timeout": "video_timeout",
 }
 OPTIONS = {name: option_name(dest) for name, dest in DESTS.items()}
 
 
 def add_source_arguments(parser: argparse._ArgumentGroup) -> None:
-    """Add the options for where images may be fetched from."""
+    """Add the options for where images and videos may be fetched from."""
     parser.add_argument(
         "--allowed-media-domains",
         type=_names,
         default=(),
         metavar="HOST,HOST",
-        help="comma-separated hosts to fetch images from: example.org, *.example.org for all hosts below it, or * for "
-        "any host with a public address (default: none; images are sent as data: URIs)",
+        help="comma-separated hosts to fetch images and videos from: example.org, *.example.org for all hosts below "
+        "it, or * for any host with a public address (default: none; they are sent as data: URIs)",
     )
     parser.add_argument(
         "--allowed-media-networks",
@@ -40,7 +44,7 @@ def add_source_arguments(parser: argparse._ArgumentGroup) -> None:
         "--allowed-local-media-path",
         type=Path,
         metavar="DIR",
-        help="allow clients to read images in and below this folder with file:// URLs (default: none)",
+        help="allow clients to read images and videos in and below this folder with file:// URLs (default: none)",
     )
 
 
@@ -68,6 +72,41 @@ def add_image_arguments(parser: argparse._ArgumentGroup) -> None:
         default=default.image_timeout,
         metavar="S",
         help="seconds in which an image must be decoded, in a worker process that is ended otherwise "
+        "(default: %(default)g)",
+    )
+
+
+def add_video_arguments(parser: argparse._ArgumentGroup) -> None:
+    """Add the options for the maximum size and duration of a video, and the time to decode it."""
+    default = MediaPolicy()
+    parser.add_argument(
+        "--max-video-bytes",
+        type=at_least_one,
+        default=default.max_video_bytes,
+        metavar="N",
+        help="maximum size of an encoded video (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-video-seconds",
+        type=seconds,
+        default=default.max_video_seconds,
+        metavar="S",
+        help="maximum duration of a video in seconds (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--max-video-pixels",
+        type=at_least_one,
+        default=default.max_video_pixels,
+        metavar="N",
+        help="maximum number of pixels of the frames that are taken of a video, before they are resized "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--video-timeout",
+        type=seconds,
+        default=default.video_timeout,
+        metavar="S",
+        help="seconds in which the frames of a video must be decoded, in a worker process that is ended otherwise "
         "(default: %(default)g)",
     )
 

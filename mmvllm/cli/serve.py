@@ -15,7 +15,7 @@ from mmvllm.cli.common import (
     tell_sampling_defaults,
 )
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
-from mmvllm.cli.media import OPTIONS, add_image_arguments, add_source_arguments, media_policy
+from mmvllm.cli.media import OPTIONS, add_image_arguments, add_source_arguments, add_video_arguments, media_policy
 from mmvllm.cli.ports import listen, port
 from mmvllm.media import MediaPolicy
 from mmvllm.server.settings import ServerSettings
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     media = parser.add_argument_group("untrusted media")
     add_source_arguments(media)
     add_image_arguments(media)
+    add_video_arguments(media)
     add_engine_arguments(parser.add_argument_group("engine"))
 
 
@@ -93,6 +94,13 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         help="maximum number of images in a request (default: %(default)s)",
     )
     group.add_argument(
+        "--max-videos",
+        type=at_least_one,
+        default=DEFAULTS.max_videos,
+        metavar="N",
+        help="maximum number of videos in a request (default: %(default)s)",
+    )
+    group.add_argument(
         "--max-pixels",
         type=at_least_one,
         metavar="N",
@@ -102,9 +110,9 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-body-bytes",
         type=at_least_one,
-        default=DEFAULTS.max_body_bytes,
         metavar="N",
-        help="maximum size of a request body (default: %(default)s)",
+        help="maximum size of a request body (default: 33554432; and if the checkpoint takes videos, what a video of "
+        "--max-video-bytes takes as a data: URI)",
     )
     group.add_argument(
         "--body-timeout",
@@ -118,7 +126,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         type=at_least_one,
         default=DEFAULTS.max_bodies_bytes,
         metavar="N",
-        help="maximum size of all request bodies and images held at a time (default: %(default)s)",
+        help="maximum size of all request bodies, images and videos held at a time (default: %(default)s)",
     )
     group.add_argument(
         "--allow-special-tokens",
@@ -161,6 +169,7 @@ def _settings(args: argparse.Namespace, model: str, keys: tuple[str, ...], media
         cors_origins=tuple(args.cors_origin),
         max_pixels=args.max_pixels,
         max_images=args.max_images,
+        max_videos=args.max_videos,
         request_timeout=args.request_timeout,
         max_body_bytes=args.max_body_bytes,
         body_timeout=args.body_timeout,

@@ -60,7 +60,7 @@ def build_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     app.add_middleware(
         AuthAndSizeLimitMiddleware,
         api_keys=settings.api_keys,
-        max_bytes=settings.max_body_bytes,
+        max_bytes=settings.body_bytes(engine.takes_videos),
         timeout=settings.body_timeout,
         budget=ByteBudget(settings.max_bodies_bytes),
         open_paths=open_paths,
@@ -91,7 +91,7 @@ def _completions(engine: AsyncLLM, settings: ServerSettings, metrics: Metrics, d
 
     @router.post("/chat/completions", response_model=ChatCompletion, responses=STREAMS)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        """Create a completion for a conversation, whose images are given as `image_url` parts."""
+        """Create a completion for a conversation, whose images and videos are parts `image_url` and `video_url`."""
         return response(jobs.chat(body, request.state.reservation))
 
     @router.post("/completions", response_model=Completion, responses=STREAMS)

@@ -99,17 +99,12 @@ class CompletionResponse(Response):
             raise from_engine(error) from error
         except ValueError as error:
             code = CONTEXT_LENGTH_EXCEEDED if isinstance(error, PromptTooLong) else None
-            raise ApiError(400, str(error), param=self._param(error), code=code) from error
+            raise ApiError(400, str(error), param=self._job.param_of(error), code=code) from error
 
     def _streams(self, load: Load) -> list[AsyncGenerator[Delta, None]]:
         """The deltas of each prompt."""
         job, timeout = self._job, self._settings.request_timeout
         return [self._engine.generate(request, job.params, timeout=timeout, load=load) for request in job.requests]
-
-    def _param(self, error: ValueError) -> str:
-        """The field of the request to which the engine's error refers."""
-        image_index = getattr(error, "image_index", None)
-        return self._job.builder.prompt_field if image_index is None else self._job.images[image_index].param
 
 
 def _check(delta: Delta) -> None:

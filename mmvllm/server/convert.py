@@ -9,15 +9,9 @@ from mmvllm.errors import RequestError
 from mmvllm.processors.image import ImageProcessorConfig
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
-from mmvllm.server.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    HistoryMessage,
-    ImagePart,
-    InputMessage,
-    SamplingRequest,
-    TextPart,
-)
+from mmvllm.server.messages import HistoryMessage, ImagePart, InputMessage, TextPart, VideoPart
+from mmvllm.server.protocol import ChatRequest, CompletionRequest, SamplingRequest
+from mmvllm.server.videos import KWARGS
 
 LOW_TOKENS, AUTO_TOKENS = 256, 1280  # maximum image tokens of an image with detail low and auto
 COMPLETION_TOKENS = 16
@@ -74,15 +68,24 @@ def images_of(body: ChatRequest) -> list[ImageReference]:
 
 def max_pixels_of(body: ChatRequest, images: Sequence[ImageReference], limits: DetailLimits) -> list[int]:
     """Maximum pixels of each image; raises ApiError for bounds that are too large or contradict each other."""
-    for name in ("min_pixels", "max_pixels"):
-        value = getattr(body, name)
+    bounds = [_bound_of(body, name, images) for name in ("min_pixels", "max_pixels")]
+    for param, value in bounds:
         if value is not None and value > limits.high:  # otherwise small images could be enlarged without limit
-            raise ApiError(400, f"{name} is {value}, must be at most {limits.high} here", param=name)
-    found = [limits.max_pixels(image.detail, body.max_pixels) for image in images]
-    if body.min_pixels is not None and found and body.min_pixels > min(found):
-        message = f"min_pixels is {body.min_pixels}, above the {min(found)} that detail and max_pixels allow"
-        raise ApiError(400, message, param="min_pixels")
+            raise ApiError(400, f"{param} is {value}, must be at most {limits.high} here", param=param)
+    (param, low), (_, high) = bounds
+    found = [limits.max_pixels(image.detail, high) for image in images]
+    if low is not None and found and low > min(found):
+        message = f"{param} is {low}, above the {min(found)} that detail and max_pixels allow"
+        raise ApiError(400, message, param=param)
     return found
+
+
+def _bound_of(body: ChatRequest, name: str, images: Sequence[ImageReference]) -> tuple[str, int | None]:
+    """A bound of the request's images and its path: their own, else that of images and videos, if there are images."""
+    own, shared = getattr(body, name), body.mm_processor_kwargs
+    if own is None and images and shared is not None:
+        return f"{KWARGS}.{name}", getattr(shared, name)
+    return name, own
 
 
 def chat_request(
@@ -90,20 +93,25 @@ def chat_request(
     data: Sequence[bytes],
     max_pixels: Sequence[int],
     template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    videos: Sequence[dict] = (),
 ) -> dict:
     """The engine's request, given the encoded bytes of each image of `images_of(body)` and its `max_pixels`.
 
-    `template_kwargs` are arguments of the chat template for requests that do not give these themselves.
+    `template_kwargs` are arguments of the chat template for requests that do not give these themselves; `videos` are
+    the parts of the request's videos (`VideoReference.part`).
 
     The largest `max_pixels` becomes that of the request, as in `LLM.generate_multimodal`; images with a smaller limit
     carry it in their part.
     """
     largest = max(max_pixels, default=None)
-    parts = (
+    images = (
         {"type": "image", "image": image} | ({"max_pixels": limit} if limit < largest else {})
         for image, limit in zip(data, max_pixels, strict=True)
     )
+    parts = {ImagePart: images, VideoPart: iter(videos)}
     request = {"messages": [_message(message, parts) for message in body.messages], "cache_salt": body.cache_salt}
+    if body.mm_processor_kwargs is not None:
+        request["mm_processor_kwargs"] = body.mm_processor_kwargs.model_dump(exclude_none=True)
     if body.allow_special_tokens:
         request["allow_special_tokens"] = True
     if kwargs := {**template_kwargs, **(body.chat_template_kwargs or {})}:
@@ -141,14 +149,15 @@ def texts_of(body: ChatRequest) -> Iterator[str]:
             yield message.content or ""
 
 
-def _message(message: InputMessage | HistoryMessage, images: Iterator[dict]) -> dict:
+def _message(message: InputMessage | HistoryMessage, media: Mapping[type, Iterator[dict]]) -> dict:
     role = "system" if message.role == "developer" else message.role
     if not isinstance(message.content, list):
         return {"role": role, "content": message.content or ""}
-    texts_and_images = [
-        {"type": "text", "text": part.text} if isinstance(part, TextPart) else next(images) for part in message.content
+    content = [
+        {"type": "text", "text": part.text} if isinstance(part, TextPart) else next(media[type(part)])
+        for part in message.content
     ]
-    return {"role": role, "content": texts_and_images}
+    return {"role": role, "content": content}
 
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:

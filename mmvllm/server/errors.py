@@ -18,8 +18,8 @@ MESSAGES = {
     "extra_forbidden": "is not a field of this request",
     "missing": "is missing",
     # The only union whose tag can be invalid or missing is that of content parts.
-    "union_tag_invalid": "has the type {tag!r:.100}, must be 'text' or 'image_url'",
-    "union_tag_not_found": "needs a type, which must be 'text' or 'image_url'",
+    "union_tag_invalid": "has the type {tag!r:.100}, must be 'text', 'image_url' or 'video_url'",
+    "union_tag_not_found": "needs a type, which must be 'text', 'image_url' or 'video_url'",
     "literal_error": "must be {expected}; nothing else is supported",
     "model_type": "must be an object",
     "model_attributes_type": "must be an object",

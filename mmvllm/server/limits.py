@@ -22,7 +22,7 @@ class ClientDisconnected(Exception):
 
 
 class ByteBudget:
-    """Bytes of request bodies and fetched images that may be held at a time."""
+    """Bytes of request bodies and fetched images and videos that may be held at a time."""
 
     def __init__(self, capacity: int):
         self._capacity, self._num_reserved = capacity, 0

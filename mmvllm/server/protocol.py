@@ -3,21 +3,12 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from mmvllm.errors import RequestError
 from mmvllm.processors.template_kwargs import check_template_kwargs
+from mmvllm.server.messages import INT64, Ignored, Message, Rate, Size, StrictModel, Unsupported
 
 MAX_CHOICES = 16  # completions per prompt
 MAX_PROMPTS = 64  # prompts per request
@@ -27,14 +18,7 @@ MAX_STOPS, MAX_STOP_LENGTH = 64, 1000  # length in characters: each new token is
 MAX_STOP_IDS = 1024
 MAX_SALT = 1024  # characters; the prefix cache stores the salt
 MAX_TEMPLATE_KWARGS = 16384  # characters as JSON: the template may write them into the prompt
-INT64 = 2**63
 DEFAULT = "Default: that of the checkpoint's generation_config.json"
-
-
-def _require_empty(value: Any) -> Any:
-    if value is None or value is False or (isinstance(value, str | list | dict) and not value):
-        return value
-    raise PydanticCustomError("unsupported", "is not supported by this server; leave it out")
 
 
 def _check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -56,96 +40,6 @@ TokenId = Annotated[int, Field(ge=0, lt=INT64)]
 StopTokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
 PromptTokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_check_template_kwargs)]
-Ignored = Annotated[Any, BeforeValidator(lambda _: None), Field(description="Accepted and ignored.")]
-Unsupported = Annotated[
-    Any,
-    AfterValidator(_require_empty),
-    WithJsonSchema(
-        {"description": "Not supported: must be omitted, null or empty.", "enum": [None, False, "", [], {}]}
-    ),
-]
-
-
-class StrictModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_unknown_nulls(cls, value: Any) -> Any:
-        """A null means "not given", also for fields that this server does not know."""
-        if not isinstance(value, dict):
-            return value
-        return {key: item for key, item in value.items() if item is not None or key in cls.model_fields}
-
-
-class TextPart(StrictModel):
-    type: Literal["text"]
-    text: str
-    cache_control: Ignored = None  # Anthropic's prompt caching hint, which LiteLLM passes on
-
-
-class ImageUrl(StrictModel):
-    url: str = Field(description="A data: URI, or an http(s): or file: URL that the server's media policy allows.")
-    detail: Literal["auto", "low", "high"] | None = Field(
-        None,
-        description="low: at most 256 image tokens; auto: the server's limit (default); high: the checkpoint's limit.",
-    )
-
-
-class ImagePart(StrictModel):
-    type: Literal["image_url"]
-    image_url: ImageUrl
-    cache_control: Ignored = None
-    uuid: Ignored = None  # vLLM's cache key of the image
-
-
-# Tags of unions appear in pydantic's error locations. With a space in them, they are not mistaken for fields.
-def _part_tag(part: Any) -> str | None:
-    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-    return {"text": "text part", "image_url": "image part"}.get(kind, kind) if isinstance(kind, str) else None
-
-
-Part = Annotated[
-    Annotated[TextPart, Tag("text part")] | Annotated[ImagePart, Tag("image part")], Discriminator(_part_tag)
-]
-Parts = Annotated[list[Part], Field(fail_fast=True, min_length=1)]
-
-
-class InputMessage(StrictModel):
-    role: Annotated[
-        Literal["system", "developer", "user", "assistant"],  # all of them, for the error message
-        WithJsonSchema({"type": "string", "enum": ["system", "developer", "user"]}),
-    ]
-    content: str | Parts
-    name: Ignored = None
-    type: Ignored = None  # lm-eval sends "text"
-    cache_control: Ignored = None
-    refusal: Unsupported = None
-    annotations: Unsupported = None
-    audio: Unsupported = None
-    tool_calls: Unsupported = None
-    function_call: Unsupported = None
-
-
-class HistoryMessage(InputMessage):
-    """An assistant message in the history, to which clients and other servers add fields of their own."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    role: Literal["assistant"]
-    content: str | Parts | None = None
-    annotations: Ignored = None
-
-
-def _message_tag(message: Any) -> str:
-    role = message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
-    return "history message" if role == "assistant" else "input message"
-
-
-Message = Annotated[
-    Annotated[InputMessage, Tag("input message")] | Annotated[HistoryMessage, Tag("history message")],
-    Discriminator(_message_tag),
-]
 
 
 def _check_number_of_parts(messages: Any) -> Any:
@@ -161,6 +55,15 @@ class StreamOptions(StrictModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = Field(None, description="With include_usage: usage so far in every chunk.")
     include_obfuscation: Ignored = None
+
+
+class ProcessorKwargs(StrictModel):
+    """vLLM's arguments for the processors of images and videos, with the meaning that they have in transformers."""
+
+    fps: Rate | None = Field(None, description="Frames to take per second of a video.")
+    num_frames: Size | None = Field(None, description="Frames to take of a video, in place of fps.")
+    min_pixels: Size | None = Field(None, description="As the checkpoint's, of videos and images.")
+    max_pixels: Size | None = Field(None, description="As the checkpoint's, of videos and images.")
 
 
 class TextFormat(StrictModel):
@@ -261,6 +164,7 @@ class ChatRequest(SamplingRequest):
     add_generation_prompt: Literal[True] | None = None
     continue_final_message: Unsupported = None
     chat_template: Unsupported = None
+    mm_processor_kwargs: ProcessorKwargs | None = None
     chat_template_kwargs: TemplateKwargs | None = Field(
         None, description="Arguments of the chat template, such as enable_thinking; they come before the server's own."
     )

@@ -22,6 +22,7 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
     details = {
         "cached_tokens": sum(output.num_cached_tokens for output in outputs),
         "image_tokens": sum(output.num_image_tokens for output in outputs),
+        "video_tokens": sum(output.num_video_tokens for output in outputs),
     }
     return Usage(
         prompt_tokens=prompt,

@@ -8,6 +8,7 @@ from pydantic import BaseModel
 class PromptTokensDetails(BaseModel):
     cached_tokens: int
     image_tokens: int
+    video_tokens: int
 
 
 class Usage(BaseModel):

@@ -7,6 +7,8 @@ from typing import Any
 from mmvllm.config import MiB
 from mmvllm.media import MediaPolicy
 
+BODY_BYTES = 32 * MiB  # of a request without videos
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
@@ -18,11 +20,12 @@ class ServerSettings:
         cors_origins: origins whose pages may call the server; "*" allows every origin.
         max_pixels: limit for images with detail "auto"; default: the checkpoint's limit, but at most 1280 tokens.
         max_images: images per request.
-        request_timeout: for fetching images and generating, together.
-        max_body_bytes: size of one request body.
+        max_videos: videos per request.
+        request_timeout: for fetching images and videos and generating, together.
+        max_body_bytes: size of one request body; default: `body_bytes`.
         body_timeout: for receiving a request body.
-        max_bodies_bytes: total size of all request bodies and fetched images that are held at a time.
-        media: the sources from which images may be read, and their size limits.
+        max_bodies_bytes: total size of all request bodies and fetched images and videos that are held at a time.
+        media: the sources from which images and videos may be read, and their size limits.
         media_names: what errors call fields of `media`, such as the options of a command; by default as they are.
         allow_special_tokens: requests may ask that special tokens in their messages are control tokens, not text.
         chat_template_kwargs: arguments of the chat template, for requests that do not give these themselves.
@@ -36,13 +39,19 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()
     max_pixels: int | None = None
     max_images: int = 16
+    max_videos: int = 4
     request_timeout: float | None = None
-    max_body_bytes: int = 32 * MiB
+    max_body_bytes: int | None = None
     body_timeout: float = 30.0
-    max_bodies_bytes: int = 512 * MiB
+    max_bodies_bytes: int = 1024 * MiB
     media: MediaPolicy = field(default_factory=MediaPolicy)
     media_names: Mapping[str, str] = field(default_factory=dict)
     allow_special_tokens: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     uses_generation_config: bool = True
     has_demo: bool = False
+
+    def body_bytes(self, takes_videos: bool) -> int:
+        """The maximum size of a body; by default there is room for one of the largest videos as a data URI."""
+        video = -(-self.media.max_video_bytes // 3) * 4 if takes_videos else 0
+        return BODY_BYTES + video if self.max_body_bytes is None else self.max_body_bytes

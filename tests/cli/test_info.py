@@ -65,7 +65,8 @@ def test_what_a_model_is_and_supports(shape, family, side, tokens, info, checkpo
     assert model["family"] == family
     assert model["images"] == f"one token per {side}x{side} pixels; {tokens} tokens each"
     assert model["context"] == "1024 tokens at most in one sequence"
-    assert model["supported"] == "text and images" and model["not supported"].startswith("video, quantized weights")
+    assert model["videos"].startswith("60 seconds of 1280x720 are 120 frames and ")
+    assert model["not supported"].startswith("quantized weights")
 
 
 def test_parameters_by_part(info, checkpoints):
@@ -85,7 +86,7 @@ def test_experts_in_use(info, checkpoints):
 def test_a_text_only_model_takes_no_images(info, checkpoints):
     sections = info(model=checkpoints("qwen3-mqa-untied"))[1]
     assert sections["model"]["images"] == "none: this checkpoint is text-only"
-    assert sections["model"]["supported"] == "text" and "video" not in sections["model"]["not supported"]
+    assert sections["model"]["videos"] == "none: this checkpoint is text-only"
     assert "encoder cache" not in sections[BY_DTYPE]["float32"]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from mmvllm.async_llm import AsyncLLM
 from tests.helpers.server import ENGINE, serving
+from tests.helpers.videos import make_clip
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -27,6 +29,14 @@ def test_the_client_prints_the_completion_and_its_usage():
     assert done.returncode == 0, done.stderr
     answer, cost = done.stdout.splitlines()
     assert answer == "One." and cost.endswith(" out)")
+
+
+def test_the_client_sends_videos_as_videos(tmp_path):
+    clip = str(make_clip(tmp_path / "a.mp4"))
+    with serving(AsyncLLM(**ENGINE)) as server:
+        done = run("openai_client.py", clip, "What happens?", OPENAI_BASE_URL=f"{server.url}/v1")
+    assert done.returncode == 0, done.stderr
+    assert int(re.search(r"\((\d+) tokens in", done.stdout)[1]) > 100  # most of them of the video
 
 
 def test_without_a_server_the_client_says_so():

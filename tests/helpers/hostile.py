@@ -1,8 +1,11 @@
-"""Image files that are small and take much time or memory to open or decode."""
+"""Image files and videos that are small and take much time or memory to open or decode."""
 
+import io
 import struct
 import zlib
+from fractions import Fraction
 
+import av
 from PIL import Image
 
 from tests.helpers.images import encode
@@ -45,6 +48,20 @@ def jpeg_with_scans(num_scans: int, size: tuple[int, int] = (64, 64)) -> bytes:
 def slow_jpeg(side: int = 7900, num_scans: int = 90) -> bytes:
     """A small file that takes a long time to decode: a grey progressive JPEG whose last scan is repeated."""
     return with_last_scan(encode(Image.new("L", (side, side), 90), "JPEG", progressive=True), num_scans)
+
+
+def slow_video(number: int = 30) -> bytes:
+    """A video of `slow_jpeg`, two frames per second, that takes about a second per frame."""
+    jpeg, file = slow_jpeg(), io.BytesIO()
+    with av.open(file, "w", format="matroska") as container:
+        stream = container.add_stream("mjpeg", rate=2, width=7900, height=7900, pix_fmt="yuvj420p")
+        for i in range(number):
+            packet = av.Packet(jpeg)
+            packet.stream, packet.is_keyframe = stream, True
+            packet.pts = packet.dts = i
+            packet.time_base = Fraction(1, 2)
+            container.mux(packet)
+    return file.getvalue()
 
 
 def with_last_scan(jpeg: bytes, number: int) -> bytes:

@@ -103,6 +103,16 @@ def image_part(url: str, **keys) -> dict:
     return {"type": "image_url", "image_url": {"url": url, **keys}}
 
 
+def video_uri(clip: Path | bytes) -> str:
+    """A data URI, whose media type is not read: the format follows from the content."""
+    data = clip if isinstance(clip, bytes) else clip.read_bytes()
+    return f"data:video/mp4;base64,{base64.b64encode(data).decode()}"
+
+
+def video_part(url: str, **options) -> dict:
+    return {"type": "video_url", "video_url": {"url": url}, **options}
+
+
 def user(*parts: str | dict) -> dict:
     content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
     return {"role": "user", "content": content}

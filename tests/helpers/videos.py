@@ -1,11 +1,16 @@
 """Clips made with PyAV: frames whose content says which they are, and a full decode to compare with."""
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
 import av
 import numpy as np
+
+from mmvllm.processors.clip import VideoInfo
+from mmvllm.processors.video import Resize
 
 
 def moving(number: int, height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -34,6 +39,7 @@ def make_clip(
     seed: int = 0,
     frames: np.ndarray | None = None,
     format: str | None = None,
+    options: dict[str, str] | None = None,
 ) -> Path:
     """Write a clip of `number` moving frames of `size` (height, width); its container follows from the suffix.
 
@@ -41,9 +47,10 @@ def make_clip(
         times: seconds at which frames are shown, for a variable rate; with a time base of 1 ms.
         gop: frames from one keyframe to the next.
         rotation: in degrees, as metadata.
+        options: of the container.
     """
     frames = moving(number, *size, seed) if frames is None else frames
-    with av.open(str(path), "w", format=format) as container:
+    with av.open(str(path), "w", format=format, options=options) as container:
         stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
         stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], pix_fmt
         stream.codec_context.gop_size = gop
@@ -64,3 +71,54 @@ def full_decode(path: Path) -> list[tuple[float, np.ndarray]]:
     """(seconds, (height, width, 3) uint8) of every frame, as stored."""
     with av.open(str(path)) as container:
         return [(frame.time, frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
+
+
+def frame_at(full: list[tuple[float, np.ndarray]], index: int, fps: float) -> np.ndarray:
+    """The frame of a full decode that stands for index / fps: the one shown, or one that begins just afterwards."""
+    times, at = [time - full[0][0] for time, _ in full], index / fps
+    shown = max((i for i, time in enumerate(times) if time < at + 0.1 / fps), default=0)
+    after = shown + 1
+    if after < len(times) and times[after] - at < min(0.5 / fps, at - times[shown]):
+        return full[after][1]
+    return full[shown][1]
+
+
+@dataclass(frozen=True)
+class FramesAt:
+    """In place of a `ClipPlan`: the frames at `indices`, or all of them, in their own size or in `size`."""
+
+    indices: tuple[int, ...] | None = None
+    size: tuple[int, int] | None = None
+    part: Mapping = field(default_factory=dict)
+    fps: float | None = None
+    num_frames: int | None = None
+
+    def frame_indices(self, info: VideoInfo) -> list[int]:
+        return list(range(info.total_num_frames) if self.indices is None else self.indices)
+
+    def sizes(self, num_frames: int, height: int, width: int) -> list[Resize]:
+        return [] if self.size is None else [Resize(*self.size)]
+
+
+def make_sound(path: Path, seconds: float = 1.0, has_cover: bool = False) -> Path:
+    """Write a file with silence and no video, or with a cover image alone."""
+    with av.open(str(path), "w") as container:
+        sound = container.add_stream("aac", rate=48000)
+        if has_cover:
+            image = container.add_stream("mjpeg", rate=1)
+            image.width, image.height, image.pix_fmt = 16, 16, "yuvj420p"
+            image.disposition = av.stream.Disposition.attached_pic
+            container.mux(image.encode(av.VideoFrame.from_ndarray(moving(1, 16, 16)[0], format="rgb24")))
+            container.mux(image.encode())
+        for i in range(int(seconds * 48)):
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, 2000), np.float32), format="flt", layout="stereo")
+            frame.rate, frame.pts = 48000, i * 1000
+            container.mux(sound.encode(frame))
+        container.mux(sound.encode())
+    return path
+
+
+def declare_seconds(data: bytes, seconds: float) -> bytes:
+    """The bytes of a Matroska file whose header declares another duration."""
+    at = data.index(b"\x44\x89\x88") + 3
+    return data[:at] + struct.pack(">d", seconds * 1000) + data[at + 8 :]

@@ -1,4 +1,4 @@
-"""Multi-turn chats with an image through LiteLLM, LangChain and the `openai` client, as an application would use them.
+"""Multi-turn chats about media through LiteLLM, LangChain and the `openai` client, as an application would use them.
 
 They need the extra `clients`: python -m pytest -m clients tests/server/test_clients.py
 """
@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from PIL import Image
 
-from tests.helpers.server import chat, data_uri, image_part
+from tests.helpers.images import encode
+from tests.helpers.server import SCENES, chat, data_uri, image_part, video_part, video_uri
 
 pytestmark = pytest.mark.clients
 
@@ -71,12 +73,22 @@ def langchain_client(running) -> Ask:
     return ask
 
 
+@pytest.fixture(scope="module", params=["image", "video"])
+def turns(request) -> list[dict]:
+    """Two questions; the first is marked for prompt caching, as users of LiteLLM do."""
+    frames = [Image.open(scene).convert("RGB") for scene in SCENES[:2]]
+    clip = encode(frames[0], "GIF", save_all=True, append_images=frames[1:], duration=1000)
+    part = image_part(data_uri()) if request.param == "image" else video_part(video_uri(clip), fps=1)
+    text = {"type": "text", "text": "Describe this."} | {"cache_control": {"type": "ephemeral"}}
+    return [{"role": "user", "content": [part, text]}, {"role": "user", "content": "How many stars are there?"}]
+
+
 @pytest.fixture(scope="module")
-def expected(running) -> list[str]:
+def expected(running, turns) -> list[str]:
     """The texts of both turns, with plain messages as the history."""
     messages, texts = [], []
     with running.client() as client:
-        for turn in turns():
+        for turn in turns:
             messages.append(turn)
             completion = client.chat.completions.create(**chat(messages=messages))
             texts.append(completion.choices[0].message.content)
@@ -84,18 +96,11 @@ def expected(running) -> list[str]:
     return texts
 
 
-def turns() -> list[dict]:
-    """Two questions; the first is marked for prompt caching, as users of LiteLLM do."""
-    hint = {"cache_control": {"type": "ephemeral"}}
-    first = [image_part(data_uri()), {"type": "text", "text": "Describe this image."} | hint]
-    return [{"role": "user", "content": first}, {"role": "user", "content": "How many stars are there?"}]
-
-
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("client", ["openai_client", "litellm_client", "langchain_client"])
-def test_a_conversation_about_an_image(request, client, streams, expected):
+def test_a_conversation_about_an_image_or_a_video(request, client, streams, turns, expected):
     ask, messages, texts = request.getfixturevalue(client), [], []
-    for turn in turns():
+    for turn in turns:
         messages.append(turn)
         text, message = ask(messages, streams)
         texts.append(text)

@@ -1,5 +1,6 @@
 """Random input: each request gets a completion or an error below 500, and responses match the schema."""
 
+import base64
 import contextlib
 import json
 
@@ -7,12 +8,15 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance
 
+from mmvllm.processors import qwen_vl_utils
 from mmvllm.server.app import build_app
 from mmvllm.server.protocol import ChatRequest, CompletionRequest
 from mmvllm.server.settings import ServerSettings
+from tests.helpers.images import encode
 from tests.helpers.server import (
     CHAT,
     COMPLETIONS,
@@ -24,6 +28,8 @@ from tests.helpers.server import (
     png,
     receive_until,
     user,
+    video_part,
+    video_uri,
     wait_for,
 )
 
@@ -36,6 +42,10 @@ BOUNDED = settings(
     phases=[Phase.explicit, Phase.generate],
 )
 
+FRAMES = [Image.new("RGB", (40, 30), (40 * i, 90, 0)) for i in range(5)]
+JPEG = encode(FRAMES[0], "JPEG")
+GIF = encode(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:], duration=200)
+
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just(10**400)
 values = st.recursive(
     scalars,
@@ -44,6 +54,13 @@ values = st.recursive(
 )
 parts = (
     st.sampled_from([{"type": "text", "text": "Hi"}, image_part(data_uri(png(30, 40))), image_part("http://10.0.0.1/")])
+    | st.builds(
+        lambda url, options: video_part(url) | options,
+        st.sampled_from([video_uri(GIF), "data:video/jpeg;base64," + base64.b64encode(JPEG).decode(), "file:///a.mp4"]),
+        st.dictionaries(
+            st.sampled_from(qwen_vl_utils.KEYS), st.integers(-1, 900) | st.floats(-1, 9) | scalars, max_size=3
+        ),
+    )
     | values
 )
 messages = st.lists(
@@ -53,6 +70,9 @@ messages = st.lists(
     | st.just(user("Hi"))
     | values,
     max_size=3,
+)
+video_options = st.dictionaries(
+    st.sampled_from(["fps", "num_frames", "min_pixels", "max_pixels"]), st.integers(1, 40000) | scalars, max_size=2
 )
 prompts = st.text(max_size=20) | st.lists(st.integers(0, 800), max_size=9) | values
 
@@ -102,9 +122,10 @@ def check(app, path: str, body) -> None:
 
 
 @BOUNDED
-@given(messages=messages, keys=fields(ChatRequest))
-def test_any_chat_request_is_completed_or_refused(app, messages, keys):
-    check(app, CHAT, {"model": "bundled", "messages": messages, "max_tokens": 2} | keys)
+@given(messages=messages, keys=fields(ChatRequest), kwargs=st.none() | video_options)
+def test_any_chat_request_is_completed_or_refused(app, messages, keys, kwargs):
+    body = {"model": "bundled", "messages": messages, "max_tokens": 2, "mm_processor_kwargs": kwargs}
+    check(app, CHAT, body | keys)
 
 
 @BOUNDED

@@ -1,0 +1,114 @@
+"""The videos of a chat request, and how many frames and pixels it may ask for."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmvllm.processors import qwen_vl_utils
+from mmvllm.processors.video import VideoProcessorConfig
+from mmvllm.server.errors import ApiError
+from mmvllm.server.messages import VideoPart
+from mmvllm.server.protocol import ChatRequest, ProcessorKwargs
+
+KWARGS = "mm_processor_kwargs"
+FRAMES_PREFIX = "data:video/jpeg;base64,"  # vLLM's format for frames as JPEGs, which a comma separates
+
+
+@dataclass(frozen=True, slots=True)
+class VideoReference:
+    """A video of a request; `path` is that of its part, `options` are the keys of `qwen_vl_utils` in it."""
+
+    path: str
+    url: str
+    options: Mapping[str, Any]
+
+    @property
+    def param(self) -> str:
+        """The path of its URL in the request."""
+        return f"{self.path}.video_url.url"
+
+    @property
+    def has_frames(self) -> bool:
+        """Whether it is given as frames, one by one."""
+        return self.url[: len(FRAMES_PREFIX)].lower() == FRAMES_PREFIX
+
+    @property
+    def frames(self) -> list[str]:
+        """The data URIs of its frames."""
+        return [f"data:image/jpeg;base64,{frame}" for frame in self.url[len(FRAMES_PREFIX) :].split(",")]
+
+    def part(self, data: bytes | list[bytes]) -> dict[str, Any]:
+        """The part of the engine's request, given the encoded bytes of the video or of its frames."""
+        return {"type": "video", "video": data, **self.options}
+
+
+def videos_of(body: ChatRequest) -> list[VideoReference]:
+    """All videos of a request, in the order of the prompt."""
+    return [
+        VideoReference(f"messages[{i}].content[{j}]", part.video_url.url, _options(part))
+        for i, message in enumerate(body.messages)
+        if isinstance(message.content, list)
+        for j, part in enumerate(message.content)
+        if isinstance(part, VideoPart)
+    ]
+
+
+def _options(part: VideoPart) -> dict[str, Any]:
+    given = {name: getattr(part, name, None) for name in qwen_vl_utils.KEYS}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class VideoOptionLimits:
+    """What a request may ask for, so that short videos of small frames do not become large without limit.
+
+    Args:
+        max_frames: frames of a video.
+        max_frame_pixels: to which `min_pixels` of a part may enlarge a frame.
+        max_pixels: of the request's `mm_processor_kwargs`.
+    """
+
+    max_frames: int
+    max_frame_pixels: int
+    max_pixels: int
+
+    @classmethod
+    def of(cls, config: VideoProcessorConfig) -> "VideoOptionLimits":
+        """The limits of a checkpoint."""
+        return cls(config.max_frames, qwen_vl_utils.MAX_TOKENS * config.factor**2, config.max_pixels)
+
+    def check(self, videos: Sequence[VideoReference], kwargs: ProcessorKwargs | None) -> None:
+        """Raises ApiError for options above the limits, and for two of which only one may be given."""
+        for video in videos:
+            _check_one_of(video.path, video.options, ("fps", "nframes"))
+            names = ("nframes", "min_frames", "max_frames")
+            _check_most(video.path, video.options, dict.fromkeys(names, self.max_frames))
+            _check_most(video.path, video.options, {"min_pixels": self.max_frame_pixels})
+            if video.has_frames and (number := video.url.count(",")) > self.max_frames:
+                message = f"{number} frames, at most {self.max_frames} are accepted; leave some out"
+                raise ApiError(400, message, param=video.param)
+        if kwargs is not None:
+            given = kwargs.model_dump(exclude_none=True)
+            _check_one_of(KWARGS, given, ("fps", "num_frames"))
+            if videos:
+                most = {"num_frames": self.max_frames, "min_pixels": self.max_pixels, "max_pixels": self.max_pixels}
+                _check_most(KWARGS, given, most)
+
+
+def _check_one_of(path: str, given: Mapping[str, Any], names: tuple[str, str]) -> None:
+    if all(name in given for name in names):
+        raise ApiError(400, f"{path} has both {names[0]} and {names[1]}; give one of them", param=f"{path}.{names[1]}")
+
+
+def _check_most(path: str, given: Mapping[str, Any], limits: Mapping[str, int]) -> None:
+    for name, most in limits.items():
+        if given.get(name, 0) > most:
+            raise ApiError(400, f"{name} is {given[name]}, must be at most {most} here", param=f"{path}.{name}")
+
+
+def param_of(error: ValueError, video: VideoReference, kwargs: ProcessorKwargs | None) -> str:
+    """The field of the request to which the engine's error about a video refers."""
+    name = getattr(error, "param", None)
+    if name in video.options:
+        return f"{video.path}.{name}"
+    return f"{KWARGS}.{name}" if getattr(kwargs, str(name), None) is not None else video.param

@@ -1,0 +1,172 @@
+"""Damaged and hostile videos give the frames that there are, or a VideoError; nothing else is read, no process dies."""
+
+import io
+import random
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from mmvllm.errors import VideoError
+from mmvllm.media import MediaPolicy
+from mmvllm.processors.load_video import load_video, load_video_info
+from mmvllm.processors.video_limits import ANY_VIDEO, VideoLimits
+from tests.helpers.videos import FramesAt, full_decode, make_clip
+
+CLIPS = [
+    ("a.mp4", "libx264", {}),
+    ("fast.mp4", "libx264", {"movflags": "faststart"}),
+    ("fragments.mp4", "libx264", {"movflags": "frag_keyframe+empty_moov"}),
+    ("hevc.mp4", "libx265", {"movflags": "faststart"}),
+    ("av1.mp4", "libsvtav1", {"movflags": "faststart"}),
+    ("vp9.webm", "libvpx-vp9", {}),
+    ("a.mkv", "libx264", {}),
+    ("a.avi", "mpeg4", {}),
+]
+UNTRUSTED = MediaPolicy().video_limits
+
+
+@pytest.fixture(params=CLIPS, ids=lambda clip: clip[0])
+def clip(request, tmp_path) -> bytes:
+    name, codec, options = request.param
+    return make_clip(tmp_path / name, 24, codec=codec, options=options).read_bytes()
+
+
+def load(data: bytes, limits: VideoLimits = ANY_VIDEO) -> int:
+    """The number of frames, or 0 for an error."""
+    try:
+        clip = load_video(data, FramesAt(size=(28, 28)), limits)
+    except VideoError as error:
+        assert str(error).startswith(f"the video of {len(data)} bytes: ") and error.__context__ is None
+        return 0
+    assert len(clip.frames) == clip.info.total_num_frames
+    return len(clip.frames)
+
+
+def test_a_truncated_video_gives_the_frames_that_there_are(clip):
+    lengths = range(0, len(clip), max(1, len(clip) // 20))
+    numbers = [load(clip[:length]) for length in lengths]
+    assert load(clip) == 24 and numbers[0] == 0 and max(numbers) <= 24
+
+
+@pytest.mark.parametrize("name", ["fast.mp4", "fragments.mp4", "a.mkv", "vp9.webm", "a.avi"])
+def test_the_frames_before_the_end_are_intact(name, tmp_path, caplog):
+    codec, options = next(one[1:] for one in CLIPS if one[0] == name)
+    path = make_clip(tmp_path / name, 48, codec=codec, options=options)
+    full = full_decode(path)
+    clip = load_video(path.read_bytes()[: path.stat().st_size * 2 // 3], FramesAt())
+    assert 16 <= len(clip.frames) < 48 and clip.info.fps == 8
+    for i in range(len(clip.frames) - 4):  # at the end the decoder may lack frames that are decoded later
+        assert (clip.frames[i] == full[i][1]).all()
+
+
+def test_flipped_bytes_do_no_harm(clip):
+    rng = random.Random(0)
+    for _ in range(25):
+        damaged = bytearray(clip)
+        for _ in range(rng.choice((1, 3, 10, 100))):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        load(bytes(damaged))
+        load(bytes(damaged), UNTRUSTED)
+
+
+def test_a_damaged_part_in_the_middle_is_passed_over(tmp_path):
+    path = make_clip(tmp_path / "a.mkv", 64, gop=8)
+    full = full_decode(path)
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 300] = bytes(300)
+    clip = load_video(bytes(data), FramesAt((0, 8, 56, 63)))
+    for index, frame in zip(clip.indices, clip.frames, strict=True):
+        assert (frame == full[index][1]).all()
+
+
+@pytest.mark.parametrize("data", [bytes(1000), b"no video", b"\0\0\0\x18ftypmp42", b"RIFF\0\0\0\0AVI LIST", bytes(1)])
+def test_what_is_no_video_is_refused(data):
+    for limits in (ANY_VIDEO, UNTRUSTED):
+        with pytest.raises(VideoError, match="is not a video"):
+            load_video_info(data, limits)
+
+
+def test_nothing_is_written_to_the_terminal(clip, capfd):
+    load(clip[: len(clip) // 2])
+    damaged = bytearray(clip)
+    damaged[len(clip) // 2 :: 50] = bytes(len(damaged[len(clip) // 2 :: 50]))
+    load(bytes(damaged))
+    assert capfd.readouterr() == ("", "")
+
+
+# Files that name others
+
+
+@pytest.fixture
+def loopback() -> Iterator[socket.socket]:
+    """A socket that waits for connections."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        yield server
+
+
+def assert_reached_by_none(server: socket.socket) -> None:
+    with pytest.raises(BlockingIOError):
+        server.accept()
+
+
+PLAYLISTS = {
+    "hls": "#EXTM3U\n#EXT-X-VERSION:3\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{}\n#EXT-X-ENDLIST\n",
+    "concat": "ffconcat version 1.0\nfile '{}'\n",
+    "dash": '<?xml version="1.0"?><MPD type="static" mediaPresentationDuration="PT3S"><Period><AdaptationSet '
+    'mimeType="video/mp4"><Representation id="1"><BaseURL>{}</BaseURL></Representation></AdaptationSet></Period></MPD>',
+    "sdp": "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\na={}\n",
+    "url": "[InternetShortcut]\nURL={}\n",
+}
+
+
+@pytest.mark.parametrize("kind", PLAYLISTS)
+def test_a_playlist_reads_nothing(kind, tmp_path, loopback):
+    url = "http://{}:{}".format(*loopback.getsockname())
+    secret = make_clip(tmp_path / "secret.mp4", 4)
+    for target in (secret, f"file:{secret}", f"{url}/a.mp4", f"{url}/a.ts", f"subfile,,start,0,end,0,,:{secret}"):
+        data = PLAYLISTS[kind].format(target).encode()
+        with pytest.raises(VideoError, match="is not a video in mp4, mov, matroska, webm, avi"):
+            load_video(data, FramesAt(), UNTRUSTED)
+        with pytest.raises(VideoError):
+            load_video(data, FramesAt())
+    assert_reached_by_none(loopback)
+
+
+@pytest.mark.parametrize("kind", PLAYLISTS)
+def test_a_playlist_of_a_trusted_folder_reaches_no_network(kind, tmp_path, loopback):
+    url = "http://{}:{}".format(*loopback.getsockname())
+    for suffix in (".m3u8", ".ffconcat", ".mpd", ".sdp", ".mp4"):
+        path = tmp_path / f"a{suffix}"
+        path.write_text(PLAYLISTS[kind].format(f"{url}/a.ts"))
+        with pytest.raises(VideoError):
+            load_video(path, FramesAt())
+    assert_reached_by_none(loopback)
+
+
+def test_a_container_or_codec_that_is_not_allowed_is_refused(tmp_path):
+    for name, codec, message in (
+        ("a.mpg", "mpeg2video", "is not a video in mp4, mov"),
+        ("a.ts", "libx264", "is not a video in mp4, mov"),
+        ("a.mkv", "mpeg2video", "its codec is mpeg2video, accepted are h264, hevc, vp8"),
+        ("a.mkv", "ffv1", "its codec is ffv1, accepted are h264, hevc, vp8"),
+    ):
+        path = make_clip(tmp_path / name, 4, codec=codec)
+        assert load_video(path, FramesAt((3,))).frames.shape == (1, 64, 96, 3)
+        with pytest.raises(VideoError, match=message):
+            load_video(io.BytesIO(path.read_bytes()), FramesAt(), UNTRUSTED)
+
+
+def test_the_limits_are_checked_before_frames_are_taken(tmp_path):
+    data = make_clip(tmp_path / "a.mp4", 24).read_bytes()
+    size = 64 * 96
+    assert len(load_video(data, FramesAt(), VideoLimits((), (), (), size, 24 * size, 3.0)).frames) == 24
+    for limits, message in (
+        (VideoLimits(max_frame_pixels=size - 1), "has frames of 96x64, more than 6143 pixels; shrink it first"),
+        (VideoLimits(max_pixels=24 * size - 1), "24 frames of 96x64 are more than 147455 pixels; take fewer or shrink"),
+        (VideoLimits(max_seconds=2.9), r"lasts 3 s, more than 2\.9 s; cut it first"),
+    ):
+        with pytest.raises(VideoError, match=message):
+            load_video(data, FramesAt(), limits)

@@ -1,0 +1,183 @@
+"""Videos that are refused: the status, the field and the reason."""
+
+import asyncio
+import base64
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from mmvllm.async_llm import AsyncLLM
+from mmvllm.cli.media import OPTIONS
+from mmvllm.media import MediaPolicy
+from mmvllm.models.folder import BUNDLED
+from tests.helpers.images import encode
+from tests.helpers.server import CHAT, ENGINE, call, chat, error_of, make_app, video_part, video_uri
+from tests.helpers.videos import make_clip
+
+PART = "messages[0].content[1]"
+URL = f"{PART}.video_url.url"
+ANY = video_part("data:video/mp4;base64,AAAA")
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory) -> str:
+    """The data URI of 3 seconds, 24 frames of 96x64 pixels."""
+    return video_uri(make_clip(tmp_path_factory.mktemp("clips") / "a.mp4"))
+
+
+def refused(app, part: dict, **keys) -> dict:
+    """The error of a request with this part as its second."""
+    answer = call(app, "POST", CHAT, json=chat("What is this?", part, max_tokens=4, **keys))
+    assert answer.status_code == 400, answer.text
+    return error_of(answer)
+
+
+@pytest.mark.parametrize(
+    ("part", "keys", "param", "words"),
+    [
+        (video_part(5), {}, URL, "must be a string"),
+        ({"type": "video_url", "video_url": "x"}, {}, f"{PART}.video_url", "must be an object"),
+        ({"type": "video_url"}, {}, f"{PART}.video_url", "is missing"),
+        (ANY | {"speed": 2}, {}, f"{PART}.speed", "is not a field"),
+        (ANY | {"resized_height": 28}, {}, f"{PART}.resized_height", "is not a field"),
+        (
+            video_part("x", detail="low") | {"video_url": {"url": "x", "detail": "low"}},
+            {},
+            f"{PART}.video_url.detail",
+            "",
+        ),
+        (ANY | {"fps": 0}, {}, f"{PART}.fps", "greater than 0"),
+        (ANY | {"fps": 1001}, {}, f"{PART}.fps", "less than or equal to 1000"),
+        (ANY | {"fps": "2"}, {}, f"{PART}.fps", "valid number"),
+        (ANY | {"nframes": 0}, {}, f"{PART}.nframes", "greater than or equal to 1"),
+        (ANY | {"nframes": 2.5}, {}, f"{PART}.nframes", "valid integer"),
+        (ANY | {"nframes": 769}, {}, f"{PART}.nframes", "must be at most 768 here"),
+        (ANY | {"min_frames": 10**9}, {}, f"{PART}.min_frames", "must be at most 768 here"),
+        (ANY | {"max_frames": 769}, {}, f"{PART}.max_frames", "must be at most 768 here"),
+        (ANY | {"fps": 1, "nframes": 4}, {}, f"{PART}.nframes", "both fps and nframes"),
+        (ANY | {"min_pixels": 10**9}, {}, f"{PART}.min_pixels", "must be at most 602112 here"),
+        (ANY, {"mm_processor_kwargs": {"fps": 1, "num_frames": 4}}, "mm_processor_kwargs.num_frames", "both fps and"),
+        (ANY, {"mm_processor_kwargs": {"num_frames": 769}}, "mm_processor_kwargs.num_frames", "at most 768"),
+        (ANY, {"mm_processor_kwargs": {"min_pixels": 10**6}}, "mm_processor_kwargs.min_pixels", "at most 38416"),
+        (ANY, {"mm_processor_kwargs": {"max_pixels": 10**6}}, "mm_processor_kwargs.max_pixels", "at most 38416"),
+        (ANY, {"mm_processor_kwargs": {"size": {}}}, "mm_processor_kwargs.size", "is not a field"),
+        (ANY, {"mm_processor_kwargs": [1]}, "mm_processor_kwargs", "must be an object"),
+        (video_part("data:video/jpeg;base64," + "," * 768), {}, URL, "769 frames, at most 768 are accepted"),
+        (video_part("data:video/jpeg;base64,AAAA,"), {}, URL, "not an image"),
+        (video_part("http://example.org/a.mp4"), {}, URL, "fetches no URLs"),
+        (video_part("file:///a.mp4"), {}, URL, "reads no file:// URLs"),
+        (video_part("ftp://example.org/a.mp4"), {}, URL, "not a URL of a video"),
+        (video_part("data:video/mp4,abc"), {}, URL, "must be plain base64; write data:video/mp4;base64,<data>"),
+        (video_part("data:video/mp4;base64,A"), {}, URL, "not valid base64"),
+        (ANY, {}, URL, "not a video"),
+    ],
+    ids=str,
+)
+def test_an_error_names_the_field_and_the_reason(app, part, keys, param, words):
+    error = refused(app, part, **keys)
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"video_start": 2, "video_end": 1}, f"{PART}.video_start"),
+        ({"video_end": 0.01}, f"{PART}.video_end"),
+        ({"min_pixels": 28 * 28 * 300, "max_pixels": 28 * 28 * 200}, f"{PART}.min_pixels"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_fit_the_video_are_refused_by_name(app, clip, options, param):
+    assert refused(app, video_part(clip, **options))["param"] == param
+
+
+def test_bounds_that_contradict_each_other_are_refused_by_name(app, clip):
+    kwargs = {"min_pixels": 30000, "max_pixels": 20000}
+    assert refused(app, video_part(clip), mm_processor_kwargs=kwargs)["param"] == "mm_processor_kwargs.min_pixels"
+
+
+def test_a_prompt_that_is_too_long_says_how_many_tokens(app, tmp_path):
+    clip = make_clip(tmp_path / "long.mp4", number=240)
+    error = refused(app, video_part(video_uri(clip), nframes=240))
+    assert (error["param"], error["code"]) == (URL, "context_length_exceeded")
+    assert "240 frames of" in error["message"] and "4800 tokens, max_model_len is 2048" in error["message"]
+
+
+def test_more_videos_than_allowed_are_refused_before_they_are_fetched(app):
+    answer = call(app, "POST", CHAT, json=chat(*[ANY] * 5))
+    assert answer.status_code == 400
+    assert error_of(answer)["message"] == "5 videos, at most 4 are accepted (max_videos)"
+
+
+@pytest.fixture
+def without_video_token(tmp_path) -> Path:
+    """The bundled model, whose vocabulary ends before the token for videos."""
+    shutil.copytree(BUNDLED, folder := tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"video_token_id": 151656}))
+    return folder
+
+
+@pytest.mark.parametrize("shape", [None, "qwen3-mqa-untied"], ids=["images only", "text only"])
+def test_a_checkpoint_without_a_token_for_videos_takes_none(shape, checkpoints, without_video_token, clip):
+    engine = AsyncLLM(without_video_token if shape is None else checkpoints(shape), **ENGINE)
+    error = refused(make_app(engine), video_part(clip))
+    asyncio.run(engine.shutdown(drain=False))
+    assert error["param"] == URL and "no token for videos" in error["message"]
+
+
+def damaged(path: Path) -> str:
+    """A clip with its header and without the data of its frames."""
+    data = path.read_bytes()
+    start, end = data.index(b"mdat") + 4, data.index(b"moov") - 4
+    return video_uri(data[:start] + bytes(end - start) + data[end:])
+
+
+@pytest.mark.parametrize(
+    ("make", "policy", "words"),
+    [
+        (lambda path: video_uri(make_clip(path)), {"max_video_bytes": 999}, "at most 999 bytes are accepted"),
+        (lambda path: video_uri(make_clip(path)), {"max_video_seconds": 2}, "lasts 3 s, more than 2 s"),
+        (lambda path: video_uri(make_clip(path)), {"max_video_pixels": 9999}, "are more than 9999 pixels"),
+        (lambda path: video_uri(make_clip(path)), {"max_pixels": 999}, "frames of 96x64, more than 999 pixels"),
+        (lambda path: video_uri(make_clip(path, codec="mpeg2video")), {}, "its codec is mpeg2video, accepted are"),
+        (
+            lambda path: video_uri(make_clip(path, format="mpegts")),
+            {},
+            "is not a video in mp4, mov",
+        ),
+        (lambda path: video_uri(make_clip(path).read_bytes()[:300]), {}, "is not a video in"),
+        (lambda path: damaged(make_clip(path)), {}, "no frame that can be decoded"),
+        (lambda path: video_uri(b"a text"), {}, "is not a video in"),
+    ],
+    ids=["bytes", "seconds", "pixels", "pixels of a frame", "codec", "container", "truncated", "damaged", "a text"],
+)
+def test_a_video_that_the_policy_does_not_allow_is_refused(engine, tmp_path, make, policy, words):
+    error = refused(make_app(engine, media=MediaPolicy(**policy)), video_part(make(tmp_path / "a.mp4")))
+    assert error["param"] == URL
+    assert words in error["message"]
+
+
+def test_an_error_names_the_option_of_the_command(engine, clip):
+    app = make_app(engine, media=MediaPolicy(max_video_bytes=100), media_names=OPTIONS)
+    assert refused(app, video_part(clip))["message"].endswith(" (see --max-video-bytes)")
+
+
+def test_without_pyav_the_error_says_what_to_install(engine, clip, tmp_path, monkeypatch):
+    (tmp_path / "av.py").write_text("raise ImportError('no module')")
+    monkeypatch.syspath_prepend(tmp_path)  # also of the processes that are started from now on
+    error = refused(make_app(engine), video_part(clip))
+    assert error["param"] == URL and "pip install 'mmvllm[video]'" in error["message"]
+
+
+def test_frames_as_jpegs_are_images_for_the_policy(engine):
+    frames = [base64.b64encode(encode(Image.new("RGB", (80, 60)), kind)).decode() for kind in ("JPEG", "BMP")]
+    error = refused(make_app(engine), video_part("data:video/jpeg;base64," + ",".join(frames)))
+    assert error["param"] == URL and "not an image in PNG, JPEG" in error["message"]
+    uri = "data:video/jpeg;base64," + ",".join(frames[:1] * 3)
+    error = refused(make_app(engine, media=MediaPolicy(max_video_pixels=9999)), video_part(uri))
+    assert error["param"] == URL and "3 frames of 80x60 are more than 9999 pixels" in error["message"]

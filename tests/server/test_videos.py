@@ -1,0 +1,243 @@
+"""Videos of chat requests: sources, options and completions."""
+
+import base64
+import threading
+from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmvllm import LLM, SamplingParams
+from mmvllm.config import MiB
+from mmvllm.media import MediaPolicy
+from mmvllm.server.settings import ServerSettings
+from tests.helpers.images import encode
+from tests.helpers.server import (
+    CHAT,
+    ENGINE,
+    SCENES,
+    call,
+    chat,
+    data_uri,
+    error_of,
+    image_part,
+    make_app,
+    user,
+    video_part,
+    video_uri,
+)
+from tests.helpers.videos import make_clip, moving
+
+QUESTION = "What happens here?"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("clips")
+
+
+@pytest.fixture(scope="module")
+def clip(folder) -> Path:
+    """3 seconds, 24 frames."""
+    return make_clip(folder / "a.mp4")
+
+
+@pytest.fixture(scope="module")
+def llm():
+    llm = LLM(**ENGINE)
+    yield llm
+    llm.exit()
+
+
+def offline(llm: LLM, *parts: str | dict, params: dict | None = None, **keys):
+    """The greedy output of `LLM` for one turn."""
+    request = {"messages": [user(*parts)], **keys}
+    return llm.generate_multimodal([request], SamplingParams(**(params or {})), use_tqdm=False)[0]
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    with running.client() as client:
+        yield client
+
+
+def create(client, *parts: str | dict, **keys):
+    body = chat(*parts, **keys)
+    extras = {name: body.pop(name) for name in ("mm_processor_kwargs", "max_pixels", "ignore_eos") if name in body}
+    return client.chat.completions.create(**body, extra_body=extras)
+
+
+@pytest.mark.parametrize(
+    ("name", "codec", "pix_fmt"),
+    [
+        ("a.mp4", "libx264", "yuv420p"),
+        ("a.mov", "mpeg4", "yuv420p"),
+        ("a.webm", "libvpx-vp9", "yuv420p"),
+        ("a.mkv", "libsvtav1", "yuv420p"),
+        ("a.gif", "gif", "rgb8"),
+    ],
+)
+def test_the_completion_equals_that_of_llm(client, llm, tmp_path, name, codec, pix_fmt):
+    path = make_clip(tmp_path / name, codec=codec, pix_fmt=pix_fmt)
+    expected = offline(llm, {"type": "video", "video": str(path)}, QUESTION)
+    answer = create(client, video_part(video_uri(path)), QUESTION)
+    assert answer.choices[0].message.content == expected.text
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (expected.num_prompt_tokens, len(expected.token_ids))
+    details = usage.prompt_tokens_details.model_dump()
+    assert (details["video_tokens"], details["image_tokens"]) == (expected.num_video_tokens, 0)
+    assert expected.num_video_tokens > 0
+
+
+def test_streams_and_several_choices_have_the_same_text(client, llm, clip):
+    expected = offline(llm, {"type": "video", "video": str(clip)}, QUESTION).text
+    stream = create(client, video_part(video_uri(clip)), QUESTION, stream=True, stream_options={"include_usage": True})
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == expected
+    assert chunks[-1].usage.prompt_tokens_details.model_dump()["video_tokens"] > 0
+    answer = create(client, video_part(video_uri(clip)), QUESTION, n=2)
+    assert [choice.message.content for choice in answer.choices] == [expected] * 2
+
+
+def test_videos_and_images_and_text_in_any_order(client, llm, folder, clip):
+    other = make_clip(folder / "b.mp4", number=9, fps=4, size=(90, 60), seed=3)
+    image = Image.open(SCENES[0])
+    theirs = [
+        *("First:", video_part(video_uri(clip)), image_part(data_uri()), "then"),
+        *(video_part(video_uri(other), nframes=4), image_part(data_uri(SCENES[1])), QUESTION),
+    ]
+    ours = [
+        *("First:", {"type": "video", "video": str(clip)}, {"type": "image", "image": image}, "then"),
+        *({"type": "video", "video": str(other), "nframes": 4}, {"type": "image", "image": SCENES[1]}, QUESTION),
+    ]
+    expected = offline(llm, *ours)
+    answer = create(client, *theirs)
+    assert answer.choices[0].message.content == expected.text
+    details = answer.usage.prompt_tokens_details.model_dump()
+    assert details["video_tokens"] == expected.num_video_tokens
+    assert details["image_tokens"] == expected.num_image_tokens > 0
+
+
+def test_a_conversation_about_a_video_continues_from_the_cache(client, clip):
+    turns = [user(video_part(video_uri(clip)), QUESTION)]
+    for _ in range(2):
+        answer = client.chat.completions.create(model="bundled", messages=turns, temperature=0)
+        turns += [answer.choices[0].message, user("And then?")]
+    details = answer.usage.prompt_tokens_details.model_dump()
+    assert details["cached_tokens"] > details["video_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fps": 1},
+        {"fps": 0.5, "min_frames": 2},
+        {"nframes": 6},
+        {"max_frames": 4},
+        {"video_start": 1, "video_end": 2.5},
+        {"min_pixels": 28 * 28 * 40},
+        {"min_pixels": 28 * 28 * 20, "max_pixels": 28 * 28 * 30, "total_pixels": 28 * 28 * 400},
+    ],
+    ids=str,
+)
+def test_options_of_a_part_are_those_of_qwen_vl_utils(client, llm, clip, options):
+    expected = offline(llm, {"type": "video", "video": str(clip), **options}, QUESTION, params={"max_tokens": 4})
+    answer = create(client, video_part(video_uri(clip), **options), QUESTION, max_tokens=4)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.usage.prompt_tokens_details.model_dump()["video_tokens"] == expected.num_video_tokens
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"fps": 4}, {"num_frames": 10}, {"min_pixels": 30000, "max_pixels": 35000}], ids=str
+)
+def test_processor_kwargs_are_those_of_the_request(client, llm, clip, kwargs):
+    image, keys = Image.open(SCENES[0]), {"mm_processor_kwargs": kwargs}
+    ours = [{"type": "video", "video": str(clip)}, {"type": "image", "image": image}]
+    expected = offline(llm, *ours, QUESTION, params={"max_tokens": 4}, **keys)
+    answer = create(client, video_part(video_uri(clip)), image_part(data_uri()), QUESTION, max_tokens=4, **keys)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.usage.prompt_tokens == expected.num_prompt_tokens
+
+
+def test_a_requests_own_bounds_are_for_images_only(client, clip):
+    def tokens(**keys) -> tuple[int, int]:
+        parts = video_part(video_uri(clip)), image_part(data_uri(SCENES[0]))
+        usage = create(client, *parts, QUESTION, max_tokens=1, **keys).usage.prompt_tokens_details.model_dump()
+        return usage["video_tokens"], usage["image_tokens"]
+
+    (videos, images), (same, fewer) = tokens(), tokens(max_pixels=28 * 28 * 25)
+    assert videos == same and fewer < images
+
+
+def test_frames_as_jpegs_are_a_video(client, llm):
+    frames = [Image.fromarray(one) for one in moving(6, 56, 84)]
+    data = [encode(frame, "JPEG") for frame in frames]
+    uri = "data:video/jpeg;base64," + ",".join(base64.b64encode(one).decode() for one in data)
+    expected = offline(llm, {"type": "video", "video": data, "fps": 4}, QUESTION)
+    answer = create(client, video_part(uri, fps=4), QUESTION)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.usage.prompt_tokens_details.model_dump()["video_tokens"] == expected.num_video_tokens > 0
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *_) -> None:
+        pass
+
+
+def test_videos_are_fetched_from_allowed_hosts_only(engine, clip):
+    local = {"allowed_networks": ("127.0.0.1/32",)}
+    allowed, other = (MediaPolicy(allowed_domains=(one,), **local) for one in ("127.0.0.1", "example.org"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=clip.parent)) as files:
+        threading.Thread(target=files.serve_forever).start()
+        body = chat(video_part(f"http://127.0.0.1:{files.server_port}/{clip.name}"), max_tokens=1)
+        answers = [call(make_app(engine, media=media), "POST", CHAT, json=body) for media in (allowed, other)]
+        files.shutdown()
+    assert [answer.status_code for answer in answers] == [200, 400]
+    assert error_of(answers[1])["param"] == "messages[0].content[0].video_url.url"
+    assert "allowed_domains" in error_of(answers[1])["message"]
+
+
+def test_local_videos_are_read_from_the_allowed_folder_only(engine, clip):
+    app = make_app(engine, media=MediaPolicy(allowed_local_path=clip.parent))
+    answer = call(app, "POST", CHAT, json=chat(video_part(f"file://{clip}"), QUESTION))
+    expected = call(app, "POST", CHAT, json=chat(video_part(video_uri(clip)), QUESTION))
+    assert answer.status_code == 200 and answer.json()["choices"] == expected.json()["choices"]
+    answer = call(app, "POST", CHAT, json=chat("a", video_part("file:///etc/passwd")))
+    assert answer.status_code == 400 and error_of(answer)["param"] == "messages[0].content[1].video_url.url"
+
+
+def test_a_video_counts_towards_the_byte_budget(engine, clip):
+    size = clip.stat().st_size
+    app = make_app(engine, media=MediaPolicy(allowed_local_path=clip.parent), max_bodies_bytes=size + 1000)
+    part = video_part(f"file://{clip}")
+    assert call(app, "POST", CHAT, json=chat(part, max_tokens=1)).status_code == 200
+    answer = call(app, "POST", CHAT, json=chat(part, part, max_tokens=1))
+    assert answer.status_code == 429 and error_of(answer)["code"] == "engine_busy"
+
+
+def test_a_body_has_room_for_the_largest_video(engine, folder):
+    clip = make_clip(
+        folder / "large.mp4", number=8, frames=np.random.default_rng(0).integers(0, 255, (8, 320, 480, 3), np.uint8)
+    )
+    size = clip.stat().st_size
+    app = make_app(engine, media=MediaPolicy(max_video_bytes=size))
+    assert call(app, "POST", CHAT, json=chat(video_part(video_uri(clip)), max_tokens=1)).status_code == 200
+    answer = call(app, "POST", CHAT, json=chat(video_part(video_uri(clip.read_bytes() + bytes(3))), max_tokens=1))
+    assert answer.status_code == 400 and f"at most {size} bytes" in error_of(answer)["message"]
+
+
+def test_the_default_size_of_a_body_follows_from_that_of_a_video():
+    settings = ServerSettings(model_names=("m",), media=MediaPolicy(max_video_bytes=300 * MiB))
+    assert settings.body_bytes(takes_videos=True) == (32 + 400) * MiB
+    assert settings.body_bytes(takes_videos=False) == 32 * MiB
+    assert replace(settings, max_body_bytes=7).body_bytes(takes_videos=True) == 7
+
+
+def test_the_schema_has_the_parts_and_the_options(app):
+    schemas = call(app, "GET", "/openapi.json").json()["components"]["schemas"]
+    assert {"fps", "nframes", "video_start", "total_pixels"} <= schemas["VideoPart"]["properties"].keys()
+    assert schemas["ProcessorKwargs"]["properties"].keys() == {"fps", "num_frames", "min_pixels", "max_pixels"}
