@@ -1,4 +1,4 @@
-"""Batch captioning: images from folders, lists, tar shards and URLs; one record per image; runs that can be resumed."""
+"""Batch captioning: images and videos from folders, lists, tar shards and URLs; runs that can be resumed."""
 
 from importlib import import_module
 

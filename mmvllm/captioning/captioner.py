@@ -1,17 +1,18 @@
-"""Tasks -> records: images prepared by workers ahead of the engine, and duplicates captioned once."""
+"""Tasks -> records: images and clips prepared by workers ahead of the engine, and duplicates captioned once."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.index import Index, keep_caption
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.ordering import InOrder
 from mmvllm.captioning.preparation import CaptionPreparer, WorkerProcesses
-from mmvllm.captioning.record import COLUMNS
+from mmvllm.captioning.record import COLUMNS, SEEN
 from mmvllm.captioning.settings import CaptionSettings
-from mmvllm.errors import ImageError
+from mmvllm.errors import MediaFileError, RequestError
 from mmvllm.intake import Prefetcher, Prepared
 from mmvllm.llm import LLM
 from mmvllm.outputs import RequestOutput
@@ -116,13 +117,12 @@ class Captioner:
 
 @dataclass(slots=True)
 class _Work:
-    """A task in flight, with what its preparation found out about the image."""
+    """A task in flight; `seen` is what its preparation found out about the image or clip."""
 
     number: int
     task: Task
-    digest: str | None = None
-    width: int | None = None
-    height: int | None = None
+    seen: dict[str, Any] = field(default_factory=dict)
+    num_media_tokens: int = 0
     content: str | None = None  # the same for duplicates with the same prompt
     is_duplicate: bool = False
 
@@ -133,7 +133,7 @@ class _TasksInFlight:
     def __init__(self, settings: CaptionSettings, index: Index, is_stopped: Callable[[], bool]):
         self._settings, self._index, self._is_stopped = settings, index, is_stopped
         self._works: dict[int, _Work] = {}
-        self._duplicates: dict[str, list[_Work]] = {}  # by the content of an image whose caption is being generated
+        self._duplicates: dict[str, list[_Work]] = {}  # by the content of one whose caption is being generated
 
     def requests(self, tasks: Iterable[Task]) -> Iterator[dict]:
         for number, task in enumerate(tasks):
@@ -145,11 +145,11 @@ class _TasksInFlight:
     def select(self, prepared: Prepared) -> bool:
         """Whether the engine is to caption it: not when the job is stopped, and duplicates once only."""
         work, prompt = self._works[prepared.index], prepared.prompt.result()
-        work.digest, work.width, work.height = prompt.digest, prompt.width, prompt.height
+        work.seen, work.num_media_tokens = prompt.seen, prompt.num_media_tokens
         if self._is_stopped():
             return False
         if self._settings.is_repeatable:
-            work.content = self._settings.content_key(work.digest, self._settings.prompt_for(work.task.item))
+            work.content = self._settings.content_key(work.seen["digest"], self._settings.prompt_for(work.task.item))
             work.is_duplicate = self._is_duplicate(work)
         return not work.is_duplicate
 
@@ -179,7 +179,7 @@ class _TasksInFlight:
         made = {
             "caption": self._settings.caption(output.text) if error is None else None,
             "prompt_tokens": output.num_prompt_tokens,
-            "image_tokens": output.num_image_tokens,
+            "image_tokens": min(work.num_media_tokens, output.num_prompt_tokens),
             "completion_tokens": len(output.token_ids),
             "finish_reason": output.finish_reason if work.task.is_image else None,
             "seconds": None if error is not None else round(output.finish_time - output.arrival_time, 3),
@@ -192,15 +192,14 @@ class _TasksInFlight:
         return original | self._describe(work, original["error"]) | own
 
     def _describe(self, work: _Work, error: str | None) -> dict:
-        """What a record says of the image itself."""
+        """What a record says of the image or clip itself."""
         item = work.task.item
         return {
             "path": item.path,
             "id": item.id,
-            "digest": work.digest,
             "error": error,
-            "width": work.width,
-            "height": work.height,
+            **dict.fromkeys(SEEN),
+            **(work.seen or asked_of(item)),
             "time": round(time.time(), 3),
             "model": self._settings.model,
             "prompt": self._settings.prompt_for(item),
@@ -212,8 +211,17 @@ class _TasksInFlight:
 
 def _reason(item: Item, output: RequestOutput) -> str | None:
     """Why there is no caption, without the words that say which image it is about: the record's path does."""
-    error = output.exception
-    if error is None:
-        return output.error
-    is_named = isinstance(error, ImageError) and error.source != f"{item.path:.200}"
+    return output.error if output.exception is None else reason_of(item, output.exception)
+
+
+def reason_of(item: Item, error: ValueError) -> str:
+    """The text of an error about an item, without the item's own path."""
+    if not isinstance(error, RequestError):
+        return str(error)
+    is_named = isinstance(error, MediaFileError) and error.source != f"{item.path:.200}"
     return f"{error.source}: {error.reason}" if is_named else error.reason
+
+
+def asked_of(item: Item) -> dict[str, float | None]:
+    """The range of a video that was to be captioned, for a record that knows no more of it."""
+    return {"start": item.start or 0.0, "end": item.end} if item.is_video else {}

@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 from mmvllm.captioning.items import Item
-from mmvllm.captioning.names import is_image_name
+from mmvllm.captioning.names import is_media_name
 from mmvllm.errors import ArgumentError
 
 MODES = ("prepend", "append")
@@ -19,7 +19,7 @@ def check_suffix(argument: str, suffix: str) -> None:
     """Raise ArgumentError, naming the argument, if files beside images cannot have this suffix."""
     if not _SUFFIX.fullmatch(suffix):
         problem = "give a dot and then letters, digits, - or _, as in .caption"
-    elif is_image_name(f"image{suffix}") or suffix.lower().endswith(".tar"):
+    elif is_media_name(f"image{suffix}") or suffix.lower().endswith(".tar"):
         problem = "files with this suffix are searched for images; give another one"
     else:
         return

@@ -1,4 +1,4 @@
-"""Output formats with one caption file per image."""
+"""Output formats with one caption file per image or clip."""
 
 import json
 import os
@@ -29,6 +29,11 @@ FILE_FORMATS: dict[str, tuple[str, Callable[[dict], str]]] = {
 }
 
 
+def _seconds(time: float | None) -> str:
+    """A time in a file's name, in an order that is that of names: 00030 or 00030.5."""
+    return "end" if time is None else f"{time:09.3f}".rstrip("0").rstrip(".")
+
+
 class CaptionFiles:
     """Chooses the path of each caption file, and writes the files.
 
@@ -55,9 +60,12 @@ class CaptionFiles:
 
     def path(self, item: Item) -> Path | None:
         """The path of an item's caption file; None if it would be beside an image that is not a file of its own."""
-        if self.output_dir is not None:
-            return (self.output_dir / item.relative).with_suffix(self.suffix)
-        return None if item.file is None else item.file.with_suffix(self.suffix)
+        path = item.file if self.output_dir is None else self.output_dir / item.relative
+        if path is None:
+            return None
+        if item.is_clip:
+            return path.with_name(f"{path.stem}.{_seconds(item.start or 0.0)}-{_seconds(item.end)}{self.suffix}")
+        return path.with_suffix(self.suffix)
 
     def skips(self, item: Item) -> bool:
         """Whether an image is left out because its caption file exists."""

@@ -1,6 +1,6 @@
-"""Finds the images that paths, glob patterns, tar shards and lists name, lazily.
+"""Finds the images and videos that paths, glob patterns, tar shards and lists name, lazily.
 
-No image is read here, and no folder or list is held in memory, so a run over millions of images starts at once.
+None is read here, and no folder or list is held in memory, so a run over millions of images starts at once.
 """
 
 import os
@@ -11,18 +11,25 @@ from mmvllm.captioning import lists
 from mmvllm.captioning.counts import Counts
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.lists import in_list, open_list
-from mmvllm.captioning.names import URL, folder_name, is_image_name, relative_of_url, relative_path
+from mmvllm.captioning.names import (
+    URL,
+    folder_name,
+    is_media_name,
+    is_video_name,
+    relative_of_url,
+    relative_path,
+)
 from mmvllm.captioning.tars import PACKED
 from mmvllm.captioning.walk import EVERYTHING, MAGIC, Walk, in_tar, match_pattern
 
 
 def find_items(paths: Sequence[str | os.PathLike], passed_over: Counts | None = None) -> Iterator[Item]:
-    """Find the images in folders, glob patterns, tar shards, lists ("-" is standard input), and URLs and files.
+    """Find the images and videos in folders, glob patterns, tar shards, lists ("-" is standard input), URLs and files.
 
     Folders are walked depth first and sorted, in chunks of `CHUNK` entries. A folder, tar or list line that cannot be
-    read is an item with an error. Files in folders and tars that are no images, and hidden ones, are counted in
-    `passed_over`. Raises ValueError, before the search, for a list that cannot be read and for a path
-    that does not exist.
+    read is an item with an error. Other files in folders and tars, and hidden ones, are counted in `passed_over`.
+
+    Raises ValueError, before the search, for a list that cannot be read and for a path that does not exist.
     """
     given = [os.fsdecode(path) for path in paths]
     for path in given:
@@ -31,7 +38,7 @@ def find_items(paths: Sequence[str | os.PathLike], passed_over: Counts | None = 
         )  # a test by opening would close the pipe under its writer
         if path != "-" and _kind(path) == "list" and not is_pipe:
             open_list(path).close()
-        if _kind(path) == "file" and not is_image_name(path) and not os.path.lexists(path):
+        if _kind(path) == "file" and not is_media_name(path) and not os.path.lexists(path):
             raise ValueError(f"{path}: there is no such file or folder")
     return _find(given, Counts() if passed_over is None else passed_over)
 
@@ -64,4 +71,5 @@ def _find(paths: list[str], passed_over: Counts) -> Iterator[Item]:
         elif kind == "list":
             yield from in_list(path)
         else:
-            yield Item(path, relative_of_url(path) if kind == "url" else relative_path(PurePath(path).name), path)
+            relative = relative_of_url(path) if kind == "url" else relative_path(PurePath(path).name)
+            yield Item(path, relative, path, is_video=is_video_name(path))

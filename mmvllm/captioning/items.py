@@ -1,4 +1,4 @@
-"""One image to caption, before it is read."""
+"""One image or clip to caption, before it is read."""
 
 import os
 import re
@@ -14,15 +14,19 @@ _NO_FILE = re.compile(r"(https?|file|data):", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An image to caption.
+    """An image, a video or a clip of a video to caption.
 
     Args:
         path: its name in the record: a file's path, a URL, "shard.tar/member.jpg", or "list.jsonl:12" (line 12).
         relative: its path below an output folder, separated by '/'; never empty, absolute or with '..'.
         source: what to load: a path, URL, data URI or tar member; None if there is an `error`.
-        id, prompt, context: those of this image, from a JSONL list.
+        id, prompt, context: those of this image or video, from a JSONL list.
         beside: the text of the file beside the image, with `context_from`; `context` takes its place.
-        error: why there is nothing to load.
+        error: why it cannot be loaded.
+        is_video: whether it is a video, or a clip of one.
+        start, end: of a clip, in seconds of its video; None is the beginning, or the end, of the video.
+        part: what tells the clips of a video apart in their keys; "" for the first one, or the whole video.
+        joins_retry: whether a retry of failures takes a clip without a record: its video could not be read before.
     """
 
     path: str
@@ -33,9 +37,19 @@ class Item:
     context: str | None = None
     error: str | None = None
     beside: str | None = None
+    is_video: bool = False
+    start: float | None = None
+    end: float | None = None
+    part: str = ""
+    joins_retry: bool = False
+
+    @property
+    def is_clip(self) -> bool:
+        """Whether it is only a part of its video."""
+        return self.start is not None or self.end is not None
 
     def read(self) -> Any:
-        """The argument for `load_image`. Raises ValueError with `error`, or if a tar member cannot be read."""
+        """What `load_image` or `load_video` takes; raises ValueError with `error`, or if a tar cannot be read."""
         if self.error is not None:
             raise ValueError(self.error)
         return self.source.read() if isinstance(self.source, TarMember) else self.source
@@ -51,14 +65,19 @@ class Item:
     def real_path(self) -> str:
         """`path`, absolute and without links to folders, so that it is equal however the path was typed.
 
-        URLs, lines of standard input and items with an `error` have theirs unchanged. A link to a file keeps its own
+        URLs, lines of standard input and items without a source have theirs unchanged. A link to a file keeps its own
         name: it is an image of its own, with its own caption file.
         """
-        if self.error is not None:
+        if self.source is None:
             return self.path
         if isinstance(self.source, TarMember):
             return f"{real_name(self.source.tar)}{self.path.removeprefix(self.source.tar)}"
         return real_name(self.path if self.file is None else str(self.file))
+
+
+def part_of_key(start: float) -> str:
+    """`part` of a clip that is not the first of its video."""
+    return f"@{start:.3f}"
 
 
 def real_name(path: str) -> str:

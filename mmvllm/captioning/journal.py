@@ -15,9 +15,9 @@ from pathlib import Path
 
 from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.index import Index, keep_caption
-from mmvllm.captioning.items import real_name
+from mmvllm.captioning.items import part_of_key, real_name
 from mmvllm.captioning.locked_file import LockedFile
-from mmvllm.captioning.record import COLUMNS, as_line
+from mmvllm.captioning.record import COLUMNS, OF_CLIPS, as_line, is_clip
 from mmvllm.captioning.settings import CaptionSettings, task_key
 from mmvllm.captioning.settings_file import SettingsFile
 from mmvllm.errors import ArgumentError
@@ -186,10 +186,24 @@ class Journal:
     def _names(self, record: dict) -> Iterator[str]:
         """Further keys of the image: with its path as it was recorded, and with its real path, as tasks have it now."""
         path, id, prompt = record["path"], record["id"], record["prompt"]
+        if is_clip(record):
+            part = self._part(record)
+            if part is not None:
+                yield task_key(self._settings.fingerprint, path, id, prompt, "", *part)
+            return
         yield task_key(self._settings.fingerprint, path, id, prompt, "")
         first = (record["settings"], path, id, prompt)
         if record["key"] in (task_key(*first), task_key(*first, "")):  # of a version whose keys had paths as typed
             yield task_key(self._settings.fingerprint, real_name(path), id, prompt, "")
+
+    def _part(self, record: dict) -> tuple[str, ...] | None:
+        """What the key of a video's clip has beyond that of an image; None for a range that a list has named."""
+        path, id, prompt = record["path"], record["id"], record["prompt"]
+        real_paths = {real_name(os.path.join(folder, path)) for folder in (os.getcwd(), *self.made_with.folders)}
+        for part in ((), (part_of_key(record["start"]),)):
+            if record["key"] in {task_key(record["settings"], real, id, prompt, "", *part) for real in real_paths}:
+                return part
+        return None
 
     def _index_record(self, record: dict) -> None:
         has_failed = record["error"] is not None and self.is_own(record)
@@ -227,7 +241,7 @@ def _parse(line: bytes) -> dict | None:
         record = json.loads(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) and record.keys() >= COLUMNS.keys() else None
+    return record if isinstance(record, dict) and record.keys() >= COLUMNS.keys() - set(OF_CLIPS) else None
 
 
 @contextmanager

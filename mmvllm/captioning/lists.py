@@ -1,5 +1,6 @@
-"""Reads the images that text and JSONL lists name, line by line."""
+"""Reads the images and videos that text and JSONL lists name, line by line."""
 
+import dataclasses
 import json
 import os
 from collections.abc import Iterator
@@ -8,9 +9,16 @@ from pathlib import PurePath
 from typing import Any, BinaryIO
 
 from mmvllm.captioning.items import Item
-from mmvllm.captioning.names import URL, relative_of_url, relative_path
+from mmvllm.captioning.names import URL, is_video_name, relative_of_url, relative_path
 
 SUFFIXES = (".jsonl", ".lst", ".txt")
+MAX_SECONDS = 1e9
+_STRING, _SECONDS = ("a string", (str,)), ("a number of seconds", (int, float))
+_TYPES = {
+    **dict.fromkeys(("image", "video", "prompt", "context"), _STRING),
+    "id": ("a string or an integer", (str, int)),
+    **dict.fromkeys(("start", "end"), _SECONDS),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,8 @@ def open_list(path: str) -> BinaryIO:
 
 def _text_item(line: _Line) -> Item:
     try:
-        return _listed(os.fsdecode(line.text), line)
+        name = os.fsdecode(line.text)
+        return dataclasses.replace(_listed(name, line), is_video=is_video_name(name))
     except UnicodeDecodeError:  # on Windows, where names are Unicode
         return Item(line.name, line.relative, None, error="is not UTF-8 text")
 
@@ -60,16 +69,34 @@ def _json_item(line: _Line) -> Item:
     id = str(record["id"]) if _has_type(record.get("id"), (str, int)) else None
     if (problem := _problem(record)) is not None:
         return Item(line.name, line.relative, None, id, error=problem)
-    return _listed(record["image"], line, id, record.get("prompt"), record.get("context"))
+    own = (id, record.get("prompt"), record.get("context"))
+    if "image" in record:
+        return _listed(record["image"], line, *own)
+    start, end = (float(record[key]) if key in record else None for key in ("start", "end"))
+    part = "" if start is None and end is None else f"{start}-{end}"
+    clip = {"is_video": True, "start": start, "end": end, "part": part}
+    return dataclasses.replace(_listed(record["video"], line, *own), **clip)
 
 
 def _problem(record: dict) -> str | None:
-    if record.get("image") in (None, ""):
-        return 'has no "image"; give a path, a URL or a data URI'
-    for key, types in {"image": (str,), "prompt": (str,), "context": (str,), "id": (str, int)}.items():
-        if record.get(key) is not None and not _has_type(record[key], types):
-            wanted = " or an integer" if int in types else ""
-            return f'"{key}" is {json.dumps(record[key]):.40}, it must be a string{wanted}'
+    """What is wrong with an object of a list; keys whose value is null are removed."""
+    for key in [key for key, value in record.items() if value is None]:
+        del record[key]
+    if "image" in record and "video" in record:
+        return 'has both "image" and "video"; give one of them'
+    if record.get("image", record.get("video", "")) == "":
+        return 'has no "image" or "video"; give a path, a URL or a data URI'
+    for key, (wanted, types) in _TYPES.items():
+        if key in record and not _has_type(record[key], types):
+            return f'"{key}" is {json.dumps(record[key]):.40}, it must be {wanted}'
+    return _problem_of_range(record)
+
+
+def _problem_of_range(record: dict) -> str | None:
+    if "image" in record and ("start" in record or "end" in record):
+        return '"start" and "end" go with "video"'
+    if not 0 <= record.get("start", 0) < record.get("end", MAX_SECONDS) <= MAX_SECONDS:
+        return '"start" and "end" are seconds with 0 <= start < end'
     return None
 
 
@@ -77,12 +104,12 @@ def _has_type(value: Any, types: tuple[type, ...]) -> bool:
     return isinstance(value, types) and not isinstance(value, bool)
 
 
-def _listed(image: str, line: _Line, *own: str | None) -> Item:
-    """The item for a line that names `image`; a path is tried below the list's folder first."""
-    if image[:5].lower() == "data:":
-        return Item(line.name, line.relative, image, *own)
-    if URL.match(image):
-        return Item(image, relative_of_url(image), image, *own)
-    near = os.path.join(line.folder, image)
-    path = near if os.path.lexists(near) else image
-    return Item(path, relative_path(image), path, *own)
+def _listed(name: str, line: _Line, *own: str | None) -> Item:
+    """The item for a line with this name; a path is tried below the list's folder first."""
+    if name[:5].lower() == "data:":
+        return Item(line.name, line.relative, name, *own)
+    if URL.match(name):
+        return Item(name, relative_of_url(name), name, *own)
+    near = os.path.join(line.folder, name)
+    path = near if os.path.lexists(near) else name
+    return Item(path, relative_path(name), path, *own)

@@ -1,4 +1,4 @@
-"""File suffixes of images, and relative paths for caption files below an output folder."""
+"""File suffixes of images and videos, and relative paths for caption files below an output folder."""
 
 import os
 import re
@@ -8,6 +8,9 @@ from pathlib import PurePath
 # image names where it is missing.
 _FORMATS = "apng avif bmp dib gif heic heif hif j2k jfif jp2 jpe jpeg jpg mpo pbm pgm png pnm ppm qoi tga tif tiff webp"
 SUFFIXES = frozenset(f".{name}" for name in _FORMATS.split())
+_VIDEO_FORMATS = "3gp avi flv m2ts m4v mkv mov mp4 mpeg mpg ogv webm wmv"
+VIDEO_SUFFIXES = frozenset(f".{name}" for name in _VIDEO_FORMATS.split())
+ANIMATION_SUFFIXES = frozenset((".apng", ".avif", ".gif", ".tif", ".tiff", ".webp"))  # those that may have many frames
 _SHORT_SUFFIX = re.compile(r"\.\w{1,10}")
 _ON_WINDOWS = os.name == "nt"
 _ILLEGAL = re.compile(r'[<>:"|?*\x00-\x1f]|[. ]$')  # in names on Windows
@@ -15,13 +18,35 @@ _DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d) *(\.|$)", re.IGNORECASE)  #
 URL = re.compile(r"https?://(?:[^/?#]*@)?(\[[^]/?#]*\]|[^/?#:]*)[^/?#]*([^?#]*)", re.IGNORECASE)  # host, path
 
 
-def is_image_name(name: str) -> bool:
-    return os.path.splitext(name)[1].lower() in SUFFIXES
+def is_media_name(name: str) -> bool:
+    """Whether a file with this name is taken for an image or a video."""
+    return _suffix(name) in SUFFIXES or is_video_name(name)
+
+
+def is_video_name(name: str) -> bool:
+    """Whether a file with this name, or what is at this URL or in this data URI, is taken for a video."""
+    if name[:5].lower() == "data:":
+        return name[5:11].lower() == "video/"
+    return _suffix(_path_of(name)) in VIDEO_SUFFIXES
+
+
+def is_animation_name(name: str) -> bool:
+    """Whether an image with this name may have several frames."""
+    return _suffix(_path_of(name)) in ANIMATION_SUFFIXES
+
+
+def _suffix(name: str) -> str:
+    return os.path.splitext(name)[1].lower()
+
+
+def _path_of(name: str) -> str:
+    match = URL.match(name)
+    return match[2] if match else name
 
 
 def kind_of_file(name: str) -> str:
-    """How a file that is not an image is counted: by its suffix, if it has one that is short."""
-    suffix = os.path.splitext(name)[1].lower()
+    """How a file that is neither image nor video is counted: by its suffix, if it has one that is short."""
+    suffix = _suffix(name)
     if not suffix:
         return "without a suffix"
     return suffix if _SHORT_SUFFIX.fullmatch(suffix) else "with other suffixes"

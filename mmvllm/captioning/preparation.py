@@ -1,5 +1,6 @@
-"""Requests with an item as their image -> engine inputs with what records say of the image; in threads or processes."""
+"""Requests for an item -> engine inputs with what records say of the image or clip; in threads or processes."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,24 +11,27 @@ from mmvllm.captioning.items import Item
 from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.inputs import EngineInput
 from mmvllm.processors.chat import Processor
+from mmvllm.processors.clip import Clip
 from mmvllm.processors.decode import Reserve
 from mmvllm.processors.foreign import ForeignProcessor
 from mmvllm.processors.load import DECODING, load_image
-from mmvllm.processors.load_video import Load
+from mmvllm.processors.load_video import Load, load_video
+from mmvllm.processors.qwen_vl_utils import TOTAL_TOKENS
+from mmvllm.processors.video import ClipPlan
 from mmvllm.workers import WorkerDied, WorkerPool, reserve_in_parent
+
+CONTEXT_SHARE = 0.75  # of the model's longest sequence, for the frames of a clip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptionInput(EngineInput):
-    """An image's prompt; `digest` is of the decoded pixels, 32 hex digits, and the size that of the upright image."""
+    """An image's or a clip's prompt; `seen` is what its record says of it, by the names in `record.SEEN`."""
 
-    digest: str
-    width: int
-    height: int
+    seen: dict[str, Any]
 
 
 class CaptionPreparer:
-    """Prepares requests whose image is an `Item`; raises RequestError for an image that cannot be used."""
+    """Prepares requests whose image or video is an `Item`; raises RequestError for one that cannot be used."""
 
     def __init__(self, processor: Processor | ForeignProcessor, reserve: Reserve = DECODING.reserve):
         self._processor, self._reserve = processor, reserve
@@ -35,16 +39,52 @@ class CaptionPreparer:
     def __call__(self, request: dict) -> CaptionInput:
         seen: dict[str, Any] = {}
 
-        def load(item: Item) -> Image:
+        def image(item: Item) -> Image:
             image = load_image(item.read(), reserve=self._reserve)
-            seen.update(width=image.width, height=image.height)
-            digest = xxhash.xxh3_128(f"{image.size}".encode())
-            digest.update(image.tobytes())
-            seen["digest"] = digest.hexdigest()
+            seen.update(_seen_of_image(image))
             return image
 
-        made = self._processor(request, Load(image=load))
-        return CaptionInput(made.token_ids, made.items, made.positions, made.position_delta, **seen)
+        def video(item: Item, plan: ClipPlan) -> Clip:
+            clip = load_video(item.read(), _within_context(plan), reserve=self._reserve)
+            seen.update(_seen_of_clip(item, clip))
+            return clip
+
+        made = self._processor(request, Load(image, video))
+        return CaptionInput(made.token_ids, made.items, made.positions, made.position_delta, seen=seen)
+
+
+def _seen_of_image(image: Image) -> dict[str, Any]:
+    """The digest is of the decoded pixels, 32 hex digits, and the size that of the upright image."""
+    digest = xxhash.xxh3_128(f"{image.size}".encode())
+    digest.update(image.tobytes())
+    return {"digest": digest.hexdigest(), "width": image.width, "height": image.height}
+
+
+def _seen_of_clip(item: Item, clip: Clip) -> dict[str, Any]:
+    """The digest is of the sampled frames, resized, and of their times; the size that of the upright video."""
+    info, number = clip.info, len(clip.frames)
+    places = (clip.frames.shape, clip.indices, info.fps, info.total_num_frames)  # the model is told times by them
+    digest = xxhash.xxh3_128(repr(places).encode())
+    digest.update(clip.frames.tobytes())
+    start, end = item.start or 0.0, info.duration if item.end is None else min(item.end, info.duration)
+    return {
+        "digest": digest.hexdigest(),
+        "width": info.width,
+        "height": info.height,
+        "duration": round(info.duration, 3),
+        "start": start,
+        "end": round(end, 3),
+        "num_frames": number,
+        "fps": round(number / (end - start), 3),
+    }
+
+
+def _within_context(plan: ClipPlan) -> ClipPlan:
+    """The plan with frames so small that, where bounds allow it, a clip leaves room for a prompt and a caption."""
+    if plan.max_tokens is None:
+        return plan
+    num_tokens = min(TOTAL_TOKENS, CONTEXT_SHARE * plan.max_tokens)
+    return dataclasses.replace(plan, part={**plan.part, "total_pixels": int(num_tokens * plan.config.factor**2)})
 
 
 class WorkerProcesses:

@@ -6,6 +6,9 @@ import time
 from typing import Any
 
 from mmvllm.captioning.counts import Counts
+from mmvllm.captioning.record import is_clip
+
+_OF_THE_WALK = ("num_skipped", "num_failed_before", "num_further_clips")
 
 
 class Progress:
@@ -18,17 +21,27 @@ class Progress:
     def __init__(self):
         self.num_captioned = self.num_duplicates = self.num_failed = self.num_skipped = 0
         self.num_failed_before = 0
-        self.passed_over = Counts()  # files that are not images, by suffix
+        self.passed_over = Counts()  # files that are neither images nor videos, by suffix
         self.reasons = Counts()  # of the failures
         self.num_tokens = 0  # of captions that the model wrote
+        self.num_clips = 0  # with a caption; a part of the above
+        self.video_seconds = 0.0  # of these clips
+        self.num_further_clips = 0  # that were found, beyond one for each video
         self.engine_wait_share = 0.0
         self._start = time.perf_counter()
         self._end: float | None = None
 
     @property
     def num_done(self) -> int:
-        """Number of images recorded in this run."""
+        """Number of images and clips recorded in this run."""
         return self.num_captioned + self.num_duplicates + self.num_failed
+
+    @property
+    def unit(self) -> str:
+        """What is counted: "images", "clips", or "records" where there are both."""
+        if not self.num_clips:
+            return "images"
+        return "clips" if self.num_clips == self.num_captioned + self.num_duplicates else "records"
 
     @property
     def images_per_second(self) -> float:
@@ -41,6 +54,9 @@ class Progress:
         return (self._end or time.perf_counter()) - self._start
 
     def add(self, record: dict) -> None:
+        if is_clip(record) and record["error"] is None:
+            self.num_clips += 1
+            self.video_seconds += record["end"] - record["start"]
         if record["error"] is not None:
             self.num_failed += 1
             self.reasons.add(kind_of_failure(record))
@@ -57,13 +73,13 @@ class Progress:
     @property
     def of_the_walk(self) -> dict[str, Any]:
         """What the search for images has counted, for `take` in another process."""
-        numbers = {name: getattr(self, name) for name in ("num_skipped", "num_failed_before")}
+        numbers = {name: getattr(self, name) for name in _OF_THE_WALK}
         return numbers | {"passed_over": dict(self.passed_over)}
 
-    def take(self, num_skipped: int, num_failed_before: int, passed_over: dict[str, int]) -> None:
+    def take(self, passed_over: dict[str, int], **numbers: int) -> None:
         """Take the counts of a search in another process, which may arrive in any order."""
-        self.num_skipped = max(self.num_skipped, num_skipped)
-        self.num_failed_before = max(self.num_failed_before, num_failed_before)
+        for name in _OF_THE_WALK:
+            setattr(self, name, max(getattr(self, name), numbers[name]))
         self.passed_over |= passed_over
 
     def end(self) -> None:

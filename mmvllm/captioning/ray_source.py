@@ -16,12 +16,13 @@ from typing import Any
 import ray
 import ray.data
 
-from mmvllm.captioning.captioner import Task
+from mmvllm.captioning.captioner import Task, asked_of
 from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.files import CaptionFiles
 from mmvllm.captioning.index import Index, keep_caption
 from mmvllm.captioning.ray_options import RayOptions
 from mmvllm.captioning.ray_worker import CaptionActor, Chunk, RayJobSpec, walk
+from mmvllm.captioning.record import SEEN
 from mmvllm.captioning.settings import CaptionSettings, EarlierRuns
 from mmvllm.captioning.worklist import Selection, Worklist
 from mmvllm.config import EngineConfig
@@ -84,7 +85,8 @@ class RaySource:
             for chunk in chunks:
                 if chunk.error is not None:
                     raise ValueError(chunk.error)
-                tasks.progress.take(chunk.num_skipped, chunk.num_failed_before, chunk.passed_over)
+                counts = {name: getattr(chunk, name) for name in tasks.progress.of_the_walk}
+                tasks.progress.take(**counts)
                 shares[chunk.actor] = chunk.engine_wait_share
                 self.engine_wait_share = sum(shares.values()) / len(shares)
                 for item, record in zip(chunk.items, chunk.records, strict=True):
@@ -158,9 +160,9 @@ def _finalize(task: Task, record: dict, settings: CaptionSettings, index: Index)
     if not task.is_image:
         return record | {"finish_reason": None}
     if task.item.error is not None and record["error"] is None:  # its caption file cannot be written
-        nothing = dict.fromkeys(("digest", "caption", "duplicate_of", "width", "height", "seconds"))
+        nothing = dict.fromkeys((*SEEN, "caption", "duplicate_of", "seconds"))
         counts = dict.fromkeys(("prompt_tokens", "image_tokens", "completion_tokens"), 0)
-        return record | nothing | counts | {"error": task.item.error, "finish_reason": "error"}
+        return record | nothing | asked_of(task.item) | counts | {"error": task.item.error, "finish_reason": "error"}
     if record["error"] is not None or not settings.is_repeatable:
         return record
     original = index.caption(settings.content_key(record["digest"], record["prompt"]))

@@ -55,8 +55,9 @@ class Chunk:
 
     items: list[Item] = field(default_factory=list)
     records: list[dict] = field(default_factory=list)
-    num_skipped: int = 0  # by the walk, so far, as the two below
+    num_skipped: int = 0  # by the walk, so far, as the three below
     num_failed_before: int = 0
+    num_further_clips: int = 0
     passed_over: dict[str, int] = field(default_factory=dict)
     actor: str = ""
     engine_wait_share: float = 0.0  # of that actor

@@ -61,6 +61,16 @@
   };
 
   const baseName = (path) => path.split("/").pop() || path;
+  const isClip = (record) => record.start !== undefined;
+
+  // Seconds as 1:05 or 1:02:05.5.
+  const clock = (seconds) => {
+    const hours = Math.floor(seconds / 3600), minutes = Math.floor(seconds / 60) % 60;
+    const rest = (Math.round(seconds % 60 * 10) / 10).toString().padStart(seconds % 1 ? 4 : 2, "0");
+    return hours ? `${hours}:${String(minutes).padStart(2, "0")}:${rest}` : `${minutes}:${rest}`;
+  };
+  const range = (r) => `${clock(r.start)}–${r.end === undefined ? "end" : clock(r.end)}`;
+  const isPart = (r) => isClip(r) && r.end !== undefined && (r.start > 0 || r.end !== r.duration);
 
   const preview = (record, index) => {
     const box = make(record.link ? "a" : "div", "thumbnail");
@@ -70,6 +80,7 @@
       box.rel = "noopener noreferrer";
       box.setAttribute("aria-label", `Open ${baseName(record.path)}`);
     }
+    if (record.link && isPart(record)) box.href += `#t=${record.start},${record.end}`;  // where players begin and end
     const data = thumbnail(record.same ?? index);
     if (!data) {
       box.textContent = record.web ? "On the web" : "No preview";
@@ -78,7 +89,7 @@
     const image = make("img", "");
     image.loading = "lazy";
     image.decoding = "async";
-    image.alt = `Thumbnail of ${baseName(record.path)}`;
+    image.alt = `${isClip(record) ? "Frames" : "Thumbnail"} of ${baseName(record.path)}`;
     image.src = `data:image/webp;base64,${data}`;
     box.append(image);
     return box;
@@ -169,6 +180,8 @@
 
   // Lines break only after a dot.
   const smallPrint = (r) => [
+    isPart(r) && r.duration !== undefined && `of ${clock(r.duration)}`,
+    r.num_frames && `${count.format(r.num_frames)} frame${r.num_frames === 1 ? "" : "s"}`,
     r.width && r.height && `${r.width} × ${r.height}`,
     r.seconds !== undefined && `${number.format(r.seconds)} s in the engine`,
     r.prompt_tokens && `${count.format(r.prompt_tokens)} tokens in, ${count.format(r.completion_tokens ?? 0)} out`,
@@ -179,9 +192,9 @@
 
   const card = (index) => {
     const record = records[index];
-    const item = make("li", "card");
+    const item = make("li", isClip(record) ? "card clip" : "card");
     const words = make("div", "words");
-    const name = make("p", "name", baseName(record.path));
+    const name = make("p", "name", [baseName(record.path), isClip(record) && (record.start || record.end) && range(record)].filter(Boolean).join(" "));
     name.title = record.path;
     name.dir = "auto";
     words.append(name);
@@ -194,7 +207,7 @@
       foot.append(acts);
     }
     if (record.duplicate_of !== undefined) {
-      const duplicate = make("p", "duplicate", `Same image as ${baseName(record.duplicate_of)}`);
+      const duplicate = make("p", "duplicate", `Same ${isClip(record) ? "clip" : "image"} as ${baseName(record.duplicate_of)}`);
       duplicate.title = record.duplicate_of;
       words.append(duplicate);
     }

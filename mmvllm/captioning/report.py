@@ -1,4 +1,4 @@
-"""A report of captions in one HTML file, without network access, for 10,000 images and more.
+"""A report of captions in one HTML file, without network access, for 10,000 images and clips and more.
 
 The page is written while the records are read: first blocks of JSON, with texts, the records as they are in the output,
 and thumbnails apart, then the counts and the throughput. Its script makes cards from the blocks as the reader scrolls,
@@ -9,7 +9,6 @@ only as JSON or escaped, and the page's content security policy allows no other 
 import base64
 import hashlib
 import html
-import io
 import itertools
 import json
 import os
@@ -24,30 +23,30 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TextIO
 
-from mmvllm.captioning.record import as_line
+from mmvllm.captioning.record import as_line, is_clip
 from mmvllm.captioning.replacing import replacing
 from mmvllm.captioning.tars import TarMember, tar_members
 from mmvllm.captioning.throughput import draw_throughput, measure_throughput
-from mmvllm.processors.load import load_image
+from mmvllm.captioning.thumbnails import Source, thumbnail
 
 GENERATOR = b'<meta name="generator" content="mmvllm caption">'
 MAX_IMAGES = 10_000  # shown with a caption
 MAX_FAILURES = 2_000  # shown with a reason
 BLOCK = 100  # records in one piece of JSON
-SIDE = 160  # pixels, the longer side of a thumbnail
 NUM_WORKERS = min(4, os.cpu_count() or 1)
 LOOKAHEAD = 8 * NUM_WORKERS
 
 _URL = re.compile(r"https?://", re.IGNORECASE)
 _TEXTS = ("path", "id", "caption", "error", "duplicate_of", "finish_reason")
-_NUMBERS = ("width", "height", "prompt_tokens", "completion_tokens", "seconds", "time")
+_CLIP_NUMBERS = ("duration", "start", "end", "num_frames")
+_NUMBERS = ("width", "height", "prompt_tokens", "completion_tokens", "seconds", "time", *_CLIP_NUMBERS)
 _INERT = str.maketrans({char: f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"})
 
 
 def write_report(path: Path, records: Iterable[dict], summary: dict[str, str], title: str = "Captions") -> None:
     """Write a page with thumbnails, captions, failures, counts and throughput of `records`, which are iterated once.
 
-    Image files are read again for their thumbnails; images on the web are not fetched. Raises ValueError if the page
+    Files are read again for their thumbnails; those on the web are not fetched. Raises ValueError if the page
     cannot be at `path`, and any exception of `records`; an earlier page is then kept.
     """
     path = Path(path)
@@ -65,7 +64,7 @@ def write_report(path: Path, records: Iterable[dict], summary: dict[str, str], t
                 title=html.escape(_clean(title)),
                 counts=str(tally),
                 summary=_table(summary) if summary else "",
-                curve=draw_throughput(curve) if curve else "",
+                curve=draw_throughput(curve, tally.noun) if curve else "",
             )
         )
 
@@ -108,13 +107,14 @@ class _Tally:
     """Counts over all records, including those that are not shown."""
 
     def __init__(self):
-        self.captioned = self.failed = self.duplicates = 0
+        self.captioned = self.failed = self.duplicates = self.clips = 0
         self.times = array("d")  # of records that are not shown, only these 8 bytes are kept
 
     def add(self, record: dict) -> bool:
         """Count a record; return whether it is shown."""
         if (time := _number(record.get("time"))) is not None:
             self.times.append(time)
+        self.clips += is_clip(record)
         self.duplicates += record.get("duplicate_of") is not None
         if record.get("error") is not None:
             self.failed += 1
@@ -122,11 +122,19 @@ class _Tally:
         self.captioned += 1
         return self.captioned <= MAX_IMAGES
 
+    @property
+    def noun(self) -> str:
+        if not self.clips:
+            return "Images"
+        return "Clips" if self.clips == self.captioned + self.failed else "Images and clips"
+
     def __str__(self) -> str:
-        images, duplicates = _count(self.captioned + self.failed, "image"), _count(self.duplicates, "duplicate")
-        text = f"{images}: {self.captioned:,} captioned, {self.failed:,} failed; {duplicates}."
+        number, duplicates = self.captioned + self.failed, _count(self.duplicates, "duplicate")
+        kinds = ((number - self.clips, "image"), (self.clips, "clip"))
+        found = " and ".join(_count(each, noun) for each, noun in kinds if each) or _count(0, "image")
+        text = f"{found}: {self.captioned:,} captioned, {self.failed:,} failed; {duplicates}."
         if self.captioned > MAX_IMAGES:
-            text += f" The first {MAX_IMAGES:,} of {self.captioned:,} captioned images are shown."
+            text += f" The first {MAX_IMAGES:,} of {self.captioned:,} captioned {self.noun.lower()} are shown."
         if self.failed > MAX_FAILURES:
             text += f" The first {MAX_FAILURES:,} of {self.failed:,} failures are shown."
         if self.captioned > MAX_IMAGES or self.failed > MAX_FAILURES:
@@ -144,22 +152,30 @@ def _count(number: int, noun: str) -> str:
 def _cards(records: Iterable[dict], home: Path) -> Iterator[tuple[dict, str, str | None]]:
     """The card, the line of JSON and the thumbnail of each record; threads make a few thumbnails ahead."""
     pending: deque[tuple[dict, str, Future[str | None]]] = deque()
-    index_of: dict[str | None, int] = {}  # the card of each file, for its duplicates
+    index_of: dict[tuple, int] = {}  # the card of each image or clip, for its duplicates
     tar_index = lru_cache(maxsize=2)(_tar_index)
     with ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="mmvllm-thumbnail") as pool:
         for index, record in enumerate(records):
             card = _card(record, home)
-            if (original := index_of.get(card.get("duplicate_of"))) is not None:
+            if (original := index_of.get((card.get("duplicate_of"), card.get("start")))) is not None:
                 card["same"] = original
             elif "web" not in card:
-                index_of[card["path"]] = index
+                index_of[card["path"], card.get("start")] = index
             source = None if {"same", "web"} & card.keys() else _source(_path(record), tar_index)
-            pending.append((card, as_line(record), pool.submit(_thumbnail, source)))
+            pending.append((card, as_line(record), _submit(pool, source, record)))
             if len(pending) > LOOKAHEAD:
                 card, line, thumbnail = pending.popleft()
                 yield card, line, thumbnail.result()
         for card, line, thumbnail in pending:
             yield card, line, thumbnail.result()
+
+
+def _submit(pool: ThreadPoolExecutor, source: Source | None, record: dict) -> Future[str | None]:
+    if is_clip(record):
+        from mmvllm.captioning.strips import strip_of_frames  # here, because it imports torch
+
+        return pool.submit(strip_of_frames, source, record["start"], record.get("end"))
+    return pool.submit(thumbnail, source)
 
 
 def _card(record: dict, home: Path) -> dict[str, Any]:
@@ -185,7 +201,7 @@ def _path(record: dict) -> str:
     return str(record.get("path") or "")
 
 
-def _source(path: str, tar_index: Callable[[str], dict[str, TarMember]]) -> str | Path | TarMember | None:
+def _source(path: str, tar_index: Callable[[str], dict[str, TarMember]]) -> Source | None:
     if os.path.isfile(path):
         return Path(path).absolute()  # also with a name such as "~a.jpg" or "data:a.jpg"
     for match in re.finditer(r"\.tar/", path, re.IGNORECASE):
@@ -200,19 +216,6 @@ def _tar_index(tar: str) -> dict[str, TarMember]:
     with suppress(ValueError):  # of a damaged tar, use the members before the damage
         index.update(tar_members(tar))
     return index
-
-
-def _thumbnail(source: str | Path | TarMember | None) -> str | None:
-    """A WebP image in base64; None if the image cannot be read."""
-    if source is None:
-        return None
-    try:
-        image = load_image(source.read() if isinstance(source, TarMember) else source, draft=SIDE)
-    except ValueError:
-        return None
-    image.thumbnail((SIDE, SIDE))
-    image.save(buffer := io.BytesIO(), "WEBP", quality=60)
-    return base64.b64encode(buffer.getvalue()).decode()
 
 
 def _write_blocks(file: TextIO, cards: Iterator[tuple[dict, str, str | None]]) -> None:

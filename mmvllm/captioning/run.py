@@ -1,4 +1,4 @@
-"""A captioning job from start to end: find images, skip those that are recorded, caption and record the rest."""
+"""A captioning job from start to end: find images and videos, skip what is recorded, caption and record the rest."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -45,10 +45,11 @@ def caption_images(
     ray: RayOptions | None = None,
     **settings: Any,
 ) -> "CaptionRun":
-    """Caption images as `mmvllm caption` does; returns an iterator of records, dicts with the keys of `COLUMNS`.
+    """Caption images and videos as `mmvllm caption` does.
 
-    An image that cannot be captioned is a record with an `error`. With `output`, images that are recorded there are not
-    captioned again. If you do not consume all records, close the run or use it in a `with` statement.
+    Returns an iterator of records, dicts with the keys of `COLUMNS`. An image or clip that cannot be captioned is a
+    record with an `error`. With `output`, those that are recorded there are not captioned again. If you do not consume
+    all records, close the run or use it in a `with` statement.
 
     Args:
         paths: folders, files, glob patterns, lists, tar files and URLs, as on the command line.
@@ -69,8 +70,9 @@ def caption_images(
             their captions are finished.
         ray: caption on Ray Data, with engines made from `model` and `engine_args` in the actors.
         settings: fields of `CaptionSettings`: prompt, system, max_tokens, temperature, seed, min_pixels, max_pixels,
-            prefix, suffix, trigger_word, context_from, context_mode, allow_special_tokens, chat_template_kwargs, and
-            dtype and quantization of the engine that is made.
+            video_fps, video_frames, video_max_pixels, clip_seconds, animations_as_clips, prefix, suffix, trigger_word,
+            context_from, context_mode, allow_special_tokens, chat_template_kwargs, and dtype and quantization of the
+            engine that is made.
 
     Raises ValueError for arguments that do not fit together, and if another run is writing to the output.
     """
@@ -193,14 +195,14 @@ class CaptionRun:
         return self.progress.num_failed if self.output.journal is None else self.output.index.count_failed()
 
     def count(self) -> int | None:
-        """Count the images by a second search; None if a list can be read only once (standard input, a pipe)."""
+        """Count images and videos by a second search; None if a list can be read only once (standard input, a pipe)."""
         if any(path == Path("-") or path.is_fifo() for path in map(Path, self._selection.paths)):
             return None
         return sum(1 for _ in self._selection.items())
 
     @property
     def limit(self) -> int | None:
-        """The largest number of images that the run takes, not counting those it skips."""
+        """The largest number of images and clips that the run takes, not counting those it skips."""
         return self._selection.limit
 
     @property

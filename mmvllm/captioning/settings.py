@@ -1,4 +1,4 @@
-"""The settings of a job: model, prompt, pixel bounds, sampling, and text around each caption."""
+"""The settings of a job: model, prompt, pixel bounds, frames of videos, decoding, and text around each caption."""
 
 import dataclasses
 import json
@@ -12,6 +12,7 @@ import xxhash
 
 from mmvllm.captioning.context import check_context
 from mmvllm.captioning.items import Item
+from mmvllm.captioning.video_sampling import VideoSampling
 from mmvllm.processors.bounds import pixel_bounds
 from mmvllm.processors.load import MAX_SOURCE_PIXELS
 from mmvllm.processors.template_kwargs import check_template_kwargs
@@ -34,6 +35,7 @@ PRESETS = {
     "commas, and nothing else.",
     "ocr": "Write out all text in this image exactly as it stands, line by line, and nothing else.",
 }
+_VIDEO_PROMPTS = {prompt: prompt.replace("image", "video") for prompt in (DEFAULT_PROMPT, *PRESETS.values())}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,10 @@ class CaptionSettings:
     `context_mode`, "prepend" or "append", is where any context goes. `caption_files` describes the caption files of the
     job. Special tokens in prompt, system message and contexts are text, unless `allow_special_tokens`.
     `chat_template_kwargs` are arguments of the chat template.
+
+    Of a video `video_fps` frames per second are sampled, 2 by default, or `video_frames`, with at most
+    `video_max_pixels` each. With `clip_seconds`, longer videos are captioned as clips of this length. With
+    `animations_as_clips`, GIF, WebP, AVIF, APNG and TIFF files of several frames are videos.
 
     Existing outputs are resumed by names, values and defaults of the fields: a new field needs a default that stands
     for what was done before it, and keeps it. To rename or remove a field, raise `VERSION` in settings_file.py and
@@ -69,6 +75,11 @@ class CaptionSettings:
     context_from: str | None = None
     context_mode: str = "prepend"
     chat_template_kwargs: dict[str, Any] | None = None
+    video_fps: float | None = None
+    video_frames: int | None = None
+    video_max_pixels: int | None = None
+    clip_seconds: float | None = None
+    animations_as_clips: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "chat_template_kwargs", check_template_kwargs(self.chat_template_kwargs) or None)
@@ -77,6 +88,7 @@ class CaptionSettings:
             raise ValueError("the prompt is empty; give a question or an instruction")
         check_context(self.context_from, self.context_mode)
         pixel_bounds(self.min_pixels, self.max_pixels, 1, MAX_SOURCE_PIXELS)
+        _ = self.video_sampling  # checks the values, too
 
     def __hash__(self) -> int:
         return hash((self.model, self.prompt))  # a dict, as among the other fields, has no hash
@@ -84,6 +96,11 @@ class CaptionSettings:
     @property
     def sampling_params(self) -> SamplingParams:
         return SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed)
+
+    @property
+    def video_sampling(self) -> VideoSampling:
+        """How frames are sampled from videos."""
+        return VideoSampling(self.video_fps, self.video_frames, self.video_max_pixels, self.clip_seconds)
 
     @property
     def fingerprint(self) -> str:
@@ -116,37 +133,45 @@ class CaptionSettings:
             f"this version of mmvllm has no setting {name} (was {other[name]!r:.200})" for name in unknown
         ]
 
+    @property
+    def video_prompt(self) -> str:
+        """The job's prompt for videos: those of presets, and the default, speak of a video instead of an image."""
+        return _VIDEO_PROMPTS.get(self.prompt, self.prompt)
+
     def prompt_for(self, item: Item) -> str:
         """The item's prompt or else the job's, with the item's context if it has one."""
         return self._prompt(item, item.beside if item.context is None else item.context)
 
     def _prompt(self, item: Item, context: str | None) -> str:
-        prompt = item.prompt or self.prompt
+        prompt = item.prompt or (self.video_prompt if item.is_video else self.prompt)
         parts = [f"Context: {context}", prompt] if context else [prompt]
         return "\n\n".join(parts if self.context_mode == "prepend" else reversed(parts))
 
     def key(self, item: Item, path: str | None = None, fingerprint: str | None = None) -> str:
-        """The key of a task, 32 hex digits: a hash of the image's real path, its prompt and the settings.
+        """The key of a task, 32 hex digits: a hash of the real path, the prompt, the settings, and which clip it is.
 
         Earlier runs may have recorded it with another path, or with equal settings that have another fingerprint. The
         text beside the image has no part in it: like the image itself, it may change without being a new task.
         """
         path, fingerprint = path or item.real_path, fingerprint or self.fingerprint
         data = item.source if isinstance(item.source, str) and item.source[:5].lower() == "data:" else ""
-        return task_key(fingerprint, path, item.id, self._prompt(item, item.context), data)
+        facts = (path, item.id, self._prompt(item, item.context), data)
+        return task_key(fingerprint, *facts, *([item.part] if item.part else []))
 
     def content_key(self, digest: str, prompt: str) -> str:
-        """A hash, 32 hex digits, that is equal for images with this pixel digest, prompt and settings."""
+        """A hash, 32 hex digits, that is equal for images or clips with this digest, prompt and settings."""
         return _digest("\0".join((self.fingerprint, digest, prompt)))
 
     def request(self, item: Item) -> dict:
-        """The chat request, with the item itself in place of the image."""
-        content = [{"type": "image", "image": item}, {"type": "text", "text": self.prompt_for(item)}]
+        """The chat request, with the item itself in place of the image or video."""
+        media = self.video_sampling.part(item) if item.is_video else {"type": "image", "image": item}
+        content = [media, {"type": "text", "text": self.prompt_for(item)}]
         messages = [{"role": "user", "content": content}]
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
         names = ("allow_special_tokens", "chat_template_kwargs", "min_pixels", "max_pixels")
-        return {"messages": messages, **{name: getattr(self, name) for name in names}}
+        kwargs = self.video_sampling.processor_kwargs if item.is_video else {}
+        return {"messages": messages, "mm_processor_kwargs": kwargs, **{name: getattr(self, name) for name in names}}
 
     def caption(self, text: str) -> str:
         """The caption that is recorded for the model's text."""

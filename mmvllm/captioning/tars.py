@@ -1,4 +1,4 @@
-"""Images in uncompressed tar files, such as webdataset shards: found by their headers, read by seeking."""
+"""Images and videos in uncompressed tar files, such as webdataset shards: found by their headers, read by seeking."""
 
 import errno
 import os
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from mmvllm.captioning.names import is_image_name
+from mmvllm.captioning.names import is_media_name, is_video_name
 from mmvllm.processors.load import MAX_FILE_BYTES
 
 PACKED = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4|lzma|z)|tgz|tbz2?|txz|tzst)\Z", re.IGNORECASE)
@@ -18,17 +18,18 @@ _PACKED_STARTS = (b"\x1f\x8b", b"\xfd7zXZ", b"(\xb5/\xfd", b"\x04\x22\x4d\x18")
 
 @dataclass(frozen=True, slots=True)
 class TarMember:
-    """The position of an image in an uncompressed tar: `size` bytes from byte `offset`."""
+    """The position of a file in an uncompressed tar: `size` bytes from byte `offset`; `kind` is "image" or "video"."""
 
     tar: str
     offset: int
     size: int
+    kind: str = "image"
 
     def read(self) -> bytes:
-        """Read the image; thread-safe. Raises ValueError if it is too large or cannot be read any more."""
+        """Read the file; thread-safe. Raises ValueError if it is too large or cannot be read any more."""
         if self.size > MAX_FILE_BYTES:
             raise ValueError(
-                f"{self.tar}: the image in it has {self.size} bytes, more than {MAX_FILE_BYTES}; shrink it first"
+                f"{self.tar}: the {self.kind} in it has {self.size} bytes, more than {MAX_FILE_BYTES}; shrink it first"
             )
         try:
             with _open_regular(self.tar) as file:
@@ -37,14 +38,14 @@ class TarMember:
         except OSError as error:
             raise ValueError(f"{self.tar}: cannot be read ({error.strerror})") from None
         if len(data) < self.size:
-            raise ValueError(f"{self.tar}: ends {self.size - len(data)} bytes before the image in it does")
+            raise ValueError(f"{self.tar}: ends {self.size - len(data)} bytes before the {self.kind} in it does")
         return data
 
 
 def tar_members(
     path: str | os.PathLike, on_other: Callable[[str], None] = lambda name: None
 ) -> Iterator[tuple[str, TarMember | None]]:
-    """Find the images in an uncompressed tar by name, lazily; a link to another member has None as its position.
+    """Find images and videos in an uncompressed tar by name, lazily; a link to another member has no position: None.
 
     `on_other` is called with the name of each other file, and of each hidden one.
 
@@ -57,11 +58,12 @@ def tar_members(
             if PACKED.search(tar) or file.read(6).startswith(_PACKED_STARTS):
                 raise ValueError(f"{tar}: is compressed, images cannot be reached by seeking; decompress it first")
             for header in _headers(file, tar):
-                if is_hidden(header.name) or not is_image_name(header.name):
+                if is_hidden(header.name) or not is_media_name(header.name):
                     if not header.isdir():
                         on_other(header.name)
                 elif _is_plain(header):
-                    yield header.name, TarMember(tar, header.offset_data, header.size)
+                    kind = "video" if is_video_name(header.name) else "image"
+                    yield header.name, TarMember(tar, header.offset_data, header.size, kind)
                 elif header.islnk() or header.issym():
                     yield header.name, None
     except OSError as error:

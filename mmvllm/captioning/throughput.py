@@ -1,4 +1,4 @@
-"""Images per second over the duration of a job, as an SVG figure."""
+"""Images or clips per second over the duration of a job, as an SVG figure."""
 
 import math
 from array import array
@@ -45,7 +45,7 @@ LEFT, TOP, RIGHT, BOTTOM = 64, 12, 708, 168  # of the plot, in a drawing of 720 
 UNITS = ((1, "s"), (60, "min"), (3600, "h"))
 
 
-def draw_throughput(curve: Throughput) -> str:
+def draw_throughput(curve: Throughput, noun: str = "Images") -> str:
     """A `<figure>` with the curve as inline SVG."""
     total_s = curve.bin_s * len(curve.rates)
     unit_s, unit = [each for each in UNITS if each[0] == 1 or total_s > 2 * each[0]][-1]
@@ -70,7 +70,7 @@ def draw_throughput(curve: Throughput) -> str:
         for tick in _ticks(total_s / unit_s, 6)
     )
     pauses = "".join(f'<path class="pause" d="M{x(at)} {TOP}V{BOTTOM}"/>\n' for at in curve.pauses.tolist())
-    caption = f"Images per second over {total_s / unit_s:.3g} {unit}"
+    caption = f"{noun} per second over {total_s / unit_s:.3g} {unit}"
     cut = "; dotted: a pause was cut out" if pauses else ""
     return (
         f"<figure>\n<figcaption>{caption}{cut}</figcaption>\n"

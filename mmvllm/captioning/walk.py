@@ -1,4 +1,4 @@
-"""Finds images in folders and by glob patterns: depth first, to any depth, without holding a folder in memory."""
+"""Finds images and videos in folders and by glob patterns: depth first, without holding a folder in memory."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 
 from mmvllm.captioning.counts import Counts
 from mmvllm.captioning.items import Item
-from mmvllm.captioning.names import folder_name, is_image_name, kind_of_file, relative_path
+from mmvllm.captioning.names import folder_name, is_media_name, is_video_name, kind_of_file, relative_path
 from mmvllm.captioning.tars import is_hidden, tar_members
 
 CHUNK = 4096  # folder entries that are sorted together
@@ -103,8 +103,9 @@ def _unreadable(folder: _Folder, error: OSError) -> Item:
 
 
 def _file(path: str, relative: str, passed_over: Counts) -> Iterator[Item]:
-    if is_image_name(path):
-        yield Item(path, relative, os.path.join(".", path) if _NO_PATH.match(path) else path)
+    if is_media_name(path):
+        source = os.path.join(".", path) if _NO_PATH.match(path) else path
+        yield Item(path, relative, source, is_video=is_video_name(path))
     elif path.lower().endswith(".tar"):
         yield from in_tar(path, relative, passed_over)
     else:
@@ -177,6 +178,7 @@ def in_tar(tar: str, relative: str, passed_over: Counts) -> Iterator[Item]:
                 error = (
                     None if member else "is a link, which cannot be followed within a tar; create the tar without links"
                 )
-                yield Item(f"{tar}/{name}", relative_path(relative[: -len(".tar")], name), member, error=error)
+                below = relative_path(relative[: -len(".tar")], name)
+                yield Item(f"{tar}/{name}", below, member, error=error, is_video=is_video_name(name))
     except ValueError as error:
         yield Item(tar, relative, None, error=str(error).removeprefix(f"{tar}: "))

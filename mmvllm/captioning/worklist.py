@@ -1,4 +1,4 @@
-"""What a run has to do: the images that it selects, without those that are recorded already."""
+"""What a run has to do: the images and clips that it selects, without those that are recorded already."""
 
 import dataclasses
 import os
@@ -8,13 +8,14 @@ from os import PathLike
 
 import xxhash
 
-from mmvllm.captioning.captioner import Task
+from mmvllm.captioning.captioner import Task, reason_of
+from mmvllm.captioning.clips import clips_of
 from mmvllm.captioning.context import read_context
 from mmvllm.captioning.counts import Counts
 from mmvllm.captioning.find import find_items
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item, real_folder, real_name
-from mmvllm.captioning.names import SUFFIXES
+from mmvllm.captioning.names import SUFFIXES, VIDEO_SUFFIXES
 from mmvllm.captioning.output import Output
 from mmvllm.captioning.progress import Progress
 from mmvllm.captioning.settings import CaptionSettings
@@ -36,7 +37,7 @@ class Selection:
             raise ValueError(f"shard is {self.shard[0]}/{self.shard[1]}, must be I/N with 1 <= I <= N")
 
     def items(self, passed_over: Counts | None = None) -> Iterator[Item]:
-        """Find the images of this shard, in the order of `find_items`. Raises ValueError if no path has an image."""
+        """Find images and videos of this shard, in the order of `find_items`; raises ValueError if there are none."""
         num_found = 0
         for item in find_items(self.paths, passed_over):
             num_found += 1
@@ -44,7 +45,8 @@ class Selection:
                 yield item
         if not num_found:
             names = ", ".join(map(str, self.paths))
-            raise ValueError(f"{names} has no images ({', '.join(sorted(SUFFIXES))})")
+            suffixes, videos = (", ".join(sorted(group)) for group in (SUFFIXES, VIDEO_SUFFIXES))
+            raise ValueError(f"{names} has no images ({suffixes}) or videos ({videos})")
 
 
 def shard_of(path: str, num_shards: int) -> int:
@@ -69,12 +71,27 @@ class Worklist:
     def __iter__(self) -> Iterator[Task]:
         num_tasks = 0
         for item in self.selection.items(self.progress.passed_over):
-            task = self.admit(item)
-            if task is not None:
-                yield self._with_context(task)
-                num_tasks += 1
-            if num_tasks == self.selection.limit:
-                return
+            for clip in self._clips(item):
+                task = self.admit(clip)
+                if task is not None:
+                    yield self._with_context(task)
+                    num_tasks += 1
+                if num_tasks == self.selection.limit:
+                    return
+
+    def _clips(self, item: Item) -> Iterator[Item]:
+        """The clips of a video, or one item with an error if its header cannot be read; an image as it is."""
+        has_failed = None
+        try:
+            for clip in clips_of(item, self.settings):
+                if has_failed is None:
+                    has_failed = self.index.has_failed(self._key(clip))
+                else:
+                    self.progress.num_further_clips += 1
+                    clip = dataclasses.replace(clip, joins_retry=has_failed)
+                yield clip
+        except ValueError as error:
+            yield dataclasses.replace(item, error=reason_of(item, error))
 
     def _with_context(self, task: Task) -> Task:
         """The task with the text beside its image, or with an error if that cannot be read."""
@@ -88,8 +105,8 @@ class Worklist:
 
     def admit(self, item: Item) -> Task | None:
         """The task for an item; None if it is recorded, in flight, or skipped because its caption file exists."""
-        key, is_image = self._key(item), item.error is None
-        if self._output.skips(item) or not self.index.claim(key, self.selection.retry_failed and is_image):
+        key, is_image = self._key(item), item.source is not None
+        if self._output.skips(item) or not self._claim(item, key):
             self._output.found(item, key)
             self.progress.skip(self.index.has_failed(key))
             return None
@@ -98,6 +115,10 @@ class Worklist:
             return Task(item, key, self._output.claim_file(item), is_image)
         except ValueError as error:
             return _failed(item, key, error)
+
+    def _claim(self, item: Item, key: str) -> bool:
+        is_retry = self.selection.retry_failed and item.source is not None
+        return self.index.claim(key, is_retry) or (item.joins_retry and self.index.claim(key))
 
     def _key(self, item: Item) -> str:
         """The key that the item is recorded with, or else its new one."""

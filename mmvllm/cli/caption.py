@@ -1,4 +1,4 @@
-"""`mmvllm caption`: writes a caption for each image."""
+"""`mmvllm caption`: writes a caption for each image and each clip of a video."""
 
 import argparse
 import sys
@@ -16,7 +16,7 @@ from mmvllm.captioning.settings import DEFAULT_PROMPT, PRESETS, CaptionSettings
 from mmvllm.cli.caption_records import Printer, own_stdout
 from mmvllm.cli.caption_summary import as_lines, summarize
 from mmvllm.cli.checks import check, tell_if_bundled
-from mmvllm.cli.common import add_model_argument, add_template_argument, at_least_one
+from mmvllm.cli.common import add_model_argument, add_template_argument, at_least_one, seconds
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 from mmvllm.cli.progress import MODES, Display
 from mmvllm.cli.stopping import stopping
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # Arguments that are passed to `caption_images` under the same names.
 PASSED_ON = (
     *("system", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels", "prefix", "suffix", "trigger_word"),
+    *("video_fps", "video_frames", "video_max_pixels", "clip_seconds", "animations_as_clips"),
     *("context_from", "context_mode", "caption_extension", "allow_special_tokens", "chat_template_kwargs"),
     *("dtype", "quantization", "output", "format", "output_dir", "overwrite", "append_anyway", "skip_existing"),
     *("retry_failed", "fail_fast", "limit", "shard", "workers", "worker_processes", "ordered"),
@@ -44,12 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "paths",
         nargs="+",
         metavar="PATH",
-        help="folder (searched recursively), image, quoted glob pattern, .tar with images, URL, or a list of images: "
-        'text with one path or URL per line (.txt, or - for standard input), or .jsonl with {"image": ..., '
-        '"prompt": ..., "context": ..., "id": ...}',
+        help="folder (searched recursively), image, video, quoted glob pattern, .tar with images or videos, URL, or a "
+        'list of them: text with one path or URL per line (.txt, or - for standard input), or .jsonl with {"image": '
+        '... or "video": ..., "start": ..., "end": ..., "prompt": ..., "context": ..., "id": ...}',
     )
     add_model_argument(parser)
     _add_prompt(parser.add_argument_group("prompt and sampling"))
+    _add_videos(parser.add_argument_group("videos"))
     _add_output(parser.add_argument_group("output (without --output, captions are printed)"))
     _add_selection(parser.add_argument_group("selection of images"))
     parser.add_argument("--workers", type=at_least_one, metavar="N", help="number of threads that prepare images")
@@ -116,6 +118,33 @@ def _add_prompt(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--prefix", default="", metavar="TEXT", help="text before every caption")
     group.add_argument("--suffix", default="", metavar="TEXT", help="text after every caption")
     group.add_argument("--trigger-word", metavar="WORD", help="write 'WORD, ' between prefix and caption")
+
+
+def _add_videos(group: argparse._ArgumentGroup) -> None:
+    sampling = group.add_mutually_exclusive_group()
+    sampling.add_argument(
+        "--video-fps", type=_positive, metavar="F", help="frames to sample per second, at least 4 in all (default: 2)"
+    )
+    sampling.add_argument(
+        "--video-frames", type=at_least_one, metavar="N", help="frames to sample of each clip, an even number"
+    )
+    group.add_argument(
+        "--video-max-pixels",
+        type=at_least_one,
+        metavar="N",
+        help="shrink larger frames to this area (default: 768 tokens for two frames, less for many frames)",
+    )
+    group.add_argument(
+        "--clip-seconds",
+        type=seconds,
+        metavar="S",
+        help="caption longer videos as clips of this length, with a record each",
+    )
+    group.add_argument(
+        "--animations-as-clips",
+        action="store_true",
+        help="take GIF, WebP, AVIF, APNG and TIFF files of several frames as videos, not as images",
+    )
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
@@ -255,6 +284,16 @@ def _prompt(args: argparse.Namespace) -> str:
     if args.preset is not None:
         return PRESETS[args.preset]
     return DEFAULT_PROMPT if args.prompt is None else args.prompt
+
+
+def _positive(text: str) -> float:
+    """An argparse type."""
+    try:
+        if 0 < (value := float(text)) < float("inf"):
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
 
 
 def _shard(text: str) -> tuple[int, int]:

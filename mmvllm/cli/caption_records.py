@@ -36,14 +36,22 @@ class Printer:
         elif record["error"] is not None:
             self._fail(record)
         elif self._prints_all:
-            _write(f"{record['path']}: {record['caption']}", self._out)
+            _write(f"{_name(record)}: {record['caption']}", self._out)
 
     def _fail(self, record: dict) -> None:
         self._num_failed += 1
         if self._prints_all or self._num_failed <= MAX_FAILURES:
-            _write(f"{_printable(record['path'])}: {_printable(record['error'])}", sys.stderr)
+            _write(f"{_printable(_name(record))}: {_printable(record['error'])}", sys.stderr)
         elif self._num_failed == MAX_FAILURES + 1:
             _write("further failures are recorded, and not printed", sys.stderr)
+
+
+def _name(record: dict) -> str:
+    """The path, with the seconds of a clip that is only a part of its video."""
+    start, end = record.get("start"), record.get("end")
+    if end is None or (start == 0 and end == record["duration"]):
+        return record["path"]
+    return f"{record['path']} {start:g}-{end:g} s"
 
 
 def _write(text: str, file: TextIO) -> None:

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mmvllm.captioning.progress import Progress
     from mmvllm.captioning.run import CaptionRun
 
 MOST = 10  # names in a row of counts
@@ -14,7 +15,8 @@ def summarize(job: "CaptionRun") -> dict[str, str]:
     failed_before = job.num_failed - p.num_failed
     rows = {
         "captioned": f"{p.num_captioned:,}",
-        "duplicates": f"{p.num_duplicates:,} (caption copied from an equal image)",
+        "clips": f"{p.num_clips:,} with a caption, {p.video_seconds:,.1f} s of video",
+        "duplicates": f"{p.num_duplicates:,} (caption copied from an equal {_noun(p)})",
         "failed": f"{p.num_failed:,}{again}",
         "failed before": f"{failed_before:,} (recorded by an earlier run){again}",
         "skipped": f"{p.num_skipped - p.num_failed_before:,} {_skipped(job)}",
@@ -25,11 +27,11 @@ def summarize(job: "CaptionRun") -> dict[str, str]:
     if p.passed_over:
         rows["passed over"] = ", ".join(f"{number:,} {name}" for name, number in p.passed_over.shown(MOST))
     rows["time"] = f"{p.seconds:.1f} s"
-    rows["speed"] = f"{p.images_per_second:.2f} images/s"
+    rows["speed"] = f"{p.images_per_second:.2f} {p.unit}/s"
     rows["tokens"] = f"{p.num_tokens:,} written by the model"
-    rows["engine waited"] = f"{p.engine_wait_share:.1%} of the time since the first image was prepared"
+    rows["engine waited"] = f"{p.engine_wait_share:.1%} of the time since the first {_noun(p)} was prepared"
     rows["model"] = job.settings.model
-    rows["prompt"] = job.settings.prompt
+    rows["prompt"] = "\n".join(_prompts(job))
     if job.output.path is not None:
         rows["output"] = str(job.output.path)
     return rows
@@ -40,6 +42,17 @@ def as_lines(summary: dict[str, str]) -> str:
     width = max(map(len, summary))
     indent = "\n" + " " * (width + 2)
     return "\n".join(f"{label:<{width}}  {text.replace(chr(10), indent)}" for label, text in summary.items())
+
+
+def _noun(progress: "Progress") -> str:
+    return {"images": "image", "clips": "clip", "records": "image or clip"}[progress.unit]
+
+
+def _prompts(job: "CaptionRun") -> list[str]:
+    """The prompt, or the two of a preset for images and for clips."""
+    has_clips, settings = job.progress.num_clips > 0, job.settings
+    prompts = [settings.prompt] * (job.progress.unit != "clips") + [settings.video_prompt] * has_clips
+    return list(dict.fromkeys(prompts))
 
 
 def _again(job: "CaptionRun") -> str:

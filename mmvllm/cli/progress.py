@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from mmvllm.captioning.progress import Progress
+from mmvllm.text import counted
 
 if TYPE_CHECKING:
     from mmvllm.captioning.run import CaptionRun
@@ -19,7 +20,8 @@ BAR_SECONDS, LOG_SECONDS = 0.25, 10.0
 class Display:
     """Shows a job's counters from a thread, until the end of the `with` statement.
 
-    The total number of images is counted in a second thread; it is shown once that is finished.
+    The images and videos are counted in a second thread; the total is shown once that is finished, and grows where a
+    video has several clips.
     """
 
     def __init__(self, mode: str, job: "CaptionRun"):
@@ -54,7 +56,8 @@ class Display:
     @property
     def _total(self) -> int | None:
         limit = None if self._job.limit is None else self._job.limit + self._progress.num_skipped
-        return min((number for number in (self._found, limit) if number is not None), default=None)
+        found = None if self._found is None else self._found + self._progress.num_further_clips
+        return min((number for number in (found, limit) if number is not None), default=None)
 
     def _show(self) -> None:
         while not self._ended.wait(BAR_SECONDS if self._bar is not None else LOG_SECONDS):
@@ -62,7 +65,7 @@ class Display:
                 self._refresh_bar()
             else:
                 total = "" if self._total is None else f"/{self._total}"
-                tqdm.write(f"{_handled(self._progress)}{total} images, {self._text()}", file=sys.stderr)
+                tqdm.write(f"{_handled(self._progress)}{total} {self._progress.unit}, {self._text()}", file=sys.stderr)
 
     def _refresh_bar(self) -> None:
         self._bar.n, self._bar.total = _handled(self._progress), self._total or 0
@@ -70,7 +73,9 @@ class Display:
 
     def _text(self) -> str:
         p = self._progress
-        parts = [f"{p.images_per_second:.2f} images/s"]
+        parts = [f"{p.images_per_second:.2f} {p.unit}/s"]
+        if p.num_clips:
+            parts.append(f"{counted(p.num_clips, 'clip')}, {p.video_seconds:,.0f} s of video")
         counts = {"failed": p.num_failed, "duplicates": p.num_duplicates, "skipped": p.num_skipped}
         parts += [f"{number} {name}" for name, number in counts.items() if number]
         parts.append(f"engine waits {p.engine_wait_share:.0%}")

@@ -29,6 +29,7 @@ from mmvllm.cli.common import option_name
 from mmvllm.cli.main import main
 from mmvllm.errors import ArgumentError
 from tests.helpers.requests import noise_image
+from tests.helpers.videos import make_clip
 
 ray = pytest.importorskip("ray")
 pytest.importorskip("ray.data")
@@ -116,6 +117,21 @@ def test_actors_and_a_local_engine_make_the_same_records(joined, folder, checkpo
     p = remote.progress
     assert (p.num_captioned, p.num_duplicates, p.num_failed, p.num_skipped) == (6, 1, 2, 0)
     assert 0 <= p.engine_wait_share <= 1
+
+
+def test_actors_caption_the_clips_of_videos(joined, tmp_path, checkpoint):
+    folder = many(tmp_path / "media", 1)
+    make_clip(folder / "long.mp4", 48)
+    (folder / "broken.mp4").write_bytes(b"no video")
+    options = {"clip_seconds": 2, "ordered": True}
+    local = list(run(folder, checkpoint, **options))
+    with run(folder, checkpoint, ray=TWO, output=tmp_path / "out.jsonl", **options) as remote:
+        assert [record | DIFFERS for record in remote] == [record | DIFFERS for record in local]
+    assert [record["start"] for record in local] == [None, 0.0, 0.0, 2.0, 4.0]
+    p = remote.progress
+    assert (p.num_captioned, p.num_failed, p.num_clips, p.num_further_clips) == (4, 1, 3, 2)
+    with run(folder, checkpoint, ray=TWO, output=tmp_path / "out.jsonl", **options) as again:
+        assert list(again) == [] and again.progress.num_skipped == 5
 
 
 def test_records_of_several_actors_have_the_order_of_the_input(joined, tmp_path, checkpoint):

@@ -148,9 +148,9 @@ def large_report(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("large")
     noise = np.random.default_rng(0).integers(0, 256, (90, 120, 3), dtype=np.uint8)
     Image.fromarray(noise).save(folder / "noise.png")
-    thumbnail = report._thumbnail(str(folder / "noise.png"))
+    thumbnail = report.thumbnail(str(folder / "noise.png"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "_thumbnail", lambda source: thumbnail)
+        patch.setattr(report, "thumbnail", lambda source: thumbnail)
         records = (
             record(f"folder/{i}.png", caption=f"number {i} " + "word " * 30, time=1.8e9 + i) for i in range(10_000)
         )

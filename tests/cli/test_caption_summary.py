@@ -75,21 +75,21 @@ def test_failures_do_not_count_as_speed(caption, images, tmp_path):
 
 
 def test_files_that_are_passed_over_are_counted_by_suffix(caption, images):
-    for name in ("a.PDF", "deep/b.pdf", "c.mov", "README", ".DS_Store", "x.a-b", "y.unusually-long"):
+    for name in ("a.PDF", "deep/b.pdf", "c.wav", "README", ".DS_Store", "x.a-b", "y.unusually-long"):
         (images / name).write_text("")
     (images / ".hidden").mkdir()
     (images / ".hidden/d.png").write_text("")
     with tarfile.open(images / "shard.tar", "w") as tar:
         for name in ("a.pdf", "deep/.b.png", "c.json"):
-            tar.add(images / "c.mov", name)
+            tar.add(images / "c.wav", name)
         tar.add(images / "b.png", "b.png")
         tar.add(images / ".hidden", "a-folder", recursive=False)
-    want = "3 .pdf, 3 hidden, 2 with other suffixes, 1 without a suffix, 1 .mov, 1 .txt, 1 .json"
+    want = "3 .pdf, 3 hidden, 2 with other suffixes, 1 without a suffix, 1 .wav, 1 .txt, 1 .json"
     _, _, err = caption(images)
     assert sorted(rows(err)["passed over"].split(", ")) == sorted(want.split(", "))
     assert "passed over" not in caption(images / "b.png")[2]
     _, _, err = caption(f"{images}/*.??v", images / "b.png")  # only what the pattern matches
-    assert rows(err)["passed over"] == "1 .mov"
+    assert rows(err)["passed over"] == "1 .wav"
 
 
 def test_kinds_of_failures_have_no_details_of_one_image():

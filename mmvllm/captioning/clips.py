@@ -1,0 +1,50 @@
+"""A video as the clips that are captioned: the whole of it, or one after the other of some seconds."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from mmvllm.captioning.items import Item, part_of_key
+from mmvllm.captioning.names import is_animation_name
+from mmvllm.captioning.settings import CaptionSettings
+from mmvllm.processors.clip import VideoInfo
+from mmvllm.processors.load_video import load_video_info
+
+SHORTEST_SHARE = 0.25  # of the seconds of a clip; a last piece that is shorter joins the clip before it
+
+
+def clips_of(item: Item, settings: CaptionSettings) -> Iterator[Item]:
+    """The clips of a video, in their order; anything else as it is.
+
+    The header of a video is read only where the settings need it. Raises ValueError if it cannot be read.
+    """
+    if item.error is None and settings.animations_as_clips and _is_animation(item):
+        item = dataclasses.replace(item, is_video=True)
+    if item.error is not None or not item.is_video or settings.clip_seconds is None:
+        yield item
+    else:
+        yield from _cut(item, load_video_info(item.read()), settings.clip_seconds)
+
+
+def _is_animation(item: Item) -> bool:
+    if item.is_video or not is_animation_name(item.path):
+        return False
+    try:
+        return load_video_info(item.read()).total_num_frames > 1
+    except ValueError:  # as an image, it fails with the reason
+        return False
+
+
+def _cut(item: Item, info: VideoInfo, seconds: float) -> Iterator[Item]:
+    start, end = item.start or 0.0, min(info.duration, info.duration if item.end is None else item.end)
+    of_two_frames = 2 / info.fps
+    seconds = max(seconds, of_two_frames)
+    number, rest = divmod(end - start, seconds)
+    number = int(number) + (rest >= max(seconds * SHORTEST_SHARE, of_two_frames))
+    if number < 2:  # or there is nothing between `start` and `end`, which preparation refuses
+        yield item
+        return
+    for i in range(number):
+        first = round(start + i * seconds, 3)
+        last = round(end if i == number - 1 else start + (i + 1) * seconds, 3)
+        part = f"{item.part}{part_of_key(first)}" if i else item.part
+        yield dataclasses.replace(item, start=first, end=last, part=part)

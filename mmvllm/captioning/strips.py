@@ -1,0 +1,44 @@
+"""A few frames of a clip side by side, as a small image for the report."""
+
+from contextlib import suppress
+
+from PIL import Image
+
+from mmvllm.captioning.thumbnails import Source, encoded, read
+from mmvllm.models.video import VIDEO_DEFAULTS
+from mmvllm.processors.clip import VideoInfo
+from mmvllm.processors.load_video import load_video
+from mmvllm.processors.video import ClipPlan
+
+NUM_FRAMES = 4
+SIDE = 128  # pixels, the longer side of a frame
+GAP = 2  # pixels between frames
+
+
+class StripPlan(ClipPlan):
+    """Takes the frames of a strip, small ones."""
+
+    def sizes(self, num_frames: int, height: int, width: int) -> list[tuple[int, int]]:
+        scale = min(1.0, SIDE / max(height, width))
+        return [(max(round(height * scale), 1), max(round(width * scale), 1))]
+
+    def frame_indices(self, info: VideoInfo) -> list[int]:
+        start, end, last = self.part["video_start"], self.part["video_end"], info.total_num_frames - 1
+        start, end = start * info.fps, last if end is None else min(end * info.fps, last)
+        # In the middle of equal parts, because a clip often begins and ends with a cut.
+        places = (start + (end - start) * (i + 0.5) / NUM_FRAMES for i in range(NUM_FRAMES))
+        return [min(int(place), last) for place in places]
+
+
+def strip_of_frames(source: Source | None, start: float, end: float | None) -> str | None:
+    """Frames from `start` to `end`, in seconds, as a WebP image in base64; None if they cannot be read."""
+    if source is None:
+        return None
+    with suppress(ValueError):
+        clip = load_video(read(source), StripPlan(VIDEO_DEFAULTS, part={"video_start": start, "video_end": end}))
+        _, height, width, _ = clip.frames.shape
+        strip = Image.new("RGB", (len(clip.frames) * (width + GAP) - GAP, height), "white")
+        for i, frame in enumerate(clip.frames):
+            strip.paste(Image.fromarray(frame), (i * (width + GAP), 0))
+        return encoded(strip)
+    return None
