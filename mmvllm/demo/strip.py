@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image
 
 from mmvllm.processors.clip import Clip, VideoInfo
-from mmvllm.processors.video import ClipPlan
+from mmvllm.processors.video import ClipPlan, Resize
 
 MAX_FRAMES = 6
 HEIGHT, MAX_WIDTH = 96, 240  # pixels of a frame
@@ -25,9 +25,9 @@ class StripPlan(ClipPlan):
         places = np.linspace(0, len(indices) - 1, min(len(indices), MAX_FRAMES))
         return [indices[place] for place in places.round().astype(int)]
 
-    def sizes(self, num_frames: int, height: int, width: int) -> list[tuple[int, int]]:
+    def sizes(self, num_frames: int, height: int, width: int) -> list[Resize]:
         scale = min(HEIGHT / height, MAX_WIDTH / width, 1.0)
-        return [(max(1, round(height * scale)), max(1, round(width * scale)))]
+        return [Resize(max(1, round(height * scale)), max(1, round(width * scale)))]
 
 
 def strip_of(clip: Clip) -> Strip:

@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from mmvllm.demo.images import UploadError, check_bytes, damaged
 from mmvllm.demo.strip import Strip, StripPlan, strip_of
 from mmvllm.errors import VideoError
@@ -90,20 +92,14 @@ class ClipRules:
         num_tokens = plan.num_tokens(info)
         if self.media.timestamp is None:
             return num_tokens
-        seconds = [index / info.fps for index in plan.frame_indices(info)]
-        stamps = map(self.media.timestamp.format, _patch_times(seconds, self.config.temporal_patch_size))
+        clip = plan.timed(Clip(np.empty(0), info, tuple(plan.frame_indices(info))))
+        stamps = map(self.media.timestamp.format, clip.patch_times(self.config.temporal_patch_size))
         return num_tokens + sum(self.num_text_tokens(stamp) + 2 for stamp in stamps)  # 2: start and end
-
-
-def _patch_times(times: list[float], size: int) -> list[float]:
-    """Seconds of each temporal patch of `size` frames: the mean of its ends; the last frame fills the last patch."""
-    filled = times + times[-1:] * (-len(times) % size)
-    return [(filled[i] + filled[i + size - 1]) / 2 for i in range(0, len(filled), size)]
 
 
 def why_no_videos(engine: "AsyncLLM") -> str | None:
     """What a visitor is told who adds a video to a page that takes none; None if it takes videos."""
-    if engine.media_rules is None or engine.media_rules.video_token_id is None:
+    if not engine.takes_videos:
         return "this model takes no videos"
     return None if find_spec("av") else "this server takes no videos, since it lacks PyAV"
 

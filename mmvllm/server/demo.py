@@ -25,6 +25,7 @@ def mount(app: FastAPI, engine: AsyncLLM, settings: ServerSettings, decoder: Med
     page_settings = DemoSettings(
         settings.media,
         settings.max_images,
+        settings.max_videos,
         timeout=settings.request_timeout,
         uses_generation_config=settings.uses_generation_config,
         chat_template_kwargs=settings.chat_template_kwargs,

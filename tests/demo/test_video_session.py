@@ -164,8 +164,7 @@ def test_videos_that_exceed_the_context_together_are_refused_before_they_are_dec
 def test_a_page_that_takes_no_videos_says_why(handlers, engine, monkeypatch):
     clip = sent(handlers, "a.mp4")
     assert "and 2 videos of 256 MiB and 60 minutes" in handlers.limits
-    rules = replace(engine.media_rules, video_token_id=None)
-    monkeypatch.setattr(engine, "media_rules", rules)
+    monkeypatch.setattr(engine, "takes_videos", False)
     assert counted(handlers, clip) == ['<span class="bad" role="alert">this model takes no videos</span>']
     assert "video" not in handlers.limits
 

@@ -144,7 +144,7 @@ def test_a_page_without_videos_says_why(engine, tmp_path, monkeypatch):
     assert why_no_videos(engine) is None
     monkeypatch.setattr("mmvllm.demo.videos.find_spec", lambda name: None)
     assert why_no_videos(engine) == "this server takes no videos, since it lacks PyAV"
-    monkeypatch.setattr(engine, "media_rules", replace(engine.media_rules, video_token_id=None))
+    monkeypatch.setattr(engine, "takes_videos", False)
     sessions = Sessions(engine, Uploads(tmp_path), DemoSettings(POLICY))
     with pytest.raises(ValueError, match="this model takes no videos"):
         elsewhere(sessions.read(sessions.get("one"), tmp_path / "a.mp4", ClipOptions()))

@@ -1,4 +1,4 @@
-"""Image placeholders of a prompt are expanded to the number of tokens of each image."""
+"""Placeholders of a prompt are expanded to the number of tokens of each image and video."""
 
 import re
 from collections.abc import Iterable
@@ -6,15 +6,17 @@ from dataclasses import replace
 from itertools import accumulate
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmvllm.errors import RequestError
-from mmvllm.inputs import MediaRules, Span
+from mmvllm.inputs import Media, MediaRules, Span
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.qwen2_vl import FAMILY
 from mmvllm.models.registry import load_config
 from mmvllm.processors import placeholders as expanding
+from mmvllm.processors.placeholders import place_media
 
 RULES = FAMILY.media_rules(load_config(BUNDLED))
 TOKENS = replace(RULES, image_token_id=9, start_token_id=8, end_token_id=7)
@@ -148,3 +150,91 @@ def test_expansion_equals_a_regular_expression(case):
 @given(prompts_with_lengths())
 def test_expansion_equals_a_regular_expression_in_many_cases(case):
     check_against_a_regular_expression(*case)
+
+
+V = 6  # the placeholder of a video
+VIDEO_TOKENS = replace(TOKENS, video_token_id=V)
+NESTED_TOKENS = replace(VIDEO_TOKENS, timestamp="<{:.1f} seconds>")  # Qwen3-VL
+BOTH_RULES = pytest.mark.parametrize("rules", [VIDEO_TOKENS, NESTED_TOKENS], ids=["one run", "with times"])
+
+
+def media(modality: str, t: int, length: int) -> Media:
+    """An image or a video of so many temporal patches, each of so many tokens."""
+    patches, times = torch.zeros(4 * t * length, 1), tuple(i + 0.25 for i in range(t))
+    digests = tuple(bytes([i]) for i in range(t))
+    return Media(modality, patches, (t, 2, 2 * length), digests, times if modality == "video" else ())
+
+
+def encode(text: str) -> list[int]:
+    """Token ids of a time, which are none of the placeholders."""
+    return [100 + ord(letter) for letter in text]
+
+
+@pytest.mark.parametrize(
+    "rules, want, spans",
+    [
+        (VIDEO_TOKENS, [1, S, *[V] * 6, E, 2, S, P, E], [(2, 3), (5, 3), (11, 1)]),
+        (
+            NESTED_TOKENS,
+            [1, S, *encode("<0.2 seconds>"), S, V, V, V, E, *encode("<1.2 seconds>"), S, V, V, V, E, E, 2, S, P, E],
+            [(16, 3), (34, 3), (41, 1)],
+        ),
+    ],
+    ids=["one run", "with times"],
+)
+def test_each_temporal_patch_has_a_span(rules, want, spans):
+    prompt = place_media([1, S, V, E, 2, S, P, E], [media("image", 1, 1), media("video", 2, 3)], rules, encode)
+    assert prompt.token_ids == want
+    assert spans == [item.span for item in prompt.items]
+    assert [item.modality for item in prompt.items] == ["video", "video", "image"]
+
+
+pieces = st.lists(
+    st.tuples(st.lists(st.integers(1, 2), max_size=2), st.sampled_from(["image", "video"]), st.integers(1, 3)),
+    max_size=5,
+)
+
+
+@BOTH_RULES
+@settings(max_examples=60, deadline=None)
+@given(pieces)
+def test_an_expanded_prompt_is_expanded_again_as_it_is(rules, pieces):
+    """Images and videos of any order, with and without text between them."""
+    given = [media(modality, size if modality == "video" else 1, size) for _, modality, size in pieces]
+    prompt = [x for text, modality, _ in pieces for x in (*text, S, P if modality == "image" else V, E)]
+    once = place_media(prompt, given, rules, encode)
+    again = place_media(once.token_ids, given, rules, encode)
+    assert again.token_ids == once.token_ids
+    assert [item.span for item in again.items] == [item.span for item in once.items]
+    at = [i for item in once.items for i in range(item.offset, item.end)]
+    assert at == [i for i, one in enumerate(once.token_ids) if one in (P, V)]
+    by_modality = {name: [item.index for item in once.items if item.modality == name] for name in ("image", "video")}
+    assert all(indices == sorted(indices) for indices in by_modality.values())
+    numbers = {name: sum(one.modality == name for one in given) for name in by_modality}
+    assert {name: {*indices} for name, indices in by_modality.items()} == {
+        name: {*range(number)} for name, number in numbers.items()
+    }
+
+
+@BOTH_RULES
+@pytest.mark.parametrize(
+    "token_ids, num_videos, message",
+    [
+        ([1, 2], 1, "prompt has 0 video placeholders but 1 video was given; write .*video_pad.* once per video"),
+        ([S, V, E], 0, "prompt has 1 video placeholder but 0 videos were given"),
+        ([S, V, E, S, V, E], 1, "prompt has 2 video placeholders but 1 video was given"),
+        ([S, P, E], 1, "prompt has 1 image placeholder but 0 images were given"),
+        ([S, V, E, V], 1, "1 video placeholder, 1 <.video_pad.> outside <.vision_start.> and <.vision_end.>, but"),
+        ([S, V], 1, "0 video placeholders, 1 <.video_pad.> outside .*, 1 <.vision_start.> without <.vision_end.>, but"),
+    ],
+)
+def test_video_placeholders_that_do_not_fit_are_refused(token_ids, num_videos, message, rules):
+    with pytest.raises(RequestError, match=message):
+        place_media(token_ids, [media("video", 2, 1)] * num_videos, rules, encode)
+
+
+def test_pairs_within_a_pair_are_a_video_only_with_times():
+    nested = [S, *encode("<0.2 seconds>"), S, V, E, E]
+    assert len(place_media(nested, [media("video", 2, 1)], NESTED_TOKENS, encode).items) == 2
+    with pytest.raises(RequestError, match=r"1 video placeholder, 1 <.vision_start.> without <.vision_end.>"):
+        place_media(nested, [media("video", 2, 1)], VIDEO_TOKENS, encode)

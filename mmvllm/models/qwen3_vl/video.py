@@ -23,10 +23,10 @@ class Qwen3VLVideoProcessorConfig(VideoProcessorConfig):
     def frame_size(self, num_frames: int, height: int, width: int, low: int, high: int) -> tuple[int, int]:
         size, factor = self.temporal_patch_size, self.factor
         num_frames = max(num_frames, size)  # the reference refuses one frame, which here fills a temporal patch
+        check_aspect_ratio(height, width)
         if min(height, width) < factor:
             scale = max(factor / height, factor / width)
             height, width = int(height * scale), int(width * scale)
-        check_aspect_ratio(height, width)
         resized = [round(side / factor) * factor for side in (height, width)]
         num_pixels = round(num_frames / size) * size * resized[0] * resized[1]
         if num_pixels > high:
