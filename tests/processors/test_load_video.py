@@ -133,10 +133,10 @@ def test_a_closed_file_is_refused(path):
 
 
 def test_an_error_holds_neither_the_source_nor_frames(tmp_path):
-    class Source(io.BytesIO):
+    class ReferredFile(io.BytesIO):
         pass
 
-    source = Source(b"no video")
+    source = ReferredFile(b"no video")
     with pytest.raises(VideoError) as caught:
         load_video(source, FramesAt())
     error, alive = caught.value, weakref.ref(source)
