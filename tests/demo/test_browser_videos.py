@@ -44,9 +44,9 @@ def test_a_video_is_dropped_counted_played_and_asked_about_twice(kind, suffix, c
 
         video = tab.page.locator("#chat video")
         assert video.evaluate("video => [video.videoWidth, Math.round(video.duration)]") == [96, 3]
+        video.evaluate("video => { video.loop = true; video.isTheSame = true; }")
         tab.page.get_by_label("play-pause-replay-button").click()
         until(lambda: video.evaluate("video => video.currentTime") > 0.2)
-        video.evaluate("video => { video.loop = true; video.isTheSame = true; }")
         until(lambda: site.engine.stats().num_running == 0)
         if kind == "drop":
             assert site.engine.stats().num_encoded_images == encoded + 3  # temporal patches
