@@ -5,7 +5,7 @@ import torch
 
 from mmvllm import SamplingParams
 from tests.helpers.engines import run_at_once
-from tests.helpers.parity import GREEDY, REQUESTS
+from tests.helpers.parity import GREEDY, REQUESTS, VIDEOS
 from tests.helpers.shapes import IMAGE_SHAPES, RICHEST, every_family
 
 pytestmark = pytest.mark.gpu
@@ -22,9 +22,10 @@ def cuda():
 @pytest.mark.parametrize("budget", [7, 4096])
 def test_greedy_tokens_equal_transformers_on_the_cpu(shape, backend, budget, checkpoints, reference, make_llm):
     llm = make_llm(checkpoints(shape), device="cuda", attention_backend=backend, max_num_batched_tokens=budget)
+    requests = REQUESTS | {f"{name} (video)": request for name, request in VIDEOS.items()}
     for _ in range(2):  # cold, then from the caches
-        outputs = llm.generate_multimodal(list(REQUESTS.values()), GREEDY)
-        for name, request, output in zip(REQUESTS, REQUESTS.values(), outputs, strict=True):
+        outputs = llm.generate_multimodal(list(requests.values()), GREEDY)
+        for (name, request), output in zip(requests.items(), outputs, strict=True):
             assert output.token_ids == reference(shape).generate(request), name
 
 
