@@ -11,6 +11,7 @@ from mmvllm import LLM, AsyncLLM, RequestError, SamplingParams
 from mmvllm.captioning import CaptionSettings, caption_images
 from mmvllm.cli.main import main
 from mmvllm.demo.conversation import Options, Turn
+from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.session import Sessions
 from mmvllm.demo.settings import DemoSettings
 from tests.helpers.pages import elsewhere
@@ -108,11 +109,12 @@ def test_the_server_names_the_field_of_an_error(engine):
 
 
 @pytest.mark.parametrize("kwargs", [NUMBERED, {}])
-def test_the_page_gives_its_own(kwargs, engine, numbered):
+def test_the_page_gives_its_own(kwargs, engine, numbered, tmp_path):
     async def converse() -> None:
         uploads = SimpleNamespace(release=lambda *_, **__: None)
         sessions = Sessions(engine, uploads, DemoSettings(chat_template_kwargs=kwargs))
-        image = SimpleNamespace(load=lambda _: noise_image(60, 60), num_tokens=lambda *_: 4, path="a.png")
+        noise_image(60, 60).save(tmp_path / "a.png")
+        image = UploadedImage.read(tmp_path / "a.png", DemoSettings().policy)
         options = Options("", 0, 1, 0, 1, 2, -1, 3136, 20_000)
         async with aclosing(sessions.answer(sessions.get("one"), Turn("What?", (image,)), options)) as ticks:
             async for _ in ticks:

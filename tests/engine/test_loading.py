@@ -47,6 +47,7 @@ def test_a_damaged_chat_template_file_is_named(checkpoint, make_llm, tmp_path):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     template = settings.pop("chat_template")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").unlink()
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
     assert make_llm(folder).processor(GOOD).token_ids == make_llm(checkpoint).processor(GOOD).token_ids
     for content in ("{", "[]", "{}"):
