@@ -36,7 +36,12 @@ open("/proc/self/clear_refs", "w").write("5")  # begins a new peak
 content = [{"type": "image", "image": Image.effect_noise((448, 448), 50)}, {"type": "text", "text": "What is it?"}]
 params = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
 output = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)[0]
-print(json.dumps([len(output.token_ids), output.num_image_tokens, loading, peak()]))
+answering = peak()
+clip = [Image.effect_noise((224, 224), 50)] * 3
+content = [{"type": "video", "video": clip}, {"type": "text", "text": "What is it?"}]
+watched = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)[0]
+numbers = [(len(one.token_ids), one.num_image_tokens, one.num_video_tokens) for one in (output, watched)]
+print(json.dumps([numbers, loading, answering]))
 """
 
 
@@ -56,8 +61,8 @@ def test_models_of_published_sizes_answer_in_the_predicted_memory(name, quantiza
     command = [sys.executable, "-c", ANSWER, str(tmp_path), json.dumps(quantization)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "2"})
     assert done.returncode == 0, done.stderr
-    num_tokens, num_image_tokens, loading, answering = json.loads(done.stdout.splitlines()[-1])
-    assert (num_tokens, num_image_tokens) == (8, 256 if "2.5" in name else 196)
+    numbers, loading, answering = json.loads(done.stdout.splitlines()[-1])
+    assert numbers == [[8, 256 if "2.5" in name else 196, 0], [8, 0, 128 if "2.5" in name else 98]]
 
     assert main(["info", "--model", str(tmp_path), "--device", "cpu", *CACHES]) == 0
     row = re.search(rf"^  {quantization or 'bfloat16'} +(.*)$", capsys.readouterr().out, re.M)[1]
