@@ -18,6 +18,8 @@ GAP = 2  # pixels between frames
 class StripPlan(ClipPlan):
     """Takes the frames of a strip, small ones."""
 
+    is_preview = True
+
     def sizes(self, num_frames: int, height: int, width: int) -> list[Resize]:
         scale = min(1.0, SIDE / max(height, width))
         return [Resize(max(round(height * scale), 1), max(round(width * scale), 1))]
