@@ -112,7 +112,7 @@ class ClipPlan:
     max_pixels: int | None = None
     part: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
-    is_preview: ClassVar[bool] = False  # of a video that was read before, with its warnings
+    is_preview: ClassVar[bool] = False  # of a video that is read with another plan, too, which gives the warnings
 
     def frame_indices(self, info: VideoInfo) -> list[int]:
         """The frames to take, in order; an index may occur twice."""
