@@ -20,8 +20,9 @@ _EXPORTS_BY_MODULE = {
     "mmvllm.sampling_params": ("SamplingParams",),
     "mmvllm.outputs": ("RequestOutput", "CompletionOutput", "Delta"),
     "mmvllm.errors": (
-        *("RequestError", "ParameterError", "ImageError", "PromptTooLong", "RequestFailed", "RequestsAborted"),
-        *("EngineBusy", "EngineStopped", "EngineFailed", "DeadlineExceeded", "ArgumentError"),
+        *("RequestError", "ParameterError", "ImageError", "VideoError", "PromptTooLong"),
+        *("RequestFailed", "RequestsAborted", "EngineBusy", "EngineStopped", "EngineFailed"),
+        *("DeadlineExceeded", "ArgumentError"),
     ),
 }
 _EXPORTS = {name: module for module, names in _EXPORTS_BY_MODULE.items() for name in names}

@@ -49,6 +49,8 @@ def decode_video(
     """
 
     def take(stream: VideoStream, info: VideoInfo) -> Clip:
+        if not plan.is_preview:
+            _warn_of_missing_frames(name, stream.declared_seconds, info.duration)
         return sampled(name, info, lambda index: stream.shown(index / info.fps, 1 / info.fps), plan, limits, reserve)
 
     return _read(file, name, limits, take)
@@ -114,7 +116,7 @@ def _open(file: str | BinaryIO, name: str, limits: VideoLimits) -> Any:
     try:
         import av
     except ImportError:
-        raise VideoError(name, "is a video; pip install 'mmvllm[video]'") from None
+        raise VideoError(name, "is a video, and PyAV is not installed; pip install 'mmvllm[video]'") from None
     if not isinstance(file, str):
         file.seek(0)
     source = f"file:{file}" if isinstance(file, str) else file  # else a colon in the path would end a protocol
@@ -122,8 +124,8 @@ def _open(file: str | BinaryIO, name: str, limits: VideoLimits) -> Any:
         # The mode is given, else that of a file object would be taken.
         return av.open(source, "r", options=_options(limits), buffer_size=READ_BYTES, metadata_errors="replace")
     except (av.error.InvalidDataError, av.error.ArgumentError, av.error.EOFError):
-        known = f" in {', '.join(limits.containers)}" if limits.containers else " that FFmpeg can read, or damaged"
-    raise VideoError(name, f"is not a video{known}")
+        known = f"in {', '.join(limits.containers)}" if limits.containers else "that FFmpeg can read"
+    raise VideoError(name, f"is not a video {known}, or damaged")
 
 
 def _options(limits: VideoLimits) -> dict[str, str]:
@@ -134,14 +136,16 @@ def _options(limits: VideoLimits) -> dict[str, str]:
 
 def _info(stream: VideoStream, name: str, limits: VideoLimits) -> VideoInfo:
     """Also goes to the first frame."""
-    declared = stream.declared_seconds
-    limits.check_seconds(name, declared)
+    limits.check_seconds(name, stream.declared_seconds)
     number, fps = stream.measure()
     size = stream.begin()
     if size is None:
         raise VideoError(name, "has no frame that can be decoded")
     info = VideoInfo(max(number, 1), fps, *size)
     limits.check(name, info)
-    if declared > 1.1 * info.duration + 1:
-        _logger.warning("%s: declares %.1f s, but only %.1f s are there", name, declared, info.duration)
     return info
+
+
+def _warn_of_missing_frames(name: str, declared: float, there: float) -> None:
+    if declared > 1.1 * there + 1:
+        _logger.warning("%s: declares %.1f s, but only %.1f s are there", name, declared, there)

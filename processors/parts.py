@@ -120,7 +120,7 @@ def check_numbers(given: Mapping[str, Any]) -> None:
         if value is not None and (
             isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= sys.maxsize
         ):
-            raise ParameterError(key, value, f"an integer of at least 1 and at most {sys.maxsize}")
+            raise ParameterError(key, value, "an integer of at least 1 that fits into 64 bits")
     for key in _RATES:
         if given.get(key) is not None:
             check_fps(key, given[key])

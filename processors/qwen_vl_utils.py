@@ -45,8 +45,9 @@ def _frame_range(part: Mapping[str, Any], info: VideoInfo) -> tuple[int, int]:
     first = 0 if start is None else math.ceil(min(max(0.0, start), info.duration) * info.fps)
     last = last if end is None else min(math.floor(min(max(0.0, end), info.duration) * info.fps), last)
     if first >= last:
+        given = [f"{key} {part[key]}" for key in ("video_start", "video_end") if part.get(key) is not None]
         raise RequestError(
-            f"video_start {start} to video_end {end} has less than two frames; the video is {info.duration:.2f} s long",
+            f"{' to '.join(given)} has less than two frames; the video is {info.duration:.2f} s long",
             param="video_start" if start is not None else "video_end",
         )
     return first, last

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -112,6 +112,7 @@ class ClipPlan:
     max_pixels: int | None = None
     part: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
+    is_preview: ClassVar[bool] = False  # of a video that is read with another plan, too, which gives the warnings
 
     def frame_indices(self, info: VideoInfo) -> list[int]:
         """The frames to take, in order; an index may occur twice."""

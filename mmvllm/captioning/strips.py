@@ -15,8 +15,10 @@ SIDE = 128  # pixels, the longer side of a frame
 GAP = 2  # pixels between frames
 
 
-class StripPlan(ClipPlan):
+class ReportStripPlan(ClipPlan):
     """Takes the frames of a strip, small ones."""
+
+    is_preview = True
 
     def sizes(self, num_frames: int, height: int, width: int) -> list[Resize]:
         scale = min(1.0, SIDE / max(height, width))
@@ -35,7 +37,7 @@ def strip_of_frames(source: Source | None, start: float, end: float | None) -> s
     if source is None:
         return None
     with suppress(ValueError):
-        clip = load_video(read(source), StripPlan(VIDEO_DEFAULTS, part={"video_start": start, "video_end": end}))
+        clip = load_video(read(source), ReportStripPlan(VIDEO_DEFAULTS, part={"video_start": start, "video_end": end}))
         _, height, width, _ = clip.frames.shape
         strip = Image.new("RGB", (len(clip.frames) * (width + GAP) - GAP, height), "white")
         for i, frame in enumerate(clip.frames):

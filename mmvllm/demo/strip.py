@@ -19,6 +19,7 @@ class StripPlan(ClipPlan):
     """A few of the frames that a clip with the same settings consists of, small."""
 
     __slots__ = ()
+    is_preview = True
 
     def frame_indices(self, info: VideoInfo) -> list[int]:
         indices = super().frame_indices(info)

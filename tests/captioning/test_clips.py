@@ -10,6 +10,7 @@ from PIL import Image
 
 from mmvllm import LLM, SamplingParams
 from mmvllm.captioning import caption_images
+from mmvllm.captioning.progress import kind_of_failure
 from mmvllm.captioning.record import COLUMNS, OF_CLIPS
 from mmvllm.models.folder import BUNDLED
 from tests.helpers.finding import make_tar
@@ -128,6 +129,7 @@ def test_a_range_of_a_list_is_cut_and_wrong_ones_fail(clips, llm, tmp_path):
         {"video": long, "start": 2, "end": 7.5, "id": "range"},
         {"video": long, "start": 9, "id": "rest"},
         {"video": long, "start": 20, "end": 30, "id": "behind"},
+        {"video": long, "start": 40, "id": "open"},
         {"video": "gone.mp4", "id": "gone"},
     ]
     (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -136,7 +138,8 @@ def test_a_range_of_a_list_is_cut_and_wrong_ones_fail(clips, llm, tmp_path):
     assert good == {("range", 2.0, 4.5), ("range", 4.5, 7.5), ("rest", 9.0, 10.0)}
     errors = {id: (start, end, error) for id, start, end, error in made if error is not None}
     assert errors["behind"][:2] == (20.0, 30.0) and "has less than two frames" in errors["behind"][2]
-    assert errors["gone"][:2] == (0.0, None) and errors.keys() == {"behind", "gone"}
+    assert errors["open"][2] == "video_start 40.0 has less than two frames; the video is 10.00 s long"
+    assert errors["gone"][:2] == (0.0, None) and errors.keys() == {"behind", "open", "gone"}
 
 
 def test_videos_in_a_tar_are_captioned_with_the_images(clips, llm, tmp_path):
@@ -171,6 +174,9 @@ def test_without_pyav_videos_fail_and_images_are_captioned(options, clips, llm, 
     made = {Path(record["path"]).name: record["error"] for record in run(clips, llm, **options)}
     assert made.pop("image.png") is None
     assert len(made) == 4 and all("pip install 'mmvllm[video]'" in error for error in made.values())
+    assert {kind_of_failure({"path": "a", "error": error}) for error in made.values()} == {
+        "is a video, and PyAV is not installed"
+    }
 
 
 def test_videos_are_counted_while_the_walk_goes_on(clips, llm):

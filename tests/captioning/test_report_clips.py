@@ -9,7 +9,7 @@ from PIL import Image
 from mmvllm.captioning.report import write_report
 from tests.helpers.finding import make_tar
 from tests.helpers.reports import opened, page, pixels, record
-from tests.helpers.videos import make_clip
+from tests.helpers.videos import declare_seconds, make_clip
 
 CLIP = {"duration": 10.0, "num_frames": 8, "fps": 2.0, "width": 96, "height": 64}
 
@@ -39,6 +39,13 @@ def test_a_clip_has_a_strip_of_its_frames(video, tmp_path):
     assert shades(part) == pytest.approx([120, 120, 140, 140], abs=8)
     assert "2 clips: 2 captioned, 0 failed; 0 duplicates." in "".join(shown.all("p"))
     assert [card["start"] for card in shown.records] == [0.0, 5.0]
+
+
+def test_a_strip_repeats_no_warning(tmp_path, caplog):
+    path = make_clip(tmp_path / "a.mkv", 24)
+    path.write_bytes(declare_seconds(path.read_bytes(), 60))
+    assert page(tmp_path / "report.html", [clip(path, end=3.0)]).thumbnails[0] is not None
+    assert not caplog.messages
 
 
 def test_strips_are_small(tmp_path):

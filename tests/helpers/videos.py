@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
+from typing import ClassVar
 
 import av
 import numpy as np
@@ -92,6 +93,7 @@ class FramesAt:
     part: Mapping = field(default_factory=dict)
     fps: float | None = None
     num_frames: int | None = None
+    is_preview: ClassVar[bool] = False
 
     def frame_indices(self, info: VideoInfo) -> list[int]:
         return list(range(info.total_num_frames) if self.indices is None else self.indices)

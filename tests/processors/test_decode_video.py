@@ -195,6 +195,8 @@ def test_a_header_that_declares_three_hours(tmp_path, caplog):
     path.write_bytes(declare_seconds(path.read_bytes(), 3 * 3600))
     assert frames(path, (0, 23)).info == VideoInfo(24, 8.0, 64, 96)
     assert caplog.messages == ["a.mkv: declares 10800.0 s, but only 3.0 s are there"]
+    caplog.clear()
+    assert video_info(str(path), "a.mkv").duration == 3 and not caplog.messages  # said where frames are taken
     with pytest.raises(VideoError, match=r"a\.mkv: lasts 10800 s, more than 3600 s; cut it first"):
         video_info(str(path), "a.mkv", VideoLimits(max_seconds=3600))
 
@@ -244,5 +246,7 @@ def test_a_suffix_does_not_matter(tmp_path):
 def test_without_pyav_the_message_says_what_to_install(tmp_path, monkeypatch):
     path = make_clip(tmp_path / "a.mp4", 1)
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(VideoError, match=r"a.mp4: is a video; pip install 'mmvllm\[video\]'"):
+    with pytest.raises(
+        VideoError, match=r"a.mp4: is a video, and PyAV is not installed; pip install 'mmvllm\[video\]'"
+    ):
         frames(path)
