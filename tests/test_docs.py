@@ -101,7 +101,7 @@ def test_the_indented_commands_are_those_that_ci_runs():
     """`.ci/run` reads them from the README and runs each of them."""
     patterns = re.findall(r"grep -m 1 '(.*)' README.md", (ROOT / ".ci" / "run").read_text())
     lines = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("    pip ")]
-    assert len(patterns) == len(lines) == 4
+    assert len(patterns) == len(lines) == 5
     for pattern in patterns:
         assert sum(bool(re.search(pattern, line)) for line in lines) == 1, pattern
 

@@ -21,12 +21,12 @@ from mmvllm.models.folder import resolve_folder
 from mmvllm.models.registry import load_media_configs
 from mmvllm.processors.clip import VideoInfo
 from mmvllm.processors.load_video import load_video, load_video_info
-from mmvllm.processors.video import ClipPlan, resize_frame
+from mmvllm.processors.video import ClipPlan, Resize, resize_frame, resized_to
 
 SECONDS, FPS, SIZE, GOP = 20, 30, (1280, 720), 60  # of the generated clip
 NUM_CLIPS, OUTPUT_TOKENS = 4, 33  # of the engine's run
 
-Reader = Callable[[str, list[int], list[tuple[int, int]]], int]  # path, indices, sizes -> frames
+Reader = Callable[[str, list[int], list[Resize]], int]  # path, indices, sizes -> number of frames
 
 
 def run(args: argparse.Namespace) -> dict:
@@ -76,7 +76,7 @@ def _measure(path: str, info: VideoInfo, plan: ClipPlan, repeat: int) -> dict:
             start = time.perf_counter()
             read(path, indices, sizes)
             seconds[name].append(time.perf_counter() - start)
-    height, width = sizes[-1] if sizes else (info.height, info.width)
+    height, width = resized_to(sizes, info.height, info.width)
     return {
         "fps": plan.fps,
         "frames": len(indices),
@@ -85,7 +85,7 @@ def _measure(path: str, info: VideoInfo, plan: ClipPlan, repeat: int) -> dict:
     }
 
 
-def _all_by_pyav(path: str, indices: list[int], sizes: list[tuple[int, int]]) -> int:
+def _all_by_pyav(path: str, indices: list[int], sizes: list[Resize]) -> int:
     import av
 
     wanted = set(indices)
@@ -94,7 +94,7 @@ def _all_by_pyav(path: str, indices: list[int], sizes: list[tuple[int, int]]) ->
         return len([resize_frame(one.to_ndarray(format="rgb24"), sizes) for i, one in frames if i in wanted])
 
 
-def _all_by_opencv(path: str, indices: list[int], sizes: list[tuple[int, int]]) -> int:
+def _all_by_opencv(path: str, indices: list[int], sizes: list[Resize]) -> int:
     import cv2
 
     video, frames, wanted, i = cv2.VideoCapture(path, cv2.CAP_FFMPEG, [cv2.CAP_PROP_N_THREADS, 1]), [], set(indices), 0
