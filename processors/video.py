@@ -8,10 +8,8 @@ uint8 up to the device.
     Clip ── VideoProcessor ── Media
 """
 
-import re
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from numbers import Real
@@ -23,7 +21,7 @@ import torch.nn.functional as F
 import xxhash
 
 from mmvllm.arguments import check_int
-from mmvllm.errors import ParameterError, PromptTooLong, RequestError
+from mmvllm.errors import ParameterError, PromptTooLong
 from mmvllm.inputs import Media
 from mmvllm.processors import qwen_vl_utils
 from mmvllm.processors.bounds import pixel_bounds
@@ -126,16 +124,14 @@ class ClipPlan:
         """
         if not self.part:
             return self.final_sizes(num_frames, height, width)
-        with naming_video():
-            size = qwen_vl_utils.frame_size(self.part, num_frames, height, width, self.config.factor)
+        size = qwen_vl_utils.frame_size(self.part, num_frames, height, width, self.config.factor)
         return [Resize(*size, as_floats=True)] * (size != (height, width)) + self.final_sizes(num_frames, *size)
 
     def final_sizes(self, num_frames: int, height: int, width: int) -> list[Resize]:
         """The size within the bounds of pixels of request and checkpoint; none if it is the given one."""
         c = self.config
         low, high = pixel_bounds(self.min_pixels, self.max_pixels, c.min_pixels, c.max_pixels)
-        with naming_video():
-            size = c.frame_size(num_frames, height, width, low, high)
+        size = c.frame_size(num_frames, height, width, low, high)
         self._check_length(num_frames, *size)
         return [Resize(*size, as_floats=bool(self.part))] * (size != (height, width))
 
@@ -161,16 +157,6 @@ class ClipPlan:
                 value=num_tokens,
                 limit=self.max_tokens,
             )
-
-
-@contextmanager
-def naming_video() -> Iterator[None]:
-    """Errors of functions that sizes of images and of videos share speak of a video."""
-    try:
-        yield
-    except RequestError as error:
-        error.reason = re.sub("^image is", "a frame is", error.reason)
-        raise
 
 
 def resized_to(sizes: Sequence[Resize], height: int, width: int) -> tuple[int, int]:

@@ -147,8 +147,8 @@ class Handlers:
     @property
     def limits(self) -> str:
         policy, settings = self.settings.policy, self.settings
-        pictures = f"{counted(settings.max_images, 'picture')} of {_size(policy.max_bytes)}"
-        limits = f"Up to {pictures} and {policy.max_pixels / 1e6:.3g} million pixels"
+        images = f"{counted(settings.max_images, 'picture')} of {_size(policy.max_bytes)}"
+        limits = f"Up to {images} and {policy.max_pixels / 1e6:.3g} million pixels"
         if why_no_videos(self.engine) is not None:
             return limits
         videos = f"{counted(settings.max_videos, 'video')} of {_size(policy.max_video_bytes)}"
