@@ -164,6 +164,12 @@ def resized_to(sizes: Sequence[Resize], height: int, width: int) -> tuple[int, i
     return sizes[-1][:2] if sizes else (height, width)
 
 
+def shrunk(height: int, width: int, max_height: int, max_width: int) -> Resize:
+    """The size of a small frame with about the same aspect ratio; none is enlarged."""
+    scale = min(max_height / height, max_width / width, 1.0)
+    return Resize(max(round(height * scale), 1), max(round(width * scale), 1))
+
+
 def resize_frame(frame: np.ndarray, sizes: Sequence[Resize]) -> np.ndarray:
     """(height, width, 3) uint8 -> the last of `sizes`, with the values of torchvision."""
     for size in sizes:

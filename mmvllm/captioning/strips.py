@@ -8,7 +8,7 @@ from mmvllm.captioning.thumbnails import Source, encoded, read
 from mmvllm.models.video import VIDEO_DEFAULTS
 from mmvllm.processors.clip import VideoInfo
 from mmvllm.processors.load_video import load_video
-from mmvllm.processors.video import ClipPlan, Resize
+from mmvllm.processors.video import ClipPlan, Resize, shrunk
 
 NUM_FRAMES = 4
 SIDE = 128  # pixels, the longer side of a frame
@@ -16,11 +16,12 @@ GAP = 2  # pixels between frames
 
 
 class StripPlan(ClipPlan):
-    """Takes the frames of a strip, small ones."""
+    """A few frames from `video_start` to `video_end` of its part, small."""
+
+    __slots__ = ()
 
     def sizes(self, num_frames: int, height: int, width: int) -> list[Resize]:
-        scale = min(1.0, SIDE / max(height, width))
-        return [Resize(max(round(height * scale), 1), max(round(width * scale), 1))]
+        return [shrunk(height, width, SIDE, SIDE)]
 
     def frame_indices(self, info: VideoInfo) -> list[int]:
         start, end, last = self.part["video_start"], self.part["video_end"], info.total_num_frames - 1

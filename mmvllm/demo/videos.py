@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mmvllm.demo.images import UploadError, check_bytes, damaged
-from mmvllm.demo.strip import Strip, StripPlan, strip_of
+from mmvllm.demo.strip import PreviewPlan, Strip, strip_of
 from mmvllm.errors import VideoError
 from mmvllm.inputs import MediaRules
 from mmvllm.media import MediaError, MediaPolicy
@@ -79,8 +79,8 @@ class ClipRules:
     def plan(self, options: ClipOptions) -> ClipPlan:
         return ClipPlan(self.config, part=self.part_keys(options))
 
-    def strip_plan(self, options: ClipOptions) -> StripPlan:
-        return StripPlan(self.config, part=self.part_keys(options))
+    def preview_plan(self, options: ClipOptions) -> PreviewPlan:
+        return PreviewPlan(self.config, part=self.part_keys(options))
 
     def num_frames(self, info: VideoInfo, options: ClipOptions) -> int:
         """The frames that are taken of a video."""
@@ -117,7 +117,7 @@ class UploadedVideo:
     strip: Strip
 
     @classmethod
-    def read(cls, path: Path, plan: StripPlan, decode: Load, policy: MediaPolicy) -> "UploadedVideo":
+    def read(cls, path: Path, plan: PreviewPlan, decode: Load, policy: MediaPolicy) -> "UploadedVideo":
         """Decode a few frames; raises UploadError if the file is not a video or exceeds the limits."""
         check_bytes(path, policy.max_video_bytes)
         clip = _load(path, plan, decode)
