@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+DEFAULT_FPS = 2.0  # of frames that are given as they are, and of sampling where neither request nor checkpoint say more
+
 
 @dataclass(frozen=True, slots=True)
 class VideoInfo:

@@ -22,13 +22,11 @@ import xxhash
 
 from mmvllm.arguments import check_int
 from mmvllm.errors import ParameterError, PromptTooLong
-from mmvllm.inputs import Media
+from mmvllm.inputs import Grid, Media
 from mmvllm.processors import qwen_vl_utils
 from mmvllm.processors.bounds import pixel_bounds
-from mmvllm.processors.clip import Clip, VideoInfo
+from mmvllm.processors.clip import DEFAULT_FPS, Clip, VideoInfo
 from mmvllm.processors.image import ImageProcessorConfig, patchify
-
-DEFAULT_FPS = 2.0  # of frames that are given as they are, and of sampling where neither request nor checkpoint say more
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,17 +137,18 @@ class ClipPlan:
         """The clip with the metadata that say when its frames are shown."""
         return qwen_vl_utils.timed(self.part, clip) if self.part else clip
 
-    def num_tokens(self, info: VideoInfo) -> int:
-        """Placeholder tokens of a video; raises RequestError as `frame_indices` and `sizes` do."""
-        num_frames = len(self.frame_indices(info))
-        sizes = self.sizes(num_frames, info.height, info.width)
-        return self._num_tokens(num_frames, *resized_to(sizes, info.height, info.width))
+    def grid(self, info: VideoInfo) -> Grid:
+        """Sizes of a video in patches; raises RequestError as `frame_indices` and `sizes` do."""
+        c, num_frames = self.config, len(self.frame_indices(info))
+        height, width = resized_to(self.sizes(num_frames, info.height, info.width), info.height, info.width)
+        return -(-num_frames // c.temporal_patch_size), height // c.patch_size, width // c.patch_size
 
-    def _num_tokens(self, num_frames: int, height: int, width: int) -> int:
-        return -(-num_frames // self.config.temporal_patch_size) * (height * width // self.config.factor**2)
+    def num_tokens(self, info: VideoInfo) -> int:
+        """Placeholder tokens of a video; raises RequestError as `grid` does."""
+        return prod(self.grid(info)) // self.config.merge_size**2
 
     def _check_length(self, num_frames: int, height: int, width: int) -> None:
-        num_tokens = self._num_tokens(num_frames, height, width)
+        num_tokens = -(-num_frames // self.config.temporal_patch_size) * (height * width // self.config.factor**2)
         if self.max_tokens is not None and num_tokens >= self.max_tokens:
             raise PromptTooLong(
                 f"{num_frames} frames of {width}x{height} pixels are {num_tokens} tokens, max_model_len is "

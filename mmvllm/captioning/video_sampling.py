@@ -6,9 +6,9 @@ from typing import Any
 
 from mmvllm.captioning.items import Item
 from mmvllm.errors import ArgumentError
+from mmvllm.processors.clip import DEFAULT_FPS
 
-DEFAULT_FPS = 2.0  # as qwen-vl-utils has it
-MIN_FRAME_PIXELS = 128 * 28 * 28  # to which it enlarges smaller frames
+MIN_FRAME_PIXELS = 128 * 28 * 28  # to which qwen-vl-utils enlarges smaller frames
 _INTEGER = (lambda number: isinstance(number, int) and number >= 1, "an integer of at least 1")
 _REQUIRED = {
     "video_fps": (lambda fps: 0 < fps <= 1000, "a number above 0 and at most 1000"),
