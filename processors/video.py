@@ -25,7 +25,7 @@ from mmvllm.errors import ParameterError, PromptTooLong
 from mmvllm.inputs import Grid, Media
 from mmvllm.processors import qwen_vl_utils
 from mmvllm.processors.bounds import pixel_bounds
-from mmvllm.processors.clip import DEFAULT_FPS, Clip, VideoInfo
+from mmvllm.processors.clip import DEFAULT_FPS, MAX_FPS, Clip, VideoInfo
 from mmvllm.processors.image import ImageProcessorConfig, patchify
 
 
@@ -71,9 +71,9 @@ class VideoProcessorConfig(ImageProcessorConfig):
 
 
 def check_fps(name: str, fps: Any) -> None:
-    """Raise ParameterError for anything but a number above 0 and at most 1000."""
-    if isinstance(fps, bool) or not isinstance(fps, Real) or not 0 < fps <= 1000:
-        raise ParameterError(name, fps, "a number above 0 and at most 1000")
+    """Raise ParameterError for anything but a number above 0 and at most `MAX_FPS`."""
+    if isinstance(fps, bool) or not isinstance(fps, Real) or not 0 < fps <= MAX_FPS:
+        raise ParameterError(name, fps, f"a number above 0 and at most {MAX_FPS}")
 
 
 class Resize(NamedTuple):
