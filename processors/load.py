@@ -21,6 +21,7 @@ from PIL import Image
 from mmvllm.errors import ImageError, MediaFileError, RequestError, without_frames
 from mmvllm.processors.budget import DECODING
 from mmvllm.processors.decode import Reserve, decode
+from mmvllm.text import with_article
 
 # Larger images are refused before they are decoded. It is Pillow's own limit, which callers may have changed there.
 MAX_SOURCE_PIXELS = 178_956_970
@@ -192,11 +193,6 @@ def local_file(path: str, kind: str, error_class: type[MediaFileError]) -> Itera
         raise error_class(name, f"cannot be read ({error.strerror})") from None
     except ValueError as error:  # for example a NUL in the path
         raise error_class(name, f"is not a path ({error})") from None
-
-
-def with_article(kind: str) -> str:
-    """An image or a video."""
-    return f"an {kind}" if kind == "image" else f"a {kind}"
 
 
 def _download(url: str) -> bytes:
