@@ -26,7 +26,7 @@ from mmvllm.processors.video import ClipPlan, VideoProcessorConfig
 if TYPE_CHECKING:
     from mmvllm.async_llm import AsyncLLM
 
-SUFFIXES = (".mp4", ".m4v", ".webm", ".mkv", ".mov", ".avi")
+SUFFIXES = (".mp4", ".m4v", ".webm", ".mkv", ".mov", ".avi")  # of `mmvllm.media.VIDEO_CONTAINERS`
 TIMESTAMP_TOKENS = 12  # about as many as there are for a timestamp, with start and end
 # By which gradio knows a video; not every system knows these.
 mimetypes.add_type("video/mp4", ".m4v")
