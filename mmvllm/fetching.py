@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mmvllm.media import Kind, MediaError, MediaPolicy
-from mmvllm.processors.load import decode_data_uri, with_article
+from mmvllm.processors.load import decode_data_uri
+from mmvllm.text import with_article
 
 _EXAMPLES = {"image": "image/png", "video": "video/mp4"}
 _ON_WINDOWS = os.name == "nt"

@@ -14,8 +14,9 @@ from mmvllm.errors import ArgumentError
 from mmvllm.processors.budget import DECODING, VIDEO_DECODING
 from mmvllm.processors.clip import Clip
 from mmvllm.processors.decode import Reserve
-from mmvllm.processors.load import MAX_SOURCE_PIXELS, load_image, with_article
+from mmvllm.processors.load import MAX_SOURCE_PIXELS, load_image
 from mmvllm.processors.video_limits import VideoLimits
+from mmvllm.text import with_article
 
 if TYPE_CHECKING:
     from mmvllm.processors.video import ClipPlan

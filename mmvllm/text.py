@@ -1,4 +1,4 @@
-"""Numbers and choices in messages."""
+"""Numbers, kinds of media and choices in messages."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,6 +7,11 @@ from typing import Any
 def counted(number: int, noun: str) -> str:
     """ "1 image", "2 images"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def with_article(kind: str) -> str:
+    """ "an image", "a video"."""
+    return f"an {kind}" if kind == "image" else f"a {kind}"
 
 
 def listed(items: Iterable[Any], conjunction: str = "or") -> str:

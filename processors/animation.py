@@ -12,12 +12,12 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from mmvllm.errors import VideoError
-from mmvllm.processors.clip import Clip, VideoInfo, is_later_shown
+from mmvllm.processors.clip import DEFAULT_FPS, Clip, VideoInfo, is_later_shown
 from mmvllm.processors.decode import Reserve, readable_formats
 from mmvllm.processors.decode_video import guarded, sampled
 from mmvllm.processors.pixels import upright_rgb
 from mmvllm.processors.scan import TIFF_MAGIC, scan
-from mmvllm.processors.video import DEFAULT_FPS, ClipPlan
+from mmvllm.processors.video import ClipPlan
 from mmvllm.processors.video_limits import VideoLimits
 
 T = TypeVar("T")

@@ -7,17 +7,17 @@ from contextlib import contextmanager
 
 
 class DecodeBudget:
-    """Bytes that may be in use at once for decoding images, however many threads decode.
+    """Bytes that may be in use at once for decoding images or videos, however many threads decode.
 
     Args:
-        limit: bytes; a single image that needs more is decoded alone.
+        limit: bytes; a single image or video that needs more is decoded alone.
     """
 
     def __init__(self, limit: int):
         self.limit = limit
         self._changed = threading.Condition()
         self._in_use = 0
-        self._waiting: deque[object] = deque()  # in the order of arrival, so that large images are not passed for ever
+        self._waiting: deque[object] = deque()  # in the order of arrival, so that large ones are not passed for ever
 
     @property
     def in_use(self) -> int:

@@ -72,7 +72,7 @@ class Processor:
             raise RequestError("this processor was made without a video_processor, it cannot take videos")
         if self.rules is None and parsed.messages:
             parsed = parsed._replace(messages=[_as_string(message) for message in parsed.messages])
-        media = [self._image(i, part, parsed, request, load) for i, part in enumerate(parsed.images)]
+        media = [self._image(i, part, parsed, load) for i, part in enumerate(parsed.images)]
         media += [self._video(i, part, parsed, load) for i, part in enumerate(parsed.videos)]
         with self._lock:
             token_ids = self._token_ids(parsed)
@@ -86,10 +86,10 @@ class Processor:
         text, marked = rendered(parsed, self.tokenizer, self._special_tokens)
         return tokenize(self.tokenizer, text) if marked is None else self._special_tokens.token_ids(marked)
 
-    def _image(self, i: int, part: dict, parsed: ParsedRequest, request: dict, load: Load) -> Media:
+    def _image(self, i: int, part: dict, parsed: ParsedRequest, load: Load) -> Media:
         with naming_media(image_index=i):
             image = resize_for_part(load.image(part["image"]), part, self.image_processor.config.factor)
-            return self.image_processor(image, *image_bounds(request, parsed))
+            return self.image_processor(image, *parsed.image_bounds)
 
     def _video(self, i: int, part: dict, parsed: ParsedRequest, load: Load) -> Media:
         with naming_media(video_index=i):
@@ -104,11 +104,6 @@ def load_clip(
     keys = {key: value for key, value in part.items() if key != "video"}
     plan = ClipPlan(config, **parsed.processor_kwargs, part=keys, max_tokens=max_tokens)
     return plan.timed(load.video(part["video"], plan))
-
-
-def image_bounds(request: dict, parsed: ParsedRequest) -> tuple[int | None, int | None]:
-    """The request's `min_pixels` and `max_pixels` for images."""
-    return tuple(request.get(name) or parsed.processor_kwargs.get(name) for name in ("min_pixels", "max_pixels"))
 
 
 def check_takes_media(parsed: ParsedRequest, rules: MediaRules | None) -> None:

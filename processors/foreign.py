@@ -9,7 +9,7 @@ from PIL.Image import Image
 
 from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput, Media, MediaRules
-from mmvllm.processors.chat import check_takes_media, image_bounds, load_clip, rendered, tokenize
+from mmvllm.processors.chat import check_takes_media, load_clip, rendered, tokenize
 from mmvllm.processors.clip import Clip
 from mmvllm.processors.image import resize_for_part
 from mmvllm.processors.load_video import DIRECT, Load
@@ -62,7 +62,7 @@ class ForeignProcessor:
         load = load or self.load
         parsed = parse_request(request)
         check_takes_media(parsed, self.rules)
-        images = [self._image(i, part, parsed, request, load) for i, part in enumerate(parsed.images)]
+        images = [self._image(i, part, parsed, load) for i, part in enumerate(parsed.images)]
         clips = [self._clip(i, part, parsed, load) for i, part in enumerate(parsed.videos)]
         if parsed.token_ids is not None:
             return self._without_media(parsed)
@@ -84,8 +84,8 @@ class ForeignProcessor:
         token_ids = own_token_ids(parsed.token_ids)
         return EngineInput(token_ids if self.rules is None else expand_placeholders(token_ids, [], self.rules)[0])
 
-    def _image(self, i: int, part: dict, parsed: ParsedRequest, request: dict, load: Load) -> Image:
-        bounds = dict(zip(("min_pixels", "max_pixels"), image_bounds(request, parsed), strict=True))
+    def _image(self, i: int, part: dict, parsed: ParsedRequest, load: Load) -> Image:
+        bounds = dict(zip(("min_pixels", "max_pixels"), parsed.image_bounds, strict=True))
         with naming_media(image_index=i):
             image = resize_for_part(load.image(part["image"]), part, self.video_config.factor)
             return resize_for_part(image, bounds, self.video_config.factor)

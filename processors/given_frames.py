@@ -10,9 +10,9 @@ from PIL import Image
 
 from mmvllm.errors import VideoError
 from mmvllm.processors import qwen_vl_utils
-from mmvllm.processors.clip import Clip, VideoInfo
+from mmvllm.processors.clip import DEFAULT_FPS, Clip, VideoInfo
 from mmvllm.processors.load import is_array, load_image
-from mmvllm.processors.video import DEFAULT_FPS, ClipPlan, check_fps, resize_frame, resized_to
+from mmvllm.processors.video import ClipPlan, check_fps, resize_frame, resized_to
 from mmvllm.processors.video_limits import ANY_VIDEO, VideoLimits
 
 LoadFrame = Callable[[Any], Image.Image]

@@ -25,6 +25,7 @@ from mmvllm.processors.bounds import check_bounds, pixel_bounds
 Config = TypeVar("Config", bound="ImageProcessorConfig")
 
 MAX_ASPECT_RATIO = 200
+FRAME = "a frame"  # what errors call what is resized, if it is no image
 
 # qwen-vl-utils' own bounds in tokens, which apply to an image part that carries sizes of its own.
 PART_MIN_TOKENS = 4
@@ -137,14 +138,15 @@ def smart_resize(
     min_pixels: int,
     max_pixels: int,
     min_side: int = 0,
+    noun: str = "image",
 ) -> tuple[int, int]:
     """Nearest (height, width) in multiples of `factor` with about the same aspect ratio and min <= area <= max.
 
     The rule, rounding included, is that of transformers. There a side below factor / 2 rounds to 0, so that the image
     is made larger; `min_side=factor` is the rule of qwen-vl-utils, which rounds such a side up. An image too thin for
-    `max_pixels` stays one factor thick. Raises ValueError for an aspect ratio above 200.
+    `max_pixels` stays one factor thick. Raises RequestError, which calls it `noun`, for an aspect ratio above 200.
     """
-    check_aspect_ratio(height, width)
+    check_aspect_ratio(height, width, noun)
     h_bar, w_bar = (max(min_side, round(side / factor) * factor) for side in (height, width))
     if h_bar * w_bar > max_pixels:
         beta = math.sqrt(height * width / max_pixels)
@@ -157,13 +159,13 @@ def smart_resize(
     return h_bar, w_bar
 
 
-def check_aspect_ratio(height: int, width: int) -> None:
-    """Raise RequestError for an image without pixels, or with an aspect ratio above 200."""
+def check_aspect_ratio(height: int, width: int, noun: str = "image") -> None:
+    """Raise RequestError for an image or a frame without pixels, or with an aspect ratio above 200."""
     if min(height, width) < 1:
-        raise RequestError(f"image is {width}x{height} pixels; both sides must be at least 1")
+        raise RequestError(f"{noun} is {width}x{height} pixels; both sides must be at least 1")
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise RequestError(
-            f"image is {width}x{height} pixels: the long side may be at most {MAX_ASPECT_RATIO} times the short one; "
+            f"{noun} is {width}x{height} pixels: the long side may be at most {MAX_ASPECT_RATIO} times the short one; "
             "crop it"
         )
 

@@ -21,6 +21,7 @@ from PIL import Image
 from mmvllm.errors import ImageError, MediaFileError, RequestError, without_frames
 from mmvllm.processors.budget import DECODING
 from mmvllm.processors.decode import Reserve, decode
+from mmvllm.text import with_article
 
 # Larger images are refused before they are decoded. It is Pillow's own limit, which callers may have changed there.
 MAX_SOURCE_PIXELS = 178_956_970
@@ -194,11 +195,6 @@ def local_file(path: str, kind: str, error_class: type[MediaFileError]) -> Itera
         raise error_class(name, f"is not a path ({error})") from None
 
 
-def with_article(kind: str) -> str:
-    """An image or a video."""
-    return f"an {kind}" if kind == "image" else f"a {kind}"
-
-
 def _download(url: str) -> bytes:
     data = io.BytesIO()
     download(url, data, MAX_DOWNLOAD_BYTES, ImageError)
@@ -220,15 +216,15 @@ def download(url: str, file: BinaryIO, max_bytes: int, error_class: type[MediaFi
         raise error_class(url, f"more than {max_bytes} bytes; fetch and shrink it first")
 
 
-def decode_data_uri(uri: str, example: str = "image/png") -> bytes:
-    """The bytes in a data URI; raises ImageError with the first characters of the URI."""
+def decode_data_uri(uri: str, example: str = "image/png", error_class: type[MediaFileError] = ImageError) -> bytes:
+    """The bytes in a data URI; what is wrong with it is `error_class`, with its first characters and an example."""
     header, comma, payload = uri.partition(",")
     if not comma:
-        raise ImageError("", f"data URI without a comma: {uri[:40]!r}; write data:{example};base64,<data>")
+        raise error_class("", f"data URI without a comma: {uri[:40]!r}; write data:{example};base64,<data>")
     try:
         data = urllib.parse.unquote_to_bytes(payload)
         if not header.lower().endswith(";base64"):
             return data
         return base64.b64decode(data.translate(None, _WHITESPACE), validate=True)  # encoders insert line breaks
     except ValueError as error:
-        raise ImageError("", f"data URI is not valid base64 ({error}): {uri[:40]!r}") from None
+        raise error_class("", f"data URI is not valid base64 ({error}): {uri[:40]!r}") from None

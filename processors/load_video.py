@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from PIL.Image import Image
 
-from mmvllm.errors import ImageError, RequestError, VideoError, without_frames
+from mmvllm.errors import RequestError, VideoError, without_frames
 from mmvllm.processors.animation import HEAD_BYTES, animation_info, decode_animation, is_animation
 from mmvllm.processors.budget import VIDEO_DECODING
 from mmvllm.processors.clip import Clip, VideoInfo
@@ -108,7 +108,7 @@ def _opened(source: Any) -> Iterator[tuple[str | BinaryIO, str]]:
             download(source, file, MAX_VIDEO_DOWNLOAD_BYTES, VideoError)
             yield file, f"the video at {source}"
     elif scheme == "data":
-        yield io.BytesIO(_from_data_uri(source)), "the video in the data URI"
+        yield io.BytesIO(decode_data_uri(source, "video/mp4", VideoError)), "the video in the data URI"
     elif scheme == "file" or isinstance(source, os.PathLike) or (isinstance(source, str) and "://" not in source):
         path = file_url_path(source) if scheme == "file" else os.fsdecode(source)
         with local_file(path, "video", VideoError) as (path, name), _file_at(path) as file:
@@ -140,14 +140,6 @@ def _check_file_object(file: BinaryIO) -> None:
         raise VideoError(name, f"cannot be read ({error})") from None
     if not isinstance(head, bytes):
         raise VideoError(name, f"gives {type(head).__name__} instead of bytes; open it in binary mode")
-
-
-def _from_data_uri(uri: str) -> bytes:
-    try:
-        return decode_data_uri(uri, "video/mp4")
-    except ImageError as error:
-        failure = VideoError(error.source, error.reason)
-    raise failure
 
 
 @dataclass(frozen=True, slots=True)

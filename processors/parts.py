@@ -13,6 +13,7 @@ from mmvllm.errors import ParameterError, RequestError
 from mmvllm.processors import qwen_vl_utils
 from mmvllm.processors.image import PART_SIZES
 from mmvllm.processors.video import check_fps
+from mmvllm.text import with_article
 
 SOURCE_KEYS = ("image", "image_url", "url", "path", "base64")
 VIDEO_SOURCE_KEYS = ("video", "video_url", "url", "path", "base64")
@@ -78,18 +79,14 @@ def _source(kind: str, keys: tuple[str, ...], part: dict) -> Any:
     if isinstance(source, dict):
         source = source.get("url")
     if source is None:
-        raise RequestError(f"{_named(kind)} part needs {kind!r}, or '{kind}_url' with 'url'")
+        raise RequestError(f"{with_article(kind)} part needs {kind!r}, or '{kind}_url' with 'url'")
     return source
 
 
 def _string(kind: str, part: dict, key: str) -> str:
     if not isinstance(part[key], str):
-        raise RequestError(f"{key!r} of {_named(kind)} part must be a string, not {type(part[key]).__name__}")
+        raise RequestError(f"{key!r} of {with_article(kind)} part must be a string, not {type(part[key]).__name__}")
     return part[key]
-
-
-def _named(kind: str) -> str:
-    return "an image" if kind == "image" else "a video"
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from PIL import Image
 
 from mmvllm.errors import RequestError
 from mmvllm.processors.clip import Clip, VideoInfo
-from mmvllm.processors.image import PART_MAX_TOKENS, PART_MIN_TOKENS, smart_resize
+from mmvllm.processors.image import FRAME, PART_MAX_TOKENS, PART_MIN_TOKENS, smart_resize
 
 FPS = 2.0
 MIN_FRAMES, MAX_FRAMES = 4, 768
@@ -78,7 +78,7 @@ def frame_size(part: Mapping[str, Any], num_frames: int, height: int, width: int
     """The (height, width) that frames are resized to."""
     if "resized_height" in part and "resized_width" in part:
         bounds = PART_MIN_TOKENS * factor**2, PART_MAX_TOKENS * factor**2
-        return smart_resize(part["resized_height"], part["resized_width"], factor, *bounds, min_side=factor)
+        return smart_resize(part["resized_height"], part["resized_width"], factor, *bounds, min_side=factor, noun=FRAME)
     # The package refuses a max_pixels below its own minimum; here that moves the minimum.
     default = MIN_TOKENS * factor**2
     low = part.get("min_pixels", min(default, part.get("max_pixels", default)))
@@ -87,7 +87,7 @@ def frame_size(part: Mapping[str, Any], num_frames: int, height: int, width: int
     high = min(part.get("max_pixels", high), high)
     if low > high:
         raise RequestError(f"min_pixels is {low}, above max_pixels {high}", param="min_pixels", value=low, limit=high)
-    return smart_resize(height, width, factor, low, high, min_side=factor)
+    return smart_resize(height, width, factor, low, high, min_side=factor, noun=FRAME)
 
 
 def resize_given_frame(part: Mapping[str, Any], frame: Image.Image, factor: int) -> Image.Image:
@@ -100,5 +100,5 @@ def resize_given_frame(part: Mapping[str, Any], frame: Image.Image, factor: int)
     if height is None or width is None:
         height, width = frame.height, frame.width
         low, high = part.get("min_pixels", low), part.get("max_pixels", high)
-    height, width = smart_resize(height, width, factor, low, high, min_side=factor)
+    height, width = smart_resize(height, width, factor, low, high, min_side=factor, noun=FRAME)
     return frame.resize((width, height), Image.Resampling.BICUBIC)

@@ -37,14 +37,15 @@ class ParsedRequest(NamedTuple):
 
     Each of `images` is a dict with what to load under "image", and perhaps sizes of its own; each of `videos` one with
     what to load under "video", and perhaps keys of `qwen_vl_utils`. `processor_kwargs` are the request's own arguments
-    for both. Special tokens in messages are text, unless `allow_special_tokens`. `template_kwargs` are arguments for
-    the chat template.
+    for videos, `image_bounds` its `min_pixels` and `max_pixels` for images. Special tokens in messages are text, unless
+    `allow_special_tokens`. `template_kwargs` are arguments for the chat template.
     """
 
     messages: list[dict] | None
     images: list[dict]
     videos: list[dict]
     processor_kwargs: Mapping[str, Any]
+    image_bounds: tuple[int | None, int | None]
     text: str | None = None
     token_ids: Any = None
     allow_special_tokens: bool = False
@@ -61,15 +62,16 @@ def parse_request(request: Any) -> ParsedRequest:
     allow_special_tokens, template_kwargs = _allows_special_tokens(request, form), _template_kwargs(request, form)
     images, videos = _given_media(request)
     kwargs = _processor_kwargs(request)
+    bounds = tuple(request.get(name) or kwargs.get(name) for name in ("min_pixels", "max_pixels"))
     if form == "messages":
         if images or videos:
             raise RequestError("images and videos go with 'text'; with 'messages', put each into its message as a part")
         keys = {"allow_special_tokens": allow_special_tokens, "template_kwargs": template_kwargs}
-        return ParsedRequest(*_parse_messages(content), kwargs, **keys)
+        return ParsedRequest(*_parse_messages(content), kwargs, bounds, **keys)
     images = [image if isinstance(image, dict) else {"image": image} for image in images]
     videos = [video if isinstance(video, dict) else {"video": video} for video in videos]
     images, videos = list(map(image_part, count(), images)), list(map(video_part, count(), videos))
-    parsed = ParsedRequest(None, images, videos, kwargs)
+    parsed = ParsedRequest(None, images, videos, kwargs, bounds)
     if form == "prompt_token_ids":
         return parsed._replace(token_ids=content)
     if not isinstance(content, str):

@@ -8,10 +8,8 @@ uint8 up to the device.
     Clip ── VideoProcessor ── Media
 """
 
-import re
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from numbers import Real
@@ -23,14 +21,12 @@ import torch.nn.functional as F
 import xxhash
 
 from mmvllm.arguments import check_int
-from mmvllm.errors import ParameterError, PromptTooLong, RequestError
-from mmvllm.inputs import Media
+from mmvllm.errors import ParameterError, PromptTooLong
+from mmvllm.inputs import Grid, Media
 from mmvllm.processors import qwen_vl_utils
 from mmvllm.processors.bounds import pixel_bounds
-from mmvllm.processors.clip import Clip, VideoInfo
+from mmvllm.processors.clip import DEFAULT_FPS, MAX_FPS, Clip, VideoInfo
 from mmvllm.processors.image import ImageProcessorConfig, patchify
-
-DEFAULT_FPS = 2.0  # of frames that are given as they are, and of sampling where neither request nor checkpoint say more
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +71,9 @@ class VideoProcessorConfig(ImageProcessorConfig):
 
 
 def check_fps(name: str, fps: Any) -> None:
-    """Raise ParameterError for anything but a number above 0 and at most 1000."""
-    if isinstance(fps, bool) or not isinstance(fps, Real) or not 0 < fps <= 1000:
-        raise ParameterError(name, fps, "a number above 0 and at most 1000")
+    """Raise ParameterError for anything but a number above 0 and at most `MAX_FPS`."""
+    if isinstance(fps, bool) or not isinstance(fps, Real) or not 0 < fps <= MAX_FPS:
+        raise ParameterError(name, fps, f"a number above 0 and at most {MAX_FPS}")
 
 
 class Resize(NamedTuple):
@@ -127,16 +123,14 @@ class ClipPlan:
         """
         if not self.part:
             return self.final_sizes(num_frames, height, width)
-        with naming_video():
-            size = qwen_vl_utils.frame_size(self.part, num_frames, height, width, self.config.factor)
+        size = qwen_vl_utils.frame_size(self.part, num_frames, height, width, self.config.factor)
         return [Resize(*size, as_floats=True)] * (size != (height, width)) + self.final_sizes(num_frames, *size)
 
     def final_sizes(self, num_frames: int, height: int, width: int) -> list[Resize]:
         """The size within the bounds of pixels of request and checkpoint; none if it is the given one."""
         c = self.config
         low, high = pixel_bounds(self.min_pixels, self.max_pixels, c.min_pixels, c.max_pixels)
-        with naming_video():
-            size = c.frame_size(num_frames, height, width, low, high)
+        size = c.frame_size(num_frames, height, width, low, high)
         self._check_length(num_frames, *size)
         return [Resize(*size, as_floats=bool(self.part))] * (size != (height, width))
 
@@ -144,17 +138,18 @@ class ClipPlan:
         """The clip with the metadata that say when its frames are shown."""
         return qwen_vl_utils.timed(self.part, clip) if self.part else clip
 
-    def num_tokens(self, info: VideoInfo) -> int:
-        """Placeholder tokens of a video; raises RequestError as `frame_indices` and `sizes` do."""
-        num_frames = len(self.frame_indices(info))
-        sizes = self.sizes(num_frames, info.height, info.width)
-        return self._num_tokens(num_frames, *resized_to(sizes, info.height, info.width))
+    def grid(self, info: VideoInfo) -> Grid:
+        """Sizes of a video in patches; raises RequestError as `frame_indices` and `sizes` do."""
+        c, num_frames = self.config, len(self.frame_indices(info))
+        height, width = resized_to(self.sizes(num_frames, info.height, info.width), info.height, info.width)
+        return -(-num_frames // c.temporal_patch_size), height // c.patch_size, width // c.patch_size
 
-    def _num_tokens(self, num_frames: int, height: int, width: int) -> int:
-        return -(-num_frames // self.config.temporal_patch_size) * (height * width // self.config.factor**2)
+    def num_tokens(self, info: VideoInfo) -> int:
+        """Placeholder tokens of a video; raises RequestError as `grid` does."""
+        return prod(self.grid(info)) // self.config.merge_size**2
 
     def _check_length(self, num_frames: int, height: int, width: int) -> None:
-        num_tokens = self._num_tokens(num_frames, height, width)
+        num_tokens = -(-num_frames // self.config.temporal_patch_size) * (height * width // self.config.factor**2)
         if self.max_tokens is not None and num_tokens >= self.max_tokens:
             raise PromptTooLong(
                 f"{num_frames} frames of {width}x{height} pixels are {num_tokens} tokens, max_model_len is "
@@ -164,19 +159,15 @@ class ClipPlan:
             )
 
 
-@contextmanager
-def naming_video() -> Iterator[None]:
-    """Errors of functions that sizes of images and of videos share speak of a video."""
-    try:
-        yield
-    except RequestError as error:
-        error.reason = re.sub("^image is", "a frame is", error.reason)
-        raise
-
-
 def resized_to(sizes: Sequence[Resize], height: int, width: int) -> tuple[int, int]:
     """The (height, width) of a frame after `resize_frame`."""
     return sizes[-1][:2] if sizes else (height, width)
+
+
+def shrunk(height: int, width: int, max_height: int, max_width: int) -> Resize:
+    """The size of a small frame with about the same aspect ratio; none is enlarged."""
+    scale = min(max_height / height, max_width / width, 1.0)
+    return Resize(max(round(height * scale), 1), max(round(width * scale), 1))
 
 
 def resize_frame(frame: np.ndarray, sizes: Sequence[Resize]) -> np.ndarray:

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from mmvllm.errors import VideoError
-from mmvllm.processors.clip import is_later_shown
+from mmvllm.processors.clip import MAX_FPS, is_later_shown
 from mmvllm.processors.display_matrix import display_matrix, upright, upright_size
 
 SEEKABLE = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "avi")  # whose times and keyframes are reliable
-MAX_RATE = 1000  # frames per second
 MAX_ERRORS = 64  # one after the other, of the container; those of the decoder are limited by the packets
 MAX_RETREATS = 3  # keyframes that turn out to be shown too late, before a video is read without seeking
 
@@ -92,7 +91,7 @@ class VideoStream:
 
     def _declared_rate(self) -> float | None:
         rate = float(self._stream.average_rate or 0)
-        return rate if 0 < rate <= MAX_RATE else None
+        return rate if 0 < rate <= MAX_FPS else None
 
     def _end(self) -> float | None:
         """Seconds from the first frame to the end of the last one, as found behind the last keyframe."""

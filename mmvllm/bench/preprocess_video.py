@@ -26,7 +26,7 @@ from mmvllm.processors.video import ClipPlan, Resize, resize_frame, resized_to
 SECONDS, FPS, SIZE, GOP = 20, 30, (1280, 720), 60  # of the generated clip
 NUM_CLIPS, OUTPUT_TOKENS = 4, 33  # of the engine's run
 
-Reader = Callable[[str, list[int], list[Resize]], int]  # path, indices, sizes -> frames
+Reader = Callable[[str, list[int], list[Resize]], int]  # path, indices, sizes -> number of frames
 
 
 def run(args: argparse.Namespace) -> dict:
@@ -107,11 +107,11 @@ def _all_by_opencv(path: str, indices: list[int], sizes: list[Resize]) -> int:
 
 def _share_waited(folder: Path, path: Path) -> float:
     """Of the time in which an engine with random weights answers requests about clips, which differ in their frames."""
-    text = "<|vision_start|><|video_pad|><|vision_end|>"
-    requests = [
-        {"text": text, "videos": [path], "mm_processor_kwargs": {"num_frames": 8 + 2 * i}} for i in range(NUM_CLIPS)
-    ]
+    numbers = range(8, 8 + 2 * NUM_CLIPS, 2)
     with LLM(folder, load_format="dummy", max_num_seqs=NUM_CLIPS) as llm:
+        rules = llm.engine.media_rules
+        prompt = {"text": f"{rules.start}{rules.video}{rules.end}", "videos": [path]}
+        requests = [{**prompt, "mm_processor_kwargs": {"num_frames": number}} for number in numbers]
         run = Mmvllm(llm).run(requests, OUTPUT_TOKENS)
     return waiting_seconds(run) / run.seconds
 

@@ -10,11 +10,12 @@ from PIL.Image import Image
 from mmvllm.captioning.items import Item
 from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.inputs import EngineInput
+from mmvllm.processors.budget import DECODING, VIDEO_DECODING
 from mmvllm.processors.chat import Processor
 from mmvllm.processors.clip import Clip
 from mmvllm.processors.decode import Reserve
 from mmvllm.processors.foreign import ForeignProcessor
-from mmvllm.processors.load import DECODING, load_image
+from mmvllm.processors.load import load_image
 from mmvllm.processors.load_video import Load, load_video
 from mmvllm.processors.qwen_vl_utils import TOTAL_TOKENS
 from mmvllm.processors.video import ClipPlan
@@ -31,21 +32,25 @@ class CaptionInput(EngineInput):
 
 
 class CaptionPreparer:
-    """Prepares requests whose image or video is an `Item`; raises RequestError for one that cannot be used."""
+    """Prepares requests whose image or video is an `Item`; raises RequestError for one that cannot be used.
 
-    def __init__(self, processor: Processor | ForeignProcessor, reserve: Reserve = DECODING.reserve):
-        self._processor, self._reserve = processor, reserve
+    Decoding takes memory from `reserve`, by default from this process's own budgets.
+    """
+
+    def __init__(self, processor: Processor | ForeignProcessor, reserve: Reserve | None = None):
+        self._processor = processor
+        self._reserve_image, self._reserve_video = reserve or DECODING.reserve, reserve or VIDEO_DECODING.reserve
 
     def __call__(self, request: dict) -> CaptionInput:
         seen: dict[str, Any] = {}
 
         def image(item: Item) -> Image:
-            image = load_image(item.read(), reserve=self._reserve)
+            image = load_image(item.read(), reserve=self._reserve_image)
             seen.update(_seen_of_image(image))
             return image
 
         def video(item: Item, plan: ClipPlan) -> Clip:
-            clip = load_video(item.read(), _within_context(plan), reserve=self._reserve)
+            clip = load_video(item.read(), _within_context(plan), reserve=self._reserve_video)
             seen.update(_seen_of_clip(item, clip))
             return clip
 

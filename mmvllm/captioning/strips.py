@@ -8,21 +8,22 @@ from mmvllm.captioning.thumbnails import Source, encoded, read
 from mmvllm.models.video import VIDEO_DEFAULTS
 from mmvllm.processors.clip import VideoInfo
 from mmvllm.processors.load_video import load_video
-from mmvllm.processors.video import ClipPlan, Resize
+from mmvllm.processors.video import ClipPlan, Resize, shrunk
 
 NUM_FRAMES = 4
 SIDE = 128  # pixels, the longer side of a frame
 GAP = 2  # pixels between frames
 
 
-class ReportStripPlan(ClipPlan):
-    """Takes the frames of a strip, small ones."""
+class StripPlan(ClipPlan):
+    """A few frames from `video_start` to `video_end` of its part, small."""
+
+    __slots__ = ()
 
     is_preview = True
 
     def sizes(self, num_frames: int, height: int, width: int) -> list[Resize]:
-        scale = min(1.0, SIDE / max(height, width))
-        return [Resize(max(round(height * scale), 1), max(round(width * scale), 1))]
+        return [shrunk(height, width, SIDE, SIDE)]
 
     def frame_indices(self, info: VideoInfo) -> list[int]:
         start, end, last = self.part["video_start"], self.part["video_end"], info.total_num_frames - 1
@@ -37,7 +38,7 @@ def strip_of_frames(source: Source | None, start: float, end: float | None) -> s
     if source is None:
         return None
     with suppress(ValueError):
-        clip = load_video(read(source), ReportStripPlan(VIDEO_DEFAULTS, part={"video_start": start, "video_end": end}))
+        clip = load_video(read(source), StripPlan(VIDEO_DEFAULTS, part={"video_start": start, "video_end": end}))
         _, height, width, _ = clip.frames.shape
         strip = Image.new("RGB", (len(clip.frames) * (width + GAP) - GAP, height), "white")
         for i, frame in enumerate(clip.frames):

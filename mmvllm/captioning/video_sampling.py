@@ -6,12 +6,12 @@ from typing import Any
 
 from mmvllm.captioning.items import Item
 from mmvllm.errors import ArgumentError
+from mmvllm.processors.clip import DEFAULT_FPS, MAX_FPS
 
-DEFAULT_FPS = 2.0  # as qwen-vl-utils has it
-MIN_FRAME_PIXELS = 128 * 28 * 28  # to which it enlarges smaller frames
+MIN_FRAME_PIXELS = 128 * 28 * 28  # to which qwen-vl-utils enlarges smaller frames
 _INTEGER = (lambda number: isinstance(number, int) and number >= 1, "an integer of at least 1")
 _REQUIRED = {
-    "video_fps": (lambda fps: 0 < fps <= 1000, "a number above 0 and at most 1000"),
+    "video_fps": (lambda fps: 0 < fps <= MAX_FPS, f"a number above 0 and at most {MAX_FPS}"),
     "video_frames": _INTEGER,
     "video_max_pixels": _INTEGER,
     "clip_seconds": (lambda seconds: 0 < seconds <= 1e6, "a number above 0 and at most 1000000"),
@@ -32,7 +32,8 @@ class VideoSampling:
             raise ArgumentError("give either {video_fps} or {video_frames}")
         for name, (is_valid, required) in _REQUIRED.items():
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, Real) and is_valid(value)):
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if value is not None and not (is_number and is_valid(value)):
                 raise ArgumentError(f"{{{name}}} is {{value!r}}, must be {required}", value=value)
 
     def part(self, item: Item) -> dict[str, Any]:

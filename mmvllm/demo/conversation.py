@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.videos import ClipOptions, ClipRules, UploadedVideo
 from mmvllm.outputs import RequestOutput
+from mmvllm.processors.clip import DEFAULT_FPS
 from mmvllm.sampling_params import SamplingParams
 
 Uploaded = UploadedImage | UploadedVideo
@@ -37,7 +38,7 @@ class Options:
     seed: int | None
     min_pixels: int
     max_pixels: int
-    fps: float = 2.0
+    fps: float = DEFAULT_FPS
 
     @property
     def of_clips(self) -> ClipOptions:

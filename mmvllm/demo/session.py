@@ -250,7 +250,7 @@ class Sessions:
         """
         if not is_video(path):
             return await asyncio.to_thread(UploadedImage.read, path, self.settings.policy)
-        plan, known = self.clips.strip_plan(options), session.videos.get(path)
+        plan, known = self.clips.preview_plan(options), session.videos.get(path)
         if known is None or known.indices != tuple(plan.frame_indices(known.info)):
             with self.decoder.session() as decode:
                 given = path, plan, decode, self.settings.policy

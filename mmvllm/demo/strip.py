@@ -7,15 +7,15 @@ import numpy as np
 from PIL import Image
 
 from mmvllm.processors.clip import Clip, VideoInfo
-from mmvllm.processors.video import ClipPlan, Resize
+from mmvllm.processors.video import ClipPlan, Resize, shrunk
 
 MAX_FRAMES = 6
-HEIGHT, MAX_WIDTH = 96, 240  # pixels of a frame
+MAX_HEIGHT, MAX_WIDTH = 96, 240  # pixels of a frame
 
 Strip = tuple[tuple[float, str], ...]  # seconds and data URI of each frame
 
 
-class StripPlan(ClipPlan):
+class PreviewPlan(ClipPlan):
     """A few of the frames that a clip with the same settings consists of, small."""
 
     __slots__ = ()
@@ -27,11 +27,11 @@ class StripPlan(ClipPlan):
         return [indices[place] for place in places.round().astype(int)]
 
     def sizes(self, num_frames: int, height: int, width: int) -> list[Resize]:
-        scale = min(HEIGHT / height, MAX_WIDTH / width, 1.0)
-        return [Resize(max(1, round(height * scale)), max(1, round(width * scale)))]
+        return [shrunk(height, width, MAX_HEIGHT, MAX_WIDTH)]
 
 
 def strip_of(clip: Clip) -> Strip:
+    """The strip of a clip's frames."""
     return tuple((time, _data_uri(frame)) for time, frame in zip(clip.times, clip.frames, strict=True))
 
 

@@ -1,30 +1,33 @@
 """Uploaded videos, and how the engine takes them: which frames, at what size, for how many tokens."""
 
 import mimetypes
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 
 from mmvllm.demo.images import UploadError, check_bytes, damaged
-from mmvllm.demo.strip import Strip, StripPlan, strip_of
+from mmvllm.demo.strip import PreviewPlan, Strip, strip_of
 from mmvllm.errors import VideoError
-from mmvllm.inputs import MediaRules
+from mmvllm.inputs import Media, MediaRules
 from mmvllm.media import MediaError, MediaPolicy
-from mmvllm.processors.clip import Clip, VideoInfo
+from mmvllm.processors.chat import tokenize
+from mmvllm.processors.clip import DEFAULT_FPS, Clip, VideoInfo
 from mmvllm.processors.load_video import Load
 from mmvllm.processors.parts import check_numbers
+from mmvllm.processors.placeholders import Encode, expansion_of
 from mmvllm.processors.video import ClipPlan, VideoProcessorConfig
 
 if TYPE_CHECKING:
     from mmvllm.async_llm import AsyncLLM
 
-SUFFIXES = (".mp4", ".m4v", ".webm", ".mkv", ".mov", ".avi")
-STAMP_TOKENS = 12  # about as many as there are for a time stamp, with start and end
+SUFFIXES = (".mp4", ".m4v", ".webm", ".mkv", ".mov", ".avi")  # of `mmvllm.media.VIDEO_CONTAINERS`
+TIMESTAMP_TOKENS = 12  # about as many as there are for a timestamp, with start and end
 # By which gradio knows a video; not every system knows these.
 mimetypes.add_type("video/mp4", ".m4v")
 mimetypes.add_type("video/x-matroska", ".mkv")
@@ -33,7 +36,7 @@ mimetypes.add_type("video/x-matroska", ".mkv")
 class ClipOptions(NamedTuple):
     """The values of the page's controls that decide what is taken of a video; the pixels are those of a frame."""
 
-    fps: float = 2.0
+    fps: float = DEFAULT_FPS
     min_pixels: int | None = None
     max_pixels: int | None = None
 
@@ -44,13 +47,13 @@ class ClipRules:
 
     Args:
         max_tokens: of a prompt.
-        num_text_tokens: the number of tokens of a text, such as a time stamp.
+        encode: a text, such as a timestamp -> its token ids.
     """
 
     config: VideoProcessorConfig
     media: MediaRules
     max_tokens: int
-    num_text_tokens: Callable[[str], int]
+    encode: Encode
 
     @classmethod
     def of(cls, engine: "AsyncLLM") -> "ClipRules":
@@ -59,7 +62,7 @@ class ClipRules:
             engine.video_config,
             engine.media_rules,
             engine.max_model_len,
-            lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]),
+            partial(tokenize, tokenizer),
         )
 
     def part_keys(self, options: ClipOptions) -> dict[str, Any]:
@@ -70,7 +73,7 @@ class ClipRules:
         given = {name: value for name, value in options._asdict().items() if value is not None}
         check_numbers(given)
         token, half = self.config.factor**2, self.max_tokens // 2
-        num_text = 0 if self.media.timestamp is None else STAMP_TOKENS
+        num_text = 0 if self.media.timestamp is None else TIMESTAMP_TOKENS
         least = max(2 * given.get("min_pixels", self.config.min_pixels) // token, 1) + num_text  # of a temporal patch
         num_patches = min(half // least, self.config.max_frames // 2)
         pixels = max(half - num_patches * num_text, 1) * token
@@ -79,22 +82,20 @@ class ClipRules:
     def plan(self, options: ClipOptions) -> ClipPlan:
         return ClipPlan(self.config, part=self.part_keys(options))
 
-    def strip_plan(self, options: ClipOptions) -> StripPlan:
-        return StripPlan(self.config, part=self.part_keys(options))
+    def preview_plan(self, options: ClipOptions) -> PreviewPlan:
+        return PreviewPlan(self.config, part=self.part_keys(options))
 
     def num_frames(self, info: VideoInfo, options: ClipOptions) -> int:
         """The frames that are taken of a video."""
         return len(self.plan(options).frame_indices(info))
 
     def num_tokens(self, info: VideoInfo, options: ClipOptions) -> int:
-        """The tokens that replace a video's placeholder in the prompt, with its time stamps if there are any."""
+        """The tokens that replace a video's placeholder in the prompt, with its timestamps if there are any."""
         plan = self.plan(options)
-        num_tokens = plan.num_tokens(info)
-        if self.media.timestamp is None:
-            return num_tokens
         clip = plan.timed(Clip(np.empty(0), info, tuple(plan.frame_indices(info))))
-        stamps = map(self.media.timestamp.format, clip.patch_times(self.config.temporal_patch_size))
-        return num_tokens + sum(self.num_text_tokens(stamp) + 2 for stamp in stamps)  # 2: start and end
+        times = clip.patch_times(self.config.temporal_patch_size)
+        undecoded = Media("video", torch.empty(0), plan.grid(info), (), times)
+        return len(expansion_of(undecoded, self.media, self.encode).token_ids)
 
 
 def why_no_videos(engine: "AsyncLLM") -> str | None:
@@ -117,7 +118,7 @@ class UploadedVideo:
     strip: Strip
 
     @classmethod
-    def read(cls, path: Path, plan: StripPlan, decode: Load, policy: MediaPolicy) -> "UploadedVideo":
+    def read(cls, path: Path, plan: PreviewPlan, decode: Load, policy: MediaPolicy) -> "UploadedVideo":
         """Decode a few frames; raises UploadError if the file is not a video or exceeds the limits."""
         check_bytes(path, policy.max_video_bytes)
         clip = _load(path, plan, decode)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from mmvllm.processors.clip import VideoInfo
-from mmvllm.processors.image import smart_resize
+from mmvllm.processors.image import FRAME, smart_resize
 from mmvllm.processors.video import VideoProcessorConfig
 
 
@@ -27,7 +27,7 @@ class QwenVideoProcessorConfig(VideoProcessorConfig):
         return [index for index in torch.arange(0, total, total / number).int().tolist() if index < total]
 
     def frame_size(self, num_frames: int, height: int, width: int, low: int, high: int) -> tuple[int, int]:
-        return smart_resize(height, width, self.factor, low, high)
+        return smart_resize(height, width, self.factor, low, high, noun=FRAME)
 
 
 # Those of transformers' Qwen2VLVideoProcessor, for checkpoints that leave them out.

@@ -9,7 +9,7 @@ from mmvllm.errors import RequestError
 from mmvllm.processors.image import ImageProcessorConfig
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
-from mmvllm.server.messages import HistoryMessage, ImagePart, InputMessage, TextPart, VideoPart
+from mmvllm.server.messages import HistoryMessage, ImagePart, InputMessage, TextPart, VideoPart, parts_of
 from mmvllm.server.protocol import ChatRequest, CompletionRequest, SamplingRequest
 from mmvllm.server.videos import KWARGS
 
@@ -58,11 +58,8 @@ class ImageReference:
 def images_of(body: ChatRequest) -> list[ImageReference]:
     """All images of a request, in the order of the prompt."""
     return [
-        ImageReference(f"messages[{i}].content[{j}].image_url.url", part.image_url.url, part.image_url.detail)
-        for i, message in enumerate(body.messages)
-        if isinstance(message.content, list)
-        for j, part in enumerate(message.content)
-        if isinstance(part, ImagePart)
+        ImageReference(f"{path}.image_url.url", part.image_url.url, part.image_url.detail)
+        for path, part in parts_of(body.messages, ImagePart)
     ]
 
 

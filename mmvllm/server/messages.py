@@ -1,6 +1,7 @@
 """Pydantic models of the messages of a chat and their parts."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -15,7 +16,11 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from mmvllm.processors.clip import MAX_FPS
+
 INT64 = 2**63
+
+P = TypeVar("P")
 
 
 def _require_empty(value: Any) -> Any:
@@ -74,7 +79,7 @@ class VideoUrl(StrictModel):
     )
 
 
-Rate = Annotated[float, Field(gt=0, le=1000)]
+Rate = Annotated[float, Field(gt=0, le=MAX_FPS)]
 Size = Annotated[int, Field(ge=1, lt=INT64)]
 
 
@@ -141,6 +146,14 @@ class HistoryMessage(InputMessage):
 def _message_tag(message: Any) -> str:
     role = message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
     return "history message" if role == "assistant" else "input message"
+
+
+def parts_of(messages: Sequence[InputMessage | HistoryMessage], kind: type[P]) -> Iterator[tuple[str, P]]:
+    """The parts of a kind with their paths in the request, in the order of the prompt."""
+    for i, message in enumerate(messages):
+        for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if isinstance(part, kind):
+                yield f"messages[{i}].content[{j}]", part
 
 
 Message = Annotated[

@@ -7,7 +7,7 @@ from typing import Any
 from mmvllm.processors import qwen_vl_utils
 from mmvllm.processors.video import VideoProcessorConfig
 from mmvllm.server.errors import ApiError
-from mmvllm.server.messages import VideoPart
+from mmvllm.server.messages import VideoPart, parts_of
 from mmvllm.server.protocol import ChatRequest, ProcessorKwargs
 
 KWARGS = "mm_processor_kwargs"
@@ -45,11 +45,7 @@ class VideoReference:
 def videos_of(body: ChatRequest) -> list[VideoReference]:
     """All videos of a request, in the order of the prompt."""
     return [
-        VideoReference(f"messages[{i}].content[{j}]", part.video_url.url, _options(part))
-        for i, message in enumerate(body.messages)
-        if isinstance(message.content, list)
-        for j, part in enumerate(message.content)
-        if isinstance(part, VideoPart)
+        VideoReference(path, part.video_url.url, _options(part)) for path, part in parts_of(body.messages, VideoPart)
     ]
 
 

@@ -203,6 +203,7 @@ def test_settings_of_videos_are_part_of_the_run_and_older_fingerprints_stay():
     [
         ({"video_fps": 2, "video_frames": 8}, "give either video_fps or video_frames"),
         ({"video_fps": 0}, "video_fps is 0, must be a number above 0 and at most 1000"),
+        ({"video_frames": True}, "video_frames is True, must be an integer of at least 1"),
         ({"video_frames": 2.5}, "video_frames is 2.5, must be an integer of at least 1"),
         ({"video_max_pixels": 0}, "video_max_pixels is 0, must be an integer of at least 1"),
         ({"clip_seconds": float("nan")}, "clip_seconds is nan, must be a number above 0 and at most 1000000"),

@@ -13,6 +13,7 @@ from mmvllm.captioning import caption_images
 from mmvllm.captioning.progress import kind_of_failure
 from mmvllm.captioning.record import COLUMNS, OF_CLIPS
 from mmvllm.models.folder import BUNDLED
+from mmvllm.processors.budget import DECODING
 from tests.helpers.finding import make_tar
 from tests.helpers.requests import noise_image
 from tests.helpers.videos import make_clip, moving
@@ -69,6 +70,12 @@ def test_a_folder_of_images_and_videos_has_a_record_for_each(clips, llm):
     p = job.progress
     assert (p.num_captioned, p.num_duplicates, p.num_failed) == (3, 1, 1)
     assert (p.num_clips, p.video_seconds, p.unit) == (3, 16.0, "records")
+
+
+def test_videos_do_not_wait_for_images_that_are_being_decoded(clips, llm):
+    with DECODING.reserve(DECODING.limit):
+        (record,) = run(clips / "a.mp4", llm)
+    assert record["error"] is None
 
 
 def test_worker_processes_make_the_same_records(clips, llm):

@@ -52,7 +52,7 @@ def engine(request, checkpoints, tmp_path_factory):
 
 def read(decoder, rules: ClipRules, path: Path, options: ClipOptions = OPTIONS.of_clips, policy=POLICY):
     with decoder.session() as decode:
-        return UploadedVideo.read(path, rules.strip_plan(options), decode, policy)
+        return UploadedVideo.read(path, rules.preview_plan(options), decode, policy)
 
 
 @pytest.mark.parametrize("fps", [0.5, 2.0, 5.0])

@@ -1,10 +1,15 @@
-"""A fake network and a local web server for tests that fetch images."""
+"""A fake network and local web servers for tests that fetch images and videos."""
 
 import asyncio
 import ipaddress
 import socket
+import threading
 from asyncio.selector_events import BaseSelectorEventLoop
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -58,6 +63,22 @@ def fake_network(monkeypatch: pytest.MonkeyPatch) -> FakeNetwork:
     monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", lambda *args, **kwargs: made.getaddrinfo(*args, **kwargs))
     monkeypatch.setattr(BaseSelectorEventLoop, "sock_connect", lambda *args: made.sock_connect(*args))
     return made
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *_) -> None:
+        pass
+
+
+@contextmanager
+def serving_files(folder: Path) -> Iterator[str]:
+    """The URL of a local web server for the files in a folder."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=folder)) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 class StubServer:

@@ -2,13 +2,11 @@
 
 import base64
 import gc
-import http.server
 import io
 import os
 import pickle
 import threading
 import weakref
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +21,7 @@ from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.load_video import load_video, load_video_info
 from mmvllm.processors.video import ClipPlan
 from tests.helpers.videos import FramesAt, full_decode, make_clip, moving
+from tests.helpers.web import serving_files
 
 
 @pytest.fixture
@@ -76,12 +75,8 @@ def test_a_file_is_not_read_whole(path, monkeypatch):
 
 @pytest.fixture
 def site(tmp_path):
-    handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with serving_files(tmp_path) as url:
+        yield url
 
 
 @pytest.mark.parametrize("in_memory", [True, False])

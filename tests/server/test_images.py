@@ -1,9 +1,6 @@
 """Images of chat requests: detail, sources, and the byte budget."""
 
 import asyncio
-import threading
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
@@ -23,6 +20,7 @@ from tests.helpers.server import (
     make_app,
     png,
 )
+from tests.helpers.web import serving_files
 
 
 def test_detail_limits_the_tokens_of_an_image(engine):
@@ -54,11 +52,9 @@ def test_images_are_fetched_from_allowed_hosts_only(engine, tmp_path, allowed):
     (tmp_path / "a.png").write_bytes(SCENES[0].read_bytes())
     domain = "127.0.0.1" if allowed else "example.org"
     media = MediaPolicy(allowed_domains=(domain,), allowed_networks=("127.0.0.1/32",))
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=tmp_path)) as files:
-        threading.Thread(target=files.serve_forever).start()
-        part = image_part(f"http://127.0.0.1:{files.server_port}/a.png")
+    with serving_files(tmp_path) as url:
+        part = image_part(f"{url}/a.png")
         answer = call(make_app(engine, media=media), "POST", CHAT, json=chat(part, max_tokens=1))
-        files.shutdown()
     assert answer.status_code == (200 if allowed else 400)
     if not allowed:
         assert error_of(answer)["param"] == "messages[0].content[0].image_url.url"
@@ -80,11 +76,6 @@ def test_errors_name_the_option_of_the_command_and_in_python_the_field(engine, u
 
     assert message().endswith(f" (see {field})")
     assert message(media_names=OPTIONS).endswith(f" (see {option})")
-
-
-class QuietHandler(SimpleHTTPRequestHandler):
-    def log_message(self, *_) -> None:
-        pass
 
 
 def test_fetched_images_count_towards_the_byte_budget(engine, tmp_path):

@@ -1,10 +1,7 @@
 """Videos of chat requests: sources, options and completions."""
 
 import base64
-import threading
 from dataclasses import replace
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +28,7 @@ from tests.helpers.server import (
     video_uri,
 )
 from tests.helpers.videos import make_clip, moving
+from tests.helpers.web import serving_files
 
 QUESTION = "What happens here?"
 
@@ -183,19 +181,12 @@ def test_frames_as_jpegs_are_a_video(client, llm):
     assert answer.usage.prompt_tokens_details.model_dump()["video_tokens"] == expected.num_video_tokens > 0
 
 
-class QuietHandler(SimpleHTTPRequestHandler):
-    def log_message(self, *_) -> None:
-        pass
-
-
 def test_videos_are_fetched_from_allowed_hosts_only(engine, clip):
     local = {"allowed_networks": ("127.0.0.1/32",)}
     allowed, other = (MediaPolicy(allowed_domains=(one,), **local) for one in ("127.0.0.1", "example.org"))
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=clip.parent)) as files:
-        threading.Thread(target=files.serve_forever).start()
-        body = chat(video_part(f"http://127.0.0.1:{files.server_port}/{clip.name}"), max_tokens=1)
+    with serving_files(clip.parent) as url:
+        body = chat(video_part(f"{url}/{clip.name}"), max_tokens=1)
         answers = [call(make_app(engine, media=media), "POST", CHAT, json=body) for media in (allowed, other)]
-        files.shutdown()
     assert [answer.status_code for answer in answers] == [200, 400]
     assert error_of(answers[1])["param"] == "messages[0].content[0].video_url.url"
     assert "allowed_domains" in error_of(answers[1])["message"]

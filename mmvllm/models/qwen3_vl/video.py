@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmvllm.processors.clip import VideoInfo
-from mmvllm.processors.image import check_aspect_ratio
+from mmvllm.processors.image import FRAME, check_aspect_ratio
 from mmvllm.processors.video import VideoProcessorConfig
 
 
@@ -23,7 +23,7 @@ class Qwen3VLVideoProcessorConfig(VideoProcessorConfig):
     def frame_size(self, num_frames: int, height: int, width: int, low: int, high: int) -> tuple[int, int]:
         size, factor = self.temporal_patch_size, self.factor
         num_frames = max(num_frames, size)  # the reference refuses one frame, which here fills a temporal patch
-        check_aspect_ratio(height, width)
+        check_aspect_ratio(height, width, FRAME)
         if min(height, width) < factor:
             scale = max(factor / height, factor / width)
             height, width = int(height * scale), int(width * scale)
