@@ -140,13 +140,20 @@ class ClipPlan:
 
     def grid(self, info: VideoInfo) -> Grid:
         """Sizes of a video in patches; raises RequestError as `frame_indices` and `sizes` do."""
-        c, num_frames = self.config, len(self.frame_indices(info))
-        height, width = resized_to(self.sizes(num_frames, info.height, info.width), info.height, info.width)
-        return -(-num_frames // c.temporal_patch_size), height // c.patch_size, width // c.patch_size
+        return self._grid(len(self.frame_indices(info)), info)
 
     def num_tokens(self, info: VideoInfo) -> int:
         """Placeholder tokens of a video; raises RequestError as `grid` does."""
         return prod(self.grid(info)) // self.config.merge_size**2
+
+    def num_tokens_of(self, num_frames: int, info: VideoInfo) -> int:
+        """Placeholder tokens if so many frames are taken; raises RequestError as `sizes` does."""
+        return prod(self._grid(num_frames, info)) // self.config.merge_size**2
+
+    def _grid(self, num_frames: int, info: VideoInfo) -> Grid:
+        c = self.config
+        height, width = resized_to(self.sizes(num_frames, info.height, info.width), info.height, info.width)
+        return -(-num_frames // c.temporal_patch_size), height // c.patch_size, width // c.patch_size
 
     def _check_length(self, num_frames: int, height: int, width: int) -> None:
         num_tokens = -(-num_frames // self.config.temporal_patch_size) * (height * width // self.config.factor**2)

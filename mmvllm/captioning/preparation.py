@@ -12,7 +12,7 @@ from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.inputs import EngineInput
 from mmvllm.processors.budget import DECODING, VIDEO_DECODING
 from mmvllm.processors.chat import Processor
-from mmvllm.processors.clip import Clip
+from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.decode import Reserve
 from mmvllm.processors.foreign import ForeignProcessor
 from mmvllm.processors.load import load_image
@@ -84,12 +84,32 @@ def _seen_of_clip(item: Item, clip: Clip) -> dict[str, Any]:
     }
 
 
+class FittingPlan(ClipPlan):
+    """Takes frames so small, and where only their rate is given so few, that `total_pixels` of its part are enough."""
+
+    __slots__ = ()
+
+    def frame_indices(self, info: VideoInfo) -> list[int]:
+        indices, factor = super().frame_indices(info), self.config.factor
+        if "fps" not in self.part:
+            return indices
+        most, number = self.part["total_pixels"] // factor**2, len(indices)
+        unlimited = dataclasses.replace(self, max_tokens=None)
+        while (num_tokens := unlimited.num_tokens_of(number, info)) > most and number > 2:
+            number = max(2, min(number - 2, int(number * most / num_tokens) // 2 * 2))
+        if number == len(indices):
+            return indices
+        part = {key: value for key, value in self.part.items() if key != "fps"}
+        return dataclasses.replace(self, part={**part, "nframes": number}).frame_indices(info)
+
+
 def _within_context(plan: ClipPlan) -> ClipPlan:
-    """The plan with frames so small that, where bounds allow it, a clip leaves room for a prompt and a caption."""
+    """The plan with frames so small and so few that a clip leaves room for a prompt and a caption."""
     if plan.max_tokens is None:
         return plan
     num_tokens = min(TOTAL_TOKENS, CONTEXT_SHARE * plan.max_tokens)
-    return dataclasses.replace(plan, part={**plan.part, "total_pixels": int(num_tokens * plan.config.factor**2)})
+    keys = {name.name: getattr(plan, name.name) for name in dataclasses.fields(plan)}
+    return FittingPlan(**keys | {"part": {**plan.part, "total_pixels": int(num_tokens * plan.config.factor**2)}})
 
 
 class WorkerProcesses:

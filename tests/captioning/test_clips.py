@@ -116,6 +116,17 @@ def test_frames_are_shrunk_so_that_a_clip_fits_the_models_context(make_llm, tmp_
     assert 1200 < record["image_tokens"] <= 0.75 * 2048 < 4 * 25 * 25  # a frame of 700x700 pixels has 25 * 25 tokens
 
 
+def test_fewer_frames_are_taken_of_a_clip_that_would_not_fit_the_models_context(llm, tmp_path):
+    make_clip(tmp_path / "long.mp4", 480, fps=4)
+    (record,) = caption_images(tmp_path / "long.mp4", llm=llm, max_tokens=2)
+    most = llm.engine.max_model_len * 3 // 4
+    assert record["error"] is None and record["duration"] == 120
+    assert most * 0.9 < record["image_tokens"] <= most
+    assert record["num_frames"] % 2 == 0 and record["fps"] == pytest.approx(record["num_frames"] / 120, abs=1e-3)
+    (record,) = caption_images(tmp_path / "long.mp4", llm=llm, max_tokens=2, video_frames=240)
+    assert "240 frames of" in record["error"] and "max_model_len is" in record["error"]
+
+
 def test_duplicates_are_clips_with_equal_frames_and_options(clips, llm, tmp_path):
     lines = [
         {"video": str(clips / "a.mp4"), "id": "first"},
