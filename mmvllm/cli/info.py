@@ -141,8 +141,9 @@ def _videos(folder, config) -> str:
     except ValueError:  # named in the line on images
         return "one temporal patch per 2 frames"
     info = VideoInfo(total_num_frames=1800, fps=30.0, height=720, width=1280)
-    num_frames = len(videos.frame_indices(info))
-    return f"60 seconds of 1280x720 are {num_frames} frames and {ClipPlan(videos).num_tokens(info)} tokens by default"
+    num_frames, num_tokens = len(videos.frame_indices(info)), ClipPlan(videos).num_tokens(info)
+    text = f"60 seconds of 1280x720 are {num_frames} frames and {num_tokens} tokens by default"
+    return text if num_tokens < config.max_position_embeddings else f"{text}, more than the context"
 
 
 def _attention_backends(head_dims, device, dtype, block_size: int | None) -> dict[str, str]:
