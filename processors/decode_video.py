@@ -25,6 +25,7 @@ T = TypeVar("T")
 NUM_THREADS = 1  # of a decoder: several videos are decoded at once, and every thread holds frames
 BYTES_PER_PIXEL = 48  # of a frame: those that a decoder keeps for reference, one in RGB, one that is being resized
 READ_BYTES = 1 << 18  # at once from Python's file objects
+TEXT_FORMATS = ("tty", "bin", "xbin", "adf", "idf")  # whose text FFmpeg would show as on a terminal
 
 _logger = logging.getLogger(__name__)
 
@@ -120,9 +121,13 @@ def _open(file: str | BinaryIO, name: str, limits: VideoLimits) -> Any:
     source = f"file:{file}" if isinstance(file, str) else file  # else a colon in the path would end a protocol
     try:
         # The mode is given, else that of a file object would be taken.
-        return av.open(source, "r", options=_options(limits), buffer_size=READ_BYTES, metadata_errors="replace")
+        opened = av.open(source, "r", options=_options(limits), buffer_size=READ_BYTES, metadata_errors="replace")
+        if opened.format.name not in TEXT_FORMATS:
+            return opened
+        opened.close()
     except (av.error.InvalidDataError, av.error.ArgumentError, av.error.EOFError):
-        known = f" in {', '.join(limits.containers)}" if limits.containers else " that FFmpeg can read, or damaged"
+        pass  # the error below refers to none of PyAV's
+    known = f" in {', '.join(limits.containers)}" if limits.containers else " that FFmpeg can read, or damaged"
     raise VideoError(name, f"is not a video{known}")
 
 

@@ -133,6 +133,7 @@ class VideoStream:
             self._restart(lambda frame: True)
         if self._next is None:
             return None
+        self._is_counted |= self._next.pts is None and self._next.dts is None  # a stream without a container
         self._start, self._matrix = self._pts(self._next), display_matrix(self._next)
         self._keyframes = self._keyframe_times() if self._may_jump else []
         return upright_size(self._next.height, self._next.width, self._matrix)

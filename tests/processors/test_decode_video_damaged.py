@@ -88,6 +88,14 @@ def test_what_is_no_video_is_refused(data):
             load_video_info(data, limits)
 
 
+@pytest.mark.parametrize("suffix", [".txt", ".nfo", ".ans", ".asc", ".diz", ".xb", ".adf", ".idf", ".bin"])
+def test_a_text_is_no_video(suffix, tmp_path):
+    path = tmp_path / f"notes{suffix}"
+    path.write_text("Remember the milk.\n" * 500)
+    with pytest.raises(VideoError, match="is not a video"):
+        load_video_info(path)
+
+
 def test_nothing_is_written_to_the_terminal(clip, capfd):
     load(clip[: len(clip) // 2])
     damaged = bytearray(clip)
