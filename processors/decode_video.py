@@ -141,6 +141,7 @@ def _info(stream: VideoStream, name: str, limits: VideoLimits) -> VideoInfo:
     """Also goes to the first frame."""
     declared = stream.declared_seconds
     limits.check_seconds(name, declared)
+    limits.check_size(name, *stream.declared_size)  # before memory is taken for a frame
     number, fps = stream.measure()
     size = stream.begin()
     if size is None:

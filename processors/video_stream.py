@@ -90,6 +90,11 @@ class VideoStream:
             return self._stream.duration * self._time_base
         return (self._container.duration or 0) / 1_000_000
 
+    @property
+    def declared_size(self) -> tuple[int, int]:
+        """Height and width that the header says, before frames are turned; 0 if it says nothing."""
+        return self._stream.codec_context.height, self._stream.codec_context.width
+
     def _declared_rate(self) -> float | None:
         rate = float(self._stream.average_rate or 0)
         return rate if 0 < rate <= MAX_RATE else None

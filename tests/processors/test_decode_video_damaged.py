@@ -11,6 +11,7 @@ from mmvllm.errors import VideoError
 from mmvllm.media import MediaPolicy
 from mmvllm.processors.load_video import load_video, load_video_info
 from mmvllm.processors.video_limits import ANY_VIDEO, VideoLimits
+from mmvllm.processors.video_stream import VideoStream
 from tests.helpers.videos import FramesAt, full_decode, make_clip
 
 CLIPS = [
@@ -178,3 +179,10 @@ def test_the_limits_are_checked_before_frames_are_taken(tmp_path):
     ):
         with pytest.raises(VideoError, match=message):
             load_video(data, FramesAt(), limits)
+
+
+def test_the_size_in_the_header_is_checked_before_a_frame_is_decoded(tmp_path, monkeypatch):
+    data = make_clip(tmp_path / "a.mp4", 24).read_bytes()
+    monkeypatch.setattr(VideoStream, "begin", lambda self: pytest.fail("a frame was decoded"))
+    with pytest.raises(VideoError, match="has frames of 96x64, more than 100 pixels; shrink it first"):
+        load_video(data, FramesAt(), VideoLimits(max_frame_pixels=100))

@@ -216,6 +216,12 @@ def test_given_frames_are_sampled_where_it_is_asked_for(metadata, settings, indi
         (FRAMES.astype(np.float32), ImageError, "dtype float32, must be uint8"),
         ((FRAMES, {"frames_indices": [0, 1]}), VideoError, r"the frames: have frames_indices \[0, 1\], must be 6"),
         ((FRAMES, {"frames_indices": [0, 1, 2, 3, 4, -1]}), VideoError, "integers of at least 0"),
+        ((FRAMES, {"frames_indices": [0, 1, 2, 3, 4, 10**30]}), VideoError, "integers of at least 0"),
+        ((FRAMES, {"frames_indices": 5}), VideoError, "have frames_indices 5, must be 6 integers"),
+        ((FRAMES, {"total_num_frames": "6"}), VideoError, "have total_num_frames '6', must be a number from 0"),
+        ((FRAMES, {"total_num_frames": float("inf")}), VideoError, "have total_num_frames inf, must be a number"),
+        ((FRAMES, {"total_num_frames": 10**400}), VideoError, "have total_num_frames 10{59}, must be a number"),
+        ((FRAMES, {"duration": "3"}), VideoError, "have duration '3', must be a number from 0"),
         ((FRAMES, {"fps": 0}), ParameterError, "fps is 0, must be a number above 0"),
     ],
 )
