@@ -1,6 +1,7 @@
 """Encoded images and PIL images -> upright 8-bit RGB, within a budget of memory; every failure is an ImageError."""
 
 import io
+import re
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, closing
 from functools import cache
@@ -15,6 +16,8 @@ Reserve = Callable[[int], AbstractContextManager]
 
 _ICONS = (b"\0\0\1\0", b"icns")
 _HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs", b"mif1", b"msf1")
+
+_VIDEO = re.compile(rb"....ftyp|\x1aE\xdf\xa3|RIFF....AVI ", re.DOTALL)  # MP4 and MOV, Matroska and WebM, AVI
 
 # Bytes per pixel, measured as the growth of the resident size by images of 4000x4000 pixels: of the modes that do not
 # have four (RGB has an unused one); of the new RGB image, and of the arrays that 16 and 32 bits take; and of what a
@@ -130,7 +133,10 @@ def _unidentified(source: Image.Image | bytes, formats: Collection[str] | None) 
     is_heif = isinstance(source, bytes) and source[4:8] == b"ftyp" and source[8:12] in _HEIF_BRANDS
     if is_heif and "HEIF" not in _formats() and (formats is None or "HEIF" in formats):
         return "is HEIC/HEIF; pip install 'mmvllm[heif]'"
-    return f"not {'an image that Pillow can read' if formats is None else _one_of(formats)}"
+    known = "an image that Pillow can read" if formats is None else _one_of(formats)
+    if isinstance(source, bytes) and _VIDEO.match(source):
+        return f"not {known}, but a video; give it as one"
+    return f"not {known}"
 
 
 def _one_of(formats: Collection[str]) -> str:

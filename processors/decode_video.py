@@ -25,6 +25,7 @@ T = TypeVar("T")
 NUM_THREADS = 1  # of a decoder: several videos are decoded at once, and every thread holds frames
 BYTES_PER_PIXEL = 48  # of a frame: those that a decoder keeps for reference, one in RGB, one that is being resized
 READ_BYTES = 1 << 18  # at once from Python's file objects
+TEXT_FORMATS = ("tty", "bin", "xbin", "adf", "idf")  # whose text FFmpeg would show as on a terminal
 
 _logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def decode_video(
     """
 
     def take(stream: VideoStream, info: VideoInfo) -> Clip:
-        if not plan.is_preview:
+        if not (plan.is_preview or limits.containers):  # a client could fill the log of a server
             _warn_of_missing_frames(name, stream.declared_seconds, info.duration)
         return sampled(name, info, lambda index: stream.shown(index / info.fps, 1 / info.fps), plan, limits, reserve)
 
@@ -122,9 +123,13 @@ def _open(file: str | BinaryIO, name: str, limits: VideoLimits) -> Any:
     source = f"file:{file}" if isinstance(file, str) else file  # else a colon in the path would end a protocol
     try:
         # The mode is given, else that of a file object would be taken.
-        return av.open(source, "r", options=_options(limits), buffer_size=READ_BYTES, metadata_errors="replace")
+        opened = av.open(source, "r", options=_options(limits), buffer_size=READ_BYTES, metadata_errors="replace")
+        if opened.format.name not in TEXT_FORMATS:
+            return opened
+        opened.close()
     except (av.error.InvalidDataError, av.error.ArgumentError, av.error.EOFError):
-        known = f"in {', '.join(limits.containers)}" if limits.containers else "that FFmpeg can read"
+        pass  # the error below refers to none of PyAV's
+    known = f"in {', '.join(limits.containers)}" if limits.containers else "that FFmpeg can read"
     raise VideoError(name, f"is not a video {known}, or damaged")
 
 
@@ -137,6 +142,7 @@ def _options(limits: VideoLimits) -> dict[str, str]:
 def _info(stream: VideoStream, name: str, limits: VideoLimits) -> VideoInfo:
     """Also goes to the first frame."""
     limits.check_seconds(name, stream.declared_seconds)
+    limits.check_size(name, *stream.declared_size)  # before memory is taken for a frame
     number, fps = stream.measure()
     size = stream.begin()
     if size is None:

@@ -1,8 +1,8 @@
 """A clip of frames that are given one by one or as an array, with what is known of the video they were taken from."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from mmvllm.processors.load import is_array, load_image
 from mmvllm.processors.video import ClipPlan, check_fps, resize_frame, resized_to
 from mmvllm.processors.video_limits import ANY_VIDEO, VideoLimits
 
+MOST_FRAMES = 2**53  # of the video that they were taken from: up to it, times in seconds are exact
 LoadFrame = Callable[[Any], Image.Image]
 
 
@@ -86,17 +87,16 @@ class _GivenFrames:
     def of(cls, source: Any) -> "_GivenFrames":
         has_metadata = isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Mapping)
         frames, metadata = source if has_metadata else (source, {})
-        if is_array(frames) and len(frames.shape) != 4:
-            shape = tuple(frames.shape)
-            raise VideoError("the array", f"has shape {shape}, must be uint8 of shape (frames, height, width, 3)")
+        if is_array(frames):
+            frames = _channels_last(frames)
         if len(frames) == 0:
             raise VideoError("the list of frames", "is empty")
         metadata = {key: value for key, value in metadata.items() if value is not None}
         indices = _indices(metadata, len(frames))
-        total = max(int(metadata.get("total_num_frames", 0)), max(indices) + 1)
+        total = max(int(_number(metadata, "total_num_frames", MOST_FRAMES)), max(indices) + 1)
         fps = metadata.get("fps")
-        if fps is None and metadata.get("duration"):
-            fps = total / metadata["duration"]
+        if fps is None and (duration := _number(metadata, "duration", float("inf"))):
+            fps = total / duration
         if fps is not None:
             check_fps("fps", fps)
         return cls(frames, indices, total, fps, metadata)
@@ -110,12 +110,29 @@ class _GivenFrames:
         return bool(self.metadata.get("do_sample_frames", plan.fps is not None or plan.num_frames is not None))
 
 
+def _channels_last(frames: Any) -> Any:
+    """(frames, height, width, 3), which torch often has as (frames, 3, height, width)."""
+    shape, dtype = tuple(frames.shape), str(frames.dtype).removeprefix("torch.")
+    if len(shape) != 4 or dtype != "uint8" or not (shape[3] in (3, 4) or shape[1] == 3):
+        required = "uint8 of shape (frames, height, width, 3) or (frames, 3, height, width)"
+        raise VideoError("the array", f"has shape {shape} and dtype {dtype}, must be {required}")
+    return frames if shape[3] in (3, 4) else frames.swapaxes(1, 2).swapaxes(2, 3)
+
+
+def _number(metadata: Mapping[str, Any], key: str, most: float) -> Any:
+    """A number of at least 0; 0 if it is not given."""
+    value = metadata.get(key, 0)
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= most:
+        raise VideoError("the frames", f"have {key} {value!r:.60}, must be a number from 0 to {most:g}")
+    return value
+
+
 def _indices(metadata: Mapping[str, Any], number: int) -> list[int]:
     """Which frames of the video these are."""
     indices = metadata.get("frames_indices")
     if indices is None:
         return list(range(number))
-    given = list(indices)
-    if len(given) != number or not all(isinstance(index, Integral) and index >= 0 for index in given):
-        raise VideoError("the frames", f"have frames_indices {given!r:.60}, must be {number} integers of at least 0")
+    given = list(indices) if isinstance(indices, Iterable) else [indices]
+    if len(given) != number or not all(isinstance(index, Integral) and 0 <= index < MOST_FRAMES for index in given):
+        raise VideoError("the frames", f"have frames_indices {indices!r:.60}, must be {number} integers of at least 0")
     return [int(index) for index in given]

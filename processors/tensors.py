@@ -1,6 +1,7 @@
 """Token ids, patches and grids that other code made, checked and copied: the caller may reuse its buffers at once."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from math import prod
 from operator import index
 from typing import Any
@@ -73,7 +74,9 @@ def input_from_tensors(
         return EngineInput(token_ids)
     given = None if vision_placeholders is None else _own_spans(vision_placeholders)
     placed = [*_placed(images, token_ids, rules, given), *_placed(videos, token_ids, rules)]
-    return engine_input(token_ids, sorted(placed, key=lambda one: one[1][0]), rules)
+    placed.sort(key=lambda one: one[1][0])
+    _check_apart(placed)
+    return engine_input(token_ids, placed, rules)
 
 
 def _media(
@@ -176,6 +179,17 @@ def _placed(
         if any(own[i + length // t - 1] - own[i] != length // t - 1 for i in range(0, length, length // t)):
             what = "an image" if modality == "image" else "a temporal patch of a video"
             raise RequestError(f"the prompt's {modality} tokens are interrupted; {what} needs one run of them")
+
+
+def _check_apart(placed: list[tuple[Media, list[Span]]]) -> None:
+    """A video whose grid is that of another one would go on behind the next image."""
+    for (media, spans), (_, following) in pairwise(placed):
+        if sum(spans[-1]) > following[0][0]:
+            raise RequestError(
+                f"the tokens of an image or a video stand between those of a {media.modality} of grid {media.grid}; "
+                "give grids in the order of the prompt",
+                param=NAMES[media.modality][1],
+            )
 
 
 def _to_numpy(array: Any) -> np.ndarray:

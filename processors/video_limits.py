@@ -29,10 +29,14 @@ class VideoLimits:
 
     def check(self, name: str, info: VideoInfo) -> None:
         """Raise VideoError for frames that are too large, and for a video that is too long."""
-        if info.height * info.width > self.max_frame_pixels:
-            size = f"{info.width}x{info.height}"
-            raise VideoError(name, f"has frames of {size}, more than {self.max_frame_pixels} pixels; shrink it first")
+        self.check_size(name, info.height, info.width)
         self.check_seconds(name, info.duration)
+
+    def check_size(self, name: str, height: int, width: int) -> None:
+        """Raise VideoError for frames that are too large."""
+        if height * width > self.max_frame_pixels:
+            size = f"{width}x{height}"
+            raise VideoError(name, f"has frames of {size}, more than {self.max_frame_pixels} pixels; shrink it first")
 
     def check_seconds(self, name: str, seconds: float) -> None:
         """Raise VideoError for a video that is too long."""

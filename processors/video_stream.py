@@ -89,6 +89,11 @@ class VideoStream:
             return self._stream.duration * self._time_base
         return (self._container.duration or 0) / 1_000_000
 
+    @property
+    def declared_size(self) -> tuple[int, int]:
+        """Height and width that the header says, before frames are turned; 0 if it says nothing."""
+        return self._stream.codec_context.height, self._stream.codec_context.width
+
     def _declared_rate(self) -> float | None:
         rate = float(self._stream.average_rate or 0)
         return rate if 0 < rate <= MAX_FPS else None
@@ -132,6 +137,7 @@ class VideoStream:
             self._restart(lambda frame: True)
         if self._next is None:
             return None
+        self._is_counted |= self._next.pts is None and self._next.dts is None  # a stream without a container
         self._start, self._matrix = self._pts(self._next), display_matrix(self._next)
         self._keyframes = self._keyframe_times() if self._may_jump else []
         return upright_size(self._next.height, self._next.width, self._matrix)

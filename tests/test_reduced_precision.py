@@ -6,7 +6,7 @@ import torch
 from mmvllm import SamplingParams
 from tests.helpers.engines import assert_idle
 from tests.helpers.parity import REQUESTS, VIDEOS
-from tests.helpers.reference import EightBits, Reference, assert_no_worse, first_logits
+from tests.helpers.reference import EightBits, ExpertsOf, Reference, assert_no_worse, first_logits
 from tests.helpers.shapes import IMAGE_SHAPES, RICHEST
 
 EIGHT = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -53,3 +53,20 @@ def test_the_error_of_the_logits_after_clips(name, shape, checkpoints, reference
     inputs = hf.inputs(VIDEOS["one clip"])
     got = first_logits(make_llm(folder, **FORMATS[name]).engine, inputs)
     assert_no_worse(got, plain_logits(name, hf, folder, inputs), hf.in_float64(hf.logits, inputs))
+
+
+@pytest.mark.parametrize("shape", RICHEST)
+@pytest.mark.parametrize("name", ["bfloat16", "int8"])
+def test_the_error_of_the_logits_after_clips_where_routers_choose_the_same_experts(
+    name, shape, checkpoints, reference, make_llm
+):
+    hf, folder = reference(shape), checkpoints(shape)
+    inputs = hf.inputs(VIDEOS["two clips"])
+    with ExpertsOf() as exactly:
+        exact = hf.in_float64(hf.logits, inputs)
+    with ExpertsOf(exactly.chosen):
+        plain = plain_logits(name, hf, folder, inputs)
+    with ExpertsOf(exactly.chosen) as own:
+        got = first_logits(make_llm(folder, **FORMATS[name]).engine, inputs)
+    assert len(own.chosen) == len(exactly.chosen) == {"experts8-top3": 3}.get(shape, 0)
+    assert_no_worse(got, plain, exact)

@@ -1,6 +1,7 @@
 """A video as the clips that are captioned: the whole of it, or one after the other of some seconds."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from mmvllm.captioning.items import Item, part_of_key
@@ -44,7 +45,12 @@ def _cut(item: Item, info: VideoInfo, seconds: float) -> Iterator[Item]:
         yield item
         return
     for i in range(number):
-        first = round(start + i * seconds, 3)
-        last = round(end if i == number - 1 else start + (i + 1) * seconds, 3)
+        first = _milliseconds(start + i * seconds)
+        last = _milliseconds(end if i == number - 1 else start + (i + 1) * seconds)
         part = f"{item.part}{part_of_key(first)}" if i else item.part
         yield dataclasses.replace(item, start=first, end=last, part=part)
+
+
+def _milliseconds(seconds: float) -> float:
+    """Rounded down to them: a clip that begins with a frame must not begin after it."""
+    return math.floor(seconds * 1000 + 1e-6) / 1000

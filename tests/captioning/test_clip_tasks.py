@@ -17,6 +17,7 @@ from mmvllm.captioning.record import COLUMNS
 from mmvllm.captioning.worklist import Selection, Worklist
 from mmvllm.errors import ArgumentError
 from mmvllm.processors.clip import VideoInfo
+from mmvllm.processors.qwen_vl_utils import frame_indices
 from tests.helpers.videos import make_clip
 from tests.helpers.worklists import opened
 
@@ -91,6 +92,14 @@ def test_clips_are_cut_at_these_seconds(info, seconds, want, monkeypatch):
     assert [clip.start for clip in made] == want
     if len(made) > 1:
         assert [clip.end for clip in made] == [*want[1:], info.duration]
+
+
+@pytest.mark.parametrize("fps", [29.97, 30000 / 1001, 120, 0.3])
+def test_the_shortest_clips_have_two_frames(fps, monkeypatch):
+    info = VideoInfo(200, fps, 40, 40)
+    monkeypatch.setattr(clips_module, "load_video_info", lambda source: info)
+    for clip in clips_of(Item("a.mp4", "a.mp4", "a.mp4", is_video=True), CaptionSettings(clip_seconds=0.01)):
+        assert len(frame_indices({"video_start": clip.start, "video_end": clip.end}, info)) >= 2
 
 
 def test_headers_are_read_as_tasks_are_taken(videos, tmp_path, monkeypatch):

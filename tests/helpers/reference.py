@@ -1,5 +1,6 @@
 """Reference results of transformers, and errors relative to float64."""
 
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
@@ -135,6 +136,29 @@ def _rounded(x: torch.Tensor) -> torch.Tensor:
     """Symmetric 8-bit rounding with a scale per row."""
     scale = x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 127
     return (x / scale).round() * scale
+
+
+class ExpertsOf(TorchFunctionMode):
+    """Records which experts routers choose, or, given such a record, has them choose these.
+
+    A router whose third and fourth expert are nearly equal decides by the last bit, after which the number format is
+    not what makes the difference.
+    """
+
+    def __init__(self, chosen: Sequence[torch.Tensor] | None = None):
+        super().__init__()
+        self.chosen: list[torch.Tensor] = []
+        self._given = None if chosen is None else iter(chosen)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        if function not in (torch.topk, torch.Tensor.topk):
+            return found
+        self.chosen.append(found.indices)
+        if self._given is None:
+            return found
+        indices = next(self._given)
+        return type(found)((args[0].gather(-1, indices), indices))
 
 
 def first_logits(engine, inputs) -> torch.Tensor:

@@ -69,6 +69,11 @@ def test_frames_without_times_of_their_own_are_counted(tmp_path):
     )
 
 
+def test_frames_of_a_stream_without_a_container_are_counted(tmp_path):
+    path = make_clip(tmp_path / "a.h264", 12, format="h264")
+    np.testing.assert_array_equal(frames(path).frames, np.stack([pixels for _, pixels in full_decode(path)]))
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from([("a.mp4", "libx264"), ("a.mkv", "libx264"), ("a.webm", "libvpx-vp9"), ("a.avi", "mpeg4")]),

@@ -11,6 +11,7 @@ from mmvllm.errors import VideoError
 from mmvllm.media import MediaPolicy
 from mmvllm.processors.load_video import load_video, load_video_info
 from mmvllm.processors.video_limits import ANY_VIDEO, VideoLimits
+from mmvllm.processors.video_stream import VideoStream
 from tests.helpers.videos import FramesAt, full_decode, make_clip
 
 CLIPS = [
@@ -86,6 +87,14 @@ def test_what_is_no_video_is_refused(data):
     for limits in (ANY_VIDEO, UNTRUSTED):
         with pytest.raises(VideoError, match="is not a video"):
             load_video_info(data, limits)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".nfo", ".ans", ".asc", ".diz", ".xb", ".adf", ".idf", ".bin"])
+def test_a_text_is_no_video(suffix, tmp_path):
+    path = tmp_path / f"notes{suffix}"
+    path.write_text("Remember the milk.\n" * 500)
+    with pytest.raises(VideoError, match="is not a video"):
+        load_video_info(path)
 
 
 def test_nothing_is_written_to_the_terminal(clip, capfd):
@@ -170,3 +179,10 @@ def test_the_limits_are_checked_before_frames_are_taken(tmp_path):
     ):
         with pytest.raises(VideoError, match=message):
             load_video(data, FramesAt(), limits)
+
+
+def test_the_size_in_the_header_is_checked_before_a_frame_is_decoded(tmp_path, monkeypatch):
+    data = make_clip(tmp_path / "a.mp4", 24).read_bytes()
+    monkeypatch.setattr(VideoStream, "begin", lambda self: pytest.fail("a frame was decoded"))
+    with pytest.raises(VideoError, match="has frames of 96x64, more than 100 pixels; shrink it first"):
+        load_video(data, FramesAt(), VideoLimits(max_frame_pixels=100))

@@ -181,6 +181,11 @@ LARGE_PNG = encode(Image.fromarray(noise(64, 48)))
         ("nul\0.png", r"is not a path \(embedded null byte\)"),
         ("empty.png", r"^empty\.png: is empty \(0 bytes\)$"),
         (b"", r"^the image of 0 bytes: is empty"),
+        (
+            b"\0\0\0\x18ftypmp42....",
+            "^the image of 16 bytes: not an image that Pillow can read, but a video; give it as one$",
+        ),
+        (b"\x1aE\xdf\xa3....", "but a video; give it as one$"),
         ("text.jpg", r"^text\.jpg: not an image that Pillow can read$"),
         (b"hello", "^the image of 5 bytes: not an image that Pillow can read$"),
         (JPEG[: len(JPEG) // 2], r"^the image of \d+ bytes: cannot be decoded, damaged or truncated \("),

@@ -110,7 +110,7 @@ def test_a_url_that_cannot_be_fetched(path, site, monkeypatch):
         (7, "cannot load a video from int; give"),
         (io.StringIO("text"), "the file object: gives str instead of bytes; open it in binary mode"),
         ([], "the list of frames: is empty"),
-        (np.zeros((4, 4, 3), np.uint8), r"the array: has shape \(4, 4, 3\), must be uint8 of shape \(frames, height"),
+        (np.zeros((4, 4, 3), np.uint8), r"the array: has shape \(4, 4, 3\) and dtype uint8, must be uint8 of shape"),
     ],
 )
 def test_what_cannot_be_loaded(source, message):
@@ -202,15 +202,30 @@ def test_given_frames_are_sampled_where_it_is_asked_for(metadata, settings, indi
     assert (clip.info, clip.indices) == (VideoInfo(6, 3.0, 56, 84), indices)
 
 
+def test_frames_may_have_their_channels_first():
+    for channels_first in (FRAMES.transpose(0, 3, 1, 2), torch.from_numpy(FRAMES).permute(0, 3, 1, 2)):
+        assert np.array_equal(load_video(channels_first, FramesAt()).frames, FRAMES)
+
+
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
         ([FRAMES[0], FRAMES[1, :, :50]], VideoError, "frame 1 of the list: is 50x56 pixels, frame 0 84x56; frames of"),
         ([FRAMES[0], "/no/such.png"], ImageError, r"/no/such\.png: no such file"),
-        (FRAMES.transpose(0, 3, 1, 2), ImageError, r"must be uint8 of shape \(height, width, 3\)"),
-        (FRAMES.astype(np.float32), ImageError, "dtype float32, must be uint8"),
+        (
+            FRAMES[:, :, :, :2],
+            VideoError,
+            r"the array: has shape \(6, 56, 84, 2\) .*, must be uint8 of shape \(frames, he",
+        ),
+        (FRAMES.astype(np.float32), VideoError, "the array: has .* dtype float32, must be uint8"),
         ((FRAMES, {"frames_indices": [0, 1]}), VideoError, r"the frames: have frames_indices \[0, 1\], must be 6"),
         ((FRAMES, {"frames_indices": [0, 1, 2, 3, 4, -1]}), VideoError, "integers of at least 0"),
+        ((FRAMES, {"frames_indices": [0, 1, 2, 3, 4, 10**30]}), VideoError, "integers of at least 0"),
+        ((FRAMES, {"frames_indices": 5}), VideoError, "have frames_indices 5, must be 6 integers"),
+        ((FRAMES, {"total_num_frames": "6"}), VideoError, "have total_num_frames '6', must be a number from 0"),
+        ((FRAMES, {"total_num_frames": float("inf")}), VideoError, "have total_num_frames inf, must be a number"),
+        ((FRAMES, {"total_num_frames": 10**400}), VideoError, "have total_num_frames 10{59}, must be a number"),
+        ((FRAMES, {"duration": "3"}), VideoError, "have duration '3', must be a number from 0"),
         ((FRAMES, {"fps": 0}), ParameterError, "fps is 0, must be a number above 0"),
     ],
 )

@@ -1,5 +1,7 @@
 """Tensors from callers: any container, owned at once, malformed ones refused with one clear message."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -255,3 +257,15 @@ def test_the_processor_owns_the_pixels_of_arrays(checkpoint, make_llm):
     array[:] = 0
     assert all(torch.equal(a, b) for a, b in zip(before, patches_of(prompt), strict=True))
     assert digests_of(prompt) != digests_of(llm.processor(ask(array, "What?")))
+
+
+def test_a_video_that_goes_on_behind_an_image_is_refused():
+    rules = replace(RULES, video_token_id=10)
+    ids, image, patches = [10, 10, 1, PAD, 2, 10], PIXELS[:4], PIXELS
+
+    def given(*grids):
+        return input_from_tensors(rules, ids, image, [(1, 2, 2)], pixel_values_videos=patches, video_grid_thw=grids)
+
+    assert [item.span for item in given((2, 2, 2), (1, 2, 2)).items] == [(0, 1), (1, 1), (3, 1), (5, 1)]
+    with pytest.raises(RequestError, match=r"between those of a video of grid \(2, 2, 2\); give grids in the order"):
+        given((1, 2, 2), (2, 2, 2))
