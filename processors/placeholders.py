@@ -161,9 +161,10 @@ def _misplaced(
 ) -> str:
     found = counted(num_pairs, f"{modality} placeholder")
     if num_outside:
-        found += f", {num_outside} {text} outside {rules.start} and {rules.end},"
+        found += f", {num_outside} {text} outside {rules.start} and {rules.end}"
     if num_open:
-        found += f", {num_open} {rules.start} without {rules.end},"
+        found += f", {num_open} {rules.start} without {rules.end}"
+    found += "," * bool(num_outside or num_open)
     were = "was" if num_given == 1 else "were"
     return (
         f"prompt has {found} but {counted(num_given, modality)} {were} given; "
