@@ -44,7 +44,8 @@ class Media:
         t, h, w = self.grid
         patches = self.patches.view(t, h * w, -1)
         for i, (digest, span) in enumerate(zip(self.digests, spans, strict=True)):
-            yield MediaItem(self.modality, patches[i], (1, h, w), digest, span, index)
+            time = self.times[i] if self.times else None
+            yield MediaItem(self.modality, patches[i], (1, h, w), digest, span, index, time)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class MediaItem:
         digest: stands for the item in the prefix cache and the encoder cache (`Media.digests`).
         span: the placeholder tokens in the prompt that the item's rows replace.
         index: which image or video of the prompt it is, or belongs to, from 0.
+        time: seconds from the start of the video, in the middle of the temporal patch; None if it is not known.
     """
 
     modality: str
@@ -68,6 +70,7 @@ class MediaItem:
     digest: bytes
     span: Span
     index: int = 0
+    time: float | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -94,7 +97,8 @@ class MediaItem:
 
     def __reduce__(self):
         # From worker processes as bytes: torch would use shared memory, which may be scarce, and a descriptor each.
-        return _item_from_array, (self.patches.numpy(), self.modality, self.grid, self.digest, self.span, self.index)
+        others = (self.modality, self.grid, self.digest, self.span, self.index, self.time)
+        return _item_from_array, (self.patches.numpy(), *others)
 
 
 def _item_from_array(patches: np.ndarray, modality: str, *others: Any) -> MediaItem:

@@ -1,5 +1,6 @@
 """Frames taken, sizes and patches equal those of transformers' video processors, for any video."""
 
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -124,6 +125,9 @@ def test_times_are_the_middle_of_temporal_patches(family):
     media = VideoProcessor(config)(Clip(moving(5, 224, 224), VideoInfo(50, 10.0, 224, 224), (0, 12, 24, 37, 49)))
     assert media.times == pytest.approx([0.6, 3.05, 4.9])  # the last frame stands twice
     assert media.seconds_per_patch == pytest.approx(2.0)  # 5 frames in 5 seconds, two of them in a patch
+    items = list(media.items([(0, 1), (1, 1), (2, 1)], index=0))
+    assert [item.time for item in items] == list(media.times)
+    assert [item.time for item in pickle.loads(pickle.dumps(items))] == list(media.times)
 
 
 def digests(frames: np.ndarray, fps: float = 8.0, config: VideoProcessorConfig = QWEN2_VL) -> tuple[bytes, ...]:
