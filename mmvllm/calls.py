@@ -1,7 +1,7 @@
 """The requests of one call of `LLM`, from the engine's admission to the caller."""
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.output_processor import DeltaStream
@@ -21,12 +21,22 @@ class Call:
 
     Args:
         lock: held by every user of the engine.
+        give_way: called before each step, without the lock.
         streams: yield a delta for whatever is new, rather than an output for each request that has finished.
         noun: what messages call a request.
     """
 
-    def __init__(self, engine: LLMEngine, lock: threading.RLock, *, streams: bool = False, noun: str = "request"):
-        self._engine, self._lock, self._streams, self.noun = engine, lock, streams, noun
+    def __init__(
+        self,
+        engine: LLMEngine,
+        lock: threading.RLock,
+        give_way: Callable[[], None],
+        *,
+        streams: bool = False,
+        noun: str = "request",
+    ):
+        self._engine, self._lock, self._give_way = engine, lock, give_way
+        self._streams, self.noun = streams, noun
         self.groups: dict[int, SequenceGroup] = {}
         self._deltas: dict[int, DeltaStream] = {}
 
@@ -39,6 +49,7 @@ class Call:
 
     def step(self) -> list[tuple[int, Event]]:
         """Run the engine once, unless a request of this call has finished already; what is new, by index."""
+        self._give_way()
         with self._lock:
             self._engine.check_alive()
             if all(group.output is None for group in self.groups.values()):

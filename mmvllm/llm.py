@@ -1,8 +1,9 @@
 """`LLM`: one model for use from Python, a call at a time or from several threads."""
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from mmvllm.outputs import Delta, RequestOutput
 from mmvllm.processors.requests import PROMPT_KEYS
 from mmvllm.sampling_params import SamplingParams
 
+TURN_SECONDS = 1e-3  # in which a thread that waits for the lock gets it
+
 Events = Iterator[tuple[int, Event | None]]  # by request; None for a request that was not selected
 
 
@@ -58,6 +61,7 @@ class LLM:
         # As many requests again wait in the engine as run, so that a step never lacks work.
         self.admission = AdmissionWindow(2 * self.engine.config.max_num_seqs)
         self._lock = threading.RLock()
+        self._callers: set[object] = set()  # that wait for the lock for a moment, while others run step after step
 
     def __enter__(self) -> "LLM":
         return self
@@ -224,17 +228,17 @@ class LLM:
             prompt = self._intake.prepare(prompt)
         else:
             params = params_for(sampling_params, 0)
-        with self._lock:
+        with self._turn():
             return self.engine.add_request(prompt, params, **options)
 
     def step(self) -> tuple[list[RequestOutput], int]:
         """Run one batch: the requests that finished in it, and the number of tokens computed."""
-        with self._lock:
+        with self._turn():
             return self.engine.step()
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request and return what it has so far; None if it is unknown or has finished."""
-        with self._lock:
+        with self._turn():
             return self.engine.abort_request(request_id)
 
     def exit(self) -> None:
@@ -294,7 +298,23 @@ class LLM:
             call.abort()
 
     def _call(self, **options: Any) -> Call:
-        return Call(self.engine, self._lock, **options)
+        return Call(self.engine, self._lock, self._give_way, **options)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The lock; threads that run step after step, and could take it again first each time, give way."""
+        caller = object()
+        try:
+            self._callers.add(caller)
+            with self._lock:
+                self._callers.discard(caller)
+                yield
+        finally:
+            self._callers.discard(caller)
+
+    def _give_way(self) -> None:
+        if self._callers:
+            time.sleep(TURN_SECONDS)
 
     def _prefetch(
         self, requests: Iterable[dict], processor: Any = None, indices: Iterable[int] | None = None

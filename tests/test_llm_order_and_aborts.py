@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -41,8 +42,10 @@ LONG = SamplingParams(max_tokens=800, ignore_eos=True, n=2)
 def abort_soon(llm, request_id: str) -> threading.Thread:
     """Abort a request from another thread once it has begun."""
 
+    end = time.monotonic() + 60
+
     def work() -> None:
-        while llm.abort_request(request_id) is None:
+        while llm.abort_request(request_id) is None and time.monotonic() < end:
             pass
 
     thread = threading.Thread(target=work)
