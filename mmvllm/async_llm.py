@@ -125,7 +125,7 @@ class AsyncLLM:
         self.model, self.tokenizer = model_name(model), engine.tokenizer
         self.image_config, self.video_config = engine.image_config, engine.video_config
         rules = self.media_rules = engine.media_rules  # None for a text-only checkpoint
-        self.takes_videos = rules is not None and rules.video_token_id is not None
+        self.takes_videos = rules is not None and rules.takes_videos
         self.sampling_defaults = dict(engine.model_config.sampling_defaults)  # of generation_config.json
         self.max_model_len, self.max_num_seqs = engine.max_model_len, engine.config.max_num_seqs
         self.max_requests = self.max_num_seqs + max_waiting

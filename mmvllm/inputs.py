@@ -159,6 +159,10 @@ class MediaRules:
     tokens_per_second: int | None = None
     timestamp: str | None = None
 
+    @property
+    def takes_videos(self) -> bool:
+        return self.video_token_id is not None
+
     def token_id(self, modality: str) -> int | None:
         """The placeholder of images or of videos."""
         return self.image_token_id if modality == "image" else self.video_token_id

@@ -109,7 +109,7 @@ def load_clip(
 def check_takes_media(parsed: ParsedRequest, rules: MediaRules | None) -> None:
     if (parsed.images or parsed.videos) and rules is None:
         raise RequestError(f"this checkpoint is text-only, it cannot take {'images' if parsed.images else 'videos'}")
-    if parsed.videos and rules.video_token_id is None:
+    if parsed.videos and not rules.takes_videos:
         raise RequestError("this checkpoint has no token for videos, it cannot take them")
 
 

@@ -134,7 +134,7 @@ def _videos(folder, config) -> str:
 
     if config.vision is None:
         return "none: this checkpoint is text-only"
-    if family_of(config.architecture).media_rules(config).video_token_id is None:
+    if not family_of(config.architecture).media_rules(config).takes_videos:
         return "none: this checkpoint has no token for them"
     try:
         videos = load_media_configs(folder)[1]
