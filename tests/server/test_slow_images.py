@@ -6,10 +6,10 @@ import psutil
 import pytest
 
 from mmvllm.media import MediaPolicy
+from tests.helpers.hang_ups import check_that_hang_ups_delay_nobody, decoding
 from tests.helpers.hostile import slow_jpeg
 from tests.helpers.server import (
     CHAT,
-    SCENES,
     call,
     chat,
     data_uri,
@@ -21,6 +21,8 @@ from tests.helpers.server import (
     serving,
     wait_for,
 )
+
+WORK = 0.6  # seconds, more than the start of a process takes
 
 
 @pytest.fixture(scope="module")
@@ -45,27 +47,9 @@ def test_a_deadline_ends_decoding(engine, slow):
     wait_for(lambda: is_idle(engine) and not engine._preparation._num_preparing)
 
 
-def decoding(others: set[psutil.Process]) -> list[psutil.Process]:
-    """Processes that have decoded for a while, which were started after `others`."""
-    return [one for one in {*psutil.Process().children()} - others if one.cpu_times().user > 0.6]
-
-
 def test_clients_that_hang_up_do_not_delay_others(make_engine, slow):
-    engine, others = make_engine(), {*psutil.Process().children()}  # the server shuts the engine down
-    body, normal = post(CHAT, slow), chat("Look", image_part(data_uri(SCENES[0])), max_tokens=1)
-    with serving(engine, media=MediaPolicy(image_timeout=300)) as running:
-        clients = [running.connect() for _ in range(4)]
-        for client in clients:
-            client.sendall(body)
-        wait_for(lambda: engine.stats().num_preparing == 4 and decoding(others), 60)
-        stopped = decoding(others)
-        for process in stopped:
-            process.suspend()  # it would decode for ever
-        for client in clients:
-            client.close()
-        answer = running.client().chat.completions.create(**normal)
-        assert answer.usage.completion_tokens == 1
-        wait_for(lambda: is_idle(engine) and not any(process.is_running() for process in stopped), 60)
+    # The server shuts the engine down.
+    check_that_hang_ups_delay_nobody(make_engine(), slow, MediaPolicy(image_timeout=300), WORK)
 
 
 def test_a_server_that_shuts_down_does_not_wait_for_an_image(make_engine, slow):
@@ -73,8 +57,8 @@ def test_a_server_that_shuts_down_does_not_wait_for_an_image(make_engine, slow):
     with serving(engine, drain_seconds=0.1, media=MediaPolicy(image_timeout=300)) as running:
         client = running.connect()
         client.sendall(post(CHAT, slow))
-        wait_for(lambda: decoding(others), 60)
-        decoding(others)[0].suspend()
+        wait_for(lambda: decoding(others, WORK), 60)
+        decoding(others, WORK)[0].suspend()
         start = time.monotonic()
     assert time.monotonic() - start < 15
     client.close()

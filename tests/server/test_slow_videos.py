@@ -8,15 +8,13 @@ import pytest
 
 from mmvllm.media import MediaPolicy
 from mmvllm.server import jobs
+from tests.helpers.hang_ups import check_that_hang_ups_delay_nobody, decoding
 from tests.helpers.hostile import slow_video
 from tests.helpers.server import (
     CHAT,
-    SCENES,
     call,
     chat,
-    data_uri,
     error_of,
-    image_part,
     is_idle,
     make_app,
     post,
@@ -28,6 +26,8 @@ from tests.helpers.server import (
 
 URL = "messages[0].content[1].video_url.url"
 PATIENT = MediaPolicy(video_timeout=300)
+
+WORK = 1.5  # seconds, more than loading torch takes
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_a_video_over_the_time_limit_is_refused_by_name(engine, slow):
     answer = call(app, "POST", CHAT, json=slow)
     assert answer.status_code == 400 and error_of(answer)["param"] == URL
     assert error_of(answer)["message"] == "video 0: the video took longer than 0.5 s to decode; cut or re-encode it"
-    assert not decoding(others)  # its process was ended
+    assert not decoding(others, WORK)  # its process was ended
 
 
 def test_a_deadline_ends_decoding(engine, slow):
@@ -65,27 +65,9 @@ def test_a_deadline_ends_fetching(engine, monkeypatch):
     assert answer.status_code == 504 and cancelled
 
 
-def decoding(others: set[psutil.Process]) -> list[psutil.Process]:
-    """Processes that decode videos, which were started after `others`: they have loaded torch."""
-    return [one for one in {*psutil.Process().children()} - others if one.cpu_times().user > 1.5]
-
-
 def test_clients_that_hang_up_do_not_delay_others(make_engine, slow):
-    engine, others = make_engine(), {*psutil.Process().children()}  # the server shuts the engine down
-    body, normal = post(CHAT, slow), chat("Look", image_part(data_uri(SCENES[0])), max_tokens=1)
-    with serving(engine, media=PATIENT) as running:
-        clients = [running.connect() for _ in range(4)]
-        for client in clients:
-            client.sendall(body)
-        wait_for(lambda: engine.stats().num_preparing == 4 and decoding(others), 60)
-        stopped = decoding(others)
-        for process in stopped:
-            process.suspend()  # it would decode for ever
-        for client in clients:
-            client.close()
-        answer = running.client().chat.completions.create(**normal)
-        assert answer.usage.completion_tokens == 1
-        wait_for(lambda: is_idle(engine) and not any(process.is_running() for process in stopped), 60)
+    # The server shuts the engine down.
+    check_that_hang_ups_delay_nobody(make_engine(), slow, PATIENT, WORK)
 
 
 def test_a_server_that_shuts_down_does_not_wait_for_a_video(make_engine, slow):
@@ -93,8 +75,8 @@ def test_a_server_that_shuts_down_does_not_wait_for_a_video(make_engine, slow):
     with serving(engine, drain_seconds=0.1, media=PATIENT) as running:
         client = running.connect()
         client.sendall(post(CHAT, slow))
-        wait_for(lambda: decoding(others), 60)
-        decoding(others)[0].suspend()
+        wait_for(lambda: decoding(others, WORK), 60)
+        decoding(others, WORK)[0].suspend()
         start = time.monotonic()
     assert time.monotonic() - start < 15
     client.close()
