@@ -220,6 +220,8 @@ class EngineConfig:
         quantization: "int8" quantizes weights when they are loaded and activations dynamically, on a CPU only;
             completions change slightly; by default weights keep the dtype.
         enforce_eager: do not capture CUDA graphs for decode steps; the engine starts faster and decodes more slowly.
+        async_scheduling: launch a step before the tokens of the one before are known; by default where launches do not
+            wait for the device: on CUDA, with an attention backend that reads nothing on the host.
         skip_warmup: do not run a warm-up batch at start.
         seed: seed for requests without a seed of their own, and for dummy weights.
     """
@@ -240,6 +242,7 @@ class EngineConfig:
     attention_backend: Literal["auto", "flash", "triton", "torch"] = "auto"
     quantization: Literal["int8"] | None = None
     enforce_eager: bool = False
+    async_scheduling: bool | None = None
     skip_warmup: bool = False
     seed: int = 0
 

@@ -1,7 +1,9 @@
 """Copies between host and device that do not wait for the device."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -9,6 +11,26 @@ from torch import Tensor
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor; on CUDA from pinned memory: ordered in the stream, without waiting."""
     return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+
+
+def copy_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Copy host arrays of int32 and int64 in one transfer, without waiting; on a CPU they share the arrays' memory."""
+    if device.type != "cuda":
+        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+    ends = np.cumsum([-(-array.nbytes // 8) * 8 for array in arrays]).tolist()  # each begins where int64 may
+    staged = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
+    for tensor, array in zip(_views(staged, arrays, ends), arrays, strict=True):
+        tensor.copy_(torch.from_numpy(np.ascontiguousarray(array)))
+    return _views(staged.to(device, non_blocking=True), arrays, ends)
+
+
+def _views(buffer: Tensor, arrays: Sequence[np.ndarray], ends: list[int]) -> list[Tensor]:
+    begins = [0, *ends[:-1]]
+    parts = [buffer[begin : begin + array.nbytes] for begin, array in zip(begins, arrays, strict=True)]
+    return [
+        part.view(torch.int64 if array.dtype == np.int64 else torch.int32).view(array.shape)
+        for part, array in zip(parts, arrays, strict=True)
+    ]
 
 
 class HostCopy:

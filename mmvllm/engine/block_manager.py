@@ -69,7 +69,8 @@ class BlockManager:
         Returns the (source, destination) block copies to make before writing: blocks shared with another sequence are
         copied on write.
         """
-        start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_new_tokens
+        start = seq.num_computed_tokens + seq.num_inflight_tokens
+        end = start + num_new_tokens
         table = seq.block_table
         written = range(start // self.block_size, min(len(table), -(-end // self.block_size)))
         shared = [i for i in written if self.ref_counts[table[i]] > 1]

@@ -9,11 +9,13 @@ import logging
 import time
 from bisect import bisect_left
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from mmvllm.batch import Batch, decode_buffers, first_sequences
+from mmvllm.engine.device_rows import DeviceRows
+from mmvllm.engine.step_inputs import StepInputs
 from mmvllm.models.interface import Model
 
 logger = logging.getLogger(__name__)
@@ -36,36 +38,42 @@ def graphs_bytes(max_num_seqs: int, vocab_size: int) -> int:
 
 
 class DecodeGraphs:
-    """Captures at construction; `run` replays a batch that `fits`."""
+    """Captures at construction; `run` replays a step that `fits`."""
 
-    def __init__(self, model: Model, kv_cache: Tensor, no_rows: Tensor, max_num_seqs: int, max_model_len: int):
+    def __init__(
+        self,
+        model: Model,
+        kv_cache: Tensor,
+        no_rows: Tensor,
+        rows: DeviceRows,
+        max_num_seqs: int,
+        max_model_len: int,
+    ):
         self.sizes = graph_sizes(max_num_seqs)
-        self._model, self._kv_cache, self._no_rows = model, kv_cache, no_rows
-        self._scratch_block = kv_cache.shape[2] - 1
-        largest = self.sizes[-1]
-        self._inputs = decode_buffers(largest, max_model_len, kv_cache.shape[3], self._scratch_block, kv_cache.device)
-        vocab_size = model.config.vocab_size
-        self._logits = torch.empty(largest, vocab_size, dtype=torch.float32, device=kv_cache.device)
+        self._model, self._kv_cache, self._no_rows, self._rows = model, kv_cache, no_rows, rows
+        self._max_model_len = max_model_len  # the context length that graphs are captured for
+        largest, device = self.sizes[-1], kv_cache.device
+        self._decodes = torch.empty(3 * largest, dtype=torch.int32, device=device)
+        self._logits = torch.empty(largest, model.config.vocab_size, dtype=torch.float32, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._stream = torch.cuda.Stream(kv_cache.device) if kv_cache.is_cuda else None
+        self._stream = torch.cuda.Stream(device) if kv_cache.is_cuda else None
         start = time.perf_counter()
         for size in tqdm(reversed(self.sizes), "CUDA graphs", len(self.sizes), disable=None, leave=False):
+            self._fill(np.empty((3, 0), dtype=np.int32), size)
             self._capture(size)  # the largest first: its memory then serves the others too
         logger.info("captured %d CUDA graphs in %.2f s", len(self.sizes), time.perf_counter() - start)
 
-    def fits(self, batch: Batch) -> bool:
-        """Whether every sequence of the batch decodes, and there are not too many."""
-        S = len(batch.query_lens)
-        all_decode = len(batch.input_ids) == len(batch.sample_at) == S and not batch.row_spans
-        return all_decode and self.sizes[-1] >= S
+    def fits(self, inputs: StepInputs) -> bool:
+        """Whether every sequence of the step decodes, and there are not too many."""
+        return inputs.prefills is None and inputs.num_decodes <= self.sizes[-1]
 
-    def run(self, batch: Batch) -> Tensor:
-        """Logits (S, V) of a batch that fits, valid until the next run."""
-        S = len(batch.query_lens)
-        size = self.sizes[bisect_left(self.sizes, S)]
-        self._fill(batch, size)
+    def run(self, decodes: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Logits (D, V) of sequences that decode, (3, D) as in `StepInputs`, valid until the next run; their rows."""
+        D = decodes.shape[1]
+        size = self.sizes[bisect_left(self.sizes, D)]
+        self._fill(decodes, size)
         self._replay(size)
-        return self._logits[:S]
+        return self._logits[:D], self._decodes[:D].long()
 
     def _capture(self, size: int) -> None:
         self._compute(size)  # compiles kernels and allocates what libraries keep, which a capture must not
@@ -81,16 +89,14 @@ class DecodeGraphs:
         self._graphs[size].replay()
 
     def _compute(self, size: int) -> None:
-        self._logits[:size] = self._model(first_sequences(self._inputs, size), self._no_rows, self._kv_cache)
+        decodes = self._decodes[: 3 * size].view(3, size)
+        batch = self._rows.decode_batch(decodes, (self._max_model_len,) * size)
+        self._logits[:size] = self._model(batch, self._no_rows, self._kv_cache)
 
-    def _fill(self, batch: Batch, size: int) -> None:
-        """Copy the batch into the buffers; rows of a longer batch between its end and `size` become padding."""
-        S, blocks, into = len(batch.query_lens), batch.block_table.shape[1], self._inputs
-        scratch_slot = self._scratch_block * self._kv_cache.shape[3]
-        for name, padding in (("input_ids", 0), ("slot_mapping", scratch_slot), ("kv_lens", 1)):
-            buffer = getattr(into, name)
-            buffer[:S] = getattr(batch, name)
-            buffer[S:size] = padding
-        into.positions[:, :S] = batch.positions
-        into.block_table[:S, :blocks] = batch.block_table
-        into.block_table[S:size, 0] = self._scratch_block
+    def _fill(self, decodes: np.ndarray, size: int) -> None:
+        """Copy what sequences decode into the graph's input, with padding behind."""
+        padded = torch.empty(3, size, dtype=torch.int32, pin_memory=self._kv_cache.is_cuda)
+        D = decodes.shape[1]
+        padded[:, :D] = torch.from_numpy(decodes)
+        padded[:, D:] = torch.tensor(self._rows.padding, dtype=torch.int32)[:, None]
+        self._decodes[: 3 * size].view(3, size).copy_(padded, non_blocking=True)

@@ -6,7 +6,7 @@ the least recently used are dropped first. What was dropped is reported once (`t
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 User = tuple[int, int]  # (seq_id, index of the item in that sequence)
@@ -15,7 +15,7 @@ User = tuple[int, int]  # (seq_id, index of the item in that sequence)
 @dataclass(slots=True)
 class _Entry:
     num_bytes: int
-    is_encoded: bool = False  # until a step that encodes the item has run
+    is_encoded: bool = False  # whether its rows are on the device before any step that is scheduled from now on
     users: set[User] = field(default_factory=set)
 
 
@@ -66,9 +66,16 @@ class EncoderCache:
             self._drop(digest)
 
     def mark_encoded(self, digests: Iterable[bytes]) -> None:
-        """The rows of these items, each acquired before, are on the device."""
+        """A scheduled step encodes these items, each acquired before."""
         for digest in digests:
             self._entries[digest].is_encoded = True
+
+    def keep_encoded(self, is_on_device: Callable[[bytes], bool]) -> None:
+        """After steps that failed: the rows of some items may not be on the device, and they are encoded again."""
+        for digest, entry in list(self._entries.items()):
+            entry.is_encoded = entry.is_encoded and is_on_device(digest)
+            if not entry.users and not entry.is_encoded:
+                self._drop(digest)
 
     @property
     def encoded_digests(self) -> set[bytes]:

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
-from mmvllm.engine.batch_builder import build_batch
 from mmvllm.engine.model_runner import ModelRunner
 from mmvllm.engine.sampler import Sampled, Sampler
-from mmvllm.engine.scheduler import SampledToken, Schedule, Scheduler
+from mmvllm.engine.sampled import SampledTokens
+from mmvllm.engine.schedule import Schedule
+from mmvllm.engine.scheduler import Scheduler
 from mmvllm.engine.stats import Stopwatch
+from mmvllm.engine.step_inputs import pack_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +20,12 @@ class Launched:
     sampled: Sampled | None = None
     error: RuntimeError | MemoryError | None = None
 
-    def wait(self) -> tuple[list[SampledToken], RuntimeError | MemoryError | None]:
+    def wait(self) -> tuple[SampledTokens, RuntimeError | MemoryError | None]:
         """The step's tokens, or the error that ended it."""
         try:
-            return (self.sampled.tokens() if self.sampled is not None else []), self.error
+            return (self.sampled.tokens() if self.sampled is not None else SampledTokens([])), self.error
         except (RuntimeError, MemoryError) as error:
-            return [], error.with_traceback(None)
+            return SampledTokens([]), error.with_traceback(None)
 
 
 class Executor:
@@ -36,32 +38,25 @@ class Executor:
     def __init__(self, runner: ModelRunner, sampler: Sampler, scheduler: Scheduler):
         self.runner, self.sampler, self.scheduler = runner, sampler, scheduler
 
-    def launch_next(self) -> Launched:
-        """Schedule and launch a step."""
+    def launch(self) -> Launched:
+        """Schedule a step, then pack, run and sample it; what it needs of the step in flight is on the device."""
         watch = Stopwatch(self.runner.device)
-        return self._launch(self.scheduler.schedule(), watch)
-
-    def launch_ahead(self, running: Launched) -> Launched | None:
-        """Launch the step after one whose tokens are not known yet; None where it cannot be foreseen."""
-        if running.sampled is None or not running.sampled.allows_launch_ahead:
-            return None
-        watch = Stopwatch(self.runner.device)
-        scheduled = self.scheduler.schedule_ahead(running.scheduled)
-        return None if scheduled is None else self._launch(scheduled, watch, running.sampled)
-
-    def _launch(self, scheduled: Schedule, watch: Stopwatch, previous: Sampled | None = None) -> Launched:
-        """Pack, run and sample a schedule, on the ids that the previous step is sampling if it is given."""
+        scheduled = self.scheduler.schedule()
         watch.mark("schedule")
-        if not scheduled.chunks:
+        if not scheduled.num_tokens:
             return Launched(scheduled, watch)
-        input_ids = None if previous is None else previous.input_ids
         try:
-            batch = build_batch(scheduled, self.runner.block_size, self.runner.device, input_ids)
-            watch.mark("pack")
-            logits = self.runner.run(batch, watch)
-            seqs = [chunk.seq for chunk in scheduled.chunks if chunk.samples]
-            sampled = self.sampler(logits, seqs, 0 if previous is None else 1)
-            watch.mark("sampling")
+            return Launched(scheduled, watch, self._run(scheduled, watch))
         except (RuntimeError, MemoryError) as error:
             return Launched(scheduled, watch, error=error.with_traceback(None))  # a traceback would hold the tensors
-        return Launched(scheduled, watch, sampled)
+
+    def _run(self, scheduled: Schedule, watch: Stopwatch) -> Sampled:
+        for seq in scheduled.started:
+            self.sampler.enter(seq.row, seq)
+        inputs = pack_step(scheduled)
+        watch.mark("pack")
+        logits = self.runner.run(inputs, watch)
+        sampled = self.sampler(logits, inputs.sample_rows, inputs.sample_ends)
+        self.runner.append(sampled.input_ids)
+        watch.mark("sampling")
+        return sampled

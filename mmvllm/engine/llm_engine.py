@@ -19,8 +19,9 @@ from mmvllm.engine.input_processor import InputProcessor, Prompt
 from mmvllm.engine.loading import load
 from mmvllm.engine.output_processor import DeltaStream, OutputProcessor
 from mmvllm.engine.recovery import Recovery
+from mmvllm.engine.sampled import SampledTokens
 from mmvllm.engine.sampler import Sampler
-from mmvllm.engine.scheduler import SampledToken, Scheduler
+from mmvllm.engine.scheduler import Scheduler
 from mmvllm.engine.sequence import FinishReason, SequenceGroup
 from mmvllm.engine.stats import StepStats, step_stats
 from mmvllm.errors import RequestError
@@ -82,7 +83,8 @@ class LLMEngine:
         self.recovery = Recovery(self.scheduler, self.model_runner)
         self.on_step: Callable[[StepStats], None] | None = None  # called after every step
         # Nothing overlaps where a launch waits: for values, or on a CPU for the computation itself.
-        self._launches_ahead = self.model_runner.device.type == "cuda" and self.attention.in_graphs
+        overlaps = self.model_runner.device.type == "cuda" and self.attention.in_graphs
+        self._launches_ahead = overlaps if config.async_scheduling is None else config.async_scheduling
         self._ahead: Launched | None = None  # the next step, where it was launched before this one's tokens were known
         self._request_numbers = count()
         self._is_exiting = self._exited = False
@@ -186,16 +188,16 @@ class LLMEngine:
     def step(self) -> tuple[list[RequestOutput], int]:
         """Run one batch; return the requests that finished in it and the number of tokens computed.
 
-        On a GPU, a next batch that can be foreseen is launched before this one's tokens are waited for, so that the
-        device computes while the host commits this step and schedules the one after. If several sequences run out of
+        With `async_scheduling` the next batch is launched before this one's tokens are waited for, so that the device
+        computes while the host commits this step and schedules the one after. If several sequences run out of
         memory together, none is lost: they compute again, half as many at once. If one does alone, or the device fails
         in another way, the requests of this batch finish with `error` and the engine serves the others.
         """
         self.check_alive()
         with current_device(self.model_runner.device):
             try:
-                launched = self._ahead or self.executor.launch_next()
-                self._ahead = self.executor.launch_ahead(launched) if self._launches_ahead else None
+                launched = self._ahead or self.executor.launch()
+                self._ahead = self._launch_ahead() if launched.error is None else None
                 tokens, error = launched.wait()
                 finished = self._commit(launched, tokens, error)
             except BaseException:
@@ -206,8 +208,12 @@ class LLMEngine:
             self._report(launched)
         return outputs, launched.scheduled.num_tokens
 
+    def _launch_ahead(self) -> Launched | None:
+        launched = self.executor.launch() if self._launches_ahead else None
+        return launched if launched is not None and launched.scheduled.num_tokens else None
+
     def _commit(
-        self, launched: Launched, tokens: list[SampledToken], error: RuntimeError | MemoryError | None
+        self, launched: Launched, tokens: SampledTokens, error: RuntimeError | MemoryError | None
     ) -> list[SequenceGroup]:
         if error is None:
             return self.scheduler.postprocess(launched.scheduled, tokens)

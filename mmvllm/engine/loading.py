@@ -61,6 +61,7 @@ def load(model: str | Path | None, config: EngineConfig) -> LoadedModel:
     block_size = config.kvcache_block_size or attention.block_size
     use_graphs = _uses_graphs(config, device, attention)
     num_blocks = num_kv_blocks(loaded, config, block_size, dtype, device, use_graphs)
+    max_model_len = _max_model_len(config, model_config, num_blocks, block_size)
     runner = ModelRunner(
         loaded,
         image_config,
@@ -69,9 +70,10 @@ def load(model: str | Path | None, config: EngineConfig) -> LoadedModel:
         dtype,
         num_blocks=num_blocks,
         block_size=block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
         use_graphs=use_graphs,
     )
-    max_model_len = _max_model_len(config, model_config, num_blocks, block_size)
     if use_graphs:
         runner.capture_graphs(config.max_num_seqs, max_model_len)
     media_rules = family_of(model_config.architecture).media_rules(model_config)

@@ -6,10 +6,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mmvllm.batch import Batch
 from mmvllm.engine.decode_graphs import DecodeGraphs
+from mmvllm.engine.device_rows import DeviceRows
 from mmvllm.engine.memory import empty_kv_cache
 from mmvllm.engine.stats import Stopwatch
+from mmvllm.engine.step_inputs import StepInputs
 from mmvllm.inputs import MediaItem
 from mmvllm.models.interface import Model
 from mmvllm.processors.image import ImageProcessorConfig, normalize_patches
@@ -24,6 +25,7 @@ class ModelRunner:
 
     Args:
         num_blocks: KV blocks for sequences.
+        max_num_seqs, max_model_len: sequences that run at once, and tokens of one.
         use_graphs: whether `capture_graphs` will be called: padding rows of graphs write to one more block.
     """
 
@@ -37,6 +39,8 @@ class ModelRunner:
         *,
         num_blocks: int,
         block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
         use_graphs: bool = False,
     ):
         self.model, self.model_config = model, model.config
@@ -47,6 +51,9 @@ class ModelRunner:
         self.device, self.dtype = device, dtype
         self.num_blocks, self.block_size, self.use_graphs = num_blocks, block_size, use_graphs
         self.kv_cache = empty_kv_cache(model.config, num_blocks + use_graphs, block_size, dtype, device)
+        max_blocks = -(-max_model_len // block_size)
+        self.rows = DeviceRows(max_num_seqs, max_blocks, block_size, num_blocks, device)
+        self.sampled_rows = torch.empty(0, dtype=torch.int64, device=device)  # (R,) of the logits that `run` returned last
         self.graphs: DecodeGraphs | None = None
         self._no_rows = torch.empty(0, model.config.row_size, dtype=dtype, device=device)
         self._rows: dict[bytes, Tensor] = {}  # (M, row_size) of each item in the encoder cache, by digest
@@ -55,25 +62,37 @@ class ModelRunner:
     def capture_graphs(self, max_num_seqs: int, max_model_len: int) -> None:
         """Capture decode steps of up to `max_num_seqs` sequences, for a runner made to use them."""
         with current_device(self.device):
-            self.graphs = DecodeGraphs(self.model, self.kv_cache, self._no_rows, max_num_seqs, max_model_len)
+            self.graphs = DecodeGraphs(self.model, self.kv_cache, self._no_rows, self.rows, max_num_seqs, max_model_len)
 
     @torch.inference_mode()
-    def run(self, batch: Batch, watch: Stopwatch) -> Tensor:
-        """Encode the batch's new items, then run the decoder -> logits (R, V) float32."""
-        for digest in batch.freed_digests:
+    def run(self, inputs: StepInputs, watch: Stopwatch) -> Tensor:
+        """Encode the step's new items, then run the decoder -> logits (R, V) float32."""
+        for digest in inputs.freed_digests:
             self._rows.pop(digest, None)
-        if batch.block_copies.numel():
-            source, destination = batch.block_copies
+        if inputs.block_copies:
+            source, destination = to_device(torch.tensor(inputs.block_copies), self.device).T
             self.kv_cache[:, :, destination] = self.kv_cache[:, :, source]
-        self._encode(batch.new_items)
-        watch.mark("vision")
-        if self.graphs is not None and self.graphs.fits(batch):
-            logits = self.graphs.run(batch)
+        if inputs.new_items:
+            self._encode(inputs.new_items)
+            watch.mark("vision")
+        if self.graphs is not None and self.graphs.fits(inputs):
+            logits, self.sampled_rows = self.graphs.run(inputs.decodes)
         else:
-            rows = [self._rows[span.digest][span.first : span.last] for span in batch.row_spans]
-            logits = self.model(batch, torch.cat(rows) if rows else self._no_rows, self.kv_cache)
+            batch, self.sampled_rows = self.rows.batch(inputs)
+            watch.mark("copy")
+            logits = self.model(batch, self._media_rows(inputs), self.kv_cache)
         watch.mark("decoder")
         return logits
+
+    @torch.inference_mode()
+    def append(self, token_ids: Tensor) -> None:
+        """The tokens (R,) that were sampled from the last step's logits are what their sequences compute next."""
+        self.rows.last_tokens[self.sampled_rows] = token_ids
+
+    def _media_rows(self, inputs: StepInputs) -> Tensor:
+        spans = inputs.prefills.row_spans if inputs.prefills is not None else ()
+        rows = [self._rows[span.digest][span.first : span.last] for span in spans]
+        return torch.cat(rows) if rows else self._no_rows
 
     def has_rows(self, digest: bytes) -> bool:
         """Whether an item's rows are on the device."""

@@ -5,7 +5,8 @@ import logging
 import torch
 
 from mmvllm.engine.model_runner import ModelRunner
-from mmvllm.engine.scheduler import RECOVERY_STEPS, Schedule, Scheduler
+from mmvllm.engine.schedule import Schedule
+from mmvllm.engine.scheduler import RECOVERY_STEPS, Scheduler
 from mmvllm.engine.sequence import FinishReason, SequenceGroup
 
 logger = logging.getLogger(__name__)
@@ -20,22 +21,22 @@ class Recovery:
     def undo(self) -> None:
         """A step was interrupted: what it scheduled may not have been computed, and computes again."""
         self._scheduler.preempt_all()
-        self._free_dropped_rows()
+        self._agree_on_rows()
 
     def recover(self, scheduled: Schedule, error: RuntimeError | MemoryError) -> list[SequenceGroup]:
-        """A step failed; return the requests that end with an error.
+        """A step failed; return the requests that end with an error. A step launched after it must be dropped.
 
         Sequences that ran out of memory together compute again, half as many at once. Otherwise the requests of this
-        step fail, and the others are not affected.
+        step fail, and the others of the step launched after it compute again.
         """
-        encoded = [digest for digest in scheduled.items_to_encode if self._runner.has_rows(digest)]
-        self._scheduler.encoder_cache.mark_encoded(encoded)
         failed: list[SequenceGroup] = []
-        if len(scheduled.chunks) > 1 and _is_out_of_memory(error):
-            self._reduce_batch_size(len(scheduled.chunks), error)
+        num_seqs = len(scheduled.chunks)
+        if num_seqs > 1 and _is_out_of_memory(error):
+            self._reduce_batch_size(num_seqs, error)
         else:
             failed = self._fail(scheduled, error)
-        self._free_dropped_rows()
+            self._scheduler.preempt_in_flight()
+        self._agree_on_rows()
         return failed
 
     def _reduce_batch_size(self, num_seqs: int, error: RuntimeError | MemoryError) -> None:
@@ -55,7 +56,8 @@ class Recovery:
         request_ids = dict.fromkeys(seq.request_id for seq in alive)  # each once, in order
         return [self._scheduler.abort_seq_group(request_id, FinishReason.ERROR, reason) for request_id in request_ids]
 
-    def _free_dropped_rows(self) -> None:
+    def _agree_on_rows(self) -> None:
+        self._scheduler.encoder_cache.keep_encoded(self._runner.has_rows)
         self._runner.keep_rows(self._scheduler.encoder_cache.encoded_digests)
 
 

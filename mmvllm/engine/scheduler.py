@@ -4,65 +4,35 @@ There is no prefill phase and no decode phase. Each sequence has `num_computed_t
 out tokens, oldest request first, so that the former catches up with the latter. A whole prompt, a chunk of one, the
 rest after a prefix hit, recovery after a preemption and a decode are the same thing with other numbers. (The idea is
 vLLM's, v1/core/sched/scheduler.py; chunked prefill is arXiv 2308.16369.)
+
+A step may be scheduled while the one before it is in flight: launched, and its tokens not seen. `num_inflight_tokens` of
+a sequence is what steps in flight compute of it, so it goes on from there, with the token that is being sampled. Where
+that token turns out to end the sequence, the commit ignores what was computed after it.
 """
 
 import time
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from mmvllm.engine.block_manager import BlockManager
 from mmvllm.engine.encoder_cache import EncoderCache
+from mmvllm.engine.sampled import SampledTokens, TokenLogprobs
+from mmvllm.engine.schedule import Schedule, ScheduledChunk
 from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 from mmvllm.inputs import MediaItem
 
+_NO_COPIES: list[tuple[int, int]] = []
 RECOVERY_STEPS = 32  # after this many, one more sequence may run, where a step had run out of memory
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
-    """Tokens [start, end) of a sequence, computed in this step; `samples` if they reach its last token."""
-
-    seq: Sequence
-    start: int
-    end: int
-    samples: bool
-    block_copies: list[tuple[int, int]]
-
-    @property
-    def decodes(self) -> bool:
-        """Whether only the last token of a completion is computed."""
-        return self.samples and self.end - self.start == 1 and self.start >= self.seq.num_prompt_tokens
-
-
-@dataclass(slots=True)
-class Schedule:
-    """One step: items to encode, then chunks to compute."""
-
-    chunks: list[ScheduledChunk] = field(default_factory=list)
-    items_to_encode: dict[bytes, MediaItem] = field(default_factory=dict)  # by digest
-    freed_digests: tuple[bytes, ...] = ()  # items whose rows are no longer cached
-    num_tokens: int = 0
-    num_patches: int = 0
-    rows: list[int] | None = None  # where each chunk's one token is among those that the previous step samples
 
 
 class _Allotment(Enum):
     """What became of a sequence in a step."""
 
     SCHEDULED = auto()
+    COMPLETE = auto()  # the token in flight is the last that its length allows
     OUT_OF_BUDGET = auto()  # of tokens, patches or the encoder cache
     OUT_OF_BLOCKS = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """A new token, or None where the logits allow none; `logprobs` and `logprob` where the request asked for them."""
-
-    token_id: int | None
-    logprob: float | None = None
-    logprobs: dict[int, float] | None = None
 
 
 class Scheduler:
@@ -95,7 +65,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # both lists are kept in order of service
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        self._uncollected: set[str] = set()  # requests whose sequences a commit may have ended
+        self._free_rows = list(reversed(range(max_num_seqs)))
+        self._uncollected: dict[str, None] = {}  # requests of which a sequence has ended
         self._reduced_to, self._clean_steps = max_num_seqs, 0  # since a step last ran out of memory
 
     @property
@@ -117,44 +88,29 @@ class Scheduler:
         return not self.groups
 
     def schedule(self) -> Schedule:
-        """Hand out this step's tokens; never empty while a sequence waits or runs."""
+        """Hand out the next step's tokens.
+
+        Empty if nothing waits or runs, or if all that runs ends with the step in flight.
+        """
         while True:
             step = Schedule()
             preempted = self._schedule_running(step)
             if not preempted:  # a sequence that was just preempted must not run again at once
                 self._schedule_waiting(step)
-            if step.chunks:
+            if step.num_tokens:
                 step.freed_digests = self.encoder_cache.take_freed()
-            if step.chunks or not (self.running or self.waiting):
                 return step
-            # A lone sequence that preempted itself freed what kept the others from running. No other case ends here.
+            # A lone sequence that preempted itself freed what kept the others from running. No other case goes on.
             if not preempted:
-                raise AssertionError(
-                    f"nothing could be scheduled: {len(self.running)} running, {len(self.waiting)} waiting, "
-                    f"{self.block_manager.num_free_blocks} of {self.block_manager.num_blocks} blocks free"
-                )
+                self._check_idle()
+                return step
 
-    def schedule_ahead(self, running: Schedule) -> Schedule | None:
-        """The step after one whose tokens are not known yet: each of its sequences computes the token that it samples.
-
-        None where the next step might have to do more: while a prompt is being computed, while a waiting sequence could
-        start, or if blocks might run short. A sequence that reaches its length is left out. `postprocess` ignores what
-        was computed for a sequence that ends in another way, or is preempted or aborted.
-        """
-        alive = [(row, chunk) for row, chunk in enumerate(running.chunks) if chunk.seq.status is SequenceStatus.RUNNING]
-        if len(alive) < len(self.running) or not all(chunk.samples for chunk in running.chunks):
-            return None
-        chunks = [(row, chunk) for row, chunk in alive if chunk.end + 1 < chunk.seq.max_num_tokens]
-        one_could_start = self.waiting and len(chunks) < self.seq_limit
-        # A sequence needs one new block, or writes on into one that the running step has made its own.
-        if not chunks or one_could_start or len(chunks) > self.block_manager.num_free_blocks:
-            return None
-        ahead = Schedule(num_tokens=len(chunks), rows=[row for row, _ in chunks])
-        for _, chunk in chunks:
-            seq = chunk.seq
-            copies = self.block_manager.allocate(seq, chunk.end + 1 - seq.num_computed_tokens)
-            ahead.chunks.append(ScheduledChunk(seq, chunk.end, chunk.end + 1, True, copies))
-        return ahead
+    def _check_idle(self) -> None:
+        in_flight = any(seq.num_inflight_tokens for seq in self.running)
+        assert in_flight or not (self.running or self.waiting), (
+            f"nothing could be scheduled: {len(self.running)} running, {len(self.waiting)} waiting, "
+            f"{self.block_manager.num_free_blocks} of {self.block_manager.num_blocks} blocks free"
+        )
 
     def _schedule_running(self, step: Schedule) -> bool:
         """Schedule running sequences in order; whether one had to be preempted for that."""
@@ -162,6 +118,9 @@ class Scheduler:
         for seq in list(self.running):
             if seq.status is not SequenceStatus.RUNNING:  # preempted in favour of one before it
                 continue
+            if seq.is_decoding:
+                if self._schedule_decode(step, seq):
+                    continue
             while self._schedule_seq(step, seq) is _Allotment.OUT_OF_BLOCKS:
                 assert len(self.running) > 1, f"sequence {seq.seq_id} needs more blocks than there are"
                 victim = self.running[-1]  # the last in order, so never one that this step has scheduled
@@ -171,6 +130,18 @@ class Scheduler:
                     break
         return preempted
 
+    def _schedule_decode(self, step: Schedule, seq: Sequence) -> bool:
+        """Schedule one token of a sequence that decodes, unless it needs a block: most sequences in most steps."""
+        start = seq.num_computed_tokens + seq.num_inflight_tokens
+        # Its last block is its own: a completion that shares it, forked from it, has copied it in the step it started.
+        if start >= len(seq.block_table) * seq.block_size or step.num_tokens >= self.max_num_batched_tokens:
+            return False
+        if start + 1 < seq.max_num_tokens:
+            seq.num_inflight_tokens += 1
+            step.num_tokens += 1
+            step.decodes.append(ScheduledChunk(seq, start, start + 1, True, True, seq.num_preemptions, _NO_COPIES))
+        return True
+
     def _schedule_waiting(self, step: Schedule) -> None:
         while self.waiting and len(self.running) < self.seq_limit and step.num_tokens < self.max_num_batched_tokens:
             seq = self.waiting[0]
@@ -179,10 +150,12 @@ class Scheduler:
                 self._release(seq)  # no room yet; later requests do not overtake
                 return
             if seq.num_preemptions == 0:
-                seq.num_cached_tokens = step.chunks[-1].start // seq.block_size * seq.block_size
+                seq.num_cached_tokens = step.prefills[-1].start // seq.block_size * seq.block_size
             del self.waiting[0]
             insort(self.running, seq)
             seq.status, seq.finish_reason = SequenceStatus.RUNNING, None
+            seq.row = self._free_rows.pop()
+            step.started.append(seq)
 
     def _attach_blocks(self, seq: Sequence) -> int:
         """Start a waiting sequence from what is computed already: its group's prompt, or a cached prefix."""
@@ -193,18 +166,25 @@ class Scheduler:
 
     def _schedule_seq(self, step: Schedule, seq: Sequence) -> _Allotment:
         """Schedule as many of a sequence's tokens as the budgets allow."""
-        start = seq.num_computed_tokens
-        end = min(seq.num_tokens, start + self.max_num_batched_tokens - step.num_tokens)
+        start = seq.num_computed_tokens + seq.num_inflight_tokens
+        known = max(seq.num_tokens, start + 1)  # with the token in flight, if all before it are computed
+        if known >= seq.max_num_tokens and start >= seq.num_tokens:
+            return _Allotment.COMPLETE
+        end = min(known, start + self.max_num_batched_tokens - step.num_tokens)
         end, new_items = self._acquire_items(step, seq, start, end)
         if end <= start:
             return _Allotment.OUT_OF_BUDGET
         copies = self.block_manager.allocate(seq, end - start)
         if copies is None:
             return _Allotment.OUT_OF_BLOCKS
-        step.chunks.append(ScheduledChunk(seq, start, end, end == seq.num_tokens, copies))
+        chunk = ScheduledChunk(seq, start, end, end == known, seq.is_decoding, seq.num_preemptions, copies)
+        (step.decodes if seq.is_decoding else step.prefills).append(chunk)
+        seq.num_inflight_tokens += end - start
+        seq.is_decoding = chunk.samples
         step.num_tokens += end - start
         step.num_patches += sum(item.num_patches for item in new_items.values())
         step.items_to_encode |= new_items
+        self.encoder_cache.mark_encoded(new_items)  # before any later step reads their rows
         return _Allotment.SCHEDULED
 
     def _acquire_items(self, step: Schedule, seq: Sequence, start: int, end: int) -> tuple[int, dict[bytes, MediaItem]]:
@@ -217,8 +197,7 @@ class Scheduler:
         num_patches = step.num_patches
         for i in seq.items_in(start, end):
             item = seq.items[i]
-            is_known = item.digest in step.items_to_encode or item.digest in new_items
-            is_new = not is_known and not self.encoder_cache.is_encoded(item.digest)
+            is_new = item.digest not in new_items and not self.encoder_cache.is_encoded(item.digest)
             if is_new and num_patches and num_patches + item.num_patches > self.max_vision_patches:
                 return max(start, item.offset), new_items
             if not self.encoder_cache.acquire(item.digest, item.num_tokens, (seq.seq_id, i)):
@@ -242,55 +221,68 @@ class Scheduler:
         while self.running:
             self.preempt(self.running[-1])
 
+    def preempt_in_flight(self) -> None:
+        """Undo the steps in flight; their sequences compute again."""
+        for seq in reversed([seq for seq in self.running if seq.num_inflight_tokens]):
+            self.preempt(seq)
+
     def reduce_batch_size(self, num_seqs: int) -> None:
         """Undo a step that ran out of memory with so many sequences, two or more; at most half of them run at once."""
         assert num_seqs > 1, "half of one sequence is none"
         self.preempt_all()
         self._reduced_to, self._clean_steps = num_seqs // 2, 0
 
-    def postprocess(self, step: Schedule, sampled: list[SampledToken]) -> list[SequenceGroup]:
+    def postprocess(self, step: Schedule, sampled: SampledTokens) -> list[SequenceGroup]:
         """Commit a step that has run: tokens computed, tokens sampled; return the requests that finished.
 
-        `sampled` has one token per chunk with `samples`, in order.
+        `sampled` has one token per chunk with `samples`, in the order of `step.chunks`.
         """
+        tokens, at = sampled.token_ids, 0
         # Steps without a sampled token do not count: a long prompt could be preempted and begin again endlessly.
-        self._clean_steps += bool(sampled)
-        self._uncollected |= {chunk.seq.request_id for chunk in step.chunks}  # and of a commit that was interrupted
-        self.encoder_cache.mark_encoded(step.items_to_encode)
-        tokens = iter(sampled)
+        self._clean_steps += bool(tokens)
+        caches_prefixes, block_size = self.block_manager.enable_prefix_caching, self.block_manager.block_size
         for chunk in step.chunks:
             seq = chunk.seq
-            token = next(tokens) if chunk.samples else None
-            # Finished with another completion of its group, aborted or preempted since the step was launched.
-            if seq.status is not SequenceStatus.RUNNING:
-                continue
-            seq.num_computed_tokens = chunk.end
-            self.block_manager.commit(seq)
-            for i in seq.items_in(chunk.start, chunk.end):
-                if seq.items[i].end <= chunk.end:
-                    self.encoder_cache.release(seq.items[i].digest, (seq.seq_id, i))
-            if token is not None:
-                self._append(seq, token)
+            # Not one that has ended since the step was launched, with another completion of its group for example.
+            if chunk.is_current:
+                seq.num_inflight_tokens -= chunk.end - chunk.start
+                seq.num_computed_tokens = chunk.end
+                if caches_prefixes and chunk.end >= (len(seq.prefix_ids) + 1) * block_size:
+                    self.block_manager.commit(seq)
+                if chunk.start < seq.media_end:
+                    self._release_items(seq, chunk.start, chunk.end)
+                if chunk.samples:
+                    self._append(seq, tokens[at], sampled.logprobs.get(at))
+            at += chunk.samples
         return self._collect()
 
-    def _append(self, seq: Sequence, token: SampledToken) -> None:
-        group = self.groups[seq.request_id]
-        if token.token_id is None:
+    def _release_items(self, seq: Sequence, start: int, end: int) -> None:
+        """End the hold of the items that tokens [start, end) have reached the end of."""
+        for i in seq.items_in(start, end):
+            if seq.items[i].end <= end:
+                self.encoder_cache.release(seq.items[i].digest, (seq.seq_id, i))
+
+    def _append(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        if token_id < 0:
             error = "no token can follow: the model's logits are not numbers, or every token is forbidden"
-            self._end(group, FinishReason.ERROR, error)
+            self._end(self.groups[seq.request_id], FinishReason.ERROR, error)
             return
-        seq.append_token(token.token_id)
+        seq.token_ids.append(token_id)
         if seq.first_token_time is None:
             seq.first_token_time = time.time()
-        if token.logprobs is not None:
-            seq.logprobs.append(token.logprobs)
-            seq.cumulative_logprob += token.logprob
-        if seq is group.first_seq and not group.children_started:
-            group.children_started = True
-            for child in group.seqs[1:]:
-                insort(self.waiting, child)
+            self._start_children(seq)
+        if logprobs is not None:
+            seq.logprobs.append(logprobs.logprobs)
+            seq.cumulative_logprob += logprobs.logprob
         if reason := self._finish_reason(seq):
             self._finish(seq, reason)
+
+    def _start_children(self, seq: Sequence) -> None:
+        """With its first token a group's prompt has been computed; the other completions wait for their turn."""
+        group = self.groups[seq.request_id]
+        if seq is group.first_seq:
+            for child in group.seqs[1:]:
+                insort(self.waiting, child)
 
     def abort_seq_group(self, request_id: str, reason: FinishReason, error: str | None = None) -> SequenceGroup | None:
         """End a request at any moment; None if it is unknown."""
@@ -303,12 +295,14 @@ class Scheduler:
     def check(self) -> None:
         """Assert that blocks and items are held by exactly the running sequences."""
         assert self.running == sorted(self.running) and self.waiting == sorted(self.waiting)
-        assert not any(seq.block_table for seq in self.waiting)
+        assert not any(seq.block_table or seq.num_inflight_tokens for seq in self.waiting)
+        rows = [seq.row for seq in self.running]
+        assert sorted([*rows, *self._free_rows]) == list(range(self.max_num_seqs)), f"rows in use: {rows}"
         self.block_manager.check(self.running)
         users = set()
         for seq in self.running:
             for i, item in enumerate(seq.items):
-                if item.offset < seq.num_computed_tokens < item.end:
+                if item.offset < seq.num_computed_tokens + seq.num_inflight_tokens and seq.num_computed_tokens < item.end:
                     users.add((seq.seq_id, i))
         self.encoder_cache.check(users)
 
@@ -332,9 +326,14 @@ class Scheduler:
             queue.remove(seq)
         self._release(seq)
         seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
+        self._uncollected[seq.request_id] = None
 
     def _release(self, seq: Sequence) -> None:
         self.block_manager.free(seq)
         for i, item in enumerate(seq.items):
             self.encoder_cache.release(item.digest, (seq.seq_id, i))
-        seq.num_computed_tokens = 0
+        seq.num_computed_tokens = seq.num_inflight_tokens = 0
+        seq.is_decoding = False
+        if seq.row is not None:
+            self._free_rows.append(seq.row)
+            seq.row = None

@@ -78,6 +78,7 @@ class Sequence:
         longest = self.num_prompt_tokens + sampling_params.max_tokens
         self.max_num_tokens = longest if max_num_tokens is None else min(longest, max_num_tokens)
         self.items = items
+        self.media_end = items[-1].end if items else 0  # tokens that the last item ends at
         self.positions = np.tile(np.arange(len(token_ids)), (3, 1)) if positions is None else positions
         self.mrope_position_delta = mrope_position_delta
 
@@ -85,6 +86,9 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.num_computed_tokens = 0
+        self.num_inflight_tokens = 0  # computed by steps that were launched and are not committed yet
+        self.is_decoding = False  # whether all that it computes, while it runs, are tokens sampled since it began to
+        self.row: int | None = None  # of the arrays of running sequences
         self._num_cached_tokens = 0
         self.num_preemptions = 0
         self.first_token_time: float | None = None
@@ -218,7 +222,6 @@ class SequenceGroup:
     seqs: list[Sequence]
     trace_headers: Mapping[str, str] | None = None  # of the request that came over a network, for the caller's tracing
     error: str | None = None
-    children_started: bool = False
     output: RequestOutput | None = None  # written by the engine, once the request has finished
 
     @property

@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import torch
 
-from mmvllm.engine.scheduler import Schedule, Scheduler
+from mmvllm.engine.schedule import Schedule
+from mmvllm.engine.scheduler import Scheduler
 from mmvllm.engine.sequence import SequenceGroup
 from mmvllm.outputs import RequestOutput
 
@@ -48,7 +49,7 @@ class Stopwatch:
 class StepStats:
     """One step; `seconds` has those of its parts that took place.
 
-    These are "schedule", "pack", "vision", "decoder", "sampling" and "commit". "commit" is left out where the next step
+    These are "schedule", "pack", "vision", "copy", "decoder", "sampling" and "commit". "commit" is left out where the next step
     was launched before it: it takes none of the device's time there.
     """
 
@@ -65,7 +66,7 @@ class StepStats:
 
 def step_stats(step: Schedule, scheduler: Scheduler, seconds: dict[str, float]) -> StepStats:
     """Call it after the step's commit: running and waiting sequences are counted then."""
-    num_decode_tokens = sum(chunk.decodes for chunk in step.chunks)
+    num_decode_tokens = len(step.decodes)
     return StepStats(
         end=time.perf_counter(),
         seconds=seconds,

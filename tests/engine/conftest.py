@@ -16,9 +16,8 @@ def make_pair(make_llm, checkpoint):
     def make(encoder_cache_rows=None, **options):
         if encoder_cache_rows is not None:
             options["encoder_cache_bytes"] = 4 * encoder_cache_rows * load_config(checkpoint).row_size
-        plain, ahead = (make_llm(checkpoint, **{"kvcache_block_size": 4} | options) for _ in range(2))
-        ahead.engine._launches_ahead = True
-        return plain, ahead
+        options = {"kvcache_block_size": 4} | options
+        return make_llm(checkpoint, **options), make_llm(checkpoint, async_scheduling=True, **options)
 
     return make
 

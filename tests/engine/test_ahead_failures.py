@@ -63,7 +63,7 @@ def test_preemption_after_each_step(caching, make_pair):
 
 
 @every_family
-@pytest.mark.parametrize("where", ["run", "schedule_ahead", "tokens", "postprocess"])
+@pytest.mark.parametrize("where", ["run", "schedule", "tokens", "postprocess"])
 def test_an_interrupt_in_each_step(where, make_pair, monkeypatch):
     plain, ahead = make_pair(enable_prefix_caching=False)
     requests = [(0, SamplingParams(max_tokens=TOKENS, ignore_eos=True, n=2)), (2, GREEDY)]

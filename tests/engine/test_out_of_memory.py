@@ -73,7 +73,7 @@ def limit_memory(llm, too_much, error=TOO_LARGE, after=False) -> list[int]:
     run, sizes = llm.engine.model_runner.run, []
 
     def limited(batch, *rest):
-        sizes.append(len(batch.query_lens))
+        sizes.append(num_seqs(batch))
         if too_much(batch):
             if after:
                 run(batch, *rest)
@@ -84,8 +84,12 @@ def limit_memory(llm, too_much, error=TOO_LARGE, after=False) -> list[int]:
     return sizes
 
 
-def more_than(num_seqs: int):
-    return lambda batch: len(batch.query_lens) > num_seqs
+def num_seqs(inputs) -> int:
+    return inputs.num_decodes + (0 if inputs.prefills is None else len(inputs.prefills.rows))
+
+
+def more_than(limit: int):
+    return lambda inputs: num_seqs(inputs) > limit
 
 
 def has_oversized(batch) -> bool:

@@ -6,7 +6,9 @@ import torch
 from mmvllm import SamplingParams
 from mmvllm.engine.block_manager import BlockManager
 from mmvllm.engine.encoder_cache import EncoderCache
-from mmvllm.engine.scheduler import SampledToken, Schedule, Scheduler
+from mmvllm.engine.sampled import SampledTokens
+from mmvllm.engine.schedule import Schedule
+from mmvllm.engine.scheduler import Scheduler
 from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 from mmvllm.inputs import MediaItem
 
@@ -37,7 +39,7 @@ def group(name="r", num_tokens=6, max_tokens=3, n=1, items=(), first_token=0, **
 
 
 def commit(sched: Scheduler, step: Schedule, token_id: int = 5) -> list[SequenceGroup]:
-    finished = sched.postprocess(step, [SampledToken(token_id) for chunk in step.chunks if chunk.samples])
+    finished = sched.postprocess(step, SampledTokens([token_id] * sum(chunk.samples for chunk in step.chunks)))
     sched.check()
     return finished
 
@@ -172,7 +174,7 @@ def test_an_abort_between_schedule_and_commit_is_ignored_by_the_commit():
 def test_no_token_ends_the_request_with_an_error():
     sched = scheduler()
     sched.add(group("a"))
-    finished = sched.postprocess(sched.schedule(), [SampledToken(None)])
+    finished = sched.postprocess(sched.schedule(), SampledTokens([-1]))
     assert [each.request_id for each in finished] == ["a"] and "no token can follow" in finished[0].error
     assert finished[0].first_seq.finish_reason is FinishReason.ERROR
 
@@ -245,21 +247,86 @@ def test_duplicate_items_of_one_step_are_encoded_once():
     assert len(step.chunks) == 2 and list(step.items_to_encode) == [b"A"] and step.num_patches == 20
 
 
-def test_the_step_ahead_has_one_token_for_each_sequence():
+def test_a_step_behind_one_in_flight_computes_the_tokens_that_it_samples():
     sched = scheduler()
     for name in ("a", "b"):
         sched.add(group(name, max_tokens=2 if name == "a" else 5))
     step = sched.schedule()
-    ahead = sched.schedule_ahead(step)
-    assert chunks_of(ahead) == [("a", 6, 7, True), ("b", 6, 7, True)] and ahead.rows == [0, 1]
+    assert [seq.num_inflight_tokens for seq in sched.running] == [6, 6]
+    ahead = sched.schedule()
+    assert chunks_of(ahead) == [("a", 6, 7, True), ("b", 6, 7, True)]
+    assert [seq.num_inflight_tokens for seq in sched.running] == [7, 7] and len(ahead.decodes) == 2
     commit(sched, step)
-    assert chunks_of(sched.schedule_ahead(ahead)) == [("b", 7, 8, True)], "a has reached its length by then"
+    assert [(seq.num_computed_tokens, seq.num_inflight_tokens) for seq in sched.running] == [(6, 1), (6, 1)]
+    last = sched.schedule()
+    assert chunks_of(last) == [("b", 7, 8, True)], "a has reached its length by then"
+    assert [each.request_id for each in commit(sched, ahead)] == ["a"]
+    commit(sched, last)
 
 
-def test_no_step_is_scheduled_ahead_of_an_unfinished_prompt():
+def test_a_prompt_goes_on_behind_its_chunk_in_flight():
     sched = scheduler(max_num_batched_tokens=4)
-    sched.add(group())
-    assert sched.schedule_ahead(sched.schedule()) is None
+    sched.add(group(num_tokens=10, items=[image("A", 2, 6)]))
+    steps = [sched.schedule() for _ in range(4)]
+    assert [chunks_of(step) for step in steps] == [
+        [("r", 0, 4, False)],
+        [("r", 4, 8, False)],
+        [("r", 8, 10, True)],
+        [("r", 10, 11, True)],
+    ]
+    assert [list(step.items_to_encode) for step in steps] == [[b"A"], [], [], []]
+    for step in steps:
+        commit(sched, step)
+    assert run(sched) == ["r"]
+
+
+def test_a_request_starts_behind_a_step_in_flight():
+    sched = scheduler()
+    sched.add(group("a"))
+    step = sched.schedule()
+    sched.add(group("b", first_token=50))
+    ahead = sched.schedule()
+    assert chunks_of(ahead) == [("a", 6, 7, True), ("b", 0, 6, True)] and len(ahead.prefills) == 1
+    commit(sched, step)
+    commit(sched, ahead)
+    assert run(sched) == ["a", "b"]
+
+
+def test_nothing_is_scheduled_behind_the_last_token():
+    sched = scheduler()
+    sched.add(group(max_tokens=1))
+    step = sched.schedule()
+    assert sched.schedule().chunks == []
+    assert [each.request_id for each in commit(sched, step)] == ["r"]
+
+
+def test_what_a_preempted_sequence_had_in_flight_is_ignored_even_if_it_runs_again():
+    sched = scheduler()
+    sched.add(group(max_tokens=5))
+    step = sched.schedule()
+    seq = sched.running[0]
+    sched.preempt(seq)
+    again = sched.schedule()
+    assert chunks_of(again) == [("r", 0, 6, True)] and seq.status is SequenceStatus.RUNNING
+    commit(sched, step, token_id=77)
+    assert seq.num_completion_tokens == 0 and seq.num_inflight_tokens == 6
+    commit(sched, again)
+    assert seq.completion_token_ids == [5]
+
+
+def test_a_sequence_has_a_row_while_it_runs():
+    sched = scheduler(max_num_seqs=2)
+    for name in "abc":
+        sched.add(group(name, max_tokens=1 if name == "a" else 3, first_token=10 * ord(name)))
+    step = sched.schedule()
+    first, second = (chunk.seq for chunk in step.chunks)
+    assert {first.row, second.row} == {0, 1} and step.started == [first, second]
+    row = first.row
+    commit(sched, step)
+    assert first.row is None
+    step = sched.schedule()
+    assert [seq.request_id for seq in step.started] == ["c"] and step.started[0].row == row
+    commit(sched, step)
 
 
 def test_the_limit_of_sequences_is_reduced_and_recovers():

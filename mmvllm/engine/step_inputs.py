@@ -1,0 +1,120 @@
+"""What the device needs to be told for one step, as host arrays: a schedule, packed.
+
+Of a sequence that decodes the device has the rest (`DeviceRows`), so three numbers are enough, whatever its length.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmvllm.engine.schedule import Schedule, ScheduledChunk
+from mmvllm.inputs import MediaItem
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpan:
+    """Rows [first, last) of an encoded item, needed in this step."""
+
+    digest: bytes
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefills:
+    """Chunks whose tokens the device does not have: P tokens of F sequences, packed, with B blocks."""
+
+    input_ids: np.ndarray  # (P,) int64
+    positions: np.ndarray  # (3, P) int64
+    slot_mapping: np.ndarray  # (P,) int64
+    query_lens: np.ndarray  # (F,) int32
+    kv_lens: np.ndarray  # (F,) int32
+    samples: np.ndarray  # (F,) bool, whether a token follows the chunk's last one: not in an unfinished prompt
+    rows: np.ndarray  # (F,) int64
+    position_deltas: np.ndarray  # (F,) int64
+    blocks: np.ndarray  # (3, B) int64, of all sequences: row, place in the row, block
+    image_at: np.ndarray  # (M,) int64, which of the P tokens each image row replaces
+    row_spans: tuple[RowSpan, ...]  # where the M image rows come from
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step: D sequences that decode, then F prefills."""
+
+    decodes: np.ndarray  # (3, D) int32: row, KV length with the token that is computed, last block
+    prefills: Prefills | None  # None where all sequences decode
+    block_copies: list[tuple[int, int]]  # (source, destination) blocks, copied before anything is written
+    new_items: tuple[MediaItem, ...]  # to encode in this step
+    freed_digests: tuple[bytes, ...]  # items whose rows the encoder cache has dropped since the last step
+
+    @property
+    def num_decodes(self) -> int:
+        return self.decodes.shape[1]
+
+    @property
+    def sample_rows(self) -> np.ndarray:
+        """(R,) the rows of the sequences that want a token."""
+        if self.prefills is None:
+            return self.decodes[0]
+        return np.concatenate([self.decodes[0], self.prefills.rows[self.prefills.samples].astype(np.int32)])
+
+    @property
+    def sample_ends(self) -> np.ndarray:
+        """(R,) how many tokens of these sequences come before the one that is sampled."""
+        if self.prefills is None:
+            return self.decodes[1]
+        return np.concatenate([self.decodes[1], self.prefills.kv_lens[self.prefills.samples]])
+
+
+def pack_step(step: Schedule) -> StepInputs:
+    """Pack a schedule."""
+    rows = [chunk.seq.row for chunk in step.decodes]
+    ends = [chunk.end for chunk in step.decodes]
+    last_blocks = [chunk.seq.block_table[-1] for chunk in step.decodes]
+    return StepInputs(
+        decodes=np.array([rows, ends, last_blocks], dtype=np.int32),
+        prefills=_pack_prefills(step.prefills) if step.prefills else None,
+        block_copies=[copy for chunk in step.chunks if chunk.block_copies for copy in chunk.block_copies],
+        new_items=tuple(step.items_to_encode.values()),
+        freed_digests=step.freed_digests,
+    )
+
+
+def _pack_prefills(chunks: list[ScheduledChunk]) -> Prefills:
+    query_lens = np.array([chunk.end - chunk.start for chunk in chunks], dtype=np.int32)
+    image_at, row_spans = _row_spans(chunks, np.cumsum(query_lens) - query_lens)
+    return Prefills(
+        input_ids=np.concatenate([np.array(chunk.seq.token_ids[chunk.start : chunk.end]) for chunk in chunks]),
+        positions=np.concatenate([chunk.seq.positions_of(chunk.start, chunk.end) for chunk in chunks], axis=1),
+        slot_mapping=np.concatenate([_slots(chunk) for chunk in chunks]),
+        query_lens=query_lens,
+        kv_lens=np.array([chunk.end for chunk in chunks], dtype=np.int32),
+        samples=np.array([chunk.samples for chunk in chunks]),
+        rows=np.array([chunk.seq.row for chunk in chunks]),
+        position_deltas=np.array([chunk.seq.mrope_position_delta for chunk in chunks]),
+        blocks=np.concatenate([_blocks(chunk.seq.row, chunk.seq.block_table) for chunk in chunks], axis=1),
+        image_at=image_at,
+        row_spans=row_spans,
+    )
+
+
+def _slots(chunk: ScheduledChunk) -> np.ndarray:
+    tokens, block_size = np.arange(chunk.start, chunk.end), chunk.seq.block_size
+    first = chunk.start // block_size
+    return np.array(chunk.seq.block_table[first:])[tokens // block_size - first] * block_size + tokens % block_size
+
+
+def _blocks(row: int, block_table: list[int]) -> np.ndarray:
+    return np.stack([np.full(len(block_table), row), np.arange(len(block_table)), np.array(block_table)])
+
+
+def _row_spans(chunks: list[ScheduledChunk], starts: np.ndarray) -> tuple[np.ndarray, tuple[RowSpan, ...]]:
+    """The part of each item that lies inside its chunk: where its rows go among the tokens, and which they are."""
+    at, spans = [np.empty(0, dtype=np.int64)], []
+    for begin, chunk in zip(starts, chunks, strict=True):
+        for i in chunk.seq.items_in(chunk.start, chunk.end):
+            item = chunk.seq.items[i]
+            first, last = item.rows_in(chunk.start, chunk.end)
+            at.append(np.arange(first, last) + item.offset - chunk.start + begin)
+            spans.append(RowSpan(item.digest, first, last))
+    return np.concatenate(at), tuple(spans)
