@@ -78,7 +78,10 @@ class LLMEngine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_vision_patches=config.max_vision_patches,
         )
-        self.executor = Executor(self.model_runner, Sampler(loaded.eos_token_ids), self.scheduler)
+        sampler = Sampler(
+            loaded.eos_token_ids, config.max_num_seqs, self.model_config.vocab_size, self.model_runner.device
+        )
+        self.executor = Executor(self.model_runner, sampler, self.scheduler)
         self.recovery = Recovery(self.scheduler, self.model_runner)
         self.on_step: Callable[[StepStats], None] | None = None  # called after every step
         # Nothing overlaps where a launch waits: for values, or on a CPU for the computation itself.
