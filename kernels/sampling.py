@@ -2,57 +2,75 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from mmvllm.kernels.argmax import argmax_torch, scan_row
 from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
+from mmvllm.kernels.row_params import ROW_PARAMS, column, load_float, packed
+from mmvllm.kernels.uniforms import uniform, uniforms
 
 
-def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
-    """One token per row of logits (R, V), by its inverse cumulative distribution at `uniform` in [0, 1) -> (R,) int64.
+def sample(logits: Tensor, params: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    """One token per row of logits (R, V) -> (R,) int64; -1 where the largest logit is NaN or infinite.
 
-    Temperature, then top-k, top-p (arXiv 1904.09751) and min-p (2407.01082) as thresholds, in transformers' order.
-    Each filter keeps all tokens that tie with the last one it keeps. Logits are float32, the other arguments contiguous
-    (R,): temperature above 0; top_k int32, V disables it; top_p 1 and min_p 0 disable them. A row whose largest logit
-    is not finite gets an arbitrary id below V.
+    Sequence r has row `rows[r]` of `params` (N, 12) int32 and `ends[r]` tokens before this one (both int32). A
+    temperature of 0 takes the first of the largest logits. Another one draws by the inverse cumulative distribution, at
+    the uniform number of the sequence's stream and the token's index in its completion: temperature, then top-k, top-p
+    (arXiv 1904.09751) and min-p (2407.01082) as thresholds, in transformers' order. Each filter keeps all tokens that
+    tie with the last one it keeps.
     """
-    assert logits.dtype == torch.float32 and logits.stride(1) == 1
-    assert all(x.is_contiguous() for x in (temperature, top_k, top_p, min_p, uniform))
-    draw = sample_triton if runs_triton(logits) else sample_torch
-    return draw(logits, temperature, top_k, top_p, min_p, uniform)
+    assert logits.stride(1) == 1 and params.is_contiguous() and rows.is_contiguous() and ends.is_contiguous()
+    return (sample_triton if runs_triton(logits) else sample_torch)(logits, params, rows, ends)
 
 
-def sample_torch(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
-) -> Tensor:
-    vocab_size = logits.shape[-1]
-    temperature, top_k, top_p, min_p, uniform = (x[:, None] for x in (temperature, top_k, top_p, min_p, uniform))
+def sample_torch(logits: Tensor, params: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    params, logits = params.index_select(0, rows), logits.float()
+    token_ids = argmax_torch(logits)
+    largest = logits.gather(1, token_ids.clamp(min=0)[:, None])
+    temperature = column(params, "temperature")
     # Shifted so that the largest is 0, and with temperatures clamped so that float32 quotients stay finite: beyond this
     # range the distribution is already greedy, or uniform.
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature.clamp(1e-6, 1e6)
-    if (top_k < vocab_size).any() or (top_p < 1).any():
-        ordered = logits.sort(dim=-1, descending=True).values  # (R, V)
-        last = ordered.gather(1, top_k.long() - 1)
-        logits = logits.masked_fill(logits < last, float("-inf"))
-        probs = ordered.masked_fill(ordered < last, float("-inf")).softmax(dim=-1)
-        before = probs.cumsum(dim=-1) - probs  # mass of all more likely tokens; the first is always kept
-        num_kept = ((before < top_p) | (top_p >= 1)).sum(dim=-1, keepdim=True).clamp(min=1)
-        logits = logits.masked_fill(logits < ordered.gather(1, num_kept - 1), float("-inf"))
-    logits = logits.masked_fill(logits < min_p.log(), float("-inf"))
-    cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)  # (R, V), in vocabulary order
-    wanted = uniform.double() * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, wanted, right=True).squeeze(1).clamp(max=vocab_size - 1)
+    logits = (logits - largest).div_(temperature.clamp(1e-6, 1e6))
+    weights = logits.exp()
+    threshold = _threshold(logits, *(column(params, name) for name in ("top_k", "top_p", "min_p")))
+    if threshold is not None:
+        weights.mul_(_at_least(logits, threshold))
+    cumulative = weights.double().cumsum(dim=-1)  # (R, V), in vocabulary order
+    indices = ends[:, None].long() - column(params, "num_prompt_tokens")
+    wanted = uniforms(column(params, "stream"), indices) * cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, wanted, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
+    return torch.where((temperature.squeeze(1) > 0) & (token_ids >= 0), drawn, token_ids)
 
 
-def sample_triton(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    uniform: Tensor,
-    block: int = 8192,
-) -> Tensor:
+def _threshold(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor | None:
+    """The smallest logits (R, 1) that the filters keep, of logits whose largest is 0; None if they keep all."""
+    by_mass = bool((top_p < 1).any())
+    if not by_mass and not (top_k < logits.shape[1]).any():
+        return min_p.log() if (min_p > 0).any() else None
+    ordered = _sorted(logits)  # (R, V), ascending
+    threshold = ordered.gather(1, logits.shape[1] - top_k.long())
+    if by_mass:
+        mass = ordered.exp().mul_(_at_least(ordered, threshold)).cumsum(dim=-1)
+        # Kept are those above which there is less than top_p of the mass; the largest, with none above it, always is.
+        last = torch.searchsorted(mass, mass[:, -1:] * (1 - top_p), right=True).clamp_(max=logits.shape[1] - 1)
+        threshold = torch.maximum(threshold, ordered.gather(1, last))
+    return torch.maximum(threshold, min_p.log())
+
+
+def _at_least(x: Tensor, threshold: Tensor) -> Tensor:
+    """1.0 or 0.0: as float32, a comparison and its product take a quarter of the time of those with bool."""
+    return torch.ge(x, threshold, out=torch.empty_like(x))
+
+
+def _sorted(x: Tensor) -> Tensor:
+    if x.device.type == "cpu":  # numpy takes a tenth of torch's time, which also sorts indices
+        return torch.from_numpy(np.sort(x.numpy(), axis=-1))
+    return x.sort(dim=-1).values
+
+
+def sample_triton(logits: Tensor, params: Tensor, rows: Tensor, ends: Tensor, block: int = 8192) -> Tensor:
     """`block` is the number of logits that a program loads at once, a power of two."""
     R, V = logits.shape
     out = torch.empty(R, dtype=torch.int64, device=logits.device)
@@ -60,34 +78,29 @@ def sample_triton(
     # us per read of 152064 logits, that is about 25 us for temperature alone, 170 us with top-p and 250 us with both:
     # estimates from instruction counts, not measured. Splitting a row would help small batches only.
     # 16 logits per thread keep enough loads in flight, and leave registers for three sums of each; not tuned.
-    _sample_kernel[(R,)](
-        logits, temperature, top_k, top_p, min_p, uniform, out, logits.stride(0), V=V, BLOCK=block, num_warps=16
-    )
+    _sample_kernel[(R,)](logits, params, rows, ends, out, logits.stride(0), V=V, BLOCK=block, num_warps=16)
     return out
 
 
 @triton.jit
 def _sample_kernel(
-    logits_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    uniform_ptr,
-    out_ptr,
-    row_stride,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits_ptr, params_ptr, rows_ptr, ends_ptr, out_ptr, row_stride, V: tl.constexpr, BLOCK: tl.constexpr
 ):
     """One program per row. It does not sort: it searches for the smallest logit that the filters keep."""
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
-    temperature = tl.minimum(tl.maximum(tl.load(temperature_ptr + row), 1e-6), 1e6)
+    params_ptr += tl.load(rows_ptr + row) * 12
+    token, largest, _ = scan_row(row_ptr, V, False, BLOCK)
+    if (load_float(params_ptr, 0) > 0) & (token >= 0):
+        token = _random_token(row_ptr, params_ptr, tl.load(ends_ptr + row), largest, V, BLOCK)
+    tl.store(out_ptr + row, token)
+
+
+@triton.jit
+def _random_token(row_ptr, params_ptr, end, largest, V: tl.constexpr, BLOCK: tl.constexpr):
+    temperature = tl.minimum(tl.maximum(load_float(params_ptr, 0), 1e-6), 1e6)
     inverse = tl.div_rn(1.0, temperature)
-    top_k = tl.load(top_k_ptr + row)
-    top_p = tl.load(top_p_ptr + row)
-    min_p = tl.load(min_p_ptr + row)
-    largest = _largest(row_ptr, V, BLOCK)
+    top_k, top_p, min_p = tl.load(params_ptr + 1), load_float(params_ptr, 2), load_float(params_ptr, 3)
     threshold = tl.full((), float("-inf"), tl.float32)
     if top_k < V:
         threshold = _last_kept(row_ptr, threshold, largest, inverse, top_k.to(tl.float32), False, V, BLOCK)
@@ -100,17 +113,9 @@ def _sample_kernel(
         threshold = _last_kept(row_ptr, tl.maximum(threshold, lowest), largest, inverse, wanted, True, V, BLOCK)
     if min_p > 0:
         threshold = tl.maximum(threshold, largest + temperature * tl.log(min_p))
-    uniform = tl.load(uniform_ptr + row).to(tl.float64)
-    tl.store(out_ptr + row, _draw(row_ptr, threshold, largest, inverse, uniform, V, BLOCK))
-
-
-@triton.jit
-def _largest(row_ptr, V: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for start in range(0, V, BLOCK):
-        largest = tl.maximum(largest, tl.load(row_ptr + start + at, mask=start + at < V, other=float("-inf")))
-    return tl.max(largest)
+    low, high = tl.load(params_ptr + 4).to(tl.uint32), tl.load(params_ptr + 5).to(tl.uint32)
+    number = uniform((high.to(tl.uint64) << 32) | low.to(tl.uint64), (end - tl.load(params_ptr + 6)).to(tl.uint64))
+    return _draw(row_ptr, threshold, largest, inverse, number, V, BLOCK)
 
 
 @triton.jit
@@ -128,7 +133,7 @@ def _last_kept(row_ptr, lowest, largest, inverse, wanted, BY_MASS: tl.constexpr,
         x1, x2, x3 = _key_to_float(low + step), _key_to_float(low + 2 * step), _key_to_float(low + 3 * step)
         above1, above2, above3 = zeros, zeros, zeros  # as counts they are exact: below 2**24
         for start in range(0, V, BLOCK):
-            x = tl.load(row_ptr + start + at, mask=start + at < V, other=float("-inf"))
+            x = tl.load(row_ptr + start + at, mask=start + at < V, other=float("-inf")).to(tl.float32)
             weight = tl.exp((x - largest) * inverse) if BY_MASS else zeros + 1
             above1 += tl.where(x > x1, weight, 0.0)
             above2 += tl.where(x > x2, weight, 0.0)
@@ -159,7 +164,7 @@ def _key_to_float(key):
 def _kept_weights(row_ptr, start, threshold, largest, inverse, V: tl.constexpr, BLOCK: tl.constexpr):
     """Probabilities, relative to the largest's, of the tile at `start`; 0 below the threshold and beyond V."""
     at = start + tl.arange(0, BLOCK)
-    x = tl.load(row_ptr + at, mask=at < V, other=float("-inf"))
+    x = tl.load(row_ptr + at, mask=at < V, other=float("-inf")).to(tl.float32)
     return tl.where(x >= threshold, tl.exp((x - largest) * inverse), 0.0)
 
 
@@ -172,12 +177,12 @@ def _kept_mass(row_ptr, threshold, largest, inverse, V: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def _draw(row_ptr, threshold, largest, inverse, uniform, V: tl.constexpr, BLOCK: tl.constexpr):
-    """The first token whose cumulative mass is more than `uniform` of the total, else the last of positive weight.
+def _draw(row_ptr, threshold, largest, inverse, number, V: tl.constexpr, BLOCK: tl.constexpr):
+    """The first token whose cumulative mass is more than `number` of the total, else the last of positive weight.
 
     Sums within a tile are trees in float32, or float64 for the tile of the token; sums over tiles are float64.
     """
-    wanted = uniform * _kept_mass(row_ptr, threshold, largest, inverse, V, BLOCK)
+    wanted = number * _kept_mass(row_ptr, threshold, largest, inverse, V, BLOCK)
     mass = tl.full((), 0.0, tl.float64)  # of all tiles so far
     tile, before = 0, mass  # the token's tile, and the mass before it
     for start in range(0, V, BLOCK):
@@ -198,8 +203,10 @@ def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Ite
     """Logits are float32 in any dtype."""
     V = shapes.vocab_size
     for R in (1, 8, 64):
-        logits, uniform = 3 * torch.randn(R, V, device=device), torch.rand(R, device=device)
+        logits = 3 * torch.randn(R, V, device=device)
+        rows = torch.arange(R, dtype=torch.int32, device=device)
         for top_k, top_p in ((V, 1.0), (V, 0.9), (50, 0.9)):
-            filters = (torch.full((R,), top_k, dtype=torch.int32), torch.full((R,), top_p), torch.zeros(R))
-            args = (logits, torch.ones(R, device=device), *(x.to(device) for x in filters), uniform)
+            params = np.zeros(R, ROW_PARAMS)
+            params["temperature"], params["top_k"], params["top_p"] = 1.0, top_k, top_p
+            args = (logits, packed(params).to(device), rows, torch.zeros_like(rows))
             yield Case("sample", f"R={R} V={V} top_k={top_k} top_p={top_p}", args, logits.nbytes)

@@ -34,18 +34,21 @@ def _views(buffer: Tensor, arrays: Sequence[np.ndarray], ends: list[int]) -> lis
 
 
 class HostCopy:
-    """A copy to the host; `tolist` waits for this copy alone, not for work submitted to the device later."""
+    """Copies to the host; `lists` waits for these copies alone, not for work submitted to the device later."""
 
-    def __init__(self, x: Tensor):
-        self._copy, self._arrived = x, None
-        if x.is_cuda:
-            self._copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-            self._arrived = torch.cuda.current_stream(x.device).record_event()
+    def __init__(self, *tensors: Tensor):
+        self._copies, self._arrived = tensors, None
+        if tensors[0].is_cuda:
+            self._copies = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
+            for copy, x in zip(self._copies, tensors, strict=True):
+                copy.copy_(x, non_blocking=True)
+            self._arrived = torch.cuda.current_stream(tensors[0].device).record_event()
 
-    def tolist(self) -> list:
+    def lists(self) -> list[list]:
+        """Each tensor as a list."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return self._copy.tolist()
+        return [copy.tolist() for copy in self._copies]
 
 
 def current_device(device: torch.device) -> AbstractContextManager:

@@ -14,8 +14,9 @@ from pydantic import ValidationError
 from mmvllm import SamplingParams
 from mmvllm.cli import caption
 from mmvllm.demo.conversation import Options
-from mmvllm.engine import sampler
 from mmvllm.engine.llm_engine import WARMUP_PARAMS
+from mmvllm.engine.sampling_rows import SamplingRows
+from mmvllm.engine.sequence import Sequence
 from mmvllm.server.convert import chat_params, completion_params
 from mmvllm.server.protocol import ChatRequest, CompletionRequest
 from tests.helpers.server import chat, completion
@@ -29,15 +30,12 @@ GUIDE = 'docs/extending.md, "A sampling option", has the whole list'
 ENDS = "decided in the engine, from the tokens that were chosen"
 NOT_DRAWN = {
     "max_tokens": ENDS,
-    "min_tokens": "Sampler._forbid_early_end",
+    "min_tokens": "SamplingRows.forbidden",
     "stop": ENDS,
     "stop_token_ids": ENDS,
     "ignore_eos": ENDS,
-    "seed": "the uniform numbers are made from it",
-    "repetition_penalty": "sampler._penalize",
-    "presence_penalty": "sampler._penalize",
-    "frequency_penalty": "sampler._penalize",
-    "logprobs": "sampler._with_logprobs",
+    "seed": "the seeds of sequences are made from it",
+    "logprobs": "sampler.Logprobs",
     "n": "sequences of the engine",
 }
 NOT_WARMED_UP = dict.fromkeys(("stop", "stop_token_ids", "n"), "takes no path of the sampler")
@@ -100,14 +98,15 @@ def test_a_field_is_documented(name):
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_field_reaches_the_kernel(name, monkeypatch):
-    """The tensors of the draw differ between two rows of which one has another value."""
-    tensors = []
-    monkeypatch.setattr(sampler, "sample", lambda logits, *columns: tensors.extend(columns))
-    sampler.draw(torch.zeros(2, 8), [SamplingParams(temperature=1.0), changed(name)], [0.5, 0.5])
-    is_there = any(column[0] != column[1] for column in tensors)
-    what = "the columns of `draw`, and to `sample` in kernels/sampling.py"
-    assert is_there or name in NOT_DRAWN, missing(name, "mmvllm/engine/sampler.py", what, "NOT_DRAWN")
+def test_a_field_reaches_the_kernel(name):
+    """The packed rows of two sequences differ, of which one has another value."""
+    rows = SamplingRows(2, 8, torch.device("cpu"))
+    for row, params in enumerate([SamplingParams(temperature=1.0), changed(name)]):
+        rows.enter(row, Sequence([1], params, request_id="", block_size=4), frozenset())
+    first, second = rows.on_device()
+    what = "_row_params, and to ROW_PARAMS in kernels/row_params.py and the kernels"
+    message = missing(name, "mmvllm/engine/sampling_rows.py", what, "NOT_DRAWN")
+    assert not torch.equal(first, second) or name in NOT_DRAWN, message
 
 
 @pytest.mark.parametrize("name", FIELDS)

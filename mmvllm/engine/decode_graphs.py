@@ -68,12 +68,12 @@ class DecodeGraphs:
         return inputs.prefills is None and inputs.num_decodes <= self.sizes[-1]
 
     def run(self, decodes: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Logits (D, V) of sequences that decode, (3, D) as in `StepInputs`, valid until the next run; their rows."""
+        """Logits (D, V) and `samples` of sequences that decode, (3, D) as in `StepInputs`; valid until the next run."""
         D = decodes.shape[1]
         size = self.sizes[bisect_left(self.sizes, D)]
         self._fill(decodes, size)
         self._replay(size)
-        return self._logits[:D], self._decodes[:D].long()
+        return self._logits[:D], self._decodes[: 3 * size].view(3, size)[:2, :D]
 
     def _capture(self, size: int) -> None:
         self._compute(size)  # compiles kernels and allocates what libraries keep, which a capture must not

@@ -21,9 +21,7 @@ class DeviceRows:
         scratch_block: what padding writes to.
     """
 
-    def __init__(
-        self, max_num_seqs: int, max_blocks: int, block_size: int, scratch_block: int, device: torch.device
-    ):
+    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, scratch_block: int, device: torch.device):
         self.block_size, self.device = block_size, device
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self.position_deltas = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
@@ -35,7 +33,7 @@ class DeviceRows:
     def decode_batch(self, decodes: Tensor, context_lens: tuple[int, ...]) -> Batch:
         """The batch of sequences that all decode: decodes (3, D) int32 on the device, as in `StepInputs`.
 
-        It reads no value on the host but `context_lens`, upper limits of the KV lengths, and can be captured in a graph.
+        It reads nothing on the host but `context_lens`, upper limits of the KV lengths, and can be captured in a graph.
         """
         D = decodes.shape[1]
         rows, input_ids, positions, slot_mapping = self._decode_tokens(decodes)
@@ -55,11 +53,11 @@ class DeviceRows:
         )
 
     def batch(self, inputs: StepInputs) -> tuple[Batch, Tensor]:
-        """The batch of a step, and the rows (R,) int64 of the sequences that want a token; one copy to the device."""
+        """The batch of a step, and its `samples` on the device; one copy to the device."""
         context_lens = tuple(inputs.decodes[1].tolist())
         if inputs.prefills is None:
             (decodes,) = copy_together([inputs.decodes], self.device)
-            return self.decode_batch(decodes, context_lens), decodes[0].long()
+            return self.decode_batch(decodes, context_lens), decodes[:2]
         return self._mixed_batch(inputs, inputs.prefills, context_lens)
 
     def _mixed_batch(self, inputs: StepInputs, new: Prefills, decode_lens: tuple[int, ...]) -> tuple[Batch, Tensor]:
@@ -67,12 +65,12 @@ class DeviceRows:
         query_lens = np.concatenate([np.ones(D, dtype=np.int32), new.query_lens])
         kv_lens = np.concatenate([inputs.decodes[1], new.kv_lens])
         ends_q, ends_k = query_lens.cumsum(dtype=np.int32), kv_lens.cumsum(dtype=np.int32)
-        samples = np.concatenate([np.ones(D, dtype=bool), new.samples])
-        decodes, rows, deltas, blocks, ids, positions, slots, image_at, sample_at, sample_rows, *lengths = copy_together(
+        wants_token = np.concatenate([np.ones(D, dtype=bool), new.samples])
+        decodes, rows, deltas, blocks, ids, positions, slots, image_at, sample_at, samples, *lengths = copy_together(
             [
                 *(inputs.decodes, new.rows, new.position_deltas, new.blocks),
                 *(new.input_ids, new.positions, new.slot_mapping, new.image_at + D),
-                *(ends_q[samples].astype(np.int64) - 1, inputs.sample_rows.astype(np.int64)),
+                *(ends_q[wants_token].astype(np.int64) - 1, inputs.samples),
                 *(np.concatenate([[np.int32(0)], ends_q]), kv_lens, np.concatenate([[np.int32(0)], ends_k])),
             ],
             self.device,
@@ -96,7 +94,7 @@ class DeviceRows:
             context_lens=context_lens,
             num_decodes=D,
         )
-        return batch, sample_rows
+        return batch, samples
 
     def _decode_tokens(self, decodes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Rows, ids, positions (3, D) and slots of the tokens that sequences decode; their last blocks are kept."""

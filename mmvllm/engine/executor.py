@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from mmvllm.engine.model_runner import ModelRunner
-from mmvllm.engine.sampler import Sampled, Sampler
 from mmvllm.engine.sampled import SampledTokens
+from mmvllm.engine.sampler import Sampled, Sampler
 from mmvllm.engine.schedule import Schedule
 from mmvllm.engine.scheduler import Scheduler
 from mmvllm.engine.stats import Stopwatch
@@ -56,7 +56,7 @@ class Executor:
         inputs = pack_step(scheduled)
         watch.mark("pack")
         logits = self.runner.run(inputs, watch)
-        sampled = self.sampler(logits, inputs.sample_rows, inputs.sample_ends)
+        sampled = self.sampler(logits, *inputs.samples, self.runner.samples)
         self.runner.append(sampled.input_ids)
         watch.mark("sampling")
         return sampled

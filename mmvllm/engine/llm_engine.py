@@ -79,12 +79,15 @@ class LLMEngine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_vision_patches=config.max_vision_patches,
         )
-        self.executor = Executor(self.model_runner, Sampler(loaded.eos_token_ids), self.scheduler)
+        sampler = Sampler(
+            loaded.eos_token_ids, config.max_num_seqs, self.model_config.vocab_size, self.model_runner.device
+        )
+        self.executor = Executor(self.model_runner, sampler, self.scheduler)
         self.recovery = Recovery(self.scheduler, self.model_runner)
         self.on_step: Callable[[StepStats], None] | None = None  # called after every step
         # Nothing overlaps where a launch waits: for values, or on a CPU for the computation itself.
         overlaps = self.model_runner.device.type == "cuda" and self.attention.in_graphs
-        self._launches_ahead = overlaps if config.async_scheduling is None else config.async_scheduling
+        self._schedules_ahead = overlaps if config.async_scheduling is None else config.async_scheduling
         self._ahead: Launched | None = None  # the next step, where it was launched before this one's tokens were known
         self._request_numbers = count()
         self._is_exiting = self._exited = False
@@ -209,7 +212,7 @@ class LLMEngine:
         return outputs, launched.scheduled.num_tokens
 
     def _launch_ahead(self) -> Launched | None:
-        launched = self.executor.launch() if self._launches_ahead else None
+        launched = self.executor.launch() if self._schedules_ahead else None
         return launched if launched is not None and launched.scheduled.num_tokens else None
 
     def _commit(

@@ -8,9 +8,8 @@ from torch import Tensor
 from mmvllm.batch import Batch, prompt_batch
 from mmvllm.config import EngineConfig, ModelConfig
 from mmvllm.engine.decode_graphs import graphs_bytes
-from mmvllm.engine.sampler import draw
+from mmvllm.engine.sampler import trial
 from mmvllm.models.interface import Model
-from mmvllm.sampling_params import SamplingParams
 from mmvllm.transfer import current_device
 
 
@@ -85,9 +84,7 @@ def peak_memory(
         patches = torch.zeros(grid[1] * grid[2], config.vision.patch_dim, dtype=dtype, device=device)
         model.encode(patches, [grid])
         del patches
-    logits = model(*_largest_step(config, engine_config, block_size, dtype, device))
-    params = SamplingParams(temperature=1.0, top_p=0.5, min_p=0.1)
-    draw(logits, [params] * len(logits), [0.5] * len(logits))
+    trial(model(*_largest_step(config, engine_config, block_size, dtype, device)))
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device)
 

@@ -52,8 +52,8 @@ class ModelRunner:
         self.num_blocks, self.block_size, self.use_graphs = num_blocks, block_size, use_graphs
         self.kv_cache = empty_kv_cache(model.config, num_blocks + use_graphs, block_size, dtype, device)
         max_blocks = -(-max_model_len // block_size)
-        self.rows = DeviceRows(max_num_seqs, max_blocks, block_size, num_blocks, device)
-        self.sampled_rows = torch.empty(0, dtype=torch.int64, device=device)  # (R,) of the logits that `run` returned last
+        self.rows = DeviceRows(max_num_seqs, max_blocks, block_size, self.kv_cache.shape[2] - 1, device)
+        self.samples = torch.empty(2, 0, dtype=torch.int32, device=device)  # `StepInputs.samples` of the last step
         self.graphs: DecodeGraphs | None = None
         self._no_rows = torch.empty(0, model.config.row_size, dtype=dtype, device=device)
         self._rows: dict[bytes, Tensor] = {}  # (M, row_size) of each item in the encoder cache, by digest
@@ -76,9 +76,9 @@ class ModelRunner:
             self._encode(inputs.new_items)
             watch.mark("vision")
         if self.graphs is not None and self.graphs.fits(inputs):
-            logits, self.sampled_rows = self.graphs.run(inputs.decodes)
+            logits, self.samples = self.graphs.run(inputs.decodes)
         else:
-            batch, self.sampled_rows = self.rows.batch(inputs)
+            batch, self.samples = self.rows.batch(inputs)
             watch.mark("copy")
             logits = self.model(batch, self._media_rows(inputs), self.kv_cache)
         watch.mark("decoder")
@@ -87,7 +87,7 @@ class ModelRunner:
     @torch.inference_mode()
     def append(self, token_ids: Tensor) -> None:
         """The tokens (R,) that were sampled from the last step's logits are what their sequences compute next."""
-        self.rows.last_tokens[self.sampled_rows] = token_ids
+        self.rows.last_tokens[self.samples[0].long()] = token_ids
 
     def _media_rows(self, inputs: StepInputs) -> Tensor:
         spans = inputs.prefills.row_spans if inputs.prefills is not None else ()

@@ -37,7 +37,7 @@ class Schedule:
     """Items to encode, then chunks to compute."""
 
     decodes: list[ScheduledChunk] = field(default_factory=list)
-    prefills: list[ScheduledChunk] = field(default_factory=list)  # prompts, and what a preempted sequence computes again
+    prefills: list[ScheduledChunk] = field(default_factory=list)  # prompts, and what is computed again
     items_to_encode: dict[bytes, MediaItem] = field(default_factory=dict)  # by digest
     freed_digests: tuple[bytes, ...] = ()  # items whose rows are no longer cached
     started: list[Sequence] = field(default_factory=list)  # the sequences that run from this step on

@@ -5,9 +5,9 @@ out tokens, oldest request first, so that the former catches up with the latter.
 rest after a prefix hit, recovery after a preemption and a decode are the same thing with other numbers. (The idea is
 vLLM's, v1/core/sched/scheduler.py; chunked prefill is arXiv 2308.16369.)
 
-A step may be scheduled while the one before it is in flight: launched, and its tokens not seen. `num_inflight_tokens` of
-a sequence is what steps in flight compute of it, so it goes on from there, with the token that is being sampled. Where
-that token turns out to end the sequence, the commit ignores what was computed after it.
+A step may be scheduled while the one before it is in flight: launched, and its tokens not seen. `num_inflight_tokens`
+of a sequence is what steps in flight compute of it, so it goes on from there, with the token that is being sampled.
+Where that token turns out to end the sequence, the commit ignores what was computed after it.
 """
 
 import time
@@ -102,10 +102,10 @@ class Scheduler:
                 return step
             # A lone sequence that preempted itself freed what kept the others from running. No other case goes on.
             if not preempted:
-                self._check_idle()
+                self._check_progress()
                 return step
 
-    def _check_idle(self) -> None:
+    def _check_progress(self) -> None:
         in_flight = any(seq.num_inflight_tokens for seq in self.running)
         assert in_flight or not (self.running or self.waiting), (
             f"nothing could be scheduled: {len(self.running)} running, {len(self.waiting)} waiting, "
@@ -118,9 +118,8 @@ class Scheduler:
         for seq in list(self.running):
             if seq.status is not SequenceStatus.RUNNING:  # preempted in favour of one before it
                 continue
-            if seq.is_decoding:
-                if self._schedule_decode(step, seq):
-                    continue
+            if seq.is_decoding and self._schedule_decode(step, seq):
+                continue
             while self._schedule_seq(step, seq) is _Allotment.OUT_OF_BLOCKS:
                 assert len(self.running) > 1, f"sequence {seq.seq_id} needs more blocks than there are"
                 victim = self.running[-1]  # the last in order, so never one that this step has scheduled
@@ -301,8 +300,9 @@ class Scheduler:
         self.block_manager.check(self.running)
         users = set()
         for seq in self.running:
+            end = seq.num_computed_tokens + seq.num_inflight_tokens
             for i, item in enumerate(seq.items):
-                if item.offset < seq.num_computed_tokens + seq.num_inflight_tokens and seq.num_computed_tokens < item.end:
+                if item.offset < end and seq.num_computed_tokens < item.end:
                     users.add((seq.seq_id, i))
         self.encoder_cache.check(users)
 

@@ -49,8 +49,8 @@ class Stopwatch:
 class StepStats:
     """One step; `seconds` has those of its parts that took place.
 
-    These are "schedule", "pack", "vision", "copy", "decoder", "sampling" and "commit". "commit" is left out where the next step
-    was launched before it: it takes none of the device's time there.
+    These are "schedule", "pack", "vision", "copy", "decoder", "sampling" and "commit". "commit" is left out where the
+    next step was launched before it: it takes none of the device's time there.
     """
 
     end: float  # time.perf_counter()

@@ -52,18 +52,12 @@ class StepInputs:
         return self.decodes.shape[1]
 
     @property
-    def sample_rows(self) -> np.ndarray:
-        """(R,) the rows of the sequences that want a token."""
+    def samples(self) -> np.ndarray:
+        """(2, R) int32, of the sequences that want a token: rows, and how many tokens come before it."""
         if self.prefills is None:
-            return self.decodes[0]
-        return np.concatenate([self.decodes[0], self.prefills.rows[self.prefills.samples].astype(np.int32)])
-
-    @property
-    def sample_ends(self) -> np.ndarray:
-        """(R,) how many tokens of these sequences come before the one that is sampled."""
-        if self.prefills is None:
-            return self.decodes[1]
-        return np.concatenate([self.decodes[1], self.prefills.kv_lens[self.prefills.samples]])
+            return self.decodes[:2]
+        of_prefills = np.stack([self.prefills.rows, self.prefills.kv_lens])[:, self.prefills.samples]
+        return np.concatenate([self.decodes[:2], of_prefills], axis=1, dtype=np.int32)
 
 
 def pack_step(step: Schedule) -> StepInputs:

@@ -15,10 +15,18 @@ def test_one_step_is_launched_ahead_and_none_beyond_max_tokens(ahead, monkeypatc
 
 
 @pytest.mark.parametrize("params", [{"repetition_penalty": 1.1}, {"presence_penalty": 1}, {"logprobs": 0}])
-def test_penalties_and_logprobs_are_not_launched_ahead(params, ahead, monkeypatch):
+def test_penalties_and_logprobs_are_launched_ahead(params, ahead, monkeypatch):
     seen = record_events(ahead, monkeypatch)
     run(ahead, [(0, SamplingParams(max_tokens=4, ignore_eos=True, **params))])
-    assert seen == ["launch", "wait"] * 4
+    assert seen == ["launch", "launch", "wait", "launch", "wait", "launch", "wait", "wait"]
+
+
+def test_chunks_of_prompts_are_launched_ahead(make_pair, monkeypatch):
+    _, ahead = make_pair(max_num_batched_tokens=10)
+    seen = record_events(ahead, monkeypatch)
+    assert len(ahead.processor(PROMPTS[0]).token_ids) == 23
+    run(ahead, [(0, SamplingParams(max_tokens=2, ignore_eos=True))])
+    assert seen == ["launch", *["launch", "wait"] * 3, "wait"]
 
 
 def test_a_cpu_does_not_launch_ahead(make_pair, monkeypatch):
@@ -28,35 +36,37 @@ def test_a_cpu_does_not_launch_ahead(make_pair, monkeypatch):
     assert seen == ["launch", "wait"] * 4
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 2])
-def test_a_waiting_request_starts_as_soon_as_another_reaches_max_tokens(max_num_seqs, make_pair, monkeypatch):
-    launches = []
+@pytest.mark.parametrize("max_num_seqs, launches", [(1, [12, 12]), (2, [6, 7])])
+def test_a_waiting_request_starts_when_another_has_reached_max_tokens(max_num_seqs, launches, make_pair, monkeypatch):
+    """Its row is free once its last token is seen: that is one step later where another step was launched meanwhile."""
+    counts = []
     for llm in make_pair(max_num_seqs=max_num_seqs):
         seen = record_events(llm, monkeypatch)
         run(llm, [(0, SamplingParams(max_tokens=length, ignore_eos=True)) for length in (2, 6, 4)])
-        launches.append(seen.count("launch"))
-    assert launches == [12 if max_num_seqs == 1 else 6] * 2
+        counts.append(seen.count("launch"))
+    assert counts == launches
 
 
-def test_a_step_without_enough_blocks_is_not_launched_ahead(make_pair):
+def test_a_sequence_is_preempted_while_it_is_in_flight(make_pair):
     """Two prompts of 6 blocks fit, each with a free slot in its last block; their completions do not."""
     plain, ahead = make_pair(num_kvcache_blocks=13, enable_prefix_caching=False)
     requests = [(0, GREEDY), (0, SamplingParams(temperature=1.0, seed=6, max_tokens=TOKENS, ignore_eos=True))]
     assert len(ahead.processor(PROMPTS[0]).token_ids) == 23
     assert run(ahead, requests) == run(plain, requests)
-    assert ahead.engine.scheduler.num_preemptions == plain.engine.scheduler.num_preemptions > 0
+    assert ahead.engine.scheduler.num_preemptions > 0 and plain.engine.scheduler.num_preemptions > 0
 
 
-def test_no_step_is_launched_after_one_without_all_running_sequences(ahead):
-    """The token budget covers the first sequence only; `schedule` decides about the next step."""
+def test_a_step_ahead_serves_the_first_sequences_first(make_pair):
+    _, ahead = make_pair()
     engine = ahead.engine
     for _ in range(2):
         add(ahead, 0, GREEDY)
-    engine._launches_ahead = False
     step(ahead)
-    engine._launches_ahead, engine.scheduler.max_num_batched_tokens = True, 1
-    step(ahead)
-    assert len(engine.scheduler.running) == 2 and engine._ahead is None
+    engine.scheduler.max_num_batched_tokens = 1
+    for _ in range(6):
+        step(ahead)
+    first, second = (seq.num_completion_tokens for seq in engine.scheduler.running)
+    assert first == 7 and second == 2
     finish(ahead)
 
 

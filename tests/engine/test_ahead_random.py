@@ -59,8 +59,8 @@ def test_random_runs(actions, block_size, spare_blocks, budget, max_num_seqs, ca
         max_num_seqs=max_num_seqs,
         enable_prefix_caching=caching,
         skip_warmup=True,
+        async_scheduling=True,
     )
-    llm.engine._launches_ahead = True
     asked, outputs = {}, {}
     for kind, value in actions:
         groups, running = sorted(llm.engine.scheduler.groups), llm.engine.scheduler.running

@@ -28,9 +28,7 @@ with_and_without_launching_ahead = pytest.mark.parametrize("ahead", [False, True
 @pytest.fixture
 def make(checkpoint, make_llm):
     def make(ahead=False, **options):
-        llm = make_llm(checkpoint, **{"kvcache_block_size": 4} | options)
-        llm.engine._launches_ahead = ahead
-        return llm
+        return make_llm(checkpoint, **{"kvcache_block_size": 4, "async_scheduling": ahead} | options)
 
     return make
 
@@ -150,7 +148,7 @@ def test_out_of_memory_errors_of_every_kind_are_recognized(allocate, make, expec
     run = llm.engine.model_runner.run
 
     def limited(batch, *rest):
-        if len(batch.query_lens) > 2:
+        if num_seqs(batch) > 2:
             allocate()
         return run(batch, *rest)
 

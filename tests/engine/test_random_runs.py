@@ -66,9 +66,9 @@ def test_invariants_hold(launches_ahead, actions, block_size, spare_blocks, budg
         encoder_cache_bytes=12 * 64 * 4,
         enable_prefix_caching=caching,
         skip_warmup=True,
+        async_scheduling=launches_ahead,
     )
     engine = llm.engine
-    engine._launches_ahead = launches_ahead
     added, ended = set(), set()
 
     def step():

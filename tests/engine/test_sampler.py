@@ -1,12 +1,18 @@
 """Sampling equals the logits processors of transformers and follows the expected probabilities."""
 
+import numpy as np
 import pytest
 import torch
 from transformers.generation import logits_process as hf
 
 from mmvllm import SamplingParams
-from mmvllm.engine.sampler import Sampler, _penalize, draw
+from mmvllm.engine.sampled import SampledTokens
+from mmvllm.engine.sampler import Sampler
+from mmvllm.engine.sampling_rows import SamplingRows
 from mmvllm.engine.sequence import Sequence
+from mmvllm.kernels.penalties import penalize
+from mmvllm.kernels.sampling import sample_torch
+from tests.helpers.sampling import every_row, with_uniforms
 
 V = 97
 EOS = 3
@@ -23,14 +29,45 @@ def logits(rows: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
     return torch.randn(rows, V, generator=torch.Generator().manual_seed(seed)) * scale
 
 
+def make_sampler(seqs: list[Sequence]) -> Sampler:
+    """With the sequences in rows 0, 1, ..."""
+    sampler = Sampler(frozenset([EOS]), len(seqs), V, torch.device("cpu"))
+    for row, seq in enumerate(seqs):
+        sampler.enter(row, seq)
+    return sampler
+
+
+def places(seqs: list[Sequence]) -> tuple[np.ndarray, np.ndarray]:
+    """`rows` and `ends` of sequences in rows 0, 1, ..."""
+    return np.arange(len(seqs), dtype=np.int32), np.array([len(seq) for seq in seqs], np.int32)
+
+
+def sampled(x: torch.Tensor, seqs: list[Sequence]) -> SampledTokens:
+    return make_sampler(seqs)(x, *places(seqs)).tokens()
+
+
 def sample(x: torch.Tensor, seqs: list[Sequence]) -> list[int]:
-    return [token.token_id for token in Sampler(frozenset([EOS]))(x, seqs).tokens()]
+    return sampled(x, seqs).token_ids
+
+
+def draw(x: torch.Tensor, params: SamplingParams, uniforms: list[float]) -> torch.Tensor:
+    """A token of one row of logits (1, V) for each random number."""
+    rows = SamplingRows(1, V, x.device)
+    rows.enter(0, sequence(params, prompt=()), frozenset())
+    packed = with_uniforms(rows.on_device(), uniforms)
+    return sample_torch(x.expand(len(uniforms), V), packed, *every_row(len(uniforms)))
+
+
+def penalized(x: torch.Tensor, seqs: list[Sequence]) -> torch.Tensor:
+    rows = SamplingRows(len(seqs), V, x.device)
+    for row, seq in enumerate(seqs):
+        rows.enter(row, seq, frozenset())
+    return penalize(x, rows.counts.tensor, rows.on_device(), every_row(len(seqs))[0])
 
 
 def reachable(x: torch.Tensor, params: SamplingParams, draws: int = 3000) -> torch.Tensor:
     """Share of draws per token, with evenly spread uniforms: (V,)."""
-    uniforms = [(i + 0.5) / draws for i in range(draws)]
-    tokens = draw(x.expand(draws, V), [params] * draws, uniforms)
+    tokens = draw(x, params, [(i + 0.5) / draws for i in range(draws)])
     return torch.bincount(tokens, minlength=V) / draws
 
 
@@ -109,13 +146,13 @@ def test_repetition_penalty_equals_transformers():
     ids = torch.tensor([[5, 6, 6, 7, 9, 10]])
     want = hf.RepetitionPenaltyLogitsProcessor(1.7)(ids, x.clone())
     seq = sequence(params, completion=(9, 10))
-    assert torch.allclose(_penalize(x, [seq]), want, rtol=1e-6, atol=0)
+    assert torch.allclose(penalized(x, [seq]), want, rtol=1e-6, atol=0)
 
 
 def test_presence_and_frequency_penalties_count_only_the_completion():
     params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
     x = logits(2)
-    got = _penalize(x, [sequence(params, completion=(9, 9, 11)), sequence(SamplingParams())])
+    got = penalized(x, [sequence(params, completion=(9, 9, 11)), sequence(SamplingParams())])
     want = x.clone()
     want[0, 9] -= 0.5 + 2 * 0.25
     want[0, 11] -= 0.5 + 0.25
@@ -135,12 +172,13 @@ def test_min_tokens_forbids_every_end():
 def test_logprobs_are_those_of_the_logits_before_penalties(count):
     x = logits(2)
     params = SamplingParams(logprobs=count, repetition_penalty=1.3)
-    token, plain = Sampler(frozenset([EOS]))(x, [sequence(params), sequence(SamplingParams())]).tokens()
-    want = x[0].log_softmax(-1)
-    assert token.logprob == pytest.approx(want[token.token_id].item())
-    assert set(token.logprobs) == {token.token_id, *want.topk(count).indices.tolist()}
+    tokens = sampled(x, [sequence(SamplingParams()), sequence(params)])
+    want, token_id = x[1].log_softmax(-1), tokens.token_ids[1]
+    assert [*tokens.logprobs] == [1]
+    token = tokens.logprobs[1]
+    assert token.logprob == pytest.approx(want[token_id].item())
+    assert set(token.logprobs) == {token_id, *want.topk(count).indices.tolist()}
     assert all(value == pytest.approx(want[i].item()) for i, value in token.logprobs.items())
-    assert plain.logprobs is None
 
 
 def test_the_largest_uniform_draws_a_possible_token():
@@ -148,7 +186,7 @@ def test_the_largest_uniform_draws_a_possible_token():
     x[0, 40] = 0.0
     params = SamplingParams(temperature=1.0, top_k=1)
     for uniform in (0.0, 0.5, 1 - 2**-32):
-        assert draw(x, [params], [uniform]).tolist() == [40]
+        assert draw(x, params, [uniform]).tolist() == [40]
 
 
 @pytest.mark.parametrize(

@@ -163,15 +163,15 @@ class ExpertsOf(TorchFunctionMode):
 
 def first_logits(engine, inputs) -> torch.Tensor:
     """Logits (1, V) after a prompt, as the sampler gets them."""
-    seen = []
-    sampler = engine.executor.sampler
-    engine.executor.sampler = lambda logits, *rest: seen.append(logits.clone()) or sampler(logits, *rest)
+    seen, runner = [], engine.model_runner
+    run = runner.run
+    runner.run = lambda *args: seen.append(run(*args).clone()) or seen[-1]
     names = (*NAMES["image"], *NAMES["video"], "second_per_grid_ts")
     multimodal = {key: inputs[key] for key in names if key in inputs}
     engine.add_request(inputs["input_ids"][0].tolist(), SamplingParams(max_tokens=1), **multimodal)
     while not engine.is_finished():
         engine.step()
-    engine.executor.sampler = sampler
+    runner.run = run
     return seen[-1]
 
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmvllm.kernels.sampling import sample_torch, sample_triton
+from mmvllm.kernels.sampling import sample, sample_torch, sample_triton
+from mmvllm.kernels.uniforms import stream_of, uniforms
+from tests.helpers.sampling import every_row, row_params
 
 INF = float("inf")
 
@@ -24,25 +26,22 @@ def make_params(count: int, V: int) -> dict[str, Tensor]:
     """Random combinations of filters, enabled and disabled, and uniforms."""
     generator = torch.Generator().manual_seed(V + 1)
     choices = {
-        "temperature": [1e-50, 0.5, 1.0, 1.0, 4.0, 1e300],
+        "temperature": [0.0, 1e-30, 0.5, 1.0, 1.0, 4.0, 1e30],
         "top_k": [1, min(3, V), V // 3 + 1, V, V],
         "top_p": [1e-50, 0.3128, 0.8735, 0.9813, 1.0, 1.0],
         "min_p": [0.0, 0.0, 0.0, 1e-30, 0.07, 1.0],
     }
     params = {
-        name: torch.tensor(values, dtype=torch.int32 if name == "top_k" else torch.float32)[
-            torch.randint(len(values), (count,), generator=generator)
-        ]
+        name: torch.tensor(values)[torch.randint(len(values), (count,), generator=generator)]
         for name, values in choices.items()
     }
     return params | {"uniform": torch.rand(count, generator=generator)}
 
 
-def columns(count: int, device: torch.device, **setting: float) -> dict[str, Tensor]:
-    return {
-        name: torch.full((count,), value, dtype=torch.int32 if name == "top_k" else torch.float32, device=device)
-        for name, value in setting.items()
-    }
+def draw(logits: Tensor, block: int, **setting) -> Tensor:
+    """Tokens (R,) of the kernel, of sequences with these parameters and random numbers."""
+    R, V = logits.shape
+    return sample_triton(logits, row_params(R, V, device=logits.device, **setting), *every_row(R, logits.device), block)
 
 
 def define(
@@ -52,6 +51,8 @@ def define(
 
     Both results are right there in float32: within 1e-6 of a sum of probabilities, or within the rounding of a logit.
     """
+    if temperature == 0:
+        return logits.argmax().item(), torch.eye(len(logits), dtype=torch.float64)[logits.argmax()]
     temperature = min(max(temperature, 1e-6), 1e6)
     logits = logits.double()
     largest = logits.max()
@@ -86,11 +87,14 @@ def test_tokens_equal_those_of_the_reference_and_of_the_definition(device, V, bl
     logits = wide[:, :V]  # strided rows, followed by values that are not logits
     logits.copy_(make_rows(count, V))
     params = make_params(count, V)
-    arguments = {name: x.to(device) for name, x in params.items()}
+    rows, ends = every_row(count, device)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))  # of the rows of parameters
+    packed = row_params(count, V, **{name: x[order.argsort()] for name, x in params.items()}, device=device)
+    rows = order.to(device, torch.int32)
     before = logits.clone()
-    got = sample_triton(logits, **arguments, block=block).cpu()
+    got = sample_triton(logits, packed, rows, ends, block=block).cpu()
     assert torch.equal(logits, before)
-    reference = sample_torch(logits, **arguments).cpu()
+    reference = sample_torch(logits, packed, rows, ends).cpu()
     settings = zip(*(x.tolist() for x in params.values()), strict=True)
     want = torch.tensor([define(row, *setting)[0] for row, setting in zip(before.cpu(), settings, strict=True)])
     clear = want >= 0
@@ -105,10 +109,8 @@ def test_evenly_spread_uniforms_give_the_distribution(device, filters):
     V, count = 40, 24 if device.type == "cpu" else 20000
     logits = make_rows(3, V)[2]
     setting = {"temperature": 1.5, "top_k": V, "top_p": 1.0, "min_p": 0.0} | filters
-    uniform = (torch.arange(count, device=device) + 0.5) / count
-    tokens = sample_triton(
-        logits.expand(count, V).to(device), **columns(count, device, **setting), uniform=uniform, block=32
-    ).cpu()
+    uniform = (torch.arange(count) + 0.5) / count
+    tokens = draw(logits.expand(count, V).to(device), 32, uniform=uniform, **setting).cpu()
     probs = define(logits, **setting, uniform=0.5)[1]
     drawn = torch.bincount(tokens, minlength=V)
     assert not drawn[probs == 0].any()
@@ -124,22 +126,20 @@ def test_extreme_uniforms_draw_the_first_and_the_last_possible_token(device, uni
     logits[1:5] = -200.0
     logits[1:5, [20, 40, 70]] = torch.tensor([1.0, 2.0, 1.0])
     logits[2:5, 5], logits[2:5, 90] = 0.5, -1.0
-    setting = columns(R, device, temperature=1.0, top_k=V, top_p=1.0, min_p=0.0)
-    setting["top_k"][2], setting["top_p"][3], setting["min_p"][4] = 3, 0.8, 0.3
-    dtype = torch.float64 if uniform > 1 - 2**-24 else torch.float32
-    uniforms = torch.full((R,), uniform, dtype=dtype, device=device)
-    tokens = sample_triton(logits.to(device), **setting, uniform=uniforms, block=16)
-    assert tokens.tolist() == [70 if uniform else 20] * R
+    top_k, top_p, min_p = torch.full((R,), V), torch.ones(R), torch.zeros(R)
+    top_k[2], top_p[3], min_p[4] = 3, 0.8, 0.3
+    setting = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "uniform": uniform}
+    assert draw(logits.to(device), 16, **setting).tolist() == [70 if uniform else 20] * R
+    assert sample_torch(logits, row_params(R, V, **setting), *every_row(R)).tolist() == [70 if uniform else 20] * R
 
 
 def test_adjacent_tokens_have_adjacent_intervals(device):
     V = 32
     logits = torch.zeros(V, V, device=device)
-    setting = columns(V, device, temperature=1.0, top_k=V, top_p=1.0, min_p=0.0)
-    starts = torch.arange(V, device=device) / V
+    starts = torch.arange(V) / V
     ends = starts.double() + 1 / V - 2**-40
     for uniform in (starts, ends):
-        assert sample_triton(logits, **setting, uniform=uniform, block=8).tolist() == [*range(V)]
+        assert draw(logits, 8, uniform=uniform).tolist() == [*range(V)]
 
 
 def test_top_k_distinguishes_adjacent_floats(device):
@@ -149,10 +149,8 @@ def test_top_k_distinguishes_adjacent_floats(device):
     logits = torch.stack([logits, below, torch.nextafter(below, torch.tensor(-INF))], dim=1)
     logits[2, 1:] = torch.tensor([-1e-30, -2e-30])  # neighbours of 0 are subnormal, which a GPU may flush to 0
     V = logits.numel()
-    setting = columns(V, device, temperature=1.0, top_p=1.0, min_p=0.0, uniform=1 - 2**-24)
-    top_k = torch.arange(1, V + 1, dtype=torch.int32, device=device)
-    tokens = sample_triton(logits.flatten().expand(V, V).to(device), top_k=top_k, **setting, block=16)
-    assert tokens.tolist() == [*range(V)]
+    logits = logits.flatten().expand(V, V).to(device)
+    assert draw(logits, 16, top_k=torch.arange(1, V + 1), uniform=1 - 2**-24).tolist() == [*range(V)]
 
 
 def test_top_p_keeps_a_long_flat_tail(device):
@@ -160,20 +158,38 @@ def test_top_p_keeps_a_long_flat_tail(device):
     V, probability = 1000, 1.1e-5
     logits = torch.full((1, V), probability).log()
     logits[0, 5] = 0.0
-    setting = columns(1, device, temperature=1.0, top_k=V, top_p=0.99, min_p=0.0, uniform=1 - 2**-24)
-    assert sample_triton(logits.to(device), **setting, block=1024).tolist() == [V - 1]
+    assert draw(logits.to(device), 1024, top_p=0.99, uniform=1 - 2**-24).tolist() == [V - 1]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_invalid_rows_give_some_token_and_do_not_affect_others(device):
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_invalid_rows_have_no_token_and_do_not_affect_others(temperature, device):
     V = 100
     logits = make_rows(5, V)
     logits[0], logits[1], logits[2, 50], logits[3, 50] = -INF, float("nan"), float("nan"), INF
-    setting = {"temperature": 1.0, "top_k": 10, "top_p": 0.9, "min_p": 0.01, "uniform": 0.4}
-    arguments = columns(5, device, **setting)
-    for tokens in (
-        sample_triton(logits.to(device), **arguments, block=64),
-        sample_torch(logits.to(device), **arguments),
-    ):
-        assert tokens.min() >= 0 and tokens.max() < V
-        assert tokens[4] == define(logits[4], **setting)[0]
+    setting = {"temperature": temperature, "top_k": 10, "top_p": 0.9, "min_p": 0.01, "uniform": 0.4}
+    want = [-1, -1, -1, -1, define(logits[4], **setting)[0]]
+    assert draw(logits.to(device), 64, **setting).tolist() == want
+    assert sample_torch(logits, row_params(5, V, **setting), *every_row(5)).tolist() == want
+
+
+def test_numbers_are_those_of_stream_and_index(device):
+    """Of V equally likely tokens, the number says which is drawn."""
+    V, indices = 1000, torch.tensor([0, 1, 2, 1000, 10**6])
+    streams = torch.tensor([stream_of(seed) for seed in (0, 1, 2**64 - 1, 2**63, 7)])
+    params = row_params(5, V, stream=streams, num_prompt_tokens=30, device=device)
+    rows, ends = every_row(5, device)[0], (indices + 30).to(device, torch.int32)
+    want = (uniforms(streams, indices) * V).long().tolist()
+    logits = torch.zeros(5, V, device=device)
+    for draw_tokens in (sample, sample_torch, sample_triton):
+        assert draw_tokens(logits, params, rows, ends).tolist() == want
+
+
+def test_logits_of_bfloat16_are_sampled_as_in_float32(device):
+    logits = make_rows(24, 500).bfloat16().to(device)
+    params = row_params(24, 500, **make_params(24, 500), device=device)
+    want = sample_torch(logits.float(), params, *every_row(24, device))
+    assert torch.equal(sample_torch(logits, params, *every_row(24, device)), want)
+    got = sample_triton(logits, params, *every_row(24, device), block=256)
+    assert torch.equal(got, sample_triton(logits.float(), params, *every_row(24, device), block=256))
+    assert (got != want).sum() <= 2  # where rounding decides

@@ -1,0 +1,41 @@
+"""Sampling parameters of running sequences as the kernels read them: one packed row of 32-bit values per sequence."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmvllm.kernels.dispatch import tl, triton
+
+# Kernels read the columns by number: temperature is 0, repetition_penalty is 8.
+ROW_PARAMS = np.dtype(
+    [
+        ("temperature", np.float32),  # 0 takes the largest logit
+        ("top_k", np.int32),  # the size of the vocabulary keeps all tokens
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("stream", np.int64),  # of random numbers: `stream_of` a seed
+        ("num_prompt_tokens", np.int32),
+        ("counts_row", np.int32),  # of the array of counts that penalties read; 0 for a sequence without any
+        ("repetition_penalty", np.float32),
+        ("presence_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("unused", np.int32),  # `stream` stays aligned
+    ]
+)
+
+
+def packed(params: np.ndarray) -> Tensor:
+    """(N, 12) int32 of an array (N,) of `ROW_PARAMS`, in the same memory."""
+    return torch.from_numpy(params.view(np.int32).reshape(len(params), -1))
+
+
+def column(params: Tensor, name: str) -> Tensor:
+    """One parameter (R, 1) of packed rows (R, 12) int32."""
+    dtype, offset = ROW_PARAMS.fields[name]
+    values = params[:, offset // 4 : (offset + dtype.itemsize) // 4]
+    return values if dtype == np.int32 else values.view(torch.float32 if dtype == np.float32 else torch.int64)
+
+
+@triton.jit
+def load_float(params_ptr, column):
+    return tl.load(params_ptr + column).to(tl.float32, bitcast=True)

@@ -1,0 +1,47 @@
+"""Random numbers in [0, 1) as a function of a stream and an index, bit-equal in torch and in Triton.
+
+SplitMix64 (doi 10.1145/2660193.2660195): a counter times an odd constant, mixed by shifts and multiplications. Streams
+begin at mixed seeds, so that those of neighbouring seeds have nothing in common.
+"""
+
+import torch
+from torch import Tensor
+
+from mmvllm.kernels.dispatch import tl, triton
+
+STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def stream_of(seed: int) -> int:
+    """The stream of the low 64 bits of a seed, as a signed 64-bit integer."""
+    z = (seed + STEP) % 2**64
+    z = (z ^ z >> 30) * FIRST % 2**64
+    z = (z ^ z >> 27) * SECOND % 2**64
+    return _signed(z ^ z >> 31)
+
+
+def uniforms(streams: Tensor, indices: Tensor) -> Tensor:
+    """Number `indices` of each of `streams`, both int64 -> float64, multiples of 2**-53."""
+    z = streams + (indices + 1) * _signed(STEP)
+    z = (z ^ _shifted(z, 30)) * _signed(FIRST)
+    z = (z ^ _shifted(z, 27)) * _signed(SECOND)
+    return _shifted(z ^ _shifted(z, 31), 11).to(torch.float64) * 2**-53
+
+
+def _signed(z: int) -> int:
+    return z - (z >> 63 << 64)
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """A shift to the right that treats int64 as unsigned."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+@triton.jit
+def uniform(stream, index):
+    """`uniforms` of one uint64 stream and one uint64 index."""
+    z = stream + (index + 1) * 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    z = z ^ (z >> 31)
+    return (z >> 11).to(tl.int64).to(tl.float64) * 1.1102230246251565e-16  # 2**-53
