@@ -229,12 +229,12 @@ class ImageProcessor:
             image = image.resize((width, height), Image.Resampling.BICUBIC)
         patches = patchify(np.asarray(image)[None, None], c.patch_size, c.merge_size)[0]  # (P, C * p * p)
         grid = (1, height // c.patch_size, width // c.patch_size)
-        # A still image fills every frame of its temporal patch.
-        channels = patches.reshape(len(patches), 3, 1, c.patch_size**2)
-        filled = np.repeat(channels, c.temporal_patch_size, axis=2).reshape(len(patches), -1)
+        # A still image fills every frame of its temporal patch. np.repeat would hold the interpreter lock.
+        filled = np.empty((len(patches), 3, c.temporal_patch_size, c.patch_size**2), np.uint8)
+        filled[:] = patches.reshape(len(patches), 3, 1, -1)
         digest = xxhash.xxh3_128(patches.data)
         digest.update(repr(("image", grid, low, high, c)).encode())
-        return Media("image", torch.from_numpy(filled), grid, (digest.digest(),))
+        return Media("image", torch.from_numpy(filled.reshape(len(patches), -1)), grid, (digest.digest(),))
 
 
 def patchify(pixels: np.ndarray, patch_size: int, merge_size: int) -> np.ndarray:
