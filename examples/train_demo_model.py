@@ -25,8 +25,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoTokenizer, PreTrainedConfig
 
+from mmvllm.kernels.normalize import normalize
 from mmvllm.models.vision_language import IMAGE_DEFAULTS
-from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig, normalize_patches
+from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig
 from mmvllm.processors.positions import mrope_positions
 
 VOCAB_SIZE = 768
@@ -285,6 +286,7 @@ class Trainer:
         parameters = [*self.model.parameters(), *self.head.parameters()]
         self.optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
         self.images, self.device, self.lr = image_config(family), device, lr
+        self.pixel_table = self.images.pixel_table().to(device)
         self.seconds, self.steps = 60 * minutes, steps or math.inf
         self.step, self.spent = 0, 0.0
         self._rows = []
@@ -303,7 +305,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * warm * (0.02 + 0.98 * cosine)
         batch = {name: value.to(self.device) for name, value in batch.items()}
-        pixel_values = normalize_patches(batch.pop("pixel_values"), self.images)
+        pixel_values = normalize(batch.pop("pixel_values"), self.pixel_table)
         labels, kinds = batch.pop("labels")[:, 1:], batch.pop("kinds")
         with torch.autocast(torch.device(self.device).type, dtype=torch.bfloat16):
             logits = self.model(pixel_values=pixel_values, **batch).logits[:, :-1]

@@ -14,7 +14,8 @@ from mmvllm.errors import ImageError, MediaFileError, VideoError
 from mmvllm.media import MediaPolicy
 from mmvllm.processors.budget import DECODING, VIDEO_DECODING
 from mmvllm.processors.clip import Clip
-from mmvllm.workers import NUM_WORKERS, WorkerDied, WorkerPool, WorkerTimeout, reserve_in_parent
+from mmvllm.worker_process import reserve_in_parent
+from mmvllm.workers import NUM_WORKERS, WorkerDied, WorkerPool, WorkerTimeout
 
 if TYPE_CHECKING:
     from mmvllm.processors.load_video import Load

@@ -14,9 +14,11 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any
+
+import torch
 
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.errors import RequestError, without_frames
@@ -31,6 +33,7 @@ from mmvllm.processors.video import VideoProcessor
 from mmvllm.processors.video_backends import load_with
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.text import counted
+from mmvllm.transfer import pinned
 from mmvllm.workers import NUM_WORKERS, WorkersUnusable
 
 MAX_BYTES = 256 * 1024 * 1024
@@ -65,6 +68,7 @@ class Intake:
         rules, max_tokens = engine.media_rules, engine.max_model_len
         self._own = Processor(engine.tokenizer, image_processor, rules, video_processor, max_tokens, self._load)
         self.processor = self._own if processor is None else self.adapt(processor)
+        self._device = engine.model_runner.device
 
     def adapt(self, processor: Any) -> ForeignProcessor:
         """A processor of the caller's, for use in place of `processor`."""
@@ -74,9 +78,17 @@ class Intake:
 
     def prepare(self, request: Request, load: Load | None = None) -> EngineInput:
         """A request of any form -> what the engine takes; raises RequestError for what is wrong with it."""
-        if isinstance(request, dict):
-            return self.processor(request, load)
-        return self._own(as_request(request), load)  # a raw prompt needs no template
+        processor = self.processor if isinstance(request, dict) else self._own  # a raw prompt needs no template
+        return pinning(processor, self._device)(as_request(request), load)
+
+
+def pinning(prepare: Prepare, device: torch.device) -> Prepare:
+    """The function, which for a GPU also moves patches to pinned memory: then a step copies them without waiting."""
+    return prepare if device.type != "cuda" else lambda *args: _pinned(prepare(*args))
+
+
+def _pinned(prompt: EngineInput) -> EngineInput:
+    return replace(prompt, items=tuple(replace(item, patches=pinned(item.patches)) for item in prompt.items))
 
 
 def as_request(request: Request) -> Any:

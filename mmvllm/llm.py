@@ -26,6 +26,7 @@ from mmvllm.intake import (
     has_media,
     naming_request,
     params_for,
+    pinning,
     request_options,
 )
 from mmvllm.models.folder import model_name
@@ -56,7 +57,7 @@ class LLM:
     ):
         self.engine = LLMEngine(model, EngineConfig.from_arguments("LLM", **engine_args))
         self.model = model_name(model)
-        self.tokenizer = self.engine.tokenizer
+        self.tokenizer, self.device = self.engine.tokenizer, self.engine.model_runner.device
         self._intake = Intake(self.engine, processor, video_backend)
         # As many requests again wait in the engine as run, so that a step never lacks work.
         self.admission = AdmissionWindow(2 * self.engine.config.max_num_seqs)
@@ -319,7 +320,7 @@ class LLM:
     def _prefetch(
         self, requests: Iterable[dict], processor: Any = None, indices: Iterable[int] | None = None
     ) -> Prefetcher:
-        prepare = self.processor if processor is None else self._intake.adapt(processor)
+        prepare = pinning(self.processor if processor is None else self._intake.adapt(processor), self.device)
         return Prefetcher(requests, prepare, max_requests=self.admission.max_requests, indices=indices)
 
     def _prefetch_in_order(self, requests: Sequence[dict], processor: Any = None) -> Prefetcher:

@@ -9,8 +9,53 @@ from torch import Tensor
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor; on CUDA from pinned memory: ordered in the stream, without waiting."""
-    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+    """Copy a host tensor; to CUDA from pinned memory: ordered in the stream, without waiting."""
+    return (pinned(x) if device.type == "cuda" else x).to(device, non_blocking=True)
+
+
+def pinned(x: Tensor) -> Tensor:
+    """The tensor in pinned host memory; one that is there already, or on a device, as it is."""
+    return x if x.device.type != "cpu" or x.is_pinned() else x.pin_memory()
+
+
+class CopyStream:
+    """A CUDA stream for copies to the device, which then overlap with the steps that were launched before."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def inside(self) -> AbstractContextManager:
+        """In it, memory is allocated and copies are submitted on this stream."""
+        return torch.cuda.stream(self._stream)
+
+    def hand_over(self, x: Tensor) -> None:
+        """Let the current stream wait for the copies so far, and own `x`, which was allocated inside."""
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+        x.record_stream(current)  # else its memory is given to the next copy while the current stream still reads it
+
+
+class Uploader:
+    """Brings tensors of one step to a device as one tensor.
+
+    Args:
+        stream: for the copies, where they need not wait for the work that the current stream was given before.
+    """
+
+    def __init__(self, device: torch.device, stream: CopyStream | None = None):
+        self._device, self._stream = device, stream
+
+    def rows(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Tensors (P, D) of one dtype, all on the host or all on the device -> all rows, contiguous, on the device."""
+        if self._stream is None or tensors[0].device.type != "cpu":
+            return (torch.cat(tensors) if len(tensors) > 1 else tensors[0].contiguous()).to(self._device)
+        with self._stream.inside():
+            out = tensors[0].new_empty((sum(map(len, tensors)), *tensors[0].shape[1:]), device=self._device)
+            # A copy for each: to concatenate them first, the host would have to write all of them.
+            for own, x in zip(out.split([len(x) for x in tensors]), tensors, strict=True):
+                own.copy_(pinned(x), non_blocking=True)
+        self._stream.hand_over(out)
+        return out
 
 
 def copy_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """Worker processes that run one task at a time, each with a time limit and a memory limit.
 
-    WorkerPool.run, in a thread of the parent  <── a pipe for each process ──>  _serve, in the process
+    WorkerPool.run, in a thread of the parent  <── a channel for each process ──>  serve, in the process
 
 A process that exceeds its time, whose task is cancelled or that dies is killed; the next task starts another. Processes
 are spawned, not forked: the parent's threads may hold locks. They end with their parent.
@@ -15,23 +15,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from multiprocessing import connection, spawn
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-from mmvllm.errors import without_frames
+from mmvllm.worker_channel import Channel, SharedBuffer
+from mmvllm.worker_process import IGNORED_SIGNALS, serve
 
 NUM_WORKERS = min(8, os.cpu_count() or 1)
 CANCEL_SECONDS = 1.0  # that a cancelled task may run on: most end by then, and a new process costs more
 POLL_SECONDS = 0.1  # between looks at whether a task is cancelled
 KILL_SECONDS = 5.0  # for the system to end a killed process
-NICENESS = 5  # the engine has priority
-# Read by the libraries below numpy and torch when they are loaded.
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-# Ctrl-C in a terminal is sent to all processes of a job; the parent finishes what is in flight.
-IGNORED_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 ReserveWhile = Callable[[int, Callable[[], float | None]], AbstractContextManager]  # of bytes; see `DecodeBudget`
 _PROCESS_NAME = "mmvllm-worker"
@@ -130,6 +124,9 @@ class WorkerPool:
             self._changed.notify_all()
         self._kill_all()
         atexit.unregister(self._kill_all)
+        with self._changed:
+            while self._idle:
+                self._idle.pop().close()
 
     def _take(self, is_cancelled: Callable[[], bool]) -> "_Worker":
         with self._changed:
@@ -143,6 +140,7 @@ class WorkerPool:
             while self._idle:
                 if (worker := self._idle.pop()).is_alive:
                     return worker
+                worker.close()
                 self._workers.discard(worker)
             try:
                 worker = _Worker(*self._setup)
@@ -162,6 +160,7 @@ class WorkerPool:
 
     def _drop(self, worker: "_Worker") -> None:
         worker.kill()
+        worker.close()
         with self._changed:
             self._workers.discard(worker)
             self._changed.notify()
@@ -212,13 +211,15 @@ class _Limit:
 
 
 class _Worker:
-    """A process, and the parent's end of its pipe; used by one thread at a time."""
+    """A process, and the parent's end of its channel; used by one thread at a time."""
 
     def __init__(self, setup: bytes, memory_limit: int | None):
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
+        pipe, theirs = context.Pipe()
+        shared = SharedBuffer.create()
+        self._channel = Channel(pipe, shared)
         self.process = context.Process(
-            target=_serve, args=(theirs, setup, memory_limit), name=_PROCESS_NAME, daemon=True
+            target=serve, args=(theirs, shared, setup, memory_limit), name=_PROCESS_NAME, daemon=True
         )
         with _signals_blocked(), _main_module(b"__main__" in setup):
             self.process.start()
@@ -252,18 +253,22 @@ class _Worker:
         self.process.kill()
         self.process.join(KILL_SECONDS)
 
+    def close(self) -> None:
+        """Free what belongs to a process that has ended; nothing else may use it."""
+        self._channel.close()
+
     def _send(self, message: Any) -> None:
         try:
-            _send(self._pipe, message)
+            self._channel.send(message)
         except OSError:
             raise self._death() from None
 
     def _receive(self, limit: _Limit) -> tuple[str, Any]:
         while True:
-            ready = connection.wait([self._pipe, self.process.sentinel], limit.next_wait())
-            if self._pipe in ready:
+            ready = connection.wait([self._channel.pipe, self.process.sentinel], limit.next_wait())
+            if self._channel.pipe in ready:
                 try:
-                    return _receive(self._pipe)
+                    return self._channel.receive()
                 except (EOFError, OSError):
                     raise self._death() from None
             if ready:
@@ -282,22 +287,6 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _send(pipe: Connection, message: Any) -> None:
-    """Send an object; its large buffers, such as pixels, are not copied into the pickle."""
-    buffers: list[pickle.PickleBuffer] = []
-    data = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
-    pipe.send_bytes(bytes(buffer.raw().readonly for buffer in buffers))
-    pipe.send_bytes(data)
-    for buffer in buffers:
-        pipe.send_bytes(buffer.raw())
-
-
-def _receive(pipe: Connection) -> Any:
-    are_readonly, data = pipe.recv_bytes(), pipe.recv_bytes()
-    buffers = [pipe.recv_bytes() if readonly else bytearray(pipe.recv_bytes()) for readonly in are_readonly]
-    return pickle.loads(data, buffers=buffers)
 
 
 @contextmanager
@@ -335,67 +324,3 @@ def _main_module(is_needed: bool) -> Iterator[None]:
             yield
         finally:
             spawn.get_preparation_data = original
-
-
-# What follows runs in the processes.
-
-_parent: Connection | None = None
-
-
-@contextmanager
-def reserve_in_parent(num_bytes: int) -> Iterator[None]:
-    """Have the parent reserve bytes for the rest of the task, in place of what the task reserved before."""
-    _send(_parent, ("reserve", num_bytes))
-    _receive(_parent)
-    yield
-
-
-def _serve(pipe: Connection, setup: bytes, memory_limit: int | None) -> None:
-    global _parent
-    _parent = pipe
-    _become_worker()
-    initializer, initargs = pickle.loads(setup)
-    initializer(*initargs)
-    if memory_limit is not None:
-        _limit_memory(memory_limit)
-    _send(pipe, ("ready", None))
-    while True:
-        try:
-            task, args = _receive(pipe)
-        except EOFError:
-            return
-        _answer(pipe, task, args)
-
-
-def _become_worker() -> None:
-    for number in IGNORED_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    os.environ.update(ONE_THREAD)
-    if hasattr(os, "nice"):
-        os.nice(NICENESS)
-
-
-def _exit_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
-def _limit_memory(num_bytes: int) -> None:
-    with suppress(ImportError, OSError, ValueError):  # not Linux, or a sandbox that does not let it be limited
-        import resource
-
-        pages = int(Path("/proc/self/statm").read_text().split()[5])  # of writable memory
-        limit, (_, most) = pages * resource.getpagesize() + num_bytes, resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit if most < 0 else min(limit, most), most))
-
-
-def _answer(pipe: Connection, task: Callable, args: tuple) -> None:
-    try:
-        message = "result", task(*args)
-    except Exception as error:
-        message = "error", without_frames(error)
-    try:
-        _send(pipe, message)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        _send(pipe, ("error", RuntimeError(f"{type(message[1]).__name__} cannot be pickled: {error}")))

@@ -1,7 +1,7 @@
 """RGB images -> uint8 patches: resized as the checkpoint asks, cut into patches, with a digest.
 
 From the RGB image on, the result equals that of transformers' PIL image processors for the Qwen-VL models: the same
-grid, and after `normalize_patches` the same float32 values. An image stays uint8 up to the
+grid, and normalised by `ImageProcessorConfig.pixel_table` the same float32 values. An image stays uint8 up to the
 device: a quarter of the bytes.
 """
 
@@ -83,6 +83,16 @@ class ImageProcessorConfig:
         """Sides of a resized image are multiples of this many pixels: one merged token."""
         return self.patch_size * self.merge_size
 
+    def pixel_table(self) -> torch.Tensor:
+        """(C, 256) float32: what each level of each channel is normalised to, with transformers' rounding.
+
+        transformers rescales in float64, rounds to float32 and normalises there; any other order of operations is off
+        by many ulps where a value lies near the mean.
+        """
+        levels = (torch.arange(256, dtype=torch.float64) * self.rescale_factor).float()
+        mean, std = (torch.tensor(x, dtype=torch.float32) for x in (self.image_mean, self.image_std))
+        return normalized_levels(levels, mean, std)
+
     def resized(
         self, height: int, width: int, min_pixels: int | None = None, max_pixels: int | None = None
     ) -> tuple[int, int]:
@@ -94,6 +104,11 @@ class ImageProcessorConfig:
         low, high = pixel_bounds(min_pixels, max_pixels, self.min_pixels, self.max_pixels)
         size = smart_resize(height, width, self.factor, low, high)
         return size if high >= self.min_pixels else _shrink(size, self.factor, high)
+
+
+def normalized_levels(levels: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
+    """levels (256,), mean and std (C,), all float32 -> (C, 256)."""
+    return (levels - mean[:, None]) / std[:, None]
 
 
 def _read_settings(folder: Path, section: str, files: Sequence[str]) -> tuple[Path, Any]:
@@ -214,12 +229,12 @@ class ImageProcessor:
             image = image.resize((width, height), Image.Resampling.BICUBIC)
         patches = patchify(np.asarray(image)[None, None], c.patch_size, c.merge_size)[0]  # (P, C * p * p)
         grid = (1, height // c.patch_size, width // c.patch_size)
-        # A still image fills every frame of its temporal patch.
-        channels = patches.reshape(len(patches), 3, 1, c.patch_size**2)
-        filled = np.repeat(channels, c.temporal_patch_size, axis=2).reshape(len(patches), -1)
+        # A still image fills every frame of its temporal patch. np.repeat would hold the interpreter lock.
+        filled = np.empty((len(patches), 3, c.temporal_patch_size, c.patch_size**2), np.uint8)
+        filled[:] = patches.reshape(len(patches), 3, 1, -1)
         digest = xxhash.xxh3_128(patches.data)
         digest.update(repr(("image", grid, low, high, c)).encode())
-        return Media("image", torch.from_numpy(filled), grid, (digest.digest(),))
+        return Media("image", torch.from_numpy(filled.reshape(len(patches), -1)), grid, (digest.digest(),))
 
 
 def patchify(pixels: np.ndarray, patch_size: int, merge_size: int) -> np.ndarray:
@@ -231,15 +246,3 @@ def patchify(pixels: np.ndarray, patch_size: int, merge_size: int) -> np.ndarray
     p, m = patch_size, merge_size
     split = pixels.reshape(t, frames, height // (m * p), m, p, width // (m * p), m, p, channels)
     return np.ascontiguousarray(split.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)).reshape(t, -1, channels * frames * p * p)
-
-
-def normalize_patches(patches: torch.Tensor, config: ImageProcessorConfig) -> torch.Tensor:
-    """(P, C * T * p * p) uint8 -> float32, on the patches' device, with transformers' rounding.
-
-    transformers rescales in float64, rounds to float32 and normalises there; any other order of operations is off by
-    many ulps where a value lies near the mean.
-    """
-    channels = (patches.double() * config.rescale_factor).float().view(len(patches), len(config.image_mean), -1)
-    mean = torch.tensor(config.image_mean, dtype=torch.float32, device=patches.device)[:, None]  # (C, 1)
-    std = torch.tensor(config.image_std, dtype=torch.float32, device=patches.device)[:, None]
-    return ((channels - mean) / std).view(patches.shape)

@@ -1,8 +1,8 @@
 """Videos -> uint8 patches: which frames are taken, to what size they are resized, their times and digests.
 
 From decoded frames on, the result equals that of transformers' video processors for the Qwen-VL models, which need
-torchvision: the same frames, grid and times, and after `normalize_video_patches` the same float32 values. Frames stay
-uint8 up to the device.
+torchvision: the same frames, grid and times, and normalised by `VideoProcessorConfig.pixel_table` the same float32
+values. Frames stay uint8 up to the device.
 
     VideoInfo ── ClipPlan.frames ── indices ── a reader decodes them, each resized to ClipPlan.sizes ── Clip
     Clip ── VideoProcessor ── Media
@@ -26,7 +26,7 @@ from mmvllm.inputs import Grid, Media
 from mmvllm.processors import qwen_vl_utils
 from mmvllm.processors.bounds import pixel_bounds
 from mmvllm.processors.clip import DEFAULT_FPS, MAX_FPS, Clip, VideoInfo
-from mmvllm.processors.image import ImageProcessorConfig, patchify
+from mmvllm.processors.image import ImageProcessorConfig, normalized_levels, patchify
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,16 @@ class VideoProcessorConfig(ImageProcessorConfig):
             check_int(name, getattr(self, name))
         if self.fps is not None:
             check_fps("fps", self.fps)
+
+    def pixel_table(self) -> torch.Tensor:
+        """(C, 256) float32: what each level of each channel is normalised to, with transformers' rounding for videos.
+
+        There rescaling is folded into mean and standard deviation, so that values differ from those of images in the
+        last bit.
+        """
+        scale, levels = 1.0 / self.rescale_factor, torch.arange(256, dtype=torch.float32)
+        mean, std = (torch.tensor(x, dtype=torch.float32) * scale for x in (self.image_mean, self.image_std))
+        return normalized_levels(levels, mean, std)
 
     def frame_indices(self, info: VideoInfo, fps: float | None = None, num_frames: int | None = None) -> list[int]:
         """The frames to take; `fps` or `num_frames` of a request replace the checkpoint's."""
@@ -220,15 +230,3 @@ def _digest(patches: np.ndarray, grid: tuple[int, int, int], seconds_per_patch: 
     digest = xxhash.xxh3_128(patches.data)
     digest.update(repr(("video", grid[1:], seconds_per_patch, config)).encode())
     return digest.digest()
-
-
-def normalize_video_patches(patches: torch.Tensor, config: VideoProcessorConfig) -> torch.Tensor:
-    """(P, C * T * p * p) uint8 -> float32, on the patches' device, with the rounding of transformers for videos.
-
-    There rescaling is folded into mean and standard deviation, so that values differ from those of images in the last
-    bit.
-    """
-    mean = torch.tensor(config.image_mean, device=patches.device) * (1.0 / config.rescale_factor)
-    std = torch.tensor(config.image_std, device=patches.device) * (1.0 / config.rescale_factor)
-    channels = patches.float().view(len(patches), len(mean), -1)
-    return ((channels - mean[:, None]) / std[:, None]).view(patches.shape)

@@ -104,7 +104,7 @@ def test_top_level_folders_are_not_packages_of_their_own(folder):
 
 
 # Messages between a process and the workers that it has started itself.
-OWN_PICKLES = ("mmvllm/workers.py", "mmvllm/decoding.py")
+OWN_PICKLES = ("mmvllm/workers.py", "mmvllm/worker_process.py", "mmvllm/worker_channel.py", "mmvllm/decoding.py")
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

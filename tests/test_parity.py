@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from mmvllm.models.folder import BUNDLED
-from mmvllm.processors.image import normalize_patches
 from mmvllm.processors.positions import mrope_positions
+from tests.helpers.images import normalized
 from tests.helpers.parity import EXACT, GREEDY, REQUESTS
 from tests.helpers.reference import assert_no_worse, first_logits
 from tests.helpers.requests import grids_of, patches_of, spans_of
@@ -29,7 +29,7 @@ def test_ids_grid_and_pixels_equal_transformers(name, shape, checkpoints, refere
     assert prompt.token_ids == want["input_ids"][0].tolist()
     if "pixel_values" in want:
         assert [list(grid) for grid in grids_of(prompt)] == want["image_grid_thw"].tolist()
-        pixels = normalize_patches(torch.cat(patches_of(prompt)), llm.engine.image_config)
+        pixels = normalized(torch.cat(patches_of(prompt)), llm.engine.image_config)
         assert torch.equal(pixels, want["pixel_values"])
 
 

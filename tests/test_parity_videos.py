@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from mmvllm.processors.image import normalize_patches
 from mmvllm.processors.tensors import NAMES
-from mmvllm.processors.video import normalize_video_patches
+from tests.helpers.images import normalized
 from tests.helpers.parity import GREEDY, VIDEOS
 from tests.helpers.reference import assert_no_worse, first_logits
 from tests.helpers.requests import ask, frames
@@ -55,9 +54,7 @@ def test_a_clip_of_one_frame(shape, checkpoints, reference, make_llm):
 def pixels(prompt, modality: str, llm) -> torch.Tensor:
     """Normalised patches of a prompt's images or videos."""
     patches = torch.cat([item.patches for item in prompt.items if item.modality == modality])
-    if modality == "image":
-        return normalize_patches(patches, llm.engine.image_config)
-    return normalize_video_patches(patches, llm.engine.video_config)
+    return normalized(patches, llm.engine.image_config if modality == "image" else llm.engine.video_config)
 
 
 @every_shape

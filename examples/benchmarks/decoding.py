@@ -22,12 +22,12 @@ def main() -> None:
     repeat = parser.parse_args().repeat
     policy = MediaPolicy()
     decoder = MediaDecoder(policy)
-    with decoder.session() as in_process:
-        print(f"{'start of a process and first image':<36}{_milliseconds(in_process, _jpeg(64, 64), 1):8.1f} ms")
+    with decoder.session() as session:
+        print(f"{'start of a process and first image':<36}{_milliseconds(session.image, _jpeg(64, 64), 1):8.1f} ms")
         print(f"{'size':<12}{'file':>10}{'thread':>12}{'process':>12}")
         for width, height in SIZES:
             data = _jpeg(width, height)
-            times = [_milliseconds(decode, data, repeat) for decode in (policy.load, in_process)]
+            times = [_milliseconds(decode, data, repeat) for decode in (policy.load, session.image)]
             cells = "".join(f"{one:9.1f} ms" for one in times)
             print(f"{f'{width}x{height}':<12}{len(data) // 1024:>6} KiB{cells}")
     decoder.close()

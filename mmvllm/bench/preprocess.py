@@ -1,25 +1,31 @@
-"""`mmvllm bench preprocess`: image preprocessing, by size, format and number of threads, or that of a video."""
+"""`mmvllm bench preprocess`: image preprocessing, by size, format and number of threads or processes, or a video's."""
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 
 from mmvllm.bench import preprocess_video
 from mmvllm.bench.report import number, print_table, record
 from mmvllm.bench.workload import encoded, image_sizes, smooth_noise
+from mmvllm.inputs import Grid
 from mmvllm.intake import NUM_WORKERS
 from mmvllm.models.folder import resolve_folder
 from mmvllm.models.registry import load_image_config
-from mmvllm.processors.image import ImageProcessor
+from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig
 from mmvllm.processors.load import load_image
+from mmvllm.workers import WorkerPool
 
 FORMATS = ("jpeg", "png", "webp")
+
+Processors = dict[str, Callable[[bytes], object]]
 
 
 def run(args: argparse.Namespace) -> dict:
@@ -27,16 +33,21 @@ def run(args: argparse.Namespace) -> dict:
     if args.video is not None:
         return preprocess_video.run(args)
     sizes, formats, most = image_sizes(args.sizes), _formats(args.formats), args.workers or NUM_WORKERS
-    if args.images < most:
-        raise ValueError(f"--images is {args.images}, fewer than the {most} threads; raise it")
-    processors = _processors(resolve_folder(args.model, with_weights=False), args.compare)
+    if args.images < max(most, args.processes):
+        kind = "threads" if args.images < most else "processes"
+        raise ValueError(f"--images is {args.images}, fewer than the {max(most, args.processes)} {kind}; raise it")
+    folder = resolve_folder(args.model, with_weights=False)
+    processors = _processors(folder, args.compare)
+    ways = [("thread", workers) for workers in _worker_counts(most)]
+    ways += [("process", workers) for workers in _worker_counts(args.processes)]
     results = []
     for (width, height), image_format in product(sizes, formats):
         data = encoded(smooth_noise(width, height, seed=[0]), image_format)
-        for workers in _worker_counts(most):
-            speeds = _images_per_second(processors, [data] * args.images, workers, args.repeat)
-            case = {"size": f"{width}x{height}", "format": image_format, "workers": workers}
-            results.append(case | {"images_per_second": speeds})
+        for kind, workers in ways:
+            with nullcontext(processors) if kind == "thread" else _in_processes(folder, workers) as measured:
+                speeds, busy = _images_per_second(measured, [data] * args.images, workers, args.repeat)
+            case = {"size": f"{width}x{height}", "format": image_format, "workers": workers, "kind": kind}
+            results.append(case | {"images_per_second": speeds, "cpu_seconds_per_image": busy})
     _print(results, args)
     return record(args, torch.device("cpu"), None, results=results)
 
@@ -48,7 +59,7 @@ def _formats(text: str) -> list[str]:
     return formats
 
 
-def _processors(folder: Path, compare: str | None) -> dict[str, Callable[[bytes], object]]:
+def _processors(folder: Path, compare: str | None) -> Processors:
     processor = ImageProcessor(load_image_config(folder))
     processors = {"mmvllm": lambda data: processor(load_image(data))}
     if compare:
@@ -59,34 +70,67 @@ def _processors(folder: Path, compare: str | None) -> dict[str, Callable[[bytes]
     return processors
 
 
+@contextmanager
+def _in_processes(folder: Path, num_workers: int) -> Iterator[Processors]:
+    """The same in worker processes, with what the parent does for each image."""
+    pool = WorkerPool(num_workers, _start_worker, (load_image_config(folder),))
+    try:
+        yield {"mmvllm": lambda data: pool.run(_prepare_in_worker, data)}
+    finally:
+        pool.close()
+
+
+_processor: ImageProcessor | None = None  # of a worker process
+
+
+def _start_worker(config: ImageProcessorConfig) -> None:
+    global _processor
+    _processor = ImageProcessor(config)
+
+
+def _prepare_in_worker(data: bytes) -> tuple[np.ndarray, Grid, tuple[bytes, ...]]:
+    media = _processor(load_image(data))
+    return media.patches.numpy(), media.grid, media.digests
+
+
 def _worker_counts(most: int) -> list[int]:
-    """1, 2, 4 and so on, and finally `most`."""
-    return [1 << i for i in range((most - 1).bit_length())] + [most]
+    """1, 2, 4 and so on, and finally `most`; none of 0."""
+    return [1 << i for i in range((most - 1).bit_length())] + [most] if most else []
 
 
-def _images_per_second(processors: dict, images: list[bytes], workers: int, repeat: int) -> dict[str, float]:
-    """By processor, measured in turns; the first turn of each is a warm-up."""
-    seconds: dict[str, list[float]] = {name: [] for name in processors}
+def _images_per_second(
+    processors: Processors, images: list[bytes], workers: int, repeat: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """By processor, with this process's CPU seconds per image; in turns, and the first turn of each is a warm-up."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in processors}
     with ThreadPoolExecutor(workers) as pool:
         for _ in range(repeat + 1):
             for name, processor in processors.items():
-                start = time.perf_counter()
+                start, busy = time.perf_counter(), time.process_time()
                 for _ in pool.map(processor, images):
                     pass
-                seconds[name].append(time.perf_counter() - start)
-    return {name: len(images) / median(times[1:]) for name, times in seconds.items()}
+                times[name].append((time.perf_counter() - start, time.process_time() - busy))
+    medians = {name: [median(column) for column in zip(*spent[1:], strict=True)] for name, spent in times.items()}
+    speeds = {name: len(images) / seconds for name, (seconds, _) in medians.items()}
+    return speeds, {name: busy / len(images) for name, (_, busy) in medians.items()}
 
 
 def _print(results: list[dict], args: argparse.Namespace) -> None:
     names = list(results[0]["images_per_second"])
-    header = [f"{name} {unit}" for name in names for unit in ("images/s", "thread ms each")] + ["ratio"] * (
-        len(names) - 1
-    )
+    units = ("images/s", "ms each", "CPU ms here")
+    header = [f"{name} {unit}" for name in names for unit in units] + ["ratio"] * (len(names) - 1)
     rows = []
     for case in results:
-        speeds = case["images_per_second"]
-        cells = [value for speed in speeds.values() for value in (speed, 1000 * case["workers"] / speed)]
-        cells += [speeds["mmvllm"] / speeds[name] for name in names[1:]]
-        threads = f"{case['workers']} thread{'s' if case['workers'] > 1 else ''}"
-        rows.append([f"{case['size']} {case['format']}, {threads}", *map(number, cells)])
+        speeds, workers = case["images_per_second"], case["workers"]
+        cells = [cell for name in names for cell in _cells(case, name)]
+        cells += [speeds["mmvllm"] / speeds[name] if name in speeds else None for name in names[1:]]
+        plural = "" if workers == 1 else {"thread": "s", "process": "es"}[case["kind"]]
+        rows.append([f"{case['size']} {case['format']}, {workers} {case['kind']}{plural}", *map(number, cells)])
     print_table(f"{args.images} images, median of {args.repeat}", header, rows)
+
+
+def _cells(case: dict, name: str) -> list[float | None]:
+    if name not in case["images_per_second"]:
+        return [None] * 3
+    speed = case["images_per_second"][name]
+    return [speed, 1000 * case["workers"] / speed, 1000 * case["cpu_seconds_per_image"][name]]

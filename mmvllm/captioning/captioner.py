@@ -13,7 +13,7 @@ from mmvllm.captioning.preparation import CaptionPreparer, WorkerProcesses
 from mmvllm.captioning.record import COLUMNS, SEEN
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.errors import MediaFileError, RequestError
-from mmvllm.intake import Prefetcher, Prepared
+from mmvllm.intake import Prefetcher, Prepared, pinning
 from mmvllm.llm import LLM
 from mmvllm.outputs import RequestOutput
 from mmvllm.workers import NUM_WORKERS, WorkersUnusable
@@ -108,7 +108,7 @@ class Captioner:
     def _prefetch(self, requests: Iterator[dict]) -> Prefetcher:
         return Prefetcher(
             requests,
-            self._processes or CaptionPreparer(self.llm.processor),
+            pinning(self._processes or CaptionPreparer(self.llm.processor), self.llm.device),
             max_requests=self.llm.admission.max_requests,
             num_workers=self._num_workers,
             in_order=self._ordered,

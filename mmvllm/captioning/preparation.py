@@ -19,7 +19,8 @@ from mmvllm.processors.load import load_image
 from mmvllm.processors.load_video import Load, load_video
 from mmvllm.processors.qwen_vl_utils import TOTAL_TOKENS
 from mmvllm.processors.video import ClipPlan
-from mmvllm.workers import WorkerDied, WorkerPool, reserve_in_parent
+from mmvllm.worker_process import reserve_in_parent
+from mmvllm.workers import WorkerDied, WorkerPool
 
 CONTEXT_SHARE = 0.75  # of the model's longest sequence, for the frames of a clip
 

@@ -80,7 +80,7 @@ def _add_preprocess(benchmarks) -> argparse.ArgumentParser:
     parser = _add(
         benchmarks,
         "preprocess",
-        "measure image preprocessing by size, format and number of threads, or the reading of a video",
+        "measure image preprocessing by size, format and number of threads or processes, or the reading of a video",
         "From a file in memory to the model's patches: for mmvllm as bytes, which the device normalises later, for "
         "transformers as normalised float32. With --video: the cost of a sampled frame, beside readers that decode the "
         "whole video, PyAV and OpenCV.",
@@ -94,6 +94,13 @@ def _add_preprocess(benchmarks) -> argparse.ArgumentParser:
         type=at_least_one,
         metavar="N",
         help="maximum number of threads (default: the engine's)",
+    )
+    parser.add_argument(
+        "--processes",
+        type=at_least_one,
+        default=0,
+        metavar="N",
+        help="also measure up to N worker processes, as with the --worker-processes of mmvllm caption",
     )
     parser.add_argument(
         "--images", type=at_least_one, default=16, metavar="N", help="images per measurement (default: %(default)s)"

@@ -126,6 +126,18 @@ def test_preprocess(bench):
     assert all(case["images_per_second"].keys() == {"mmvllm", "transformers"} for case in results)
 
 
+def test_preprocess_in_processes(bench):
+    code, lines, _ = bench(
+        *("preprocess", "--sizes", "64x48", "--formats", "jpeg", "--images", "2", "--workers", "1"),
+        *("--processes", "2", "--repeat", "1", "--compare", "transformers"),
+    )
+    results = last(lines)["results"]
+    assert code == 0
+    assert [(case["kind"], case["workers"]) for case in results] == [("thread", 1), ("process", 1), ("process", 2)]
+    assert [{*case["cpu_seconds_per_image"]} for case in results] == [{"mmvllm", "transformers"}, *[{"mmvllm"}] * 2]
+    assert any("64x48 jpeg, 2 processes" in line for line in lines)
+
+
 @pytest.mark.parametrize("has_opencv", [True, False])
 def test_preprocess_of_a_video(has_opencv, bench, tmp_path, monkeypatch):
     if has_opencv:
@@ -198,6 +210,10 @@ def test_a_plot_without_matplotlib_is_refused_at_once(bench, monkeypatch, tmp_pa
         (["latency", "--prompt-tokens", "3000"], "leaves room for 0 up to the model's 2048"),
         (["preprocess", "--sizes", "0x0"], "'0x0' is not an image size"),
         (["preprocess", "--images", "2", "--workers", "3"], "--images is 2, fewer than the 3 threads; raise it"),
+        (
+            ["preprocess", "--images", "2", "--workers", "1", "--processes", "3"],
+            "--images is 2, fewer than the 3 processes; raise it",
+        ),
         (["preprocess", "--video", "/no/such.mp4"], "/no/such.mp4: no such file"),
         (["preprocess", "--formats", "jpeg,tga"], "--formats has 'tga'; known: jpeg, png, webp"),
         (["kernels", "matmul"], "there is no kernel 'matmul'; known: "),

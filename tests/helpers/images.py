@@ -5,8 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 
+from mmvllm.kernels.normalize import normalize
 from mmvllm.models.vision_language import IMAGE_DEFAULTS
 from mmvllm.processors.image import ImageProcessorConfig
 
@@ -29,3 +31,8 @@ PNG = encode(Image.fromarray(RGB))
 def image_config(**settings: Any) -> ImageProcessorConfig:
     """The settings of Qwen2-VL, except for the given ones."""
     return replace(IMAGE_DEFAULTS, **settings)
+
+
+def normalized(patches: torch.Tensor, config: ImageProcessorConfig) -> torch.Tensor:
+    """Patches of images or of videos as float32, normalised as the engine does it."""
+    return normalize(patches, config.pixel_table())

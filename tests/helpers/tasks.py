@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmvllm.workers import reserve_in_parent
+from mmvllm.worker_process import reserve_in_parent
 
 state = {}
 

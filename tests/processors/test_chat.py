@@ -21,8 +21,8 @@ from mmvllm.models.qwen2_vl import FAMILY
 from mmvllm.models.registry import load_config, load_media_configs
 from mmvllm.processors.chat import Processor
 from mmvllm.processors.foreign import ForeignProcessor
-from mmvllm.processors.image import ImageProcessor, normalize_patches
-from tests.helpers.images import image_config
+from mmvllm.processors.image import ImageProcessor
+from tests.helpers.images import image_config, normalized
 from tests.helpers.requests import ask, digests_of, grids_of, noise_image, patches_of, spans_of, text, user
 
 IMAGE = json.loads((BUNDLED / "config.json").read_text())["image_token_id"]
@@ -77,7 +77,7 @@ def as_values(prompt: EngineInput) -> tuple:
     """A prompt as comparable values; of the normalised pixels only a digest, so that differences can be printed."""
     pixels = torch.cat([*patches_of(prompt)] or [torch.zeros(0)])
     if pixels.dtype == torch.uint8:
-        pixels = normalize_patches(pixels, CONFIG)
+        pixels = normalized(pixels, CONFIG)
     return (
         prompt.token_ids,
         grids_of(prompt),

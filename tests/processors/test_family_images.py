@@ -14,10 +14,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from mmvllm.errors import ImageError
 from mmvllm.models.vision_language import IMAGE_DEFAULTS
-from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig, normalize_patches
+from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig
 from mmvllm.processors.load import load_image
 from tests.corpus.generate import corpus
 from tests.helpers.checkpoints import PATCH_14, PATCH_16
+from tests.helpers.images import normalized
 from tests.helpers.requests import noise_image
 
 # As published, of Qwen2-VL and Qwen2.5-VL, and of Qwen3-VL dense and with experts.
@@ -48,7 +49,7 @@ class Both:
     def assert_equal(self, image: Image.Image, name: str = "") -> None:
         want, got = self.theirs(image, return_tensors="pt"), self.ours(image)
         assert [list(got.grid)] == want["image_grid_thw"].tolist(), name
-        assert torch.equal(normalize_patches(got.patches, self.config), want["pixel_values"]), name
+        assert torch.equal(normalized(got.patches, self.config), want["pixel_values"]), name
 
 
 @pytest.fixture(scope="module")

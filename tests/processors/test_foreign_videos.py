@@ -8,7 +8,8 @@ from mmvllm import SamplingParams
 from mmvllm.errors import RequestError
 from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.tensors import NAMES
-from mmvllm.processors.video import VideoProcessor, normalize_video_patches
+from mmvllm.processors.video import VideoProcessor
+from tests.helpers.images import normalized
 from tests.helpers.requests import ask, noise_image
 from tests.helpers.shapes import every_family
 from tests.helpers.videos import moving
@@ -41,7 +42,7 @@ class TakesVideos:
                 info = VideoInfo(facts["total_num_frames"], facts["fps"], *frames.shape[1:3])
                 media.append(VideoProcessor(config)(Clip(frames, info, tuple(facts["frames_indices"]))))
             patches = torch.cat([one.patches for one in media])
-            made["pixel_values_videos"] = normalize_video_patches(patches, config)
+            made["pixel_values_videos"] = normalized(patches, config)
             made["video_grid_thw"] = torch.tensor([one.grid for one in media])
         return self.change(made) or made
 

@@ -14,11 +14,10 @@ from mmvllm.processors.bounds import pixel_bounds
 from mmvllm.processors.image import (
     ImageProcessor,
     ImageProcessorConfig,
-    normalize_patches,
     smart_resize,
 )
 from mmvllm.processors.load import load_image
-from tests.helpers.images import PNG, RGB, encode, image_config, noise
+from tests.helpers.images import PNG, RGB, encode, image_config, noise, normalized
 from tests.helpers.requests import noise_image
 
 steady = settings(derandomize=True, deadline=None)
@@ -104,7 +103,7 @@ def assert_equals_transformers(image: Image.Image, **settings) -> None:
     grid, pixel_values = transformers_patches(image, **settings)
     assert made.grid == grid
     assert made.patches.dtype == torch.uint8
-    assert torch.equal(normalize_patches(made.patches, config), pixel_values)
+    assert torch.equal(normalized(made.patches, config), pixel_values)
 
 
 @settings(steady, max_examples=60)

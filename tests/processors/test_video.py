@@ -18,10 +18,10 @@ from mmvllm.processors.video import (
     ClipPlan,
     VideoProcessor,
     VideoProcessorConfig,
-    normalize_video_patches,
     resize_frame,
     resized_to,
 )
+from tests.helpers.images import normalized
 from tests.helpers.video_references import patchified, sampled_and_sized
 from tests.helpers.videos import moving
 
@@ -116,7 +116,7 @@ def test_patches_and_grids_are_those_of_transformers(family, number, height, wid
     want = patchified(family, frames, settings_of(config))
     media = VideoProcessor(config)(clip_of(frames, ClipPlan(config), 8.0))
     assert [list(media.grid)] == want["video_grid_thw"].tolist()
-    assert torch.equal(normalize_video_patches(media.patches, config), torch.from_numpy(want["pixel_values_videos"]))
+    assert torch.equal(normalized(media.patches, config), torch.from_numpy(want["pixel_values_videos"]))
 
 
 @FAMILIES

@@ -15,7 +15,8 @@ from mmvllm.processors.chat import Processor
 from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.image import ImageProcessor
 from mmvllm.processors.load_video import Load
-from mmvllm.processors.video import ClipPlan, VideoProcessor, normalize_video_patches, resize_frame
+from mmvllm.processors.video import ClipPlan, VideoProcessor, resize_frame
+from tests.helpers.images import normalized
 from tests.helpers.metadata import ROOT, VIDEO_ROOT, needs_video_reference
 from tests.helpers.requests import grids_of, patches_of
 from tests.helpers.tokenizers import tokenizer_of
@@ -75,7 +76,7 @@ def test_every_case_equals_transformers(script, cases):
         given = Given(script, case)
         prompt = given.prompt()
         [[t, h, w]] = case["video_grid_thw"]
-        pixels = normalize_video_patches(torch.cat(patches_of(prompt)), given.config)
+        pixels = normalized(torch.cat(patches_of(prompt)), given.config)
         assert prompt.token_ids == [token for token, length in case["input_ids_rle"] for _ in range(length)], case
         assert grids_of(prompt) == [(1, h, w)] * t, case
         assert digest(pixels) == case["pixel_sha256"], case

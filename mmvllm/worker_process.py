@@ -1,0 +1,82 @@
+"""What runs in worker processes: one task after the other, until the parent ends."""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from mmvllm.errors import without_frames
+from mmvllm.worker_channel import Channel, SharedBuffer
+
+NICENESS = 5  # the engine has priority
+# Read by the libraries below numpy and torch when they are loaded.
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+# Ctrl-C in a terminal is sent to all processes of a job; the parent finishes what is in flight.
+IGNORED_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+_parent: Channel | None = None
+
+
+@contextmanager
+def reserve_in_parent(num_bytes: int) -> Iterator[None]:
+    """Have the parent reserve bytes for the rest of the task, in place of what the task reserved before."""
+    _parent.send(("reserve", num_bytes))
+    _parent.receive()
+    yield
+
+
+def serve(pipe: Connection, shared: SharedBuffer | None, setup: bytes, memory_limit: int | None) -> None:
+    """Answer tasks; `setup` is a pickled function and its arguments, called first."""
+    global _parent
+    _parent = channel = Channel(pipe, shared)
+    _become_worker()
+    initializer, initargs = pickle.loads(setup)
+    initializer(*initargs)
+    if memory_limit is not None:
+        _limit_memory(memory_limit)
+    channel.send(("ready", None))
+    while True:
+        try:
+            task, args = channel.receive()
+        except EOFError:
+            return
+        _answer(channel, task, args)
+
+
+def _become_worker() -> None:
+    for number in IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    os.environ.update(ONE_THREAD)
+    if hasattr(os, "nice"):
+        os.nice(NICENESS)
+
+
+def _exit_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _limit_memory(num_bytes: int) -> None:
+    with suppress(ImportError, OSError, ValueError):  # not Linux, or a sandbox that does not let it be limited
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text().split()[5])  # of writable memory
+        limit, (_, most) = pages * resource.getpagesize() + num_bytes, resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit if most < 0 else min(limit, most), most))
+
+
+def _answer(channel: Channel, task: Callable, args: tuple) -> None:
+    try:
+        message = "result", task(*args)
+    except Exception as error:
+        message = "error", without_frames(error)
+    try:
+        channel.send(message)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        channel.send(("error", RuntimeError(f"{type(message[1]).__name__} cannot be pickled: {error}")))
