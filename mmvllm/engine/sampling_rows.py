@@ -81,10 +81,10 @@ class PenaltyCounts:
         at = self._pool_rows.setdefault(row, len(self._pool_rows) + 1)
         if at >= len(self._pool):
             self._pool = torch.cat([self._pool, torch.zeros_like(self._pool)])
-        counts = np.zeros(self._pool.shape[1], np.int16)
-        tokens, number = np.unique(seq.token_ids[seq.num_prompt_tokens :], return_counts=True)
-        counts[tokens.astype(np.int64)] = number.clip(max=_LARGEST_COUNT)
-        counts[np.unique(seq.token_ids[: seq.num_prompt_tokens])] |= _IN_PROMPT
+        counts, tokens = np.zeros(self._pool.shape[1], np.int16), np.array(seq.token_ids)
+        completion, number = np.unique(tokens[seq.num_prompt_tokens :], return_counts=True)
+        counts[completion] = number.clip(max=_LARGEST_COUNT)
+        counts[tokens[: seq.num_prompt_tokens]] |= _IN_PROMPT
         self._pool[at] = to_device(torch.from_numpy(counts), self._pool.device)
         return at
 
