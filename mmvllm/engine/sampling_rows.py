@@ -76,6 +76,7 @@ class PenaltyCounts:
         """(C, V) int16."""
         return self._pool
 
+    @torch.inference_mode()
     def start(self, row: int, seq: Sequence) -> int:
         """Count a sequence's tokens and return its row in the tensor."""
         at = self._pool_rows.setdefault(row, len(self._pool_rows) + 1)
