@@ -19,24 +19,28 @@ def argmax_logsumexp(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def argmax_torch(logits: Tensor) -> Tensor:
-    token_ids, largest = _largest(logits.float())
-    return torch.where(largest.abs() < float("inf"), token_ids, -1).squeeze(1)
+    return valid(*largest_torch(logits.float()))
 
 
 def argmax_logsumexp_torch(logits: Tensor) -> tuple[Tensor, Tensor]:
     logits = logits.float()
-    largest = _largest(logits)[1]
+    largest = largest_torch(logits)[1]
     sums = (logits - largest).exp_().sum(dim=-1)
     return argmax_torch(logits), largest.squeeze(1).double() + sums.log()
 
 
-def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+def largest_torch(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Ids and values (R, 1) of the largest float32 logits, or of the first NaN of a row that has one."""
     if logits.device.type == "cpu":  # numpy takes a fifth of torch's time
         token_ids = torch.from_numpy(logits.numpy().argmax(-1))[:, None]
         return token_ids, logits.gather(1, token_ids)
     largest, token_ids = logits.max(dim=-1, keepdim=True)
     return token_ids, largest
+
+
+def valid(token_ids: Tensor, largest: Tensor) -> Tensor:
+    """Ids (R, 1) -> (R,), -1 where the largest logit (R, 1) is NaN or infinite; writes `token_ids`."""
+    return token_ids.masked_fill_((largest - largest).bool(), -1).squeeze(1)  # NaN is true
 
 
 def argmax_triton(logits: Tensor, block: int = 8192) -> Tensor:

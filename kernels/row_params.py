@@ -31,9 +31,16 @@ def packed(params: np.ndarray) -> Tensor:
 
 def column(params: Tensor, name: str) -> Tensor:
     """One parameter (R, 1) of packed rows (R, 12) int32."""
+    columns, dtype = _COLUMNS[name]
+    return params[:, columns].view(dtype)
+
+
+def _columns(name: str) -> tuple[slice, torch.dtype]:
     dtype, offset = ROW_PARAMS.fields[name]
-    values = params[:, offset // 4 : (offset + dtype.itemsize) // 4]
-    return values if dtype == np.int32 else values.view(torch.float32 if dtype == np.float32 else torch.int64)
+    return slice(offset // 4, (offset + dtype.itemsize) // 4), getattr(torch, dtype.name)
+
+
+_COLUMNS = {name: _columns(name) for name in ROW_PARAMS.names}
 
 
 @triton.jit

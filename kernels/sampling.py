@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmvllm.kernels.argmax import argmax_torch, scan_row
+from mmvllm.kernels.argmax import largest_torch, scan_row, valid
 from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
 from mmvllm.kernels.row_params import ROW_PARAMS, column, load_float, packed
 from mmvllm.kernels.uniforms import uniform, uniforms
@@ -27,41 +27,47 @@ def sample(logits: Tensor, params: Tensor, rows: Tensor, ends: Tensor) -> Tensor
 
 def sample_torch(logits: Tensor, params: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     params, logits = params.index_select(0, rows), logits.float()
-    token_ids = argmax_torch(logits)
-    largest = logits.gather(1, token_ids.clamp(min=0)[:, None])
-    temperature = column(params, "temperature")
+    token_ids, largest = largest_torch(logits)
+    temperature, top_k, top_p, min_p = (column(params, name) for name in ("temperature", "top_k", "top_p", "min_p"))
     # Shifted so that the largest is 0, and with temperatures clamped so that float32 quotients stay finite: beyond this
     # range the distribution is already greedy, or uniform.
-    logits = (logits - largest).div_(temperature.clamp(1e-6, 1e6))
-    weights = logits.exp()
-    threshold = _threshold(logits, *(column(params, name) for name in ("top_k", "top_p", "min_p")))
-    if threshold is not None:
-        weights.mul_(_at_least(logits, threshold))
-    cumulative = weights.double().cumsum(dim=-1)  # (R, V), in vocabulary order
-    indices = ends[:, None].long() - column(params, "num_prompt_tokens")
-    wanted = uniforms(column(params, "stream"), indices) * cumulative[:, -1:]
-    drawn = torch.searchsorted(cumulative, wanted, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
-    return torch.where((temperature.squeeze(1) > 0) & (token_ids >= 0), drawn, token_ids)
+    scaled = (logits - largest).div_(temperature.clamp(1e-6, 1e6))
+    threshold = _threshold(scaled, top_k, top_p, min_p)
+    cumulative = _weights(scaled, threshold).double().cumsum_(dim=-1)  # (R, V), in vocabulary order
+    indices = ends[:, None] - column(params, "num_prompt_tokens")
+    drawn = _first_above(cumulative, uniforms(column(params, "stream"), indices) * cumulative[:, -1:])
+    return valid(torch.where(temperature > 0, drawn, token_ids), largest)
 
 
 def _threshold(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor | None:
     """The smallest logits (R, 1) that the filters keep, of logits whose largest is 0; None if they keep all."""
-    by_mass = bool((top_p < 1).any())
-    if not by_mass and not (top_k < logits.shape[1]).any():
-        return min_p.log() if (min_p > 0).any() else None
-    ordered = _sorted(logits)  # (R, V), ascending
-    threshold = ordered.gather(1, logits.shape[1] - top_k.long())
-    if by_mass:
-        mass = ordered.exp().mul_(_at_least(ordered, threshold)).cumsum(dim=-1)
-        # Kept are those above which there is less than top_p of the mass; the largest, with none above it, always is.
-        last = torch.searchsorted(mass, mass[:, -1:] * (1 - top_p), right=True).clamp_(max=logits.shape[1] - 1)
-        threshold = torch.maximum(threshold, ordered.gather(1, last))
-    return torch.maximum(threshold, min_p.log())
+    V, threshold = logits.shape[1], None
+    by_number, by_mass = top_k.min().item() < V, top_p.min().item() < 1
+    if by_number or by_mass:
+        ordered = _sorted(logits)  # (R, V), ascending
+        if by_number:
+            threshold = ordered.gather(1, V - top_k.long())
+        if by_mass:
+            # Above the last that is kept there is less than top_p of the mass; there is nothing above the largest.
+            mass = _weights(ordered, threshold).cumsum_(dim=-1)
+            threshold = ordered.gather(1, _first_above(mass, mass[:, -1:] * (1 - top_p)))
+    if min_p.max().item() > 0:
+        threshold = min_p.log() if threshold is None else torch.maximum(threshold, min_p.log())
+    return threshold
 
 
-def _at_least(x: Tensor, threshold: Tensor) -> Tensor:
-    """1.0 or 0.0: as float32, a comparison and its product take a quarter of the time of those with bool."""
-    return torch.ge(x, threshold, out=torch.empty_like(x))
+def _weights(logits: Tensor, threshold: Tensor | None) -> Tensor:
+    """exp(logits), or 0 below a threshold (R, 1)."""
+    weights = logits.exp()
+    if threshold is not None:
+        # As 1.0 or 0.0, a comparison and its product take a quarter of the time of those with bool.
+        weights.mul_(torch.ge(logits, threshold, out=torch.empty_like(logits)))
+    return weights
+
+
+def _first_above(sums: Tensor, wanted: Tensor) -> Tensor:
+    """The first of cumulative sums (R, V) above a value (R, 1), or the last."""
+    return torch.searchsorted(sums, wanted, right=True).clamp_(max=sums.shape[1] - 1)
 
 
 def _sorted(x: Tensor) -> Tensor:

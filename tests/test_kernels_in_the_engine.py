@@ -1,12 +1,24 @@
 """The whole engine on the Triton kernels, in the interpreter: the same tokens as with their torch references."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from mmvllm import SamplingParams
-from mmvllm.kernels import grouped_linear, quick_gelu, rms_norm, rotary, sampling, silu_mul, splice, write_kv
+from mmvllm.kernels import (
+    argmax,
+    grouped_linear,
+    penalties,
+    quick_gelu,
+    rms_norm,
+    rotary,
+    sampling,
+    silu_mul,
+    splice,
+    write_kv,
+)
 from mmvllm.layers import experts
 from tests.helpers.engines import run_at_once
 from tests.helpers.requests import ask, frames, noise_image
@@ -19,7 +31,8 @@ REQUESTS = [
     ask("Is ", noise_image(90, 57, 2), " like ", noise_image(60, 80, 1), "?"),
     ask(frames(2, 56, 56), "Hello."),
 ]
-ALWAYS = {"rotary", "rotary_write_kv", "rms_norm", "add_rms_norm", "silu_mul", "splice", "sample"}
+ALWAYS = {"rotary", "rotary_write_kv", "rms_norm", "add_rms_norm", "silu_mul", "splice", "sample", "argmax"}
+PENALTIES = {"penalize", "count_tokens"}
 ALSO = dict(zip(RICHEST, ({"quick_gelu"}, set(), {"splice_add"}, {"splice_add", "grouped_linear"}), strict=True))
 
 
@@ -32,7 +45,8 @@ def interpreted(monkeypatch) -> set[str]:
         ran.add(sys._getframe(1).f_code.co_name)
         return True
 
-    for module in (experts, grouped_linear, rotary, quick_gelu, rms_norm, sampling, silu_mul, splice, write_kv):
+    sampler = (argmax, penalties, sampling)
+    for module in (*sampler, experts, grouped_linear, rotary, quick_gelu, rms_norm, silu_mul, splice, write_kv):
         monkeypatch.setattr(module, "runs_triton", runs_triton)
     return ran
 
@@ -44,7 +58,7 @@ SLOW = [pytest.param(13, shape, marks=pytest.mark.slow) for shape in RICHEST[1:-
 @pytest.mark.parametrize(("budget", "shape"), [(4096, RICHEST[0]), (13, RICHEST[0]), *SLOW, (13, RICHEST[-1])], ids=str)
 def test_same_tokens_as_with_the_references(budget, shape, checkpoints, make_llm, request):
     params = SamplingParams(max_tokens=4, ignore_eos=True)
-    drawn = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.8, top_k=50, top_p=0.9, seed=3)
+    drawn = replace(params, max_tokens=3, temperature=0.8, top_k=50, top_p=0.9, seed=3, presence_penalty=1.5)
     options = {"kvcache_block_size": 4, "max_num_batched_tokens": budget}
     plain = make_llm(checkpoints(shape), **options)
     want = run_at_once(plain, REQUESTS, params), run_at_once(plain, REQUESTS, drawn)
@@ -52,4 +66,4 @@ def test_same_tokens_as_with_the_references(budget, shape, checkpoints, make_llm
     llm = make_llm(checkpoints(shape), attention_backend="triton", **options)
     assert llm.engine.attention.name == "triton"
     assert (run_at_once(llm, REQUESTS, params), run_at_once(llm, REQUESTS, drawn)) == want
-    assert ran >= ALWAYS | ALSO[shape]
+    assert ran >= ALWAYS | PENALTIES | ALSO[shape]

@@ -61,7 +61,7 @@ class Sampler:
         """
         needs = int(np.bitwise_or.reduce(self._rows.needs[rows])) if len(rows) else 0
         if rows_on_device is None and needs & (RANDOM | PENALTIES):
-            rows_on_device = to_device(torch.from_numpy(np.stack([rows, ends])), logits.device)
+            rows_on_device = [to_device(torch.from_numpy(x), logits.device) for x in (rows, ends)]
         adjusted = self._adjusted(logits, rows, ends, rows_on_device, needs)
         token_ids = sample(adjusted, self._rows.on_device(), *rows_on_device) if needs & RANDOM else argmax(adjusted)
         # A sequence whose row has no token is about to end: any id will do for the step that is launched meanwhile.

@@ -76,15 +76,16 @@ class PenaltyCounts:
         """(C, V) int16."""
         return self._pool
 
+    @torch.inference_mode()
     def start(self, row: int, seq: Sequence) -> int:
         """Count a sequence's tokens and return its row in the tensor."""
         at = self._pool_rows.setdefault(row, len(self._pool_rows) + 1)
         if at >= len(self._pool):
             self._pool = torch.cat([self._pool, torch.zeros_like(self._pool)])
-        counts = np.zeros(self._pool.shape[1], np.int16)
-        tokens, number = np.unique(seq.token_ids[seq.num_prompt_tokens :], return_counts=True)
-        counts[tokens.astype(np.int64)] = number.clip(max=_LARGEST_COUNT)
-        counts[np.unique(seq.token_ids[: seq.num_prompt_tokens])] |= _IN_PROMPT
+        counts, tokens = np.zeros(self._pool.shape[1], np.int16), np.array(seq.token_ids)
+        completion, number = np.unique(tokens[seq.num_prompt_tokens :], return_counts=True)
+        counts[completion] = number.clip(max=_LARGEST_COUNT)
+        counts[tokens[: seq.num_prompt_tokens]] |= _IN_PROMPT
         self._pool[at] = to_device(torch.from_numpy(counts), self._pool.device)
         return at
 

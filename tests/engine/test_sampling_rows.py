@@ -128,6 +128,17 @@ def test_rows_may_be_given_on_the_device():
     assert sampler(logits(2, 1), rows, ends, rows_on_device=on_device).tokens() == want
 
 
+def test_logits_of_bfloat16_are_used_as_in_float32():
+    x, found = logits(len(ALL), 7).bfloat16(), []
+    for given in (x, x.float()):
+        sampler = make_sampler(len(ALL))
+        running = {row: sequence(params, seed=row) for row, params in enumerate(ALL)}
+        for row, seq in running.items():
+            sampler.enter(row, seq)
+        found.append(step(sampler, given, running).tokens())
+    assert found[0] == found[1]
+
+
 def test_no_rows():
     empty = np.empty(0, np.int32)
     assert make_sampler(2)(torch.empty(0, V), empty, empty).tokens().token_ids == []
