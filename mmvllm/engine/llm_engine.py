@@ -60,8 +60,8 @@ class LLMEngine:
         """Load a checkpoint, with a `config` or with the fields of one as `engine_args`."""
         if config is not None and engine_args:
             raise TypeError(f"LLMEngine was given a config and {', '.join(engine_args)}; give one or the other")
-        self.config = config = config or EngineConfig.from_arguments("LLMEngine", **engine_args)
-        loaded = load(model, config)
+        loaded = load(model, config or EngineConfig.from_arguments("LLMEngine", **engine_args))
+        self.config = config = loaded.config
         self.model_config = loaded.model_config
         self.image_config, self.video_config = loaded.image_config, loaded.video_config
         self.tokenizer, self.media_rules = loaded.tokenizer, loaded.media_rules
