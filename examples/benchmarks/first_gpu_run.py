@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from gpu_run.checkpoints import write_checkpoint
-from gpu_run.record import UNFINISHED, Record
+from gpu_run.record import UNFINISHED, RunRecord
 from gpu_run.stages import Stage, stages
 from gpu_run.steps import run_step
 
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         (args.output / name).mkdir(parents=True, exist_ok=True)
     for size in ("2B", "7B"):
         write_checkpoint(args.output / "checkpoints" / size, "bundled" if args.small else size)
-    record = Record(args.output)
+    record = RunRecord(args.output)
     record.results["environment"] = _environment()
     for stage in args.stages:
         if args.again:
@@ -64,7 +64,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def _run_stage(stage: Stage, record: Record, end: float) -> None:
+def _run_stage(stage: Stage, record: RunRecord, end: float) -> None:
     """Run the steps that have no result, within the limits of the stage and of the run."""
     stage_end = time.monotonic() + 60 * stage.minutes
     for step in stage.steps:

@@ -15,7 +15,7 @@ import first_gpu_run
 from gpu_run import attention, decode
 from gpu_run.checkpoints import write_checkpoint
 from gpu_run.stages import Stage, stages
-from gpu_run.steps import Step, python, run_step
+from gpu_run.steps import RunStep, python, run_step
 
 from mmvllm.cli.main import COMMANDS
 from mmvllm.kernels import paged_attention
@@ -27,8 +27,8 @@ from tests.helpers.configs import assert_equals_transformers
 JSON = "print('a line'); print('{\"number\": 3}')"
 
 
-def step(code: str, name: str = "step", **options) -> Step:
-    return Step(name, python("-c", code), **options)
+def step(code: str, name: str = "step", **options) -> RunStep:
+    return RunStep(name, python("-c", code), **options)
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_random_decode_calls_find_a_kernel_that_is_wrong_in_one_call_of_fifty(mo
     def result_of(kernel) -> dict:
         monkeypatch.setattr(decode, "paged_attention_triton", kernel)
         calls.clear()
-        run = decode.Run(torch.device("cpu"), torch.float16, 200, 100, seed=0)
+        run = decode.RandomCalls(torch.device("cpu"), torch.float16, 200, 100, seed=0)
         for _ in range(50):
             run.once()
         return run.result(1.0)

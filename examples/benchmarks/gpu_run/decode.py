@@ -24,7 +24,7 @@ BLOCK_SIZE = 16
 KEPT = 256  # values of each call, drawn at random, that the rule for all calls compares
 
 
-class Cache:
+class RandomCache:
     """Random keys and values of one shape in shuffled blocks; block 0, to which unused entries point, is NaN."""
 
     def __init__(self, shape: tuple[int, int, int], num_blocks: int, dtype: torch.dtype, device: torch.device):
@@ -62,20 +62,20 @@ def exact_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, _, kv_lens: Ten
     return torch.einsum("skgt,stkd->skgd", weights, v).flatten(1, 2)
 
 
-def num_splits(cache: Cache, lens: list[int]) -> int:
+def num_splits(cache: RandomCache, lens: list[int]) -> int:
     """The number of splits that the kernel makes of the longest context."""
     block_n = file.decode_block_n(cache.head_dim, cache.values.dtype)
     width = -(-max(lens) // BLOCK_SIZE) + 1
     return file.num_splits(len(lens) * cache.kv_heads, width * BLOCK_SIZE, block_n, cache.values.device)
 
 
-class Run:
+class RandomCalls:
     """Counts and errors of the calls so far."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, longest: int, num_blocks: int, seed: int):
         self.device, self.dtype, self.longest = device, dtype, longest
         self.generator = torch.Generator().manual_seed(seed)
-        self.caches = [Cache(shape, num_blocks, dtype, device) for shape in SHAPES]
+        self.caches = [RandomCache(shape, num_blocks, dtype, device) for shape in SHAPES]
         self.kept: list[tuple[Tensor, Tensor]] = []
         self.calls = self.wrong = self.differing = 0
         self.splits: list[int] = []
@@ -131,7 +131,7 @@ def main() -> int:
     # Triton's interpreter, which runs kernels on a CPU, has wrong products in bfloat16.
     dtype, num_blocks = (torch.bfloat16, 8192) if on_cuda else (torch.float16, 200)
     torch.manual_seed(args.seed)
-    run, start = Run(device, dtype, args.longest, num_blocks, args.seed), time.monotonic()
+    run, start = RandomCalls(device, dtype, args.longest, num_blocks, args.seed), time.monotonic()
     while run.calls < args.calls and (not run.calls or time.monotonic() - start < args.seconds):
         run.once()
     result = run.result(time.monotonic() - start)

@@ -10,7 +10,7 @@ from gpu_run.summary import table
 UNFINISHED = "out of time"  # the status of a step that the end of the whole run cut off: it has no result
 
 
-class Record:
+class RunRecord:
     """Written after every step, in a way that a kill leaves the last complete version."""
 
     def __init__(self, output: Path):

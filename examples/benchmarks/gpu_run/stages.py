@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from gpu_run.steps import Step, python
+from gpu_run.steps import RunStep, python
 
 INTERPRETER = {"TRITON_INTERPRET": "1"}  # runs kernels on a CPU
 ALONE = "kv_blocks_fill or test_on_a_gpu"  # tests that measure the GPU's free memory
@@ -15,7 +15,7 @@ class Stage:
     name: str
     title: str
     minutes: float  # that it may take at most
-    steps: list[Step]
+    steps: list[RunStep]
 
 
 def stages(output: Path, small: bool) -> list[Stage]:
@@ -40,14 +40,15 @@ class _Stages:
             Stage("models", "7B, with and without CUDA graphs and 8-bit floats", 6, self._models()),
         ]
 
-    def _kernels(self) -> list[Step]:
+    def _kernels(self) -> list[RunStep]:
         info = [
-            Step(f"info-{size}", python("-m", "mmvllm", "info", "--model", self.folders[size])) for size in self._sizes
+            RunStep(f"info-{size}", python("-m", "mmvllm", "info", "--model", self.folders[size]))
+            for size in self._sizes
         ]
         chosen = ["-m", "not gpu", "tests/kernels/test_quick_gelu.py"] if self.small else ["-m", "gpu", "tests/kernels"]
         return [*info, self._pytest("kernel-tests", *chosen)]
 
-    def _engine(self) -> list[Step]:
+    def _engine(self) -> list[RunStep]:
         if self.small:
             return [self._pytest("engine-tests", "-m", "not gpu", "tests/test_devices.py")]
         files = ("tests/test_gpu.py", "tests/cli/test_bench.py")
@@ -56,29 +57,29 @@ class _Stages:
             self._pytest("memory-tests", "-m", "gpu", "-k", ALONE, *files, parallel=False),
         ]
 
-    def _decode(self) -> list[Step]:
+    def _decode(self) -> list[RunStep]:
         limits = ("--calls", 1, "--longest", 150) if self.small else ("--calls", 20_000, "--seconds", 150)
-        return [Step("decode-calls", python("-m", "gpu_run.decode", *limits), env=INTERPRETER if self.small else {})]
+        return [RunStep("decode-calls", python("-m", "gpu_run.decode", *limits), env=INTERPRETER if self.small else {})]
 
-    def _bench_kernels(self) -> list[Step]:
+    def _bench_kernels(self) -> list[RunStep]:
         names = ("--device", "cpu", "quick_gelu") if self.small else ("--dtype", "bfloat16")
         return [self._bench(f"kernels-{size}", "kernels", size, *names, engine=False) for size in self._sizes]
 
-    def _throughput(self) -> list[Step]:
+    def _throughput(self) -> list[RunStep]:
         requests = ("--requests", 3) if self.small else ("--requests", 512, "--concurrency", 256)
         return [
             self._bench(f"throughput-{tokens}", "throughput", "2B", *requests, "--output-tokens", tokens, "--repeat", 1)
             for tokens in ((1, 3) if self.small else (1, 64))
         ]
 
-    def _latency(self) -> list[Step]:
+    def _latency(self) -> list[RunStep]:
         batches = ("1,2",) if self.small else ("1,8", "64,256")
         options = ("--size", 64, "--dtype", "float32") if self.small else ()
         profiled = ",".join(batches)
         command = python("-m", "gpu_run.profile", self.folders["2B"], "--batch-sizes", profiled, *options)
-        return [*(self._latency_of("2B", sizes) for sizes in batches), Step("profile", command)]
+        return [*(self._latency_of("2B", sizes) for sizes in batches), RunStep("profile", command)]
 
-    def _attention(self) -> list[Step]:
+    def _attention(self) -> list[RunStep]:
         # A backend that is not installed is refused as a wrong argument.
         engines = [
             self._latency_of("2B", "1" if self.small else "64", "--attention-backend", name, name=f"backend-{name}")
@@ -86,7 +87,7 @@ class _Stages:
         ]
         small = ("--small",) if self.small else ()
         kernels = [
-            Step(
+            RunStep(
                 f"tiles-{size}",
                 python("-m", "gpu_run.attention", self.folders[size], *small),
                 env=INTERPRETER if self.small else {},
@@ -95,7 +96,7 @@ class _Stages:
         ]
         return [*engines, *kernels]
 
-    def _models(self) -> list[Step]:
+    def _models(self) -> list[RunStep]:
         batches, eager = ("1", "1") if self.small else ("1,64", "64")
         return [
             self._latency_of("7B", batches),
@@ -109,21 +110,21 @@ class _Stages:
     def _sizes(self) -> list[str]:
         return ["2B"] if self.small else ["2B", "7B"]
 
-    def _latency_of(self, size: str, batches: str, *options: object, name: str | None = None) -> Step:
+    def _latency_of(self, size: str, batches: str, *options: object, name: str | None = None) -> RunStep:
         tokens = 3 if self.small else 33
         given = ("--batch-sizes", batches, "--output-tokens", tokens, "--repeat", 1, *options)
         return self._bench(name or f"latency-{size}-{batches.replace(',', '-')}", "latency", size, *given)
 
-    def _bench(self, name: str, benchmark: str, size: str, *options: object, engine: bool = True) -> Step:
+    def _bench(self, name: str, benchmark: str, size: str, *options: object, engine: bool = True) -> RunStep:
         shared = ("--load-format", "dummy", "--size", "64x64" if self.small else "448x448") if engine else ()
         if engine:
             shared += ("--device", "cpu", "--dtype", "float32") if self.small else ("--dtype", "bfloat16")
         command = python("-m", "mmvllm", "bench", benchmark, "--model", self.folders[size], *shared, *options)
-        return Step(name, command, may_be_refused=True)
+        return RunStep(name, command, may_be_refused=True)
 
-    def _pytest(self, name: str, *arguments: str, parallel: bool = True) -> Step:
+    def _pytest(self, name: str, *arguments: str, parallel: bool = True) -> RunStep:
         """Without the options of pyproject.toml, which need a plugin; with the plugin, in eight processes."""
         workers = ("-n", 8, "--dist", "load") if parallel and not self.small and find_spec("xdist") else ()
         junit = self.output / f"logs/{name}.xml"
         options = ("-o", "addopts=", "-q", "--tb=short", "-p", "no:cacheprovider", f"--junitxml={junit}", *workers)
-        return Step(name, python("-m", "pytest", *options, *arguments), needs=("pytest",), junit=junit)
+        return RunStep(name, python("-m", "pytest", *options, *arguments), needs=("pytest",), junit=junit)

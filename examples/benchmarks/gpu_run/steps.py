@@ -16,7 +16,7 @@ KEPT_CHARACTERS = 6000  # of the output, at its end
 
 
 @dataclass(frozen=True)
-class Step:
+class RunStep:
     """A command.
 
     Args:
@@ -33,7 +33,7 @@ class Step:
     env: dict[str, str] = field(default_factory=dict)
 
 
-def run_step(step: Step, seconds: float, logs: Path) -> dict:
+def run_step(step: RunStep, seconds: float, logs: Path) -> dict:
     """Run it for so long at most -> "status", "seconds", "command", and "reason", "result" and "output" where known.
 
     The status is "ok", "failed", "time limit", or "not available".
@@ -57,7 +57,7 @@ def run_step(step: Step, seconds: float, logs: Path) -> dict:
     return record | {"status": "failed", "reason": f"exit code {code}: {_last_line(errors) or _last_line(text)}"}
 
 
-def _finish(step: Step, seconds: float, out: Path, err: Path) -> int | None:
+def _finish(step: RunStep, seconds: float, out: Path, err: Path) -> int | None:
     """The exit code; None if the time was over. The process and its children are ended in any case."""
     paths = [str(ROOT), str(ROOT / "examples/benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
@@ -84,7 +84,7 @@ def _end(process: subprocess.Popen) -> None:
             continue
 
 
-def _result(step: Step, text: str) -> dict | None:
+def _result(step: RunStep, text: str) -> dict | None:
     """The JSON object in the last line of the output, or what pytest counted."""
     if step.junit is not None:
         return _tests(step.junit) if step.junit.is_file() else None
