@@ -35,6 +35,7 @@ from mmvllm.errors import (
     ParameterError,
     RequestError,
     RequestFailed,
+    first_line,
     without_frames,
 )
 from mmvllm.intake import (
@@ -331,7 +332,7 @@ class AsyncLLM:
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
-            self._status, self._reason = "failed", f"{type(error).__name__}: {error}"
+            self._status, self._reason = "failed", first_line(error)
         self._end_all(EngineFailed, f"the engine failed: {self._reason}")
 
     def _end_lost(self) -> None:

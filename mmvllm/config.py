@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Real
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -17,6 +17,11 @@ if TYPE_CHECKING:  # `mmvllm --help` reads EngineConfig and must not load torch
 
 logger = logging.getLogger(__name__)
 MiB = 1024 * 1024
+
+# Limits of a step: a larger one keeps a GPU busy for longer, but takes memory from the KV cache.
+LARGE_GPU_BYTES = 24 * 1024 * MiB
+LARGE_STEPS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
+SMALL_STEPS = {"max_num_seqs": 64, "max_num_batched_tokens": 4096}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,8 +208,9 @@ class EngineConfig:
         max_model_len: maximum length of prompt and completion together, in tokens; by default the checkpoint's maximum,
             or what fits in the KV cache.
         max_num_seqs: maximum number of sequences that run at the same time; temporarily lowered after a batch ran out
-            of memory.
-        max_num_batched_tokens: maximum number of tokens computed in one step; longer prompts are computed in chunks.
+            of memory; by default 256 on a GPU of which the engine may use 24 GiB or more, otherwise 64.
+        max_num_batched_tokens: maximum number of tokens computed in one step; longer prompts are computed in chunks; by
+            default 8192 on a GPU of which the engine may use 24 GiB or more, otherwise 4096.
         max_vision_patches: maximum number of image patches encoded in one step; a larger image is encoded alone.
         kvcache_block_size: tokens per KV cache block, the unit of prefix sharing; by default 256 if FlashAttention
             runs the decoder, from flash-attn or from torch, which needs a multiple of 256, otherwise 16.
@@ -230,8 +236,8 @@ class EngineConfig:
     dtype: "Literal['auto', 'float32', 'float16', 'bfloat16'] | torch.dtype" = "auto"
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 4096
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     max_vision_patches: int = 16384
     kvcache_block_size: int | None = None
     num_kvcache_blocks: int | None = None
@@ -287,6 +293,19 @@ class EngineConfig:
             found = counted(number, "CUDA device") if number else "no CUDA devices"
             raise ValueError(f"device is {self.device!r}, but this torch ({torch.__version__}) sees {found}")
         return device
+
+    def with_limits(self, device: "torch.device") -> "EngineConfig":
+        """This config with numbers in place of the limits of a step that were left to the device's memory.
+
+        A GPU's memory counts as far as `gpu_memory_utilization` lets the engine use it.
+        """
+        import torch
+
+        limits = SMALL_STEPS
+        if device.type == "cuda":
+            usable = torch.cuda.get_device_properties(device).total_memory * self.gpu_memory_utilization
+            limits = LARGE_STEPS if usable >= LARGE_GPU_BYTES else SMALL_STEPS
+        return replace(self, **{name: value for name, value in limits.items() if getattr(self, name) is None})
 
     def resolve_dtype(self, checkpoint_dtype: "torch.dtype", device: "torch.device") -> "torch.dtype":
         """The dtype of weights and KV cache: "auto" is the checkpoint's, but float32 for a float16 checkpoint on a CPU.

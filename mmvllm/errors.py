@@ -15,6 +15,11 @@ def without_frames(error: E) -> E:
     return error
 
 
+def first_line(error: BaseException) -> str:
+    """The class and the first line of an error; CUDA's go on with advice on debugging."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
 class RequestError(ValueError):
     """A request that cannot be served as it is.
 

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,10 +34,25 @@ def test_sizes_are_kept(name, value):
 
 
 def test_none_is_valid_only_for_sizes_with_a_computed_default():
-    config = EngineConfig(max_model_len=None, num_kvcache_blocks=None)
-    assert config == EngineConfig()
-    with pytest.raises(ValueError, match="max_num_seqs is None, must be an integer of at least 1"):
-        EngineConfig(max_num_seqs=None)
+    computed = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kvcache_blocks")
+    assert EngineConfig(**dict.fromkeys(computed)) == EngineConfig()
+    with pytest.raises(ValueError, match="max_vision_patches is None, must be an integer of at least 1"):
+        EngineConfig(max_vision_patches=None)
+
+
+@pytest.mark.parametrize(
+    ("gib", "share", "want"),
+    [(23.6, 1, (64, 4096)), (31.4, 0.9, (256, 8192)), (31.4, 0.7, (64, 4096)), (139, 0.9, (256, 8192))],
+)
+def test_the_limits_of_a_step_follow_the_memory_that_may_be_used(gib, share, want, monkeypatch):
+    cards = SimpleNamespace(total_memory=int(gib * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: cards)
+    config = EngineConfig(gpu_memory_utilization=share).with_limits(torch.device("cuda:1"))
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == want
+    given = EngineConfig(gpu_memory_utilization=share, max_num_seqs=7).with_limits(torch.device("cuda"))
+    assert (given.max_num_seqs, given.max_num_batched_tokens) == (7, want[1])
+    cpu = EngineConfig().with_limits(torch.device("cpu"))
+    assert (cpu.max_num_seqs, cpu.max_num_batched_tokens) == (64, 4096)
 
 
 @pytest.mark.parametrize(

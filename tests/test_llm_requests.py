@@ -257,7 +257,7 @@ def test_async_llm_refuses_a_list_of_parameters(checkpoint):
 
 def test_an_engine_takes_the_arguments_of_llm(checkpoint):
     engine = LLMEngine(checkpoint, **ENGINE, max_num_seqs=3, tensor_parallel_size=1)
-    assert engine.config == EngineConfig(**ENGINE, max_num_seqs=3)
+    assert engine.config == EngineConfig(**ENGINE, max_num_seqs=3).with_limits(torch.device("cpu"))
     engine.exit()
     with pytest.raises(TypeError, match="given a config and max_num_seqs; give one or the other"):
         LLMEngine(checkpoint, EngineConfig(), max_num_seqs=3)

@@ -55,8 +55,8 @@ def test_import_and_help_do_not_load_torch():
 
 
 def test_the_engine_config_does_not_load_torch():
-    code = "import sys; sys.modules['torch'] = None; import mmvllm; print(mmvllm.EngineConfig().max_num_seqs)"
-    assert python("-c", code) == "64\n"
+    code = "import sys; sys.modules['torch'] = None; import mmvllm; print(mmvllm.EngineConfig().max_vision_patches)"
+    assert python("-c", code) == "16384\n"
 
 
 def test_help_names_the_commands():

@@ -15,7 +15,7 @@ from mmvllm.layers.linear import Linear, pack_weights
 from mmvllm.llm import LLM
 from mmvllm.outputs import RequestOutput
 
-READ_BYTES = 1 << 30  # far larger than any cache
+READ_BYTES = {"cpu": 1 << 30, "cuda": 1 << 30}  # far larger than any cache
 MATRIX_SIZES = {"cpu": 2048, "cuda": 8192}
 ATTEMPTS = 5
 CALLS = {"cpu": 1, "cuda": 20}  # per attempt: on a GPU, a single call is too short to be timed from the host
@@ -34,7 +34,7 @@ class Machine:
 
 
 def bytes_per_second(device: torch.device) -> float:
-    values = torch.ones(READ_BYTES // 4, device=device)
+    values = torch.ones(READ_BYTES[device.type] // 4, device=device)
     return values.nbytes / _best_seconds(values.sum, device)
 
 

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     attention, reason = choose_attention(
         engine_config.attention_backend, config.head_dims, device, dtype, engine_config.kvcache_block_size
     )
-    memory = Memory(config, engine_config, attention, device)
+    memory = Memory(config, engine_config.with_limits(device), attention, device)
     sections = {
         "versions": {name: text or "not installed" for name, text in versions(*PACKAGES).items()},
         "devices": _devices(engine_config.gpu_memory_utilization),

@@ -12,7 +12,7 @@ from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.output_processor import DeltaStream
 from mmvllm.engine.sequence import SequenceGroup
 from mmvllm.engine.stats import EngineStats, Meter
-from mmvllm.errors import RequestFailed
+from mmvllm.errors import EngineFailed, RequestFailed
 from mmvllm.inputs import EngineInput
 from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
 from mmvllm.sampling_params import SamplingParams
@@ -115,7 +115,8 @@ class EngineThread:
                     self._step()
         except BaseException as error:
             logger.exception("the engine failed")
-            self._on_failure(error)
+            # An engine that has failed says why as the cause.
+            self._on_failure((error.__cause__ or error) if isinstance(error, EngineFailed) else error)
 
     def _run_commands(self) -> bool:
         """Wait for commands or work, and run the commands; False once the thread is to stop."""

@@ -5,9 +5,10 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,13 +19,13 @@ from mmvllm.engine.executor import Executor, Launched
 from mmvllm.engine.input_processor import InputProcessor, Prompt
 from mmvllm.engine.loading import load
 from mmvllm.engine.output_processor import DeltaStream, OutputProcessor
-from mmvllm.engine.recovery import Recovery
+from mmvllm.engine.recovery import Recovery, is_fatal
 from mmvllm.engine.sampled import SampledTokens
 from mmvllm.engine.sampler import Sampler
 from mmvllm.engine.scheduler import Scheduler
 from mmvllm.engine.sequence import FinishReason, SequenceGroup
 from mmvllm.engine.stats import StepStats, step_stats
-from mmvllm.errors import RequestError
+from mmvllm.errors import EngineFailed, RequestError, first_line
 from mmvllm.inputs import EngineInput
 from mmvllm.outputs import RequestOutput
 from mmvllm.processors.tensors import Array
@@ -60,8 +61,8 @@ class LLMEngine:
         """Load a checkpoint, with a `config` or with the fields of one as `engine_args`."""
         if config is not None and engine_args:
             raise TypeError(f"LLMEngine was given a config and {', '.join(engine_args)}; give one or the other")
-        self.config = config = config or EngineConfig.from_arguments("LLMEngine", **engine_args)
-        loaded = load(model, config)
+        loaded = load(model, config or EngineConfig.from_arguments("LLMEngine", **engine_args))
+        self.config = config = loaded.config
         self.model_config = loaded.model_config
         self.image_config, self.video_config = loaded.image_config, loaded.video_config
         self.tokenizer, self.media_rules = loaded.tokenizer, loaded.media_rules
@@ -91,6 +92,7 @@ class LLMEngine:
         self._ahead: Launched | None = None  # the next step, where it was launched before this one's tokens were known
         self._request_numbers = count()
         self._is_exiting = self._exited = False
+        self._failure: str | None = None  # why nothing can be computed any more
         atexit.register(_exit_if_alive, weakref.ref(self))
         if not config.skip_warmup:
             self.warmup_model()
@@ -194,7 +196,9 @@ class LLMEngine:
         With `async_scheduling` the next batch is launched before this one's tokens are waited for, so that the device
         computes while the host commits this step and schedules the one after. If several sequences run out of
         memory together, none is lost: they compute again, half as many at once. If one does alone, or the device fails
-        in another way, the requests of this batch finish with `error` and the engine serves the others.
+        in another way, the requests of this batch finish with `error` and the engine serves the others. Raises
+        EngineFailed, then and from then on, if the device is lost, as after an illegal memory access: all requests have
+        finished with `error`.
         """
         self.check_alive()
         with current_device(self.model_runner.device):
@@ -203,8 +207,10 @@ class LLMEngine:
                 self._ahead = self._launch_ahead() if launched.error is None else None
                 tokens, error = launched.wait()
                 finished = self._commit(launched, tokens, error)
-            except BaseException:
+            except BaseException as error:
                 self._ahead = None
+                if is_fatal(error):
+                    self._fail(error)
                 self.recovery.undo()
                 raise
             outputs = [self._finish(group) for group in finished]
@@ -222,6 +228,12 @@ class LLMEngine:
             return self.scheduler.postprocess(launched.scheduled, tokens)
         self._ahead = None  # the sequences of a step launched behind one that failed are preempted, or have ended
         return self.recovery.recover(launched.scheduled, error)
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        self._failure = first_line(error)
+        for group in self.recovery.end_all(f"the engine failed: {self._failure}"):
+            self._finish(group)
+        raise EngineFailed(f"the engine failed: {self._failure}") from error
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request at any moment and return what it has so far; None if it is unknown or has finished."""
@@ -258,14 +270,18 @@ class LLMEngine:
         for request_id in list(self.scheduler.groups):
             self.abort_request(request_id)
         device = self.model_runner.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # with a step that was launched ahead, for requests that have ended
+        with suppress(RuntimeError):  # of a device that is lost, whose memory is freed when the process ends
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # with a step that was launched ahead, for requests that have ended
         del self.model_runner, self.executor, self.recovery
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        with suppress(RuntimeError):
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def check_alive(self) -> None:
-        """Raise RuntimeError once `exit` has begun."""
+        """Raise EngineFailed once the device is lost, and RuntimeError once `exit` has begun."""
+        if self._failure is not None:
+            raise EngineFailed(f"the engine failed: {self._failure}")
         if self._is_exiting:
             raise RuntimeError("the engine has exited; make a new one")
 

@@ -25,8 +25,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model on its device, and what its checkpoint says."""
+    """A model on its device, what its checkpoint says, and the config with the limits of this device."""
 
+    config: EngineConfig
     model_config: ModelConfig
     image_config: ImageProcessorConfig
     video_config: VideoProcessorConfig
@@ -44,6 +45,7 @@ class LoadedModel:
 def load(model: str | Path | None, config: EngineConfig) -> LoadedModel:
     """Load a checkpoint and allocate its KV cache; raises ValueError for what cannot be served."""
     device = config.resolve_device()
+    config = config.with_limits(device)
     if config.quantization and device.type != "cpu":
         raise ValueError(f"quantization={config.quantization!r} runs on a CPU only; this is {device.type}")
     folder = resolve_folder(model, with_weights=config.load_format != "dummy")
@@ -78,7 +80,7 @@ def load(model: str | Path | None, config: EngineConfig) -> LoadedModel:
         runner.capture_graphs(config.max_num_seqs, max_model_len)
     media_rules = family_of(model_config.architecture).media_rules(model_config)
     return LoadedModel(
-        model_config, image_config, video_config, media_rules, tokenizer, attention, runner, max_model_len
+        config, model_config, image_config, video_config, media_rules, tokenizer, attention, runner, max_model_len
     )
 
 

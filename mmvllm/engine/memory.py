@@ -61,9 +61,10 @@ def _gpu_budget(
     """Bytes of the allowed share that are left beside other processes, the largest step and the encoder cache."""
     with current_device(device):
         peak = peak_memory(model, engine_config, block_size, dtype, device)
+    torch.cuda.empty_cache()  # else the largest step's memory stays reserved, in pieces that the KV cache cannot use
     free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)
-    budget = int(total * engine_config.gpu_memory_utilization) - others - peak
+    reserved = torch.cuda.memory_reserved(device)  # what could not be freed, because the weights use parts of it
+    budget = int(total * engine_config.gpu_memory_utilization) - (total - free - reserved) - max(peak, reserved)
     budget -= engine_config.encoder_cache_bytes if model.config.vision else 0
     return budget - (graphs_bytes(engine_config.max_num_seqs, model.config.vocab_size) if graphs else 0)
 

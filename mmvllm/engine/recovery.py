@@ -1,6 +1,7 @@
 """What becomes of requests when a step fails: nothing is lost that can be computed again."""
 
 import logging
+import re
 
 import torch
 
@@ -10,6 +11,16 @@ from mmvllm.engine.scheduler import RECOVERY_STEPS, Scheduler
 from mmvllm.engine.sequence import FinishReason, SequenceGroup
 
 logger = logging.getLogger(__name__)
+
+# After these errors every later call of the CUDA context fails as well. torch has a class for those that it notices
+# itself; Triton and libraries report them as texts.
+_CONTEXT_IS_LOST = re.compile(
+    r"(?:CUDA|cuDNN).*(?:illegal memory access|illegal instruction|device-side assert|unspecified launch failure"
+    r"|misaligned address|invalid program counter|operation not supported on (?:global|shared)|hardware stack error"
+    r"|launch timed out|ECC error|NVLink error|unknown error|context is destroyed|driver shutting down"
+    r"|STATUS_EXECUTION_FAILED)",
+    re.DOTALL,
+)
 
 
 class Recovery:
@@ -27,8 +38,11 @@ class Recovery:
         """A step failed; return the requests that end with an error. A step launched after it must be dropped.
 
         Sequences that ran out of memory together compute again, half as many at once. Otherwise the requests of this
-        step fail, and the others of the step launched after it compute again.
+        step fail, and the others of the step launched after it compute again. An error that `is_fatal` is raised again:
+        nothing can be computed.
         """
+        if is_fatal(error):
+            raise error
         failed: list[SequenceGroup] = []
         num_seqs = len(scheduled.chunks)
         if num_seqs > 1 and _is_out_of_memory(error):
@@ -38,6 +52,13 @@ class Recovery:
             self._scheduler.preempt_in_flight()
         self._agree_on_rows()
         return failed
+
+    def end_all(self, reason: str) -> list[SequenceGroup]:
+        """End every request, waiting ones too, with an error: the device is lost. Returns them."""
+        return [
+            self._scheduler.abort_seq_group(request_id, FinishReason.ERROR, reason)
+            for request_id in [*self._scheduler.groups]
+        ]
 
     def _reduce_batch_size(self, num_seqs: int, error: RuntimeError | MemoryError) -> None:
         self._scheduler.reduce_batch_size(num_seqs)
@@ -61,7 +82,14 @@ class Recovery:
         self._runner.keep_rows(self._scheduler.encoder_cache.encoded_digests)
 
 
-def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+def is_fatal(error: BaseException) -> bool:
+    """Whether an error means that nothing can be computed on the device any more; running out of memory does not."""
+    if not isinstance(error, RuntimeError) or _is_out_of_memory(error):
+        return False
+    return isinstance(error, torch.AcceleratorError) or _CONTEXT_IS_LOST.search(str(error)) is not None
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
     # Torch's allocator on a CPU, pinned memory and Triton have no class of their own for it.
     words = ("DefaultCPUAllocator: ", "out of memory")
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(each in str(error) for each in words)

@@ -19,9 +19,9 @@ SMALL = ("--device", "cpu", "--size", "64x48", "--output-tokens", "5", "--repeat
 
 @pytest.fixture(autouse=True)
 def quick_machine(monkeypatch):
-    """Measure the machine with little work; the values are not checked."""
-    monkeypatch.setattr(roofline, "READ_BYTES", 1 << 20)
-    monkeypatch.setattr(roofline, "MATRIX_SIZES", {"cpu": 256})
+    """Measure a CPU with little work; the values are not checked. On a GPU that would measure its launches."""
+    monkeypatch.setitem(roofline.READ_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(roofline.MATRIX_SIZES, "cpu", 256)
     monkeypatch.setattr(kernels, "CPU_SECONDS", 0.0)
 
 
@@ -256,9 +256,14 @@ def test_an_interrupt_ends_the_run(bench, monkeypatch):
     assert code == 130 and not any(line.startswith("{") for line in lines)
 
 
+def test_a_gpu_is_measured_with_enough_work_to_be_timed():
+    """Reads of 100 us and products of 1 ms, on a GPU of 10 TB/s and 1 Pflop/s, take far longer than their launches."""
+    assert roofline.READ_BYTES["cuda"] / 10e12 >= 100e-6
+    assert 2 * roofline.MATRIX_SIZES["cuda"] ** 3 / 1e15 >= 1e-3
+
+
 @pytest.mark.gpu
-def test_on_a_gpu(bench, monkeypatch):
-    monkeypatch.setattr(roofline, "MATRIX_SIZES", {"cuda": 1024})
+def test_on_a_gpu(bench):
     small = ("--size", "64x48", "--output-tokens", "5", "--repeat", "1", "--device", "cuda")
     record = last(bench("throughput", *small, "--requests", "6", "--compare", "transformers")[1], gpu=True)
     assert record["results"]["mmvllm"]["output_tokens"] == record["results"]["transformers"]["output_tokens"] == 30

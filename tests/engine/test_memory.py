@@ -26,24 +26,52 @@ def test_num_blocks_on_a_cpu_follows_cpu_kvcache_bytes(checkpoint, make_llm):
         make_llm(checkpoint, num_kvcache_blocks=None, cpu_kvcache_bytes=100)
 
 
-def test_num_blocks_on_a_gpu_is_what_the_largest_step_leaves(checkpoint, make_llm, monkeypatch):
-    """The arithmetic for a GPU of 80 GiB of which another process uses 10."""
+class FakeCuda:
+    """A GPU of 80 GiB, and the part of torch's allocator that counting blocks asks; sizes in bytes."""
+
+    def __init__(self, monkeypatch, others: int, peak: int, cached: int, fragments: int = 0):
+        self.others, self.peak, self.cached, self.kept = others, peak, cached, 4 * GiB + fragments
+        for name in ("mem_get_info", "memory_reserved", "empty_cache"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(memory, "peak_memory", lambda *_: peak)
+        monkeypatch.setattr(memory, "current_device", lambda device: nullcontext())
+
+    def mem_get_info(self, device) -> tuple[int, int]:
+        return 80 * GiB - self.others - self.memory_reserved(device), 80 * GiB
+
+    def memory_reserved(self, device) -> int:
+        return self.kept + self.cached
+
+    def empty_cache(self) -> None:
+        self.cached = 0
+
+
+@pytest.fixture
+def blocks_on_a_gpu(checkpoint, make_llm, monkeypatch):
+    """The GiB of KV blocks of an engine that may use half of a fake GPU of 80 GiB, and has 2 GiB for images."""
     runner = make_llm(checkpoint).engine.model_runner
     config = EngineConfig(gpu_memory_utilization=0.5, encoder_cache_bytes=2 * GiB, max_num_seqs=10**6)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (64 * GiB, 80 * GiB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6 * GiB)
-    monkeypatch.setattr(memory, "peak_memory", lambda *_: 5 * GiB)
-    monkeypatch.setattr(memory, "current_device", lambda device: nullcontext())
 
-    def num_blocks() -> int:
-        cuda = SimpleNamespace(type="cuda")
-        return num_kv_blocks(runner.model, config, runner.block_size, runner.dtype, cuda, graphs=False)
+    def blocks(**sizes: int) -> float:
+        cuda = FakeCuda(monkeypatch, **sizes)
+        device = SimpleNamespace(type="cuda")
+        number = num_kv_blocks(runner.model, config, runner.block_size, runner.dtype, device, graphs=False)
+        assert cuda.cached == 0, "what the trial run left must be free for the KV cache"
+        return round(number * kv_block_bytes(runner.model_config, runner.block_size, runner.dtype) / GiB, 3)
 
-    block_bytes = kv_block_bytes(runner.model_config, runner.block_size, runner.dtype)
-    assert num_blocks() == (40 - 10 - 5 - 2) * GiB // block_bytes
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * GiB, 80 * GiB))
+    return blocks
+
+
+def test_num_blocks_on_a_gpu_is_what_the_largest_step_leaves(blocks_on_a_gpu):
+    """Another process uses 10 GiB; the weights take 4, and the largest step 5 together with them."""
+    assert blocks_on_a_gpu(others=10 * GiB, peak=5 * GiB, cached=3 * GiB) == 40 - 10 - 5 - 2
     with pytest.raises(ValueError, match="raise gpu_memory_utilization"):
-        num_blocks()
+        blocks_on_a_gpu(others=40 * GiB, peak=5 * GiB, cached=0)
+
+
+def test_memory_that_the_allocator_cannot_free_is_not_given_to_the_kv_cache(blocks_on_a_gpu):
+    """7 GiB stay reserved around 4 GiB of weights: more than the largest step needed."""
+    assert blocks_on_a_gpu(others=10 * GiB, peak=5 * GiB, cached=0, fragments=3 * GiB) == 40 - 10 - 7 - 2
 
 
 def test_num_blocks_is_at_most_what_all_sequences_can_use(checkpoint, make_llm):
@@ -62,6 +90,6 @@ def test_the_trial_run_computes_the_largest_step(patches, checkpoint, make_llm, 
     for name in ("reset_peak_memory_stats", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 123)
-    config = EngineConfig(max_vision_patches=patches, max_num_batched_tokens=32)
+    config = EngineConfig(max_vision_patches=patches, max_num_batched_tokens=32, max_num_seqs=64)
     assert peak_memory(runner.model, config, runner.block_size, runner.dtype, runner.device) == 123
     assert seen == [max(4, patches // 4 * 4)] and steps == [((32, runner.model_config.row_size), 32)]

@@ -157,7 +157,7 @@ class ExpertsOf(TorchFunctionMode):
         self.chosen.append(found.indices)
         if self._given is None:
             return found
-        indices = next(self._given)
+        indices = next(self._given).to(args[0].device)
         return type(found)((args[0].gather(-1, indices), indices))
 
 

@@ -5,6 +5,7 @@ from itertools import accumulate
 import pytest
 import torch
 
+from mmvllm.bench.accuracy import NUM_VALUES
 from mmvllm.kernels.paged_attention import paged_attention, paged_attention_torch, paged_attention_triton
 from tests.helpers.kernels import assert_no_worse
 
@@ -12,8 +13,8 @@ from tests.helpers.kernels import assert_no_worse
 class Step:
     """Random sequences in a shuffled cache of NaN: the arguments of a call, and the exact result in float64."""
 
-    def __init__(self, query_lens, kv_lens, device, dtype, heads=(4, 2), D=16, block_size=16):
-        self.generator = torch.Generator().manual_seed(sum(kv_lens) + D)
+    def __init__(self, query_lens, kv_lens, device, dtype, heads=(4, 2), D=16, block_size=16, seed=0):
+        self.generator = torch.Generator().manual_seed(1000 * seed + sum(kv_lens) + D)
         (H, K), S = heads, len(kv_lens)
         widths = [-(-n // block_size) for n in kv_lens]
         shuffled = torch.randperm(sum(widths) + 3, generator=self.generator)  # three blocks stay unused
@@ -42,10 +43,17 @@ class Step:
         tensors = (self.q, *self.caches, self.cu_seqlens_q, self.kv_lens, self.block_table)
         return [*(x.to(self.device) for x in tensors), self.max_query_len]
 
-    def check(self) -> None:
-        got = paged_attention_triton(*self.args())
+
+def check(query_lens, kv_lens, device, dtype, **shape) -> None:
+    """The kernel's errors on enough draws for the rule on a GPU, where they vary with its arithmetic; else on one."""
+    results, num_values = [], 0
+    while not results or (device.type == "cuda" and num_values < NUM_VALUES):
+        step = Step(query_lens, kv_lens, device, dtype, **shape, seed=len(results))
+        got = paged_attention_triton(*step.args())
         assert got.is_contiguous()
-        assert_no_worse(got, paged_attention_torch(*self.args()), self.exact)
+        results.append((got, paged_attention_torch(*step.args()), step.exact))
+        num_values += got.numel()
+    assert_no_worse(*map(torch.cat, zip(*results, strict=True)))
 
 
 def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -71,13 +79,13 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_decode(shape, device, dtype):
     """One key, the edges of tiles and blocks, and a short context batched with one of many splits."""
-    Step([1] * 5, [1, 64, 65, 17, 777], device, dtype, **shape).check()
+    check([1] * 5, [1, 64, 65, 17, 777], device, dtype, **shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_prefill(shape, device, dtype):
     """Whole prompts, the last chunk of one, and decodes, mixed."""
-    Step([1, 25, 1, 3, 1, 45], [70, 25, 1, 66, 16, 50], device, dtype, **shape).check()
+    check([1, 25, 1, 3, 1, 45], [70, 25, 1, 66, 16, 50], device, dtype, **shape)
 
 
 @pytest.mark.parametrize("chunks", [[32, 32, 6], [1, 50, 19], [35, 35]])
