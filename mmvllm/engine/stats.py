@@ -18,8 +18,10 @@ RATE_WINDOW_S = 10.0
 class Stopwatch:
     """Seconds between marks. On CUDA the marks are events in the stream, so that reading the time waits for nothing."""
 
+    on_host = False  # to measure the host's work on any device
+
     def __init__(self, device: torch.device):
-        self._on_cuda = device.type == "cuda"
+        self._on_cuda = device.type == "cuda" and not self.on_host
         self._marks = [("start", self._now())]
 
     def mark(self, name: str) -> None:
