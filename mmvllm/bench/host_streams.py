@@ -12,7 +12,7 @@ from typing import Any
 from mmvllm.async_llm import AsyncLLM
 from mmvllm.bench.host_engine import HostCase, StandIn
 from mmvllm.bench.host_steps import ROUNDS, HostTimes, median_parts, num_filling_steps, step_parts
-from mmvllm.engine.detokenizer import CompletionText
+from mmvllm.engine.detokenizer import TokenDecoder
 from mmvllm.engine.stats import StepStats
 
 SPARE_STEPS = 50  # requests reach the engine one by one
@@ -65,7 +65,7 @@ def _median_step(received: list[_Received]) -> float:
 
 
 class _Timers:
-    """CPU seconds of the engine's thread, step by step; and what the steps measured."""
+    """Seconds of each step of the engine's thread: its CPU time after `engine.step`, and of this, that of decoding."""
 
     def __init__(self, stats: list[StepStats]):
         self.stats, self.delivering, self.detokenizing = stats, [], [0.0]
@@ -74,29 +74,27 @@ class _Timers:
         """Of the steps in which all sequences decoded."""
         most = max(step.num_decode_tokens for step in self.stats)
         numbers = [i for i, step in enumerate(self.stats) if step.num_decode_tokens == most]
-        deliver = median(self.delivering[i] for i in numbers)
-        detokenize = median(self.detokenizing[i] for i in numbers)
-        return median_parts([self.stats[i] for i in numbers]) | {"detokenise": detokenize, "deliver": deliver}
+        detokenise = median(self.detokenizing[i] for i in numbers)
+        deliver = median(self.delivering[i] - self.detokenizing[i] for i in numbers)
+        return median_parts([self.stats[i] for i in numbers]) | {"detokenise": detokenise, "deliver": deliver}
 
 
 @contextmanager
 def _timed(engine: AsyncLLM) -> Iterator[_Timers]:
     """Measure the parts of each step."""
-    thread, append = engine._thread, CompletionText.append
+    thread, decode = engine._thread, TokenDecoder.decode
     run_step, engine_step = thread._step, engine._engine.step
 
-    def timed_append(text: CompletionText, token_id: int) -> bool:
-        start = time.thread_time()
-        try:
-            return append(text, token_id)
-        finally:
-            timers.detokenizing[-1] += time.thread_time() - start
+    def timed_decode(decoder: TokenDecoder, token_ids: list[int]) -> str:
+        start = time.perf_counter()
+        text = decode(decoder, token_ids)
+        timers.detokenizing[-1] += time.perf_counter() - start
+        return text
 
     def timed_engine_step() -> Any:
-        try:
-            return engine_step()
-        finally:
-            timers.delivering.append(-time.thread_time())
+        result = engine_step()
+        timers.delivering.append(-time.thread_time())
+        return result
 
     def timed_step() -> None:
         run_step()
@@ -105,9 +103,9 @@ def _timed(engine: AsyncLLM) -> Iterator[_Timers]:
 
     with step_parts(engine._engine) as stats:
         timers = _Timers(stats)
-        thread._step, engine._engine.step, CompletionText.append = timed_step, timed_engine_step, timed_append
+        thread._step, engine._engine.step, TokenDecoder.decode = timed_step, timed_engine_step, timed_decode
         try:
             yield timers
         finally:
             del thread._step, engine._engine.step
-            CompletionText.append = append
+            TokenDecoder.decode = decode
