@@ -108,7 +108,7 @@ class InputProcessor:
             raise RequestError("prompt is empty; it needs at least one token")
         vocab_size = self._config.vocab_size
         if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
-            return  # five times as fast as what follows, which finds the first wrong one
+            return  # in half the time of what follows, which finds the first wrong one
         for token_id in token_ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
                 raise RequestError(f"prompt has {token_id!r}, token ids are integers in [0, {vocab_size})")
