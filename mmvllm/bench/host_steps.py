@@ -54,7 +54,7 @@ def measure_steps(engine: LLMEngine, model: StandIn, case: HostCase, steps: int,
 
 @contextmanager
 def step_parts(engine: LLMEngine) -> Iterator[list[StepStats]]:
-    """Collect the engine's steps, with the host's seconds on any device."""
+    """Collect the engine's steps, with the CPU time of their parts on any device."""
     stats: list[StepStats] = []
     before, engine.on_step, Stopwatch.on_host = engine.on_step, stats.append, True
     try:
@@ -71,7 +71,7 @@ def median_parts(stats: list[StepStats]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Seconds of a step, and of adding the request before it."""
+    """Seconds of a step and of adding the request before it, and CPU time of both and of the latter."""
 
     seconds: float
     cpu_seconds: float
@@ -103,9 +103,9 @@ class _Requests:
         start, cpu_start = time.perf_counter(), time.thread_time()
         if prompt is not None:
             self._add(prompt)
-        added = time.perf_counter()
+        adding = time.thread_time() - cpu_start
         self._engine.step()
-        return _Step(time.perf_counter() - start, time.thread_time() - cpu_start, added - start)
+        return _Step(time.perf_counter() - start, time.thread_time() - cpu_start, adding)
 
     def stop(self) -> None:
         for group in self._groups:

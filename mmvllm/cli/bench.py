@@ -136,8 +136,9 @@ def _add_host(benchmarks) -> argparse.ArgumentParser:
         "host",
         "measure the host's work in each step",
         "The model is replaced by prepared logits: scheduler, batch, sampler, commit and delivery remain. Times are "
-        "microseconds per step, the lowest of the medians of three rounds; the parts are measured in steps of their "
-        "own. In mixed steps one prompt arrives and one request finishes.",
+        "microseconds per step, the lowest of the medians of three rounds: by the clock, and CPU time of the engine's "
+        "thread, which other processes change little. The parts are CPU time too, measured in steps of their own. In "
+        "mixed steps one prompt arrives and one request finishes.",
     )
     parser.set_defaults(model=None)
     add_engine_arguments(

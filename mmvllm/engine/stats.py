@@ -18,7 +18,7 @@ RATE_WINDOW_S = 10.0
 class Stopwatch:
     """Seconds between marks. On CUDA the marks are events in the stream, so that reading the time waits for nothing."""
 
-    on_host = False  # to measure the host's work on any device
+    on_host = False  # to measure the CPU time of the calling thread, on any device
 
     def __init__(self, device: torch.device):
         self._on_cuda = device.type == "cuda" and not self.on_host
@@ -34,7 +34,7 @@ class Stopwatch:
 
     def _now(self) -> "float | torch.cuda.Event":
         if not self._on_cuda:
-            return time.perf_counter()
+            return time.thread_time() if self.on_host else time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
