@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -82,18 +82,25 @@ class _Stream:
         self.group: SequenceGroup | None = None  # written by the engine's thread
         self.is_prepared = False
         self.num_bytes = 0  # of its media, once prepared
-        self.ended: Future[None] = Future()
-        self._items: asyncio.Queue[Delta | Exception] = asyncio.Queue()
+        self.has_ended = False  # guarded by the engine's lock
+        self.ended: Future[None] = Future()  # done then
+        self._items: deque[Delta | Exception] = deque()  # used in the event loop only, as is what follows
+        self._waiter: asyncio.Future[None] | None = None  # of the one task that gets the items
 
     @property
     def has_begun(self) -> bool:
         return self.group is not None and self.group.has_begun
 
     def put(self, item: Delta | Exception) -> None:
-        self._items.put_nowait(item)
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def get(self) -> Delta:
-        item = await self._items.get()
+        if not self._items:
+            self._waiter = self.loop.create_future()
+            await self._waiter
+        item = self._items.popleft()
         try:
             if isinstance(item, Exception):
                 raise item
@@ -271,7 +278,7 @@ class AsyncLLM:
         request = with_own_token_ids(request)
         prepare, with_media = partial(self._prepare, stream, request, params, load), has_media(request)
         with self._changed:
-            if not stream.ended.done():  # else the pool may be shut down
+            if not stream.has_ended:  # else the pool may be shut down
                 self._preparation.submit(stream, prepare, with_media)
 
     def _num_waiting_bytes(self) -> int:
@@ -291,16 +298,17 @@ class AsyncLLM:
         else:
             with self._changed:
                 stream.is_prepared, stream.num_bytes = True, prompt.num_bytes
-                if not stream.ended.done():
+                if not stream.has_ended:
                     self._thread.add(stream, prompt, params, arrival_time=stream.arrival_time, **options)
 
     def _deliver(self, events: list[Event]) -> None:
         """Send what is new to its streams, with one wake-up for each event loop."""
         by_loop = defaultdict(list)
         with self._changed:
-            for stream, item in events:
-                if not stream.ended.done():
-                    by_loop[stream.loop].append((stream, item))
+            for event in events:
+                stream, item = event
+                if not stream.has_ended:
+                    by_loop[stream.loop].append(event)
                     if isinstance(item, Exception) or item.output is not None:
                         self._forget(stream)
             self._preparation.advance()  # requests that have begun make room
@@ -310,7 +318,7 @@ class AsyncLLM:
     def _end(self, stream: _Stream, error: Exception | None = None) -> None:
         """End a request at any stage, unless it has ended."""
         with self._changed:
-            if stream.ended.done():
+            if stream.has_ended:
                 return
             self._forget(stream)
             self._thread.abort(stream)
@@ -320,6 +328,7 @@ class AsyncLLM:
     def _forget(self, stream: _Stream) -> None:
         del self._streams[stream.request_id]
         self._preparation.discard(stream)
+        stream.has_ended = True
         stream.ended.set_result(None)
         self._changed.notify_all()
 

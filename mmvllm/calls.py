@@ -43,7 +43,7 @@ class Call:
     def add(self, index: int, prompt: EngineInput, params: SamplingParams, **options) -> None:
         """Give a request to the engine; `options` are those of `LLMEngine.add`."""
         with self._lock:
-            group = self.groups[index] = self._engine.add(prompt, params, follow_text=self._streams, **options)
+            group = self.groups[index] = self._engine.add(prompt, params, **options)
             if self._streams:
                 self._deltas[index] = self._engine.delta_stream(group)
 

@@ -94,7 +94,7 @@ _NAMES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would make one of them for every token four times as slow
 class Delta:
     """What is new of one completion. All texts of a completion, joined, are its final text.
 

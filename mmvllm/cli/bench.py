@@ -1,11 +1,11 @@
-"""`mmvllm bench`: throughput and latency, compared with the machine's limits and with transformers."""
+"""`mmvllm bench`: throughput and latency, compared with the machine's limits and with transformers; their parts."""
 
 import argparse
 from importlib import import_module
 from pathlib import Path
 
 from mmvllm.cli.checks import check
-from mmvllm.cli.common import add_model_argument, at_least_one
+from mmvllm.cli.common import add_model_argument, at_least_one, whole_number
 from mmvllm.cli.engine_options import add_engine_arguments
 
 EPILOG = "The last line of output is a JSON object with the machine, versions, commit, model, arguments and results."
@@ -13,14 +13,14 @@ EPILOG = "The last line of output is a JSON object with the machine, versions, c
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    for add in (_add_throughput, _add_latency, _add_preprocess, _add_kernels):
+    for add in (_add_throughput, _add_latency, _add_preprocess, _add_kernels, _add_host):
         benchmark = add(benchmarks)
         benchmark.epilog = EPILOG
         benchmark.add_argument("--output", type=Path, metavar="FILE", help="also append the JSON line to this file")
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("output", "plot"):
+    for name in ("output", "plot", "profile"):
         path = getattr(args, name, None)
         if path and not path.parent.is_dir():
             raise ValueError(f"--{name} {path}: there is no folder {path.parent}; make it first")
@@ -134,6 +134,46 @@ def _add_kernels(benchmarks) -> argparse.ArgumentParser:
     parser.add_argument("names", nargs="*", metavar="FILE", help="files of kernels/ to measure (default: all)")
     add_model_argument(parser)
     add_engine_arguments(parser, only=("device", "dtype"), device="auto", dtype="auto")
+    return parser
+
+
+def _add_host(benchmarks) -> argparse.ArgumentParser:
+    parser = _add(
+        benchmarks,
+        "host",
+        "measure the host's work in each step",
+        "The model is replaced by prepared logits: scheduler, batch, sampler, commit and delivery remain. Times are "
+        "microseconds per step, the lowest of the medians of three rounds: by the clock, and CPU time of the engine's "
+        "thread, which other processes change little. The parts are CPU time too, measured in steps of their own. In "
+        "mixed steps one prompt arrives and one request finishes.",
+    )
+    parser.set_defaults(model=None)
+    add_engine_arguments(
+        parser.add_argument_group("engine"), exclude=("max_num_seqs", "max_model_len", "load_format", "skip_warmup")
+    )
+    for name, default in (("sequences", "1,8,64,256"), ("contexts", "300,4000")):
+        parser.add_argument(f"--{name}", type=_batch_sizes, default=default, metavar="N,N", help="default: %(default)s")
+    for name, default in (("sampling", "greedy,top_p,penalties"), ("kinds", "decode,mixed")):
+        parser.add_argument(f"--{name}", default=default, metavar="NAME,NAME", help="default: %(default)s")
+    parser.add_argument(
+        "--steps", type=at_least_one, default=60, metavar="N", help="measured steps of each case (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--streams",
+        type=whole_number,
+        default=256,
+        metavar="N",
+        help="streams of an AsyncLLM, at the shortest context; 0 leaves it out (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--vocab-size",
+        type=at_least_one,
+        metavar="N",
+        help="columns of the logits (default: 768 on a CPU, where the sampler's arithmetic is not to count; 151936)",
+    )
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE", help="profile the decode steps: a table in FILE.txt, or a pstats file"
+    )
     return parser
 
 

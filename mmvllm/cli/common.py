@@ -39,7 +39,7 @@ def seconds(text: str) -> float:
 def add_max_waiting_argument(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-waiting",
-        type=_whole_number,
+        type=whole_number,
         default=256,
         metavar="N",
         help="requests that may wait beyond --max-num-seqs; further ones are refused as busy (default: %(default)s)",
@@ -88,5 +88,6 @@ def tell_sampling_defaults(args: argparse.Namespace, defaults: Mapping[str, Any]
         print(f"mmvllm {args.command}: {told}; --generation-config none ignores them", file=sys.stderr)
 
 
-def _whole_number(text: str) -> int:
+def whole_number(text: str) -> int:
+    """An argparse type."""
     return 0 if text == "0" else at_least_one(text)

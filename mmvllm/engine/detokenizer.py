@@ -2,48 +2,124 @@
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
 
-from tokenizers.decoders import DecodeStream
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel, DecodeStream
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 
-class CompletionText:
-    """The text of one completion. `stop_at` is where in `text` the stop string completed last begins, or None."""
+class Pieces(dict[int, str | None]):
+    """The text of each token, found when it first occurs; None for one that may stand for part of a character.
 
-    def __init__(self, tokenizer, stop: Sequence[str] = ()):
-        self._backend = tokenizer.backend_tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)  # gives whole characters only
+    Only tokens of a byte-level vocabulary have a text of their own, whatever stands before them.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self.backend: Tokenizer = tokenizer.backend_tokenizer
         self._special_ids = special_ids(tokenizer)
-        self._stop = stop
-        self.text = ""
+        self._are_bytes = isinstance(self.backend.decoder, ByteLevel)
+
+    def __missing__(self, token_id: int) -> str | None:
+        # Special tokens leave no text: a stream would decode them again with every token until there is some.
+        text = "" if token_id in self._special_ids else self._text(token_id)
+        self[token_id] = text
+        return text
+
+    def _text(self, token_id: int) -> str | None:
+        text = self.backend.decode([token_id], skip_special_tokens=True) if self._are_bytes else ""
+        return text if text and "\ufffd" not in text else None
+
+
+_pieces: WeakKeyDictionary[Any, Pieces] = WeakKeyDictionary()  # by tokenizer
+
+
+def pieces_of(tokenizer: Any) -> Pieces:
+    """The tokens' texts, which all completions of a tokenizer share."""
+    if tokenizer not in _pieces:
+        _pieces[tokenizer] = Pieces(tokenizer)
+    return _pieces[tokenizer]
+
+
+class TokenDecoder:
+    """The tokens of one completion to whole characters, one by one."""
+
+    __slots__ = ("_is_within_character", "_pieces", "_stream")
+
+    def __init__(self, pieces: Pieces):
+        self._pieces = pieces
+        self._stream: DecodeStream | None = None  # has seen the tokens that have no text of their own
+        self._is_within_character = False
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The characters that tokens complete."""
+        if len(token_ids) == 1:
+            return self.step(token_ids[0])
+        return "".join([self.step(token_id) for token_id in token_ids])
+
+    def step(self, token_id: int) -> str:
+        """The characters that one token completes."""
+        piece = self._pieces[token_id]
+        if piece is None or (piece and self._is_within_character):
+            return self._step_within(token_id)
+        return piece
+
+    def _step_within(self, token_id: int) -> str:
+        self._stream = self._stream or DecodeStream(skip_special_tokens=True)
+        text = self._stream.step(self._pieces.backend, token_id)
+        self._is_within_character = text is None
+        return text or ""
+
+
+class CompletionText:
+    """The text of one completion. `stop_at` is where in `text` the stop string completed last begins, or None.
+
+    Text that could become part of a stop string is kept apart: only there a stop string can be completed, so that a
+    token costs the same however long the text is.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
+        self._decoder, self._stop = TokenDecoder(pieces_of(tokenizer)), stop
+        self._longest = max(map(len, stop), default=0)
+        self._settled: list[str] = []
+        self._num_taken = 0  # of these
+        self._rest = ""
+        self.num_settled = 0  # length of the beginning of `text` that cannot become part of a stop string
         self.stop_at: int | None = None
-        self._settled = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self._settled) + self._rest
 
     def append(self, token_id: int) -> bool:
         """Add a token; True if its text completes a stop string."""
-        # Special tokens leave no text: the stream would decode them again with every token until there is some.
-        added = "" if token_id in self._special_ids else self._stream.step(self._backend, token_id) or ""
-        before = len(self.text)
-        self.text += added
-        # A stop string that ends in the added text begins at most its own length before it.
-        starts = [self.text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stop]
-        self.stop_at = min((start for start in starts if start >= 0), default=None) if added else None
+        added = self._decoder.step(token_id)
+        self.stop_at = self._find_stop(added) if added else None
+        if added:
+            self._settle(self._rest + added)
         return self.stop_at is not None
 
-    @property
-    def num_settled(self) -> int:
-        """Length of the beginning of `text` that cannot become part of a stop string."""
-        size, longest = len(self.text), max(map(len, self._stop), default=0)
-        # What is settled stays settled; searching it again would take longer with every token.
-        self._settled = next(
-            (
-                start
-                for start in range(max(self._settled, size - longest + 1), size)
-                if any(stop.startswith(self.text[start:]) for stop in self._stop)
-            ),
-            size,
-        )
-        return self._settled
+    def take(self) -> str:
+        """The settled text that has not been taken before."""
+        taken, self._num_taken = "".join(self._settled[self._num_taken :]), len(self._settled)
+        return taken
+
+    def _find_stop(self, added: str) -> int | None:
+        """Where the first of the stop strings begins that end in the added text."""
+        text, before = self._rest + added, len(self._rest)
+        starts = [text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stop]
+        first = min((start for start in starts if start >= 0), default=None)
+        return None if first is None else self.num_settled + first
+
+    def _settle(self, text: str) -> None:
+        """Divide text before the first place where a stop string may have begun."""
+        size = len(text)
+        starts = range(max(0, size - self._longest + 1), size)
+        end = next((start for start in starts if any(stop.startswith(text[start:]) for stop in self._stop)), size)
+        self._settled.append(text[:end])
+        self._rest = text[end:]
+        self.num_settled += end
 
 
 def special_ids(tokenizer) -> frozenset[int]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.output_processor import DeltaStream
-from mmvllm.engine.sequence import SequenceGroup
+from mmvllm.engine.sequence import SequenceGroup, SequenceStatus
 from mmvllm.engine.stats import EngineStats, Meter
 from mmvllm.errors import EngineFailed, RequestFailed
 from mmvllm.inputs import EngineInput
@@ -36,23 +36,22 @@ Event = tuple[Receiver, Delta | Exception]
 class _Tracked:
     """A request in the engine."""
 
-    def __init__(self, stream: DeltaStream):
-        self.group, self._stream = stream.group, stream
-        self._is_counted, self._num_tokens = False, 0
+    def __init__(self, receiver: Receiver, stream: DeltaStream):
+        self.group, self._receiver, self._stream = stream.group, receiver, stream
+        self.has_begun = False
 
-    def count(self, meter: Meter) -> int:
-        """Record whether the request has begun; return the number of tokens that the last step added."""
-        if not self._is_counted and self.group.has_begun:
-            self._is_counted = True
-            meter.add_begun(self.group)
-        before, self._num_tokens = self._num_tokens, sum(seq.num_completion_tokens for seq in self.group.seqs)
-        return self._num_tokens - before
+    def begins(self) -> bool:
+        """Whether a request that waited has begun."""
+        # The first sequence begins first: this is cheap for many requests that wait.
+        self.has_begun = self.group.seqs[0].status is not SequenceStatus.WAITING
+        return self.has_begun
 
-    def items(self) -> list[Delta | Exception]:
+    def events(self) -> list[Event]:
         """What is new; an error if the request failed."""
-        if self.group.output is not None and self.group.output.error is not None:
-            return [RequestFailed(self.group.output.error)]
-        return self._stream.deltas()
+        output = self.group.output
+        if output is not None and output.error is not None:
+            return [(self._receiver, RequestFailed(output.error))]
+        return [(self._receiver, delta) for delta in self._stream.deltas()]
 
 
 class EngineThread:
@@ -132,14 +131,14 @@ class EngineThread:
         if receiver.ended.done():  # aborted while the command was queued
             return
         try:
-            group = self._engine.add(prompt, params, receiver.request_id, **options, follow_text=True)
+            group = self._engine.add(prompt, params, receiver.request_id, **options)
         except ValueError as error:
             self._deliver([(receiver, error)])
         except Exception as error:  # a bug: other requests are not affected
             self._deliver([(receiver, RequestFailed(f"preparation failed: {type(error).__name__}: {error}"))])
         else:
             receiver.group = group
-            self._tracked[receiver] = _Tracked(self._engine.delta_stream(group))
+            self._tracked[receiver] = _Tracked(receiver, self._engine.delta_stream(group))
 
     def _abort(self, receiver: Receiver) -> None:
         tracked = self._tracked.pop(receiver, None)
@@ -147,20 +146,29 @@ class EngineThread:
             self._deliver(_aborted(receiver))
             return
         self._engine.abort_request(receiver.request_id)
-        self._deliver([(receiver, item) for item in tracked.items()])
+        self._deliver(tracked.events())
 
     def _step(self) -> None:
+        num_tokens = self._engine.output_processor.num_tokens
         outputs, _ = self._engine.step()
-        events, num_new = [], 0
-        for receiver, tracked in [*self._tracked.items()]:
-            num_new += tracked.count(self._meter)
-            events += [(receiver, item) for item in tracked.items()]
-            if tracked.group.output is not None:
-                self._meter.add_finished(tracked.group.output)
-                del self._tracked[receiver]
+        events = self._new_events()
         self.failing = next((output.error for output in outputs if output.error is not None), None)
-        self._meter.add_output_tokens(num_new)
+        self._meter.add_output_tokens(self._engine.output_processor.num_tokens - num_tokens)
         self._deliver(events)
+
+    def _new_events(self) -> list[Event]:
+        events, finished = [], []
+        for receiver, tracked in self._tracked.items():
+            if not tracked.has_begun:
+                if not tracked.begins():
+                    continue
+                self._meter.add_begun(tracked.group)
+            events += tracked.events()
+            if tracked.group.output is not None:
+                finished.append(receiver)
+        for receiver in finished:
+            self._meter.add_finished(self._tracked.pop(receiver).group.output)
+        return events
 
 
 def _aborted(receiver: Receiver) -> list[Event]:

@@ -130,7 +130,7 @@ class LLMEngine:
             image_digests: bytes that identify each image in the caches; computed where not given.
             pixel_values_videos, video_grid_thw: the same for videos.
             second_per_grid_ts: seconds from one temporal patch of a video to the next, where the model uses them.
-            options: `priority`, `cache_salt`, `arrival_time`, `trace_headers` and `follow_text` of `add`.
+            options: `priority`, `cache_salt`, `arrival_time` and `trace_headers` of `add`.
         """
         prepared = self.input_processor.engine_input(
             prompt,
@@ -154,7 +154,6 @@ class LLMEngine:
         cache_salt: str | None = None,
         arrival_time: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
-        follow_text: bool = False,
     ) -> SequenceGroup:
         """Queue a prepared request and return its sequences; raises RequestError for one that can never run.
 
@@ -162,7 +161,6 @@ class LLMEngine:
             priority: lower runs first; among equals, the earlier arrival.
             cache_salt: prefix cache entries are shared only among requests with the same salt.
             trace_headers: kept with the request for the caller.
-            follow_text: keep the text of each completion while it is generated, for `delta_stream`.
         """
         self.check_alive()
         request_id = self.new_request_id() if request_id is None else request_id
@@ -176,7 +174,6 @@ class LLMEngine:
             cache_salt=cache_salt,
             arrival_time=arrival_time,
             trace_headers=trace_headers,
-            follow_text=follow_text,
         )
         self.scheduler.add(group)
         return group
@@ -187,8 +184,8 @@ class LLMEngine:
         return next(request_id for request_id in ids if request_id not in self.scheduler.groups)
 
     def delta_stream(self, group: SequenceGroup) -> DeltaStream:
-        """Follows a request that was added with `follow_text`."""
-        return DeltaStream(group, self.output_processor)
+        """Follows a request, from its beginning."""
+        return self.output_processor.delta_stream(group)
 
     def step(self) -> tuple[list[RequestOutput], int]:
         """Run one batch; return the requests that finished in it and the number of tokens computed.

@@ -16,7 +16,7 @@ from mmvllm.kernels.normalize import normalize
 from mmvllm.models.interface import Model
 from mmvllm.processors.image import ImageProcessorConfig
 from mmvllm.processors.video import VideoProcessorConfig
-from mmvllm.transfer import CopyStream, Uploader, current_device
+from mmvllm.transfer import CopyStream, Uploader, current_device, to_device
 
 _CPU_PATCHES = 1024  # in one ViT call: 8 images of 1024 took 5 % longer in one call than in eight (2 cores)
 

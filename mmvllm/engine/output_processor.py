@@ -1,9 +1,9 @@
 """Why a sequence ends, what a request returns, and what is new of a completion while it is generated."""
 
 import time
-from dataclasses import dataclass
 
-from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup
+from mmvllm.engine.detokenizer import Pieces, TokenDecoder, pieces_of
+from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
 
 
@@ -12,17 +12,26 @@ class OutputProcessor:
 
     def __init__(self, tokenizer, eos_token_ids: frozenset[int]):
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
+        self.num_tokens = 0  # that all sequences got so far
 
     def finish_reason(self, seq: Sequence) -> FinishReason | None:
         """Why a sequence ends with the token that was just appended, or None; call it once for each token."""
-        params, token_id = seq.sampling_params, seq.last_token
-        completes_stop_string = seq.completion_text is not None and seq.completion_text.append(token_id)
+        self.num_tokens += 1
+        params, token_ids, text = seq.sampling_params, seq.token_ids, seq.completion_text
+        token_id, is_longest = token_ids[-1], len(token_ids) >= seq.max_num_tokens
+        if text is None and token_id not in self._eos_token_ids and not params.stop_token_ids:  # nearly always
+            return FinishReason.LENGTH if is_longest else None
+        completes_stop_string = text is not None and text.append(token_id)
         if seq.num_completion_tokens >= params.min_tokens:
             if token_id in self._eos_token_ids and not params.ignore_eos:
                 return FinishReason.EOS
             if token_id in params.stop_token_ids or completes_stop_string:
                 return FinishReason.STOP
-        return FinishReason.LENGTH if seq.num_tokens >= seq.max_num_tokens else None
+        return FinishReason.LENGTH if is_longest else None
+
+    def delta_stream(self, group: SequenceGroup) -> "DeltaStream":
+        """Follows a request."""
+        return DeltaStream(group, self, pieces_of(self._tokenizer))
 
     def completion(self, seq: Sequence) -> CompletionOutput:
         """The completion of a sequence that has finished."""
@@ -59,51 +68,65 @@ class OutputProcessor:
 
 
 class DeltaStream:
-    """Follows a request that keeps the text of its completions while they are generated (`follow_text`)."""
+    """What is new of a request's completions, call by call; a token is decoded when it is asked for."""
 
-    def __init__(self, group: SequenceGroup, processor: OutputProcessor):
+    def __init__(self, group: SequenceGroup, processor: OutputProcessor, pieces: Pieces):
         self.group, self._processor = group, processor
-        self._cursors = [_Cursor(seq, index) for index, seq in enumerate(group.seqs)]
+        cursors = [_Cursor(seq, index, TokenDecoder(pieces)) for index, seq in enumerate(group.seqs)]
+        self._cursors = cursors  # of the completions whose last delta has not been returned
 
     def deltas(self) -> list[Delta]:
         """What is new since the last call; all that is left, with the request's output, once it has finished."""
+        deltas = []
+        for cursor in self._cursors:  # a new list when one of them ends
+            delta = self._last_delta(cursor) if cursor.seq.status is SequenceStatus.FINISHED else cursor.delta()
+            if delta is not None:
+                deltas.append(delta)
+        return deltas
+
+    def _last_delta(self, cursor: "_Cursor") -> Delta:
         output = self.group.output
-        cursors = [cursor for cursor in self._cursors if not cursor.has_ended]
-        deltas = [self._delta(cursor, output if cursor is cursors[-1] else None) for cursor in cursors]
-        return [delta for delta in deltas if delta is not None]
-
-    def _delta(self, cursor: "_Cursor", output: RequestOutput | None) -> Delta | None:
-        if not cursor.seq.is_finished:
-            return cursor.delta()
-        finished = self.group.output
-        completion = self._processor.completion(cursor.seq) if finished is None else finished.completions[cursor.index]
-        return cursor.last_delta(completion, output)
+        completion = self._processor.completion(cursor.seq) if output is None else output.completions[cursor.index]
+        self._cursors = [other for other in self._cursors if other is not cursor]
+        return cursor.last_delta(completion, None if self._cursors else output)
 
 
-@dataclass(slots=True)
 class _Cursor:
-    """One sequence, and how much of it has been returned."""
+    """One sequence, and how much of its completion has been decoded and returned."""
 
-    seq: Sequence
-    index: int
-    has_ended: bool = False  # whether its last delta has been returned
-    num_sent: int = 0
-    num_sent_chars: int = 0
+    __slots__ = ("_decoder", "_end", "_held", "_num_chars", "_num_sent", "index", "seq")
+
+    def __init__(self, seq: Sequence, index: int, decoder: TokenDecoder):
+        """`decoder` is used unless the engine looks for stop strings, and keeps the text for that."""
+        self.seq, self.index, self._decoder = seq, index, decoder
+        self._end = seq.num_prompt_tokens  # of the tokens that have been decoded
+        self._held: list[int] = []  # decoded tokens whose text is not settled
+        self._num_chars = self._num_sent = 0  # of the text, and of the log-probabilities, that have been returned
 
     def delta(self) -> Delta | None:
         """What is new of a completion that is not finished; None if there is no settled text."""
-        text = self.seq.completion_text
-        settled = text.num_settled
-        return self._take(text.text[:settled]) if settled > self.num_sent_chars else None
+        seq = self.seq
+        new = seq.token_ids[self._end :]
+        self._end += len(new)
+        text = self._decoder.decode(new) if seq.completion_text is None else seq.completion_text.take()
+        if not text:
+            self._held += new
+            return None
+        return self._delta(new, text, None, None)
 
     def last_delta(self, completion: CompletionOutput, output: RequestOutput | None) -> Delta:
-        self.has_ended = True
-        return self._take(completion.text, completion.finish_reason, output)
+        text = completion.text[self._num_chars :]
+        return self._delta(self.seq.token_ids[self._end :], text, completion.finish_reason, output)
 
-    def _take(self, text: str, finish_reason: str | None = None, output: RequestOutput | None = None) -> Delta:
-        seq, start = self.seq, self.num_sent
-        token_ids = seq.token_ids[seq.num_prompt_tokens + start :]
-        logprobs = None if seq.sampling_params.logprobs is None else seq.logprobs[start:]
-        new = text[self.num_sent_chars :]
-        self.num_sent, self.num_sent_chars = start + len(token_ids), len(text)
-        return Delta(seq.request_id, self.index, new, token_ids, logprobs, finish_reason, output, seq.num_prompt_tokens)
+    def _delta(self, new: list[int], text: str, finish_reason: str | None, output: RequestOutput | None) -> Delta:
+        """The delta of the tokens held so far and of new ones."""
+        seq, self._num_chars = self.seq, self._num_chars + len(text)
+        token_ids = self._held + new if self._held else new
+        self._held.clear()
+        logprobs = None
+        if seq.sampling_params.logprobs is not None:
+            logprobs = seq.logprobs[self._num_sent : self._num_sent + len(token_ids)]
+            self._num_sent += len(token_ids)
+        return Delta(
+            seq.request_id, self.index, text, token_ids, logprobs, finish_reason, output, seq.num_prompt_tokens
+        )

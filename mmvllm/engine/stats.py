@@ -19,8 +19,10 @@ RATE_WINDOW_S = 10.0
 class Stopwatch:
     """Seconds between marks. On CUDA the marks are events in the stream, so that reading the time waits for nothing."""
 
+    on_host = False  # to measure the CPU time of the calling thread, on any device
+
     def __init__(self, device: torch.device):
-        self._on_cuda = device.type == "cuda"
+        self._on_cuda = device.type == "cuda" and not self.on_host
         self._marks = [("start", self._now())]
 
     def mark(self, name: str) -> None:
@@ -33,7 +35,7 @@ class Stopwatch:
 
     def _now(self) -> "float | torch.cuda.Event":
         if not self._on_cuda:
-            return time.perf_counter()
+            return time.thread_time() if self.on_host else time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -121,7 +123,7 @@ class Meter:
     def __init__(self):
         self._lock = threading.Lock()
         self._started = time.perf_counter()
-        self._recent: deque[tuple[float, int, int]] = deque()  # (when, prompt tokens, output tokens)
+        self._recent_prompt_tokens, self._recent_output_tokens = _RecentSum(), _RecentSum()
         self._finished = self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
         self._images = self._encoded_images = 0
 
@@ -138,18 +140,16 @@ class Meter:
     def add_step(self, step: StepStats) -> None:
         with self._lock:
             self._encoded_images += step.num_images
-            self._recent.append((step.end, step.num_prefill_tokens, 0))
-            self._drop_old()
+            self._recent_prompt_tokens.add(step.num_prefill_tokens)
 
     def add_output_tokens(self, count: int) -> None:
         with self._lock:
             self._output_tokens += count
-            self._recent.append((time.perf_counter(), 0, count))
+            self._recent_output_tokens.add(count)
 
     def stats(self, scheduler: Scheduler, num_preparing: int) -> EngineStats:
         blocks = scheduler.block_manager  # only counts are read, which another thread may change meanwhile
         with self._lock:
-            self._drop_old()
             seconds = max(1e-3, min(RATE_WINDOW_S, time.perf_counter() - self._started))
             return EngineStats(
                 num_preparing=num_preparing,
@@ -157,8 +157,8 @@ class Meter:
                 num_running=len(scheduler.running),
                 num_used_blocks=blocks.num_blocks - blocks.num_free_blocks,
                 num_blocks=blocks.num_blocks,
-                prompt_tokens_per_s=sum(step[1] for step in self._recent) / seconds,
-                output_tokens_per_s=sum(step[2] for step in self._recent) / seconds,
+                prompt_tokens_per_s=self._recent_prompt_tokens.value() / seconds,
+                output_tokens_per_s=self._recent_output_tokens.value() / seconds,
                 num_finished=self._finished,
                 num_prompt_tokens=self._prompt_tokens,
                 num_cached_tokens=self._cached_tokens,
@@ -168,6 +168,25 @@ class Meter:
                 num_preemptions=scheduler.num_preemptions,
             )
 
+
+class _RecentSum:
+    """The sum of what was added in the last seconds; neither adding nor reading takes longer the more there is."""
+
+    def __init__(self):
+        self._added: deque[tuple[float, int]] = deque()  # (when, count)
+        self._sum = 0
+
+    def add(self, count: int) -> None:
+        if count:
+            self._added.append((time.perf_counter(), count))
+            self._sum += count
+        self._drop_old()
+
+    def value(self) -> int:
+        self._drop_old()
+        return self._sum
+
     def _drop_old(self) -> None:
-        while self._recent and self._recent[0][0] < time.perf_counter() - RATE_WINDOW_S:
-            self._recent.popleft()
+        begin = time.perf_counter() - RATE_WINDOW_S
+        while self._added and self._added[0][0] < begin:
+            self._sum -= self._added.popleft()[1]

@@ -274,6 +274,6 @@ def test_on_a_gpu(bench):
 
 def test_help_does_not_load_torch():
     code = "import sys; sys.modules['torch'] = None\nfrom mmvllm.cli.main import main\nmain(['bench', '{}', '--help'])"
-    for name in ("throughput", "latency", "preprocess", "kernels"):
+    for name in ("throughput", "latency", "preprocess", "kernels", "host"):
         done = subprocess.run([sys.executable, "-c", code.format(name)], capture_output=True, text=True)
         assert done.returncode == 0 and "JSON" in done.stdout, done.stderr

@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream, Metaspace
+from tokenizers.models import WordLevel
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from mmvllm.engine.detokenizer import CompletionText, token_bytes
+from mmvllm.engine.detokenizer import CompletionText, TokenDecoder, pieces_of, special_ids, token_bytes
 from mmvllm.models.folder import BUNDLED
 
 METADATA = os.environ.get("MMVLLM_CHECKPOINT_METADATA")
@@ -60,10 +63,29 @@ def test_random_tokens_including_special_ones_and_invalid_bytes(tokenizer, data)
 def test_special_tokens_are_not_decoded_again_with_each_token(bundled):
     """A completion with ignore_eos may have thousands of them."""
     completion = CompletionText(bundled)
-    completion._stream = None  # the stream would keep them
     for _ in range(10):
         assert not completion.append(bundled.eos_token_id)
     assert (completion.text, completion.num_settled) == ("", 0)
+    assert completion._decoder._stream is None  # the stream would keep them
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_the_text_is_that_of_a_stream_that_sees_every_token(tokenizer, data):
+    """Although most tokens are looked up, and a stream sees only those that may be part of a character."""
+    ids = st.one_of(st.integers(0, 255), st.integers(0, len(tokenizer) + 100))
+    decoder, stream = TokenDecoder(pieces_of(tokenizer)), DecodeStream(skip_special_tokens=True)
+    special = special_ids(tokenizer)
+    for token_id in data.draw(st.lists(ids, max_size=40)):
+        expected = "" if token_id in special else stream.step(tokenizer.backend_tokenizer, token_id) or ""
+        assert decoder.step(token_id) == expected
+
+
+def test_tokens_are_not_looked_up_where_their_text_depends_on_what_stands_before():
+    backend = Tokenizer(WordLevel({"[UNK]": 0, "▁a": 1, "▁b": 2}, unk_token="[UNK]"))
+    backend.decoder = Metaspace()
+    decoder = TokenDecoder(pieces_of(PreTrainedTokenizerFast(tokenizer_object=backend)))
+    assert [decoder.decode([1]), decoder.decode([2, 1])] == ["a", " b a"]
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

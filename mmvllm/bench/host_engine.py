@@ -1,0 +1,97 @@
+"""An engine whose model launches nothing: what remains of a step is the host's work, and the sampler's arithmetic."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmvllm.batch import Batch
+from mmvllm.engine.llm_engine import LLMEngine
+from mmvllm.engine.stats import Stopwatch
+from mmvllm.inputs import EngineInput
+from mmvllm.models.folder import BUNDLED
+from mmvllm.sampling_params import SamplingParams
+
+MAX_BATCHED_TOKENS = 8192  # a prompt that arrives is computed in one step
+SAMPLING = {
+    "greedy": {},
+    "top_p": {"temperature": 0.8, "top_p": 0.9},
+    "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1},
+}
+SHIFTS = 16  # steps until the logits repeat
+# The KV cache is allocated, although nothing is written to it: a decoder of one small layer keeps it small.
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+HEADS = {"num_attention_heads": 1, "num_key_value_heads": 1, "layer_types": ["full_attention"]}
+MROPE_SECTION = [8, 4, 4]  # half of the head size
+
+
+@dataclass(frozen=True, slots=True)
+class HostCase:
+    """What the steps of a measurement compute; in those of a "mixed" one a prompt arrives and a request finishes."""
+
+    sequences: int
+    context: int  # tokens of each prompt
+    sampling: str  # of SAMPLING
+    kind: str  # "decode" or "mixed"
+
+    def params(self, index: int, max_tokens: int) -> SamplingParams:
+        return SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=index, **SAMPLING[self.sampling])
+
+
+def write_checkpoint(folder: Path, vocab_size: int, max_model_len: int) -> None:
+    """The bundled model's files without its weights, for a smaller decoder, another vocabulary and longer contexts."""
+    shutil.copytree(BUNDLED, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text())
+    text = config["text_config"]
+    text |= SMALL | HEADS | {"vocab_size": vocab_size, "max_position_embeddings": max_model_len}
+    text["rope_parameters"] |= {"mrope_section": MROPE_SECTION}
+    config["vision_config"] |= {"hidden_size": SMALL["hidden_size"], "depth": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def engine_options(max_num_seqs: int, given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the engine; those that the user gave come first."""
+    return {
+        "load_format": "dummy",
+        "skip_warmup": True,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": MAX_BATCHED_TOKENS,
+        "cpu_kvcache_bytes": 1 << 40,  # no limit: there are as many blocks as the sequences can use
+    } | given
+
+
+class StandIn:
+    """Takes the place of an engine's model: returns prepared logits, of text tokens that differ from step to step."""
+
+    def __init__(self, engine: LLMEngine):
+        vocab_size, device = engine.model_config.vocab_size, engine.model_runner.device
+        self.token_ids = text_ids(engine.tokenizer, vocab_size)
+        generator = torch.Generator().manual_seed(0)
+        logits = torch.full((engine.config.max_num_seqs + SHIFTS, vocab_size), -1e4)
+        logits[:, self.token_ids] = 3 * torch.randn(len(logits), len(self.token_ids), generator=generator)
+        self._logits, self._num_runs = logits.to(device), 0
+        self._rng = np.random.default_rng(0)
+        engine.model_runner.run = self.run
+
+    def run(self, batch: Batch, watch: Stopwatch) -> Tensor:
+        """Logits (R, V) of the rows that want a token."""
+        self._num_runs += 1
+        shift = self._num_runs % SHIFTS
+        logits = self._logits[shift : shift + len(batch.sample_at)]
+        watch.mark("launch")
+        return logits
+
+    def prompt(self, num_tokens: int) -> EngineInput:
+        """Text that shares no prefix with any other."""
+        return EngineInput(self._rng.choice(self.token_ids, num_tokens).tolist())
+
+
+def text_ids(tokenizer: Any, vocab_size: int) -> list[int]:
+    """The tokens of the vocabulary that stand for whole characters, as nearly all tokens of a completion do."""
+    texts = tokenizer.batch_decode([[token_id] for token_id in range(min(len(tokenizer), vocab_size))], True)
+    return [token_id for token_id, text in enumerate(texts) if text and "\ufffd" not in text]

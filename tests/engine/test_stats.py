@@ -1,0 +1,43 @@
+"""Rates over the last seconds."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from mmvllm.engine import stats
+from mmvllm.engine.stats import Meter, StepStats
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds, which the test sets."""
+    now = SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr(stats.time, "perf_counter", lambda: now.seconds)
+    return now
+
+
+def rates(meter: Meter) -> tuple[float, float]:
+    blocks = SimpleNamespace(num_blocks=4, num_free_blocks=1)
+    scheduler = SimpleNamespace(block_manager=blocks, waiting=[], running=[], num_preemptions=0)
+    current = meter.stats(scheduler, num_preparing=0)
+    return current.prompt_tokens_per_s, current.output_tokens_per_s
+
+
+def step(clock, num_prompt_tokens: int) -> StepStats:
+    return StepStats(clock.seconds, {}, num_prompt_tokens, 3, 0, 0, 1, 0, 3)
+
+
+def test_rates_are_of_the_last_seconds(clock):
+    meter = Meter()
+    clock.seconds += 2
+    meter.add_step(step(clock, 30))
+    meter.add_output_tokens(4)
+    assert rates(meter) == (15.0, 2.0)
+    clock.seconds += 9
+    meter.add_step(step(clock, 0))
+    meter.add_output_tokens(6)
+    assert rates(meter) == (3.0, 1.0)
+    clock.seconds += 2
+    assert rates(meter) == (0.0, 0.6)
+    clock.seconds += 10
+    assert rates(meter) == (0.0, 0.0)
