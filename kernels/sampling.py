@@ -61,7 +61,10 @@ def sample_triton(
     # estimates from instruction counts, not measured. Splitting a row would help small batches only.
     # 16 logits per thread keep enough loads in flight, and leave registers for three sums of each; not tuned.
     _sample_kernel[(R,)](
-        logits, temperature, top_k, top_p, min_p, uniform, out, logits.stride(0), V=V, BLOCK=block, num_warps=16
+        *(logits, temperature, top_k, top_p, min_p, uniform, out, logits.stride(0)),
+        **{"V": V, "BLOCK": block},
+        num_warps=16,
+        enable_fp_fusion=False,
     )
     return out
 

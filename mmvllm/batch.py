@@ -45,6 +45,7 @@ class Batch:
     block_copies: Tensor  # (2, number) int64: source and destination blocks, copied before anything is written
     query_lens: tuple[int, ...]  # on the host
     context_lens: tuple[int, ...]  # kv_lens, on the host
+    num_decodes: int = 0  # the first sequences, with one token each; more such sequences may follow
     row_spans: tuple[RowSpan, ...] = ()  # where the M image rows come from
     new_items: tuple[MediaItem, ...] = ()  # to encode in this step
     freed_digests: tuple[bytes, ...] = ()  # items whose rows the encoder cache has dropped since the last step
