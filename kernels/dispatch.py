@@ -10,7 +10,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # Triton does not support macOS and Windows: kernels are defined there, but never run
-    triton = SimpleNamespace(jit=lambda function: function, __version__=None)
+    triton = SimpleNamespace(jit=lambda function=None, **_: function or (lambda kernel: kernel), __version__=None)
     tl = SimpleNamespace(constexpr=None)
 
 __all__ = ["Case", "ExpertShapes", "KernelShapes", "VisionShapes", "runs_triton", "tl", "triton", "triton_unusable"]

@@ -33,15 +33,17 @@ def paged_attention(
     kv_lens: Tensor,
     block_table: Tensor,
     max_query_len: int,
+    num_decodes: int = 0,
 ) -> Tensor:
     """Attention of q (N, H, D) over each sequence's cached keys and values -> (N, H, D).
 
     A sequence's queries are its last tokens: query i of n sees keys up to kv_len - n + i. q may be strided but for its
     last dimension; caches (num_blocks, block_size, K, D) contiguous; cu_seqlens_q (S + 1,), kv_lens (S,) and
-    block_table (S, max_blocks) int32; every sequence has a query, and none has more than max_query_len.
+    block_table (S, max_blocks) int32; every sequence has a query, and none has more than max_query_len. The first
+    num_decodes sequences have one query each; others may have one too, but run fastest if they are among these.
     """
     attention = paged_attention_triton if runs_triton(q) else paged_attention_torch
-    return attention(q, k_cache, v_cache, cu_seqlens_q, kv_lens, block_table, max_query_len)
+    return attention(q, k_cache, v_cache, cu_seqlens_q, kv_lens, block_table, max_query_len, num_decodes)
 
 
 def paged_attention_torch(
@@ -52,8 +54,12 @@ def paged_attention_torch(
     kv_lens: Tensor,
     block_table: Tensor,
     max_query_len: int,
+    num_decodes: int = 0,
 ) -> Tensor:
-    """As `paged_attention`: single-query sequences are batched by similar context length, others run one by one."""
+    """As `paged_attention`: single-query sequences are batched by similar context length, others run one by one.
+
+    It finds the single queries itself, so `num_decodes` changes nothing.
+    """
     starts, lens = cu_seqlens_q.tolist(), kv_lens.tolist()
     single: dict[int, list[int]] = {}  # by the bit length of their contexts, so that at most half is padding
     for s, kv_len in enumerate(lens):
@@ -107,34 +113,49 @@ def paged_attention_triton(
     kv_lens: Tensor,
     block_table: Tensor,
     max_query_len: int,
+    num_decodes: int = 0,
 ) -> Tensor:
-    """As `paged_attention`, in one kernel. The first call on a device must not be inside a CUDA graph capture."""
-    if max_query_len == 1:
-        return _decode(q, k_cache, v_cache, kv_lens, block_table)
-    return _prefill(q, k_cache, v_cache, cu_seqlens_q, kv_lens, block_table)
+    """As `paged_attention`: a kernel for single queries, one for the rest. Not first called in a CUDA graph capture."""
+    S, out = len(kv_lens), q.new_empty(q.shape)
+    num_decodes = S if max_query_len == 1 else num_decodes
+    if num_decodes:
+        _decode(q, k_cache, v_cache, out, kv_lens, block_table, num_decodes)
+    if num_decodes < S:
+        others = (x[num_decodes:] for x in (cu_seqlens_q, kv_lens, block_table))
+        _prefill(q, k_cache, v_cache, out, *others, len(q) - num_decodes)
+    return out
 
 
 def _prefill(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, cu_seqlens_q: Tensor, kv_lens: Tensor, block_table: Tensor
-) -> Tensor:
-    (N, H, D), (_, block_size, K, _), S = q.shape, k_cache.shape, len(kv_lens)
-    out = q.new_empty(q.shape)
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    cu_seqlens_q: Tensor,
+    kv_lens: Tensor,
+    block_table: Tensor,
+    num_queries: int,
+) -> None:
+    """Write the rows of `out` from cu_seqlens_q[0] on; that many rows of q and out belong to other sequences."""
+    (_, H, D), (_, block_size, K, _), S = q.shape, k_cache.shape, len(kv_lens)
     block_m, block_n, num_warps = tile_sizes(D, q.dtype)
     block_m = max(block_m, triton.next_power_of_2(H // K))
     block_q = block_m // (H // K)
-    _paged_attention_kernel[(N // block_q + S, K)](
+    _paged_attention_kernel[(num_queries // block_q + S, K)](
         *(q, k_cache, v_cache, out, cu_seqlens_q, kv_lens, block_table),
         *(S, block_table.stride(0), q.stride(0), q.stride(1), LOG2_E / math.sqrt(D)),
         *(H, K, D, *head_pieces(D), block_size, block_q, block_m, block_n),
         num_warps=num_warps,
         num_stages=PAGED_STAGES,
+        enable_fp_fusion=True,  # see `attend`
     )
-    return out
 
 
-def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_lens: Tensor, block_table: Tensor) -> Tensor:
-    (S, H, D), (_, block_size, K, _) = q.shape, k_cache.shape
-    out = q.new_empty(q.shape)
+def _decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, kv_lens: Tensor, block_table: Tensor, S: int
+) -> None:
+    """Write the first S rows of `out`: those of the first S sequences, which have one query each."""
+    (_, H, D), (_, block_size, K, _) = q.shape, k_cache.shape
     block_n = decode_block_n(D, q.dtype)
     splits = num_splits(S * K, block_table.shape[1] * block_size, block_n, q.device)
     parts = q.new_empty(S, K, splits, H // K, D, dtype=torch.float32)
@@ -147,8 +168,8 @@ def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_lens: Tensor, block_
         *(max(16, triton.next_power_of_2(H // K)), block_n, MIN_TILES),
         num_warps=4,
         num_stages=PAGED_STAGES,
+        enable_fp_fusion=True,
     )
-    return out
 
 
 def decode_block_n(head_dim: int, dtype: torch.dtype) -> int:
@@ -156,16 +177,18 @@ def decode_block_n(head_dim: int, dtype: torch.dtype) -> int:
     return max(16, min(64, 1 << (16384 // (head_dim * dtype.itemsize)).bit_length() - 1))
 
 
-@cache
 def num_splits(groups: int, max_context: int, block_n: int, device: torch.device) -> int:
     """Number of splits of each of `groups` contexts, chosen so that two programs run on every multiprocessor.
 
     It depends only on values that are fixed in a CUDA graph, not on current context lengths.
     """
-    on_cuda = device.type == "cuda"
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 16
     useful = triton.cdiv(max_context, MIN_TILES * block_n)
-    return min(triton.cdiv(2 * processors, groups), useful, MAX_SPLITS)
+    return min(triton.cdiv(2 * _multiprocessors(device), groups), useful, MAX_SPLITS)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
 
 
 @cache
@@ -181,7 +204,12 @@ def _slot_offsets(blocks, key, exists, ROW: tl.constexpr, BLOCK_SIZE: tl.constex
     return (block * BLOCK_SIZE + key % BLOCK_SIZE) * ROW
 
 
-@triton.jit
+# Values that change from step to step compile no variants: without this, each would be compiled for 1, for multiples of
+# 16 and for others, while requests wait.
+@triton.jit(
+    do_not_specialize=["num_seqs", "max_blocks"],
+    do_not_specialize_on_alignment=["cu_seqlens_q", "kv_lens", "block_table"],  # views from any sequence on
+)
 def _paged_attention_kernel(
     q,
     k_cache,
@@ -212,18 +240,19 @@ def _paged_attention_kernel(
     GROUP: tl.constexpr = H // K
     kv_head = tl.program_id(1)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last queries attend to the most keys, so they start first
-    # Sequence s has the tiles from cu_seqlens_q[s] // BLOCK_Q + s on, possibly one more than it needs.
+    # Sequence s has the tiles from (cu_seqlens_q[s] - base) // BLOCK_Q + s on, possibly one more than it needs.
+    base = tl.load(cu_seqlens_q)
     low, high = 0, num_seqs
     while low < high:
         middle = (low + high) // 2
-        if tl.load(cu_seqlens_q + middle) // BLOCK_Q + middle <= tile:
+        if (tl.load(cu_seqlens_q + middle) - base) // BLOCK_Q + middle <= tile:
             low = middle + 1
         else:
             high = middle
     sequence = low - 1
     begin = tl.load(cu_seqlens_q + sequence)
     query_len = tl.load(cu_seqlens_q + sequence + 1) - begin
-    first = (tile - begin // BLOCK_Q - sequence) * BLOCK_Q
+    first = (tile - (begin - base) // BLOCK_Q - sequence) * BLOCK_Q
     if first >= query_len:
         return
 
@@ -252,7 +281,7 @@ def _paged_attention_kernel(
     store_rows(out + (token * H + head) * D, exists, acc, acc_tail, D, D_MAIN, D_TAIL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_blocks"], do_not_specialize_on_alignment=["kv_lens", "block_table"])
 def _paged_attention_decode_kernel(
     q,
     k_cache,

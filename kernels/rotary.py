@@ -114,6 +114,7 @@ def _sizes(q: Tensor, k: Tensor) -> dict[str, int]:
         "K_BLOCK": K_block,
         "HALF_BLOCK": half_block,
         "num_warps": min(8, max(1, H_block * half_block // 256)),  # 8 pairs of q per thread; not tuned
+        "enable_fp_fusion": False,  # the compiler chooses which product it fuses: the two kernels would differ
     }
 
 
@@ -126,9 +127,9 @@ def _rotary_kernel(
     q_out_ptr,
     k_out_ptr,
     q_token_stride,
-    q_head_stride,
+    q_head_stride: tl.constexpr,
     k_token_stride,
-    k_head_stride,
+    k_head_stride: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
     HALF: tl.constexpr,
@@ -149,7 +150,7 @@ def _rotary_kernel(
     _store_pairs(k_out_ptr + token * (K * 2 * HALF), k1, k2, K, HALF, K_BLOCK, HALF_BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_ptr"])  # may be a view at any token
 def _rotary_write_kv_kernel(
     q_ptr,
     k_ptr,
@@ -164,11 +165,11 @@ def _rotary_write_kv_kernel(
     k_weight_ptr,
     eps,
     q_token_stride,
-    q_head_stride,
+    q_head_stride: tl.constexpr,
     k_token_stride,
-    k_head_stride,
+    k_head_stride: tl.constexpr,
     v_token_stride,
-    v_head_stride,
+    v_head_stride: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
     HALF: tl.constexpr,

@@ -84,7 +84,12 @@ def sample_triton(logits: Tensor, params: Tensor, rows: Tensor, ends: Tensor, bl
     # us per read of 152064 logits, that is about 25 us for temperature alone, 170 us with top-p and 250 us with both:
     # estimates from instruction counts, not measured. Splitting a row would help small batches only.
     # 16 logits per thread keep enough loads in flight, and leave registers for three sums of each; not tuned.
-    _sample_kernel[(R,)](logits, params, rows, ends, out, logits.stride(0), V=V, BLOCK=block, num_warps=16)
+    _sample_kernel[(R,)](
+        *(logits, params, rows, ends, out, logits.stride(0)),
+        **{"V": V, "BLOCK": block},
+        num_warps=16,
+        enable_fp_fusion=False,
+    )
     return out
 
 

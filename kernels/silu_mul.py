@@ -24,7 +24,8 @@ def silu_mul_triton(gate_up: Tensor) -> Tensor:
     N, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(N, width, dtype=gate_up.dtype, device=gate_up.device)
     block = 1024  # with 4 warps, 8 values per thread: 16 bytes of a 16-bit dtype; not tuned
-    _silu_mul_kernel[(N * triton.cdiv(width, block),)](gate_up, out, WIDTH=width, BLOCK=block, num_warps=4)
+    grid = (N * triton.cdiv(width, block),)
+    _silu_mul_kernel[grid](gate_up, out, WIDTH=width, BLOCK=block, num_warps=4, enable_fp_fusion=False)
     return out
 
 

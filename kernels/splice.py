@@ -49,10 +49,10 @@ def _sizes(rows: Tensor) -> dict[str, int]:
     C = rows.shape[1]
     block = triton.next_power_of_2(C)
     # 8 values per thread, 16 bytes of a 16-bit dtype; not tuned.
-    return {"C": C, "BLOCK": block, "num_warps": min(8, max(1, block // 256))}
+    return {"C": C, "BLOCK": block, "num_warps": min(8, max(1, block // 256)), "enable_fp_fusion": False}
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["at_ptr"])  # may be a view at any row
 def _splice_kernel(x_ptr, rows_ptr, at_ptr, row_stride, C: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)

@@ -29,10 +29,15 @@ def write_kv_triton(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot
     strides = (*k.stride()[:2], *v.stride()[:2])
     block = triton.next_power_of_2(K * D)
     num_warps = min(8, max(1, block // 256))  # 8 values per thread, 16 bytes of a 16-bit dtype; not tuned
-    _write_kv_kernel[(N,)](k, v, k_cache, v_cache, slot_mapping, *strides, K=K, D=D, BLOCK=block, num_warps=num_warps)
+    _write_kv_kernel[(N,)](
+        *(k, v, k_cache, v_cache, slot_mapping, *strides),
+        **{"K": K, "D": D, "BLOCK": block},
+        num_warps=num_warps,
+        enable_fp_fusion=False,
+    )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_ptr"])  # may be a view at any token
 def _write_kv_kernel(
     k_ptr,
     v_ptr,

@@ -31,7 +31,7 @@ class Batch:
     image_at: Tensor  # (M,) int64, token that each image row replaces
     query_lens: tuple[int, ...]  # on the host
     context_lens: tuple[int, ...]  # kv_lens, on the host
-    num_decodes: int = 0  # the first of the sequences, which have one token each and want its logits
+    num_decodes: int = 0  # the first sequences, with one token each; more such sequences may follow
 
     def __post_init__(self) -> None:
         N, S = len(self.input_ids), len(self.kv_lens)

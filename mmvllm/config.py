@@ -157,11 +157,6 @@ class ModelConfig:
             )
 
     @property
-    def head_dims(self) -> tuple[int, ...]:
-        """Head sizes that the attention backend must serve."""
-        return (self.head_dim,) if self.vision is None else (self.head_dim, self.vision.head_dim)
-
-    @property
     def row_size(self) -> int:
         """Values in a row that replaces a placeholder."""
         return self.hidden_size if self.vision is None else self.vision.row_size
@@ -221,8 +216,11 @@ class EngineConfig:
         encoder_cache_bytes: size of the cache of ViT outputs on the device, in bytes; an image whose output is larger
             is refused.
         enable_prefix_caching: reuse the KV blocks of a prefix, images included, that was computed before.
-        attention_backend: "auto" selects flash-attn if it is installed and supports the model, then Triton, then plain
-            torch (on a CPU always torch).
+        attention_backend: "auto" selects flash-attn ("flash") if it is installed and supports the model, then
+            flash-attn-4 ("flash4"), then Triton, then plain torch (on a CPU always torch). A package is used only if
+            it gives right results on a small input when the engine starts.
+        vision_attention_backend: the same for the ViT; "auto" takes what `attention_backend` names if that can run the
+            ViT, otherwise the first of flash-attn, flash-attn-4, the kernels in torch, Triton and plain torch.
         quantization: "int8" quantizes weights when they are loaded and activations dynamically, on a CPU only;
             completions change slightly; by default weights keep the dtype.
         enforce_eager: do not capture CUDA graphs for decode steps; the engine starts faster and decodes more slowly.
@@ -245,7 +243,8 @@ class EngineConfig:
     cpu_kvcache_bytes: int = 1024 * MiB
     encoder_cache_bytes: int = 512 * MiB
     enable_prefix_caching: bool = True
-    attention_backend: Literal["auto", "flash", "triton", "torch"] = "auto"
+    attention_backend: Literal["auto", "flash", "flash4", "triton", "torch"] = "auto"
+    vision_attention_backend: Literal["auto", "flash", "flash4", "triton", "torch"] = "auto"
     quantization: Literal["int8"] | None = None
     enforce_eager: bool = False
     async_scheduling: bool | None = None

@@ -73,7 +73,11 @@ def test_the_limits_of_a_step_follow_the_memory_that_may_be_used(gib, share, wan
         ("skip_warmup", None, "skip_warmup is None, must be True or False"),
         ("load_format", "pt", "load_format is 'pt', must be 'auto', 'safetensors' or 'dummy'"),
         ("load_format", None, "load_format is None, must be 'auto', 'safetensors' or 'dummy'"),
-        ("attention_backend", "fast", "attention_backend is 'fast', must be 'auto', 'flash', 'triton' or 'torch'"),
+        (
+            "attention_backend",
+            "fast",
+            "attention_backend is 'fast', must be 'auto', 'flash', 'flash4', 'triton' or 'torch'",
+        ),
         ("quantization", "int4", "quantization is 'int4', must be None or 'int8'"),
     ],
     ids=str,

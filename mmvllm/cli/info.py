@@ -6,10 +6,10 @@ from mmvllm.cli.checks import check
 from mmvllm.cli.common import add_model_argument
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 
-PACKAGES = ("torch", "transformers", "triton", "flash-attn", "torchvision", "av")
+PACKAGES = ("torch", "transformers", "triton", "flash-attn", "flash-attn-4", "torchvision", "av")
 SHOWN = (
     *("device", "dtype", "max_model_len", "max_num_seqs", "gpu_memory_utilization", "cpu_kvcache_bytes"),
-    *("encoder_cache_bytes", "attention_backend"),
+    *("encoder_cache_bytes", "attention_backend", "vision_attention_backend"),
 )
 
 
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from mmvllm.bench.report import versions
     from mmvllm.cli.info_memory import Memory
     from mmvllm.config import EngineConfig
-    from mmvllm.layers.attention import choose_attention
+    from mmvllm.layers.attention_choice import choose_attention
     from mmvllm.models.folder import check_not_quantized, resolve_folder
     from mmvllm.models.registry import load_config
 
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     check_not_quantized(folder, config.quantization)
     dtype = engine_config.resolve_dtype(config.dtype, device)
     attention, reason = choose_attention(
-        engine_config.attention_backend, config.head_dims, device, dtype, engine_config.kvcache_block_size
+        engine_config.attention_backend, config.head_dim, device, dtype, engine_config.kvcache_block_size
     )
     memory = Memory(config, engine_config.with_limits(device), attention, device)
     sections = {
@@ -50,8 +50,9 @@ def run(args: argparse.Namespace) -> int:
         "devices": _devices(engine_config.gpu_memory_utilization),
         "model": _model(folder, config) | {"runs in": f"{dtype} on {device}".replace("torch.", "")},
         "attention": {
-            **_attention_backends(config.head_dims, device, dtype, engine_config.kvcache_block_size),
+            **_attention_backends(config.head_dim, device, dtype, engine_config.kvcache_block_size),
             "chosen": f"{attention.name} ({reason})",
+            **_vision_attention(config, engine_config, device, dtype),
         },
         "memory": memory.rows(dtype),
         f"memory needed on {device.type}, by dtype": memory.by_dtype(),
@@ -146,8 +147,18 @@ def _videos(folder, config) -> str:
     return text if num_tokens < config.max_position_embeddings else f"{text}, more than the context"
 
 
-def _attention_backends(head_dims, device, dtype, block_size: int | None) -> dict[str, str]:
-    from mmvllm.layers.attention import unusable_backends
+def _vision_attention(config, engine_config, device, dtype) -> dict[str, str]:
+    from mmvllm.layers.attention_choice import choose_vision_attention
 
-    reasons = unusable_backends(head_dims, device, dtype, block_size)
+    if config.vision is None:
+        return {}
+    names = (engine_config.vision_attention_backend, engine_config.attention_backend)
+    attention, reason = choose_vision_attention(*names, config.vision.head_dim, device, dtype)
+    return {"chosen for ViT": f"{attention.name} ({reason})"}
+
+
+def _attention_backends(head_dim: int, device, dtype, block_size: int | None) -> dict[str, str]:
+    from mmvllm.layers.attention_choice import unusable_backends
+
+    reasons = unusable_backends(head_dim, device, dtype, block_size)
     return {name: reason or "usable" for name, reason in reasons.items()}

@@ -12,13 +12,15 @@ from mmvllm.config import EngineConfig, ModelConfig
 from mmvllm.engine.memory import num_kv_blocks
 from mmvllm.engine.model_runner import ModelRunner
 from mmvllm.inputs import MediaRules
-from mmvllm.layers.attention import AttentionBackend, choose_attention
+from mmvllm.layers.attention import AttentionBackend
+from mmvllm.layers.attention_choice import choose_attention, choose_vision_attention, warm_up_attention
 from mmvllm.layers.linear import pack_weights
 from mmvllm.models.folder import resolve_folder
 from mmvllm.models.registry import family_of, load_config, load_media_configs
 from mmvllm.models.weights import load_model
 from mmvllm.processors.image import ImageProcessorConfig
 from mmvllm.processors.video import VideoProcessorConfig
+from mmvllm.transfer import current_device
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +55,10 @@ def load(model: str | Path | None, config: EngineConfig) -> LoadedModel:
     dtype = config.resolve_dtype(model_config.dtype, device)
     image_config, video_config = load_media_configs(folder)
     tokenizer = _load_tokenizer(folder)
-    attention, reason = choose_attention(
-        config.attention_backend, model_config.head_dims, device, dtype, config.kvcache_block_size
+    attention, vision_attention = _attention(config, model_config, device, dtype)
+    loaded = load_model(
+        folder, model_config, device, dtype, config.load_format, config.seed, attention, vision_attention
     )
-    logger.info("attention backend: %s (%s)", attention.name, reason)
-    loaded = load_model(folder, model_config, device, dtype, config.load_format, config.seed, attention)
     if device.type == "cpu":
         pack_weights(loaded, dtype, int8=config.quantization == "int8")
     block_size = config.kvcache_block_size or attention.block_size
@@ -76,12 +77,33 @@ def load(model: str | Path | None, config: EngineConfig) -> LoadedModel:
         max_model_len=max_model_len,
         use_graphs=use_graphs,
     )
+    if device.type == "cuda" and not config.skip_warmup:
+        with current_device(device), torch.inference_mode():
+            warm_up_attention(attention, model_config.num_attention_heads, runner.kv_cache[0])
     if use_graphs:
         runner.capture_graphs(config.max_num_seqs, max_model_len)
     media_rules = family_of(model_config.architecture).media_rules(model_config)
     return LoadedModel(
         config, model_config, image_config, video_config, media_rules, tokenizer, attention, runner, max_model_len
     )
+
+
+def _attention(
+    config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[type[AttentionBackend], type[AttentionBackend] | None]:
+    """The backends of the decoder and of the ViT, if there is one."""
+    with current_device(device):
+        decoder, reason = choose_attention(
+            config.attention_backend, model_config.head_dim, device, dtype, config.kvcache_block_size
+        )
+        logger.info("attention backend: %s (%s)", decoder.name, reason)
+        if model_config.vision is None:
+            return decoder, None
+        vision, reason = choose_vision_attention(
+            config.vision_attention_backend, config.attention_backend, model_config.vision.head_dim, device, dtype
+        )
+    logger.info("attention backend of the ViT: %s (%s)", vision.name, reason)
+    return decoder, vision
 
 
 def _uses_graphs(config: EngineConfig, device: torch.device, attention: type[AttentionBackend]) -> bool:

@@ -1,11 +1,8 @@
 """Attention backends: the decoder's attention over the paged KV cache, and the ViT's within frames or windows.
 
-All compute the same results. `choose_attention` returns the backend that the user chose, or the fastest usable one.
+All compute the same results. `mmvllm.layers.attention_choice` chooses among them.
 """
 
-import importlib.util
-import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -13,10 +10,8 @@ import torch
 from torch import Tensor
 
 from mmvllm.batch import Batch
-from mmvllm.kernels.dispatch import triton_unusable
 from mmvllm.kernels.packed_attention import packed_attention_torch, packed_attention_triton
 from mmvllm.kernels.paged_attention import paged_attention_torch, paged_attention_triton
-from mmvllm.text import listed
 from mmvllm.transfer import to_device
 
 FLASH_BLOCK_SIZE = 256  # FlashAttention 2 reads paged KV in blocks of a multiple of this
@@ -86,21 +81,26 @@ class FlashAttention:
     def paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
-        if max(batch.query_lens) == 1:  # this function splits long contexts
-            return flash_attn_with_kvcache(
-                q[:, None], k_cache, v_cache, cache_seqlens=batch.kv_lens, block_table=batch.block_table, causal=True
-            )[:, 0]
-        return flash_attn_varlen_func(
-            q,
+        S, n = len(batch.query_lens), num_single(batch)
+        if n:  # this function splits long contexts
+            options = {"cache_seqlens": batch.kv_lens[:n], "block_table": batch.block_table[:n], "causal": True}
+            singles = flash_attn_with_kvcache(q[:n, None], k_cache, v_cache, **options)[:, 0]
+            if n == S:
+                return singles
+        out = flash_attn_varlen_func(
+            q,  # whole: cu_seqlens_q[n:] points into it, and rows before that are not written
             k_cache,
             v_cache,
-            cu_seqlens_q=batch.cu_seqlens_q,
-            cu_seqlens_k=batch.cu_seqlens_k,
+            cu_seqlens_q=batch.cu_seqlens_q[n:],
+            cu_seqlens_k=batch.cu_seqlens_k[n:],
             max_seqlen_q=max(batch.query_lens),
             max_seqlen_k=max(batch.context_lens),
             causal=True,
-            block_table=batch.block_table,
+            block_table=batch.block_table[n:],
         )
+        if n:
+            out[:n] = singles
+        return out
 
     @staticmethod
     def packed(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
@@ -110,8 +110,49 @@ class FlashAttention:
         return flash_attn_varlen_func(q, k, v, segments.cu_seqlens, segments.cu_seqlens, longest, longest)
 
 
+class Flash4Attention:
+    """Prompts with the flash-attn-4 package, for compute capability 9.0 and 10.x.
+
+    Single queries take the Triton kernel: the package splits contexts on capability 10.x only, and not by default. It
+    loads the keys of small blocks row by row, but blocks of its tiles' size whole: these may hold NaN in rows that no
+    token has written, and zero times NaN is NaN.
+    """
+
+    name, block_size, in_graphs = "flash4", 16, True
+
+    @staticmethod
+    def paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
+        from flash_attn.cute import flash_attn_varlen_func
+
+        S, n = len(batch.query_lens), num_single(batch)
+        if n:
+            tensors = (batch.cu_seqlens_q, batch.kv_lens[:n], batch.block_table[:n])
+            singles = paged_attention_triton(q[:n], k_cache, v_cache, *tensors, 1)
+            if n == S:
+                return singles
+        out, _ = flash_attn_varlen_func(
+            q,  # whole, as for flash-attn 2; lengths on the host are left out, as they would select kernels to compile
+            k_cache,
+            v_cache,
+            cu_seqlens_q=batch.cu_seqlens_q[n:],
+            seqused_k=batch.kv_lens[n:],
+            page_table=batch.block_table[n:],
+            causal=True,
+        )
+        if n:
+            out[:n] = singles
+        return out
+
+    @staticmethod
+    def packed(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
+        from flash_attn.cute import flash_attn_varlen_func
+
+        out, _ = flash_attn_varlen_func(q, k, v, cu_seqlens_q=segments.cu_seqlens, cu_seqlens_k=segments.cu_seqlens)
+        return out
+
+
 class TorchVarlenAttention:
-    """FlashAttention as built into torch from 2.13 on (torch/nn/attention/varlen.py)."""
+    """FlashAttention as built into torch (torch/nn/attention/varlen.py), with a block table not in every version."""
 
     name, block_size, in_graphs = "torch-varlen", FLASH_BLOCK_SIZE, True
 
@@ -141,80 +182,10 @@ class TorchVarlenAttention:
         return varlen_attn(q, k, v, segments.cu_seqlens, segments.cu_seqlens, longest, longest)
 
 
-def _paged_arguments(batch: Batch) -> tuple[Tensor, Tensor, Tensor, int]:
-    return batch.cu_seqlens_q, batch.kv_lens, batch.block_table, max(batch.query_lens)
+def num_single(batch: Batch) -> int:
+    """The number of first sequences that have one query each, as far as the batch says it."""
+    return len(batch.query_lens) if max(batch.query_lens) == 1 else batch.num_decodes
 
 
-def unusable_backends(
-    head_dims: Sequence[int], device: torch.device, dtype: torch.dtype, block_size: int | None
-) -> dict[str, str | None]:
-    """Why each backend cannot be used, or None if it can; the fastest first.
-
-    `head_dims` are the head sizes of the model's attention layers; `block_size` is None if the backend may choose it.
-    """
-    return {
-        "flash": _flash_unusable(head_dims, device, dtype, block_size),
-        "triton": triton_unusable(device),
-        "torch": None,
-    }
-
-
-def choose_attention(
-    name: str, head_dims: Sequence[int], device: torch.device, dtype: torch.dtype, block_size: int | None
-) -> tuple[type[AttentionBackend], str]:
-    """The backend called `name`, or the fastest usable one for "auto", and the reason for the choice.
-
-    Arguments as for `unusable_backends`. Raises ValueError if `name` is unknown or cannot be used, with the reason.
-    """
-    unusable = unusable_backends(head_dims, device, dtype, block_size)
-    if name != "auto" and name not in unusable:
-        raise ValueError(f"attention_backend is {name!r}, must be {listed(('auto', *unusable))}")
-    if name != "auto" and unusable[name]:
-        raise ValueError(f"attention_backend is {name!r}, which {unusable[name]}")
-    chosen, reason = name, "requested"
-    if name == "auto":
-        # On a CPU, Triton is usable only in its interpreter, which is far too slow to choose.
-        chosen = next(n for n, why in unusable.items() if why is None and (n != "triton" or device.type == "cuda"))
-        reason = "; ".join(f"{n} {why}" for n, why in unusable.items() if why) or "the fastest"
-    if chosen == "torch":
-        return _torch_attention(head_dims, device, dtype, block_size), reason
-    return {"flash": FlashAttention, "triton": TritonAttention}[chosen], reason
-
-
-def _flash_unusable(
-    head_dims: Sequence[int], device: torch.device, dtype: torch.dtype, block_size: int | None
-) -> str | None:
-    if device.type != "cuda":
-        return f"needs a CUDA device, this is {device.type}"
-    if importlib.util.find_spec("flash_attn") is None:
-        return "is not installed; pip install 'mmvllm[flash]'"
-    return _no_flash_kernel(head_dims, device, dtype, block_size)
-
-
-def _no_flash_kernel(
-    head_dims: Sequence[int], device: torch.device, dtype: torch.dtype, block_size: int | None
-) -> str | None:
-    """Why FlashAttention 2's CUDA kernels, from either package, cannot run this model on this device."""
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "needs a GPU of compute capability 8.0 or above"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"needs float16 or bfloat16, the model runs in {dtype}"
-    for head_dim in head_dims:
-        if head_dim > 256 or head_dim % 8:
-            return f"needs a head size that is a multiple of 8 up to 256, this is {head_dim}"
-    if block_size is not None and block_size % FLASH_BLOCK_SIZE:
-        return f"needs kvcache_block_size to be a multiple of {FLASH_BLOCK_SIZE}, it is {block_size}"
-    return None
-
-
-def _torch_attention(
-    head_dims: Sequence[int], device: torch.device, dtype: torch.dtype, block_size: int | None
-) -> type[AttentionBackend]:
-    """torch's varlen kernels if this torch has them with a block table and they fit, else the plain path."""
-    if device.type != "cuda" or _no_flash_kernel(head_dims, device, dtype, block_size):
-        return TorchAttention
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return TorchAttention
-    return TorchVarlenAttention if "block_table" in inspect.signature(varlen_attn).parameters else TorchAttention
+def _paged_arguments(batch: Batch) -> tuple[Tensor, Tensor, Tensor, int, int]:
+    return batch.cu_seqlens_q, batch.kv_lens, batch.block_table, max(batch.query_lens), batch.num_decodes

@@ -86,5 +86,10 @@ class ModelFamily(ABC):
         """Placeholder tokens, tokens of a grid and positions of a prompt; None for a text-only checkpoint."""
 
     @abstractmethod
-    def build(self, config: ModelConfig, attention: type[AttentionBackend]) -> Model:
-        """The model, on the current default device."""
+    def build(
+        self,
+        config: ModelConfig,
+        attention: type[AttentionBackend],
+        vision_attention: type[AttentionBackend] | None = None,
+    ) -> Model:
+        """The model, on the current default device; its ViT uses `attention` too if it has no backend of its own."""

@@ -3,7 +3,8 @@
 The same class without a ViT serves text-only checkpoints of the decoder.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmvllm.batch import Batch
-from mmvllm.config import ModelConfig
+from mmvllm.config import ModelConfig, VisionConfig
 from mmvllm.inputs import Grid, MediaRules
 from mmvllm.kernels.splice import splice
 from mmvllm.layers.attention import AttentionBackend
@@ -57,7 +58,7 @@ class VisionLanguageModel(Model):
     """One ViT (None in a text-only checkpoint), one decoder, one head.
 
     Args:
-        make_vit: (VisionConfig, attention backend) -> the ViT: patches (P, patch_dim), grids -> rows (M, row_size).
+        make_vit: VisionConfig -> the ViT: patches (P, patch_dim), grids -> rows (M, row_size).
         published: parts of our parameter names, and what stands for them in the published names of tensors.
     """
 
@@ -65,12 +66,12 @@ class VisionLanguageModel(Model):
         self,
         config: ModelConfig,
         backend: type[AttentionBackend],
-        make_vit: type[nn.Module],
+        make_vit: Callable[[VisionConfig], nn.Module],
         published: Mapping[str, str],
     ):
         super().__init__()
         self.config, self.published = config, published
-        self.visual = make_vit(config.vision, backend) if config.vision else None
+        self.visual = make_vit(config.vision) if config.vision else None
         self.decoder = Decoder(config, backend)
         self.lm_head = None if config.tie_word_embeddings else self._head()
         self.tied = {"lm_head.weight": "decoder.embed_tokens.weight"} if config.tie_word_embeddings else {}
@@ -147,7 +148,13 @@ class QwenVLFamily(ModelFamily):
             patch_dim=config.vision.patch_dim,
         )
 
-    def build(self, config: ModelConfig, attention: type[AttentionBackend]) -> VisionLanguageModel:
+    def build(
+        self,
+        config: ModelConfig,
+        attention: type[AttentionBackend],
+        vision_attention: type[AttentionBackend] | None = None,
+    ) -> VisionLanguageModel:
         # Text-only checkpoints of all families have the names of a plain decoder.
         published = QwenVLFamily.published if config.vision is None else self.published
-        return VisionLanguageModel(config, attention, self.vision_transformer, published)
+        make_vit = partial(self.vision_transformer, backend=vision_attention or attention)
+        return VisionLanguageModel(config, attention, make_vit, published)

@@ -28,6 +28,7 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     attention: type[AttentionBackend] = TorchAttention,
+    vision_attention: type[AttentionBackend] | None = None,
 ) -> Model:
     """Build the model on `device` in `dtype` with the folder's weights, or with random ones for "dummy".
 
@@ -36,7 +37,7 @@ def load_model(
     if load_format != "dummy":
         check_not_quantized(folder, config.quantization)
     with torch.device("meta"):
-        model = family_of(config.architecture).build(config, attention).to(dtype)
+        model = family_of(config.architecture).build(config, attention, vision_attention).to(dtype)
     files = [] if load_format == "dummy" else weight_files(folder)
     model = model.to_empty(device=device).eval().requires_grad_(False)
     _clear_padding(model)

@@ -15,8 +15,8 @@ VALUES = {
     **{"device": "cpu", "dtype": "float32", "load_format": "dummy", "max_model_len": 100, "max_num_seqs": 3},
     **{"max_num_batched_tokens": 64, "max_vision_patches": 128, "kvcache_block_size": 32, "num_kvcache_blocks": 10},
     **{"gpu_memory_utilization": 0.5, "cpu_kvcache_bytes": 2**20, "encoder_cache_bytes": 2**19},
-    **{"enable_prefix_caching": False, "attention_backend": "torch", "quantization": "int8", "enforce_eager": True},
-    **{"skip_warmup": True, "seed": 7},
+    **{"enable_prefix_caching": False, "attention_backend": "torch", "vision_attention_backend": "flash4"},
+    **{"quantization": "int8", "enforce_eager": True, "skip_warmup": True, "seed": 7},
 }
 
 

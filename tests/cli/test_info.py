@@ -113,6 +113,7 @@ def test_attention_backends_come_with_reasons(info):
     attention = info()[1]["attention"]
     assert attention["flash"] == "needs a CUDA device, this is cpu"
     assert attention["torch"] == "usable"
+    assert attention["chosen for ViT"].startswith("torch (flash needs a CUDA device, this is cpu")
     assert attention["chosen"].startswith("torch (flash needs a CUDA device")
 
 

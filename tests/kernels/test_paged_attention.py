@@ -44,12 +44,12 @@ class Step:
         return [*(x.to(self.device) for x in tensors), self.max_query_len]
 
 
-def check(query_lens, kv_lens, device, dtype, **shape) -> None:
+def check(query_lens, kv_lens, device, dtype, num_decodes: int = 0, **shape) -> None:
     """The kernel's errors on enough draws for the rule on a GPU, where they vary with its arithmetic; else on one."""
     results, num_values = [], 0
     while not results or (device.type == "cuda" and num_values < NUM_VALUES):
         step = Step(query_lens, kv_lens, device, dtype, **shape, seed=len(results))
-        got = paged_attention_triton(*step.args())
+        got = paged_attention_triton(*step.args(), num_decodes)
         assert got.is_contiguous()
         results.append((got, paged_attention_torch(*step.args()), step.exact))
         num_values += got.numel()
@@ -86,6 +86,29 @@ def test_decode(shape, device, dtype):
 def test_prefill(shape, device, dtype):
     """Whole prompts, the last chunk of one, and decodes, mixed."""
     check([1, 25, 1, 3, 1, 45], [70, 25, 1, 66, 16, 50], device, dtype, **shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunks"),
+    [(SHAPES[1], [25]), (SHAPES[3], [45, 1]), (SHAPES[4], [1, 33, 3]), (SHAPES[5], [9, 2])],
+    ids=str,
+)
+def test_decodes_before_chunks(shape, chunks, device, dtype):
+    """One long enough for several splits; `num_decodes` may leave out single queries."""
+    for num_decodes in (3, 2):
+        kv_lens = [70, 1, 300, *(n + 30 for n in chunks)]
+        check([1, 1, 1, *chunks], kv_lens, device, dtype, num_decodes, **shape)
+
+
+def test_decodes_take_the_kernel_that_splits_contexts(device, dtype):
+    """Rows of a mixed step have the bits that they have in a step of decodes alone, and in one of chunks alone."""
+    step = Step([1, 1, 1, 20, 7], [70, 1, 300, 25, 66], device, dtype)
+    q, *caches, cu_seqlens_q, kv_lens, block_table, _ = step.args()
+    got = paged_attention_triton(*step.args(), 3)
+    decodes = paged_attention_triton(q[:3], *caches, cu_seqlens_q[:4], kv_lens[:3], block_table[:3], 1)
+    chunks = paged_attention_triton(q[3:], *caches, cu_seqlens_q[3:] - 3, kv_lens[3:], block_table[3:], 20)
+    assert torch.equal(got[:3], decodes) and torch.equal(got[3:], chunks)
+    assert not torch.equal(paged_attention_triton(*step.args())[:3], decodes)  # the other kernel sums in another order
 
 
 @pytest.mark.parametrize("chunks", [[32, 32, 6], [1, 50, 19], [35, 35]])
@@ -155,10 +178,10 @@ def test_replays_of_a_cuda_graph_follow_the_lengths():
         assert torch.equal(out, paged_attention_triton(*args))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("queries", [1, 7])
-def test_cache_with_more_than_two_to_the_31_values(queries):
-    device, dtype = torch.device("cuda"), torch.float16
+def test_cache_with_more_than_two_to_the_31_values(queries, device):
+    """Memory of a CPU is taken only where it is written."""
+    dtype = torch.float16
     step = Step([queries], [40], device, dtype, heads=(8, 8), D=128, block_size=256)
     q, k_cache, v_cache, *lens, block_table, max_query_len = step.args()
     large = torch.empty(2**31 // k_cache[0].numel() + 2, *k_cache.shape[1:], device=device, dtype=dtype)

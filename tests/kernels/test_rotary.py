@@ -105,3 +105,13 @@ def test_fused_kernel_equals_separate_ones(device, dtype):
         rotated_q, rotated_k = rotate(*(x.contiguous() for x in (q, k)), cos, sin)
         assert torch.equal(got, rotated_q)
         assert torch.equal(k_cache.view(8, 2, 48)[slots], rotated_k) and torch.equal(v_cache.view(8, 2, 48)[slots], v)
+
+
+def test_slots_beyond_two_to_the_31_values(device):
+    """Memory of a CPU is taken only where it is written."""
+    H, K, D, dtype = 2, 1, 64, torch.float16
+    q, k, v, cos, sin = qkv_and_angles(3, H, K, D, device, dtype, dtype)
+    slots = torch.tensor([3, 2**31 // (K * D), 2**31 // (K * D) + 5], device=device)
+    k_cache, v_cache = (torch.empty(2**31 // (K * D) + 6, 1, K, D, device=device, dtype=dtype) for _ in range(2))
+    rotary_write_kv_triton(q, k, v, cos, sin, k_cache, v_cache, slots)
+    assert torch.equal(k_cache[slots, 0], rotary_triton(q, k, cos, sin)[1]) and torch.equal(v_cache[slots, 0], v)

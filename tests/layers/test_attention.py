@@ -1,87 +1,10 @@
-"""The choice of an attention backend, its reason, and the accuracy of attention on a CPU."""
-
-import sys
+"""The accuracy of attention on a CPU."""
 
 import pytest
 import torch
 
-from mmvllm.kernels import dispatch
 from mmvllm.kernels.packed_attention import attention_torch
 from mmvllm.kernels.paged_attention import paged_attention_torch
-from mmvllm.layers import attention
-from mmvllm.layers.attention import choose_attention
-from mmvllm.models.folder import BUNDLED
-from mmvllm.models.registry import load_config
-
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
-@pytest.fixture
-def head_dims() -> list[int]:
-    config = load_config(BUNDLED)
-    return [config.head_dim, config.vision.head_dim]
-
-
-@pytest.fixture
-def gpu(monkeypatch) -> dict[str, bool]:
-    """Pretend to have an H100; returns the installed packages, which tests can change."""
-    installed = {"flash_attn": True}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: installed.get(name) or None)
-    return installed
-
-
-def test_torch_is_chosen_on_a_cpu(head_dims):
-    backend, reason = choose_attention("auto", head_dims, CPU, torch.float32, None)
-    assert backend.name == "torch" and "flash needs a CUDA device, this is cpu" in reason
-
-
-@pytest.mark.parametrize(
-    ("dtype", "block_size", "flash", "chosen", "reason"),
-    [
-        (torch.bfloat16, None, True, "flash", "the fastest"),
-        (torch.bfloat16, 256, True, "flash", "the fastest"),
-        (torch.bfloat16, 16, True, "triton", "flash needs kvcache_block_size to be a multiple of 256, it is 16"),
-        (torch.float32, None, True, "triton", "flash needs float16 or bfloat16, the model runs in torch.float32"),
-        (torch.bfloat16, None, False, "triton", "flash is not installed; pip install 'mmvllm[flash]'"),
-    ],
-)
-def test_the_fastest_usable_backend_is_chosen_on_a_gpu(dtype, block_size, flash, chosen, reason, head_dims, gpu):
-    gpu["flash_attn"] = flash
-    backend, why = choose_attention("auto", head_dims, CUDA, dtype, block_size)
-    assert (backend.name, why) == (chosen, reason)
-    assert backend.block_size == (256 if chosen == "flash" else 16)  # the block size that flash-attn requires
-
-
-def test_torch_varlen_kernels_are_used_where_they_fit(head_dims, gpu, monkeypatch):
-    varlen = dispatch.SimpleNamespace(varlen_attn=lambda q, k, v, block_table=None: None)
-    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", varlen)
-    for dtype, block_size, wanted in (
-        (torch.bfloat16, None, "TorchVarlenAttention"),
-        (torch.bfloat16, 512, "TorchVarlenAttention"),
-        (torch.bfloat16, 16, "TorchAttention"),
-        (torch.float32, None, "TorchAttention"),
-    ):
-        assert choose_attention("torch", head_dims, CUDA, dtype, block_size)[0].__name__ == wanted
-    varlen.varlen_attn = lambda q, k, v: None  # as in torch 2.11
-    assert choose_attention("torch", head_dims, CUDA, torch.bfloat16, None)[0].__name__ == "TorchAttention"
-
-
-def test_torch_is_chosen_without_triton(head_dims, gpu, monkeypatch):
-    gpu["flash_attn"] = False
-    monkeypatch.setattr(dispatch, "triton", dispatch.SimpleNamespace(__version__=None))
-    backend, why = choose_attention("auto", head_dims, CUDA, torch.bfloat16, None)
-    assert backend.name == "torch-varlen" and "triton needs Triton, which is not installed" in why
-
-
-def test_an_unusable_choice_is_refused(head_dims, gpu, monkeypatch):
-    with pytest.raises(ValueError, match="attention_backend is 'flash', which needs a CUDA device"):
-        choose_attention("flash", head_dims, CPU, torch.float32, None)
-    with pytest.raises(ValueError, match="attention_backend is 'fast', must be 'auto', 'flash', 'triton' or 'torch'"):
-        choose_attention("fast", head_dims, CPU, torch.float32, None)
-    monkeypatch.setattr(dispatch.triton.knobs.runtime, "interpret", False)
-    with pytest.raises(ValueError, match="attention_backend is 'triton', which needs a CUDA device"):
-        choose_attention("triton", head_dims, CPU, torch.float32, None)
 
 
 @pytest.mark.parametrize(

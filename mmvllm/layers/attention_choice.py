@@ -1,0 +1,239 @@
+"""The choice of attention backends, for the decoder and apart from it for the ViT, and the reasons for it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmvllm.batch import Batch, pack
+from mmvllm.kernels.dispatch import triton_unusable
+from mmvllm.layers.attention import (
+    FLASH_BLOCK_SIZE,
+    AttentionBackend,
+    Flash4Attention,
+    FlashAttention,
+    Segments,
+    TorchAttention,
+    TorchVarlenAttention,
+    TritonAttention,
+)
+from mmvllm.text import listed
+
+Backend = type[AttentionBackend]
+WhyNot = Callable[[Backend], str | None]
+
+NAMES = ("flash", "flash4", "triton", "torch")
+# The fastest first. For the ViT, torch's own FlashAttention comes before the Triton kernels: it needs no block table.
+DECODER: tuple[Backend, ...] = (FlashAttention, Flash4Attention, TritonAttention, TorchVarlenAttention, TorchAttention)
+VISION: tuple[Backend, ...] = (FlashAttention, Flash4Attention, TorchVarlenAttention, TritonAttention, TorchAttention)
+IMPORTS = {
+    FlashAttention: ("flash_attn", ("flash_attn_varlen_func", "flash_attn_with_kvcache")),
+    Flash4Attention: ("flash_attn.cute", ("flash_attn_varlen_func",)),
+    TorchVarlenAttention: ("torch.nn.attention.varlen", ("varlen_attn",)),
+}
+
+
+def choose_attention(
+    name: str, head_dim: int, device: torch.device, dtype: torch.dtype, block_size: int | None
+) -> tuple[Backend, str]:
+    """The decoder's backend called `name`, or the fastest usable one for "auto", and the reason for the choice.
+
+    `block_size` is None if the backend may choose it. Raises ValueError if `name` is unknown or cannot be used, with
+    the reason.
+    """
+    why_not = partial(_why_not_paged, head_dim=head_dim, device=device, dtype=dtype, block_size=block_size)
+    return _choose("attention_backend", name, DECODER, why_not, device)
+
+
+def choose_vision_attention(
+    name: str, decoder: str, head_dim: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Backend, str]:
+    """As `choose_attention`, for the ViT; "auto" prefers the backend that the user named for the decoder, or "auto"."""
+    why_not = partial(_why_not_packed, head_dim=head_dim, device=device, dtype=dtype)
+    if name == "auto" != decoder:
+        try:
+            return _choose("attention_backend", decoder, VISION, why_not, device)
+        except ValueError as error:
+            backend, reason = _choose("vision_attention_backend", name, VISION, why_not, device)
+            return backend, f"{error} for the ViT; {reason}"
+    return _choose("vision_attention_backend", name, VISION, why_not, device)
+
+
+def unusable_backends(
+    head_dim: int, device: torch.device, dtype: torch.dtype, block_size: int | None
+) -> dict[str, str | None]:
+    """Why the decoder cannot use each backend, or None if it can; the fastest first."""
+    reasons = {
+        backend.name: _why_not_paged(backend, head_dim, device, dtype, block_size)
+        for backend in DECODER
+        if backend is not TorchVarlenAttention
+    }
+    return reasons | {"torch": None}
+
+
+def warm_up_attention(backend: Backend, num_heads: int, kv_cache: Tensor) -> None:
+    """Compile what the decoder's attention needs, so that no request waits for it.
+
+    kv_cache (2, num_blocks, block_size, K, D), of one layer, is read, whatever it holds, and not written.
+    """
+    k_cache, v_cache = kv_cache
+    for batch in _small_steps(kv_cache.device):
+        q = k_cache.new_zeros(len(batch.input_ids), num_heads, k_cache.shape[-1])
+        backend.paged(q, k_cache, v_cache, batch)
+
+
+def _choose(
+    option: str, name: str, candidates: tuple[Backend, ...], why_not: WhyNot, device: torch.device
+) -> tuple[Backend, str]:
+    """The first candidate that answers to `name` and can be used, and what is wrong with those before it."""
+    if name not in ("auto", *NAMES):
+        raise ValueError(f"{option} is {name!r}, must be {listed(('auto', *NAMES))}")
+    reasons: list[str] = []
+    for backend in _answering(name, candidates, device):
+        reason = why_not(backend)
+        if reason is None:
+            asked = ["requested"] if name != "auto" else []
+            return backend, "; ".join(asked + reasons) or "the fastest"
+        reasons.append(f"{backend.name} {reason}")
+    raise ValueError(f"{option} is {name!r}, which {reasons[0].removeprefix(name).strip()}")
+
+
+def _answering(name: str, candidates: tuple[Backend, ...], device: torch.device) -> Iterator[Backend]:
+    """Candidates of an option's value: "torch" is both the kernels in torch and the plain path."""
+    for backend in candidates:
+        if backend is TorchVarlenAttention and device.type != "cuda":
+            continue
+        if name == "auto":
+            # On a CPU, Triton is usable only in its interpreter, which is far too slow to choose.
+            if backend is not TritonAttention or device.type == "cuda" or triton_unusable(device):
+                yield backend
+        elif backend.name.removesuffix("-varlen") == name:
+            yield backend
+
+
+def _why_not_paged(
+    backend: Backend, head_dim: int, device: torch.device, dtype: torch.dtype, block_size: int | None
+) -> str | None:
+    """Why a backend cannot run the decoder, or None if it can."""
+    if backend is TorchAttention:
+        return None
+    if backend is TritonAttention:
+        return triton_unusable(device)
+    reason = _why_not(backend, head_dim, device, dtype) or _wrong_block_size(backend, block_size)
+    return reason or _failure(lambda: _try_paged(backend, head_dim, device, dtype, block_size))
+
+
+def _wrong_block_size(backend: Backend, block_size: int | None) -> str | None:
+    if block_size is None:
+        return None
+    if backend is Flash4Attention:  # see there; its tiles have 64 keys or more
+        return f"needs kvcache_block_size to be below 64, it is {block_size}" if block_size >= 64 else None
+    if block_size % FLASH_BLOCK_SIZE:
+        return f"needs kvcache_block_size to be a multiple of {FLASH_BLOCK_SIZE}, it is {block_size}"
+    return None
+
+
+def _why_not_packed(backend: Backend, head_dim: int, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a backend cannot run the ViT, or None if it can."""
+    if backend is TorchAttention:
+        return None
+    if backend is TritonAttention:
+        return triton_unusable(device)
+    return _why_not(backend, head_dim, device, dtype) or _failure(lambda: _try_packed(backend, head_dim, device, dtype))
+
+
+def _why_not(backend: Backend, head_dim: int, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a package's kernels cannot be used, as far as this is known without running them."""
+    if device.type != "cuda":
+        return f"needs a CUDA device, this is {device.type}"
+    return _import_failure(backend) or _unsupported(backend, head_dim, device, dtype)
+
+
+def _import_failure(backend: Backend) -> str | None:
+    """Whether the package is missing, broken, or another one that shares a part of its name."""
+    module, names = IMPORTS[backend]
+    try:
+        found = import_module(module)
+        missing = [name for name in names if not hasattr(found, name)]
+    except ModuleNotFoundError as error:
+        if error.name and f"{module}.".startswith(f"{error.name}."):
+            return f"is not installed; pip install 'mmvllm[{backend.name}]'"
+        return f"cannot be imported: {error}"
+    except Exception as error:  # the import of a binary for another torch or CUDA raises anything
+        return f"cannot be imported: {error}"
+    return f"cannot be imported: {module} has no {missing[0]}" if missing else None
+
+
+def _unsupported(backend: Backend, head_dim: int, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why FlashAttention has no kernel for this model on this device; 2 is in torch as well."""
+    capability = torch.cuda.get_device_capability(device)
+    largest = 256
+    if backend is Flash4Attention:
+        if capability[0] not in (9, 10):
+            return "needs a GPU of compute capability 9.0 or 10.x"
+        largest = 256 if capability[0] == 9 else 128
+    elif capability < (8, 0):
+        return "needs a GPU of compute capability 8.0 or above"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"needs float16 or bfloat16, the model runs in {dtype}"
+    if head_dim > largest or head_dim % 8:
+        return f"needs a head size that is a multiple of 8 up to {largest}, this is {head_dim}"
+    return None
+
+
+def _failure(run: Callable[[], None]) -> str | None:
+    """What a backend raised on a small input, in one line."""
+    try:
+        with torch.inference_mode():
+            run()
+    except Exception as error:  # versions differ in what they support, and in how they say so
+        text = " ".join(str(error).split())
+        return f"fails on a small input: {type(error).__name__}: {text[:200]}"
+    return None
+
+
+def _try_paged(
+    backend: Backend, head_dim: int, device: torch.device, dtype: torch.dtype, block_size: int | None
+) -> None:
+    """Raise unless a few small steps give what plain torch gives."""
+    generator = torch.Generator(device).manual_seed(0)
+    normal = partial(torch.randn, generator=generator, device=device, dtype=dtype)
+    k_cache, v_cache = (normal(1, block_size or backend.block_size, 1, head_dim) for _ in range(2))
+    for batch in _small_steps(device):
+        q = normal(len(batch.input_ids), 2, head_dim)
+        got, want = (one.paged(q, k_cache, v_cache, batch) for one in (backend, TorchAttention))
+        torch.testing.assert_close(got, want, atol=0.03, rtol=0.03)
+
+
+def _try_packed(backend: Backend, head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
+    generator = torch.Generator(device).manual_seed(0)
+    segments = Segments.of([3, 130], device)
+    q, k, v = torch.randn(133, 3, 2, head_dim, generator=generator, device=device, dtype=dtype).unbind(1)
+    got, want = (one.packed(q, k, v, segments) for one in (backend, TorchAttention))
+    torch.testing.assert_close(got, want, atol=0.03, rtol=0.03)
+
+
+def _small_steps(device: torch.device) -> Iterator[Batch]:
+    """Decodes, a short and a longer prompt, and all of them in one step."""
+    for query_lens, num_decodes in (([1, 1], 2), ([3], 0), ([300], 0), ([1, 3, 300], 1)):
+        yield _small_step(query_lens, num_decodes, device)
+
+
+def _small_step(query_lens: list[int], num_decodes: int, device: torch.device) -> Batch:
+    """Sequences with four keys before their queries, which all read block 0 again and again."""
+    N, S, kv_lens = sum(query_lens), len(query_lens), [length + 4 for length in query_lens]
+    batch = pack(
+        np.zeros(N),
+        positions=np.zeros((3, N)),
+        slot_mapping=np.zeros(N),
+        query_lens=query_lens,
+        kv_lens=kv_lens,
+        block_table=np.zeros((S, max(kv_lens))),
+        sample_at=[],
+        device=device,
+    )
+    return replace(batch, num_decodes=num_decodes)
