@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmvllm.batch import Batch
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.stats import Stopwatch
+from mmvllm.engine.step_inputs import StepInputs
 from mmvllm.inputs import EngineInput
 from mmvllm.models.folder import BUNDLED
 from mmvllm.sampling_params import SamplingParams
@@ -76,10 +76,13 @@ class StandIn:
         logits[:, self.token_ids] = 3 * torch.randn(len(logits), len(self.token_ids), generator=generator)
         self._logits, self._num_runs = logits.to(device), 0
         self._rng = np.random.default_rng(0)
-        engine.model_runner.run = self.run
+        self._runner = engine.model_runner
+        self._runner.run = self.run
 
-    def run(self, batch: Batch, watch: Stopwatch) -> Tensor:
-        """Logits (R, V) of the rows that want a token."""
+    def run(self, inputs: StepInputs, watch: Stopwatch) -> Tensor:
+        """Logits (R, V) of the rows that want a token, after what a step that the model computes copies."""
+        batch, self._runner.samples = self._runner.rows.batch(inputs)
+        watch.mark("copy")
         self._num_runs += 1
         shift = self._num_runs % SHIFTS
         logits = self._logits[shift : shift + len(batch.sample_at)]
