@@ -73,23 +73,24 @@ def test_preemption(checkpoint, make_llm):
 def test_steps_launched_ahead_give_the_same_tokens_without_synchronization(
     temperature, checkpoint, make_llm, monkeypatch
 ):
-    ahead, plain = (make_llm(checkpoint, device="cuda", skip_warmup=False) for _ in range(2))
-    plain.engine._launches_ahead = False
-    launch, launched = ahead.engine.executor.launch_ahead, []
+    ahead, plain = (
+        make_llm(checkpoint, device="cuda", skip_warmup=False, async_scheduling=is_async) for is_async in (True, False)
+    )
+    launch, launched = ahead.engine.executor.launch, []
 
-    def watched(running):
+    def watched():
         torch.cuda.set_sync_debug_mode("error")
         try:
-            launched.append(launch(running))
+            launched.append(launch())
         finally:
             torch.cuda.set_sync_debug_mode("default")
         return launched[-1]
 
-    monkeypatch.setattr(ahead.engine.executor, "launch_ahead", watched)
+    monkeypatch.setattr(ahead.engine.executor, "launch", watched)
     params = SamplingParams(temperature=temperature, seed=1, min_tokens=3, max_tokens=20)
     want, got = (llm.generate_multimodal(list(REQUESTS.values()), params) for llm in (plain, ahead))
     assert [output.token_ids for output in got] == [output.token_ids for output in want]
-    assert any(launched) and not any(step.error for step in launched if step is not None)
+    assert launched and not any(step.error for step in launched)
 
 
 def test_kv_blocks_fill_the_allowed_memory(checkpoint, make_llm):

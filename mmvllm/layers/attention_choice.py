@@ -1,15 +1,14 @@
 """The choice of attention backends, for the decoder and apart from it for the ViT, and the reasons for it."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import accumulate
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from mmvllm.batch import Batch, pack
+from mmvllm.batch import Batch
 from mmvllm.kernels.dispatch import triton_unusable
 from mmvllm.layers.attention import (
     FLASH_BLOCK_SIZE,
@@ -225,15 +224,23 @@ def _small_steps(device: torch.device) -> Iterator[Batch]:
 
 def _small_step(query_lens: list[int], num_decodes: int, device: torch.device) -> Batch:
     """Sequences with four keys before their queries, which all read block 0 again and again."""
-    N, S, kv_lens = sum(query_lens), len(query_lens), [length + 4 for length in query_lens]
-    batch = pack(
-        np.zeros(N),
-        positions=np.zeros((3, N)),
-        slot_mapping=np.zeros(N),
-        query_lens=query_lens,
-        kv_lens=kv_lens,
-        block_table=np.zeros((S, max(kv_lens))),
-        sample_at=[],
-        device=device,
+    kv_lens = [length + 4 for length in query_lens]
+    tokens = torch.zeros(sum(query_lens), dtype=torch.int64, device=device)
+    return Batch(
+        input_ids=tokens,
+        positions=tokens.repeat(3, 1),
+        slot_mapping=tokens,
+        cu_seqlens_q=_running_sum(query_lens, device),
+        kv_lens=torch.tensor(kv_lens, dtype=torch.int32, device=device),
+        cu_seqlens_k=_running_sum(kv_lens, device),
+        block_table=torch.zeros(len(kv_lens), max(kv_lens), dtype=torch.int32, device=device),
+        sample_at=tokens[:0],
+        image_at=tokens[:0],
+        query_lens=tuple(query_lens),
+        context_lens=tuple(kv_lens),
+        num_decodes=num_decodes,
     )
-    return replace(batch, num_decodes=num_decodes)
+
+
+def _running_sum(lens: list[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)

@@ -40,9 +40,7 @@ REASON = "the engine failed: AcceleratorError: CUDA error: an illegal memory acc
 @pytest.fixture
 def make(checkpoint, make_llm):
     def make(ahead=False, **options):
-        llm = make_llm(checkpoint, **options)
-        llm.engine._launches_ahead = ahead
-        return llm
+        return make_llm(checkpoint, async_scheduling=ahead, **options)
 
     return make
 

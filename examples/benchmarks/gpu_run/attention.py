@@ -96,13 +96,11 @@ def _replaced(name: str, value: object) -> Iterator[None]:
     before = {module: getattr(module, name) for module in (packed_attention, paged_attention) if hasattr(module, name)}
     for module in before:
         setattr(module, name, value)
-    paged_attention.num_splits.cache_clear()
     try:
         yield
     finally:
         for module, own in before.items():
             setattr(module, name, own)
-        paged_attention.num_splits.cache_clear()
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> dict:
