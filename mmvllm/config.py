@@ -217,8 +217,9 @@ class EngineConfig:
         enable_prefix_caching: reuse the KV blocks of a prefix, images included, that was computed before.
         attention_backend: "auto" selects flash-attn if it is installed and supports the model, then Triton, then plain
             torch (on a CPU always torch).
-        quantization: "int8" quantizes weights when they are loaded and activations dynamically, on a CPU only;
-            completions change slightly; by default weights keep the dtype.
+        quantization: "int8" quantizes weights when they are loaded and activations dynamically, on a CPU only; "fp8"
+            does so with 8-bit floats in the decoder's layers, for GPUs of compute capability 8.9 or above and dtype
+            bfloat16; completions change slightly; by default weights keep the dtype.
         enforce_eager: do not capture CUDA graphs for decode steps; the engine starts faster and decodes more slowly.
         skip_warmup: do not run a warm-up batch at start.
         seed: seed for requests without a seed of their own, and for dummy weights.
@@ -238,7 +239,7 @@ class EngineConfig:
     encoder_cache_bytes: int = 512 * MiB
     enable_prefix_caching: bool = True
     attention_backend: Literal["auto", "flash", "triton", "torch"] = "auto"
-    quantization: Literal["int8"] | None = None
+    quantization: Literal["int8", "fp8"] | None = None
     enforce_eager: bool = False
     skip_warmup: bool = False
     seed: int = 0

@@ -58,7 +58,7 @@ def test_none_is_valid_only_for_sizes_with_a_computed_default():
         ("load_format", "pt", "load_format is 'pt', must be 'auto', 'safetensors' or 'dummy'"),
         ("load_format", None, "load_format is None, must be 'auto', 'safetensors' or 'dummy'"),
         ("attention_backend", "fast", "attention_backend is 'fast', must be 'auto', 'flash', 'triton' or 'torch'"),
-        ("quantization", "int4", "quantization is 'int4', must be None or 'int8'"),
+        ("quantization", "int4", "quantization is 'int4', must be None, 'int8' or 'fp8'"),
     ],
     ids=str,
 )
