@@ -1,4 +1,4 @@
-"""RMSNorm, alone and fused with the residual addition before it."""
+"""RMSNorm, alone and fused with the residual addition before it, and with rounding to 8 bits after it."""
 
 from collections.abc import Iterator
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
+from mmvllm.kernels.fp8 import Fp8Rows, quantize_rows_torch, store_row, supports_fp8
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -20,6 +21,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return (add_rms_norm_triton if runs_triton(x) else add_rms_norm_torch)(x, residual, weight, eps)
 
 
+def add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Fp8Rows, Tensor]:
+    """As `add_rms_norm`, but the normalised sum is rounded to 8 bits, after it has been rounded to x's dtype."""
+    assert x.is_contiguous() and residual.is_contiguous()
+    return (add_rms_norm_fp8_triton if runs_triton(x) else add_rms_norm_fp8_torch)(x, residual, weight, eps)
+
+
 def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -31,6 +38,11 @@ def add_rms_norm_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
     return rms_norm_torch(total, weight, eps), total
 
 
+def add_rms_norm_fp8_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Fp8Rows, Tensor]:
+    normalised, total = add_rms_norm_torch(x, residual, weight, eps)
+    return quantize_rows_torch(normalised), total
+
+
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     _rms_norm_kernel[(len(x),)](x, weight, out, eps, **_sizes(x))
@@ -40,6 +52,13 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     out, total = torch.empty_like(x), torch.empty_like(x)
     _add_rms_norm_kernel[(len(x),)](x, residual, weight, out, total, eps, **_sizes(x))
+    return out, total
+
+
+def add_rms_norm_fp8_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Fp8Rows, Tensor]:
+    out, total = Fp8Rows.empty_like(x), torch.empty_like(x)
+    tensors = (x, residual, weight, out.values, out.scale, total)
+    _add_rms_norm_fp8_kernel[(len(x),)](*tensors, eps, **_sizes(x))
     return out, total
 
 
@@ -70,12 +89,32 @@ def _add_rms_norm_kernel(
     at = tl.arange(0, BLOCK)
     mask = at < C
     weight = tl.load(weight_ptr + at, mask=mask)
-    x = tl.load(x_ptr + row + at, mask=mask, other=0.0)
-    residual = tl.load(residual_ptr + row + at, mask=mask, other=0.0)
+    total = _add(x_ptr + row + at, residual_ptr + row + at, total_ptr + row + at, mask)
+    tl.store(out_ptr + row + at, _normalised(total, weight, eps, C), mask=mask)
+
+
+@triton.jit
+def _add_rms_norm_fp8_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, total_ptr, eps, C: tl.constexpr, BLOCK: tl.constexpr
+):
+    index = tl.program_id(0).to(tl.int64)
+    row = index * C
+    at = tl.arange(0, BLOCK)
+    mask = at < C
+    weight = tl.load(weight_ptr + at, mask=mask)
+    total = _add(x_ptr + row + at, residual_ptr + row + at, total_ptr + row + at, mask)
+    store_row(_normalised(total, weight, eps, C), out_ptr + row + at, scale_ptr + index, mask)
+
+
+@triton.jit
+def _add(x_ptr, residual_ptr, total_ptr, mask):
+    """The sum of two rows, zero where `mask` is false, which is stored and returned."""
+    x = tl.load(x_ptr, mask=mask, other=0.0)
+    residual = tl.load(residual_ptr, mask=mask, other=0.0)
     # Rounded before it is normalised, so that the norm and the residual stream use the same value.
     total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-    tl.store(total_ptr + row + at, total, mask=mask)
-    tl.store(out_ptr + row + at, _normalised(total, weight, eps, C), mask=mask)
+    tl.store(total_ptr, total, mask=mask)
+    return total
 
 
 @triton.jit
@@ -94,3 +133,6 @@ def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Ite
         shape, residual = f"N={N} C={C}", torch.randn_like(x)
         yield Case("rms_norm", shape, (x, weight, 1e-6), 2 * x.nbytes + weight.nbytes)
         yield Case("add_rms_norm", shape, (x, residual, weight, 1e-6), 4 * x.nbytes + weight.nbytes)
+        if supports_fp8(device):
+            moved = 3 * x.nbytes + x.numel() + 4 * N + weight.nbytes
+            yield Case("add_rms_norm_fp8", shape, (x, residual, weight, 1e-6), moved)

@@ -1,4 +1,4 @@
-"""The gated activation of the decoder's MLP."""
+"""The gated activation of the decoder's MLP, alone and fused with rounding to 8 bits after it."""
 
 from collections.abc import Iterator
 
@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
+from mmvllm.kernels.fp8 import Fp8Rows, largest_magnitude, quantize_rows_torch, store_scaled, supports_fp8
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -15,9 +16,19 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return (silu_mul_triton if runs_triton(gate_up) else silu_mul_torch)(gate_up)
 
 
+def silu_mul_fp8(gate_up: Tensor) -> Fp8Rows:
+    """As `silu_mul`, rounded to 8 bits after it has been rounded to gate_up's dtype."""
+    assert gate_up.is_contiguous()
+    return (silu_mul_fp8_triton if runs_triton(gate_up) else silu_mul_fp8_torch)(gate_up)
+
+
 def silu_mul_torch(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def silu_mul_fp8_torch(gate_up: Tensor) -> Fp8Rows:
+    return quantize_rows_torch(silu_mul_torch(gate_up))
 
 
 def silu_mul_triton(gate_up: Tensor) -> Tensor:
@@ -29,6 +40,14 @@ def silu_mul_triton(gate_up: Tensor) -> Tensor:
     return out
 
 
+def silu_mul_fp8_triton(gate_up: Tensor) -> Fp8Rows:
+    N, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = Fp8Rows.empty_like(gate_up[:, :width])
+    block = min(4096, triton.next_power_of_2(width))  # with 8 warps, 16 values per thread; not tuned
+    _silu_mul_fp8_kernel[(N,)](gate_up, out.values, out.scale, WIDTH=width, BLOCK=block, num_warps=8)
+    return out
+
+
 @triton.jit
 def _silu_mul_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """One program per BLOCK columns of a row, so that a single row uses several multiprocessors."""
@@ -36,14 +55,41 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.conste
     row = (tl.program_id(0) // blocks).to(tl.int64)
     at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     mask = at < WIDTH
-    gate_ptr = gate_up_ptr + row * (2 * WIDTH) + at
+    tl.store(out_ptr + row * WIDTH + at, _gated(gate_up_ptr + row * (2 * WIDTH) + at, mask, WIDTH), mask=mask)
+
+
+@triton.jit
+def _silu_mul_fp8_kernel(gate_up_ptr, out_ptr, scale_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """One program per row, which is computed twice: to find its scale, and, from the cache, to be rounded with it.
+
+    18,944 values do not fit a program's registers.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    gate_up_ptr += row * (2 * WIDTH)
+    largest = 0.0
+    for start in range(0, WIDTH, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        rounded = _gated(gate_up_ptr + at, at < WIDTH, WIDTH).to(gate_up_ptr.dtype.element_ty)
+        largest = tl.maximum(largest, largest_magnitude(rounded, at < WIDTH))
+    tl.store(scale_ptr + row, tl.div_rn(largest, 448.0))
+    for start in range(0, WIDTH, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        rounded = _gated(gate_up_ptr + at, at < WIDTH, WIDTH).to(gate_up_ptr.dtype.element_ty)
+        store_scaled(rounded, largest, out_ptr + row * WIDTH + at, at < WIDTH)
+
+
+@triton.jit
+def _gated(gate_ptr, mask, WIDTH: tl.constexpr):
     gate = tl.load(gate_ptr, mask=mask).to(tl.float32)
     up = tl.load(gate_ptr + WIDTH, mask=mask).to(tl.float32)
-    tl.store(out_ptr + row * WIDTH + at, gate * tl.sigmoid(gate) * up, mask=mask)
+    return gate * tl.sigmoid(gate) * up
 
 
 def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     width = shapes.intermediate_size
     for N in (1, 64, 1024, 4096):
         gate_up = torch.randn(N, 2 * width, device=device, dtype=dtype)
-        yield Case("silu_mul", f"N={N} I={width}", (gate_up,), gate_up.nbytes * 3 // 2)
+        shape = f"N={N} I={width}"
+        yield Case("silu_mul", shape, (gate_up,), gate_up.nbytes * 3 // 2)
+        if supports_fp8(device):
+            yield Case("silu_mul_fp8", shape, (gate_up,), gate_up.nbytes + N * (width + 4))

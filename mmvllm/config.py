@@ -221,8 +221,9 @@ class EngineConfig:
             it gives right results on a small input when the engine starts.
         vision_attention_backend: the same for the ViT; "auto" takes what `attention_backend` names if that can run the
             ViT, otherwise the first of flash-attn, flash-attn-4, the kernels in torch, Triton and plain torch.
-        quantization: "int8" quantizes weights when they are loaded and activations dynamically, on a CPU only;
-            completions change slightly; by default weights keep the dtype.
+        quantization: "int8" quantizes weights when they are loaded and activations dynamically, on a CPU only; "fp8"
+            does so with 8-bit floats in the decoder's layers, for GPUs of compute capability 8.9 or above and dtype
+            bfloat16; completions change slightly; by default weights keep the dtype.
         enforce_eager: do not capture CUDA graphs for decode steps; the engine starts faster and decodes more slowly.
         async_scheduling: launch a step before the tokens of the one before are known; by default where launches do not
             wait for the device: on CUDA, with an attention backend that reads nothing on the host.
@@ -245,7 +246,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     attention_backend: Literal["auto", "flash", "flash4", "triton", "torch"] = "auto"
     vision_attention_backend: Literal["auto", "flash", "flash4", "triton", "torch"] = "auto"
-    quantization: Literal["int8"] | None = None
+    quantization: Literal["int8", "fp8"] | None = None
     enforce_eager: bool = False
     async_scheduling: bool | None = None
     skip_warmup: bool = False

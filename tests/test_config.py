@@ -78,7 +78,7 @@ def test_the_limits_of_a_step_follow_the_memory_that_may_be_used(gib, share, wan
             "fast",
             "attention_backend is 'fast', must be 'auto', 'flash', 'flash4', 'triton' or 'torch'",
         ),
-        ("quantization", "int4", "quantization is 'int4', must be None or 'int8'"),
+        ("quantization", "int4", "quantization is 'int4', must be None, 'int8' or 'fp8'"),
     ],
     ids=str,
 )

@@ -9,7 +9,9 @@ import torch
 from mmvllm import SamplingParams
 from mmvllm.kernels import (
     argmax,
+    fp8,
     grouped_linear,
+    layer_norm,
     penalties,
     quick_gelu,
     rms_norm,
@@ -21,6 +23,7 @@ from mmvllm.kernels import (
 )
 from mmvllm.layers import experts
 from tests.helpers.engines import run_at_once
+from tests.helpers.kernels import round_to_e4m3_exactly
 from tests.helpers.requests import ask, frames, noise_image
 from tests.helpers.shapes import RICHEST
 
@@ -33,7 +36,12 @@ REQUESTS = [
 ]
 ALWAYS = {"rotary", "rotary_write_kv", "rms_norm", "add_rms_norm", "silu_mul", "splice", "sample", "argmax"}
 PENALTIES = {"penalize", "count_tokens"}
-ALSO = dict(zip(RICHEST, ({"quick_gelu"}, set(), {"splice_add"}, {"splice_add", "grouped_linear"}), strict=True))
+ALSO = {
+    "gqa2-tied": {"quick_gelu", "add_layer_norm"},
+    "windows4-tied": set(),
+    "deepstack3-tied": {"splice_add", "add_layer_norm"},
+    "experts8-top3": {"splice_add", "grouped_linear", "add_layer_norm"},
+}
 
 
 @pytest.fixture
@@ -46,7 +54,8 @@ def interpreted(monkeypatch) -> set[str]:
         return True
 
     sampler = (argmax, penalties, sampling)
-    for module in (*sampler, experts, grouped_linear, rotary, quick_gelu, rms_norm, silu_mul, splice, write_kv):
+    modules = (*sampler, experts, fp8, grouped_linear, layer_norm, rotary, quick_gelu, rms_norm, silu_mul, splice)
+    for module in (*modules, write_kv):
         monkeypatch.setattr(module, "runs_triton", runs_triton)
     return ran
 
@@ -67,3 +76,15 @@ def test_same_tokens_as_with_the_references(budget, shape, checkpoints, make_llm
     assert llm.engine.attention.name == "triton"
     assert (run_at_once(llm, REQUESTS, params), run_at_once(llm, REQUESTS, drawn)) == want
     assert ran >= ALWAYS | PENALTIES | ALSO[shape]
+
+
+def test_same_tokens_in_8_bit_floats(checkpoints, make_llm, monkeypatch, request):
+    """The products are those of the reference, because only GPUs have others."""
+    round_to_e4m3_exactly(monkeypatch)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    options = {"kvcache_block_size": 4, "quantization": "fp8"}
+    want = run_at_once(make_llm(checkpoints(RICHEST[0]), **options), REQUESTS, params)
+    ran = request.getfixturevalue("interpreted")
+    llm = make_llm(checkpoints(RICHEST[0]), attention_backend="triton", **options)
+    assert run_at_once(llm, REQUESTS, params) == want
+    assert ran >= {"rms_norm", "quantize_rows", "add_rms_norm_fp8", "silu_mul_fp8"}

@@ -1,4 +1,4 @@
-"""Packed bfloat16 and int8 weights of every family: completions, and logits as accurate as the number format allows."""
+"""Bfloat16, int8 and fp8 weights of every family: completions, and logits as accurate as the number format allows."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ import torch
 from mmvllm import SamplingParams
 from tests.helpers.engines import assert_idle
 from tests.helpers.parity import REQUESTS, VIDEOS
-from tests.helpers.reference import EightBits, ExpertsOf, Reference, assert_no_worse, first_logits
-from tests.helpers.shapes import IMAGE_SHAPES, RICHEST
+from tests.helpers.reference import EightBitFloats, EightBits, ExpertsOf, Reference, assert_no_worse, first_logits
+from tests.helpers.shapes import IMAGE_SHAPES, RICHEST, SHAPES
 
 EIGHT = SamplingParams(max_tokens=8, ignore_eos=True)
 FORMATS = {
@@ -15,6 +15,9 @@ FORMATS = {
     "int8": {"dtype": "float32", "quantization": "int8"},
     "int8 in bfloat16": {"dtype": "bfloat16", "quantization": "int8"},
 }
+FP8 = {"dtype": "float32", "quantization": "fp8"}
+# Without experts, and without the hidden size of 56 that GPUs do not multiply in 8 bits.
+FP8_SHAPES = [name for name in IMAGE_SHAPES if "experts" not in name and SHAPES[name]["text"].get("hidden_size") != 56]
 
 
 @pytest.mark.parametrize("shape", IMAGE_SHAPES)
@@ -70,3 +73,24 @@ def test_the_error_of_the_logits_after_clips_where_routers_choose_the_same_exper
         got = first_logits(make_llm(folder, **FORMATS[name]).engine, inputs)
     assert len(own.chosen) == len(exactly.chosen) == {"experts8-top3": 3}.get(shape, 0)
     assert_no_worse(got, plain, exact)
+
+
+@pytest.mark.parametrize("shape", FP8_SHAPES)
+@pytest.mark.parametrize("question", ["text", "three"])
+def test_the_error_of_logits_with_8_bit_floats(question, shape, checkpoints, reference, make_llm):
+    """The reference that runs on a CPU, compared with the same rounding in transformers' model."""
+    hf = reference(shape)
+    inputs = hf.inputs(REQUESTS[question])
+    with EightBitFloats(hf.model):
+        plain = hf.logits(inputs)
+    got = first_logits(make_llm(checkpoints(shape), **FP8).engine, inputs)
+    assert_no_worse(got, plain, hf.in_float64(hf.logits, inputs))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", FP8_SHAPES)
+def test_every_request_is_answered_with_8_bit_floats(shape, dtype, checkpoints, make_llm):
+    llm = make_llm(checkpoints(shape), dtype=dtype, quantization="fp8")
+    outputs = llm.generate_multimodal(list(REQUESTS.values()), EIGHT)
+    assert [len(output.token_ids) for output in outputs] == [8] * len(REQUESTS)
+    assert_idle(llm)

@@ -33,6 +33,10 @@ class ModelCosts:
         self.vision_flops = lru_cache(maxsize=256)(self._vision_flops)
 
     @property
+    def num_head_weights(self) -> int:
+        return self.config.vocab_size * self.config.hidden_size
+
+    @property
     def active_share(self) -> float:
         """Of the experts' parameters, the share that one token is multiplied with; 1 for a model without experts."""
         experts = self.config.experts
@@ -45,7 +49,7 @@ class ModelCosts:
         and independently.
         """
         unused = self.num_expert_parameters * (1 - self.active_share) ** num_tokens if self.config.experts else 0
-        return self.num_parameters["decoder"] + self.config.vocab_size * self.config.hidden_size - unused
+        return self.num_parameters["decoder"] + self.num_head_weights - unused
 
     def decoder_flops(self, num_tokens: int, num_keys: float) -> float:
         """Of all layers; `num_keys` is the number of keys that a token attends to, summed over the tokens.
@@ -60,7 +64,7 @@ class ModelCosts:
 
     def head_flops(self, num_rows: int) -> int:
         """Of the logits, which are computed only for rows that sample a token."""
-        return 2 * self.config.vocab_size * self.config.hidden_size * num_rows
+        return 2 * self.num_head_weights * num_rows
 
     @torch.inference_mode()
     def _vision_flops(self, grid: Grid) -> int:

@@ -23,14 +23,17 @@ CALLS = {"cpu": 1, "cuda": 20}  # per attempt: on a GPU, a single call is too sh
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Measured peaks, each the best of several attempts."""
+    """Measured peaks, each the best of several attempts.
+
+    With 8-bit floats, the ViT and the head, which stay in the model's dtype, do not reach the peak of arithmetic.
+    """
 
     bytes_per_second: float  # a sum over float32
     flops_per_second: float  # a product of square matrices, in the model's dtype, or with its quantized weights
 
     @classmethod
-    def measure(cls, device: torch.device, dtype: torch.dtype, int8: bool = False) -> "Machine":
-        return cls(bytes_per_second(device), flops_per_second(device, dtype, int8))
+    def measure(cls, device: torch.device, dtype: torch.dtype, quantization: str | None = None) -> "Machine":
+        return cls(bytes_per_second(device), flops_per_second(device, dtype, quantization))
 
 
 def bytes_per_second(device: torch.device) -> float:
@@ -39,12 +42,15 @@ def bytes_per_second(device: torch.device) -> float:
 
 
 @torch.inference_mode()
-def flops_per_second(device: torch.device, dtype: torch.dtype, int8: bool = False) -> float:
+def flops_per_second(device: torch.device, dtype: torch.dtype, quantization: str | None = None) -> float:
     """Measured with `Linear`, the layer that the models use."""
     size = MATRIX_SIZES[device.type]
     x, linear = torch.randn(size, size, device=device).to(dtype), Linear(size, size, bias=False).to(device, dtype)
-    if device.type == "cpu":
-        pack_weights(linear, dtype, int8)
+    if quantization == "fp8":
+        linear.use_fp8()
+        next(view for _, _, view in linear.checkpoint_views()).copy_(x)
+    elif device.type == "cpu":
+        pack_weights(linear, dtype, int8=quantization == "int8")
     return 2 * size**3 / _best_seconds(lambda: linear(x), device)
 
 
@@ -62,9 +68,10 @@ class Roofline:
     """The limits of one model on one machine, for requests with at most one image each."""
 
     def __init__(self, machine: Machine, llm: LLM):
-        runner, is_int8 = llm.engine.model_runner, llm.engine.config.quantization == "int8"
+        runner, quantization = llm.engine.model_runner, llm.engine.config.quantization
         self.machine, self.costs = machine, ModelCosts(runner.model_config)
-        self.value_bytes = 1 if is_int8 else runner.dtype.itemsize  # of a weight
+        self.value_bytes = 1 if quantization else runner.dtype.itemsize  # of a weight of the decoder
+        self.head_bytes = 1 if quantization == "int8" else runner.dtype.itemsize  # of a weight of the head
         self.key_bytes = kv_block_bytes(runner.model_config, 1, runner.dtype)  # of a key and its value in all layers
 
     def shares(self, run: Run) -> dict[str, float | None]:
@@ -91,7 +98,8 @@ class Roofline:
 
     def weight_bytes(self, num_tokens: int) -> float:
         """Read by a decode step of so many tokens."""
-        return self.costs.weights_read_by_a_step(num_tokens) * self.value_bytes
+        head = self.costs.num_head_weights
+        return (self.costs.weights_read_by_a_step(num_tokens) - head) * self.value_bytes + head * self.head_bytes
 
     def limit(self, run: Run, concurrency: int) -> float:
         """Requests per second at the machine's peaks, with decode steps of `concurrency` requests each.

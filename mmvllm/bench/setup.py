@@ -39,7 +39,7 @@ class Bench:
         folder = resolve_folder(args.model, with_weights=engine_config.load_format != "dummy")
         config, device = load_config(folder), engine_config.resolve_device()
         dtype = engine_config.resolve_dtype(config.dtype, device)
-        machine = _measured_machine(device, dtype, engine_config.quantization == "int8")
+        machine = _measured_machine(device, dtype, engine_config.quantization)
         llm = LLM(folder, **options)
         stack.callback(llm.exit)
         engines = {"mmvllm": Mmvllm(llm)}
@@ -77,11 +77,11 @@ class Bench:
         return runs
 
 
-def _measured_machine(device: torch.device, dtype: torch.dtype, int8: bool) -> Machine:
-    machine = Machine.measure(device, dtype, int8)
+def _measured_machine(device: torch.device, dtype: torch.dtype, quantization: str | None) -> Machine:
+    machine = Machine.measure(device, dtype, quantization)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the engine sizes its KV cache by the free memory
-    kind = "int8" if int8 else str(dtype).removeprefix("torch.")
+    kind = quantization or str(dtype).removeprefix("torch.")
     print(
         f"{device_name(device)}: reads {machine.bytes_per_second / 1e9:.1f} GB/s, "
         f"multiplies at {machine.flops_per_second / 1e12:.3g} Tflop/s in {kind}"

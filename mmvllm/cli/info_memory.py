@@ -6,6 +6,7 @@ from mmvllm.config import EngineConfig, ModelConfig, torch_dtype
 from mmvllm.engine.memory import affordable_blocks, kv_block_bytes
 from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.linear import weight_bytes
+from mmvllm.models.interface import Model
 from mmvllm.models.registry import family_of
 
 # What a process takes beside weights and caches: the interpreter, torch, transformers, a tokenizer of 150,000 tokens
@@ -26,9 +27,7 @@ class Memory:
     ):
         self.config, self.engine_config, self.device = config, engine_config, device
         self.block_size = engine_config.kvcache_block_size or attention.block_size
-        with torch.device("meta"):
-            self.model = family_of(config.architecture).build(config, attention)
-        self.model.tie_head()
+        self.attention, self.model = attention, _without_weights(config, attention)
         self.encoder_cache_bytes = engine_config.encoder_cache_bytes if config.vision else 0
 
     def rows(self, dtype: torch.dtype) -> dict[str, str]:
@@ -46,23 +45,35 @@ class Memory:
 
     def by_dtype(self) -> dict[str, str]:
         """What a process needs with full caches; on a GPU without the KV cache, which takes what is left."""
-        rows = {name: _sum_text(self._needed(torch_dtype(name), int8=False)) for name in SHOWN_DTYPES}
+        rows = {name: _sum_text(self._needed(self.model, torch_dtype(name))) for name in SHOWN_DTYPES}
         if self.device.type == "cpu":
             # The weights are loaded in bfloat16, and then quantized one layer after the other.
             loading = 2 * sum(parameter.numel() for parameter in self.model.parameters()) + PROCESS_BYTES
-            rows["int8"] = f"{_sum_text(self._needed(torch.bfloat16, int8=True))}; {_gib(loading)} while it loads"
+            needed = self._needed(self.model, torch.bfloat16, int8=True)
+            rows["int8"] = f"{_sum_text(needed)}; {_gib(loading)} while it loads"
+        else:
+            rows["fp8"] = self._in_fp8()
         return rows
 
-    def _needed(self, dtype: torch.dtype, int8: bool) -> dict[str, int]:
-        parts = {"weights": self._weights(dtype, int8)}
+    def _in_fp8(self) -> str:
+        """Of the GPU's kind of quantization, or why this model does not support it."""
+        model = _without_weights(self.config, self.attention)
+        try:
+            model.use_fp8()
+        except ValueError as error:
+            return str(error)
+        return _sum_text(self._needed(model, torch.bfloat16))
+
+    def _needed(self, model: Model, dtype: torch.dtype, int8: bool = False) -> dict[str, int]:
+        parts = {"weights": weight_bytes(model, dtype, self.device, int8)}
         if self.device.type == "cpu":
             parts["KV cache"] = self._num_blocks(dtype) * kv_block_bytes(self.config, self.block_size, dtype)
         if self.config.vision:
             parts["encoder cache"] = self.encoder_cache_bytes
         return parts | ({"the process itself": PROCESS_BYTES} if self.device.type == "cpu" else {})
 
-    def _weights(self, dtype: torch.dtype, int8: bool = False) -> int:
-        return weight_bytes(self.model, dtype, self.device, int8)
+    def _weights(self, dtype: torch.dtype) -> int:
+        return weight_bytes(self.model, dtype, self.device)
 
     def _num_blocks(self, dtype: torch.dtype) -> int:
         if self.device.type == "cpu":
@@ -72,6 +83,13 @@ class Memory:
             budget = int(total * self.engine_config.gpu_memory_utilization) - (total - free)
             budget -= self._weights(dtype) + self.encoder_cache_bytes
         return affordable_blocks(budget, self.engine_config, self.config, self.block_size, dtype)
+
+
+def _without_weights(config: ModelConfig, attention: type[AttentionBackend]) -> Model:
+    with torch.device("meta"):
+        model = family_of(config.architecture).build(config, attention)
+    model.tie_head()
+    return model
 
 
 def _sum_text(parts: dict[str, int]) -> str:

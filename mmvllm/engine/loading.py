@@ -14,6 +14,7 @@ from mmvllm.engine.model_runner import ModelRunner
 from mmvllm.inputs import MediaRules
 from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.attention_choice import choose_attention, choose_vision_attention, warm_up_attention
+from mmvllm.layers.fp8 import fp8_unusable
 from mmvllm.layers.linear import pack_weights
 from mmvllm.models.folder import resolve_folder
 from mmvllm.models.registry import family_of, load_config, load_media_configs
@@ -48,16 +49,16 @@ def load(model: str | Path | None, config: EngineConfig) -> LoadedModel:
     """Load a checkpoint and allocate its KV cache; raises ValueError for what cannot be served."""
     device = config.resolve_device()
     config = config.with_limits(device)
-    if config.quantization and device.type != "cpu":
-        raise ValueError(f"quantization={config.quantization!r} runs on a CPU only; this is {device.type}")
     folder = resolve_folder(model, with_weights=config.load_format != "dummy")
     model_config = load_config(folder)
     dtype = config.resolve_dtype(model_config.dtype, device)
+    _check_quantization(config.quantization, device, dtype)
     image_config, video_config = load_media_configs(folder)
     tokenizer = _load_tokenizer(folder)
     attention, vision_attention = _attention(config, model_config, device, dtype)
     loaded = load_model(
-        folder, model_config, device, dtype, config.load_format, config.seed, attention, vision_attention
+        *(folder, model_config, device, dtype, config.load_format, config.seed, attention, vision_attention),
+        fp8=config.quantization == "fp8",
     )
     if device.type == "cpu":
         pack_weights(loaded, dtype, int8=config.quantization == "int8")
@@ -104,6 +105,19 @@ def _attention(
         )
     logger.info("attention backend of the ViT: %s (%s)", vision.name, reason)
     return decoder, vision
+
+
+def _check_quantization(quantization: str | None, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ValueError if this kind does not run on the device; a CPU's products of 8-bit floats are only a reference.
+
+    What int8 needs of a CPU, `pack_weights` checks.
+    """
+    if quantization == "int8" and device.type != "cpu":
+        raise ValueError(f"quantization='int8' runs on a CPU only; this is {device.type}, where 'fp8' may run")
+    if quantization == "fp8" and (reason := fp8_unusable(device, dtype)):
+        raise ValueError(f"quantization='fp8' {reason}")
+    if quantization == "fp8" and device.type == "cpu":
+        logger.warning("quantization='fp8' is slow on a CPU: only a reference for GPUs; 'int8' is fast")
 
 
 def _uses_graphs(config: EngineConfig, device: torch.device, attention: type[AttentionBackend]) -> bool:

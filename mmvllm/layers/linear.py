@@ -1,4 +1,4 @@
-"""Linear layers, and packed and quantized weights for CPUs.
+"""Linear layers, packed and quantized weights for CPUs, and weights of 8-bit floats for GPUs.
 
 On a CPU, a plain matrix product reorders parts of the weight in every call. With weights reordered once, by the
 operators that torch.compile uses, products of few rows with Qwen2-VL-2B's weights are 1.5 to 2 times as fast.
@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmvllm.kernels.silu_mul import silu_mul
+from mmvllm.kernels.fp8 import E4M3, Fp8Rows, quantize_rows, scaled_linear
+from mmvllm.kernels.silu_mul import silu_mul, silu_mul_fp8
+from mmvllm.layers.fp8 import Fp8View, check_sizes
 
 # Products of five or six rows read a weight at 30 GB/s, of one row at 22 (bfloat16, AVX512-BF16, 2 cores).
 _MIN_ROWS = 6
@@ -97,31 +99,58 @@ class PackableModule(ABC):
         """Replace the plain weights by packed ones, or by weights of 8 bits."""
 
 
-class Linear(nn.Linear, PackableModule):
-    """x (N, in) -> x Wᵀ + b; packing discards the plain weight."""
-
-    packed: PackedWeight | Int8Weight | PackedGate | None = None
-
-    def pack(self, int8: bool = False) -> None:
-        self.packed = (Int8Weight if int8 else PackedWeight)(self.weight, self.bias)
-        self.weight = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if self.packed is None else self.packed(x)
-
-
 class AssembledModule(ABC):
     """A module whose parameters are not tensors of the checkpoint as they are, but are assembled from such."""
 
     @abstractmethod
-    def checkpoint_views(self) -> Iterator[tuple[str, int | None, Tensor]]:
+    def checkpoint_views(self) -> Iterator[tuple[str, int | None, Tensor | Fp8View]]:
         """(parameter, part, view) of each checkpoint tensor: the view of the parameter that it is copied to.
 
         `part` is None where the parameter has one such tensor. What no view covers is padding, and is zero.
         """
 
 
-class MergedLinear(Linear, AssembledModule):
+class Linear(nn.Linear, PackableModule, AssembledModule):
+    """x (N, in) -> x Wᵀ + b; packing discards the plain weight.
+
+    With a weight of 8-bit floats, inputs are rounded to 8 bits as well, unless they are already.
+    """
+
+    packed: PackedWeight | Int8Weight | PackedGate | None = None
+    is_fp8 = False
+
+    def pack(self, int8: bool = False) -> None:
+        self.packed = (Int8Weight if int8 else PackedWeight)(self.weight, self.bias)
+        self.weight = None
+
+    def use_fp8(self) -> None:
+        """Replace the weight by one in e4m3, without values, and the scales (out,) of its rows.
+
+        Raises ValueError for a weight of sizes that GPUs do not multiply.
+        """
+        check_sizes(self.weight)
+        self.weight = nn.Parameter(torch.empty_like(self.weight, dtype=E4M3), requires_grad=False)
+        self.register_buffer("scale", torch.empty_like(self.weight[:, 0], dtype=torch.float32))
+        self.is_fp8 = True
+
+    def checkpoint_views(self) -> Iterator[tuple[str, int | None, Tensor | Fp8View]]:
+        for name, parameter in self.named_parameters():
+            yield name, None, self._view(parameter)
+
+    def _view(self, parameter: Tensor, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor | Fp8View:
+        if parameter.dim() == 1:
+            return parameter.data[rows]
+        part = parameter.data[rows, columns]
+        return Fp8View(part, self.scale[rows]) if self.is_fp8 else part
+
+    def forward(self, x: Tensor | Fp8Rows) -> Tensor:
+        if self.is_fp8:
+            rows = x if isinstance(x, Fp8Rows) else quantize_rows(x)
+            return scaled_linear(rows, self.weight, self.scale, self.bias)
+        return super().forward(x) if self.packed is None else self.packed(x)
+
+
+class MergedLinear(Linear):
     """Several linear layers of the checkpoint stacked into one, so that a single product computes all outputs.
 
     x -> one output per entry of `out_sizes`. Each has `padding` more rows than the checkpoint's weight.
@@ -131,12 +160,12 @@ class MergedLinear(Linear, AssembledModule):
         super().__init__(in_size, sum(out_sizes), bias=bias)
         self.out_sizes, self.padding = out_sizes, padding
 
-    def checkpoint_views(self) -> Iterator[tuple[str, int | None, Tensor]]:
+    def checkpoint_views(self) -> Iterator[tuple[str, int | None, Tensor | Fp8View]]:
         for part, (end, size) in enumerate(zip(accumulate(self.out_sizes), self.out_sizes, strict=True)):
             for name, parameter in self.named_parameters():
-                yield name, part, parameter.data[end - size : end - self.padding]
+                yield name, part, self._view(parameter, slice(end - size, end - self.padding))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor | Fp8Rows) -> tuple[Tensor, ...]:
         return super().forward(x).split(self.out_sizes, dim=-1)
 
 
@@ -152,30 +181,33 @@ class SiluGate(MergedLinear):
         else:
             self.packed, self.weight = PackedGate(self.weight, self.bias), None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.packed(x) if isinstance(self.packed, PackedGate) else silu_mul(Linear.forward(self, x))
+    def forward(self, x: Tensor | Fp8Rows) -> Tensor | Fp8Rows:
+        """With a weight of 8-bit floats, the result is rounded to 8 bits too."""
+        if isinstance(self.packed, PackedGate):
+            return self.packed(x)
+        gate_up = Linear.forward(self, x)
+        return silu_mul_fp8(gate_up) if self.is_fp8 else silu_mul(gate_up)
 
 
-class PaddedLinear(Linear, AssembledModule):
+class PaddedLinear(Linear):
     """A linear layer whose input has `padding` more columns than the checkpoint's weight."""
 
     def __init__(self, in_size: int, out_size: int, bias: bool, padding: int):
         super().__init__(in_size + padding, out_size, bias=bias)
         self.in_size = in_size
 
-    def checkpoint_views(self) -> Iterator[tuple[str, int | None, Tensor]]:
-        yield "weight", None, self.weight.data[:, : self.in_size]
-        if self.bias is not None:
-            yield "bias", None, self.bias.data
+    def checkpoint_views(self) -> Iterator[tuple[str, int | None, Tensor | Fp8View]]:
+        for name, parameter in self.named_parameters():
+            yield name, None, self._view(parameter, columns=slice(self.in_size))
 
 
-def by_rows(layers: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def by_rows(layers: Callable[[Tensor], Tensor], x: Tensor | Fp8Rows) -> Tensor:
     """layers(x), on a CPU in chunks of rows of x (N, C), so that wide intermediate results stay in the cache.
 
     Chunks also keep intermediate tensors below 32 MiB. For larger ones the C library maps new pages every time, and
     clearing them takes longer than computing the layer.
     """
-    if x.device.type != "cpu" or len(x) <= _CACHED_ROWS:
+    if isinstance(x, Fp8Rows) or x.device.type != "cpu" or len(x) <= _CACHED_ROWS:
         return layers(x)
     return torch.cat([layers(rows) for rows in x.split(_CACHED_ROWS)])
 
@@ -184,7 +216,8 @@ def pack_weights(model: nn.Module, dtype: torch.dtype, int8: bool) -> None:
     """Pack the weights of linear layers and experts for fast products on a CPU, or quantize them to 8 bits.
 
     Float32 weights are not packed, because packed products have about twice the rounding error, nor are weights of a
-    dtype that oneDNN does not support on this CPU. Raises ValueError if 8 bits are not supported here.
+    dtype that oneDNN does not support on this CPU, nor weights of 8-bit floats. Raises ValueError if int8 is not
+    supported here.
     """
     if int8 and not torch.backends.mkldnn.is_available():
         raise ValueError("quantization='int8' needs a torch with oneDNN, which this torch lacks")
@@ -194,7 +227,7 @@ def pack_weights(model: nn.Module, dtype: torch.dtype, int8: bool) -> None:
         raise ValueError("quantization='int8' needs a CPU that adds 8-bit products in 32 bits (VNNI or AMX)")
     if int8 or packs_well(dtype):
         for module in model.modules():
-            if isinstance(module, PackableModule):
+            if isinstance(module, PackableModule) and not getattr(module, "is_fp8", False):
                 module.pack(int8)
                 _return_freed_memory()
 
@@ -202,12 +235,16 @@ def pack_weights(model: nn.Module, dtype: torch.dtype, int8: bool) -> None:
 def weight_bytes(model: nn.Module, dtype: torch.dtype, device: torch.device, int8: bool = False) -> int:
     """Bytes of a model's weights in `dtype`, packed as `pack_weights` does on a CPU; the model may be a meta one.
 
-    A packed head is a copy, also if it is tied to the embedding; 8-bit weights have 12 more bytes per output.
+    A packed head is a copy, also if it is tied to the embedding; int8 weights have 12 more bytes per output, weights of
+    8-bit floats 4.
     """
     is_packed, total, shared = int8 or (device.type == "cpu" and packs_well(dtype)), 0, set()
     for module in model.modules():
+        total += sum(scale.nbytes for scale in module.buffers(recurse=False))
         for parameter in module.parameters(recurse=False):
-            if is_packed and isinstance(module, PackableModule) and parameter.dim() > 1:
+            if parameter.dtype == E4M3:
+                total += parameter.numel()
+            elif is_packed and isinstance(module, PackableModule) and parameter.dim() > 1:
                 num_outputs = parameter.shape[:-1].numel()
                 total += parameter.numel() + 12 * num_outputs if int8 else parameter.numel() * dtype.itemsize
             elif parameter not in shared:

@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from mmvllm.kernels.fp8 import Fp8Rows
 from mmvllm.layers.linear import PaddedLinear, SiluGate, by_rows
 
 _ALIGNMENT = 8  # values: 16 bytes of a 16-bit dtype, the unit in which GPUs load rows of a matrix
@@ -19,5 +20,10 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = SiluGate(size, intermediate_size, bias, padding)
         self.down_proj = PaddedLinear(intermediate_size, size, bias, padding)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def use_fp8(self) -> None:
+        """Replace both weights by weights of 8-bit floats, without values; raises ValueError for their sizes."""
+        self.gate_up_proj.use_fp8()
+        self.down_proj.use_fp8()
+
+    def forward(self, x: Tensor | Fp8Rows) -> Tensor:
         return by_rows(lambda rows: self.down_proj(self.gate_up_proj(rows)), x)

@@ -1,9 +1,11 @@
-"""RMSNorm, alone and fused with the residual addition before it."""
+"""RMSNorm and LayerNorm, alone and fused with the residual addition before them."""
 
 import torch
 from torch import Tensor, nn
 
-from mmvllm.kernels.rms_norm import add_rms_norm, rms_norm
+from mmvllm.kernels.fp8 import Fp8Rows, quantize_rows
+from mmvllm.kernels.layer_norm import add_layer_norm
+from mmvllm.kernels.rms_norm import add_rms_norm, add_rms_norm_fp8, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -22,3 +24,22 @@ class RMSNorm(nn.Module):
         if residual is None:
             return self(x), x
         return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def add_fp8(self, x: Tensor, residual: Tensor | None) -> tuple[Fp8Rows, Tensor]:
+        """As `add`, with the normalised sum in 8 bits."""
+        if residual is None:
+            return quantize_rows(self(x)), x
+        return add_rms_norm_fp8(x, residual, self.weight, self.eps)
+
+
+class LayerNorm(nn.LayerNorm):
+    """Normalisation by mean and variance (arXiv 1607.06450)."""
+
+    def __init__(self, size: int, eps: float = 1e-6):
+        super().__init__(size, eps)
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As `RMSNorm.add`."""
+        if residual is None:
+            return self(x), x
+        return add_layer_norm(x, residual, self.weight, self.bias, self.eps)

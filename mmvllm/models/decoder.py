@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from mmvllm.batch import Batch
 from mmvllm.config import ModelConfig
+from mmvllm.kernels.fp8 import Fp8Rows
 from mmvllm.kernels.rotary import rotary_write_kv
 from mmvllm.kernels.splice import splice_add
 from mmvllm.layers.attention import AttentionBackend
@@ -29,7 +30,11 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.o_proj = Linear(q_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
+    def use_fp8(self) -> None:
+        self.qkv_proj.use_fp8()
+        self.o_proj.use_fp8()
+
+    def forward(self, x: Tensor | Fp8Rows, cos: Tensor, sin: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
         q, k, v = (part.unflatten(1, (-1, self.head_dim)) for part in self.qkv_proj(x))  # (N, H, D), twice (N, K, D)
         k_cache, v_cache = kv_cache
         norms = None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
@@ -44,14 +49,25 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(config, backend)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = _mlp(config, index)
+        self.is_fp8 = False
+
+    def use_fp8(self) -> None:
+        """Weights of 8-bit floats, whose inputs the norms and the MLP's activation round."""
+        self.self_attn.use_fp8()
+        self.mlp.use_fp8()
+        self.is_fp8 = True
 
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, kv_cache: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor]:
         """The previous layer's output and the residual to add it to, both (N, C) -> the same of this layer."""
-        x, residual = self.input_layernorm.add(x, residual)
-        x, residual = self.post_attention_layernorm.add(self.self_attn(x, cos, sin, kv_cache, batch), residual)
+        x, residual = self._normalised(self.input_layernorm, x, residual)
+        x = self.self_attn(x, cos, sin, kv_cache, batch)
+        x, residual = self._normalised(self.post_attention_layernorm, x, residual)
         return self.mlp(x), residual
+
+    def _normalised(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor | Fp8Rows, Tensor]:
+        return norm.add_fp8(x, residual) if self.is_fp8 else norm.add(x, residual)
 
 
 def _mlp(config: ModelConfig, index: int) -> GatedMLP | SparseMLP:
@@ -69,6 +85,13 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i, backend) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def use_fp8(self) -> None:
+        """Weights of 8-bit floats in all layers, without values; raises ValueError for a model with experts."""
+        if self.config.experts is not None:
+            raise ValueError(f"quantization='fp8' does not support mixtures of experts ({self.config.architecture})")
+        for layer in self.layers:
+            layer.use_fp8()
 
     def forward(self, x: Tensor, kv_cache: Tensor, batch: Batch, deepstack: Sequence[Tensor]) -> Tensor:
         """x (N, C), kv_cache (layers, 2, num_blocks, block_size, K, D), written in place -> (R, C) that sample.

@@ -12,6 +12,9 @@ from mmvllm.kernels.quick_gelu import quick_gelu
 from mmvllm.kernels.rotary import rotary
 from mmvllm.layers.attention import AttentionBackend, Segments
 from mmvllm.layers.linear import Linear, by_rows
+from mmvllm.layers.norm import LayerNorm, RMSNorm
+
+Norm = LayerNorm | RMSNorm
 
 ACTIVATIONS = {
     "quick_gelu": quick_gelu,
@@ -19,9 +22,6 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
 }
-
-
-LayerNorm = partial(nn.LayerNorm, eps=1e-6)
 
 
 class PatchEmbed(nn.Module):
@@ -67,13 +67,16 @@ class VisionMLP(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    """Attention and an MLP, each after a norm that `make_norm` makes, each added to its input."""
+    """Attention and an MLP, each after a norm that `make_norm` makes, each added to its input.
+
+    As in the decoder, a norm adds the output before it to the residual, which takes one kernel on a GPU.
+    """
 
     def __init__(
         self,
         config: VisionConfig,
         backend: type[AttentionBackend],
-        make_norm: Callable[[int], nn.Module],
+        make_norm: Callable[[int], Norm],
         mlp: nn.Module,
     ):
         super().__init__()
@@ -82,22 +85,27 @@ class VisionBlock(nn.Module):
         self.attn = VisionAttention(config, backend)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
-        x = x + self.attn(self.norm1(x), cos, sin, segments)
-        return x + self.mlp(self.norm2(x))
+    def forward(
+        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, segments: Segments
+    ) -> tuple[Tensor, Tensor]:
+        """The previous block's output and the residual to add it to, both (P, embed_dim) -> the same of this block."""
+        x, residual = self.norm1.add(x, residual)
+        x, residual = self.norm2.add(self.attn(x, cos, sin, segments), residual)
+        return self.mlp(x), residual
 
 
 class PatchMerger(nn.Module):
     """Joins each merge_size x merge_size square of patches into one row of the decoder's width."""
 
-    def __init__(self, config: VisionConfig, make_norm: Callable[[int], nn.Module]):
+    def __init__(self, config: VisionConfig, make_norm: Callable[[int], Norm]):
         super().__init__()
         self.width = config.embed_dim * config.spatial_merge_size**2
         self.ln_q = make_norm(config.embed_dim)
         self.mlp = nn.Sequential(Linear(self.width, self.width), nn.GELU(), Linear(self.width, config.out_hidden_size))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(self.ln_q(x).view(-1, self.width))  # (P, embed_dim) -> (M, C)
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Rows (M, C) of the sum of x and the residual, both (P, embed_dim)."""
+        return self.mlp(self.ln_q.add(x, residual)[0].view(-1, self.width))
 
 
 def frames(grids: list[Grid], x: Tensor) -> Segments:

@@ -79,6 +79,9 @@ class VisionLanguageModel(Model):
     def _head(self) -> Linear:
         return Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
 
+    def use_fp8(self) -> None:
+        self.decoder.use_fp8()
+
     def tie_head(self) -> None:
         if self.lm_head is None:
             with torch.device("meta"):

@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 
 from mmvllm.config import ModelConfig
 from mmvllm.layers.attention import AttentionBackend, TorchAttention
+from mmvllm.layers.fp8 import Fp8View
 from mmvllm.layers.linear import AssembledModule
 from mmvllm.models.folder import check_not_quantized, weight_files
 from mmvllm.models.interface import Model
@@ -29,15 +30,19 @@ def load_model(
     seed: int = 0,
     attention: type[AttentionBackend] = TorchAttention,
     vision_attention: type[AttentionBackend] | None = None,
+    fp8: bool = False,
 ) -> Model:
     """Build the model on `device` in `dtype` with the folder's weights, or with random ones for "dummy".
 
+    With `fp8`, the decoder's weights are rounded to 8 bits as they are read; they are never there in `dtype`.
     Raises ValueError for quantized or damaged weights, and for tensors that do not match the config, which it names.
     """
     if load_format != "dummy":
         check_not_quantized(folder, config.quantization)
     with torch.device("meta"):
         model = family_of(config.architecture).build(config, attention, vision_attention).to(dtype)
+        if fp8:
+            model.use_fp8()
     files = [] if load_format == "dummy" else weight_files(folder)
     model = model.to_empty(device=device).eval().requires_grad_(False)
     _clear_padding(model)
@@ -92,7 +97,7 @@ def _listed(what: str, names: list[str]) -> str:
     return f"{what} ({len(names)}): {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
 
 
-def checkpoint_views(model: nn.Module) -> Iterator[tuple[str, int | None, Tensor]]:
+def checkpoint_views(model: nn.Module) -> Iterator[tuple[str, int | None, Tensor | Fp8View]]:
     """(parameter, part, view) of every tensor that a checkpoint has for the model: where it is copied to."""
     for prefix, module in model.named_modules():
         if isinstance(module, AssembledModule):
@@ -104,13 +109,15 @@ def checkpoint_views(model: nn.Module) -> Iterator[tuple[str, int | None, Tensor
 
 
 def _clear_padding(model: nn.Module) -> None:
-    """Fill with zeros the parameters that have values which no tensor of a checkpoint is copied to."""
+    """Fill with zeros the parameters that have values which no tensor of a checkpoint is copied to, and all scales."""
     covered = Counter()
     for name, _, view in checkpoint_views(model):
         covered[name] += view.numel()
     for name, parameter in model.named_parameters():
         if covered[name] < parameter.numel():
             parameter.data.zero_()
+    for scale in model.buffers():
+        scale.zero_()
 
 
 def _fitting(tensor: Tensor, shape: torch.Size) -> Tensor | None:

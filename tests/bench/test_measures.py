@@ -111,11 +111,13 @@ def test_the_limit_depends_on_concurrency(run, make_llm):
     assert slow_arithmetic.limit(run, 2) == pytest.approx(2 / ((prompts + decode) / 1e9))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_machine_is_measured(dtype, monkeypatch):
+@pytest.mark.parametrize(
+    ("dtype", "quantization"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "fp8")]
+)
+def test_a_machine_is_measured(dtype, quantization, monkeypatch):
     monkeypatch.setattr(roofline, "READ_BYTES", 1 << 20)
     monkeypatch.setattr(roofline, "MATRIX_SIZES", {"cpu": 64})
-    machine = Machine.measure(torch.device("cpu"), dtype)
+    machine = Machine.measure(torch.device("cpu"), dtype, quantization)
     assert machine.bytes_per_second > 0 and machine.flops_per_second > 0
 
 
@@ -123,6 +125,13 @@ def test_quantized_weights_take_one_byte_each(make_llm):
     llm = make_llm(None, quantization="int8", dtype="bfloat16")
     costs = ModelCosts(llm.engine.model_config)
     assert Roofline(Machine(1e9, 1e9), llm).weight_bytes(1) == costs.weights_read_by_a_step()
+
+
+def test_the_head_keeps_its_dtype_in_8_bit_floats(make_llm):
+    llm = make_llm(None, quantization="fp8", dtype="bfloat16")
+    config, costs = llm.engine.model_config, ModelCosts(llm.engine.model_config)
+    head = config.vocab_size * config.hidden_size
+    assert Roofline(Machine(1e9, 1e9), llm).weight_bytes(1) == costs.num_parameters["decoder"] + 2 * head
 
 
 def test_shares_without_work_are_none(make_llm):

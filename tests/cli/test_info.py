@@ -10,7 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 import mmvllm
+from mmvllm.cli.info_memory import Memory
 from mmvllm.cli.main import main
+from mmvllm.config import EngineConfig
+from mmvllm.layers.attention import TorchAttention
+from mmvllm.models.registry import load_config
 
 BY_DTYPE = "memory needed on cpu, by dtype"
 
@@ -107,6 +111,17 @@ def test_memory_by_dtype(info):
         total, *parts = map(float, re.findall(r"([\d.]+) GiB", row.partition(";")[0]))
         assert total == pytest.approx(sum(parts), abs=0.02)
         assert "encoder cache 0.03 GiB" in row and len(parts) == 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"), [("gqa2-tied", r"[\d.]+ GiB = weights"), ("experts8-top3", ".* mixtures")]
+)
+def test_memory_by_dtype_on_a_gpu(shape, expected, checkpoints):
+    """Weights and the encoder cache; 8-bit floats, or why they are not supported, instead of int8."""
+    memory = Memory(load_config(checkpoints(shape)), EngineConfig(), TorchAttention, torch.device("cuda"))
+    rows = memory.by_dtype()
+    assert list(rows) == ["float32", "bfloat16", "float16", "fp8"]
+    assert re.match(expected, rows["fp8"])
 
 
 def test_attention_backends_come_with_reasons(info):

@@ -138,6 +138,27 @@ def _rounded(x: torch.Tensor) -> torch.Tensor:
     return (x / scale).round() * scale
 
 
+class EightBitFloats(TorchFunctionMode):
+    """Rounds inputs and weights of the decoder's linear layers to e4m3, as mmvllm's fp8 does, in plain torch."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        layers = model.model.language_model.layers
+        self._weights = {id(module.weight) for module in layers.modules() if isinstance(module, torch.nn.Linear)}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.nn.functional.linear and id(args[1]) in self._weights:
+            args = _rounded_to_e4m3(args[0]), _rounded_to_e4m3(args[1]), *args[2:]
+        return function(*args, **(kwargs or {}))
+
+
+def _rounded_to_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """With a scale per row, whose largest value becomes 448; computed as mmvllm does, so that ties fall alike."""
+    largest = x.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-12)
+    rounded = (x.float() * (448 / largest)).to(torch.float8_e4m3fn)
+    return (rounded.float() * (largest / 448)).to(x.dtype)
+
+
 class ExpertsOf(TorchFunctionMode):
     """Records which experts routers choose, or, given such a record, has them choose these.
 

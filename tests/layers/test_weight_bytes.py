@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mmvllm.layers.attention import TorchAttention
-from mmvllm.layers.linear import Int8Weight, PackedGate, PackedWeight, pack_weights, weight_bytes
+from mmvllm.layers.linear import Int8Weight, Linear, PackedGate, PackedWeight, pack_weights, weight_bytes
 from mmvllm.models.registry import family_of, load_config
 from mmvllm.models.weights import load_model
 from tests.helpers.shapes import RICHEST
@@ -29,7 +29,8 @@ def tensors_of(held: object) -> Iterator[Tensor]:
 def held_bytes(model: nn.Module) -> int:
     """Of all parameters and packed weights, each storage once."""
     sizes = {}
-    for tensor in [*model.parameters(), *tensors_of([getattr(module, "packed", None) for module in model.modules()])]:
+    held = [*model.parameters(), *model.buffers()]
+    for tensor in [*held, *tensors_of([getattr(module, "packed", None) for module in model.modules()])]:
         if tensor.is_mkldnn:
             sizes[id(tensor)] = tensor.numel() * tensor.element_size()
         else:
@@ -48,3 +49,25 @@ def test_bytes_after_packing(shape, dtype, int8, checkpoints):
     loaded = load_model(checkpoints(shape), config, CPU, dtype)
     pack_weights(loaded, dtype, int8)
     assert predicted == pytest.approx(held_bytes(loaded), rel=1e-3)
+
+
+@pytest.mark.parametrize("shape", RICHEST[:-1])
+def test_bytes_of_8_bit_floats_while_loading_and_afterwards(shape, checkpoints, monkeypatch):
+    """The memory of the model is allocated once, with the decoder's weights in 8 bits."""
+    config, dtype = load_config(checkpoints(shape)), torch.float32
+    with torch.device("meta"):
+        model = family_of(config.architecture).build(config, TorchAttention)
+    plain = weight_bytes(model, dtype, CPU)
+    model.use_fp8()
+    predicted = weight_bytes(model, dtype, CPU)
+    layers = [module for module in model.decoder.modules() if isinstance(module, Linear)]
+    assert plain - predicted == sum(3 * layer.weight.numel() - 4 * len(layer.weight) for layer in layers)
+    allocated, to_empty = [], nn.Module.to_empty
+
+    def watched(module, **options):
+        allocated.append(sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers())))
+        return to_empty(module, **options)
+
+    monkeypatch.setattr(nn.Module, "to_empty", watched)
+    loaded = load_model(checkpoints(shape), config, CPU, dtype, fp8=True)
+    assert allocated == [predicted] == [held_bytes(loaded)]

@@ -43,10 +43,11 @@ class Qwen25VLVisionTransformer(nn.Module):
         positions = vision_positions(grids, merge_size)[:, patch_order]
         cos, sin = vision_cos_sin(positions, c.head_dim, patches.device)
         windows, whole = Segments.of(window_lens, patches.device), frames(grids, patches)
-        x = self.patch_embed(patches)[to_device(patch_order, patches.device)]  # (P, embed_dim)
+        x, residual = self.patch_embed(patches)[to_device(patch_order, patches.device)], None  # (P, embed_dim)
         for i, block in enumerate(self.blocks):
-            x = block(x, cos, sin, whole if i in c.fullatt_block_indexes else windows)
-        return self.merger(x)[to_device(order.argsort(), patches.device)]
+            segments = whole if i in c.fullatt_block_indexes else windows
+            x, residual = block(x, residual, cos, sin, segments)
+        return self.merger(x, residual)[to_device(order.argsort(), patches.device)]
 
 
 def window_order(grids: Sequence[Grid], merge_size: int, window_rows: int) -> tuple[Tensor, list[int]]:

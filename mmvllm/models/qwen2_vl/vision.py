@@ -5,8 +5,9 @@ from torch import Tensor, nn
 from mmvllm.config import VisionConfig
 from mmvllm.inputs import Grid
 from mmvllm.layers.attention import AttentionBackend
+from mmvllm.layers.norm import LayerNorm
 from mmvllm.models.rotary import vision_cos_sin, vision_positions
-from mmvllm.models.vision import LayerNorm, PatchEmbed, PatchMerger, VisionBlock, VisionMLP, frames
+from mmvllm.models.vision import PatchEmbed, PatchMerger, VisionBlock, VisionMLP, frames
 
 
 class Qwen2VLVisionTransformer(nn.Module):
@@ -26,7 +27,7 @@ class Qwen2VLVisionTransformer(nn.Module):
         positions = vision_positions(grids, self.config.spatial_merge_size)
         cos, sin = vision_cos_sin(positions, self.config.head_dim, patches.device)
         segments = frames(grids, patches)
-        x = self.patch_embed(patches)  # (P, embed_dim)
+        x, residual = self.patch_embed(patches), None  # (P, embed_dim)
         for block in self.blocks:
-            x = block(x, cos, sin, segments)
-        return self.merger(x)
+            x, residual = block(x, residual, cos, sin, segments)
+        return self.merger(x, residual)

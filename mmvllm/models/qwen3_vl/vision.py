@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from mmvllm.inputs import Grid
 from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.linear import Linear
+from mmvllm.layers.norm import LayerNorm
 from mmvllm.models.qwen3_vl.config import Qwen3VLVisionConfig
 from mmvllm.models.rotary import vision_cos_sin, vision_positions
-from mmvllm.models.vision import LayerNorm, PatchEmbed, VisionBlock, VisionMLP, frames
+from mmvllm.models.vision import PatchEmbed, VisionBlock, VisionMLP, frames
 from mmvllm.transfer import to_device
 
 
@@ -69,11 +70,13 @@ class Qwen3VLVisionTransformer(nn.Module):
         segments = frames(grids, patches)
         x = self.patch_embed(patches) + self.pos_embed(grids, c.spatial_merge_size)  # (P, embed_dim)
         mergers = dict(zip(c.deepstack_visual_indexes, self.deepstack_merger_list, strict=True))
-        deepstack = []
+        residual, deepstack = None, []
         for i, block in enumerate(self.blocks):
-            x = block(x, cos, sin, segments)
+            x, residual = block(x, residual, cos, sin, segments)
             if i in mergers:
+                x, residual = residual + x, None
                 deepstack.append(mergers[i](x))
+        x = x if residual is None else residual + x
         return torch.cat([self.merger(x), *deepstack], dim=1)
 
 
