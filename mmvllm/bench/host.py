@@ -37,8 +37,11 @@ def run(args: argparse.Namespace) -> dict:
         folder, all_cases = Path(name), cases + streamed
         write_checkpoint(folder, args.vocab_size, max(_length(case, args.steps) for case in all_cases))
         options = engine_options(max(case.sequences for case in all_cases), given_engine_args(vars(args)))
-        steps = _measure_steps(folder, options, cases, args.steps, profile)
-        streams = asyncio.run(_measure_streams(folder, options, streamed, args.steps)) if streamed else []
+        arithmetic = args.arithmetic or device.type == "cuda"  # where it is launches
+        steps = _measure_steps(folder, options, cases, args.steps, arithmetic, profile)
+        streams = []
+        if streamed:
+            streams = asyncio.run(_measure_streams(folder, options, streamed, args.steps, arithmetic))
         config = load_config(folder)
     _print("microseconds per step", steps)
     _print("with AsyncLLM, all streamed", streams)
@@ -68,20 +71,31 @@ def _length(case: HostCase, steps: int) -> int:
 
 
 def _measure_steps(
-    folder: Path, options: dict[str, Any], cases: list[HostCase], steps: int, profile: Profile | None
+    folder: Path,
+    options: dict[str, Any],
+    cases: list[HostCase],
+    steps: int,
+    arithmetic: bool,
+    profile: Profile | None,
 ) -> list[dict]:
     engine = LLMEngine(folder, **options)
+    model = StandIn(engine, arithmetic)
     try:
-        model = StandIn(engine)
         return [_result(case, measure_steps(engine, model, case, steps, profile)) for case in cases]
     finally:
+        model.close()
         engine.exit()
 
 
-async def _measure_streams(folder: Path, options: dict[str, Any], cases: list[HostCase], steps: int) -> list[dict]:
+async def _measure_streams(
+    folder: Path, options: dict[str, Any], cases: list[HostCase], steps: int, arithmetic: bool
+) -> list[dict]:
     async with AsyncLLM(folder, **options) as engine:
-        model = StandIn(engine._engine)
-        return [_result(case, await measure_streams(engine, model, case, steps)) for case in cases]
+        model = StandIn(engine._engine, arithmetic)
+        try:
+            return [_result(case, await measure_streams(engine, model, case, steps)) for case in cases]
+        finally:
+            model.close()
 
 
 def _result(case: HostCase, times: HostTimes) -> dict:

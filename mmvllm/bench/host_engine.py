@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmvllm.engine import sampler
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.stats import Stopwatch
 from mmvllm.engine.step_inputs import StepInputs
@@ -66,28 +68,52 @@ def engine_options(max_num_seqs: int, given: dict[str, Any]) -> dict[str, Any]:
 
 
 class StandIn:
-    """Takes the place of an engine's model: returns prepared logits, of text tokens that differ from step to step."""
+    """Takes the place of an engine's model: returns prepared logits, of text tokens that differ from step to step.
 
-    def __init__(self, engine: LLMEngine):
+    Without `arithmetic` it also takes the place of the sampler's kernels, which a GPU would be given as launches.
+    """
+
+    def __init__(self, engine: LLMEngine, arithmetic: bool):
         vocab_size, device = engine.model_config.vocab_size, engine.model_runner.device
         self.token_ids = text_ids(engine.tokenizer, vocab_size)
         generator = torch.Generator().manual_seed(0)
         logits = torch.full((engine.config.max_num_seqs + SHIFTS, vocab_size), -1e4)
         logits[:, self.token_ids] = 3 * torch.randn(len(logits), len(self.token_ids), generator=generator)
         self._logits, self._num_runs = logits.to(device), 0
+        self._token_ids = self._logits.argmax(dim=-1)
         self._rng = np.random.default_rng(0)
         self._runner = engine.model_runner
         self._runner.run = self.run
+        self._kernels = {} if arithmetic else {name: getattr(sampler, name) for name in self._launches()}
+        for name, launch in self._launches().items() if self._kernels else ():
+            setattr(sampler, name, launch)
 
     def run(self, inputs: StepInputs, watch: Stopwatch) -> Tensor:
         """Logits (R, V) of the rows that want a token, after what a step that the model computes copies."""
         batch, self._runner.samples = self._runner.rows.batch(inputs)
         watch.mark("copy")
         self._num_runs += 1
-        shift = self._num_runs % SHIFTS
-        logits = self._logits[shift : shift + len(batch.sample_at)]
+        logits = self._rows(self._logits, len(batch.sample_at))
         watch.mark("launch")
         return logits
+
+    def close(self) -> None:
+        """Give the sampler its kernels back."""
+        for name, kernel in self._kernels.items():
+            setattr(sampler, name, kernel)
+
+    def _launches(self) -> dict[str, Callable]:
+        """What takes the place of the sampler's kernels."""
+        return {
+            "argmax": lambda logits: self._rows(self._token_ids, len(logits)),
+            "sample": lambda logits, *_: self._rows(self._token_ids, len(logits)),
+            "penalize": lambda logits, *_: logits,
+            "count_tokens": lambda *_: None,
+        }
+
+    def _rows(self, prepared: Tensor, number: int) -> Tensor:
+        shift = self._num_runs % SHIFTS
+        return prepared[shift : shift + number]
 
     def prompt(self, num_tokens: int) -> EngineInput:
         """Text that shares no prefix with any other."""

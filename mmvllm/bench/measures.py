@@ -44,8 +44,8 @@ def phases(run: Run) -> dict[str, float]:
         "vision": _sum(encoding, "vision"),
         "prefill": _sum(filter(is_prefill, run.steps), "decoder"),
         "decode": _sum((step for step in run.steps if not is_prefill(step)), "decoder"),
-        "sampling": _sum(run.steps, "sampling"),
-        "scheduling": sum(_sum(run.steps, part) for part in ("schedule", "pack", "commit")),
+        "sampling": _sum(run.steps, "sample"),
+        "scheduling": sum(_sum(run.steps, part) for part in ("schedule", "pack", "copy", "commit")),
     }
     return seconds | {"other": run.seconds - sum(seconds.values())}
 

@@ -169,7 +169,12 @@ def _add_host(benchmarks) -> argparse.ArgumentParser:
         "--vocab-size",
         type=at_least_one,
         metavar="N",
-        help="columns of the logits (default: 768 on a CPU, where the sampler's arithmetic is not to count; 151936)",
+        help="columns of the logits (default: 768 on a CPU, 151936 on a GPU)",
+    )
+    parser.add_argument(
+        "--arithmetic",
+        action="store_true",
+        help="run the sampler's kernels on a CPU, too; by default they are left out there, as the model is",
     )
     parser.add_argument(
         "--profile", type=Path, metavar="FILE", help="profile the decode steps: a table in FILE.txt, or a pstats file"

@@ -58,5 +58,5 @@ class Executor:
         logits = self.runner.run(inputs, watch)
         sampled = self.sampler(logits, *inputs.samples, self.runner.samples)
         self.runner.append(sampled.input_ids)
-        watch.mark("sampling")
+        watch.mark("sample")
         return sampled

@@ -51,7 +51,7 @@ class Stopwatch:
 class StepStats:
     """One step; `seconds` has those of its parts that took place.
 
-    These are "schedule", "pack", "vision", "copy", "decoder", "sampling" and "commit". "commit" is left out where the
+    These are "schedule", "pack", "vision", "copy", "decoder", "sample" and "commit". "commit" is left out where the
     next step was launched before it: it takes none of the device's time there.
     """
 

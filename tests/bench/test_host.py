@@ -6,6 +6,8 @@ import pstats
 import pytest
 
 from mmvllm.cli.main import main
+from mmvllm.engine import sampler
+from mmvllm.kernels import sampling
 
 SMALL = ("host", "--device", "cpu", "--steps", "6", "--contexts", "40,5", "--sequences", "1,4")
 
@@ -28,7 +30,8 @@ def test_each_step_gives_every_sequence_a_token(bench):
     assert code == 0 and len(record["steps"]) == 2 * 2 * 3 * 2 and len(record["async"]) == 3
     for step in record["steps"]:
         assert step["tokens"] == 6 * step["sequences"], step
-        assert step["microseconds"] > 0 and {"schedule", "pack", "launch", "commit"} <= step["parts"].keys()
+        assert step["microseconds"] > 0
+        assert {"schedule", "pack", "copy", "launch", "sample", "commit"} <= step["parts"].keys()
         assert ("add" in step["parts"]) == (step["kind"] == "mixed")
     keys = [(step["sequences"], step["context"], step["sampling"], step["kind"]) for step in record["steps"]]
     assert keys[:2] == [(1, 40, "greedy", "decode"), (1, 40, "greedy", "mixed")] and len(set(keys)) == len(keys)
@@ -41,6 +44,15 @@ def test_all_tokens_of_all_streams_arrive(bench):
     assert (streamed["sequences"], streamed["context"], streamed["kind"]) == (3, 5, "decode")
     assert streamed["tokens"] % 3 == 0 and streamed["tokens"] >= 3 * 6
     assert streamed["microseconds"] > 0 and {"detokenise", "deliver", "receive"} <= streamed["parts"].keys()
+
+
+def test_the_samplers_kernels_run_only_if_asked_for(bench, monkeypatch):
+    ran, few = [], ("--sampling", "top_p", "--kinds", "decode", "--streams", "0")
+    monkeypatch.setattr(sampler, "sample", lambda *args: ran.append(None) or sampling.sample(*args))
+    bench(*SMALL, *few)
+    assert not ran
+    bench(*SMALL, *few, "--arithmetic")
+    assert ran
 
 
 def test_streams_can_be_left_out(bench):

@@ -25,11 +25,11 @@ def output(arrival: float, first: float, last: float, prompt: int = 10, num_toke
 def run() -> Run:
     """Two requests, the second of which is prepared after the first has finished."""
     steps = [
-        step(102.0, 10, 0, images=1, schedule=0.1, pack=0.0, vision=0.4, decoder=0.3, sampling=0.1, commit=0.1),
-        step(103.0, 0, 1, schedule=0.1, pack=0.05, decoder=0.7, sampling=0.1, commit=0.05),
-        step(104.0, 0, 1, running=0, schedule=0.1, pack=0.05, decoder=0.7, sampling=0.1, commit=0.05),
-        step(107.0, 10, 0, images=1, schedule=0.1, pack=0.0, vision=0.4, decoder=0.3, sampling=0.1, commit=0.1),
-        step(108.0, 0, 2, running=0, schedule=0.1, pack=0.05, decoder=0.7, sampling=0.1, commit=0.05),
+        step(102.0, 10, 0, images=1, schedule=0.1, pack=0.0, vision=0.4, decoder=0.3, sample=0.1, commit=0.1),
+        step(103.0, 0, 1, schedule=0.1, pack=0.05, decoder=0.7, sample=0.1, commit=0.05),
+        step(104.0, 0, 1, running=0, schedule=0.1, pack=0.05, decoder=0.7, sample=0.1, commit=0.05),
+        step(107.0, 10, 0, images=1, schedule=0.1, pack=0.0, vision=0.4, decoder=0.3, sample=0.1, commit=0.1),
+        step(108.0, 0, 2, running=0, schedule=0.1, pack=0.05, decoder=0.7, sample=0.1, commit=0.05),
     ]
     outputs = [output(1001.0, 1002.0, 1004.0), output(1006.0, 1007.0, 1008.0, num_tokens=2, image=0)]
     return Run(1000.0, 100.0, 9.0, outputs, 5, steps, grids=[(1, 4, 4)], encoder_lookups=4, encoder_hits=1)
@@ -115,7 +115,7 @@ def test_the_limit_depends_on_concurrency(run, make_llm):
     ("dtype", "quantization"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "fp8")]
 )
 def test_a_machine_is_measured(dtype, quantization, monkeypatch):
-    monkeypatch.setattr(roofline, "READ_BYTES", 1 << 20)
+    monkeypatch.setitem(roofline.READ_BYTES, "cpu", 1 << 20)
     monkeypatch.setattr(roofline, "MATRIX_SIZES", {"cpu": 64})
     machine = Machine.measure(torch.device("cpu"), dtype, quantization)
     assert machine.bytes_per_second > 0 and machine.flops_per_second > 0
