@@ -264,7 +264,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.type is bool and not isinstance(value, bool):
+            if (f.type is bool or (f.type == bool | None and value is not None)) and not isinstance(value, bool):
                 raise ValueError(f"{f.name} is {value!r}, must be True or False")
             if f.type is int or (f.type == int | None and value is not None):
                 check_int(f.name, value, at_least={"seed": 0, "max_model_len": 2}.get(f.name, 1))

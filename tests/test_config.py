@@ -70,6 +70,7 @@ def test_the_limits_of_a_step_follow_the_memory_that_may_be_used(gib, share, wan
         ("gpu_memory_utilization", True, r"is True, must be a number in \(0, 1\]"),
         ("enable_prefix_caching", "no", "enable_prefix_caching is 'no', must be True or False"),
         ("enforce_eager", 1, "enforce_eager is 1, must be True or False"),
+        ("async_scheduling", "yes", "async_scheduling is 'yes', must be True or False"),
         ("skip_warmup", None, "skip_warmup is None, must be True or False"),
         ("load_format", "pt", "load_format is 'pt', must be 'auto', 'safetensors' or 'dummy'"),
         ("load_format", None, "load_format is None, must be 'auto', 'safetensors' or 'dummy'"),

@@ -4,12 +4,13 @@ A family is one folder: its config and its ViT. `vision_language.py`, `decoder.p
 share; what differs between decoders is a field of `ModelConfig`. docs/extending.md says how to add a family. How
 features that are not here yet fit, and which fields and hooks each would add:
 
-- A recurrent state per sequence: a second cache, indexed by a slot that `Batch` carries for each sequence. A state
-  exists at the positions where it was saved, so a prefix hit and `BlockManager.fork` begin at the last of these, and
-  `ModelConfig` says which layers have a KV cache.
+- A recurrent state per sequence: a second cache, indexed by the row that a running sequence has in `DeviceRows`, which
+  `Batch` then carries. A state exists at the positions where it was saved, so a prefix hit and `BlockManager.fork`
+  begin at the last of these, and `ModelConfig` says which layers have a KV cache. The next step may be in flight when
+  one is committed, so the step that reaches such a position copies the state, and its commit makes the copy known.
 - Weights split over devices: `build` is given the rank and the number of ranks; linear layers and the number of KV
-  heads follow from them, `checkpoint_views` in `weights.py` yields the slice that a rank keeps, and one `ModelRunner`
-  per rank runs the same `Batch`.
+  heads follow from them, `checkpoint_views` of the linear layers yields the slice that a rank keeps, one `ModelRunner`
+  per rank runs the same `StepInputs`, and each appends the tokens that one of them has sampled.
 """
 
 from abc import ABC, abstractmethod
