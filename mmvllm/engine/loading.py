@@ -48,11 +48,11 @@ class LoadedModel:
 def load(model: str | Path | None, config: EngineConfig) -> LoadedModel:
     """Load a checkpoint and allocate its KV cache; raises ValueError for what cannot be served."""
     device = config.resolve_device()
-    config = config.with_limits(device)
     folder = resolve_folder(model, with_weights=config.load_format != "dummy")
     model_config = load_config(folder)
     dtype = config.resolve_dtype(model_config.dtype, device)
     _check_quantization(config.quantization, device, dtype)
+    config = config.with_limits(device)
     image_config, video_config = load_media_configs(folder)
     tokenizer = _load_tokenizer(folder)
     attention, vision_attention = _attention(config, model_config, device, dtype)

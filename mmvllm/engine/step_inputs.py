@@ -52,6 +52,10 @@ class StepInputs:
         return self.decodes.shape[1]
 
     @property
+    def num_seqs(self) -> int:
+        return self.num_decodes + (0 if self.prefills is None else len(self.prefills.rows))
+
+    @property
     def samples(self) -> np.ndarray:
         """(2, R) int32, of the sequences that want a token: rows, and how many tokens come before it."""
         if self.prefills is None:

@@ -184,11 +184,11 @@ def test_out_of_memory_is_retried_with_smaller_batches_and_no_image_is_lost(fold
     calm = captions()
     whole, sizes = llm.engine.model_runner.run, []
 
-    def runs_out(batch, *args):
-        sizes.append(len(batch.cu_seqlens_q) - 1)
+    def runs_out(inputs, *args):
+        sizes.append(inputs.num_seqs)
         if sizes[-1] > 2:
             raise MemoryError("no room")
-        return whole(batch, *args)
+        return whole(inputs, *args)
 
     monkeypatch.setattr(llm.engine.model_runner, "run", runs_out)
     # Each step waits for prepared requests, so that batches are full however slow the preparation is.

@@ -71,7 +71,7 @@ def limit_memory(llm, too_much, error=TOO_LARGE, after=False) -> list[int]:
     run, sizes = llm.engine.model_runner.run, []
 
     def limited(batch, *rest):
-        sizes.append(num_seqs(batch))
+        sizes.append(batch.num_seqs)
         if too_much(batch):
             if after:
                 run(batch, *rest)
@@ -82,12 +82,8 @@ def limit_memory(llm, too_much, error=TOO_LARGE, after=False) -> list[int]:
     return sizes
 
 
-def num_seqs(inputs) -> int:
-    return inputs.num_decodes + (0 if inputs.prefills is None else len(inputs.prefills.rows))
-
-
 def more_than(limit: int):
-    return lambda inputs: num_seqs(inputs) > limit
+    return lambda inputs: inputs.num_seqs > limit
 
 
 def has_oversized(batch) -> bool:
@@ -148,7 +144,7 @@ def test_out_of_memory_errors_of_every_kind_are_recognized(allocate, make, expec
     run = llm.engine.model_runner.run
 
     def limited(batch, *rest):
-        if num_seqs(batch) > 2:
+        if batch.num_seqs > 2:
             allocate()
         return run(batch, *rest)
 
