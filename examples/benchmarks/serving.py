@@ -45,7 +45,7 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 INVALID_IMAGE = "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n only a signature").decode()
 CANCELLED, INVALID = 0.10, 0.05  # fractions of the requests
 CANCEL_S = 0.5  # maximum delay before a request that is not streamed is cancelled
-PIPES_PER_PROCESS = 3
+DESCRIPTORS_PER_PROCESS = 5  # two pipes, a socket, and shared memory twice: its descriptor and its mapping
 SAMPLE_S = 0.5
 
 
@@ -154,11 +154,11 @@ class ServerProcess:
             await asyncio.sleep(SAMPLE_S)
 
     def num_open(self) -> int:
-        """The number of open files and sockets, without the pipes to the processes that decode images.
+        """The number of open files and sockets, without those of the processes that decode images.
 
         The server starts these processes as it needs them, up to one per core.
         """
-        return self._watched.num_fds() - PIPES_PER_PROCESS * len(self._watched.children())
+        return self._watched.num_fds() - DESCRIPTORS_PER_PROCESS * len(self._watched.children())
 
     def leaks(self) -> list[str]:
         """Descriptions of resources still held after all clients have disconnected."""
