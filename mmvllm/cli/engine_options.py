@@ -41,7 +41,7 @@ def _fields(only: Collection[str] | None, exclude: Collection[str]) -> Iterator[
 
 def _value_arguments(field: Field) -> dict[str, Any]:
     """The arguments of `add_argument` that depend on a field's type."""
-    if field.type is bool:
+    if field.type in (bool, bool | None):
         return {"action": argparse.BooleanOptionalAction}
     if choices := literal_choices(field.type):
         return {"choices": [choice for choice in choices if choice is not None]}
