@@ -212,6 +212,7 @@ class LLMEngine:
                 raise
             outputs = [self._finish(group) for group in finished]
             self._report(launched)
+            self._drop_ahead_if_idle()
         return outputs, launched.scheduled.num_tokens
 
     def _launch_ahead(self) -> Launched | None:
@@ -291,7 +292,6 @@ class LLMEngine:
             if self._ahead is None:
                 launched.watch.mark("commit")
             self.on_step(step_stats(launched.scheduled, self.scheduler, launched.watch.seconds()))
-        self._drop_ahead_if_idle()
 
     def _drop_ahead_if_idle(self) -> None:
         """A step that is computed for sequences that have all ended need not be waited for."""
