@@ -24,9 +24,9 @@ def argmax_torch(logits: Tensor) -> Tensor:
 
 def argmax_logsumexp_torch(logits: Tensor) -> tuple[Tensor, Tensor]:
     logits = logits.float()
-    largest = largest_torch(logits)[1]
+    token_ids, largest = largest_torch(logits)
     sums = (logits - largest).exp_().sum(dim=-1)
-    return argmax_torch(logits), largest.squeeze(1).double() + sums.log()
+    return valid(token_ids, largest), largest.squeeze(1).double() + sums.log()
 
 
 def largest_torch(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,7 +63,10 @@ def _launch(logits: Tensor, token_ids: Tensor, logsumexp: Tensor | None, block: 
     with_sums = logsumexp is not None
     # 16 logits per thread keep enough loads in flight; not tuned.
     _argmax_kernel[(R,)](
-        logits, token_ids, logsumexp, logits.stride(0), V=V, WITH_SUMS=with_sums, BLOCK=block, num_warps=16
+        *(logits, token_ids, logsumexp, logits.stride(0)),
+        **{"V": V, "WITH_SUMS": with_sums, "BLOCK": block},
+        num_warps=16,
+        enable_fp_fusion=True,  # a sum that decays is rounded once per value
     )
 
 

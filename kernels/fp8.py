@@ -64,7 +64,8 @@ def quantize_rows_triton(x: Tensor) -> Fp8Rows:
     out, (N, C) = Fp8Rows.empty_like(x), x.shape
     block = triton.next_power_of_2(C)
     num_warps = min(16, max(1, block // 256))  # 8 values per thread: one 16-byte load of a 16-bit dtype; not tuned
-    _quantize_rows_kernel[(N,)](x, out.values, out.scale, C=C, BLOCK=block, num_warps=num_warps)
+    sizes = {"C": C, "BLOCK": block, "num_warps": num_warps, "enable_fp_fusion": False}
+    _quantize_rows_kernel[(N,)](x, out.values, out.scale, **sizes)
     return out
 
 

@@ -31,7 +31,7 @@ def add_layer_norm_triton(
     out, total, C = torch.empty_like(x), torch.empty_like(x), x.shape[1]
     block = triton.next_power_of_2(C)
     # 8 values per thread: one 16-byte load of a 16-bit dtype; not tuned.
-    sizes = {"C": C, "BLOCK": block, "num_warps": min(16, max(1, block // 256))}
+    sizes = {"C": C, "BLOCK": block, "num_warps": min(16, max(1, block // 256)), "enable_fp_fusion": True}
     _add_layer_norm_kernel[(len(x),)](x, residual, weight, bias, out, total, eps, **sizes)
     return out, total
 

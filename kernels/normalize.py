@@ -31,7 +31,10 @@ def normalize_triton(patches: Tensor, table: Tensor) -> Tensor:
     block = 2048  # with 4 warps, 16 values per thread: a 16-byte load; not tuned
     grid = (triton.cdiv(patches.numel(), block),)
     _normalize_kernel[grid](
-        patches, table, out, patches.numel(), WIDTH=width, PER_CHANNEL=width // len(table), BLOCK=block, num_warps=4
+        *(patches, table, out, patches.numel()),
+        **{"WIDTH": width, "PER_CHANNEL": width // len(table), "BLOCK": block},
+        num_warps=4,
+        enable_fp_fusion=False,
     )
     return out
 

@@ -55,13 +55,17 @@ def penalize_triton(logits: Tensor, counts: Tensor, params: Tensor, rows: Tensor
     out = torch.empty(R, V, dtype=torch.float32, device=logits.device)
     # 8 logits per thread: two 16-byte loads of float32; not tuned.
     _penalize_kernel[(triton.cdiv(V, block), R)](
-        logits, counts, params, rows, out, logits.stride(0), V=V, BLOCK=block, num_warps=16
+        *(logits, counts, params, rows, out, logits.stride(0)),
+        **{"V": V, "BLOCK": block},
+        num_warps=16,
+        enable_fp_fusion=False,  # products are rounded before they are subtracted, as in the reference
     )
     return out
 
 
 def count_tokens_triton(counts: Tensor, params: Tensor, rows: Tensor, token_ids: Tensor) -> None:
-    _count_tokens_kernel[(len(rows),)](counts, params, rows, token_ids, V=counts.shape[1], num_warps=1)
+    sizes = {"V": counts.shape[1], "num_warps": 1, "enable_fp_fusion": False}
+    _count_tokens_kernel[(len(rows),)](counts, params, rows, token_ids, **sizes)
 
 
 @triton.jit

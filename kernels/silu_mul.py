@@ -44,7 +44,8 @@ def silu_mul_fp8_triton(gate_up: Tensor) -> Fp8Rows:
     N, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = Fp8Rows.empty_like(gate_up[:, :width])
     block = min(4096, triton.next_power_of_2(width))  # with 8 warps, 16 values per thread; not tuned
-    _silu_mul_fp8_kernel[(N,)](gate_up, out.values, out.scale, WIDTH=width, BLOCK=block, num_warps=8)
+    sizes = {"WIDTH": width, "BLOCK": block, "num_warps": 8, "enable_fp_fusion": False}  # as in `silu_mul_triton`
+    _silu_mul_fp8_kernel[(N,)](gate_up, out.values, out.scale, **sizes)
     return out
 
 

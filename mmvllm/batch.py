@@ -15,9 +15,9 @@ from torch import Tensor
 class Batch:
     """The chunks of one step, packed end to end. Host copies of lengths spare the device a round trip.
 
-    sequence 0 |  sequence 1 (a chunk)  | 2 |        tokens along N
-    cu_seqlens_q = [0, 10, 35, 36]                   sequence s owns tokens [cu[s], cu[s + 1])
-    kv_lens      = [10, 90, 412]                     keys that the last token of each may see
+    0 | sequence 1 |  sequence 2 (a chunk)  |        tokens along N; sequence 0 decodes
+    cu_seqlens_q = [0, 1, 11, 36]                    sequence s owns tokens [cu[s], cu[s + 1])
+    kv_lens      = [412, 10, 90]                     keys that the last token of each may see
     """
 
     input_ids: Tensor  # (N,) int64
@@ -26,11 +26,11 @@ class Batch:
     cu_seqlens_q: Tensor  # (S + 1,) int32
     kv_lens: Tensor  # (S,) int32
     cu_seqlens_k: Tensor | None  # (S + 1,) int32, running sum of kv_lens; None where every sequence decodes
-    block_table: Tensor  # (S, max_blocks) int32, padded with 0
+    block_table: Tensor  # (S, max_blocks) int32; any blocks behind a sequence's own
     sample_at: Tensor  # (R,) int64, tokens whose logits are wanted: none of an unfinished prompt
     image_at: Tensor  # (M,) int64, token that each image row replaces
     query_lens: tuple[int, ...]  # on the host
-    context_lens: tuple[int, ...]  # kv_lens, on the host
+    context_lens: tuple[int, ...]  # kv_lens, on the host; upper limits of them in a CUDA graph
     num_decodes: int = 0  # the first sequences, with one token each; more such sequences may follow
 
     def __post_init__(self) -> None:

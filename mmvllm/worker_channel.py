@@ -30,6 +30,7 @@ class SharedBuffer:
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
+        os.ftruncate(descriptor, SHARED_BYTES)  # of a process that is started, it has this size already
         self._map = mmap.mmap(descriptor, SHARED_BYTES)
 
     def __reduce__(self):
@@ -41,9 +42,7 @@ class SharedBuffer:
         if not hasattr(os, "memfd_create"):  # not Linux
             return None
         with suppress(OSError):  # a sandbox without it, or a limit of the address space
-            descriptor = os.memfd_create("mmvllm-worker")
-            os.ftruncate(descriptor, SHARED_BYTES)
-            return cls(descriptor)
+            return cls(os.memfd_create("mmvllm-worker"))
         return None
 
     def write(self, views: list[memoryview]) -> bool:

@@ -16,11 +16,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from multiprocessing import connection, spawn
+from multiprocessing import connection
 from typing import Any
 
 from mmvllm.worker_channel import Channel, SharedBuffer
-from mmvllm.worker_process import IGNORED_SIGNALS, serve
+from mmvllm.worker_process import serve
+from mmvllm.worker_start import PROCESS_NAME, main_module, signals_blocked
 
 NUM_WORKERS = min(8, os.cpu_count() or 1)
 CANCEL_SECONDS = 1.0  # that a cancelled task may run on: most end by then, and a new process costs more
@@ -28,7 +29,6 @@ POLL_SECONDS = 0.1  # between looks at whether a task is cancelled
 KILL_SECONDS = 5.0  # for the system to end a killed process
 
 ReserveWhile = Callable[[int, Callable[[], float | None]], AbstractContextManager]  # of bytes; see `DecodeBudget`
-_PROCESS_NAME = "mmvllm-worker"
 
 
 class WorkerTimeout(TimeoutError):
@@ -219,9 +219,9 @@ class _Worker:
         shared = SharedBuffer.create()
         self._channel = Channel(pipe, shared)
         self.process = context.Process(
-            target=serve, args=(theirs, shared, setup, memory_limit), name=_PROCESS_NAME, daemon=True
+            target=serve, args=(theirs, shared, setup, memory_limit), name=PROCESS_NAME, daemon=True
         )
-        with _signals_blocked(), _main_module(b"__main__" in setup):
+        with signals_blocked(), main_module(b"__main__" in setup):
             self.process.start()
         theirs.close()
         self._is_ready = False
@@ -287,40 +287,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-@contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """A process that is started inherits this, so that no signal ends it before it ignores them."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-_spawning = threading.Lock()
-
-
-@contextmanager
-def _main_module(is_needed: bool) -> Iterator[None]:
-    """Have started processes import the main module only if it is needed.
-
-    It may be a script that does its work when it is imported: each process would begin that work again.
-    """
-    with _spawning:
-        original = spawn.get_preparation_data
-
-        def prepared(name: str) -> dict[str, Any]:
-            data = original(name)
-            is_ours = name == _PROCESS_NAME and not is_needed
-            return {key: data[key] for key in data if not (is_ours and key.startswith("init_main"))}
-
-        spawn.get_preparation_data = prepared
-        try:
-            yield
-        finally:
-            spawn.get_preparation_data = original

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from mmvllm import SamplingParams
 from mmvllm.cli import caption
 from mmvllm.demo.conversation import Options
-from mmvllm.engine.llm_engine import WARMUP_PARAMS
 from mmvllm.engine.sampling_rows import SamplingRows
 from mmvllm.engine.sequence import Sequence
+from mmvllm.engine.warmup import WARMUP_PARAMS
 from mmvllm.server.convert import chat_params, completion_params
 from mmvllm.server.protocol import ChatRequest, CompletionRequest
 from tests.helpers.server import chat, completion
@@ -112,7 +112,7 @@ def test_a_field_reaches_the_kernel(name):
 @pytest.mark.parametrize("name", FIELDS)
 def test_the_warm_up_takes_the_path_of_a_field(name):
     is_there = any(getattr(params, name) != getattr(DEFAULTS, name) for params in WARMUP_PARAMS)
-    message = missing(name, "mmvllm/engine/llm_engine.py", "WARMUP_PARAMS", "NOT_WARMED_UP")
+    message = missing(name, "mmvllm/engine/warmup.py", "WARMUP_PARAMS", "NOT_WARMED_UP")
     assert is_there or name in NOT_WARMED_UP, message
 
 

@@ -50,6 +50,18 @@ def arrays(*sizes: int) -> list[np.ndarray]:
     return [np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8) for size in sizes]
 
 
+@linux
+def test_memory_that_is_refused_leaves_no_descriptor(monkeypatch):
+    """As under a limit of the size of files; the pipe is used then."""
+
+    def refuse(*_):
+        raise OSError("File too large")
+
+    before = psutil.Process().num_fds()
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    assert SharedBuffer.create() is None and psutil.Process().num_fds() == before
+
+
 @pytest.mark.parametrize("sizes", [(), (0,), (1,), (0, 3, 0), (63, 64, 65), (3 * MiB, 1, 2 * MiB + 1)])
 def test_buffers_of_any_size_arrive(ends, sizes):
     sent = arrays(*sizes)

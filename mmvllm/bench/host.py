@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> dict:
             streams = asyncio.run(_measure_streams(folder, options, streamed, args.steps, arithmetic))
         config = load_config(folder)
     _print("microseconds per step", steps)
-    _print("with AsyncLLM, all streamed", streams)
+    if streams:
+        _print("with AsyncLLM, all streamed", streams)
     if profile is not None:
         _write_profile(profile, args.profile)
     return record(args, device, config, steps=steps, **{"async": streams})

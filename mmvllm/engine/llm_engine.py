@@ -25,6 +25,7 @@ from mmvllm.engine.sampler import Sampler
 from mmvllm.engine.scheduler import Scheduler
 from mmvllm.engine.sequence import FinishReason, SequenceGroup
 from mmvllm.engine.stats import StepStats, step_stats
+from mmvllm.engine.warmup import WARMUP_PARAMS
 from mmvllm.errors import EngineFailed, RequestError, first_line
 from mmvllm.inputs import EngineInput
 from mmvllm.outputs import RequestOutput
@@ -33,25 +34,6 @@ from mmvllm.sampling_params import SamplingParams
 from mmvllm.transfer import current_device
 
 logger = logging.getLogger(__name__)
-
-# Together they take every path of the sampler, whose kernels are compiled when they are first used.
-WARMUP_PARAMS = (
-    SamplingParams(max_tokens=2, ignore_eos=True, seed=0),
-    SamplingParams(
-        max_tokens=2,
-        ignore_eos=True,
-        seed=0,
-        min_tokens=1,
-        temperature=0.7,
-        top_p=0.9,
-        top_k=20,
-        min_p=0.01,
-        repetition_penalty=1.1,
-        presence_penalty=0.1,
-        frequency_penalty=0.1,
-        logprobs=1,
-    ),
-)
 
 
 class LLMEngine:
@@ -212,6 +194,7 @@ class LLMEngine:
                 raise
             outputs = [self._finish(group) for group in finished]
             self._report(launched)
+            self._drop_ahead_if_idle()
         return outputs, launched.scheduled.num_tokens
 
     def _launch_ahead(self) -> Launched | None:
@@ -291,7 +274,6 @@ class LLMEngine:
             if self._ahead is None:
                 launched.watch.mark("commit")
             self.on_step(step_stats(launched.scheduled, self.scheduler, launched.watch.seconds()))
-        self._drop_ahead_if_idle()
 
     def _drop_ahead_if_idle(self) -> None:
         """A step that is computed for sequences that have all ended need not be waited for."""

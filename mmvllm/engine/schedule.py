@@ -12,8 +12,6 @@ class ScheduledChunk:
 
     Args:
         samples: whether they reach its last token, so that the next one is sampled.
-        decodes: whether this is one token, which an earlier step of this run of the sequence has sampled: the device
-            has it, while the host may not have seen it yet.
         num_preemptions: of the sequence, when the chunk was scheduled.
     """
 
@@ -21,7 +19,6 @@ class ScheduledChunk:
     start: int
     end: int
     samples: bool
-    decodes: bool
     num_preemptions: int
     block_copies: list[tuple[int, int]]  # (source, destination) blocks, copied before anything is written
 
@@ -36,7 +33,7 @@ class ScheduledChunk:
 class Schedule:
     """Items to encode, then chunks to compute."""
 
-    decodes: list[ScheduledChunk] = field(default_factory=list)
+    decodes: list[ScheduledChunk] = field(default_factory=list)  # one token each, sampled before: the device has it
     prefills: list[ScheduledChunk] = field(default_factory=list)  # prompts, and what is computed again
     items_to_encode: dict[bytes, MediaItem] = field(default_factory=dict)  # by digest
     freed_digests: tuple[bytes, ...] = ()  # items whose rows are no longer cached

@@ -138,7 +138,7 @@ class Scheduler:
         if start + 1 < seq.max_num_tokens:
             seq.num_inflight_tokens += 1
             step.num_tokens += 1
-            step.decodes.append(ScheduledChunk(seq, start, start + 1, True, True, seq.num_preemptions, _NO_COPIES))
+            step.decodes.append(ScheduledChunk(seq, start, start + 1, True, seq.num_preemptions, _NO_COPIES))
         return True
 
     def _schedule_waiting(self, step: Schedule) -> None:
@@ -176,7 +176,7 @@ class Scheduler:
         copies = self.block_manager.allocate(seq, end - start)
         if copies is None:
             return _Allotment.OUT_OF_BLOCKS
-        chunk = ScheduledChunk(seq, start, end, end == known, seq.is_decoding, seq.num_preemptions, copies)
+        chunk = ScheduledChunk(seq, start, end, end == known, seq.num_preemptions, copies)
         (step.decodes if seq.is_decoding else step.prefills).append(chunk)
         seq.num_inflight_tokens += end - start
         seq.is_decoding = chunk.samples

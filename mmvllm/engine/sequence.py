@@ -71,7 +71,7 @@ class Sequence:
         self.cache_salt = cache_salt
         self.arrival_time = time.time() if arrival_time is None else arrival_time
         self.block_size = block_size
-        self.completion_text = completion_text  # where there are stop strings, or the text is streamed
+        self.completion_text = completion_text  # where there are stop strings
 
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = len(token_ids)

@@ -81,7 +81,7 @@ class FlashAttention:
     def paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
-        S, n = len(batch.query_lens), num_single(batch)
+        S, n = len(batch.query_lens), _num_single(batch)
         if n:  # this function splits long contexts
             options = {"cache_seqlens": batch.kv_lens[:n], "block_table": batch.block_table[:n], "causal": True}
             singles = flash_attn_with_kvcache(q[:n, None], k_cache, v_cache, **options)[:, 0]
@@ -124,7 +124,7 @@ class Flash4Attention:
     def paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
         from flash_attn.cute import flash_attn_varlen_func
 
-        S, n = len(batch.query_lens), num_single(batch)
+        S, n = len(batch.query_lens), _num_single(batch)
         if n:
             tensors = (batch.cu_seqlens_q, batch.kv_lens[:n], batch.block_table[:n])
             singles = paged_attention_triton(q[:n], k_cache, v_cache, *tensors, 1)
@@ -182,7 +182,7 @@ class TorchVarlenAttention:
         return varlen_attn(q, k, v, segments.cu_seqlens, segments.cu_seqlens, longest, longest)
 
 
-def num_single(batch: Batch) -> int:
+def _num_single(batch: Batch) -> int:
     """The number of first sequences that have one query each, as far as the batch says it."""
     return len(batch.query_lens) if max(batch.query_lens) == 1 else batch.num_decodes
 

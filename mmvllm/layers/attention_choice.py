@@ -91,14 +91,14 @@ def _choose(
     """The first candidate that answers to `name` and can be used, and what is wrong with those before it."""
     if name not in ("auto", *NAMES):
         raise ValueError(f"{option} is {name!r}, must be {listed(('auto', *NAMES))}")
-    reasons: list[str] = []
+    reasons: dict[str, str] = {}  # by backend
     for backend in _answering(name, candidates, device):
         reason = why_not(backend)
         if reason is None:
             asked = ["requested"] if name != "auto" else []
-            return backend, "; ".join(asked + reasons) or "the fastest"
-        reasons.append(f"{backend.name} {reason}")
-    raise ValueError(f"{option} is {name!r}, which {reasons[0].removeprefix(name).strip()}")
+            return backend, "; ".join([*asked, *map(" ".join, reasons.items())]) or "the fastest"
+        reasons[backend.name] = reason
+    raise ValueError(f"{option} is {name!r}, which {next(iter(reasons.values()))}")
 
 
 def _answering(name: str, candidates: tuple[Backend, ...], device: torch.device) -> Iterator[Backend]:

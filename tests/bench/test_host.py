@@ -59,6 +59,7 @@ def test_streams_can_be_left_out(bench):
     _, lines, _ = bench(*SMALL, "--sampling", "greedy", "--kinds", "decode", "--streams", "0", "--vocab-size", "2000")
     record = json.loads(lines[-1])
     assert record["async"] == [] and record["model"]["vocab_size"] == 2000
+    assert not any(line.startswith("with AsyncLLM") for line in lines)
 
 
 def test_a_profile_is_a_table_or_a_file_of_pstats(bench, tmp_path):

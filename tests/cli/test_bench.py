@@ -165,7 +165,8 @@ def test_a_video_is_generated(bench, monkeypatch):
 def test_kernels(bench):
     code, lines, _ = bench("kernels", "--device", "cpu", "--dtype", "float32", "rms_norm", "silu_mul")
     results = last(lines)["results"]
-    assert code == 0 and {case["kernel"] for case in results} == {"rms_norm", "add_rms_norm", "silu_mul"}
+    names = {"rms_norm", "add_rms_norm", "add_rms_norm_fp8", "silu_mul", "silu_mul_fp8"}
+    assert code == 0 and {case["kernel"] for case in results} == names
     assert all(case["torch_seconds"] > 0 and case["triton_seconds"] is None for case in results)
     assert lines[-2] == "kernels need CUDA: only their torch references were timed"
 

@@ -37,8 +37,8 @@ def sequence(row: int, num_tokens: int, blocks: list[int], num_prompt_tokens: in
     return seq
 
 
-def chunk(seq: Sequence, start: int, end: int, decodes=False, copies=()) -> ScheduledChunk:
-    return ScheduledChunk(seq, start, end, end >= seq.num_tokens, decodes, 0, list(copies))
+def chunk(seq: Sequence, start: int, end: int, copies=()) -> ScheduledChunk:
+    return ScheduledChunk(seq, start, end, end >= seq.num_tokens, 0, list(copies))
 
 
 def test_a_prompt_is_packed_with_its_blocks():
@@ -57,7 +57,7 @@ def test_a_decode_takes_everything_but_three_numbers_from_the_device():
     device, seq = rows(), sequence(1, 7, [5, 3], delta=-3)
     device.batch(pack_step(Schedule(prefills=[chunk(seq, 0, 7)])))
     device.last_tokens[1] = 77  # sampled, and not seen by the host
-    inputs = pack_step(Schedule(decodes=[chunk(seq, 7, 8, decodes=True)]))
+    inputs = pack_step(Schedule(decodes=[chunk(seq, 7, 8)]))
     assert inputs.decodes.tolist() == [[1], [8], [3]]
     batch, samples = device.batch(inputs)
     assert batch.input_ids.tolist() == [77] and batch.positions.tolist() == [[4]] * 3
@@ -71,7 +71,7 @@ def test_a_decode_that_gets_a_block_keeps_it_on_the_device():
     device.batch(pack_step(Schedule(prefills=[chunk(seq, 0, 4)])))
     for start, block_table in ((4, [5, 7]), (5, [5, 7]), (6, [5, 8])):  # the last is a copy on write
         seq.block_table = block_table
-        batch, _ = device.batch(pack_step(Schedule(decodes=[chunk(seq, start, start + 1, decodes=True)])))
+        batch, _ = device.batch(pack_step(Schedule(decodes=[chunk(seq, start, start + 1)])))
         assert batch.block_table.tolist() == [block_table]
         assert batch.slot_mapping.tolist() == [4 * block_table[-1] + start - 4]
 
@@ -81,7 +81,7 @@ def test_decodes_come_before_prefills():
     device.batch(pack_step(Schedule(prefills=[chunk(old, 0, 5)])))
     device.last_tokens[3] = 42
     partial = chunk(new, 4, 7)
-    batch, samples = device.batch(pack_step(Schedule(decodes=[chunk(old, 5, 6, decodes=True)], prefills=[partial])))
+    batch, samples = device.batch(pack_step(Schedule(decodes=[chunk(old, 5, 6)], prefills=[partial])))
     assert batch.input_ids.tolist() == [42, 4, 5, 6] and batch.slot_mapping.tolist() == [9, 16, 17, 18]
     assert batch.positions.tolist() == [[5, 8, 10, 12]] * 3
     assert batch.block_table.tolist() == [[6, 2], [1, 4]] and batch.kv_lens.tolist() == [6, 7]
@@ -97,7 +97,7 @@ def test_a_row_that_changes_hands_has_nothing_of_its_former_sequence():
     seq = sequence(1, 3, [6], delta=-1)
     device.batch(pack_step(Schedule(prefills=[chunk(seq, 0, 3)])))
     device.last_tokens[1] = 78
-    batch, _ = device.batch(pack_step(Schedule(decodes=[chunk(seq, 3, 4, decodes=True)])))
+    batch, _ = device.batch(pack_step(Schedule(decodes=[chunk(seq, 3, 4)])))
     assert batch.input_ids.tolist() == [78] and batch.positions.tolist() == [[2]] * 3
     assert batch.block_table.tolist() == [[6]]
 
@@ -110,9 +110,7 @@ def test_tokens_of_the_completion_that_are_computed_again_continue_the_prompts_p
 
 def test_block_copies_are_those_of_all_chunks():
     one, other = sequence(0, 5, [5, 3]), sequence(1, 5, [5, 4])
-    step = Schedule(
-        decodes=[chunk(one, 5, 6, decodes=True, copies=[(2, 3)])], prefills=[chunk(other, 4, 5, copies=[(2, 4)])]
-    )
+    step = Schedule(decodes=[chunk(one, 5, 6, copies=[(2, 3)])], prefills=[chunk(other, 4, 5, copies=[(2, 4)])])
     assert pack_step(step).block_copies == [(2, 3), (2, 4)]
 
 

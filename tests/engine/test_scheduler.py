@@ -77,7 +77,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decodes():
     sched.add(group("b", num_tokens=10))
     step = sched.schedule()
     assert chunks_of(step) == [("a", 4, 5, True), ("b", 0, 4, False)]
-    assert not step.chunks[1].decodes and step.chunks[0].decodes and step.num_tokens == 5
+    assert step.chunks == [*step.decodes, *step.prefills] and len(step.decodes) == 1 and step.num_tokens == 5
     commit(sched, step)
     assert chunks_of(sched.schedule()) == [("a", 5, 6, True), ("b", 4, 8, False)]
 

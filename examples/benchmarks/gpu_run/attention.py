@@ -92,7 +92,7 @@ def _changes(case: Case) -> list[tuple[str, str, object]]:
 
 @contextmanager
 def _replaced(name: str, value: object) -> Iterator[None]:
-    """A function or constant of the attention files has another value, and what was computed from it is forgotten."""
+    """A function or constant of the attention files has another value meanwhile."""
     before = {module: getattr(module, name) for module in (packed_attention, paged_attention) if hasattr(module, name)}
     for module in before:
         setattr(module, name, value)

@@ -1,0 +1,49 @@
+"""How a worker process begins: what it inherits of its parent, and what it does not."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import spawn
+from typing import Any
+
+from mmvllm.worker_process import IGNORED_SIGNALS
+
+PROCESS_NAME = "mmvllm-worker"
+
+
+@contextmanager
+def signals_blocked() -> Iterator[None]:
+    """A process that is started inherits this, so that no signal ends it before it ignores them."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_spawning = threading.Lock()
+
+
+@contextmanager
+def main_module(is_needed: bool) -> Iterator[None]:
+    """Have started processes import the main module only if it is needed.
+
+    It may be a script that does its work when it is imported: each process would begin that work again.
+    """
+    with _spawning:
+        original = spawn.get_preparation_data
+
+        def prepared(name: str) -> dict[str, Any]:
+            data = original(name)
+            is_ours = name == PROCESS_NAME and not is_needed
+            return {key: data[key] for key in data if not (is_ours and key.startswith("init_main"))}
+
+        spawn.get_preparation_data = prepared
+        try:
+            yield
+        finally:
+            spawn.get_preparation_data = original
