@@ -10,7 +10,7 @@ from statistics import median
 from mmvllm.bench.host_engine import MAX_BATCHED_TOKENS, HostCase, StandIn
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.sequence import SequenceGroup
-from mmvllm.engine.stats import StepStats, Stopwatch
+from mmvllm.engine.stats import StepStats
 from mmvllm.inputs import EngineInput
 
 ROUNDS = 3
@@ -56,11 +56,11 @@ def measure_steps(engine: LLMEngine, model: StandIn, case: HostCase, steps: int,
 def step_parts(engine: LLMEngine) -> Iterator[list[StepStats]]:
     """Collect the engine's steps, with the CPU time of their parts on any device."""
     stats: list[StepStats] = []
-    before, engine.on_step, Stopwatch.on_host = engine.on_step, stats.append, True
+    before, engine.on_step, engine.executor.clock = engine.on_step, stats.append, "host"
     try:
         yield stats
     finally:
-        engine.on_step, Stopwatch.on_host = before, False
+        engine.on_step, engine.executor.clock = before, None
 
 
 def median_parts(stats: list[StepStats]) -> dict[str, float]:

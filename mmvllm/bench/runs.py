@@ -78,11 +78,11 @@ def _recorded(llm: LLM, output_tokens: int) -> Iterator[tuple[list[StepStats], l
         _check_room(len(prompt.token_ids), output_tokens, llm.engine.max_model_len)
         return prompt
 
-    llm.processor, llm.engine.on_step = timed, steps.append
+    llm.processor, llm.engine.on_step, llm.engine.executor.clock = timed, steps.append, "device"
     try:
         yield steps, grids, seconds
     finally:
-        llm.processor, llm.engine.on_step = processor, None
+        llm.processor, llm.engine.on_step, llm.engine.executor.clock = processor, None, None
 
 
 def _check_room(num_prompt_tokens: int, output_tokens: int, max_model_len: int) -> None:

@@ -37,10 +37,11 @@ class Executor:
 
     def __init__(self, runner: ModelRunner, sampler: Sampler, scheduler: Scheduler):
         self.runner, self.sampler, self.scheduler = runner, sampler, scheduler
+        self.clock: str | None = None  # of `Stopwatch`, for `StepStats.seconds`
 
     def launch(self) -> Launched:
         """Schedule a step, then pack, run and sample it; what it needs of the step in flight is on the device."""
-        watch = Stopwatch(self.runner.device)
+        watch = Stopwatch(self.runner.device, self.clock)
         scheduled = self.scheduler.schedule()
         watch.mark("schedule")
         if not scheduled.num_tokens:

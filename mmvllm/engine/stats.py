@@ -17,17 +17,22 @@ RATE_WINDOW_S = 10.0
 
 
 class Stopwatch:
-    """Seconds between marks. On CUDA the marks are events in the stream, so that reading the time waits for nothing."""
+    """Seconds between marks, of a clock.
 
-    on_host = False  # to measure the CPU time of the calling thread, on any device
+    Args:
+        clock: "device" for the time at which the device reaches a mark: on CUDA an event in the stream, so that reading
+            the time waits for nothing; "host" for the CPU time of the calling thread; None, which costs nothing.
+    """
 
-    def __init__(self, device: torch.device):
-        self._on_cuda = device.type == "cuda" and not self.on_host
-        self._marks = [("start", self._now())]
+    def __init__(self, device: torch.device, clock: str | None):
+        self._clock, self._on_cuda = clock, device.type == "cuda" and clock == "device"
+        self._marks = []
+        self.mark("start")
 
     def mark(self, name: str) -> None:
         """End the part called `name`, which began at the last mark."""
-        self._marks.append((name, self._now()))
+        if self._clock is not None:
+            self._marks.append((name, self._now()))
 
     def seconds(self) -> dict[str, float]:
         """By name; on CUDA the stream must have reached the last mark."""
@@ -35,7 +40,7 @@ class Stopwatch:
 
     def _now(self) -> "float | torch.cuda.Event":
         if not self._on_cuda:
-            return time.thread_time() if self.on_host else time.perf_counter()
+            return time.thread_time() if self._clock == "host" else time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -49,7 +54,7 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One step; `seconds` has those of its parts that took place.
+    """One step; `seconds` has those of its parts that took place, if the executor has a `clock`.
 
     These are "schedule", "pack", "vision", "copy", "decoder", "sample" and "commit". "commit" is left out where the
     next step was launched before it: it takes none of the device's time there.

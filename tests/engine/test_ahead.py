@@ -132,7 +132,7 @@ def test_buffers_that_are_reused_by_every_step(make_pair, monkeypatch):
 
 def test_statistics_count_every_step_once(ahead, monkeypatch):
     seen, steps = record_events(ahead, monkeypatch), []
-    ahead.engine.on_step = steps.append
+    ahead.engine.on_step, ahead.engine.executor.clock = steps.append, "device"
     prompt = ahead.processor(PROMPTS[1])
     run(ahead, [(1, GREEDY)])
     assert len(steps) == seen.count("launch") == TOKENS
