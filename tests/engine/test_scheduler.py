@@ -214,6 +214,20 @@ def test_an_item_without_room_in_the_encoder_cache_waits():
     assert run(sched) == ["b"]
 
 
+@pytest.mark.parametrize("launches_ahead", [False, True])
+def test_later_requests_do_not_keep_a_large_item_from_the_encoder_cache(launches_ahead):
+    sched = scheduler(rows=10)
+    sched.add(group("first", 5, 1, items=[image("A", 1, 4)]))
+    sched.add(group("large", 16, 1, items=[image("L", 4, 10)]))  # runs up to its image
+    step, finished = sched.schedule(), []
+    for i in range(8):
+        sched.add(group(f"later{i}", 6, 1, items=[image(f"S{i}", 1, 4)]))
+        ahead = sched.schedule() if launches_ahead else None
+        finished += [each.request_id for each in commit(sched, step)]
+        step = ahead or sched.schedule()
+    assert finished[:3] == ["first", "large", "later0"]
+
+
 @pytest.mark.parametrize("budget", range(1, 13))
 def test_temporal_patches_of_a_video_are_encoded_and_held_one_by_one(budget):
     clip = [image("first", 1, 2), image("second", 6, 2)]  # a block ends between them
