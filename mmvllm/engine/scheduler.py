@@ -32,7 +32,7 @@ class _Allotment(Enum):
     SCHEDULED = auto()
     COMPLETE = auto()  # the token in flight is the last that its length allows
     OUT_OF_BUDGET = auto()  # of tokens or patches
-    OUT_OF_ROOM = auto()  # in the encoder cache
+    STALLED = auto()  # for lack of room in the encoder cache, or of blocks with a token in flight
     OUT_OF_BLOCKS = auto()
 
 
@@ -99,7 +99,7 @@ class Scheduler:
             preempted = _Allotment.OUT_OF_BLOCKS in seen
             # A sequence that was just preempted must not run again at once. One that runs and has no room for an item
             # would never get it, if others took what is given back: with steps ahead, some items are always in flight.
-            if not preempted and _Allotment.OUT_OF_ROOM not in seen:
+            if not preempted and _Allotment.STALLED not in seen:
                 self._schedule_waiting(step)
             if step.num_tokens:
                 step.freed_digests = self.encoder_cache.take_freed()
@@ -125,9 +125,14 @@ class Scheduler:
             if seq.is_decoding and self._schedule_decode(step, seq):
                 continue
             while (allotment := self._schedule_seq(step, seq)) is _Allotment.OUT_OF_BLOCKS:
-                seen.add(allotment)
                 assert len(self.running) > 1, f"sequence {seq.seq_id} needs more blocks than there are"
                 victim = self.running[-1]  # the last in order, so never one that this step has scheduled
+                if victim is seq and seq.is_decoding and seq.num_inflight_tokens:
+                    # Without its token in flight it would need no more blocks than it gives back: it would start again
+                    # at once, compute all again, and come here again.
+                    allotment = _Allotment.STALLED
+                    break
+                seen.add(allotment)
                 self.preempt(victim)
                 if victim is seq:
                     break
@@ -177,7 +182,7 @@ class Scheduler:
         end = min(known, start + self.max_num_batched_tokens - step.num_tokens)
         end, new_items = self._acquire_items(step, seq, start, end)
         if end <= start:  # patches do not keep the first item of a step from being encoded
-            return _Allotment.OUT_OF_BUDGET if step.num_patches else _Allotment.OUT_OF_ROOM
+            return _Allotment.OUT_OF_BUDGET if step.num_patches else _Allotment.STALLED
         copies = self.block_manager.allocate(seq, end - start)
         if copies is None:
             return _Allotment.OUT_OF_BLOCKS

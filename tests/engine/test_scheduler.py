@@ -19,9 +19,9 @@ def at_length(seq: Sequence) -> FinishReason | None:
     return FinishReason.LENGTH if seq.num_tokens >= seq.max_num_tokens else None
 
 
-def scheduler(num_blocks=64, rows=100, **limits) -> Scheduler:
+def scheduler(num_blocks=64, rows=100, block_size=4, **limits) -> Scheduler:
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_vision_patches": 64} | limits
-    return Scheduler(BlockManager(num_blocks, 4), EncoderCache(rows, 1), at_length, **limits)
+    return Scheduler(BlockManager(num_blocks, block_size), EncoderCache(rows, 1), at_length, **limits)
 
 
 def image(name: str, offset: int, num_tokens: int) -> MediaItem:
@@ -355,6 +355,20 @@ def test_the_limit_of_sequences_is_reduced_and_recovers():
         assert len(step.chunks) == 2
         commit(sched, step)
     assert sched.seq_limit == 3
+
+
+@pytest.mark.parametrize("launches_ahead", [False, True])
+def test_a_sequence_without_a_block_computes_again_once(launches_ahead):
+    """The blocks of what it has computed are enough for the tokens that are known, but not for those in flight."""
+    sched = scheduler(num_blocks=5, block_size=32, max_num_batched_tokens=512)
+    sched.add(group("a", 3, 28, first_token=200, block_size=32))
+    sched.add(group("b", 128, 12, block_size=32))
+    step = sched.schedule()
+    while not sched.is_finished():
+        ahead = sched.schedule() if launches_ahead else None
+        commit(sched, step)
+        step = ahead if ahead and ahead.num_tokens else sched.schedule()
+    assert sched.num_preemptions == 1
 
 
 def test_bytes_of_media_that_have_not_begun():
