@@ -1,5 +1,7 @@
 """Greedy tokens of prompts with clips do not depend on batching, chunking, caching or preemption."""
 
+from functools import partial
+
 import pytest
 
 from mmvllm import LLM, SamplingParams
@@ -9,6 +11,7 @@ from tests.helpers.requests import ask, digests_of, frames, noise_image, spans_o
 from tests.helpers.shapes import every_family
 
 pytestmark = every_family
+both_ways = pytest.mark.parametrize("make_llm", [False, True], ids=["plain", "ahead"], indirect=True)
 
 GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
 IMAGE, CLIP = noise_image(91, 64, 1), frames(6, 84, 56, 2)
@@ -21,6 +24,12 @@ REQUESTS = {
     "still": ask("So: ", STILL),
     "long": ask(LONG, "?"),
 }
+
+
+@pytest.fixture
+def make_llm(request, make_llm):
+    """LLM(...) that exits after the test; where the test is marked `both_ways`, once with steps launched ahead."""
+    return partial(make_llm, async_scheduling=getattr(request, "param", False))
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +63,7 @@ def patches_of(llm, *names: str) -> int:
     return sum({item.digest: item.num_patches for item in items}.values())
 
 
+@both_ways
 @pytest.mark.parametrize(
     "options", [{}, {"max_num_seqs": 2}, {"max_num_batched_tokens": 7}, {"kvcache_block_size": 5}], ids=str
 )
@@ -111,6 +121,7 @@ def largest_item(llm) -> int:
     return max(item.num_tokens for request in REQUESTS.values() for item in llm.processor(request).items)
 
 
+@both_ways
 @pytest.mark.parametrize("budget", [5, 4096])
 def test_an_encoder_cache_with_room_for_one_temporal_patch(budget, checkpoint, make_llm, expected):
     """Clips are longer than the cache: their parts are encoded one after the other, while the prompt is computed."""
@@ -138,6 +149,7 @@ def test_a_temporal_patch_that_does_not_fit_is_refused(checkpoint, make_llm):
     assert error.value.video_index == 1
 
 
+@both_ways
 @pytest.mark.parametrize("patches", [1, 30])
 def test_a_clip_is_encoded_in_parts(patches, checkpoint, make_llm, expected):
     llm = make_llm(checkpoint, max_vision_patches=patches, enable_prefix_caching=False)
@@ -177,6 +189,7 @@ def test_equal_frames_are_encoded_once(checkpoint, make_llm, expected):
     assert sum(encoded) == llm.processor(REQUESTS["still"]).items[0].num_patches
 
 
+@both_ways
 def test_frames_that_clips_share_are_encoded_once(checkpoint, make_llm, expected):
     llm = make_llm(checkpoint, enable_prefix_caching=False)
     encoded = count_encoded(llm)
@@ -197,6 +210,7 @@ def test_another_rate_shares_nothing(checkpoint, make_llm):
     assert not {*digests_of(llm.processor(slow))} & {*digests_of(llm.processor(fast))}
 
 
+@both_ways
 @pytest.mark.parametrize("clip", [CLIP, LONG], ids=["short", "long"])
 def test_a_second_turn_continues_from_the_cache(clip, checkpoint, make_llm):
     """Tokens of a completion have the same positions as in the next turn's prompt, also after a long clip."""

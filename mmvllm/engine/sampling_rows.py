@@ -79,9 +79,10 @@ class PenaltyCounts:
     @torch.inference_mode()
     def start(self, row: int, seq: Sequence) -> int:
         """Count a sequence's tokens and return its row in the tensor."""
-        at = self._pool_rows.setdefault(row, len(self._pool_rows) + 1)
+        at = self._pool_rows.get(row, len(self._pool_rows) + 1)
         if at >= len(self._pool):
             self._pool = torch.cat([self._pool, torch.zeros_like(self._pool)])
+        self._pool_rows[row] = at  # not before there is memory for it
         counts, tokens = np.zeros(self._pool.shape[1], np.int16), np.array(seq.token_ids)
         completion, number = np.unique(tokens[seq.num_prompt_tokens :], return_counts=True)
         counts[completion] = number.clip(max=_LARGEST_COUNT)

@@ -31,7 +31,8 @@ class _Allotment(Enum):
 
     SCHEDULED = auto()
     COMPLETE = auto()  # the token in flight is the last that its length allows
-    OUT_OF_BUDGET = auto()  # of tokens, patches or the encoder cache
+    OUT_OF_BUDGET = auto()  # of tokens or patches
+    STALLED = auto()  # for lack of room in the encoder cache, or of blocks with a token in flight
     OUT_OF_BLOCKS = auto()
 
 
@@ -94,8 +95,11 @@ class Scheduler:
         """
         while True:
             step = Schedule()
-            preempted = self._schedule_running(step)
-            if not preempted:  # a sequence that was just preempted must not run again at once
+            seen = self._schedule_running(step)
+            preempted = _Allotment.OUT_OF_BLOCKS in seen
+            # A sequence that was just preempted must not run again at once. One that runs and has no room for an item
+            # would never get it, if others took what is given back: with steps ahead, some items are always in flight.
+            if not preempted and _Allotment.STALLED not in seen:
                 self._schedule_waiting(step)
             if step.num_tokens:
                 step.freed_digests = self.encoder_cache.take_freed()
@@ -112,22 +116,28 @@ class Scheduler:
             f"{self.block_manager.num_free_blocks} of {self.block_manager.num_blocks} blocks free"
         )
 
-    def _schedule_running(self, step: Schedule) -> bool:
-        """Schedule running sequences in order; whether one had to be preempted for that."""
-        preempted = False
+    def _schedule_running(self, step: Schedule) -> set[_Allotment]:
+        """Schedule running sequences in order; preempt others where one is out of blocks. What became of them."""
+        seen = set()
         for seq in list(self.running):
             if seq.status is not SequenceStatus.RUNNING:  # preempted in favour of one before it
                 continue
             if seq.is_decoding and self._schedule_decode(step, seq):
                 continue
-            while self._schedule_seq(step, seq) is _Allotment.OUT_OF_BLOCKS:
+            while (allotment := self._schedule_seq(step, seq)) is _Allotment.OUT_OF_BLOCKS:
                 assert len(self.running) > 1, f"sequence {seq.seq_id} needs more blocks than there are"
                 victim = self.running[-1]  # the last in order, so never one that this step has scheduled
+                if victim is seq and seq.is_decoding and seq.num_inflight_tokens:
+                    # Without its token in flight it would need no more blocks than it gives back: it would start again
+                    # at once, compute all again, and come here again.
+                    allotment = _Allotment.STALLED
+                    break
+                seen.add(allotment)
                 self.preempt(victim)
-                preempted = True
                 if victim is seq:
                     break
-        return preempted
+            seen.add(allotment)
+        return seen
 
     def _schedule_decode(self, step: Schedule, seq: Sequence) -> bool:
         """Schedule one token of a sequence that decodes, unless it needs a block: most sequences in most steps."""
@@ -171,8 +181,8 @@ class Scheduler:
             return _Allotment.COMPLETE
         end = min(known, start + self.max_num_batched_tokens - step.num_tokens)
         end, new_items = self._acquire_items(step, seq, start, end)
-        if end <= start:
-            return _Allotment.OUT_OF_BUDGET
+        if end <= start:  # patches do not keep the first item of a step from being encoded
+            return _Allotment.OUT_OF_BUDGET if step.num_patches else _Allotment.STALLED
         copies = self.block_manager.allocate(seq, end - start)
         if copies is None:
             return _Allotment.OUT_OF_BLOCKS

@@ -168,3 +168,14 @@ def test_counts_are_kept_only_for_rows_with_penalties():
     for row in (9, 60, 9):
         sampler.enter(row, sequence(PENALTIES))
     assert len(sampler._rows.counts.tensor) == 4
+
+
+def test_counts_after_memory_for_more_of_them_was_not_there(monkeypatch):
+    """The request that ran out of memory ends; another starts in another row."""
+    sampler = make_sampler(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "cat", lambda tensors: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
+        with pytest.raises(torch.OutOfMemoryError):
+            sampler.enter(0, sequence(PENALTIES))
+    sampler.enter(1, sequence(PENALTIES))
+    assert sampler._rows.counts.tensor[1, 6] == -(2**15)

@@ -19,9 +19,9 @@ def at_length(seq: Sequence) -> FinishReason | None:
     return FinishReason.LENGTH if seq.num_tokens >= seq.max_num_tokens else None
 
 
-def scheduler(num_blocks=64, rows=100, **limits) -> Scheduler:
+def scheduler(num_blocks=64, rows=100, block_size=4, **limits) -> Scheduler:
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_vision_patches": 64} | limits
-    return Scheduler(BlockManager(num_blocks, 4), EncoderCache(rows, 1), at_length, **limits)
+    return Scheduler(BlockManager(num_blocks, block_size), EncoderCache(rows, 1), at_length, **limits)
 
 
 def image(name: str, offset: int, num_tokens: int) -> MediaItem:
@@ -214,6 +214,20 @@ def test_an_item_without_room_in_the_encoder_cache_waits():
     assert run(sched) == ["b"]
 
 
+@pytest.mark.parametrize("launches_ahead", [False, True])
+def test_later_requests_do_not_keep_a_large_item_from_the_encoder_cache(launches_ahead):
+    sched = scheduler(rows=10)
+    sched.add(group("first", 5, 1, items=[image("A", 1, 4)]))
+    sched.add(group("large", 16, 1, items=[image("L", 4, 10)]))  # runs up to its image
+    step, finished = sched.schedule(), []
+    for i in range(8):
+        sched.add(group(f"later{i}", 6, 1, items=[image(f"S{i}", 1, 4)]))
+        ahead = sched.schedule() if launches_ahead else None
+        finished += [each.request_id for each in commit(sched, step)]
+        step = ahead or sched.schedule()
+    assert finished[:3] == ["first", "large", "later0"]
+
+
 @pytest.mark.parametrize("budget", range(1, 13))
 def test_temporal_patches_of_a_video_are_encoded_and_held_one_by_one(budget):
     clip = [image("first", 1, 2), image("second", 6, 2)]  # a block ends between them
@@ -341,6 +355,20 @@ def test_the_limit_of_sequences_is_reduced_and_recovers():
         assert len(step.chunks) == 2
         commit(sched, step)
     assert sched.seq_limit == 3
+
+
+@pytest.mark.parametrize("launches_ahead", [False, True])
+def test_a_sequence_without_a_block_computes_again_once(launches_ahead):
+    """The blocks of what it has computed are enough for the tokens that are known, but not for those in flight."""
+    sched = scheduler(num_blocks=5, block_size=32, max_num_batched_tokens=512)
+    sched.add(group("a", 3, 28, first_token=200, block_size=32))
+    sched.add(group("b", 128, 12, block_size=32))
+    step = sched.schedule()
+    while not sched.is_finished():
+        ahead = sched.schedule() if launches_ahead else None
+        commit(sched, step)
+        step = ahead if ahead and ahead.num_tokens else sched.schedule()
+    assert sched.num_preemptions == 1
 
 
 def test_bytes_of_media_that_have_not_begun():
