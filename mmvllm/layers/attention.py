@@ -35,7 +35,7 @@ class AttentionBackend(Protocol):
 
     name: ClassVar[str]
     block_size: ClassVar[int]  # of the KV cache by default: smaller blocks share longer prefixes
-    in_graphs: ClassVar[bool]  # whether a decode step can be captured: it reads no device values on the host
+    in_graphs: ClassVar[bool]  # whether a step can be captured: it reads no device values on the host
 
     @staticmethod
     def paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor: ...
