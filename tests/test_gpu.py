@@ -6,6 +6,7 @@ import torch
 from mmvllm import SamplingParams
 from mmvllm.bench.accuracy import NUM_VALUES
 from mmvllm.engine.mixed_graphs import MixedGraphs
+from mmvllm.engine.vision_graphs import VisionGraphs
 from tests.helpers.engines import run_at_once
 from tests.helpers.kernels import assert_no_worse
 from tests.helpers.parity import GREEDY, REQUESTS, VIDEOS
@@ -60,6 +61,22 @@ def test_cuda_graphs_of_mixed_steps_give_the_same_tokens(budget, checkpoint, mak
     for _ in range(2):  # cold, then from the caches
         assert run_at_once(captured, requests) == run_at_once(eager, requests)
     assert {size.num_decodes for size in sizes} == {0, 16}
+
+
+@every_family
+def test_cuda_graphs_of_the_vit_give_the_same_tokens(checkpoint, make_llm, monkeypatch):
+    options = {"device": "cuda", "max_num_seqs": 8, "skip_warmup": False}
+    captured, eager = make_llm(checkpoint, **options), make_llm(checkpoint, enforce_eager=True, **options)
+    real, sizes = VisionGraphs.run, []
+
+    def run(graphs, size, patches, layout):
+        sizes.append(size)
+        return real(graphs, size, patches, layout)
+
+    monkeypatch.setattr(VisionGraphs, "run", run)
+    for requests in ([*REQUESTS.values()], [*VIDEOS.values()], [REQUESTS["one"]]):
+        assert run_at_once(captured, requests) == run_at_once(eager, requests)
+    assert sizes
 
 
 def test_the_bundled_model_generates_the_same_tokens_as_on_the_cpu(make_llm):

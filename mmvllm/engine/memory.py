@@ -10,6 +10,7 @@ from mmvllm.config import EngineConfig, ModelConfig
 from mmvllm.engine.decode_graphs import LARGEST
 from mmvllm.engine.mixed_graphs import MAX_PREFILLS, NUM_TOKENS
 from mmvllm.engine.sampler import trial
+from mmvllm.engine.vision_graphs import NUM_PATCHES
 from mmvllm.models.interface import Model
 from mmvllm.transfer import current_device
 
@@ -77,12 +78,13 @@ def num_graph_logits(max_num_seqs: int) -> int:
 
 @torch.inference_mode()
 def graphs_bytes(model: Model, max_num_seqs: int, block_size: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes that CUDA graphs take: twice what the largest captured step takes beside the weights.
+    """Bytes that CUDA graphs take: twice what the largest takes beside the weights.
 
-    Graphs share memory, but they keep it, and have image rows and logits of their own in addition.
+    Graphs share memory, but they keep it, and have inputs and outputs of their own in addition.
     """
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
+    _encode_image(model, NUM_PATCHES[-1], dtype, device)
     num_tokens, num_logits = max(NUM_TOKENS), num_graph_logits(max_num_seqs)
     model(*_full_step(model.config, num_tokens, num_logits, block_size, dtype, device))
     torch.cuda.synchronize(device)
@@ -98,17 +100,21 @@ def peak_memory(
     One item above `max_vision_patches`, which may be encoded alone, is not reserved for.
     """
     torch.cuda.reset_peak_memory_stats(device)
+    _encode_image(model, engine_config.max_vision_patches, dtype, device)
     config = model.config
-    if config.vision is not None:
-        side = config.vision.spatial_merge_size
-        grid = (1, side, max(side, engine_config.max_vision_patches // side // side * side))
-        patches = torch.zeros(grid[1] * grid[2], config.vision.patch_dim, dtype=dtype, device=device)
-        model.encode(patches, [grid])
-        del patches
     budget, max_logits = engine_config.max_num_batched_tokens, engine_config.max_num_seqs
     trial(model(*_full_step(config, budget, max_logits, block_size, dtype, device)))
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device)
+
+
+def _encode_image(model: Model, num_patches: int, dtype: torch.dtype, device: torch.device) -> None:
+    """One image of about so many patches, if the model has a ViT."""
+    vision = model.config.vision
+    if vision is not None:
+        side = vision.spatial_merge_size
+        grid = (1, side, max(side, num_patches // side // side * side))
+        model.encode(torch.zeros(grid[1] * grid[2], vision.patch_dim, dtype=dtype, device=device), [grid])
 
 
 def _full_step(

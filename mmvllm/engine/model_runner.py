@@ -15,6 +15,7 @@ from mmvllm.engine.memory import empty_kv_cache, num_graph_logits
 from mmvllm.engine.mixed_graphs import MixedGraphs
 from mmvllm.engine.stats import Stopwatch
 from mmvllm.engine.step_inputs import StepInputs
+from mmvllm.engine.vision_graphs import VisionGraphs
 from mmvllm.inputs import MediaItem
 from mmvllm.kernels.normalize import normalize
 from mmvllm.models.interface import Model
@@ -61,18 +62,21 @@ class ModelRunner:
         self.rows = DeviceRows(max_num_seqs, max_blocks, block_size, self.kv_cache.shape[2] - 1, device)
         self.samples = torch.empty(2, 0, dtype=torch.int32, device=device)  # `StepInputs.samples` of the last step
         self.graphs: tuple[MixedGraphs | DecodeGraphs, ...] = ()
+        self.vision_graphs: VisionGraphs | None = None
         self._no_rows = torch.empty(0, model.config.row_size, dtype=dtype, device=device)
         self._rows: dict[bytes, Tensor] = {}  # (M, row_size) of each item in the encoder cache, by digest
 
     @torch.inference_mode()
-    def capture_graphs(self, max_num_seqs: int, max_model_len: int) -> None:
-        """Capture small steps of up to `max_num_seqs` sequences, for a runner made to use graphs."""
+    def capture_graphs(self, max_num_seqs: int, max_model_len: int, vision: bool = False) -> None:
+        """Capture small steps of up to `max_num_seqs` sequences, for a runner made to use graphs, and the ViT."""
         start, shape = time.perf_counter(), (num_graph_logits(max_num_seqs), self.model_config.vocab_size)
         with current_device(self.device):
             logits = torch.empty(shape, dtype=torch.float32, device=self.device)
-            arguments = (Graphs(self.device), self.model, self.kv_cache, self.rows, logits, max_num_seqs, max_model_len)
+            graphs = Graphs(self.device)
+            self.vision_graphs = VisionGraphs(graphs, self.model, self.dtype, self.device) if vision else None
+            arguments = (graphs, self.model, self.kv_cache, self.rows, logits, max_num_seqs, max_model_len)
             self.graphs = (MixedGraphs(*arguments), DecodeGraphs(*arguments))  # those that take the most memory first
-        number = sum(len(graphs.sizes) for graphs in self.graphs)
+        number = sum(len(graphs.sizes) for graphs in (*self.graphs, self.vision_graphs) if graphs is not None)
         logger.info("captured %d CUDA graphs in %.2f s", number, time.perf_counter() - start)
 
     @torch.inference_mode()
@@ -118,10 +122,18 @@ class ModelRunner:
     def _encode(self, items: tuple[MediaItem, ...]) -> None:
         """The ViT on all new items of the step: one call on a GPU, a few whose tensors fit the caches on a CPU."""
         for group in _groups(items, _CPU_PATCHES if self.device.type == "cpu" else None):
-            rows = self.model.encode(self._pixels(group), [item.grid for item in group])  # (M, row_size)
+            rows, is_kept = self._encode_group(group)  # (M, row_size)
             for item, own in zip(group, rows.split([item.num_tokens for item in group]), strict=True):
                 # A copy: a view would keep the rows of the whole call in memory while one item of it is cached.
-                self._rows[item.digest] = own.clone() if len(group) > 1 else own
+                self._rows[item.digest] = own.clone() if len(group) > 1 or not is_kept else own
+
+    def _encode_group(self, items: list[MediaItem]) -> tuple[Tensor, bool]:
+        """The rows of all items, and whether they are not overwritten by the next."""
+        patches, layout = self._pixels(items), self.model.layout([item.grid for item in items])
+        size = self.vision_graphs.size(layout) if self.vision_graphs is not None else None
+        if size is not None:
+            return self.vision_graphs.run(size, patches, layout), False
+        return self.model.encode_patches(patches, layout.to(self.device)), True
 
     def _pixels(self, items: list[MediaItem]) -> Tensor:
         """(P, patch_dim) normalised patches of all items; those that are alike are copied and normalised at once."""

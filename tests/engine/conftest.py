@@ -1,5 +1,6 @@
 """Engines that launch steps ahead, and engines that pad steps as for CUDA graphs."""
 
+from collections import defaultdict
 from collections.abc import Callable
 
 import pytest
@@ -32,13 +33,13 @@ def ahead(make_pair):
 
 
 @pytest.fixture
-def replayed(monkeypatch) -> list:
-    """Engines compute on the same buffers what a graph would replay; the sizes of these steps, as they come."""
-    sizes = []
+def replayed(monkeypatch) -> dict[type, list]:
+    """Engines compute on the same buffers what a graph would replay; the sizes of these, by class, as they come."""
+    sizes = defaultdict(list)
 
     def capture(graphs: Graphs, compute: Callable[[], None]) -> Callable[[], None]:
         def replay() -> None:
-            sizes.append(*compute.args)
+            sizes[type(compute.func.__self__)].append(*compute.args)
             compute()
 
         compute()

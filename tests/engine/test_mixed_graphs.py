@@ -6,7 +6,7 @@ import torch
 from mmvllm import SamplingParams
 from mmvllm.engine import memory, mixed_graphs
 from mmvllm.engine.memory import graphs_bytes
-from mmvllm.engine.mixed_graphs import StepSize, step_sizes
+from mmvllm.engine.mixed_graphs import MixedGraphs, step_sizes
 from tests.helpers.engines import GREEDY, run_at_once
 from tests.helpers.parity import REQUESTS
 from tests.helpers.shapes import every_family
@@ -42,7 +42,7 @@ def test_padded_steps_give_the_same_tokens_and_cache(budget, checkpoint, make_ll
     torch.testing.assert_close(
         padded.engine.model_runner.kv_cache[:, :, :-1], eager.engine.model_runner.kv_cache, rtol=1e-4, atol=1e-4
     )
-    assert {size.num_decodes for size in replayed if isinstance(size, StepSize)} == {0, 5}
+    assert {size.num_decodes for size in replayed[MixedGraphs]} == {0, 5}
 
 
 @every_family
@@ -55,7 +55,7 @@ def test_logits_are_those_of_the_eager_step(checkpoint, make_llm, replayed):
         llm = make_llm(checkpoint, enforce_eager=eager, **options)
         outputs = llm.generate_multimodal(list(REQUESTS.values())[:3], params)
         logprobs.append([one for output in outputs for one in output.logprobs])
-    assert any(isinstance(size, StepSize) for size in replayed)
+    assert replayed[MixedGraphs]
     for one, other in zip(*logprobs, strict=True):
         assert one == pytest.approx(other, abs=1e-4)
 
@@ -65,10 +65,10 @@ def test_a_step_that_does_not_fit_runs_eagerly(checkpoint, make_llm, replayed, m
     llm = make_llm(checkpoint, max_num_seqs=4, enable_prefix_caching=False)
     llm.generate([[5] * 30, [6, 7], [8]], SHORT)  # a sequence too many
     llm.generate([[5] * 512], SHORT)  # a token too many: one is for padding
-    assert not any(isinstance(size, StepSize) for size in replayed)
+    assert not replayed[MixedGraphs]
     llm.generate([[7] * 511], SHORT)
     llm.generate([[8] * 60, [9] * 50], SHORT)
-    assert [size for size in replayed if isinstance(size, StepSize)] == [(512, 0), (128, 0)]
+    assert replayed[MixedGraphs] == [(512, 0), (128, 0)]
 
 
 def test_a_step_takes_the_smallest_graph(checkpoint, make_llm, replayed):
@@ -77,8 +77,7 @@ def test_a_step_takes_the_smallest_graph(checkpoint, make_llm, replayed):
     for number in range(18):
         llm.engine.add_request([5, 6, number], GREEDY)
         llm.engine.step()
-    mixed = [size for size in replayed if isinstance(size, StepSize)]
-    assert mixed == [(128, 0)] + [(128, 16)] * 11 + [(128, 16)] * 6
+    assert replayed[MixedGraphs] == [(128, 0)] + [(128, 16)] * 11 + [(128, 16)] * 6
 
 
 def test_memory_of_graphs_is_measured_on_the_largest_step(checkpoint, make_llm, monkeypatch):
