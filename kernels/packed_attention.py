@@ -16,7 +16,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_se
     """Full attention of q, k, v (P, H, D) within each segment [cu_seqlens[i], cu_seqlens[i + 1]) -> (P, H, D).
 
     q, k and v may be strided but for their last dimension; cu_seqlens (segments + 1,) int32; no segment is longer than
-    max_seqlen.
+    max_seqlen, and some may be empty.
     """
     attention = packed_attention_triton if runs_triton(q) else packed_attention_torch
     return attention(q, k, v, cu_seqlens, max_seqlen)
@@ -25,7 +25,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_se
 def packed_attention_torch(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
     """As `packed_attention`, one segment after another."""
     out = q.new_empty(q.shape)
-    segment_lens = cu_seqlens.diff().tolist()
+    segment_lens = [length for length in cu_seqlens.diff().tolist() if length]
     segments = zip(*(x.split(segment_lens) for x in (q, k, v, out)), strict=True)
     for q_part, k_part, v_part, out_part in segments:
         heads_first = (x.transpose(0, 1) for x in (q_part, k_part, v_part))

@@ -224,7 +224,7 @@ class EngineConfig:
         quantization: "int8" quantizes weights when they are loaded and activations dynamically, on a CPU only; "fp8"
             does so with 8-bit floats in the decoder's layers, for GPUs of compute capability 8.9 or above and dtype
             bfloat16; completions change slightly; by default weights keep the dtype.
-        enforce_eager: do not capture CUDA graphs for decode steps; the engine starts faster and decodes more slowly.
+        enforce_eager: do not capture CUDA graphs for small steps; the engine starts faster and decodes more slowly.
         async_scheduling: launch a step before the tokens of the one before are known; by default where launches do not
             wait for the device: on CUDA, with an attention backend that reads nothing on the host.
         skip_warmup: do not run a warm-up batch at start.

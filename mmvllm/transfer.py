@@ -58,15 +58,19 @@ class Uploader:
         return out
 
 
-def copy_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Copy host arrays of int32 and int64 in one transfer, without waiting; on a CPU they share the arrays' memory."""
-    if device.type != "cuda":
+def copy_together(arrays: Sequence[np.ndarray], device: torch.device, into: Tensor | None = None) -> list[Tensor]:
+    """Copy host arrays of int32 and int64 in one transfer, without waiting; on a CPU they share the arrays' memory.
+
+    With `into` (bytes,) uint8 on the device, large enough, the copies are views of its first bytes.
+    """
+    if device.type != "cuda" and into is None:
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     ends = np.cumsum([-(-array.nbytes // 8) * 8 for array in arrays]).tolist()  # each begins where int64 may
-    staged = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
+    staged = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     for tensor, array in zip(_views(staged, arrays, ends), arrays, strict=True):
         tensor.copy_(torch.from_numpy(np.ascontiguousarray(array)))
-    return _views(staged.to(device, non_blocking=True), arrays, ends)
+    placed = torch.empty_like(staged, device=device) if into is None else into[: ends[-1]]
+    return _views(placed.copy_(staged, non_blocking=True), arrays, ends)
 
 
 def _views(buffer: Tensor, arrays: Sequence[np.ndarray], ends: list[int]) -> list[Tensor]:

@@ -5,6 +5,8 @@ import torch
 
 from mmvllm import SamplingParams
 from mmvllm.bench.accuracy import NUM_VALUES
+from mmvllm.engine.mixed_graphs import MixedGraphs
+from mmvllm.engine.vision_graphs import VisionGraphs
 from tests.helpers.engines import run_at_once
 from tests.helpers.kernels import assert_no_worse
 from tests.helpers.parity import GREEDY, REQUESTS, VIDEOS
@@ -38,9 +40,43 @@ def test_greedy_tokens_equal_transformers_on_the_cpu(shape, backend, budget, che
 def test_cuda_graphs_give_the_same_tokens(max_num_seqs, checkpoint, make_llm):
     options = {"device": "cuda", "max_num_seqs": max_num_seqs, "skip_warmup": False}
     captured, eager = make_llm(checkpoint, **options), make_llm(checkpoint, enforce_eager=True, **options)
-    assert captured.engine.model_runner.graphs is not None and eager.engine.model_runner.graphs is None
+    assert captured.engine.model_runner.graphs and not eager.engine.model_runner.graphs
     requests = list(REQUESTS.values())
     assert run_at_once(captured, requests) == run_at_once(eager, requests)
+
+
+@every_family
+@pytest.mark.parametrize("budget", [40, 400])
+def test_cuda_graphs_of_mixed_steps_give_the_same_tokens(budget, checkpoint, make_llm, monkeypatch):
+    options = {"device": "cuda", "max_num_seqs": 20, "max_num_batched_tokens": budget, "skip_warmup": False}
+    captured, eager = make_llm(checkpoint, **options), make_llm(checkpoint, enforce_eager=True, **options)
+    real, sizes = MixedGraphs.run, []
+
+    def run(graphs, inputs, media_rows):
+        sizes.append(graphs._size(inputs))
+        return real(graphs, inputs, media_rows)
+
+    monkeypatch.setattr(MixedGraphs, "run", run)
+    requests = list(REQUESTS.values())
+    for _ in range(2):  # cold, then from the caches
+        assert run_at_once(captured, requests) == run_at_once(eager, requests)
+    assert {size.num_decodes for size in sizes} == {0, 16}
+
+
+@every_family
+def test_cuda_graphs_of_the_vit_give_the_same_tokens(checkpoint, make_llm, monkeypatch):
+    options = {"device": "cuda", "max_num_seqs": 8, "skip_warmup": False}
+    captured, eager = make_llm(checkpoint, **options), make_llm(checkpoint, enforce_eager=True, **options)
+    real, sizes = VisionGraphs.run, []
+
+    def run(graphs, size, patches, layout):
+        sizes.append(size)
+        return real(graphs, size, patches, layout)
+
+    monkeypatch.setattr(VisionGraphs, "run", run)
+    for requests in ([*REQUESTS.values()], [*VIDEOS.values()], [REQUESTS["one"]]):
+        assert run_at_once(captured, requests) == run_at_once(eager, requests)
+    assert sizes
 
 
 def test_the_bundled_model_generates_the_same_tokens_as_on_the_cpu(make_llm):

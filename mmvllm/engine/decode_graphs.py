@@ -1,13 +1,8 @@
-"""Decode steps as CUDA graphs: the hundreds of kernels of a step are launched as one.
+"""Decode steps as CUDA graphs, by number of sequences; padding rows see one key."""
 
-A graph runs on fixed addresses with a fixed number of sequences, so there is one for each of a few sizes, all with the
-same input buffers, and a step is padded to the next size. Padding rows write their keys and values to a scratch block
-that no sequence owns, and see one key there.
-"""
-
-import logging
-import time
 from bisect import bisect_left
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,10 +10,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from mmvllm.engine.device_rows import DeviceRows
+from mmvllm.engine.graphs import Graphs
 from mmvllm.engine.step_inputs import StepInputs
 from mmvllm.models.interface import Model
-
-logger = logging.getLogger(__name__)
 
 LARGEST = 256  # sequences; beyond, launching takes a small part of a step
 
@@ -29,64 +23,45 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return sorted({*(size for size in (1, 2, 4, 8, *range(16, largest, 16)) if size < largest), largest})
 
 
-def graphs_bytes(max_num_seqs: int, vocab_size: int) -> int:
-    """Bytes that the graphs take beside the inputs: their logits, three times at most.
-
-    What the layers need for so few rows is small in comparison.
-    """
-    return 12 * graph_sizes(max_num_seqs)[-1] * vocab_size
-
-
 class DecodeGraphs:
-    """Captures at construction; `run` replays a step that `fits`."""
+    """Captures at construction; `run` replays a step that `fits`.
+
+    Args:
+        logits: (R, V) float32, with as many rows as there are sequences in the largest graph, written by each of them.
+        max_model_len: the context length that graphs are captured for.
+    """
 
     def __init__(
         self,
+        graphs: Graphs,
         model: Model,
         kv_cache: Tensor,
-        no_rows: Tensor,
         rows: DeviceRows,
+        logits: Tensor,
         max_num_seqs: int,
         max_model_len: int,
     ):
         self.sizes = graph_sizes(max_num_seqs)
-        self._model, self._kv_cache, self._no_rows, self._rows = model, kv_cache, no_rows, rows
-        self._max_model_len = max_model_len  # the context length that graphs are captured for
-        largest, device = self.sizes[-1], kv_cache.device
-        self._decodes = torch.empty(3 * largest, dtype=torch.int32, device=device)
-        self._logits = torch.empty(largest, model.config.vocab_size, dtype=torch.float32, device=device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._stream = torch.cuda.Stream(device) if kv_cache.is_cuda else None
-        start = time.perf_counter()
-        for size in tqdm(reversed(self.sizes), "CUDA graphs", len(self.sizes), disable=None, leave=False):
+        self._model, self._kv_cache, self._rows, self._logits = model, kv_cache, rows, logits
+        self._max_model_len = max_model_len
+        self._no_rows = kv_cache.new_empty(0, model.config.row_size)
+        self._decodes = torch.empty(3 * self.sizes[-1], dtype=torch.int32, device=kv_cache.device)
+        self._replays = {}
+        for size in tqdm(self.sizes[::-1], "CUDA graphs of decode steps", disable=None, leave=False):
             self._fill(np.empty((3, 0), dtype=np.int32), size)
-            self._capture(size)  # the largest first: its memory then serves the others too
-        logger.info("captured %d CUDA graphs in %.2f s", len(self.sizes), time.perf_counter() - start)
+            self._replays[size] = graphs.capture(partial(self._compute, size))
 
     def fits(self, inputs: StepInputs) -> bool:
         """Whether every sequence of the step decodes, and there are not too many."""
         return inputs.prefills is None and inputs.num_decodes <= self.sizes[-1]
 
-    def run(self, decodes: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Logits (D, V) and `samples` of sequences that decode, (3, D) as in `StepInputs`; valid until the next run."""
-        D = decodes.shape[1]
+    def run(self, inputs: StepInputs, media_rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Logits (D, V) and `StepInputs.samples` on the device, valid until the next run; there are no media rows."""
+        D = inputs.num_decodes
         size = self.sizes[bisect_left(self.sizes, D)]
-        self._fill(decodes, size)
-        self._replay(size)
+        self._fill(inputs.decodes, size)
+        self._replays[size]()
         return self._logits[:D], self._decodes[: 3 * size].view(3, size)[:2, :D]
-
-    def _capture(self, size: int) -> None:
-        self._compute(size)  # compiles kernels and allocates what libraries keep, which a capture must not
-        torch.cuda.synchronize(self._kv_cache.device)
-        graph = torch.cuda.CUDAGraph()
-        pool = self._graphs[self.sizes[-1]].pool() if self._graphs else None
-        # A stream of this device, not of the process's first; other threads may use CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
-            self._compute(size)
-        self._graphs[size] = graph
-
-    def _replay(self, size: int) -> None:
-        self._graphs[size].replay()
 
     def _compute(self, size: int) -> None:
         decodes = self._decodes[: 3 * size].view(3, size)

@@ -4,12 +4,12 @@ A sequence has a row while it runs. Work is ordered in the device's stream: a ro
 written after the last step of its former one.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mmvllm.batch import Batch
-from mmvllm.engine.step_inputs import Prefills, StepInputs
+from mmvllm.engine.mixed_step import MixedStep, MixedTensors
+from mmvllm.engine.step_inputs import StepInputs
 from mmvllm.transfer import copy_together
 
 
@@ -26,6 +26,7 @@ class DeviceRows:
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self.position_deltas = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self.block_table = torch.zeros(max_num_seqs + 1, max_blocks, dtype=torch.int32, device=device)
+        self.block_table[-1] = scratch_block
         self._counts = torch.arange(max_num_seqs + 2, dtype=torch.int32, device=device)
         self._places = torch.arange(max_num_seqs + 1, dtype=torch.int64, device=device)
         self.padding = (max_num_seqs, 1, scratch_block)  # what `StepInputs.decodes` has of a sequence
@@ -54,47 +55,41 @@ class DeviceRows:
 
     def batch(self, inputs: StepInputs) -> tuple[Batch, Tensor]:
         """The batch of a step, and its `samples` on the device; one copy to the device."""
-        context_lens = tuple(inputs.decodes[1].tolist())
         if inputs.prefills is None:
             (decodes,) = copy_together([inputs.decodes], self.device)
-            return self.decode_batch(decodes, context_lens), decodes[:2]
-        return self._mixed_batch(inputs, inputs.prefills, context_lens)
+            return self.decode_batch(decodes, tuple(inputs.decodes[1].tolist())), decodes[:2]
+        step = MixedStep.of(inputs, inputs.prefills)
+        tensors = MixedTensors(*copy_together(step.arrays(), self.device))
+        self.enter(tensors)
+        batch = self.mixed_batch(tensors, tuple(step.query_lens.tolist()), tuple(step.kv_lens.tolist()))
+        return batch, tensors.samples
 
-    def _mixed_batch(self, inputs: StepInputs, new: Prefills, decode_lens: tuple[int, ...]) -> tuple[Batch, Tensor]:
-        D = inputs.num_decodes
-        query_lens = np.concatenate([np.ones(D, dtype=np.int32), new.query_lens])
-        kv_lens = np.concatenate([inputs.decodes[1], new.kv_lens])
-        ends_q, ends_k = query_lens.cumsum(dtype=np.int32), kv_lens.cumsum(dtype=np.int32)
-        wants_token = np.concatenate([np.ones(D, dtype=bool), new.samples])
-        decodes, rows, deltas, blocks, ids, positions, slots, image_at, sample_at, samples, *lengths = copy_together(
-            [
-                *(inputs.decodes, new.rows, new.position_deltas, new.blocks),
-                *(new.input_ids, new.positions, new.slot_mapping, new.image_at + D),
-                *(ends_q[wants_token].astype(np.int64) - 1, inputs.samples),
-                *(np.concatenate([[np.int32(0)], ends_q]), kv_lens, np.concatenate([[np.int32(0)], ends_k])),
-            ],
-            self.device,
-        )
-        cu_seqlens_q, kv_lens, cu_seqlens_k = lengths
-        self.position_deltas[rows] = deltas
-        self.block_table[blocks[0], blocks[1]] = blocks[2].int()
-        decode_rows, *tokens = self._decode_tokens(decodes)
-        context_lens = (*decode_lens, *new.kv_lens.tolist())
-        batch = Batch(
-            input_ids=torch.cat([tokens[0], ids]),
-            positions=torch.cat([tokens[1], positions], dim=1),
-            slot_mapping=torch.cat([tokens[2], slots]),
-            cu_seqlens_q=cu_seqlens_q,
-            kv_lens=kv_lens,
-            cu_seqlens_k=cu_seqlens_k,
-            block_table=self._block_tables(torch.cat([decode_rows, rows]), max(context_lens)),
-            sample_at=sample_at,
-            image_at=image_at,
-            query_lens=tuple(query_lens.tolist()),
+    def enter(self, new: MixedTensors) -> None:
+        """Keep what later steps need of the sequences of prefills; not captured: their number of blocks varies."""
+        self.position_deltas[new.rows] = new.position_deltas
+        self.block_table[new.blocks[0], new.blocks[1]] = new.blocks[2].int()
+
+    def mixed_batch(self, step: MixedTensors, query_lens: tuple[int, ...], context_lens: tuple[int, ...]) -> Batch:
+        """The batch of a step with prefills, whose sequences have entered.
+
+        It reads nothing on the host but `query_lens` and `context_lens`, and can be captured in a graph: there, they
+        are upper limits of what follows the D sequences that decode.
+        """
+        rows, *decoded = self._decode_tokens(step.decodes)
+        return Batch(
+            input_ids=torch.cat([decoded[0], step.input_ids]),
+            positions=torch.cat([decoded[1], step.positions], dim=1),
+            slot_mapping=torch.cat([decoded[2], step.slot_mapping]),
+            cu_seqlens_q=step.cu_seqlens_q,
+            kv_lens=step.kv_lens,
+            cu_seqlens_k=step.cu_seqlens_k,
+            block_table=self._block_tables(torch.cat([rows, step.rows]), max(context_lens)),
+            sample_at=step.sample_at,
+            image_at=step.image_at,
+            query_lens=query_lens,
             context_lens=context_lens,
-            num_decodes=D,
+            num_decodes=step.decodes.shape[1],
         )
-        return batch, samples
 
     def _decode_tokens(self, decodes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Rows, ids, positions (3, D) and slots of the tokens that sequences decode; their last blocks are kept."""

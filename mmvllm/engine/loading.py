@@ -82,7 +82,8 @@ def load(model: str | Path | None, config: EngineConfig) -> LoadedModel:
         with current_device(device), torch.inference_mode():
             warm_up_attention(attention, model_config.num_attention_heads, runner.kv_cache[0])
     if use_graphs:
-        runner.capture_graphs(config.max_num_seqs, max_model_len)
+        vision = vision_attention is not None and _uses_graphs(config, device, vision_attention)
+        runner.capture_graphs(config.max_num_seqs, max_model_len, vision)
     media_rules = family_of(model_config.architecture).media_rules(model_config)
     return LoadedModel(
         config, model_config, image_config, video_config, media_rules, tokenizer, attention, runner, max_model_len

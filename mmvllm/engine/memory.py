@@ -7,8 +7,10 @@ from torch import Tensor
 
 from mmvllm.batch import Batch, prompt_batch
 from mmvllm.config import EngineConfig, ModelConfig
-from mmvllm.engine.decode_graphs import graphs_bytes
+from mmvllm.engine.decode_graphs import LARGEST
+from mmvllm.engine.mixed_graphs import MAX_PREFILLS, NUM_TOKENS
 from mmvllm.engine.sampler import trial
+from mmvllm.engine.vision_graphs import NUM_PATCHES
 from mmvllm.models.interface import Model
 from mmvllm.transfer import current_device
 
@@ -61,12 +63,32 @@ def _gpu_budget(
     """Bytes of the allowed share that are left beside other processes, the largest step and the encoder cache."""
     with current_device(device):
         peak = peak_memory(model, engine_config, block_size, dtype, device)
+        captured = graphs_bytes(model, engine_config.max_num_seqs, block_size, dtype, device) if graphs else 0
     torch.cuda.empty_cache()  # else the largest step's memory stays reserved, in pieces that the KV cache cannot use
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)  # what could not be freed, because the weights use parts of it
     budget = int(total * engine_config.gpu_memory_utilization) - (total - free - reserved) - max(peak, reserved)
-    budget -= engine_config.encoder_cache_bytes if model.config.vision else 0
-    return budget - (graphs_bytes(engine_config.max_num_seqs, model.config.vocab_size) if graphs else 0)
+    return budget - captured - (engine_config.encoder_cache_bytes if model.config.vision else 0)
+
+
+def num_graph_logits(max_num_seqs: int) -> int:
+    """Rows of logits that captured steps have at most."""
+    return min(max_num_seqs, LARGEST) + MAX_PREFILLS
+
+
+@torch.inference_mode()
+def graphs_bytes(model: Model, max_num_seqs: int, block_size: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes that CUDA graphs take: twice what the largest takes beside the weights.
+
+    Graphs share memory, but they keep it, and have inputs and outputs of their own in addition.
+    """
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    _encode_image(model, NUM_PATCHES[-1], dtype, device)
+    num_tokens, num_logits = max(NUM_TOKENS), num_graph_logits(max_num_seqs)
+    model(*_full_step(model.config, num_tokens, num_logits, block_size, dtype, device))
+    torch.cuda.synchronize(device)
+    return 2 * (torch.cuda.max_memory_allocated(device) - before)
 
 
 @torch.inference_mode()
@@ -78,24 +100,28 @@ def peak_memory(
     One item above `max_vision_patches`, which may be encoded alone, is not reserved for.
     """
     torch.cuda.reset_peak_memory_stats(device)
+    _encode_image(model, engine_config.max_vision_patches, dtype, device)
     config = model.config
-    if config.vision is not None:
-        side = config.vision.spatial_merge_size
-        grid = (1, side, max(side, engine_config.max_vision_patches // side // side * side))
-        patches = torch.zeros(grid[1] * grid[2], config.vision.patch_dim, dtype=dtype, device=device)
-        model.encode(patches, [grid])
-        del patches
-    trial(model(*_largest_step(config, engine_config, block_size, dtype, device)))
+    budget, max_logits = engine_config.max_num_batched_tokens, engine_config.max_num_seqs
+    trial(model(*_full_step(config, budget, max_logits, block_size, dtype, device)))
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device)
 
 
-def _largest_step(
-    config: ModelConfig, engine_config: EngineConfig, block_size: int, dtype: torch.dtype, device: torch.device
+def _encode_image(model: Model, num_patches: int, dtype: torch.dtype, device: torch.device) -> None:
+    """One image of about so many patches, if the model has a ViT."""
+    vision = model.config.vision
+    if vision is not None:
+        side = vision.spatial_merge_size
+        grid = (1, side, max(side, num_patches // side // side * side))
+        model.encode(torch.zeros(grid[1] * grid[2], vision.patch_dim, dtype=dtype, device=device), [grid])
+
+
+def _full_step(
+    config: ModelConfig, num_tokens: int, num_logits: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Batch, Tensor, Tensor]:
-    """The model's arguments for one prompt of the whole token budget, all images, with as many logits as can be."""
-    num_tokens = engine_config.max_num_batched_tokens
-    batch = prompt_batch(num_tokens, engine_config.max_num_seqs, block_size, device)
+    """The model's arguments for one prompt of so many tokens, all images, with as many logits as can be."""
+    batch = prompt_batch(num_tokens, num_logits, block_size, device)
     if config.vision is not None:
         batch = replace(batch, image_at=torch.arange(num_tokens, device=device))
     media_rows = torch.zeros(len(batch.image_at), config.row_size, dtype=dtype, device=device)

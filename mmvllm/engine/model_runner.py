@@ -1,5 +1,7 @@
 """Device state: weights, KV cache and the ViT rows of items. Runs one batch at a time."""
 
+import logging
+import time
 from collections.abc import Iterator, Sequence, Set
 from itertools import groupby
 
@@ -8,15 +10,20 @@ from torch import Tensor
 
 from mmvllm.engine.decode_graphs import DecodeGraphs
 from mmvllm.engine.device_rows import DeviceRows
-from mmvllm.engine.memory import empty_kv_cache
+from mmvllm.engine.graphs import Graphs
+from mmvllm.engine.memory import empty_kv_cache, num_graph_logits
+from mmvllm.engine.mixed_graphs import MixedGraphs
 from mmvllm.engine.stats import Stopwatch
 from mmvllm.engine.step_inputs import StepInputs
+from mmvllm.engine.vision_graphs import VisionGraphs
 from mmvllm.inputs import MediaItem
 from mmvllm.kernels.normalize import normalize
 from mmvllm.models.interface import Model
 from mmvllm.processors.image import ImageProcessorConfig
 from mmvllm.processors.video import VideoProcessorConfig
 from mmvllm.transfer import CopyStream, Uploader, current_device, to_device
+
+logger = logging.getLogger(__name__)
 
 _CPU_PATCHES = 1024  # in one ViT call: 8 images of 1024 took 5 % longer in one call than in eight (2 cores)
 
@@ -54,15 +61,23 @@ class ModelRunner:
         max_blocks = -(-max_model_len // block_size)
         self.rows = DeviceRows(max_num_seqs, max_blocks, block_size, self.kv_cache.shape[2] - 1, device)
         self.samples = torch.empty(2, 0, dtype=torch.int32, device=device)  # `StepInputs.samples` of the last step
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: tuple[MixedGraphs | DecodeGraphs, ...] = ()
+        self.vision_graphs: VisionGraphs | None = None
         self._no_rows = torch.empty(0, model.config.row_size, dtype=dtype, device=device)
         self._rows: dict[bytes, Tensor] = {}  # (M, row_size) of each item in the encoder cache, by digest
 
     @torch.inference_mode()
-    def capture_graphs(self, max_num_seqs: int, max_model_len: int) -> None:
-        """Capture decode steps of up to `max_num_seqs` sequences, for a runner made to use them."""
+    def capture_graphs(self, max_num_seqs: int, max_model_len: int, vision: bool = False) -> None:
+        """Capture small steps of up to `max_num_seqs` sequences, for a runner made to use graphs, and the ViT."""
+        start, shape = time.perf_counter(), (num_graph_logits(max_num_seqs), self.model_config.vocab_size)
         with current_device(self.device):
-            self.graphs = DecodeGraphs(self.model, self.kv_cache, self._no_rows, self.rows, max_num_seqs, max_model_len)
+            logits = torch.empty(shape, dtype=torch.float32, device=self.device)
+            graphs = Graphs(self.device)
+            self.vision_graphs = VisionGraphs(graphs, self.model, self.dtype, self.device) if vision else None
+            arguments = (graphs, self.model, self.kv_cache, self.rows, logits, max_num_seqs, max_model_len)
+            self.graphs = (MixedGraphs(*arguments), DecodeGraphs(*arguments))  # those that take the most memory first
+        number = sum(len(graphs.sizes) for graphs in (*self.graphs, self.vision_graphs) if graphs is not None)
+        logger.info("captured %d CUDA graphs in %.2f s", number, time.perf_counter() - start)
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs, watch: Stopwatch) -> Tensor:
@@ -75,12 +90,14 @@ class ModelRunner:
         if inputs.new_items:
             self._encode(inputs.new_items)
             watch.mark("vision")
-        if self.graphs is not None and self.graphs.fits(inputs):
-            logits, self.samples = self.graphs.run(inputs.decodes)
+        media_rows = self._media_rows(inputs)
+        graphs = next((graphs for graphs in self.graphs if graphs.fits(inputs)), None)
+        if graphs is not None:
+            logits, self.samples = graphs.run(inputs, media_rows)
         else:
             batch, self.samples = self.rows.batch(inputs)
             watch.mark("copy")
-            logits = self.model(batch, self._media_rows(inputs), self.kv_cache)
+            logits = self.model(batch, torch.cat(media_rows) if media_rows else self._no_rows, self.kv_cache)
         watch.mark("decoder")
         return logits
 
@@ -89,10 +106,9 @@ class ModelRunner:
         """The tokens (R,) that were sampled from the last step's logits are what their sequences compute next."""
         self.rows.last_tokens[self.samples[0].long()] = token_ids
 
-    def _media_rows(self, inputs: StepInputs) -> Tensor:
+    def _media_rows(self, inputs: StepInputs) -> list[Tensor]:
         spans = inputs.prefills.row_spans if inputs.prefills is not None else ()
-        rows = [self._rows[span.digest][span.first : span.last] for span in spans]
-        return torch.cat(rows) if rows else self._no_rows
+        return [self._rows[span.digest][span.first : span.last] for span in spans]
 
     def has_rows(self, digest: bytes) -> bool:
         """Whether an item's rows are on the device."""
@@ -106,10 +122,18 @@ class ModelRunner:
     def _encode(self, items: tuple[MediaItem, ...]) -> None:
         """The ViT on all new items of the step: one call on a GPU, a few whose tensors fit the caches on a CPU."""
         for group in _groups(items, _CPU_PATCHES if self.device.type == "cpu" else None):
-            rows = self.model.encode(self._pixels(group), [item.grid for item in group])  # (M, row_size)
+            rows, is_kept = self._encode_group(group)  # (M, row_size)
             for item, own in zip(group, rows.split([item.num_tokens for item in group]), strict=True):
                 # A copy: a view would keep the rows of the whole call in memory while one item of it is cached.
-                self._rows[item.digest] = own.clone() if len(group) > 1 else own
+                self._rows[item.digest] = own.clone() if len(group) > 1 or not is_kept else own
+
+    def _encode_group(self, items: list[MediaItem]) -> tuple[Tensor, bool]:
+        """The rows of all items, and whether they are not overwritten by the next."""
+        patches, layout = self._pixels(items), self.model.layout([item.grid for item in items])
+        size = self.vision_graphs.size(layout) if self.vision_graphs is not None else None
+        if size is not None:
+            return self.vision_graphs.run(size, patches, layout), False
+        return self.model.encode_patches(patches, layout.to(self.device)), True
 
     def _pixels(self, items: list[MediaItem]) -> Tensor:
         """(P, patch_dim) normalised patches of all items; those that are alike are copied and normalised at once."""

@@ -3,7 +3,8 @@
 All compute the same results. `mmvllm.layers.attention_choice` chooses among them.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import torch
@@ -21,13 +22,17 @@ FLASH_BLOCK_SIZE = 256  # FlashAttention 2 reads paged KV in blocks of a multipl
 class Segments:
     """Lengths of packed sequences, each of which attends to itself only."""
 
-    lens: list[int]
+    lens: Sequence[int]
     cu_seqlens: Tensor  # (len(lens) + 1,) int32, the start of each, and the end of the last
+    longest: int  # an upper limit of `lens`
 
     @classmethod
-    def of(cls, lens: list[int], device: torch.device) -> "Segments":
+    def of(cls, lens: Sequence[int], device: torch.device, longest: int | None = None) -> "Segments":
         cu_seqlens = torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(lens, to_device(cu_seqlens, device))
+        return cls(lens, to_device(cu_seqlens, device), longest or max(lens))
+
+    def to(self, device: torch.device) -> "Segments":
+        return replace(self, cu_seqlens=to_device(self.cu_seqlens, device))
 
 
 class AttentionBackend(Protocol):
@@ -35,7 +40,7 @@ class AttentionBackend(Protocol):
 
     name: ClassVar[str]
     block_size: ClassVar[int]  # of the KV cache by default: smaller blocks share longer prefixes
-    in_graphs: ClassVar[bool]  # whether a decode step can be captured: it reads no device values on the host
+    in_graphs: ClassVar[bool]  # whether a step can be captured: it reads no device values on the host
 
     @staticmethod
     def paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor: ...
@@ -55,7 +60,7 @@ class TorchAttention:
 
     @staticmethod
     def packed(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-        return packed_attention_torch(q, k, v, segments.cu_seqlens, max(segments.lens))
+        return packed_attention_torch(q, k, v, segments.cu_seqlens, segments.longest)
 
 
 class TritonAttention:
@@ -69,7 +74,7 @@ class TritonAttention:
 
     @staticmethod
     def packed(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-        return packed_attention_triton(q, k, v, segments.cu_seqlens, max(segments.lens))
+        return packed_attention_triton(q, k, v, segments.cu_seqlens, segments.longest)
 
 
 class FlashAttention:
@@ -106,7 +111,7 @@ class FlashAttention:
     def packed(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
         from flash_attn import flash_attn_varlen_func
 
-        longest = max(segments.lens)
+        longest = segments.longest
         return flash_attn_varlen_func(q, k, v, segments.cu_seqlens, segments.cu_seqlens, longest, longest)
 
 
@@ -178,7 +183,7 @@ class TorchVarlenAttention:
     def packed(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        longest = max(segments.lens)
+        longest = segments.longest
         return varlen_attn(q, k, v, segments.cu_seqlens, segments.cu_seqlens, longest, longest)
 
 

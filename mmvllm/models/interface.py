@@ -24,6 +24,7 @@ from mmvllm.batch import Batch
 from mmvllm.config import ModelConfig
 from mmvllm.inputs import Grid, MediaRules
 from mmvllm.layers.attention import AttentionBackend
+from mmvllm.models.vision import PatchLayout
 from mmvllm.processors.image import ImageProcessorConfig
 from mmvllm.processors.video import VideoProcessorConfig
 
@@ -37,9 +38,20 @@ class Model(nn.Module, ABC):
     config: ModelConfig
     tied: Mapping[str, str]
 
-    @abstractmethod
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Normalised patches (P, patch_dim) of items packed in one call -> rows (M, row_size), packed alike."""
+        return self.encode_patches(patches, self.layout(grids).to(patches.device))
+
+    @abstractmethod
+    def layout(self, grids: Sequence[Grid]) -> PatchLayout:
+        """What `encode_patches` must be told about items with these grids."""
+
+    @abstractmethod
+    def encode_patches(self, patches: Tensor, layout: PatchLayout) -> Tensor:
+        """`encode` with a layout on the patches' device; it can be captured in a CUDA graph.
+
+        There, patches beyond those of the layout's items follow, in segments of their own, and are ignored.
+        """
 
     @abstractmethod
     def forward(self, batch: Batch, media_rows: Tensor, kv_cache: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from torch import Tensor
 from mmvllm.config import ModelConfig
 from mmvllm.inputs import Grid
 from mmvllm.models.hf_config import ROPE_THETA
-from mmvllm.transfer import to_device
 
 
 @cache  # never dropped: a CUDA graph reads it
@@ -62,12 +61,12 @@ def _image_positions(grid: Grid, merge_size: int) -> Tensor:
     return squares.reshape(2, -1).repeat(1, t)
 
 
-def vision_cos_sin(positions: Tensor, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def vision_cos_sin(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """Rows and columns (2, P) -> cos and sin (P, D / 2) in float32.
 
     Half of the frequencies rotate with the row, half with the column.
     """
-    frequencies = inverse_frequencies(head_dim // 2, ROPE_THETA, device)
-    angles = to_device(positions, device)[:, :, None].float() * frequencies  # (2, P, D / 4)
+    frequencies = inverse_frequencies(head_dim // 2, ROPE_THETA, positions.device)
+    angles = positions[:, :, None].float() * frequencies  # (2, P, D / 4)
     angles = torch.cat([angles[0], angles[1]], dim=-1)
     return angles.cos(), angles.sin()

@@ -1,8 +1,10 @@
 """What the families' ViTs share: packed patches of many images in one call, and attention within segments of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -13,6 +15,7 @@ from mmvllm.kernels.rotary import rotary
 from mmvllm.layers.attention import AttentionBackend, Segments
 from mmvllm.layers.linear import Linear, by_rows
 from mmvllm.layers.norm import LayerNorm, RMSNorm
+from mmvllm.transfer import to_device
 
 Norm = LayerNorm | RMSNorm
 
@@ -22,6 +25,23 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class PatchLayout:
+    """What a ViT needs to know of packed patches beside their values, made on the host.
+
+    Args:
+        tensors: indexes and weights that the ViT defines; their last axes are patches or merged tokens.
+        segments: of the patches, in each way in which the ViT divides them.
+    """
+
+    tensors: tuple[Tensor, ...]
+    segments: tuple[Segments, ...]
+
+    def to(self, device: torch.device) -> "PatchLayout":
+        tensors = tuple(to_device(tensor, device) for tensor in self.tensors)
+        return PatchLayout(tensors, tuple(segments.to(device) for segments in self.segments))
 
 
 class PatchEmbed(nn.Module):
@@ -108,6 +128,6 @@ class PatchMerger(nn.Module):
         return self.mlp(self.ln_q.add(x, residual)[0].view(-1, self.width))
 
 
-def frames(grids: list[Grid], x: Tensor) -> Segments:
-    """Each frame as a segment, on x's device: patches attend within their own frame only."""
-    return Segments.of([h * w for t, h, w in grids for _ in range(t)], x.device)
+def frames(grids: Sequence[Grid]) -> Segments:
+    """Each frame as a segment, on the host: patches attend within their own frame only."""
+    return Segments.of([h * w for t, h, w in grids for _ in range(t)], torch.device("cpu"))

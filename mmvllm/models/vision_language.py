@@ -21,6 +21,7 @@ from mmvllm.layers.linear import Linear
 from mmvllm.models.decoder import Decoder
 from mmvllm.models.interface import Model, ModelFamily
 from mmvllm.models.video import VIDEO_DEFAULTS
+from mmvllm.models.vision import PatchLayout
 from mmvllm.processors.image import ImageProcessorConfig
 from mmvllm.processors.video import VideoProcessorConfig
 
@@ -58,7 +59,7 @@ class VisionLanguageModel(Model):
     """One ViT (None in a text-only checkpoint), one decoder, one head.
 
     Args:
-        make_vit: VisionConfig -> the ViT: patches (P, patch_dim), grids -> rows (M, row_size).
+        make_vit: VisionConfig -> the ViT: patches (P, patch_dim), a layout that it makes -> rows (M, row_size).
         published: parts of our parameter names, and what stands for them in the published names of tensors.
     """
 
@@ -88,8 +89,11 @@ class VisionLanguageModel(Model):
                 self.lm_head = self._head()
             self.lm_head.weight = self.decoder.embed_tokens.weight
 
-    def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        return self.visual(patches, list(grids))  # (M, row_size)
+    def layout(self, grids: Sequence[Grid]) -> PatchLayout:
+        return self.visual.layout(grids)
+
+    def encode_patches(self, patches: Tensor, layout: PatchLayout) -> Tensor:
+        return self.visual(patches, layout)
 
     def forward(self, batch: Batch, media_rows: Tensor, kv_cache: Tensor) -> Tensor:
         x = self.decoder.embed_tokens(batch.input_ids)  # (N, C)

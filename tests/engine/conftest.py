@@ -1,7 +1,12 @@
-"""Engines that launch steps ahead."""
+"""Engines that launch steps ahead, and engines that pad steps as for CUDA graphs."""
+
+from collections import defaultdict
+from collections.abc import Callable
 
 import pytest
 
+from mmvllm.engine import loading
+from mmvllm.engine.graphs import Graphs
 from mmvllm.models.registry import load_config
 
 
@@ -25,3 +30,21 @@ def make_pair(make_llm, checkpoint):
 @pytest.fixture
 def ahead(make_pair):
     return make_pair()[1]
+
+
+@pytest.fixture
+def replayed(monkeypatch) -> dict[type, list]:
+    """Engines compute on the same buffers what a graph would replay; the sizes of these, by class, as they come."""
+    sizes = defaultdict(list)
+
+    def capture(graphs: Graphs, compute: Callable[[], None]) -> Callable[[], None]:
+        def replay() -> None:
+            sizes[type(compute.func.__self__)].append(*compute.args)
+            compute()
+
+        compute()
+        return replay
+
+    monkeypatch.setattr(Graphs, "capture", capture)
+    monkeypatch.setattr(loading, "_uses_graphs", lambda config, device, attention: not config.enforce_eager)
+    return sizes

@@ -4,6 +4,7 @@ import pytest
 
 from mmvllm import SamplingParams
 from mmvllm.engine.decode_graphs import DecodeGraphs
+from mmvllm.engine.mixed_graphs import MixedGraphs
 from tests.helpers.ahead import GREEDY, LATER, MIXED, PROMPTS, TOKENS, add, finish, record_events, run, step
 from tests.helpers.shapes import every_family
 
@@ -121,13 +122,12 @@ def test_a_stop_token_at_each_position(make_pair):
 
 
 @every_family
-def test_buffers_that_are_reused_by_every_step(make_pair, monkeypatch):
+def test_buffers_that_are_reused_by_every_step(make_pair, replayed):
     """As with CUDA graphs: inputs and logits of a step overwrite those of the previous one."""
-    monkeypatch.setattr(DecodeGraphs, "_capture", DecodeGraphs._compute)
-    monkeypatch.setattr(DecodeGraphs, "_replay", DecodeGraphs._compute)
-    plain, ahead = make_pair()
+    plain, ahead = make_pair(enforce_eager=True)
     ahead.engine.model_runner.capture_graphs(8, ahead.engine.max_model_len)
     assert run(ahead, MIXED, LATER) == run(plain, MIXED, LATER)
+    assert set(replayed) == {DecodeGraphs, MixedGraphs}
 
 
 def test_statistics_count_every_step_once(ahead, monkeypatch):

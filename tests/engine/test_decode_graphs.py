@@ -3,26 +3,11 @@
 import pytest
 
 from mmvllm import SamplingParams
-from mmvllm.engine import decode_graphs, loading
+from mmvllm.engine import decode_graphs, mixed_graphs
 from mmvllm.engine.decode_graphs import DecodeGraphs, graph_sizes
 from tests.helpers.engines import run_at_once
 from tests.helpers.parity import REQUESTS
 from tests.helpers.shapes import every_family
-
-
-@pytest.fixture
-def replayed(monkeypatch) -> list[int]:
-    """Compute on the same buffers where a graph would be replayed; returns the sizes."""
-    sizes = []
-
-    def compute(graphs: DecodeGraphs, size: int) -> None:
-        sizes.append(size)
-        graphs._compute(size)
-
-    monkeypatch.setattr(DecodeGraphs, "_capture", DecodeGraphs._compute)
-    monkeypatch.setattr(DecodeGraphs, "_replay", compute)
-    monkeypatch.setattr(loading, "_uses_graphs", lambda config, device, attention: not config.enforce_eager)
-    return sizes
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 8, 100, 256, 1000])
@@ -45,17 +30,19 @@ def test_padded_steps_give_the_same_tokens(max_num_seqs, checkpoint, make_llm, r
     llm = make_llm(checkpoint, **options)
     llm.engine.model_runner.kv_cache[:, :, -1] = float("nan")  # padding rows read it, and nothing else does
     assert run_at_once(llm, requests) == want
-    assert len(set(replayed)) > 1  # the batch shrank: rows of longer ones became padding
+    # The batch shrank: rows of longer ones became padding.
+    assert len(set(replayed[DecodeGraphs])) > 1
 
 
 def test_a_step_that_is_too_large_or_has_a_prefill_runs_eagerly(checkpoint, make_llm, replayed, monkeypatch):
+    monkeypatch.setattr(mixed_graphs, "NUM_TOKENS", ())
     monkeypatch.setattr(decode_graphs, "LARGEST", 2)
     llm = make_llm(checkpoint, max_num_seqs=4)
     params = SamplingParams(max_tokens=5, ignore_eos=True)
     outputs = llm.generate([[5, 6, 7 + i] for i in range(4)], params)
     assert not replayed and all(len(output.token_ids) == 5 for output in outputs)
     llm.generate([[9, 6, 7]], params)
-    assert replayed == [1] * 4
+    assert replayed[DecodeGraphs] == [1] * 4
 
 
 @every_family

@@ -119,3 +119,10 @@ def test_arrays_that_are_copied_together_keep_shape_type_and_values(dtype):
     arrays = [np.arange(6, dtype=dtype).reshape(3, 2).T, np.empty((3, 0), dtype=np.int32), np.array([7], dtype=dtype)]
     for tensor, array in zip(copy_together(arrays, CPU), arrays, strict=True):
         assert tensor.tolist() == array.tolist() and tensor.numpy().dtype == array.dtype
+
+
+def test_arrays_are_copied_together_into_a_buffer_that_stays():
+    buffer = torch.zeros(64, dtype=torch.uint8)
+    first = copy_together([np.arange(3, dtype=np.int32), np.arange(2)], CPU, buffer)
+    copy_together([np.array([7, 8, 9], dtype=np.int32), np.array([5, 6]), np.array([1])], CPU, buffer)
+    assert [tensor.tolist() for tensor in first] == [[7, 8, 9], [5, 6]]

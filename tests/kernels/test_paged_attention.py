@@ -157,6 +157,12 @@ def test_padding_rows_change_nothing(device, dtype):
     assert not got[4].any()
 
 
+def test_sequences_without_queries_change_nothing(device, dtype):
+    """A CUDA graph of mixed steps has a fixed number of sequences."""
+    check([1, 1, 40, 0, 0, 20, 0], [70, 1, 90, 0, 0, 20, 0], device, dtype, num_decodes=2)
+    check([0, 33, 0], [0, 33, 0], device, dtype)
+
+
 @pytest.mark.parametrize("query_lens", [[1, 1], [1, 20]])
 def test_public_function_works_on_any_device(query_lens, device, dtype):
     step = Step(query_lens, [50, 20], device, dtype)

@@ -16,8 +16,7 @@ from mmvllm.layers.mlp import GatedMLP
 from mmvllm.layers.norm import RMSNorm
 from mmvllm.models.qwen2_5_vl.config import Qwen25VLVisionConfig
 from mmvllm.models.rotary import vision_cos_sin, vision_positions
-from mmvllm.models.vision import PatchEmbed, PatchMerger, VisionBlock, frames
-from mmvllm.transfer import to_device
+from mmvllm.models.vision import PatchEmbed, PatchLayout, PatchMerger, VisionBlock, frames
 
 Norm = partial(RMSNorm, eps=1e-6)
 
@@ -35,19 +34,24 @@ class Qwen25VLVisionTransformer(nn.Module):
         )
         self.merger = PatchMerger(config, Norm)
 
-    def forward(self, patches: Tensor, grids: list[Grid]) -> Tensor:
-        """Normalised patches (P, patch_dim) of images with the given (t, h, w) grids, packed -> rows (M, C)."""
+    def layout(self, grids: Sequence[Grid]) -> PatchLayout:
+        """Positions (2, P) and patches (P,) by windows, where each merged token is then (M,); frames and windows."""
         c, merge_size = self.config, self.config.spatial_merge_size
         order, window_lens = window_order(grids, merge_size, c.window_rows)
-        patch_order = (order[:, None] * merge_size**2 + torch.arange(merge_size**2)).flatten()  # (P,)
+        patch_order = (order[:, None] * merge_size**2 + torch.arange(merge_size**2)).flatten()
         positions = vision_positions(grids, merge_size)[:, patch_order]
-        cos, sin = vision_cos_sin(positions, c.head_dim, patches.device)
-        windows, whole = Segments.of(window_lens, patches.device), frames(grids, patches)
-        x, residual = self.patch_embed(patches)[to_device(patch_order, patches.device)], None  # (P, embed_dim)
+        windows = Segments.of(window_lens, order.device, (c.window_rows * merge_size) ** 2)
+        return PatchLayout((positions, patch_order, order.argsort()), (frames(grids), windows))
+
+    def forward(self, patches: Tensor, layout: PatchLayout) -> Tensor:
+        """Normalised patches (P, patch_dim) of images, packed -> rows (M, C)."""
+        c, (positions, patch_order, places), (whole, windows) = self.config, layout.tensors, layout.segments
+        cos, sin = vision_cos_sin(positions, c.head_dim)
+        x, residual = self.patch_embed(patches)[patch_order], None  # (P, embed_dim)
         for i, block in enumerate(self.blocks):
             segments = whole if i in c.fullatt_block_indexes else windows
             x, residual = block(x, residual, cos, sin, segments)
-        return self.merger(x, residual)[to_device(order.argsort(), patches.device)]
+        return self.merger(x, residual)[places]
 
 
 def window_order(grids: Sequence[Grid], merge_size: int, window_rows: int) -> tuple[Tensor, list[int]]:

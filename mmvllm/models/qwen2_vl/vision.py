@@ -1,5 +1,7 @@
 """The Qwen2-VL vision transformer (arXiv 2409.12191): packed patches of many images -> one row per merged token."""
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from mmvllm.config import VisionConfig
@@ -7,7 +9,7 @@ from mmvllm.inputs import Grid
 from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.norm import LayerNorm
 from mmvllm.models.rotary import vision_cos_sin, vision_positions
-from mmvllm.models.vision import PatchEmbed, PatchMerger, VisionBlock, VisionMLP, frames
+from mmvllm.models.vision import PatchEmbed, PatchLayout, PatchMerger, VisionBlock, VisionMLP, frames
 
 
 class Qwen2VLVisionTransformer(nn.Module):
@@ -22,11 +24,14 @@ class Qwen2VLVisionTransformer(nn.Module):
         )
         self.merger = PatchMerger(config, LayerNorm)
 
-    def forward(self, patches: Tensor, grids: list[Grid]) -> Tensor:
-        """Normalised patches (P, patch_dim) of images with the given (t, h, w) grids, packed -> rows (M, C)."""
-        positions = vision_positions(grids, self.config.spatial_merge_size)
-        cos, sin = vision_cos_sin(positions, self.config.head_dim, patches.device)
-        segments = frames(grids, patches)
+    def layout(self, grids: Sequence[Grid]) -> PatchLayout:
+        """Positions (2, P), and frames."""
+        return PatchLayout((vision_positions(grids, self.config.spatial_merge_size),), (frames(grids),))
+
+    def forward(self, patches: Tensor, layout: PatchLayout) -> Tensor:
+        """Normalised patches (P, patch_dim) of images, packed -> rows (M, C)."""
+        (positions,), (segments,) = layout.tensors, layout.segments
+        cos, sin = vision_cos_sin(positions, self.config.head_dim)
         x, residual = self.patch_embed(patches), None  # (P, embed_dim)
         for block in self.blocks:
             x, residual = block(x, residual, cos, sin, segments)

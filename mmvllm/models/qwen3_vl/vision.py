@@ -1,5 +1,6 @@
 """The Qwen3-VL vision transformer (arXiv 2511.21631): learned positions, interpolated, and rows for several layers."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from math import isqrt
 
@@ -12,8 +13,7 @@ from mmvllm.layers.linear import Linear
 from mmvllm.layers.norm import LayerNorm
 from mmvllm.models.qwen3_vl.config import Qwen3VLVisionConfig
 from mmvllm.models.rotary import vision_cos_sin, vision_positions
-from mmvllm.models.vision import PatchEmbed, VisionBlock, VisionMLP, frames
-from mmvllm.transfer import to_device
+from mmvllm.models.vision import PatchEmbed, PatchLayout, VisionBlock, VisionMLP, frames
 
 
 class Qwen3VLPatchMerger(nn.Module):
@@ -36,10 +36,14 @@ class Qwen3VLPatchMerger(nn.Module):
 class PositionEmbedding(nn.Embedding):
     """Learned embeddings of a square grid of positions, interpolated bilinearly to the grid of an image."""
 
-    def forward(self, grids: list[Grid], merge_size: int) -> Tensor:
-        """Embeddings (P, embed_dim) of the patches of the images, packed, in merge order; summed in float32."""
+    def taps(self, grids: Sequence[Grid], merge_size: int) -> tuple[Tensor, Tensor]:
+        """The arguments of `forward` for the patches of the images, packed, in merge order; on the host."""
         taps = [_taps(grid, merge_size, isqrt(self.num_embeddings)) for grid in grids]
-        indexes, weights = (to_device(torch.cat(parts, dim=1), self.weight.device) for parts in zip(*taps, strict=True))
+        indexes, weights = (torch.cat(parts, dim=1) for parts in zip(*taps, strict=True))
+        return indexes, weights
+
+    def forward(self, indexes: Tensor, weights: Tensor) -> Tensor:
+        """Sums (P, embed_dim) of the learned embeddings at `indexes` (4, P) with `weights` (4, P), in float32."""
         return sum(self.weight[at] * w[:, None] for at, w in zip(indexes, weights, strict=True)).to(self.weight.dtype)
 
 
@@ -59,16 +63,20 @@ class Qwen3VLVisionTransformer(nn.Module):
             Qwen3VLPatchMerger(config, norm_after=True) for _ in config.deepstack_visual_indexes
         )
 
-    def forward(self, patches: Tensor, grids: list[Grid]) -> Tensor:
-        """Normalised patches (P, patch_dim) of images with the given (t, h, w) grids, packed -> rows (M, row_size).
+    def layout(self, grids: Sequence[Grid]) -> PatchLayout:
+        """Positions (2, P), the learned positions around each and their weights (4, P); frames."""
+        merge_size = self.config.spatial_merge_size
+        taps = self.pos_embed.taps(grids, merge_size)
+        return PatchLayout((vision_positions(grids, merge_size), *taps), (frames(grids),))
+
+    def forward(self, patches: Tensor, layout: PatchLayout) -> Tensor:
+        """Normalised patches (P, patch_dim) of images, packed -> rows (M, row_size).
 
         A row is that of the last block, and then those of the blocks that `deepstack_visual_indexes` names.
         """
-        c = self.config
-        positions = vision_positions(grids, c.spatial_merge_size)
-        cos, sin = vision_cos_sin(positions, c.head_dim, patches.device)
-        segments = frames(grids, patches)
-        x = self.patch_embed(patches) + self.pos_embed(grids, c.spatial_merge_size)  # (P, embed_dim)
+        c, (positions, *taps), (segments,) = self.config, layout.tensors, layout.segments
+        cos, sin = vision_cos_sin(positions, c.head_dim)
+        x = self.patch_embed(patches) + self.pos_embed(*taps)  # (P, embed_dim)
         mergers = dict(zip(c.deepstack_visual_indexes, self.deepstack_merger_list, strict=True))
         residual, deepstack = None, []
         for i, block in enumerate(self.blocks):
