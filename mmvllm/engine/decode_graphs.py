@@ -27,7 +27,7 @@ class DecodeGraphs:
     """Captures at construction; `run` replays a step that `fits`.
 
     Args:
-        logits: (R, V) float32, with as many rows as there are sequences in the largest graph, written by each of them.
+        logits: (R, V), with as many rows as there are sequences in the largest graph, written by each of them.
         max_model_len: the context length that graphs are captured for.
     """
 

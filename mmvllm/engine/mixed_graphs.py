@@ -43,7 +43,7 @@ class MixedGraphs:
     """Captures at construction; `run` replays a step that `fits`.
 
     Args:
-        logits: (R, V) float32, with MAX_PREFILLS more rows than sequences decode at most, written by each graph.
+        logits: (R, V), with MAX_PREFILLS more rows than sequences decode at most, written by each graph.
         max_model_len: the context length that graphs are captured for.
     """
 

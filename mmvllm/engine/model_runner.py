@@ -71,7 +71,7 @@ class ModelRunner:
         """Capture small steps of up to `max_num_seqs` sequences, for a runner made to use graphs, and the ViT."""
         start, shape = time.perf_counter(), (num_graph_logits(max_num_seqs), self.model_config.vocab_size)
         with current_device(self.device):
-            logits = torch.empty(shape, dtype=torch.float32, device=self.device)
+            logits = torch.empty(shape, dtype=self.dtype, device=self.device)
             graphs = Graphs(self.device)
             self.vision_graphs = VisionGraphs(graphs, self.model, self.dtype, self.device) if vision else None
             arguments = (graphs, self.model, self.kv_cache, self.rows, logits, max_num_seqs, max_model_len)
@@ -81,7 +81,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs, watch: Stopwatch) -> Tensor:
-        """Encode the step's new items, then run the decoder -> logits (R, V) float32."""
+        """Encode the step's new items, then run the decoder -> logits (R, V)."""
         for digest in inputs.freed_digests:
             self._rows.pop(digest, None)
         if inputs.block_copies:

@@ -52,7 +52,7 @@ class Sampler:
     def __call__(
         self, logits: Tensor, rows: np.ndarray, ends: np.ndarray, rows_on_device: Tensor | None = None
     ) -> Sampled:
-        """One token for each row of logits (R, V), float32 or bfloat16.
+        """One token for each row of logits (R, V), in any dtype of models.
 
         Args:
             rows: (R,) int32, of the sequences.

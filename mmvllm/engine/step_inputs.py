@@ -43,6 +43,7 @@ class StepInputs:
 
     decodes: np.ndarray  # (3, D) int32: row, KV length with the token that is computed, last block
     prefills: Prefills | None  # None where all sequences decode
+    samples: np.ndarray  # (2, R) int32, of the sequences that want a token: rows, and how many tokens come before it
     block_copies: list[tuple[int, int]]  # (source, destination) blocks, copied before anything is written
     new_items: tuple[MediaItem, ...]  # to encode in this step
     freed_digests: tuple[bytes, ...]  # items whose rows the encoder cache has dropped since the last step
@@ -55,23 +56,22 @@ class StepInputs:
     def num_seqs(self) -> int:
         return self.num_decodes + (0 if self.prefills is None else len(self.prefills.rows))
 
-    @property
-    def samples(self) -> np.ndarray:
-        """(2, R) int32, of the sequences that want a token: rows, and how many tokens come before it."""
-        if self.prefills is None:
-            return self.decodes[:2]
-        of_prefills = np.stack([self.prefills.rows, self.prefills.kv_lens])[:, self.prefills.samples]
-        return np.concatenate([self.decodes[:2], of_prefills], axis=1, dtype=np.int32)
-
 
 def pack_step(step: Schedule) -> StepInputs:
     """Pack a schedule."""
     rows = [chunk.seq.row for chunk in step.decodes]
     ends = [chunk.end for chunk in step.decodes]
     last_blocks = [chunk.seq.block_table[-1] for chunk in step.decodes]
+    decodes = np.array([rows, ends, last_blocks], dtype=np.int32)
+    prefills = _pack_prefills(step.prefills) if step.prefills else None
+    samples = decodes[:2]
+    if prefills is not None:
+        of_prefills = np.stack([prefills.rows, prefills.kv_lens])[:, prefills.samples]
+        samples = np.concatenate([samples, of_prefills], axis=1, dtype=np.int32)
     return StepInputs(
-        decodes=np.array([rows, ends, last_blocks], dtype=np.int32),
-        prefills=_pack_prefills(step.prefills) if step.prefills else None,
+        decodes=decodes,
+        prefills=prefills,
+        samples=samples,
         block_copies=[copy for chunk in step.chunks if chunk.block_copies for copy in chunk.block_copies],
         new_items=tuple(step.items_to_encode.values()),
         freed_digests=step.freed_digests,

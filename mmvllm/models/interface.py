@@ -55,7 +55,7 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, batch: Batch, media_rows: Tensor, kv_cache: Tensor) -> Tensor:
-        """Logits (R, V) in float32 of the tokens in `batch.sample_at`.
+        """Logits (R, V), in the model's dtype, of the tokens in `batch.sample_at`.
 
         media_rows (M, row_size) belong at `batch.image_at`; kv_cache (layers, 2, num_blocks, block_size, K, D) is
         written in place.

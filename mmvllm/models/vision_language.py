@@ -99,7 +99,7 @@ class VisionLanguageModel(Model):
         x = self.decoder.embed_tokens(batch.input_ids)  # (N, C)
         embeddings, *deepstack = media_rows.split(self.config.hidden_size, dim=1)
         splice(x, embeddings, batch.image_at)
-        return self.lm_head(self.decoder(x, kv_cache, batch, deepstack)).float()
+        return self.lm_head(self.decoder(x, kv_cache, batch, deepstack))
 
     def parameter_for(self, name: str) -> tuple[str, int | None] | None:
         if name.endswith(".inv_freq"):  # saved rotary frequencies
