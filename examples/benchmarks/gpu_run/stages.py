@@ -83,7 +83,7 @@ class _Stages:
         # A backend that is not installed is refused as a wrong argument.
         engines = [
             self._latency_of("2B", "1" if self.small else "64", "--attention-backend", name, name=f"backend-{name}")
-            for name in (("torch",) if self.small else ("triton", "flash", "torch"))
+            for name in (("torch",) if self.small else ("triton", "flash", "flash4", "torch"))
         ]
         small = ("--small",) if self.small else ()
         kernels = [
