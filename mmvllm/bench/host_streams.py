@@ -41,14 +41,14 @@ async def measure_streams(engine: AsyncLLM, model: StandIn, case: HostCase, step
 
 
 async def _consume(engine: AsyncLLM, model: StandIn, case: HostCase, steps: int) -> tuple[list[_Received], int]:
-    """Consume all streams; what the first received while all ran, about `steps` times, and the number of tokens."""
+    """Consume all streams; what the first received in its last `steps` steps, in which all ran, and all tokens."""
     counts, received = [0] * case.sequences, []
     max_tokens = num_filling_steps(case) + case.sequences + SPARE_STEPS + steps
 
     async def consume(index: int, prompt: list[int]) -> None:
         async for delta in engine.generate(prompt, case.params(index, max_tokens)):
             counts[index] += len(delta.token_ids)
-            if index == 0 and (received or all(counts)):
+            if index == 0:
                 received.append(_Received(time.perf_counter(), time.process_time(), time.thread_time(), counts[0]))
 
     prompts = [model.prompt(case.context).token_ids for _ in counts]

@@ -117,8 +117,9 @@ def test_rows_are_freed_exactly_when_the_cache_drops_their_item(checkpoint, make
 def test_dropped_rows_are_encoded_again(checkpoint, make_llm):
     llm = make_llm(checkpoint, enable_prefix_caching=False)
     question = ask(noise_image(56, 56), "What?")
-    encodings, encode = [], llm.engine.model_runner.model.encode
-    llm.engine.model_runner.model.encode = lambda patches, grids: encodings.append(grids) or encode(patches, grids)
+    model, encodings = llm.engine.model_runner.model, []
+    encode = model.encode_patches
+    model.encode_patches = lambda patches, layout: encodings.append(layout) or encode(patches, layout)
     want = run_at_once(llm, [question])
     assert run_at_once(llm, [question]) == want and len(encodings) == 1
     cache = llm.engine.encoder_cache
