@@ -266,6 +266,7 @@ class _Worker:
     def _receive(self, limit: _Limit) -> tuple[str, Any]:
         while True:
             ready = connection.wait([self._channel.pipe, self.process.sentinel], limit.next_wait())
+            limit.next_wait()  # this thread may have been kept waiting: what came too late does not count
             if self._channel.pipe in ready:
                 try:
                     return self._channel.receive()

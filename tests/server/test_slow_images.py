@@ -22,6 +22,9 @@ from tests.helpers.server import (
     wait_for,
 )
 
+# The image takes 3 to 15 seconds on two cores. In a process that has run thousands of tests, and where other processes
+# compete for the cores, it can be decoded before this process has looked at the time again.
+pytestmark = pytest.mark.slow
 WORK = 0.6  # seconds, more than the start of a process takes
 
 
