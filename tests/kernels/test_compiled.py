@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton compiles on Linux only")
 
-from tests.helpers.compiling import SHARED_MEMORY
+from tests.helpers.compiling import SHARED_MEMORY, WRITE_E4M3
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 SPILLED = {"bfloat16": 64, "float32": 4096}  # bytes per thread, stored and loaded
@@ -51,7 +51,7 @@ def kernels() -> set[str]:
 def test_every_kernel_fits_every_gpu(arch, dtype, tmp_path):
     """Shared memory and registers, 16 bytes per access where rows are long, and no default of the compiler's."""
     found = run(tmp_path, str(arch), dtype)
-    assert {variant["kernel"] for variant in found} == kernels()
+    assert {variant["kernel"] for variant in found} == kernels() - (WRITE_E4M3 if arch < 89 else set())
     for variant in found:
         assert variant["shared"] <= SHARED_MEMORY[arch], variant
         assert variant["spilled"] <= SPILLED[dtype], variant
