@@ -107,9 +107,10 @@ class MixedGraphs:
         self._tensors[size] = MixedTensors(*copy_together(arrays, self._kv_cache.device, self._inputs))
 
     def _make_inputs(self) -> Tensor:
-        """Bytes for the inputs of any step."""
-        arrays = [array for size in self.sizes[-1:] for array in self._padded(_empty_step(), size).arrays()]
-        num_bytes = sum(array.nbytes + 8 for array in arrays) + 3 * 8 * MAX_PREFILLS * self._rows.block_table.shape[1]
+        """Bytes for the inputs of any step: of the size that needs most, which is not the last, with all blocks."""
+        padded = (self._padded(_empty_step(), size).arrays() for size in self.sizes)
+        num_bytes = max((sum(array.nbytes + 8 for array in arrays) for arrays in padded), default=0)
+        num_bytes += 3 * 8 * MAX_PREFILLS * self._rows.block_table.shape[1]
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._kv_cache.device)
 
     def _padded(self, step: MixedStep, size: StepSize) -> MixedStep:
