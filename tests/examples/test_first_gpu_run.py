@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "benchmarks"))
 import first_gpu_run
-from gpu_run import attention, decode
+from gpu_run import attention, decode, steps
 from gpu_run.checkpoints import write_checkpoint
 from gpu_run.stages import Stage, stages
 from gpu_run.steps import RunStep, python, run_step
@@ -86,6 +86,21 @@ def test_a_step_ends_with_its_children_when_its_time_is_over(tmp_path):
     wait_until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() in ended, "ended")
 
 
+def test_a_signal_while_a_step_is_started_ends_it(tmp_path, monkeypatch):
+    begun = []
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            begun.append(self)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(steps.subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_step(step("import time; time.sleep(60)"), 60, tmp_path)
+    assert begun[0].poll() == -signal.SIGTERM
+
+
 def test_a_failing_step_ends_neither_its_stage_nor_the_run(run):
     own = [
         Stage("a", "A", 1, [step("raise ValueError('x')", "a-1"), step(JSON, "a-2")]),
@@ -126,10 +141,10 @@ def test_a_terminated_run_ends_its_step_and_keeps_the_results(tmp_path):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert "decode-calls, at most" in process.stdout.readline()
     wait_until(lambda: psutil.Process(process.pid).children(), "begun")
-    steps = psutil.Process(process.pid).children(recursive=True)
+    begun = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 143
-    assert not psutil.wait_procs(steps, timeout=10)[1]
+    assert not psutil.wait_procs(begun, timeout=10)[1]
     assert json.loads((tmp_path / "results.json").read_text())["stages"] == {}
     assert (tmp_path / "table.md").read_text().startswith("device ")
 

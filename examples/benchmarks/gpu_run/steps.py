@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,15 +64,35 @@ def _finish(step: RunStep, seconds: float, out: Path, err: Path) -> int | None:
     paths = [str(ROOT), str(ROOT / "examples/benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     env = os.environ | own | step.env
+    process = None
     with out.open("wb") as stdout, err.open("wb") as stderr:
-        # A group of its own, which can be ended as a whole; but of this session, with which it ends.
-        process = subprocess.Popen(step.command, cwd=ROOT, env=env, stdout=stdout, stderr=stderr, process_group=0)
         try:
+            # A group of its own, which can be ended as a whole; but of this session, with which it ends.
+            with _signals_deferred():
+                process = subprocess.Popen(
+                    step.command, cwd=ROOT, env=env, stdout=stdout, stderr=stderr, process_group=0
+                )
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
         finally:
-            _end(process)
+            if process is not None:
+                _end(process)
+
+
+@contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """Handle SIGINT and SIGTERM afterwards: an exception inside Popen would lose the process that it has begun."""
+    received: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.signal(number, lambda number, _: received.append(number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
+        for number in received:
+            signal.raise_signal(number)
 
 
 def _end(process: subprocess.Popen) -> None:
