@@ -256,7 +256,7 @@ def test_async_llm_refuses_a_list_of_parameters(checkpoint):
 
 
 def test_an_engine_takes_the_arguments_of_llm(checkpoint):
-    engine = LLMEngine(checkpoint, **ENGINE, max_num_seqs=3, tensor_parallel_size=1)
+    engine = LLMEngine(checkpoint, **ENGINE, max_num_seqs=3, pipeline_parallel_size=1)
     assert engine.config == EngineConfig(**ENGINE, max_num_seqs=3).with_limits(torch.device("cpu"))
     engine.exit()
     with pytest.raises(TypeError, match="given a config and max_num_seqs; give one or the other"):
@@ -270,12 +270,12 @@ def test_an_engine_takes_the_arguments_of_llm(checkpoint):
 def test_both_front_doors_check_names_before_they_load(kind, name):
     with pytest.raises(TypeError, match=f"{name} has no argument 'max_modellen'; did you mean 'max_model_len'"):
         kind("/no/such/folder", max_modellen=5)
-    with pytest.raises(ValueError, match="does not support tensor_parallel_size=2"):
-        kind("/no/such/folder", tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="does not support pipeline_parallel_size=2"):
+        kind("/no/such/folder", pipeline_parallel_size=2)
 
 
 def test_arguments_of_vllm_that_change_nothing_are_accepted(checkpoint):
-    accepted = {"tensor_parallel_size": 1, "trust_remote_code": False, "revision": None, "swap_space": 4}
+    accepted = {"pipeline_parallel_size": 1, "trust_remote_code": False, "revision": None, "swap_space": 4}
     with LLM(checkpoint, **ENGINE, **accepted) as llm:
         params = SamplingParams(max_tokens=4, ignore_eos=True, skip_special_tokens=True, best_of=1)
         assert len(llm.generate("x", params)[0].token_ids) == 4

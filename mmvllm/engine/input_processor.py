@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 import xxhash
+from transformers import PreTrainedTokenizerBase
 
+from mmvllm.config import ModelConfig
 from mmvllm.engine.detokenizer import CompletionText
 from mmvllm.engine.encoder_cache import EncoderCache
-from mmvllm.engine.loading import LoadedModel
 from mmvllm.engine.sequence import Sequence, SequenceGroup
 from mmvllm.errors import ParameterError, PromptTooLong, RequestError
-from mmvllm.inputs import EngineInput
+from mmvllm.inputs import EngineInput, MediaRules
 from mmvllm.processors.chat import tokenize
 from mmvllm.processors.tensors import input_from_tensors, own_token_ids
 from mmvllm.sampling_params import SamplingParams
@@ -24,9 +25,19 @@ Prompt = Any  # a string, token ids as a list, array or tensor, or an EngineInpu
 class InputProcessor:
     """Checks requests for one model; `seed` is that of requests that bring none of their own."""
 
-    def __init__(self, model: LoadedModel, encoder_cache: EncoderCache, seed: int):
-        self._config, self._rules, self._tokenizer = model.model_config, model.media_rules, model.tokenizer
-        self._max_model_len, self._block_size = model.max_model_len, model.runner.block_size
+    def __init__(
+        self,
+        config: ModelConfig,
+        rules: MediaRules | None,
+        tokenizer: PreTrainedTokenizerBase,
+        encoder_cache: EncoderCache,
+        *,
+        max_model_len: int,
+        block_size: int,
+        seed: int,
+    ):
+        self._config, self._rules, self._tokenizer = config, rules, tokenizer
+        self._max_model_len, self._block_size = max_model_len, block_size
         self._encoder_cache, self._seed = encoder_cache, seed
         self._unseeded = count()
 

@@ -14,10 +14,11 @@ import torch
 
 from mmvllm.config import EngineConfig
 from mmvllm.engine.block_manager import BlockManager
+from mmvllm.engine.checkpoint import read_checkpoint
 from mmvllm.engine.encoder_cache import EncoderCache
 from mmvllm.engine.executor import Executor, Launched
 from mmvllm.engine.input_processor import InputProcessor, Prompt
-from mmvllm.engine.loading import load
+from mmvllm.engine.loading import load_runner
 from mmvllm.engine.output_processor import DeltaStream, OutputProcessor
 from mmvllm.engine.recovery import Recovery, is_fatal
 from mmvllm.engine.sampled import SampledTokens
@@ -25,11 +26,13 @@ from mmvllm.engine.sampler import Sampler
 from mmvllm.engine.scheduler import Scheduler
 from mmvllm.engine.sequence import FinishReason, SequenceGroup
 from mmvllm.engine.stats import StepStats, step_stats
+from mmvllm.engine.tokenizer import load_tokenizer
 from mmvllm.engine.warmup import WARMUP_PARAMS
 from mmvllm.errors import EngineFailed, RequestError, first_line
 from mmvllm.inputs import EngineInput
 from mmvllm.outputs import RequestOutput
 from mmvllm.processors.tensors import Array
+from mmvllm.ranks import SINGLE
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.transfer import current_device
 
@@ -43,17 +46,27 @@ class LLMEngine:
         """Load a checkpoint, with a `config` or with the fields of one as `engine_args`."""
         if config is not None and engine_args:
             raise TypeError(f"LLMEngine was given a config and {', '.join(engine_args)}; give one or the other")
-        loaded = load(model, config or EngineConfig.from_arguments("LLMEngine", **engine_args))
-        self.config = config = loaded.config
-        self.model_config = loaded.model_config
-        self.image_config, self.video_config = loaded.image_config, loaded.video_config
-        self.tokenizer, self.media_rules = loaded.tokenizer, loaded.media_rules
-        self.attention, self.model_runner, self.max_model_len = loaded.attention, loaded.runner, loaded.max_model_len
+        checkpoint = read_checkpoint(model, config or EngineConfig.from_arguments("LLMEngine", **engine_args))
+        self.config = config = checkpoint.config
+        self.model_config, self.media_rules = checkpoint.model_config, checkpoint.media_rules
+        self.image_config, self.video_config = checkpoint.image_config, checkpoint.video_config
+        self.tokenizer = load_tokenizer(checkpoint.folder)
+        eos_token_ids = self.model_config.eos_token_ids | {self.tokenizer.eos_token_id} - {None}
+        self.model_runner = load_runner(checkpoint, checkpoint.device, SINGLE)
+        self.attention, self.max_model_len = self.model_runner.attention, self.model_runner.max_model_len
         self.block_size = self.model_runner.block_size
         bytes_per_row = self.model_config.row_size * self.model_runner.dtype.itemsize
         self.encoder_cache = EncoderCache(config.encoder_cache_bytes, bytes_per_row)
-        self.input_processor = InputProcessor(loaded, self.encoder_cache, config.seed)
-        self.output_processor = OutputProcessor(self.tokenizer, loaded.eos_token_ids)
+        self.input_processor = InputProcessor(
+            self.model_config,
+            self.media_rules,
+            self.tokenizer,
+            self.encoder_cache,
+            max_model_len=self.max_model_len,
+            block_size=self.block_size,
+            seed=config.seed,
+        )
+        self.output_processor = OutputProcessor(self.tokenizer, eos_token_ids)
         self.scheduler = Scheduler(
             BlockManager(self.model_runner.num_blocks, self.block_size, config.enable_prefix_caching),
             self.encoder_cache,
@@ -62,9 +75,7 @@ class LLMEngine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_vision_patches=config.max_vision_patches,
         )
-        sampler = Sampler(
-            loaded.eos_token_ids, config.max_num_seqs, self.model_config.vocab_size, self.model_runner.device
-        )
+        sampler = Sampler(eos_token_ids, config.max_num_seqs, self.model_config.vocab_size, self.model_runner.device)
         self.executor = Executor(self.model_runner, sampler, self.scheduler)
         self.recovery = Recovery(self.scheduler, self.model_runner)
         self.on_step: Callable[[StepStats], None] | None = None  # called after every step

@@ -1,93 +1,64 @@
-"""From a checkpoint folder to the parts of an engine."""
+"""From a checkpoint to a model on its device, with a KV cache."""
 
-import json
 import logging
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mmvllm.config import EngineConfig, ModelConfig
+from mmvllm.engine.checkpoint import Checkpoint
 from mmvllm.engine.memory import num_kv_blocks
 from mmvllm.engine.model_runner import ModelRunner
-from mmvllm.inputs import MediaRules
 from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.attention_choice import choose_attention, choose_vision_attention, warm_up_attention
 from mmvllm.layers.fp8 import fp8_unusable
 from mmvllm.layers.linear import pack_weights
-from mmvllm.models.folder import resolve_folder
-from mmvllm.models.registry import family_of, load_config, load_media_configs
 from mmvllm.models.weights import load_model
-from mmvllm.processors.image import ImageProcessorConfig
-from mmvllm.processors.video import VideoProcessorConfig
+from mmvllm.ranks import Ranks
 from mmvllm.transfer import current_device
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model on its device, what its checkpoint says, and the config with the limits of this device."""
+def load_runner(checkpoint: Checkpoint, device: torch.device, ranks: Ranks) -> ModelRunner:
+    """Load what this rank has of the weights, and allocate its KV cache; all ranks do so at the same time.
 
-    config: EngineConfig
-    model_config: ModelConfig
-    image_config: ImageProcessorConfig
-    video_config: VideoProcessorConfig
-    media_rules: MediaRules | None
-    tokenizer: PreTrainedTokenizerBase
-    attention: type[AttentionBackend]
-    runner: ModelRunner
-    max_model_len: int
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        return self.model_config.eos_token_ids | {self.tokenizer.eos_token_id} - {None}
-
-
-def load(model: str | Path | None, config: EngineConfig) -> LoadedModel:
-    """Load a checkpoint and allocate its KV cache; raises ValueError for what cannot be served."""
-    device = config.resolve_device()
-    folder = resolve_folder(model, with_weights=config.load_format != "dummy")
-    model_config = load_config(folder)
-    dtype = config.resolve_dtype(model_config.dtype, device)
+    Raises ValueError for what cannot be served.
+    """
+    config, model_config, dtype = checkpoint.config, checkpoint.model_config, checkpoint.dtype
     _check_quantization(config.quantization, device, dtype)
-    config = config.with_limits(device)
-    image_config, video_config = load_media_configs(folder)
-    tokenizer = _load_tokenizer(folder)
     attention, vision_attention = _attention(config, model_config, device, dtype)
-    loaded = load_model(
-        *(folder, model_config, device, dtype, config.load_format, config.seed, attention, vision_attention),
+    model = load_model(
+        *(checkpoint.folder, model_config, device, dtype, config.load_format, config.seed, attention, vision_attention),
         fp8=config.quantization == "fp8",
+        ranks=ranks,
     )
     if device.type == "cpu":
-        pack_weights(loaded, dtype, int8=config.quantization == "int8")
+        pack_weights(model, dtype, int8=config.quantization == "int8")
     block_size = config.kvcache_block_size or attention.block_size
     use_graphs = _uses_graphs(config, device, attention)
-    num_blocks = num_kv_blocks(loaded, config, block_size, dtype, device, use_graphs)
+    num_blocks = ranks.least(num_kv_blocks(model, config, block_size, dtype, device, use_graphs))
     max_model_len = _max_model_len(config, model_config, num_blocks, block_size)
     runner = ModelRunner(
-        loaded,
-        image_config,
-        video_config,
+        model,
+        checkpoint.image_config,
+        checkpoint.video_config,
         device,
         dtype,
         num_blocks=num_blocks,
         block_size=block_size,
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
+        attention=attention,
         use_graphs=use_graphs,
+        ranks=ranks,
     )
     if device.type == "cuda" and not config.skip_warmup:
         with current_device(device), torch.inference_mode():
-            warm_up_attention(attention, model_config.num_attention_heads, runner.kv_cache[0])
+            warm_up_attention(attention, model.config.num_attention_heads, runner.kv_cache[0])
     if use_graphs:
         vision = vision_attention is not None and _uses_graphs(config, device, vision_attention)
         runner.capture_graphs(config.max_num_seqs, max_model_len, vision)
-    media_rules = family_of(model_config.architecture).media_rules(model_config)
-    return LoadedModel(
-        config, model_config, image_config, video_config, media_rules, tokenizer, attention, runner, max_model_len
-    )
+    return runner
 
 
 def _attention(
@@ -123,20 +94,6 @@ def _check_quantization(quantization: str | None, device: torch.device, dtype: t
 
 def _uses_graphs(config: EngineConfig, device: torch.device, attention: type[AttentionBackend]) -> bool:
     return device.type == "cuda" and attention.in_graphs and not config.enforce_eager
-
-
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # a broken or missing tokenizer file makes the library raise anything
-        raise ValueError(f"{folder} has no tokenizer that transformers can load: {error}") from error
-    template = folder / "chat_template.json"
-    if tokenizer.chat_template is None and template.is_file():
-        try:
-            tokenizer.chat_template = json.loads(template.read_text(encoding="utf-8"))["chat_template"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{template} is damaged: {error!r}; download it again") from None
-    return tokenizer
 
 
 def _max_model_len(config: EngineConfig, model_config: ModelConfig, num_blocks: int, block_size: int) -> int:

@@ -18,9 +18,11 @@ from mmvllm.engine.step_inputs import StepInputs
 from mmvllm.engine.vision_graphs import VisionGraphs
 from mmvllm.inputs import MediaItem
 from mmvllm.kernels.normalize import normalize
+from mmvllm.layers.attention import AttentionBackend
 from mmvllm.models.interface import Model
 from mmvllm.processors.image import ImageProcessorConfig
 from mmvllm.processors.video import VideoProcessorConfig
+from mmvllm.ranks import SINGLE, Ranks
 from mmvllm.transfer import CopyStream, Uploader, current_device, to_device
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ class ModelRunner:
     Args:
         num_blocks: KV blocks for sequences.
         max_num_seqs, max_model_len: sequences that run at once, and tokens of one.
+        attention: the decoder's backend.
         use_graphs: whether `capture_graphs` will be called: padding rows of graphs write to one more block.
     """
 
@@ -49,10 +52,13 @@ class ModelRunner:
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
+        attention: type[AttentionBackend],
         use_graphs: bool = False,
+        ranks: Ranks = SINGLE,
     ):
         self.model, self.model_config = model, model.config
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self.attention, self.ranks = device, dtype, attention, ranks
+        self.max_model_len = max_model_len
         configs = {"image": image_config, "video": video_config}
         self._tables = {modality: config.pixel_table().to(device, dtype) for modality, config in configs.items()}
         self._uploader = Uploader(device, CopyStream(device) if device.type == "cuda" else None)

@@ -17,6 +17,7 @@ from mmvllm.layers.linear import AssembledModule
 from mmvllm.models.folder import check_not_quantized, weight_files
 from mmvllm.models.interface import Model
 from mmvllm.models.registry import family_of
+from mmvllm.ranks import SINGLE, Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ def load_model(
     attention: type[AttentionBackend] = TorchAttention,
     vision_attention: type[AttentionBackend] | None = None,
     fp8: bool = False,
+    ranks: Ranks = SINGLE,
 ) -> Model:
     """Build the model on `device` in `dtype` with the folder's weights, or with random ones for "dummy".
 

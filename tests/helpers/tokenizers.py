@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 
 from transformers import PreTrainedTokenizerBase
 
-from mmvllm.engine.loading import _load_tokenizer
+from mmvllm.engine.tokenizer import load_tokenizer
 from mmvllm.models.folder import BUNDLED
 
 ROOT = os.environ.get("MMVLLM_CHECKPOINT_METADATA")
@@ -30,10 +30,10 @@ NAMES = ["bundled", *(PUBLISHED if ROOT else ())]
 
 def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
     if name == "bundled":
-        return _load_tokenizer(BUNDLED)
+        return load_tokenizer(BUNDLED)
     with TemporaryDirectory() as folder:
         link_checkpoint(name, Path(folder))
-        return _load_tokenizer(Path(folder))
+        return load_tokenizer(Path(folder))
 
 
 def link_checkpoint(name: str, folder: Path) -> None:

@@ -1,0 +1,21 @@
+"""The tokenizer of a checkpoint folder."""
+
+import json
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """With the chat template, which older checkpoints have in a file of its own; raises ValueError without one."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # a broken or missing tokenizer file makes the library raise anything
+        raise ValueError(f"{folder} has no tokenizer that transformers can load: {error}") from error
+    template = folder / "chat_template.json"
+    if tokenizer.chat_template is None and template.is_file():
+        try:
+            tokenizer.chat_template = json.loads(template.read_text(encoding="utf-8"))["chat_template"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{template} is damaged: {error!r}; download it again") from None
+    return tokenizer

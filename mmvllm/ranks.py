@@ -1,0 +1,149 @@
+"""The processes that share one model, one for each device: rank 0 and the others, and what they exchange.
+
+The weights of the decoder are split over ranks as in Megatron-LM (arXiv 1909.08053): a layer computes the sum of what
+its ranks compute. All ranks run the same steps, so all submit the same operations in the same order; a rank
+that fails in a step takes part in the rest of them, so that the others do not wait for it.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+TIMEOUT = timedelta(minutes=10)  # of an operation: longer than any rank computes between two of them
+
+
+class RanksFailed(RuntimeError):
+    """Ranks can exchange nothing any more: one has ended, or did not take part in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One exchange: "all_reduce", "gather", "broadcast" or "graph", the operations inside a CUDA graph."""
+
+    kind: str
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    source: int = 0  # of a broadcast
+
+
+class Ranks:
+    """A single rank, which exchanges nothing."""
+
+    rank, size = 0, 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, of one shape; written in place."""
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All ranks' x (R, V'), of one shape, side by side on rank 0 (R, size V'); elsewhere x."""
+        return x
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        """The source's x, written in place."""
+        return x
+
+    def least(self, number: int) -> int:
+        """The smallest of the ranks' numbers."""
+        return number
+
+    def expect(self, operations: Iterable[Operation]) -> None:
+        """Begin a step with these operations; until `complete`, others are refused."""
+
+    def done_in_graph(self) -> None:
+        """A CUDA graph with operations was launched."""
+
+    def complete(self) -> None:
+        """End a step: after an error, take part in the operations that are left, with zeros."""
+
+
+SINGLE = Ranks()
+
+
+class ConnectedRanks(Ranks):
+    """One of several ranks. All operations raise RanksFailed.
+
+    Args:
+        backend: connected with those of the other ranks.
+    """
+
+    def __init__(self, backend: dist.ProcessGroup, rank: int, size: int, device: torch.device):
+        self._backend, self.rank, self.size, self._device = backend, rank, size, device
+        self._expected: deque[Operation] | None = None
+
+    @classmethod
+    def connect(cls, store: dist.Store, rank: int, size: int, device: torch.device) -> "ConnectedRanks":
+        """Wait for the other ranks, which find each other in the store; GPUs exchange with NCCL, CPUs with Gloo."""
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = TIMEOUT
+            return cls(dist.ProcessGroupNCCL(store, rank, size, options), rank, size, device)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = TIMEOUT
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        return cls(dist.ProcessGroupGloo(store, rank, size, options), rank, size, device)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self._run(Operation("all_reduce", tuple(x.shape), x.dtype), lambda: self._backend.allreduce([x]))
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
+        operation = Operation("gather", tuple(x.shape), x.dtype)
+        self._run(operation, lambda: self._backend.gather([parts] if parts else [], [x], options))
+        return torch.cat(parts, dim=1) if parts else x
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        operation = Operation("broadcast", tuple(x.shape), x.dtype, source)
+        self._run(operation, lambda: self._backend.broadcast([x], options))
+        return x
+
+    def least(self, number: int) -> int:
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        x = torch.tensor([number], device=self._device)
+        self._run(Operation("all_reduce", (1,), x.dtype), lambda: self._backend.allreduce([x], options))
+        return int(x)
+
+    def expect(self, operations: Iterable[Operation]) -> None:
+        self._expected = deque(operations)
+
+    def done_in_graph(self) -> None:
+        self._take(Operation("graph"))
+
+    def complete(self) -> None:
+        while self._expected:
+            operation = self._expected[0]
+            if operation.kind == "graph":
+                raise RanksFailed(f"rank {self.rank} could not launch a CUDA graph that the other ranks have launched")
+            zeros = torch.zeros(operation.shape, dtype=operation.dtype, device=self._device)
+            arguments = (operation.source,) if operation.kind == "broadcast" else ()
+            getattr(self, operation.kind)(zeros, *arguments)
+        self._expected = None
+
+    def abort(self) -> None:
+        """Let operations that wait for other ranks fail, from any thread."""
+        self._backend.abort()
+
+    def _take(self, operation: Operation) -> None:
+        """Before an operation is run: one that fails cannot be run again."""
+        if self._expected is not None:
+            expected = self._expected.popleft() if self._expected else None
+            assert operation == expected, f"the operation is {operation}, must be {expected}"
+
+    def _run(self, operation: Operation, submit: Callable[[], dist.Work]) -> None:
+        self._take(operation)
+        try:
+            submit().wait()
+        except RuntimeError as error:
+            raise RanksFailed(f"rank {self.rank} lost another rank: {str(error).partition(chr(10))[0]}") from None
