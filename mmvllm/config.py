@@ -282,18 +282,23 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization is {share!r}, must be a number in (0, 1]")
 
     def resolve_device(self) -> "torch.device":
-        """The device to run on, chosen by `mmvllm.devices` for "auto"; raises ValueError for one that is not there."""
+        """The device to run on, chosen by `mmvllm.devices` for "auto"; raises ValueError for one that is not there.
+
+        With a `tensor_parallel_size` above 1, further ranks run on the devices that follow.
+        """
         import torch
 
         if self.device == "auto":
             device, reason = auto_device(self.gpu_memory_utilization)
             if reason:
                 logger.warning("running on the CPU: %s", reason)
-            return device
-        device = torch.device(self.device)
-        if device.type == "cuda" and (device.index or 0) >= (number := torch.cuda.device_count()):
+        else:
+            device = torch.device(self.device)
+        size, first = self.tensor_parallel_size, device.index or 0
+        if device.type == "cuda" and first + size > (number := torch.cuda.device_count()):
             found = counted(number, "CUDA device") if number else "no CUDA devices"
-            raise ValueError(f"device is {self.device!r}, but this torch ({torch.__version__}) sees {found}")
+            needed = f"device is {self.device!r}" + (f" and tensor_parallel_size is {size}" if size > 1 else "")
+            raise ValueError(f"{needed}, but this torch ({torch.__version__}) sees {found}")
         return device
 
     def with_limits(self, device: "torch.device") -> "EngineConfig":

@@ -97,12 +97,13 @@ class MediaItem:
 
     def __reduce__(self):
         # From worker processes as bytes: torch would use shared memory, which may be scarce, and a descriptor each.
+        data, dtype = self.patches.view(torch.uint8).numpy(), self.patches.dtype  # numpy has no bfloat16
         others = (self.modality, self.grid, self.digest, self.span, self.index, self.time)
-        return _item_from_array, (self.patches.numpy(), *others)
+        return _item_from_bytes, (data, dtype, *others)
 
 
-def _item_from_array(patches: np.ndarray, modality: str, *others: Any) -> MediaItem:
-    return MediaItem(modality, torch.from_numpy(patches), *others)
+def _item_from_bytes(data: np.ndarray, dtype: torch.dtype, modality: str, *others: Any) -> MediaItem:
+    return MediaItem(modality, torch.from_numpy(data).view(dtype), *others)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,40 +83,63 @@ def _starts(sizes: list[int]) -> list[int]:
     return starts
 
 
+class PackedMessage:
+    """An object ready to be sent, to several processes if need be; large buffers in it, such as pixels, are not copied.
+
+    Raises what pickling raises.
+    """
+
+    def __init__(self, message: Any):
+        buffers: list[pickle.PickleBuffer] = []
+        self.data = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
+        self.views = [buffer.raw() for buffer in buffers]
+        self.sizes = [view.nbytes for view in self.views]
+
+
 class Channel:
     """One end of the messages; used by one thread at a time.
 
-    The ends take turns: one has received a message, and copied it, before it sends the next one, so that both may write
-    to the same memory.
+    Messages use the buffers in turn. With one buffer the ends take turns: one has received a message, and copied it,
+    before it sends the next one, so that both may write to the same memory. With more, which only one end writes to,
+    as many messages may be on their way.
     """
 
-    def __init__(self, pipe: Connection, shared: SharedBuffer | None):
-        self.pipe, self._shared = pipe, shared
+    def __init__(self, pipe: Connection, *buffers: SharedBuffer | None):
+        self.pipe = pipe
+        self._buffers = [buffer for buffer in buffers if buffer is not None]
+        self._num_written = 0
 
     def close(self) -> None:
         """Give up the pipe and the memory, which an error of this end may otherwise hold as long as it is kept."""
         self.pipe.close()
-        self._shared = None
+        self._buffers = []
 
     def send(self, message: Any) -> None:
-        """Send an object; large buffers in it, such as pixels, are not copied into its pickle.
+        """Send an object; raises OSError if there is no other end, and what pickling raises, with nothing sent."""
+        self.send_packed(PackedMessage(message))
 
-        Raises OSError if there is no other end, and what pickling raises, with nothing sent.
-        """
-        buffers: list[pickle.PickleBuffer] = []
-        data = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
-        views = [buffer.raw() for buffer in buffers]
-        is_shared = self._shared is not None and self._shared.write(views)
-        self.pipe.send_bytes(pickle.dumps((is_shared, [view.nbytes for view in views])))
-        self.pipe.send_bytes(data)
-        for view in () if is_shared else views:
+    def send_packed(self, message: PackedMessage) -> None:
+        """As `send`."""
+        place = self._write(message.views)
+        self.pipe.send_bytes(pickle.dumps((place, message.sizes, message.data)))
+        for view in message.views if place is None else ():
             self.pipe.send_bytes(view)
+
+    def _write(self, views: list[memoryview]) -> int | None:
+        """Which buffer has the views; None if they go through the pipe."""
+        if not (views and self._buffers):
+            return None
+        place = self._num_written % len(self._buffers)
+        if not self._buffers[place].write(views):
+            return None
+        self._num_written += 1
+        return place
 
     def receive(self) -> Any:
         """Wait for an object; raises EOFError or OSError if there is no other end."""
-        is_shared, sizes = pickle.loads(self.pipe.recv_bytes())
-        data = self.pipe.recv_bytes()
-        return pickle.loads(data, buffers=self._shared.read(sizes) if is_shared else [*map(self._piece, sizes)])
+        place, sizes, data = pickle.loads(self.pipe.recv_bytes())
+        buffers = [*map(self._piece, sizes)] if place is None else self._buffers[place].read(sizes)
+        return pickle.loads(data, buffers=buffers)
 
     def _piece(self, size: int) -> bytearray:
         own = bytearray(size)

@@ -49,12 +49,17 @@ def serve(pipe: Connection, shared: SharedBuffer | None, setup: bytes, memory_li
 
 
 def _become_worker() -> None:
-    for number in IGNORED_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    follow_parent()
     os.environ.update(ONE_THREAD)
     if hasattr(os, "nice"):
         os.nice(NICENESS)
+
+
+def follow_parent() -> None:
+    """Leave signals to the parent, and end with it."""
+    for number in IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
 def _exit_with_parent() -> None:

@@ -4,12 +4,13 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import spawn
+from multiprocessing import Process, spawn
 from typing import Any
 
 from mmvllm.worker_process import IGNORED_SIGNALS
 
 PROCESS_NAME = "mmvllm-worker"
+KILL_SECONDS = 5.0  # for the system to end a killed process
 
 
 @contextmanager
@@ -47,3 +48,17 @@ def main_module(is_needed: bool) -> Iterator[None]:
             yield
         finally:
             spawn.get_preparation_data = original
+
+
+def how_it_ended(process: Process) -> str:
+    """A process that has ended, or is about to, was "ended by SIGKILL" or "ended with exit code 1"."""
+    process.join(KILL_SECONDS)
+    code = process.exitcode
+    return f"was ended by {_signal_name(-code)}" if code is not None and code < 0 else f"ended with exit code {code}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -10,7 +10,6 @@ import atexit
 import multiprocessing
 import os
 import pickle
-import signal
 import threading
 import time
 import weakref
@@ -21,12 +20,11 @@ from typing import Any
 
 from mmvllm.worker_channel import Channel, SharedBuffer
 from mmvllm.worker_process import serve
-from mmvllm.worker_start import PROCESS_NAME, main_module, signals_blocked
+from mmvllm.worker_start import KILL_SECONDS, PROCESS_NAME, how_it_ended, main_module, signals_blocked
 
 NUM_WORKERS = min(8, os.cpu_count() or 1)
 CANCEL_SECONDS = 1.0  # that a cancelled task may run on: most end by then, and a new process costs more
 POLL_SECONDS = 0.1  # between looks at whether a task is cancelled
-KILL_SECONDS = 5.0  # for the system to end a killed process
 
 ReserveWhile = Callable[[int, Callable[[], float | None]], AbstractContextManager]  # of bytes; see `DecodeBudget`
 
@@ -276,15 +274,4 @@ class _Worker:
                 raise self._death()
 
     def _death(self) -> WorkerDied:
-        self.process.join(KILL_SECONDS)
-        code = self.process.exitcode
-        if code is not None and code < 0:
-            return WorkerDied(f"it was ended by {_signal_name(-code)}")
-        return WorkerDied(f"it ended with exit code {code}")
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+        return WorkerDied(f"it {how_it_ended(self.process)}")

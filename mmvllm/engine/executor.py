@@ -1,14 +1,17 @@
-"""Steps on one device: packed, run and sampled; what is launched is waited for later."""
+"""Steps: packed, run and sampled; what is launched is waited for later."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from mmvllm.engine.model_runner import ModelRunner
+from mmvllm.engine.peers import Peers
 from mmvllm.engine.sampled import SampledTokens
 from mmvllm.engine.sampler import Sampled, Sampler
 from mmvllm.engine.schedule import Schedule
 from mmvllm.engine.scheduler import Scheduler
 from mmvllm.engine.stats import Stopwatch
 from mmvllm.engine.step_inputs import pack_step
+from mmvllm.signals import signals_deferred
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +20,18 @@ class Launched:
 
     scheduled: Schedule
     watch: Stopwatch
+    peers: Peers
     sampled: Sampled | None = None
     error: RuntimeError | MemoryError | None = None
 
     def wait(self) -> tuple[SampledTokens, RuntimeError | MemoryError | None]:
-        """The step's tokens, or the error that ended it."""
+        """The step's tokens, or the error that ended it, on any rank."""
+        if self.sampled is None:
+            return SampledTokens([]), self.error
         try:
-            return (self.sampled.tokens() if self.sampled is not None else SampledTokens([])), self.error
+            tokens = self.sampled.tokens()
+            self.peers.confirm()
+            return tokens, None
         except (RuntimeError, MemoryError) as error:
             return SampledTokens([]), error.with_traceback(None)
 
@@ -44,17 +52,21 @@ class Executor:
         watch = Stopwatch(self.runner.device, self.clock)
         scheduled = self.scheduler.schedule()
         watch.mark("schedule")
+        peers, ranks = self.runner.peers, self.runner.ranks
         if not scheduled.num_tokens:
-            return Launched(scheduled, watch)
-        try:
-            return Launched(scheduled, watch, self._run(scheduled, watch))
-        except (RuntimeError, MemoryError) as error:
-            return Launched(scheduled, watch, error=error.with_traceback(None))  # a traceback would hold the tensors
+            return Launched(scheduled, watch, peers)
+        with signals_deferred() if ranks.size > 1 else nullcontext():  # other ranks run a step that is sent
+            try:
+                return Launched(scheduled, watch, peers, self._run(scheduled, watch))
+            except (RuntimeError, MemoryError) as error:  # a traceback would hold the tensors
+                return Launched(scheduled, watch, peers, error=error.with_traceback(None))
+            finally:
+                ranks.complete()
 
     def _run(self, scheduled: Schedule, watch: Stopwatch) -> Sampled:
         for seq in scheduled.started:
             self.sampler.enter(seq.row, seq)
-        inputs = pack_step(scheduled)
+        inputs = pack_step(scheduled, self.runner.ranks.size)
         watch.mark("pack")
         logits = self.runner.run(inputs, watch)
         sampled = self.sampler(logits, *inputs.samples, self.runner.samples)

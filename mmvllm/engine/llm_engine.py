@@ -15,12 +15,13 @@ import torch
 from mmvllm.config import EngineConfig
 from mmvllm.engine.block_manager import BlockManager
 from mmvllm.engine.checkpoint import read_checkpoint
+from mmvllm.engine.device_errors import is_fatal
 from mmvllm.engine.encoder_cache import EncoderCache
 from mmvllm.engine.executor import Executor, Launched
 from mmvllm.engine.input_processor import InputProcessor, Prompt
-from mmvllm.engine.loading import load_runner
 from mmvllm.engine.output_processor import DeltaStream, OutputProcessor
-from mmvllm.engine.recovery import Recovery, is_fatal
+from mmvllm.engine.peer_processes import start_runner
+from mmvllm.engine.recovery import Recovery
 from mmvllm.engine.sampled import SampledTokens
 from mmvllm.engine.sampler import Sampler
 from mmvllm.engine.scheduler import Scheduler
@@ -32,7 +33,7 @@ from mmvllm.errors import EngineFailed, RequestError, first_line
 from mmvllm.inputs import EngineInput
 from mmvllm.outputs import RequestOutput
 from mmvllm.processors.tensors import Array
-from mmvllm.ranks import SINGLE
+from mmvllm.ranks import RanksFailed
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.transfer import current_device
 
@@ -52,7 +53,7 @@ class LLMEngine:
         self.image_config, self.video_config = checkpoint.image_config, checkpoint.video_config
         self.tokenizer = load_tokenizer(checkpoint.folder)
         eos_token_ids = self.model_config.eos_token_ids | {self.tokenizer.eos_token_id} - {None}
-        self.model_runner = load_runner(checkpoint, checkpoint.device, SINGLE)
+        self.model_runner = start_runner(checkpoint)
         self.attention, self.max_model_len = self.model_runner.attention, self.model_runner.max_model_len
         self.block_size = self.model_runner.block_size
         bytes_per_row = self.model_config.row_size * self.model_runner.dtype.itemsize
@@ -88,7 +89,11 @@ class LLMEngine:
         self._failure: str | None = None  # why nothing can be computed any more
         atexit.register(_exit_if_alive, weakref.ref(self))
         if not config.skip_warmup:
-            self.warmup_model()
+            try:
+                self.warmup_model()
+            except BaseException:
+                self.exit()
+                raise
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
         """The checkpoint's sampling parameters (generation_config.json) over mmvllm's defaults, `changes` over both.
@@ -193,12 +198,14 @@ class LLMEngine:
         self.check_alive()
         with current_device(self.model_runner.device):
             try:
+                self.model_runner.peers.check()
                 launched = self._ahead or self.executor.launch()
                 self._ahead = self._launch_ahead() if launched.error is None else None
                 tokens, error = launched.wait()
                 finished = self._commit(launched, tokens, error)
-            except BaseException as error:
+            except BaseException as caught:
                 self._ahead = None
+                error = self.model_runner.peers.explained(caught)
                 if is_fatal(error):
                     self._fail(error)
                 self.recovery.undo()
@@ -260,6 +267,7 @@ class LLMEngine:
         self._is_exiting = self._exited = True
         for request_id in list(self.scheduler.groups):
             self.abort_request(request_id)
+        self.model_runner.peers.exit()
         device = self.model_runner.device
         with suppress(RuntimeError):  # of a device that is lost, whose memory is freed when the process ends
             if device.type == "cuda":
@@ -275,6 +283,8 @@ class LLMEngine:
             raise EngineFailed(f"the engine failed: {self._failure}")
         if self._is_exiting:
             raise RuntimeError("the engine has exited; make a new one")
+        if (reason := self.model_runner.peers.failure) is not None:
+            raise EngineFailed(f"the engine failed: {reason}")
 
     def _finish(self, group: SequenceGroup) -> RequestOutput:
         group.output = self.output_processor.output(group)
@@ -288,8 +298,10 @@ class LLMEngine:
 
     def _drop_ahead_if_idle(self) -> None:
         """A step that is computed for sequences that have all ended need not be waited for."""
-        if self.scheduler.is_finished():
+        if self._ahead is not None and self.scheduler.is_finished():
             self._ahead = None
+            with suppress(RanksFailed):  # which the next step finds
+                self.model_runner.peers.settle()
 
 
 def _exit_if_alive(ref: "weakref.ref[LLMEngine]") -> None:

@@ -8,6 +8,7 @@ from mmvllm.config import EngineConfig, ModelConfig
 from mmvllm.engine.checkpoint import Checkpoint
 from mmvllm.engine.memory import num_kv_blocks
 from mmvllm.engine.model_runner import ModelRunner
+from mmvllm.engine.peers import Peers
 from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.attention_choice import choose_attention, choose_vision_attention, warm_up_attention
 from mmvllm.layers.fp8 import fp8_unusable
@@ -19,7 +20,7 @@ from mmvllm.transfer import current_device
 logger = logging.getLogger(__name__)
 
 
-def load_runner(checkpoint: Checkpoint, device: torch.device, ranks: Ranks) -> ModelRunner:
+def load_runner(checkpoint: Checkpoint, device: torch.device, ranks: Ranks, peers: Peers | None = None) -> ModelRunner:
     """Load what this rank has of the weights, and allocate its KV cache; all ranks do so at the same time.
 
     Raises ValueError for what cannot be served.
@@ -51,6 +52,7 @@ def load_runner(checkpoint: Checkpoint, device: torch.device, ranks: Ranks) -> M
         attention=attention,
         use_graphs=use_graphs,
         ranks=ranks,
+        peers=peers,
     )
     if device.type == "cuda" and not config.skip_warmup:
         with current_device(device), torch.inference_mode():

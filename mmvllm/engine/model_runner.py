@@ -13,6 +13,7 @@ from mmvllm.engine.device_rows import DeviceRows
 from mmvllm.engine.graphs import Graphs
 from mmvllm.engine.memory import empty_kv_cache, num_graph_logits
 from mmvllm.engine.mixed_graphs import MixedGraphs
+from mmvllm.engine.peers import Peers
 from mmvllm.engine.stats import Stopwatch
 from mmvllm.engine.step_inputs import StepInputs
 from mmvllm.engine.vision_graphs import VisionGraphs
@@ -22,7 +23,7 @@ from mmvllm.layers.attention import AttentionBackend
 from mmvllm.models.interface import Model
 from mmvllm.processors.image import ImageProcessorConfig
 from mmvllm.processors.video import VideoProcessorConfig
-from mmvllm.ranks import SINGLE, Ranks
+from mmvllm.ranks import SINGLE, Operation, Ranks
 from mmvllm.transfer import CopyStream, Uploader, current_device, to_device
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class ModelRunner:
         max_num_seqs, max_model_len: sequences that run at once, and tokens of one.
         attention: the decoder's backend.
         use_graphs: whether `capture_graphs` will be called: padding rows of graphs write to one more block.
+        peers: what rank 0 lets run the same steps.
     """
 
     def __init__(
@@ -55,10 +57,12 @@ class ModelRunner:
         attention: type[AttentionBackend],
         use_graphs: bool = False,
         ranks: Ranks = SINGLE,
+        peers: Peers | None = None,
     ):
         self.model, self.model_config = model, model.config
         self.device, self.dtype, self.attention, self.ranks = device, dtype, attention, ranks
         self.max_model_len = max_model_len
+        self.peers = peers or Peers()
         configs = {"image": image_config, "video": video_config}
         self._tables = {modality: config.pixel_table().to(device, dtype) for modality, config in configs.items()}
         self._uploader = Uploader(device, CopyStream(device) if device.type == "cuda" else None)
@@ -87,19 +91,23 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs, watch: Stopwatch) -> Tensor:
-        """Encode the step's new items, then run the decoder -> logits (R, V)."""
+        """Encode the step's new items, then run the decoder -> logits (R, V), on rank 0."""
+        self.peers.send(inputs)
         for digest in inputs.freed_digests:
             self._rows.pop(digest, None)
         if inputs.block_copies:
             source, destination = to_device(torch.tensor(inputs.block_copies), self.device).T
             self.kv_cache[:, :, destination] = self.kv_cache[:, :, source]
+        graphs = next((graphs for graphs in self.graphs if graphs.fits(inputs)), None)
+        if self.ranks.size > 1:
+            self.ranks.expect(self._operations(inputs, graphs is not None))
         if inputs.new_items:
-            self._encode(inputs.new_items)
+            self._encode(inputs)
             watch.mark("vision")
         media_rows = self._media_rows(inputs)
-        graphs = next((graphs for graphs in self.graphs if graphs.fits(inputs)), None)
         if graphs is not None:
             logits, self.samples = graphs.run(inputs, media_rows)
+            self.ranks.done_in_graph()
         else:
             batch, self.samples = self.rows.batch(inputs)
             watch.mark("copy")
@@ -109,7 +117,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def append(self, token_ids: Tensor) -> None:
-        """The tokens (R,) that were sampled from the last step's logits are what their sequences compute next."""
+        """The tokens (R,) that rank 0 sampled from the last step's logits are what their sequences compute next."""
+        if len(token_ids):
+            self.ranks.broadcast(token_ids)
         self.rows.last_tokens[self.samples[0].long()] = token_ids
 
     def _media_rows(self, inputs: StepInputs) -> list[Tensor]:
@@ -117,21 +127,52 @@ class ModelRunner:
         return [self._rows[span.digest][span.first : span.last] for span in spans]
 
     def has_rows(self, digest: bytes) -> bool:
-        """Whether an item's rows are on the device."""
-        return digest in self._rows
+        """Whether an item's rows are on the device, and on those of all ranks."""
+        return digest in self._rows and self.peers.has_rows(digest)
 
     def keep_rows(self, digests: Set[bytes]) -> None:
         """Free the rows of all other items: after a step that failed, what it was to free may still be here."""
         for digest in self._rows.keys() - digests:
             del self._rows[digest]
+        self.peers.keep_rows(digests)
 
-    def _encode(self, items: tuple[MediaItem, ...]) -> None:
-        """The ViT on all new items of the step: one call on a GPU, a few whose tensors fit the caches on a CPU."""
+    def _operations(self, inputs: StepInputs, in_graph: bool) -> list[Operation]:
+        """What the ranks exchange in this step."""
+        encoded = [
+            Operation("broadcast", (sum(item.num_tokens for item in items), self._no_rows.shape[1]), self.dtype, rank)
+            for rank, items in _by_encoder(inputs)
+        ]
+        num_samples = inputs.samples.shape[1]
+        tokens = [Operation("broadcast", (num_samples,), torch.int64)] if num_samples else []
+        decoder = self.model.operations(inputs.num_tokens, num_samples)
+        return [*encoded, *([Operation("graph")] if in_graph else decoder), *tokens]
+
+    def _encode(self, inputs: StepInputs) -> None:
+        """The ViT on the new items of the step that this rank encodes, whose rows all ranks get."""
+        for rank, items in _by_encoder(inputs):
+            if rank == self.ranks.rank:
+                self._encode_own(items)
+        if self.ranks.size > 1:
+            for rank, items in _by_encoder(inputs):
+                self._share_rows(rank, items)
+
+    def _encode_own(self, items: list[MediaItem]) -> None:
+        """One call of the ViT on a GPU, a few whose tensors fit the caches on a CPU."""
         for group in _groups(items, _CPU_PATCHES if self.device.type == "cpu" else None):
             rows, is_kept = self._encode_group(group)  # (M, row_size)
-            for item, own in zip(group, rows.split([item.num_tokens for item in group]), strict=True):
-                # A copy: a view would keep the rows of the whole call in memory while one item of it is cached.
-                self._rows[item.digest] = own.clone() if len(group) > 1 or not is_kept else own
+            self._keep(group, rows, is_kept)
+
+    def _keep(self, items: list[MediaItem], rows: Tensor, is_kept: bool) -> None:
+        for item, own in zip(items, rows.split([item.num_tokens for item in items]), strict=True):
+            # A copy: a view would keep the rows of the whole call in memory while one item of it is cached.
+            self._rows[item.digest] = own.clone() if len(items) > 1 or not is_kept else own
+
+    def _share_rows(self, rank: int, items: list[MediaItem]) -> None:
+        if rank == self.ranks.rank:
+            self.ranks.broadcast(torch.cat([self._rows[item.digest] for item in items]), rank)
+        else:
+            rows = self._no_rows.new_empty(sum(item.num_tokens for item in items), self._no_rows.shape[1])
+            self._keep(items, self.ranks.broadcast(rows, rank), True)
 
     def _encode_group(self, items: list[MediaItem]) -> tuple[Tensor, bool]:
         """The rows of all items, and whether they are not overwritten by the next."""
@@ -152,7 +193,15 @@ class ModelRunner:
         return normalize(pixels, self._tables[modality]) if pixels.dtype == torch.uint8 else pixels.to(self.dtype)
 
 
-def _groups(items: tuple[MediaItem, ...], max_patches: int | None) -> Iterator[list[MediaItem]]:
+def _by_encoder(inputs: StepInputs) -> list[tuple[int, list[MediaItem]]]:
+    """The new items that each rank encodes, for the ranks that do."""
+    by_rank: dict[int, list[MediaItem]] = {}
+    for rank, item in zip(inputs.encoders, inputs.new_items, strict=True):
+        by_rank.setdefault(rank, []).append(item)
+    return sorted(by_rank.items())
+
+
+def _groups(items: list[MediaItem], max_patches: int | None) -> Iterator[list[MediaItem]]:
     """Runs of items with at most `max_patches` patches together, or of one that has more; None sets no limit."""
     group: list[MediaItem] = []
     for item in items:

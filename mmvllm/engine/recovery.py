@@ -1,26 +1,16 @@
 """What becomes of requests when a step fails: nothing is lost that can be computed again."""
 
 import logging
-import re
 
 import torch
 
+from mmvllm.engine.device_errors import is_fatal, is_out_of_memory
 from mmvllm.engine.model_runner import ModelRunner
 from mmvllm.engine.schedule import Schedule
 from mmvllm.engine.scheduler import RECOVERY_STEPS, Scheduler
 from mmvllm.engine.sequence import FinishReason, SequenceGroup
 
 logger = logging.getLogger(__name__)
-
-# After these errors every later call of the CUDA context fails as well. torch has a class for those that it notices
-# itself; Triton and libraries report them as texts.
-_CONTEXT_IS_LOST = re.compile(
-    r"(?:CUDA|cuDNN).*(?:illegal memory access|illegal instruction|device-side assert|unspecified launch failure"
-    r"|misaligned address|invalid program counter|operation not supported on (?:global|shared)|hardware stack error"
-    r"|launch timed out|ECC error|NVLink error|unknown error|context is destroyed|driver shutting down"
-    r"|STATUS_EXECUTION_FAILED)",
-    re.DOTALL,
-)
 
 
 class Recovery:
@@ -45,7 +35,7 @@ class Recovery:
             raise error
         failed: list[SequenceGroup] = []
         num_seqs = len(scheduled.chunks)
-        if num_seqs > 1 and _is_out_of_memory(error):
+        if num_seqs > 1 and is_out_of_memory(error):
             self._reduce_batch_size(num_seqs, error)
         else:
             failed = self._fail(scheduled, error)
@@ -78,18 +68,6 @@ class Recovery:
         return [self._scheduler.abort_seq_group(request_id, FinishReason.ERROR, reason) for request_id in request_ids]
 
     def _agree_on_rows(self) -> None:
+        self._runner.peers.settle()
         self._scheduler.encoder_cache.keep_encoded(self._runner.has_rows)
         self._runner.keep_rows(self._scheduler.encoder_cache.encoded_digests)
-
-
-def is_fatal(error: BaseException) -> bool:
-    """Whether an error means that nothing can be computed on the device any more; running out of memory does not."""
-    if not isinstance(error, RuntimeError) or _is_out_of_memory(error):
-        return False
-    return isinstance(error, torch.AcceleratorError) or _CONTEXT_IS_LOST.search(str(error)) is not None
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    # Torch's allocator on a CPU, pinned memory and Triton have no class of their own for it.
-    words = ("DefaultCPUAllocator: ", "out of memory")
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(each in str(error) for each in words)

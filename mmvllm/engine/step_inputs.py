@@ -46,6 +46,7 @@ class StepInputs:
     samples: np.ndarray  # (2, R) int32, of the sequences that want a token: rows, and how many tokens come before it
     block_copies: list[tuple[int, int]]  # (source, destination) blocks, copied before anything is written
     new_items: tuple[MediaItem, ...]  # to encode in this step
+    encoders: tuple[int, ...]  # the rank that encodes each of them
     freed_digests: tuple[bytes, ...]  # items whose rows the encoder cache has dropped since the last step
 
     @property
@@ -53,12 +54,16 @@ class StepInputs:
         return self.decodes.shape[1]
 
     @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + (0 if self.prefills is None else len(self.prefills.input_ids))
+
+    @property
     def num_seqs(self) -> int:
         return self.num_decodes + (0 if self.prefills is None else len(self.prefills.rows))
 
 
-def pack_step(step: Schedule) -> StepInputs:
-    """Pack a schedule."""
+def pack_step(step: Schedule, num_ranks: int = 1) -> StepInputs:
+    """Pack a schedule; its new items are dealt out over ranks."""
     rows = [chunk.seq.row for chunk in step.decodes]
     ends = [chunk.end for chunk in step.decodes]
     last_blocks = [chunk.seq.block_table[-1] for chunk in step.decodes]
@@ -68,14 +73,25 @@ def pack_step(step: Schedule) -> StepInputs:
     if prefills is not None:
         of_prefills = np.stack([prefills.rows, prefills.kv_lens])[:, prefills.samples]
         samples = np.concatenate([samples, of_prefills], axis=1, dtype=np.int32)
+    new_items = tuple(step.items_to_encode.values())
     return StepInputs(
         decodes=decodes,
         prefills=prefills,
         samples=samples,
         block_copies=[copy for chunk in step.chunks if chunk.block_copies for copy in chunk.block_copies],
-        new_items=tuple(step.items_to_encode.values()),
+        new_items=new_items,
+        encoders=_deal([item.num_patches for item in new_items], num_ranks),
         freed_digests=step.freed_digests,
     )
+
+
+def _deal(num_patches: list[int], num_ranks: int) -> tuple[int, ...]:
+    """A rank for each item, the largest items first, each to the rank that has the fewest patches."""
+    ranks, totals = [0] * len(num_patches), [0] * num_ranks
+    for i in sorted(range(len(num_patches)), key=num_patches.__getitem__, reverse=True):
+        ranks[i] = totals.index(min(totals))
+        totals[ranks[i]] += num_patches[i]
+    return tuple(ranks)
 
 
 def _pack_prefills(chunks: list[ScheduledChunk]) -> Prefills:

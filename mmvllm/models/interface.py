@@ -61,6 +61,9 @@ class Model(nn.Module, ABC):
         written in place.
         """
 
+    def operations(self, num_tokens: int, num_samples: int) -> list:
+        return []
+
     @abstractmethod
     def parameter_for(self, name: str) -> tuple[str, int | None] | None:
         """The parameter that a checkpoint tensor belongs to, and its part where several tensors share one parameter.

@@ -7,11 +7,11 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+
+from mmvllm.signals import signals_deferred
 
 ROOT = Path(__file__).resolve().parents[3]
 KEPT_CHARACTERS = 6000  # of the output, at its end
@@ -68,7 +68,7 @@ def _finish(step: RunStep, seconds: float, out: Path, err: Path) -> int | None:
     with out.open("wb") as stdout, err.open("wb") as stderr:
         try:
             # A group of its own, which can be ended as a whole; but of this session, with which it ends.
-            with _signals_deferred():
+            with signals_deferred():  # an exception inside Popen would lose the process that it has begun
                 process = subprocess.Popen(
                     step.command, cwd=ROOT, env=env, stdout=stdout, stderr=stderr, process_group=0
                 )
@@ -78,21 +78,6 @@ def _finish(step: RunStep, seconds: float, out: Path, err: Path) -> int | None:
         finally:
             if process is not None:
                 _end(process)
-
-
-@contextmanager
-def _signals_deferred() -> Iterator[None]:
-    """Handle SIGINT and SIGTERM afterwards: an exception inside Popen would lose the process that it has begun."""
-    received: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    handlers = [signal.signal(number, lambda number, _: received.append(number)) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, handlers, strict=True):
-            signal.signal(number, handler)
-        for number in received:
-            signal.raise_signal(number)
 
 
 def _end(process: subprocess.Popen) -> None:

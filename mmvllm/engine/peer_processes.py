@@ -1,0 +1,263 @@
+"""The other ranks of an engine: processes that run the steps of rank 0.
+
+    rank 0: schedule, pack ── StepInputs, each item's patches to one rank ──> run ── report ──> rank 0: commit
+               └── run ── sample ── tokens, broadcast ──────────────────────> append
+
+Rank 0 alone has the scheduler and the sampler. Messages go through pipes, their large arrays through shared memory.
+"""
+
+import atexit
+import multiprocessing
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Set
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing import connection
+
+import torch
+import torch.distributed as dist
+
+from mmvllm.engine.checkpoint import Checkpoint
+from mmvllm.engine.loading import load_runner
+from mmvllm.engine.model_runner import ModelRunner
+from mmvllm.engine.peers import Peers
+from mmvllm.engine.rank_process import CONNECT_TIMEOUT, KeepRows, Report, rank_device, run_rank
+from mmvllm.engine.step_inputs import StepInputs
+from mmvllm.ranks import SINGLE, ConnectedRanks, RanksFailed
+from mmvllm.transfer import current_device
+from mmvllm.worker_channel import Channel, PackedMessage, SharedBuffer
+from mmvllm.worker_start import PROCESS_NAME, how_it_ended, main_module, signals_blocked
+
+NUM_BUFFERS = 4  # of steps without a report: one that runs, one launched ahead, and those that were interrupted
+EXIT_SECONDS = 5.0  # for a process to end by itself
+REASON_SECONDS = 2.0  # for the system to tell that a process has ended
+POLL_SECONDS = 0.02
+
+
+def start_runner(checkpoint: Checkpoint) -> ModelRunner:
+    """Load the model, with the other ranks if there are several; raises ValueError for what cannot be served."""
+    if checkpoint.config.tensor_parallel_size == 1:
+        return load_runner(checkpoint, checkpoint.device, SINGLE)
+    peers = PeerProcesses(checkpoint)
+    try:
+        with current_device(checkpoint.device):
+            runner = load_runner(checkpoint, checkpoint.device, peers.connect(), peers)
+            peers.wait_until_ready()
+        return runner
+    except BaseException as error:
+        explained = peers.explained(error)
+        peers.kill()
+        raise explained from (None if explained is not error else error.__cause__)
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A step that the other ranks run."""
+
+    digests: list[bytes]  # of the items that it encodes
+    reports: list[Report] | None = None
+
+
+class PeerProcesses(Peers):
+    """Starts the other ranks and watches them: if one ends, nothing can be computed any more."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self.on_failure: Callable[[], None] = lambda: None  # called in a thread, once `failure` is known
+        self._device, self._size = checkpoint.device, checkpoint.config.tensor_parallel_size
+        self._ranks: ConnectedRanks | None = None
+        self._sent: deque[_Sent] = deque()
+        self._doubtful: set[bytes] = set()  # items whose rows another rank may lack, because a step failed there
+        self._num_threads = torch.get_num_threads()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._is_exiting = threading.Event()
+        self._processes: list[multiprocessing.Process] = []
+        self._channels: list[Channel] = []
+        # At exit this must run before multiprocessing's own handler, which was registered first and would wait.
+        self._kill = weakref.finalize(self, _kill_all, self._processes, self._is_exiting)
+        atexit.register(self._kill)
+        try:
+            for rank in range(1, self._size):
+                self._start(checkpoint, rank)
+        except BaseException:
+            self._kill()
+            raise
+        threading.Thread(
+            target=_watch, args=(weakref.ref(self), self._processes, self._is_exiting), daemon=True
+        ).start()
+
+    def _start(self, checkpoint: Checkpoint, rank: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        pipe, theirs = context.Pipe()
+        buffers = [SharedBuffer.create() for _ in range(NUM_BUFFERS)]
+        num_threads = max(1, self._num_threads // self._size)
+        arguments = (theirs, buffers, checkpoint, rank, self._listener.getsockname()[1], num_threads)
+        process = context.Process(target=run_rank, args=arguments, name=PROCESS_NAME, daemon=True)
+        with signals_blocked(), main_module(False):
+            process.start()
+        theirs.close()
+        self._processes.append(process)
+        self._channels.append(Channel(pipe, *buffers))
+
+    def connect(self) -> ConnectedRanks:
+        """Wait until all ranks are connected; raises RanksFailed if one ends before."""
+        if self._device.type == "cpu":
+            torch.set_num_threads(max(1, self._num_threads // self._size))
+        port = self._listener.getsockname()[1]
+        store = dist.TCPStore(
+            *("127.0.0.1", port, self._size, True, CONNECT_TIMEOUT),
+            wait_for_workers=False,
+            master_listen_fd=self._listener.detach(),
+        )
+        connected: list[ConnectedRanks | Exception] = []
+        arguments = (store, rank_device(self._device, 0), self._size, connected)
+        # Connecting waits for all ranks, even for one that has ended.
+        thread = threading.Thread(target=_connect, args=arguments, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            self.check()
+            thread.join(POLL_SECONDS)
+        if isinstance(connected[0], Exception):
+            raise RanksFailed(f"the ranks could not be connected: {connected[0]}")
+        self._ranks = connected[0]
+        return self._ranks
+
+    def wait_until_ready(self) -> None:
+        """Wait for the reports of all ranks; raises RuntimeError if one could not be loaded."""
+        self._sent.append(_Sent([]))
+        self.confirm()
+
+    def send(self, inputs: StepInputs) -> None:
+        while sum(sent.reports is None for sent in self._sent) >= NUM_BUFFERS:
+            self._read_reports()
+        try:
+            if not inputs.new_items:
+                message = PackedMessage(inputs)
+                for channel in self._channels:
+                    channel.send_packed(message)
+            else:
+                for rank, channel in enumerate(self._channels, start=1):
+                    channel.send(_for_rank(inputs, rank))
+        except OSError as error:
+            raise RanksFailed(f"a rank cannot be reached: {error}") from None
+        self._sent.append(_Sent([item.digest for item in inputs.new_items]))
+
+    def confirm(self) -> None:
+        if self._sent[0].reports is None:
+            self._read_reports()
+        sent = self._sent.popleft()
+        failed = [report for report in sent.reports if report.error is not None]
+        if failed:
+            self._doubtful.update(sent.digests)
+            # All ranks take back a step that is too large for one of them.
+            raise (torch.OutOfMemoryError if failed[0].is_out_of_memory else RuntimeError)(failed[0].error)
+
+    def settle(self) -> None:
+        while self._sent:
+            try:
+                self.confirm()
+            except RanksFailed:
+                raise
+            except RuntimeError:  # of one rank alone: what it lacks is known
+                pass
+
+    def _read_reports(self) -> None:
+        """Of the oldest step that has none."""
+        sent = next(sent for sent in self._sent if sent.reports is None)
+        try:
+            sent.reports = [channel.pipe.recv() for channel in self._channels]
+        except (EOFError, OSError) as error:
+            raise RanksFailed(f"a rank has ended: {error!r}") from None
+
+    def has_rows(self, digest: bytes) -> bool:
+        return digest not in self._doubtful
+
+    def keep_rows(self, digests: Set[bytes]) -> None:
+        self._doubtful.clear()
+        for channel in self._channels:
+            with suppress(OSError):  # a process that has ended is noticed elsewhere
+                channel.send(KeepRows(frozenset(digests)))
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise RanksFailed(self.failure)
+
+    def explained(self, error: BaseException) -> BaseException:
+        if not isinstance(error, RuntimeError) or (self.failure is None and not isinstance(error, RanksFailed)):
+            return error
+        end = time.monotonic() + REASON_SECONDS
+        while self.failure is None and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+        return RanksFailed(self._last_words() or self.failure or str(error))
+
+    def _last_words(self) -> str | None:
+        """What a rank reported before it ended."""
+        for channel in self._channels:
+            with suppress(EOFError, OSError):
+                while channel.pipe.poll():
+                    if (report := channel.pipe.recv()).error is not None:
+                        return report.error
+        return None
+
+    def fail(self, reason: str) -> None:
+        """A process has ended; called by the thread that watches them."""
+        self.failure = reason
+        if self._ranks is not None:
+            self._ranks.abort()
+        self.on_failure()
+
+    def exit(self) -> None:
+        self._is_exiting.set()
+        for channel in self._channels:
+            with suppress(OSError):
+                channel.send(None)
+        end = time.monotonic() + EXIT_SECONDS
+        for process in self._processes:
+            process.join(max(0.0, end - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        """End the processes at once."""
+        self._kill()
+        atexit.unregister(self._kill)
+        for channel in self._channels:
+            channel.close()
+        self._channels, self._ranks = [], None
+        if self._device.type == "cpu":
+            torch.set_num_threads(self._num_threads)
+
+
+def _for_rank(inputs: StepInputs, rank: int) -> StepInputs:
+    """With the patches of those items only that this rank encodes."""
+    pairs = zip(inputs.new_items, inputs.encoders, strict=True)
+    items = tuple(item if own == rank else replace(item, patches=item.patches[:0]) for item, own in pairs)
+    return replace(inputs, new_items=items)
+
+
+def _connect(store: dist.Store, device: torch.device, size: int, connected: list[ConnectedRanks | Exception]) -> None:
+    try:
+        connected.append(ConnectedRanks.connect(store, 0, size, device))
+    except Exception as error:
+        connected.append(error)
+
+
+def _watch(
+    peers: "weakref.ref[PeerProcesses]", processes: list[multiprocessing.Process], is_exiting: threading.Event
+) -> None:
+    """Until the first process ends."""
+    ended = connection.wait([process.sentinel for process in processes])
+    rank, process = next((i, process) for i, process in enumerate(processes, 1) if process.sentinel in ended)
+    alive = peers()
+    if alive is not None and not is_exiting.is_set():
+        alive.fail(f"the process of rank {rank} {how_it_ended(process)}")
+
+
+def _kill_all(processes: list[multiprocessing.Process], is_exiting: threading.Event) -> None:
+    is_exiting.set()
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join(EXIT_SECONDS)

@@ -1,0 +1,96 @@
+"""What runs in the process of a rank other than 0: the steps that rank 0 sends, until it ends."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+from mmvllm.engine.checkpoint import Checkpoint
+from mmvllm.engine.device_errors import is_out_of_memory
+from mmvllm.engine.loading import load_runner
+from mmvllm.engine.model_runner import ModelRunner
+from mmvllm.engine.stats import Stopwatch
+from mmvllm.engine.step_inputs import StepInputs
+from mmvllm.errors import first_line
+from mmvllm.ranks import ConnectedRanks, RanksFailed
+from mmvllm.transfer import current_device
+from mmvllm.worker_channel import Channel, SharedBuffer
+from mmvllm.worker_process import follow_parent
+
+CONNECT_TIMEOUT = timedelta(minutes=5)  # for all processes to begin
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How loading or a step went; nothing is wrong without an `error`."""
+
+    error: str | None = None
+    is_out_of_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KeepRows:
+    """Free the rows of all items but these."""
+
+    digests: frozenset[bytes]
+
+
+def rank_device(first: torch.device, rank: int) -> torch.device:
+    """The GPU that follows by so many the one of rank 0; all ranks share the CPU."""
+    return first if first.type == "cpu" else torch.device(first.type, (first.index or 0) + rank)
+
+
+def run_rank(
+    pipe: Connection,
+    buffers: Sequence[SharedBuffer | None],
+    checkpoint: Checkpoint,
+    rank: int,
+    port: int,
+    num_threads: int,
+) -> None:
+    """Load the rank's part of the model, then run steps; rank 0 has the store at this port of this machine."""
+    follow_parent()
+    torch.set_num_threads(num_threads)
+    channel, device = Channel(pipe, *buffers), rank_device(checkpoint.device, rank)
+    size = checkpoint.config.tensor_parallel_size
+    try:
+        with current_device(device):
+            store = dist.TCPStore("127.0.0.1", port, size, False, CONNECT_TIMEOUT)
+            runner = load_runner(checkpoint, device, ConnectedRanks.connect(store, rank, size, device))
+            pipe.send(Report())
+            _follow(channel, runner)
+    except (EOFError, OSError, RanksFailed):  # rank 0 or another one has ended, or is ending
+        sys.exit(1)
+    except Exception as error:
+        pipe.send(_report(rank, error))
+        sys.exit(1)
+
+
+@torch.inference_mode()
+def _follow(channel: Channel, runner: ModelRunner) -> None:
+    while (message := channel.receive()) is not None:
+        if isinstance(message, KeepRows):
+            runner.keep_rows(message.digests)
+        else:
+            channel.pipe.send(_run_step(runner, message))
+
+
+def _run_step(runner: ModelRunner, inputs: StepInputs) -> Report:
+    try:
+        runner.run(inputs, Stopwatch(runner.device, None))
+        runner.append(torch.empty(inputs.samples.shape[1], dtype=torch.int64, device=runner.device))
+        return Report()
+    except RanksFailed:
+        raise
+    except (RuntimeError, MemoryError) as error:
+        return _report(runner.ranks.rank, error.with_traceback(None))  # a traceback would hold the tensors
+    finally:
+        runner.ranks.complete()
+
+
+def _report(rank: int, error: Exception) -> Report:
+    return Report(f"rank {rank}: {type(error).__name__}: {first_line(error)}", is_out_of_memory(error))

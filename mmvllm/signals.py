@@ -1,0 +1,24 @@
+"""Signal handlers, which may raise exceptions anywhere in the main thread."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Handle SIGINT and SIGTERM after the block, for what must not be left half done."""
+    if threading.current_thread() is not threading.main_thread():  # no handler runs in other threads
+        yield
+        return
+    received: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.signal(number, lambda number, _: received.append(number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        for number in received:
+            signal.raise_signal(number)
