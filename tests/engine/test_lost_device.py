@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmvllm import AsyncLLM, SamplingParams
-from mmvllm.engine.recovery import is_fatal
+from mmvllm.engine.device_errors import is_fatal
 from mmvllm.engine.sampler import Sampled
 from mmvllm.errors import EngineFailed
 from tests.helpers.async_engines import OPTIONS, QUESTION, SHORT, async_test, collect

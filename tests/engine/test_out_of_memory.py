@@ -248,13 +248,13 @@ def test_images_count_as_encoded_only_if_they_are(stored, make, expected):
         has_failed = False
 
     llm.engine.model_runner._rows = LimitedRows()
-    encoded, encode = [], llm.engine.model_runner._encode
+    encoded, encode = [], llm.engine.model_runner._encode_own
 
     def watched(items):
         encoded.extend(item.digest for item in items)
         encode(items)
 
-    llm.engine.model_runner._encode = watched
+    llm.engine.model_runner._encode_own = watched
     assert completions(llm) == expected
     assert len(set(encoded)) == 2 and len(encoded) == 4 - stored
 
