@@ -73,6 +73,8 @@ class EngineThread:
         self._tracked: dict[Receiver, _Tracked] = {}
         self._meter = Meter()
         engine.on_step = self._meter.add_step
+        peers = engine.model_runner.peers
+        peers.on_failure = lambda: self._post(peers.check)  # also while nothing runs
         self._changed = threading.Condition()
         self._commands: list[Callable[[], None]] = []
         self._stopped = False

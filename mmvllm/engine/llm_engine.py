@@ -195,7 +195,7 @@ class LLMEngine:
         EngineFailed, then and from then on, if the device is lost, as after an illegal memory access: all requests have
         finished with `error`.
         """
-        self.check_alive()
+        self._check_usable()
         with current_device(self.model_runner.device):
             try:
                 self.model_runner.peers.check()
@@ -278,13 +278,18 @@ class LLMEngine:
                 torch.cuda.empty_cache()
 
     def check_alive(self) -> None:
-        """Raise EngineFailed once the device is lost, and RuntimeError once `exit` has begun."""
+        """Raise EngineFailed once a device or a process is lost, and RuntimeError once `exit` has begun."""
+        self._check_usable()
+        try:
+            self.model_runner.peers.check()
+        except RanksFailed as error:
+            raise EngineFailed(f"the engine failed: {first_line(error)}") from error
+
+    def _check_usable(self) -> None:
         if self._failure is not None:
             raise EngineFailed(f"the engine failed: {self._failure}")
         if self._is_exiting:
             raise RuntimeError("the engine has exited; make a new one")
-        if (reason := self.model_runner.peers.failure) is not None:
-            raise EngineFailed(f"the engine failed: {reason}")
 
     def _finish(self, group: SequenceGroup) -> RequestOutput:
         group.output = self.output_processor.output(group)

@@ -13,10 +13,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,7 +67,7 @@ class PeerProcesses(Peers):
     """Starts the other ranks and watches them: if one ends, nothing can be computed any more."""
 
     def __init__(self, checkpoint: Checkpoint):
-        self.on_failure: Callable[[], None] = lambda: None  # called in a thread, once `failure` is known
+        super().__init__()
         self._device, self._size = checkpoint.device, checkpoint.config.tensor_parallel_size
         self._ranks: ConnectedRanks | None = None
         self._sent: deque[_Sent] = deque()
@@ -90,17 +91,13 @@ class PeerProcesses(Peers):
         ).start()
 
     def _start(self, checkpoint: Checkpoint, rank: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        pipe, theirs = context.Pipe()
+        pipe, theirs = multiprocessing.Pipe()
         buffers = [SharedBuffer.create() for _ in range(NUM_BUFFERS)]
         num_threads = max(1, self._num_threads // self._size)
-        arguments = (theirs, buffers, checkpoint, rank, self._listener.getsockname()[1], num_threads)
-        process = context.Process(target=run_rank, args=arguments, name=PROCESS_NAME, daemon=True)
-        with signals_blocked(), main_module(False):
-            process.start()
-        theirs.close()
-        self._processes.append(process)
+        port = self._listener.getsockname()[1]
+        self._processes.append(_start_process(theirs, buffers, checkpoint, rank, port, num_threads))
         self._channels.append(Channel(pipe, *buffers))
+        theirs.close()
 
     def connect(self) -> ConnectedRanks:
         """Wait until all ranks are connected; raises RanksFailed if one ends before."""
@@ -191,7 +188,8 @@ class PeerProcesses(Peers):
         end = time.monotonic() + REASON_SECONDS
         while self.failure is None and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
-        return RanksFailed(self._last_words() or self.failure or str(error))
+        self.failure = self._last_words() or self.failure or str(error)
+        return RanksFailed(self.failure)
 
     def _last_words(self) -> str | None:
         """What a rank reported before it ended."""
@@ -228,6 +226,15 @@ class PeerProcesses(Peers):
         self._channels, self._ranks = [], None
         if self._device.type == "cpu":
             torch.set_num_threads(self._num_threads)
+
+
+def _start_process(*arguments: Any) -> multiprocessing.Process:
+    """A process with the arguments of `run_rank`."""
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=run_rank, args=arguments, name=PROCESS_NAME, daemon=True)
+    with signals_blocked(), main_module(False):
+        process.start()
+    return process
 
 
 def _for_rank(inputs: StepInputs, rank: int) -> StepInputs:

@@ -1,6 +1,6 @@
 """The other ranks of an engine, as rank 0 sees them: here, none."""
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 
 from mmvllm.engine.step_inputs import StepInputs
 
@@ -9,6 +9,9 @@ class Peers:
     """Of a single rank; `PeerProcesses` is for several."""
 
     failure: str | None = None  # why nothing can be computed any more
+
+    def __init__(self) -> None:
+        self.on_failure: Callable[[], None] = lambda: None  # called in a thread, when there is a `failure`
 
     def send(self, inputs: StepInputs) -> None:
         """Let the other ranks run a step."""

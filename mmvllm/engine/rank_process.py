@@ -2,9 +2,11 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +46,13 @@ def rank_device(first: torch.device, rank: int) -> torch.device:
     return first if first.type == "cpu" else torch.device(first.type, (first.index or 0) + rank)
 
 
-def run_rank(
+def run_rank(pipe: Connection, *arguments: Any) -> None:
+    """What a process does; see `serve_rank`."""
+    follow_parent()
+    serve_rank(pipe, *arguments)
+
+
+def serve_rank(
     pipe: Connection,
     buffers: Sequence[SharedBuffer | None],
     checkpoint: Checkpoint,
@@ -53,7 +61,6 @@ def run_rank(
     num_threads: int,
 ) -> None:
     """Load the rank's part of the model, then run steps; rank 0 has the store at this port of this machine."""
-    follow_parent()
     torch.set_num_threads(num_threads)
     channel, device = Channel(pipe, *buffers), rank_device(checkpoint.device, rank)
     size = checkpoint.config.tensor_parallel_size
@@ -63,20 +70,29 @@ def run_rank(
             runner = load_runner(checkpoint, device, ConnectedRanks.connect(store, rank, size, device))
             pipe.send(Report())
             _follow(channel, runner)
-    except (EOFError, OSError, RanksFailed):  # rank 0 or another one has ended, or is ending
+    except RanksFailed:  # another rank has ended, which rank 0 knows
         sys.exit(1)
     except Exception as error:
-        pipe.send(_report(rank, error))
+        with suppress(OSError):
+            pipe.send(_report(rank, error))
         sys.exit(1)
 
 
 @torch.inference_mode()
 def _follow(channel: Channel, runner: ModelRunner) -> None:
-    while (message := channel.receive()) is not None:
+    while (message := _next_message(channel)) is not None:
         if isinstance(message, KeepRows):
             runner.keep_rows(message.digests)
         else:
             channel.pipe.send(_run_step(runner, message))
+
+
+def _next_message(channel: Channel) -> StepInputs | KeepRows | None:
+    """None if this rank is to end, or if rank 0 has ended."""
+    try:
+        return channel.receive()
+    except (EOFError, OSError):
+        return None
 
 
 def _run_step(runner: ModelRunner, inputs: StepInputs) -> Report:

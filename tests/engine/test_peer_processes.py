@@ -1,0 +1,240 @@
+"""Ranks in processes: the same tokens; whatever ends one or all of them, requests get the reason, and nothing is left.
+
+The steps themselves are tested with ranks in threads (tests/engine/test_tensor_parallel.py).
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mmvllm import LLM, AsyncLLM, SamplingParams
+from mmvllm.engine import peer_processes
+from mmvllm.errors import EngineFailed
+from tests.helpers.async_engines import wait_until
+from tests.helpers.requests import ask, noise_image
+
+ROOT = Path(__file__).resolve().parents[2]
+ARGUMENTS = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 64, "skip_warmup": True}
+LONG = SamplingParams(max_tokens=200, ignore_eos=True)
+REQUEST = ask(noise_image(91, 64, 1), "Describe this image.")
+KILLED = "the engine failed: RanksFailed: the process of rank 1 was ended by SIGKILL"
+LIMIT_SECONDS = 5  # from the end of a process to the end of all requests
+
+
+def workers_of(pid: int | None = None) -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.Error):  # one that ends
+            if any("spawn_main" in part for part in process.cmdline()):
+                found.append(process)
+    return found
+
+
+def group_of(group: int) -> list[psutil.Process]:
+    """Processes of a group that have not ended."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+@pytest.fixture
+def make(checkpoint):
+    """LLM(...) with two ranks, and the process of rank 1."""
+    made = []
+
+    def make(**engine_args) -> tuple[LLM, psutil.Process]:
+        before = workers_of()
+        made.append(LLM(checkpoint, **ARGUMENTS | {"tensor_parallel_size": 2} | engine_args))
+        (process,) = [process for process in workers_of() if process not in before]
+        return made[-1], process
+
+    yield make
+    for llm in made:
+        llm.exit()
+
+
+def test_two_processes_answer_as_one_does_and_leave_nothing(checkpoint, make):
+    shared_memory = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    one = LLM(checkpoint, **ARGUMENTS)
+    requests = [REQUEST, ask("Count the shapes."), ask(noise_image(60, 133, 2), "and", noise_image(91, 64, 1), "?")]
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    expected = [output.token_ids for output in one.generate_multimodal(requests, params)]
+    one.exit()
+    two, process = make()
+    assert [output.token_ids for output in two.generate_multimodal(requests, params)] == expected
+    two.exit()
+    two.exit()
+    assert not process.is_running()
+    assert not any(connection.status == "LISTEN" for connection in psutil.Process().net_connections("tcp"))
+    assert not (set(os.listdir("/dev/shm")) if shared_memory else set()) - shared_memory
+
+
+@pytest.mark.slow
+def test_three_processes(checkpoints, make):
+    one = LLM(checkpoints("deepstack3-vit80-untied"), **ARGUMENTS)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    expected = [output.token_ids for output in one.generate_multimodal([REQUEST], params)]
+    one.exit()
+    three = LLM(checkpoints("deepstack3-vit80-untied"), **ARGUMENTS, tensor_parallel_size=3)
+    assert [output.token_ids for output in three.generate_multimodal([REQUEST], params)] == expected
+    three.exit()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 5], ids=["prefill", "first token", "decode"])
+def test_a_killed_process_ends_all_requests_with_the_reason(num_steps, make):
+    """The process is stopped first, so that the step waits for it in an operation, and then killed."""
+    llm, process = make()
+    prompt = llm.processor(REQUEST)
+    groups = [llm.engine.add(prompt, LONG), llm.engine.add(prompt, LONG)]
+    for _ in range(num_steps):
+        llm.engine.step()
+    process.suspend()
+    killed = []
+    timer = threading.Timer(0.5, lambda: (killed.append(time.monotonic()), process.kill()))
+    timer.start()
+    with pytest.raises(EngineFailed, match=KILLED):
+        llm.engine.step()
+    assert time.monotonic() - killed[0] < LIMIT_SECONDS
+    assert all(group.output.error == KILLED for group in groups)
+    with pytest.raises(EngineFailed, match=KILLED):
+        llm.generate_multimodal([REQUEST], LONG)
+
+
+def test_a_process_that_is_killed_while_idle_is_noticed(checkpoint, make):
+    llm, process = make()
+    process.kill()
+    wait_until(lambda: llm.engine.model_runner.peers.failure, "noticed")
+    with pytest.raises(EngineFailed, match=KILLED):
+        llm.generate_multimodal([REQUEST], LONG)
+
+
+@pytest.mark.slow
+def test_health_tells_that_a_process_was_killed_while_idle(checkpoint):
+    before = workers_of()
+    engine = AsyncLLM(checkpoint, **ARGUMENTS, tensor_parallel_size=2)
+    try:
+        assert engine.health().status == "ok"
+        next(process for process in workers_of() if process not in before).kill()
+        wait_until(lambda: engine.health().status == "failed", "failed")
+        assert engine.health().reason == KILLED.removeprefix("the engine failed: ")
+    finally:
+        engine._close(drain=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.0, 0.7, 1.5, 2.2])
+def test_a_process_that_is_killed_while_it_starts(seconds, checkpoint, monkeypatch):
+    real = peer_processes._start_process
+    started = []
+
+    def start(*arguments):
+        started.append(real(*arguments))
+        threading.Timer(seconds, started[0].kill).start()
+        return started[0]
+
+    monkeypatch.setattr(peer_processes, "_start_process", start)
+    begin = time.monotonic()
+    try:
+        LLM(checkpoint, **ARGUMENTS, tensor_parallel_size=2).exit()  # it may have been faster
+    except RuntimeError as error:
+        assert "the process of rank 1 was ended by SIGKILL" in str(error)
+    assert time.monotonic() - begin < seconds + LIMIT_SECONDS + 10 and not started[0].is_alive()
+
+
+def test_an_error_of_another_rank_while_it_loads_is_the_reason(checkpoint, monkeypatch):
+    real = peer_processes._start_process
+
+    def start(pipe, buffers, loaded, *arguments):
+        arguments = (pipe, buffers, peer_processes.replace(loaded, folder=Path("/no/such/folder")), *arguments)
+        return real(*arguments)
+
+    monkeypatch.setattr(peer_processes, "_start_process", start)
+    with pytest.raises(RuntimeError, match=r"rank 1: .*/no/such/folder"):
+        LLM(checkpoint, **ARGUMENTS, tensor_parallel_size=2)
+
+
+SCRIPT = """
+import os, signal, sys, threading, time
+from mmvllm import LLM, SamplingParams
+from mmvllm.engine.llm_engine import LLMEngine
+
+def tell():
+    print("ready", flush=True)
+
+if __name__ == "__main__":
+    how = sys.argv[2]
+    if how == "an exception while it starts":
+        LLMEngine.warmup_model = lambda self: (tell(), 1 / 0)
+    llm = LLM(sys.argv[1], dtype="float32", device="cpu", num_kvcache_blocks=64, tensor_parallel_size=2,
+              skip_warmup=how != "an exception while it starts")
+    if how == "while it generates":
+        threading.Timer(0.5, tell).start()
+        for _ in range(1000):
+            llm.generate(["Count"], SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
+    llm.generate(["Count"], SamplingParams(max_tokens=3), use_tqdm=False)
+    tell()
+    if how == "idle":
+        time.sleep(60)
+    if how == "deleted":
+        del llm
+        import gc
+        gc.collect()
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "number"),
+    [
+        ("interpreter exit", None),
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("an exception while it starts", None),
+                ("idle", signal.SIGTERM),
+                ("idle", signal.SIGINT),
+                ("idle", signal.SIGKILL),
+                ("while it generates", signal.SIGTERM),
+                ("while it generates", signal.SIGINT),
+                ("while it generates", signal.SIGKILL),
+                ("deleted", signal.SIGTERM),
+            ]
+        ],
+    ],
+)
+def test_no_process_stays_after_any_end(how, number, checkpoint):
+    """SIGINT is sent to the whole group, as a terminal does."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SCRIPT, str(checkpoint), how]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True
+    )
+    try:
+        assert process.stdout.readline() == "ready\n"
+        workers = workers_of(process.pid)
+        if how == "deleted":
+            psutil.wait_procs(workers, timeout=10)
+            assert not workers_of(process.pid)
+        elif number is not None:
+            assert len(workers) == 1
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)
+        elif number is not None:
+            process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+        assert not psutil.wait_procs(workers, timeout=10)[1]
+        if how == "interpreter exit":
+            assert process.returncode == 0 and "Traceback" not in errors and "leaked" not in errors
+    finally:
+        wait_until(lambda: not group_of(process.pid), "empty")

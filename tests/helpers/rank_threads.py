@@ -1,0 +1,34 @@
+"""Ranks as threads of the test's process, which start in no time; what processes add has tests of its own."""
+
+import multiprocessing
+import threading
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from mmvllm.engine import peer_processes, rank_process
+
+
+class RankThread(threading.Thread):
+    """Has what is used of a process."""
+
+    exitcode = 0
+
+    def __init__(self, pipe: Connection, *arguments: Any):
+        super().__init__(daemon=True)
+        self._pipe = pipe.__class__(pipe._handle)  # the caller closes its own
+        pipe._handle = None
+        self._arguments, (self.sentinel, self._ended) = arguments, multiprocessing.Pipe()
+        self.start()
+
+    def run(self) -> None:
+        with self._ended, self._pipe, suppress(SystemExit):
+            rank_process.serve_rank(self._pipe, *self._arguments)
+
+    def kill(self) -> None:
+        """Its pipe is closed, so it ends."""
+
+
+def use_rank_threads(monkeypatch) -> None:
+    """Engines of this test run their further ranks in threads."""
+    monkeypatch.setattr(peer_processes, "_start_process", RankThread)
