@@ -14,8 +14,9 @@ from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """x (N, in) sorted by group, weight (E, out, in), offsets (E,) int32, the end of each group's rows -> (N, out).
 
-    x and weight are contiguous, and the last offset is N. On CUDA nothing is read on the host, so that the call can be
-    captured in a CUDA graph. Where `runs_grouped_mm` says so, torch's CUTLASS kernel runs, otherwise the Triton kernel.
+    x and weight are contiguous; rows behind the last offset are not written. On CUDA nothing is read on the host, so
+    that the call can be captured in a CUDA graph. Where `runs_grouped_mm` says so, torch's CUTLASS kernel runs,
+    otherwise the Triton kernel.
     """
     assert x.is_contiguous() and weight.is_contiguous() and x.shape[1] == weight.shape[2]
     assert offsets.shape == weight.shape[:1] and offsets.dtype == torch.int32

@@ -28,8 +28,8 @@ class ModelCosts:
             self._model = family_of(config.architecture).build(config, self._counter)
         self._weights = self._count_linear_weights()
         self.num_parameters = self._count_parameters()
-        views = checkpoint_views(self._model)
-        self.num_expert_parameters = sum(view.numel() for name, _, view in views if ".experts." in name)
+        places = checkpoint_views(self._model)
+        self.num_expert_parameters = sum(place.view.numel() for place in places if ".experts." in place.parameter)
         self.vision_flops = lru_cache(maxsize=256)(self._vision_flops)
 
     @property
@@ -84,14 +84,14 @@ class ModelCosts:
     def _count_parameters(self) -> dict[str, int]:
         """By part; a tied head counts in "embedding" only, and "decoder" is the layers and the last norm."""
         counts = dict.fromkeys(("vision", "decoder", "embedding", "head"), 0)
-        for name, _, view in checkpoint_views(self._model):
+        for name, _, view, _ in checkpoint_views(self._model):
             counts[next(part for prefix, part in PARTS.items() if name.startswith(prefix))] += view.numel()
         return counts
 
     def _count_linear_weights(self) -> dict[str, int]:
         """Of each linear layer, by its name."""
         weights = {name: 0 for name, module in self._model.named_modules() if isinstance(module, nn.Linear)}
-        for name, _, view in checkpoint_views(self._model):
+        for name, _, view, _ in checkpoint_views(self._model):
             layer, _, parameter = name.rpartition(".")
             if layer in weights and parameter == "weight":
                 weights[layer] += view.numel()

@@ -28,6 +28,7 @@ class DecodeGraphs:
 
     Args:
         logits: (R, V), with as many rows as there are sequences in the largest graph, written by each of them.
+            On ranks other than 0, their first columns.
         max_model_len: the context length that graphs are captured for.
     """
 
@@ -66,7 +67,8 @@ class DecodeGraphs:
     def _compute(self, size: int) -> None:
         decodes = self._decodes[: 3 * size].view(3, size)
         batch = self._rows.decode_batch(decodes, (self._max_model_len,) * size)
-        self._logits[:size] = self._model(batch, self._no_rows, self._kv_cache)
+        logits = self._model(batch, self._no_rows, self._kv_cache)
+        self._logits[:size, : logits.shape[1]] = logits
 
     def _fill(self, decodes: np.ndarray, size: int) -> None:
         """Copy what sequences decode into the graph's input, with padding behind."""

@@ -43,7 +43,8 @@ class MixedGraphs:
     """Captures at construction; `run` replays a step that `fits`.
 
     Args:
-        logits: (R, V), with MAX_PREFILLS more rows than sequences decode at most, written by each graph.
+        logits: (R, V), with MAX_PREFILLS more rows than sequences decode at most, written by each graph; of
+            ranks other than 0, their first columns.
         max_model_len: the context length that graphs are captured for.
     """
 
@@ -99,7 +100,7 @@ class MixedGraphs:
         query_lens = (*[1] * D, *[0] * MAX_PREFILLS, N - D)
         batch = self._rows.mixed_batch(tensors, query_lens, (self._max_model_len,) * len(query_lens))
         logits = self._model(batch, self._media_rows[: len(tensors.image_at)], self._kv_cache)
-        self._logits[: len(logits)] = logits
+        self._logits[: len(logits), : logits.shape[1]] = logits
 
     def _fill(self, step: MixedStep, size: StepSize) -> None:
         """Copy a step into the graph's input, with padding; only its blocks are not where they were before."""

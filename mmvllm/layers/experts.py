@@ -1,5 +1,6 @@
 """A mixture of experts: each token goes through the MLPs that its router chooses (arXiv 1701.06538)."""
 
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 
@@ -12,40 +13,52 @@ from mmvllm.kernels.dispatch import runs_triton
 from mmvllm.kernels.grouped_linear import grouped_linear
 from mmvllm.kernels.silu_mul import silu_mul
 from mmvllm.kernels.splice import splice_add
-from mmvllm.layers.linear import Int8Weight, PackableModule, PackedWeight, by_rows
+from mmvllm.layers.linear import AssembledModule, Int8Weight, PackableModule, PackedWeight, by_rows
+from mmvllm.layers.sharding import CheckpointView, Shard
+from mmvllm.ranks import SINGLE, Ranks
 
 
 class SparseMLP(nn.Module):
-    """A router, and the experts that it chooses for each token."""
+    """A router, and the experts that it chooses for each token.
 
-    def __init__(self, hidden_size: int, experts: ExpertsConfig):
+    Of several ranks, each has the router and a part of the experts; the sum of their results is that of all experts.
+    """
+
+    def __init__(self, hidden_size: int, experts: ExpertsConfig, ranks: Ranks = SINGLE):
         super().__init__()
         self.num_experts_per_tok = experts.num_experts_per_tok
         self.gate = nn.Linear(hidden_size, experts.num_experts, bias=False)  # not a Linear: it is never quantized
-        self.experts = Experts(hidden_size, experts.num_experts, experts.intermediate_size)
+        self.experts = Experts(hidden_size, Shard.cut(experts.num_experts, ranks), experts.intermediate_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (N, C) -> the weighted sum of its experts' outputs (N, C)."""
+        """x (N, C) -> the weighted sum of the outputs of its experts on this rank (N, C)."""
         probs = self.gate(x).softmax(dim=-1, dtype=torch.float32)
         weights, chosen = probs.topk(self.num_experts_per_tok, dim=-1)  # (N, k)
         weights = weights / weights.sum(dim=-1, keepdim=True)
         return self.experts(x, chosen, weights.to(x.dtype))  # rounded, as transformers does
 
 
-class Experts(nn.Module, PackableModule):
+class Experts(nn.Module, PackableModule, AssembledModule):
     """Gated MLPs (arXiv 2002.05202): `gate_up_proj` (E, 2 I, C), gate first, and `down_proj` (E, C, I).
 
-    A token's results are added in an order that depends on this token alone: that of its experts on a CPU, that of
-    their probabilities with Triton. Packing discards the plain weights.
+    Of a shard of the experts, E is its length; choices of other experts add nothing. A token's results are added in an
+    order that depends on this token alone: that of its experts on a CPU, that of their probabilities with Triton.
+    Packing discards the plain weights.
     """
 
     packed: list[tuple[PackedWeight | Int8Weight, ...]] | None = None
 
-    def __init__(self, hidden_size: int, num_experts: int, intermediate_size: int):
+    def __init__(self, hidden_size: int, experts: int | Shard, intermediate_size: int):
         super().__init__()
+        self.shard = Shard.of(experts)
+        num_experts = self.shard.length
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
-        self.num_experts = num_experts
+
+    def checkpoint_views(self) -> Iterator[CheckpointView]:
+        for name, parameter in self.named_parameters():
+            region = self.shard, *map(Shard.of, parameter.shape[1:])
+            yield CheckpointView(name, None, parameter.data, region)
 
     def pack(self, int8: bool = False) -> None:
         # Unlike in a Linear, few rows are not padded: a weight of 1536 x 2048 is read at 23 GB/s, with padding at 18.
@@ -56,8 +69,11 @@ class Experts(nn.Module, PackableModule):
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """x (N, C), the experts chosen for each token and their weights (N, k) -> (N, C)."""
-        sorted_experts, order = chosen.flatten().sort(stable=True)
-        experts = torch.arange(self.num_experts, device=x.device)
+        if self.shard.length == 0:
+            return torch.zeros_like(x)
+        own_first = (chosen.flatten() - self.shard.start) % self.shard.whole
+        sorted_experts, order = own_first.sort(stable=True)
+        experts = torch.arange(self.shard.length, device=x.device)
         ends = torch.searchsorted(sorted_experts, experts, right=True, out_int32=True)  # of each expert's rows
         return (self._grouped if runs_triton(x) else self._in_a_loop)(x, weights, order, ends)
 
@@ -66,6 +82,9 @@ class Experts(nn.Module, PackableModule):
         k = weights.shape[1]
         gate_up = grouped_linear(x[order // k], self.gate_up_proj, ends)
         rows = grouped_linear(silu_mul(gate_up), self.down_proj, ends)
+        if self.shard.length < self.shard.whole:  # rows of other experts are not written: they may be NaN
+            is_other = torch.arange(len(rows), device=x.device) >= ends[-1]
+            rows = rows.masked_fill_(is_other[:, None], 0)
         results = torch.empty_like(rows).index_copy_(0, order, rows).unflatten(0, (-1, k))  # (N, k, C)
         return (results * weights[..., None].float()).sum(dim=1).to(x.dtype)
 

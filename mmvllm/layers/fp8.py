@@ -9,8 +9,12 @@ _MULTIPLE = 16  # of both sizes of a weight, for torch._scaled_mm on CUDA
 
 
 class Fp8View:
-    """A part (out, in) of an e4m3 weight and the scales (out,) of its rows, used as the tensor that is copied to it."""
+    """A part (out, in) of an e4m3 weight and the scales (out,) of its rows, used as the tensor that is copied to it.
 
+    On a rank that has some columns of a weight, a scale is that of these columns.
+    """
+
+    dtype = torch.bfloat16  # of random values
     _CHUNK = 1024  # rows that are rounded at a time: intermediate results take little memory
 
     def __init__(self, values: Tensor, scale: Tensor):
@@ -28,10 +32,6 @@ class Fp8View:
             quantized = quantize_rows_torch(rows.to(values.device))
             values.copy_(quantized.values)
             scale.copy_(quantized.scale)
-
-    def normal_(self, mean: float, std: float, generator: torch.Generator) -> None:
-        filled = torch.empty(self.shape, dtype=torch.bfloat16, device=self.values.device)
-        self.copy_(filled.normal_(mean, std, generator=generator))
 
 
 def check_sizes(weight: Tensor) -> None:

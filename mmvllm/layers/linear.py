@@ -7,8 +7,7 @@ operators that torch.compile uses, products of few rows with Qwen2-VL-2B's weigh
 import ctypes
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from mmvllm.kernels.fp8 import E4M3, Fp8Rows, quantize_rows, scaled_linear
 from mmvllm.kernels.silu_mul import silu_mul, silu_mul_fp8
 from mmvllm.layers.fp8 import Fp8View, check_sizes
+from mmvllm.layers.sharding import CheckpointView, Shard
 
 # Products of five or six rows read a weight at 30 GB/s, of one row at 22 (bfloat16, AVX512-BF16, 2 cores).
 _MIN_ROWS = 6
@@ -103,21 +103,26 @@ class AssembledModule(ABC):
     """A module whose parameters are not tensors of the checkpoint as they are, but are assembled from such."""
 
     @abstractmethod
-    def checkpoint_views(self) -> Iterator[tuple[str, int | None, Tensor | Fp8View]]:
-        """(parameter, part, view) of each checkpoint tensor: the view of the parameter that it is copied to.
-
-        `part` is None where the parameter has one such tensor. What no view covers is padding, and is zero.
-        """
+    def checkpoint_views(self) -> Iterator[CheckpointView]:
+        """Of each tensor of the checkpoint; what no view covers is padding, and is zero."""
 
 
 class Linear(nn.Linear, PackableModule, AssembledModule):
     """x (N, in) -> x Wᵀ + b; packing discards the plain weight.
 
-    With a weight of 8-bit floats, inputs are rounded to 8 bits as well, unless they are already.
+    A size that is a shard is that of the rank: with a part of the inputs, which allows no bias, the result is to be
+    added to those of the other ranks. With a weight of 8-bit floats, inputs are rounded to 8 bits as well, unless they
+    are already. Scales of 8 bits are those of the rank's part of a row.
     """
 
     packed: PackedWeight | Int8Weight | PackedGate | None = None
     is_fp8 = False
+
+    def __init__(self, in_size: int | Shard, out_size: int | Shard, bias: bool = True):
+        rows, columns = Shard.of(out_size), Shard.of(in_size)
+        assert not bias or columns.length == columns.whole, "each rank would add the bias"
+        super().__init__(columns.length, rows.length, bias=bias)
+        self.rows, self.columns = rows, columns
 
     def pack(self, int8: bool = False) -> None:
         self.packed = (Int8Weight if int8 else PackedWeight)(self.weight, self.bias)
@@ -133,15 +138,19 @@ class Linear(nn.Linear, PackableModule, AssembledModule):
         self.register_buffer("scale", torch.empty_like(self.weight[:, 0], dtype=torch.float32))
         self.is_fp8 = True
 
-    def checkpoint_views(self) -> Iterator[tuple[str, int | None, Tensor | Fp8View]]:
-        for name, parameter in self.named_parameters():
-            yield name, None, self._view(parameter)
+    def checkpoint_views(self) -> Iterator[CheckpointView]:
+        yield from self._views(self.rows)
 
-    def _view(self, parameter: Tensor, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor | Fp8View:
-        if parameter.dim() == 1:
-            return parameter.data[rows]
-        part = parameter.data[rows, columns]
-        return Fp8View(part, self.scale[rows]) if self.is_fp8 else part
+    def _views(self, rows: Shard, start: int = 0, part: int | None = None) -> Iterator[CheckpointView]:
+        """Of tensors whose `rows` follow each other from row `start` on."""
+        at = slice(start, start + rows.length)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                yield CheckpointView(name, part, parameter.data[at], (rows,))
+            else:
+                view = parameter.data[at, : self.columns.length]
+                view = Fp8View(view, self.scale[at]) if self.is_fp8 else view
+                yield CheckpointView(name, part, view, (rows, self.columns))
 
     def forward(self, x: Tensor | Fp8Rows) -> Tensor:
         if self.is_fp8:
@@ -153,17 +162,20 @@ class Linear(nn.Linear, PackableModule, AssembledModule):
 class MergedLinear(Linear):
     """Several linear layers of the checkpoint stacked into one, so that a single product computes all outputs.
 
-    x -> one output per entry of `out_sizes`. Each has `padding` more rows than the checkpoint's weight.
+    x -> one output per entry of `out_sizes`, with `padding` more values than the checkpoint's weight has rows.
     """
 
-    def __init__(self, in_size: int, out_sizes: list[int], bias: bool, padding: int = 0):
-        super().__init__(in_size, sum(out_sizes), bias=bias)
-        self.out_sizes, self.padding = out_sizes, padding
+    def __init__(self, in_size: int, out_sizes: Sequence[int | Shard], bias: bool, padding: int = 0):
+        shards = tuple(map(Shard.of, out_sizes))
+        sizes = [shard.length + padding for shard in shards]
+        super().__init__(in_size, sum(sizes), bias=bias)
+        self.shards, self.out_sizes = shards, sizes
 
-    def checkpoint_views(self) -> Iterator[tuple[str, int | None, Tensor | Fp8View]]:
-        for part, (end, size) in enumerate(zip(accumulate(self.out_sizes), self.out_sizes, strict=True)):
-            for name, parameter in self.named_parameters():
-                yield name, part, self._view(parameter, slice(end - size, end - self.padding))
+    def checkpoint_views(self) -> Iterator[CheckpointView]:
+        start = 0
+        for part, (shard, size) in enumerate(zip(self.shards, self.out_sizes, strict=True)):
+            yield from self._views(shard, start, part)
+            start += size
 
     def forward(self, x: Tensor | Fp8Rows) -> tuple[Tensor, ...]:
         return super().forward(x).split(self.out_sizes, dim=-1)
@@ -172,8 +184,8 @@ class MergedLinear(Linear):
 class SiluGate(MergedLinear):
     """The first half of a gated MLP (arXiv 2002.05202): x (N, in) -> silu(x Gᵀ + g) * (x Uᵀ + u) (N, I)."""
 
-    def __init__(self, in_size: int, intermediate_size: int, bias: bool = False, padding: int = 0):
-        super().__init__(in_size, [intermediate_size + padding] * 2, bias=bias, padding=padding)
+    def __init__(self, in_size: int, intermediate_size: int | Shard, bias: bool = False, padding: int = 0):
+        super().__init__(in_size, [intermediate_size] * 2, bias=bias, padding=padding)
 
     def pack(self, int8: bool = False) -> None:
         if int8:
@@ -190,15 +202,12 @@ class SiluGate(MergedLinear):
 
 
 class PaddedLinear(Linear):
-    """A linear layer whose input has `padding` more columns than the checkpoint's weight."""
+    """A linear layer whose input has `padding` more values than the checkpoint's weight has columns."""
 
-    def __init__(self, in_size: int, out_size: int, bias: bool, padding: int):
-        super().__init__(in_size + padding, out_size, bias=bias)
-        self.in_size = in_size
-
-    def checkpoint_views(self) -> Iterator[tuple[str, int | None, Tensor | Fp8View]]:
-        for name, parameter in self.named_parameters():
-            yield name, None, self._view(parameter, columns=slice(self.in_size))
+    def __init__(self, in_size: int | Shard, out_size: int, bias: bool, padding: int):
+        columns = Shard.of(in_size)
+        super().__init__(columns.length + padding, out_size, bias=bias)
+        self.columns = columns
 
 
 def by_rows(layers: Callable[[Tensor], Tensor], x: Tensor | Fp8Rows) -> Tensor:

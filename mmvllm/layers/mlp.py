@@ -4,19 +4,24 @@ from torch import Tensor, nn
 
 from mmvllm.kernels.fp8 import Fp8Rows
 from mmvllm.layers.linear import PaddedLinear, SiluGate, by_rows
+from mmvllm.layers.sharding import Shard
 
 _ALIGNMENT = 8  # values: 16 bytes of a 16-bit dtype, the unit in which GPUs load rows of a matrix
+_SHARD_ALIGNMENT = 16  # that of 8-bit floats, which a whole size of published models has
 
 
 class GatedMLP(nn.Module):
     """SwiGLU (arXiv 2002.05202): x (N, C) -> (silu(x Gᵀ) * (x Uᵀ)) Dᵀ (N, C).
 
-    The inner size I is padded with zeros to a multiple of `_ALIGNMENT`.
+    The inner size I is padded with zeros to a multiple of `_ALIGNMENT`, a shard of it to one of `_SHARD_ALIGNMENT`;
+    the sum of the results of all shards is that of the MLP.
     """
 
-    def __init__(self, size: int, intermediate_size: int, bias: bool = False):
+    def __init__(self, size: int, intermediate_size: int | Shard, bias: bool = False):
         super().__init__()
-        padding = -intermediate_size % _ALIGNMENT
+        inner = Shard.of(intermediate_size)
+        alignment = _ALIGNMENT if inner.length == inner.whole else _SHARD_ALIGNMENT
+        padding = -inner.length % alignment or (alignment if inner.length == 0 else 0)
         self.gate_up_proj = SiluGate(size, intermediate_size, bias, padding)
         self.down_proj = PaddedLinear(intermediate_size, size, bias, padding)
 

@@ -14,17 +14,24 @@ from mmvllm.layers.experts import SparseMLP
 from mmvllm.layers.linear import Linear, MergedLinear
 from mmvllm.layers.mlp import GatedMLP
 from mmvllm.layers.norm import RMSNorm
+from mmvllm.layers.sharding import Shard
+from mmvllm.layers.vocabulary import VocabularyEmbedding
 from mmvllm.models.rotary import mrope_cos_sin
+from mmvllm.models.splitting import key_value_heads, query_heads
+from mmvllm.ranks import SINGLE, Ranks
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (arXiv 2305.13245): keys and values go to the cache, queries read all from there."""
+    """Grouped-query attention (arXiv 2305.13245): keys and values go to the cache, queries read all from there.
 
-    def __init__(self, config: ModelConfig, backend: type[AttentionBackend]):
+    Of several ranks, each has a part of the heads; the sum of their results is that of all heads.
+    """
+
+    def __init__(self, config: ModelConfig, backend: type[AttentionBackend], ranks: Ranks = SINGLE):
         super().__init__()
         self.head_dim = config.head_dim
         self.backend = backend
-        q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        q_size, kv_size = (heads(config, ranks).times(config.head_dim) for heads in (query_heads, key_value_heads))
         self.qkv_proj = MergedLinear(config.hidden_size, [q_size, kv_size, kv_size], bias=config.qkv_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
@@ -43,12 +50,13 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, index: int, backend: type[AttentionBackend]):
+    def __init__(self, config: ModelConfig, index: int, backend: type[AttentionBackend], ranks: Ranks = SINGLE):
         super().__init__()
+        self.ranks = ranks
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, backend)
+        self.self_attn = Attention(config, backend, ranks)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = _mlp(config, index)
+        self.mlp = _mlp(config, index, ranks)
         self.is_fp8 = False
 
     def use_fp8(self) -> None:
@@ -62,28 +70,32 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The previous layer's output and the residual to add it to, both (N, C) -> the same of this layer."""
         x, residual = self._normalised(self.input_layernorm, x, residual)
-        x = self.self_attn(x, cos, sin, kv_cache, batch)
+        x = self.ranks.all_reduce(self.self_attn(x, cos, sin, kv_cache, batch))
         x, residual = self._normalised(self.post_attention_layernorm, x, residual)
-        return self.mlp(x), residual
+        return self.ranks.all_reduce(self.mlp(x)), residual
 
     def _normalised(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor | Fp8Rows, Tensor]:
         return norm.add_fp8(x, residual) if self.is_fp8 else norm.add(x, residual)
 
 
-def _mlp(config: ModelConfig, index: int) -> GatedMLP | SparseMLP:
+def _mlp(config: ModelConfig, index: int, ranks: Ranks) -> GatedMLP | SparseMLP:
     if config.experts is None or index in config.experts.dense_layers:
-        return GatedMLP(config.hidden_size, config.intermediate_size)
-    return SparseMLP(config.hidden_size, config.experts)
+        return GatedMLP(config.hidden_size, Shard.cut(config.intermediate_size, ranks))
+    return SparseMLP(config.hidden_size, config.experts, ranks)
 
 
 class Decoder(nn.Module):
-    """Embedded tokens -> hidden states."""
+    """Embedded tokens -> hidden states, the same on all ranks.
 
-    def __init__(self, config: ModelConfig, backend: type[AttentionBackend]):
+    Args:
+        config: of the whole model.
+    """
+
+    def __init__(self, config: ModelConfig, backend: type[AttentionBackend], ranks: Ranks = SINGLE):
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, i, backend) for i in range(config.num_hidden_layers))
+        self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, ranks)
+        self.layers = nn.ModuleList(DecoderLayer(config, i, backend, ranks) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def use_fp8(self) -> None:

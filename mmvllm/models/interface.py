@@ -8,9 +8,6 @@ features that are not here yet fit, and which fields and hooks each would add:
   `Batch` then carries. A state exists at the positions where it was saved, so a prefix hit and `BlockManager.fork`
   begin at the last of these, and `ModelConfig` says which layers have a KV cache. The next step may be in flight when
   one is committed, so the step that reaches such a position copies the state, and its commit makes the copy known.
-- Weights split over devices: `build` is given the rank and the number of ranks; linear layers and the number of KV
-  heads follow from them, `checkpoint_views` of the linear layers yields the slice that a rank keeps, one `ModelRunner`
-  per rank runs the same `StepInputs`, and each appends the tokens that one of them has sampled.
 """
 
 from abc import ABC, abstractmethod
@@ -27,12 +24,15 @@ from mmvllm.layers.attention import AttentionBackend
 from mmvllm.models.vision import PatchLayout
 from mmvllm.processors.image import ImageProcessorConfig
 from mmvllm.processors.video import VideoProcessorConfig
+from mmvllm.ranks import SINGLE, Operation, Ranks
 
 
 class Model(nn.Module, ABC):
     """Weights and the forward pass; it keeps nothing of a request.
 
-    `tied` names parameters that it does not have of its own, and the one whose values each of them must have.
+    Of several ranks, each has a part of the weights, and calls `forward` with the same batch. `config` has the numbers
+    of heads that this rank has, the rest is that of the whole model. `tied` names parameters that it does not have of
+    its own, and the one whose values each of them must have.
     """
 
     config: ModelConfig
@@ -55,7 +55,7 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, batch: Batch, media_rows: Tensor, kv_cache: Tensor) -> Tensor:
-        """Logits (R, V), in the model's dtype, of the tokens in `batch.sample_at`.
+        """Logits (R, V), in the model's dtype, of the tokens in `batch.sample_at`; of any width on ranks other than 0.
 
         media_rows (M, row_size) belong at `batch.image_at`; kv_cache (layers, 2, num_blocks, block_size, K, D) is
         written in place.
@@ -63,6 +63,10 @@ class Model(nn.Module, ABC):
 
     def operations(self, num_tokens: int, num_samples: int) -> list:
         return []
+
+    @abstractmethod
+    def operations(self, num_tokens: int, num_samples: int) -> list[Operation]:
+        """What `forward` exchanges with other ranks for N tokens, R of which sample, in this order."""
 
     @abstractmethod
     def parameter_for(self, name: str) -> tuple[str, int | None] | None:
@@ -114,5 +118,10 @@ class ModelFamily(ABC):
         config: ModelConfig,
         attention: type[AttentionBackend],
         vision_attention: type[AttentionBackend] | None = None,
+        ranks: Ranks = SINGLE,
     ) -> Model:
-        """The model, on the current default device; its ViT uses `attention` too if it has no backend of its own."""
+        """What the rank has of the model, on the current default device; `config` is that of the whole model.
+
+        Its ViT uses `attention` too if it has no backend of its own. Raises ValueError for a number of ranks that the
+        model cannot be split over.
+        """

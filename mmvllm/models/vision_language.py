@@ -17,13 +17,15 @@ from mmvllm.config import ModelConfig, VisionConfig
 from mmvllm.inputs import Grid, MediaRules
 from mmvllm.kernels.splice import splice
 from mmvllm.layers.attention import AttentionBackend
-from mmvllm.layers.linear import Linear
+from mmvllm.layers.vocabulary import VocabularyHead
 from mmvllm.models.decoder import Decoder
 from mmvllm.models.interface import Model, ModelFamily
+from mmvllm.models.splitting import rank_config
 from mmvllm.models.video import VIDEO_DEFAULTS
 from mmvllm.models.vision import PatchLayout
 from mmvllm.processors.image import ImageProcessorConfig
 from mmvllm.processors.video import VideoProcessorConfig
+from mmvllm.ranks import SINGLE, Operation, Ranks
 
 # Those of transformers' Qwen2VLImageProcessor, which serves all these families, for checkpoints that leave them out.
 IMAGE_DEFAULTS = ImageProcessorConfig(
@@ -56,9 +58,10 @@ _MERGED = {
 
 
 class VisionLanguageModel(Model):
-    """One ViT (None in a text-only checkpoint), one decoder, one head.
+    """One ViT (None in a text-only checkpoint), one decoder, one head; every rank has the whole ViT.
 
     Args:
+        config: of the whole model.
         make_vit: VisionConfig -> the ViT: patches (P, patch_dim), a layout that it makes -> rows (M, row_size).
         published: parts of our parameter names, and what stands for them in the published names of tensors.
     """
@@ -69,16 +72,17 @@ class VisionLanguageModel(Model):
         backend: type[AttentionBackend],
         make_vit: Callable[[VisionConfig], nn.Module],
         published: Mapping[str, str],
+        ranks: Ranks = SINGLE,
     ):
         super().__init__()
-        self.config, self.published = config, published
+        self.config, self.published, self.ranks = rank_config(config, ranks.size), published, ranks
         self.visual = make_vit(config.vision) if config.vision else None
-        self.decoder = Decoder(config, backend)
+        self.decoder = Decoder(config, backend, ranks)
         self.lm_head = None if config.tie_word_embeddings else self._head()
         self.tied = {"lm_head.weight": "decoder.embed_tokens.weight"} if config.tie_word_embeddings else {}
 
-    def _head(self) -> Linear:
-        return Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
+    def _head(self) -> VocabularyHead:
+        return VocabularyHead(self.config.hidden_size, self.config.vocab_size, self.ranks)
 
     def use_fp8(self) -> None:
         self.decoder.use_fp8()
@@ -100,6 +104,15 @@ class VisionLanguageModel(Model):
         embeddings, *deepstack = media_rows.split(self.config.hidden_size, dim=1)
         splice(x, embeddings, batch.image_at)
         return self.lm_head(self.decoder(x, kv_cache, batch, deepstack))
+
+    def operations(self, num_tokens: int, num_samples: int) -> list[Operation]:
+        if self.ranks.size == 1:
+            return []
+        width, hidden_size = self.decoder.embed_tokens.weight.shape
+        dtype = self.decoder.embed_tokens.weight.dtype
+        # The embedding, and in each layer attention and the MLP.
+        sums = [Operation("all_reduce", (num_tokens, hidden_size), dtype)] * (1 + 2 * len(self.decoder.layers))
+        return sums + [Operation("gather", (num_samples, width), dtype)] * (num_samples > 0)
 
     def parameter_for(self, name: str) -> tuple[str, int | None] | None:
         if name.endswith(".inv_freq"):  # saved rotary frequencies
@@ -160,8 +173,9 @@ class QwenVLFamily(ModelFamily):
         config: ModelConfig,
         attention: type[AttentionBackend],
         vision_attention: type[AttentionBackend] | None = None,
+        ranks: Ranks = SINGLE,
     ) -> VisionLanguageModel:
         # Text-only checkpoints of all families have the names of a plain decoder.
         published = QwenVLFamily.published if config.vision is None else self.published
         make_vit = partial(self.vision_transformer, backend=vision_attention or attention)
-        return VisionLanguageModel(config, attention, make_vit, published)
+        return VisionLanguageModel(config, attention, make_vit, published, ranks)

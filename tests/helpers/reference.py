@@ -92,7 +92,7 @@ class Reference:
         inputs = {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
         self.model.double()
         try:
-            with _Float64():
+            with Float64():
                 return call(inputs)
         finally:
             self.model.float()
@@ -103,7 +103,7 @@ def _named(part: dict) -> dict:
     return {key: value for key, value in part.items() if key in ("type", "text")}
 
 
-class _Float64(TorchFunctionMode):
+class Float64(TorchFunctionMode):
     """What a model asks to be computed in float32, norms and rotary angles say, is computed in float64."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):

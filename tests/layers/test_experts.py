@@ -41,7 +41,7 @@ def sparse_mlp(num_experts: int, top_k: int, dtype: torch.dtype = torch.float32)
 
 def in_transformers(mlp: SparseMLP) -> Qwen3VLMoeTextSparseMoeBlock:
     """Transformers' block with the same weights, whose names are the same."""
-    sizes = {"hidden_size": C, "moe_intermediate_size": WIDTH, "num_experts": mlp.experts.num_experts}
+    sizes = {"hidden_size": C, "moe_intermediate_size": WIDTH, "num_experts": mlp.experts.shard.whole}
     config = Qwen3VLMoeTextConfig(**sizes, num_experts_per_tok=mlp.num_experts_per_tok)
     config._experts_implementation = "eager"
     block = Qwen3VLMoeTextSparseMoeBlock(config)

@@ -26,7 +26,7 @@ def in_fp8(layer: torch.nn.Module, tensors: dict[tuple[str, int | None], torch.T
     layer.requires_grad_(False)
     layer.weight.zero_()
     layer.scale.zero_()
-    for name, part, view in layer.checkpoint_views():
+    for name, part, view, _ in layer.checkpoint_views():
         view.copy_(tensors[name, part])
     return layer
 

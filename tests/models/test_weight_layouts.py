@@ -61,7 +61,7 @@ def test_experts_of_both_layouts_give_the_same_model(shape, checkpoints, copy_of
 @pytest.mark.parametrize("shape", OTHERS)
 def test_each_place_is_called_by_the_published_name_of_its_tensor(shape, checkpoints):
     model, tensors = load(checkpoints(shape)), load_file(checkpoints(shape) / "model.safetensors")
-    places = [(name, part) for name, part, _ in checkpoint_views(model) if name in dict(model.named_parameters())]
+    places = [(name, part) for name, part, *_ in checkpoint_views(model) if name in dict(model.named_parameters())]
     assert {model.checkpoint_name(*place) for place in places} == tensors.keys()
     assert {model.parameter_for(name) for name in tensors} == set(places)
 

@@ -1,0 +1,195 @@
+"""A model whose weights are split over ranks computes the logits of the whole one, with the operations it names."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mmvllm.batch import Batch, prompt_batch
+from mmvllm.engine.memory import empty_kv_cache
+from mmvllm.layers.attention import TorchAttention
+from mmvllm.layers.linear import pack_weights, packs_well
+from mmvllm.models.interface import Model
+from mmvllm.models.registry import load_config
+from mmvllm.models.rotary import inverse_frequencies
+from mmvllm.models.splitting import possible_sizes
+from mmvllm.models.weights import load_model
+from mmvllm.ranks import SINGLE, ConnectedRanks, Operation, Ranks
+from tests.helpers.ranks import on_ranks
+from tests.helpers.reference import Float64, assert_no_worse
+from tests.helpers.shapes import SHAPES
+
+CPU = torch.device("cpu")
+N, BLOCK = 23, 4
+SAMPLED = (0, 9, N - 1)
+SIZES = (2, 3)
+
+
+def heads(shape: str) -> tuple[int, int]:
+    return SHAPES[shape]["text"]["heads"], SHAPES[shape]["text"]["kv_heads"]
+
+
+def cases(shapes: Iterable[str]) -> list[tuple[str, int]]:
+    """Each shape with the sizes that divide its heads, and its key-value heads unless there is one only."""
+    return [(shape, n) for shape in shapes for n in SIZES if heads(shape)[0] % n == 0 and heads(shape)[1] in (1, n)]
+
+
+# More ranks than key-value heads, or than experts, some of which have none.
+MANY = [("mqa-tied", 5), ("gqa3-untied", 6), ("experts4-top2-vit72", 6), ("experts16-top8-tied", 5)]
+
+
+def a_batch(vocab_size: int, sample_at: Sequence[int]) -> Batch:
+    ids = torch.randint(vocab_size, (N,), generator=torch.Generator().manual_seed(0))
+    return replace(prompt_batch(N, 0, BLOCK, CPU), input_ids=ids, sample_at=torch.tensor(sample_at, dtype=torch.int64))
+
+
+def image_rows(model: Model) -> torch.Tensor:
+    """Of a random image, if the model has a ViT."""
+    vision, dtype = model.config.vision, next(model.parameters()).dtype
+    if vision is None:
+        return torch.empty(0, model.config.row_size, dtype=dtype)
+    side = vision.spatial_merge_size
+    grid = (1, 2 * side, 3 * side)
+    patches = torch.randn(grid[1] * grid[2], vision.patch_dim, generator=torch.Generator().manual_seed(1))
+    return model.encode(patches.to(dtype), [grid])
+
+
+def logits_of(model: Model, rows: torch.Tensor | None = None, sample_at: Sequence[int] = SAMPLED) -> torch.Tensor:
+    """Of a prompt with the rows of an image, the model's own unless others are given."""
+    rows = image_rows(model) if rows is None else rows
+    batch = replace(a_batch(model.config.vocab_size, sample_at), image_at=torch.arange(4, 4 + len(rows)))
+    return model(batch, rows, empty_kv_cache(model.config, -(-N // BLOCK), BLOCK, rows.dtype, CPU))
+
+
+def logits_in_float64(model: Model, rows: torch.Tensor) -> torch.Tensor:
+    inverse_frequencies.cache_clear()
+    with Float64():
+        exact = logits_of(model.double(), rows.double())
+    inverse_frequencies.cache_clear()
+    return exact
+
+
+def loaded(folder, ranks: Ranks = SINGLE, dtype: torch.dtype = torch.float32, **options) -> Model:
+    return load_model(folder, load_config(folder), CPU, dtype, ranks=ranks, **options)
+
+
+@pytest.mark.parametrize(("shape", "size"), cases(SHAPES) + MANY)
+def test_logits_are_those_of_the_whole_model(shape, size, checkpoints):
+    folder, whole = checkpoints(shape), loaded(checkpoints(shape))
+    got, *others = on_ranks(size, lambda ranks: logits_of(loaded(folder, ranks)))
+    plain, rows = logits_of(whole), image_rows(whole)
+    assert_no_worse(got, plain, logits_in_float64(whole, rows))
+    assert got.is_contiguous() and torch.equal(got.argmax(dim=1), plain.argmax(dim=1))
+    assert all(len(other) == len(got) for other in others)
+
+
+def recorded(ranks: ConnectedRanks) -> list[Operation]:
+    """The operations that a rank submits from now on."""
+    submitted, take = [], ranks._take
+    ranks._take = lambda operation: (submitted.append(operation), take(operation))
+    return submitted
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("sample_at", [[], [3, 8]])
+def test_the_operations_of_a_step_are_those_that_a_model_names(shape, sample_at, checkpoints):
+    """One for the embedding, two in each layer, one for the logits if there are any."""
+    config = load_config(checkpoints(shape))
+    size = possible_sizes(config)[1]
+
+    def run(ranks: Ranks) -> list[Operation]:
+        model, submitted = loaded(checkpoints(shape), ranks), recorded(ranks)
+        named = model.operations(N, len(sample_at))
+        ranks.expect(named)
+        assert len(logits_of(model, sample_at=sample_at)) == len(sample_at)
+        assert submitted == named
+        ranks.complete()
+        return named
+
+    named, *others = on_ranks(size, run)
+    assert all(other == named for other in others)
+    sums = [Operation("all_reduce", (N, config.hidden_size), torch.float32)] * (1 + 2 * config.num_hidden_layers)
+    width = -(-config.vocab_size // size)
+    gathers = [Operation("gather", (2, width), torch.float32)] if sample_at else []
+    assert named == sums + gathers
+
+
+def test_a_single_rank_exchanges_nothing(checkpoint):
+    assert loaded(checkpoint).operations(5, 1) == []
+
+
+def test_a_vocabulary_need_not_be_divisible(copy_of):
+    """767 tokens over 2 ranks: the last row of the second is padding."""
+
+    def shorter(tensors: dict) -> dict:
+        words = ("embed_tokens.weight", "lm_head.weight")
+        return {name: x[:767].contiguous() if name.endswith(words) else x for name, x in tensors.items()}
+
+    def config(raw: dict) -> dict:
+        return raw | {"vocab_size": 767, "text_config": raw["text_config"] | {"vocab_size": 767}}
+
+    folder = copy_of("gqa3-untied", shorter, config)
+    want = logits_of(loaded(folder))
+    got, _ = on_ranks(2, lambda ranks: logits_of(loaded(folder, ranks)))
+    assert got.shape == want.shape == (3, 767) and got.is_contiguous()
+    torch.testing.assert_close(got, want)
+
+
+# 8-bit floats need sizes that are multiples of 16, and no experts.
+ROUNDED = ("gqa2-tied", "mha-untied", "windows2-vit80-untied", "qwen3-mqa-untied")
+EIGHT_BITS = [(*case, "fp8") for case in cases(ROUNDED)] + [
+    (*case, kind) for kind in (None, "int8") for case in cases((*ROUNDED, "deepstack3-tied", "experts4-top2-vit72"))
+]
+
+
+@pytest.mark.parametrize(("shape", "size", "quantization"), EIGHT_BITS)
+def test_packed_and_quantized_weights_of_ranks(shape, size, quantization, checkpoints):
+    """As near to the exact logits as those of one process with weights of the same kind."""
+    folder, dtype = checkpoints(shape), torch.bfloat16
+    assert packs_well(dtype)
+
+    def run(ranks: Ranks) -> torch.Tensor:
+        model = loaded(folder, ranks, dtype, fp8=quantization == "fp8")
+        pack_weights(model, dtype, int8=quantization == "int8")
+        return logits_of(model)
+
+    (got, *_), alone, exact = on_ranks(size, run), run(SINGLE), logits_of(loaded(folder)).double()
+    error, allowed = ((logits.double() - exact).square().mean().sqrt() for logits in (got, alone))
+    assert got.dtype == dtype and error <= 2 * allowed
+
+
+@pytest.mark.parametrize("shape", ["gqa3-untied", "experts4-top2-vit72"])
+def test_ranks_share_the_memory_of_the_weights(shape, checkpoints):
+    """All but the ViT, norms and routers is divided; nothing is held twice."""
+    folder = checkpoints(shape)
+
+    def sizes(ranks: Ranks) -> dict[str, int]:
+        return {name: parameter.numel() for name, parameter in loaded(folder, ranks).named_parameters()}
+
+    whole, parts = sizes(SINGLE), on_ranks(2, sizes)
+    for name, size in whole.items():
+        is_everywhere = name.startswith("visual.") or "norm" in name or name.endswith("mlp.gate.weight")
+        assert [part[name] for part in parts] == [size if is_everywhere else size // 2] * 2, name
+
+
+def test_the_config_of_a_rank_has_its_heads(checkpoints):
+    config = load_config(checkpoints("gqa3-untied"))
+    for size, heads, kv_heads in ((1, 6, 2), (2, 3, 1), (6, 1, 1)):
+        (own, *_) = on_ranks(size, lambda ranks: loaded(checkpoints("gqa3-untied"), ranks).config)
+        assert own == replace(config, num_attention_heads=heads, num_key_value_heads=kv_heads)
+        assert empty_kv_cache(own, 1, 4, torch.float32, CPU).shape[4] == kv_heads
+
+
+def test_the_backend_of_a_rank_sees_its_heads(checkpoints):
+    seen = []
+
+    class Watched(TorchAttention):
+        @staticmethod
+        def paged(q, k_cache, v_cache, batch):
+            seen.append((q.shape[1], k_cache.shape[2]))
+            return TorchAttention.paged(q, k_cache, v_cache, batch)
+
+    folder = checkpoints("mqa-tied")
+    on_ranks(5, lambda ranks: logits_of(loaded(folder, ranks, attention=Watched)))
+    assert seen == [(1, 1)] * 5 * 5
