@@ -7,11 +7,17 @@ import pytest
 
 from mmvllm import LLM, SamplingParams
 from tests.helpers.engines import assert_idle, run_at_once
+from tests.helpers.rank_threads import use_rank_threads
 from tests.helpers.requests import ask, grids_of, noise_image, patches_of, spans_of
 from tests.helpers.shapes import every_family
 
 pytestmark = every_family
-both_ways = pytest.mark.parametrize("make_llm", [False, True], ids=["plain", "ahead"], indirect=True)
+WAYS = [
+    pytest.param({"async_scheduling": False}, id="plain"),
+    pytest.param({"async_scheduling": True}, id="ahead"),
+    pytest.param({"async_scheduling": True, "tensor_parallel_size": 2}, id="2 ranks", marks=pytest.mark.slow),
+]
+every_way = pytest.mark.parametrize("make_llm", WAYS, indirect=True)
 
 TOKENS = 12
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
@@ -25,9 +31,10 @@ REQUESTS = {
 
 
 @pytest.fixture
-def make_llm(request, make_llm):
-    """LLM(...) that exits after the test; where the test is marked `both_ways`, once with steps launched ahead."""
-    return partial(make_llm, async_scheduling=getattr(request, "param", False))
+def make_llm(request, make_llm, monkeypatch):
+    """LLM(...) that exits after the test; where the test is marked `every_way`, in each of the `WAYS`."""
+    use_rank_threads(monkeypatch)
+    return partial(make_llm, **getattr(request, "param", {"async_scheduling": False}))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +66,7 @@ def count_encoded(llm) -> list[int]:
     return calls
 
 
-@both_ways
+@every_way
 @pytest.mark.parametrize("order", [1, -1])
 def test_batch_order(order, checkpoint, make_llm, expected):
     assert tokens(run(make_llm(checkpoint), tuple(REQUESTS)[::order])) == expected
@@ -69,7 +76,7 @@ def test_after_a_warm_up(checkpoint, make_llm, expected):
     assert tokens(run(make_llm(checkpoint, skip_warmup=False))) == expected
 
 
-@both_ways
+@every_way
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3])
 def test_max_num_seqs(max_num_seqs, checkpoint, make_llm, expected):
     assert tokens(run(make_llm(checkpoint, max_num_seqs=max_num_seqs))) == expected
@@ -85,13 +92,13 @@ def test_every_token_budget(name, checkpoint, make_llm, expected):
         assert run(llm, (name,))[name].token_ids == expected[name], f"budget {budget} of {length}"
 
 
-@both_ways
+@every_way
 @pytest.mark.parametrize("budget", [1, 2, 3, 7, 16, 30, 61])
 def test_token_budgets_with_several_requests(budget, checkpoint, make_llm, expected):
     assert tokens(run(make_llm(checkpoint, max_num_batched_tokens=budget))) == expected
 
 
-@both_ways
+@every_way
 @pytest.mark.parametrize("block_size", [1, 2, 3, 5, 8, 16, 64])
 def test_prefix_cold_and_hit(block_size, checkpoint, make_llm, expected):
     llm = make_llm(checkpoint, kvcache_block_size=block_size)
@@ -128,7 +135,7 @@ def forget_prefixes_longer_than(blocks, num_blocks: int) -> None:
         del blocks.cached[key], blocks.keys[block]
 
 
-@both_ways
+@every_way
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("name", ["text", "two apart"])
 def test_preemption_at_each_step(name, caching, checkpoint, make_llm, expected):
@@ -158,7 +165,7 @@ def blocks_of(llm, name: str, block_size: int) -> int:
     return -(-(len(llm.processor(REQUESTS[name]).token_ids) + TOKENS) // block_size)
 
 
-@both_ways
+@every_way
 @pytest.mark.parametrize("spare_blocks", [0, 5, 9])
 def test_preemption_when_blocks_run_out(spare_blocks, checkpoint, make_llm, expected):
     """The prompts fit together but their completions do not: the last sequences are preempted and resumed."""
@@ -170,7 +177,7 @@ def test_preemption_when_blocks_run_out(spare_blocks, checkpoint, make_llm, expe
     assert_idle(llm)
 
 
-@both_ways
+@every_way
 @pytest.mark.parametrize("num_images", [1, 1.5, 2])
 @pytest.mark.parametrize("budget", [5, 4096])
 def test_encoder_cache_eviction(num_images, budget, checkpoint, make_llm, expected):
@@ -189,7 +196,7 @@ def test_encoder_cache_eviction(num_images, budget, checkpoint, make_llm, expect
     assert tokens(run(llm)) == expected
 
 
-@both_ways
+@every_way
 @pytest.mark.parametrize("patches", [1, 30, 60, 100])
 def test_vision_patch_budget(patches, checkpoint, make_llm, expected):
     llm = make_llm(checkpoint, max_vision_patches=patches, enable_prefix_caching=False)
@@ -199,7 +206,7 @@ def test_vision_patch_budget(patches, checkpoint, make_llm, expected):
     assert max(encoded) <= max(patches, *sizes)
 
 
-@both_ways
+@every_way
 def test_an_image_is_encoded_once(checkpoint, make_llm, expected):
     """Requests with image A in the same and in later steps, with and without a common prefix: one ViT pass."""
     llm = make_llm(checkpoint, enable_prefix_caching=False)
@@ -235,7 +242,7 @@ def test_n_completions_share_the_blocks_of_the_prompt(block_size, caching, check
         assert_idle(llm)
 
 
-@both_ways
+@every_way
 def test_n_completions_with_few_blocks(checkpoint, make_llm, expected):
     num_blocks = blocks_of(make_llm(checkpoint), "two apart", 4) + 1
     llm = make_llm(checkpoint, kvcache_block_size=4, num_kvcache_blocks=num_blocks, enable_prefix_caching=False)
@@ -246,7 +253,7 @@ def test_n_completions_with_few_blocks(checkpoint, make_llm, expected):
     assert_idle(llm)
 
 
-@both_ways
+@every_way
 def test_seeded_sampling_does_not_depend_on_the_batch(checkpoint, make_llm):
     llm = make_llm(checkpoint)
     names = list(REQUESTS)

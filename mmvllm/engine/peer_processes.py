@@ -28,6 +28,7 @@ from mmvllm.engine.model_runner import ModelRunner
 from mmvllm.engine.peers import Peers
 from mmvllm.engine.rank_process import CONNECT_TIMEOUT, KeepRows, Report, rank_device, run_rank
 from mmvllm.engine.step_inputs import StepInputs
+from mmvllm.models.splitting import rank_config
 from mmvllm.ranks import SINGLE, ConnectedRanks, RanksFailed
 from mmvllm.transfer import current_device
 from mmvllm.worker_channel import Channel, PackedMessage, SharedBuffer
@@ -41,7 +42,9 @@ POLL_SECONDS = 0.02
 
 def start_runner(checkpoint: Checkpoint) -> ModelRunner:
     """Load the model, with the other ranks if there are several; raises ValueError for what cannot be served."""
-    if checkpoint.config.tensor_parallel_size == 1:
+    size = checkpoint.config.tensor_parallel_size
+    rank_config(checkpoint.model_config, size)  # refuses sizes before anything is started
+    if size == 1:
         return load_runner(checkpoint, checkpoint.device, SINGLE)
     peers = PeerProcesses(checkpoint)
     try:

@@ -61,10 +61,6 @@ class Model(nn.Module, ABC):
         written in place.
         """
 
-    def operations(self, num_tokens: int, num_samples: int) -> list:
-        return []
-
-    @abstractmethod
     def operations(self, num_tokens: int, num_samples: int) -> list[Operation]:
         """What `forward` exchanges with other ranks for N tokens, R of which sample, in this order."""
 
