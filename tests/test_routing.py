@@ -9,7 +9,7 @@ from threading import Thread
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmvllm import SamplingParams
@@ -117,6 +117,7 @@ def cached_blocks(manager: BlockManager, token_ids: list[int], items: list[tuple
     return hit // BLOCK_TOKENS
 
 
+@settings(max_examples=200, derandomize=True, deadline=None, database=None)
 @given(pieces, pieces, st.sampled_from([None, "", "s"]), st.sampled_from([None, "", "s"]))
 def test_equal_keys_are_equal_blocks_of_the_prefix_cache(first, second, salt, other_salt):
     manager = BlockManager(64, BLOCK_TOKENS)
@@ -335,6 +336,7 @@ events = st.one_of(
 )
 
 
+@settings(max_examples=200, derandomize=True, deadline=None, database=None)
 @given(st.lists(events, max_size=80))
 def test_loads_are_those_of_the_requests_in_flight(sequence):
     router = Router(NUM_ENGINES, max_imbalance=MAX_IMBALANCE, capacity=CAPACITY)
