@@ -109,4 +109,4 @@ def _run_step(runner: ModelRunner, inputs: StepInputs) -> Report:
 
 
 def _report(rank: int, error: Exception) -> Report:
-    return Report(f"rank {rank}: {type(error).__name__}: {first_line(error)}", is_out_of_memory(error))
+    return Report(f"rank {rank}: {first_line(error)}", is_out_of_memory(error))
