@@ -35,7 +35,8 @@ def run(args: argparse.Namespace) -> dict:
     profile = Profile() if args.profile else None
     with TemporaryDirectory() as name, _one_thread():
         folder, all_cases = Path(name), cases + streamed
-        write_checkpoint(folder, args.vocab_size, max(_length(case, args.steps) for case in all_cases))
+        max_model_len = max(_length(case, args.steps) for case in all_cases)
+        write_checkpoint(folder, args.vocab_size, max_model_len, args.tensor_parallel_size or 1)
         options = engine_options(max(case.sequences for case in all_cases), given_engine_args(vars(args)))
         arithmetic = args.arithmetic or device.type == "cuda"  # where it is launches
         steps = _measure_steps(folder, options, cases, args.steps, arithmetic, profile)

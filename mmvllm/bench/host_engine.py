@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mmvllm.engine import sampler
 from mmvllm.engine.llm_engine import LLMEngine
+from mmvllm.engine.model_runner import ModelRunner
 from mmvllm.engine.stats import Stopwatch
 from mmvllm.engine.step_inputs import StepInputs
 from mmvllm.inputs import EngineInput
@@ -27,9 +28,9 @@ SAMPLING = {
 }
 SHIFTS = 16  # steps until the logits repeat
 # The KV cache is allocated, although nothing is written to it: a decoder of one small layer keeps it small.
-SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-HEADS = {"num_attention_heads": 1, "num_key_value_heads": 1, "layer_types": ["full_attention"]}
-MROPE_SECTION = [8, 4, 4]  # half of the head size
+SMALL = {"intermediate_size": 32, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+HEAD_DIM = 32
+MROPE_SECTION = [8, 4, 4]  # half of HEAD_DIM
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +46,15 @@ class HostCase:
         return SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=index, **SAMPLING[self.sampling])
 
 
-def write_checkpoint(folder: Path, vocab_size: int, max_model_len: int) -> None:
+def write_checkpoint(folder: Path, vocab_size: int, max_model_len: int, num_heads: int = 1) -> None:
     """The bundled model's files without its weights, for a smaller decoder, another vocabulary and longer contexts."""
     shutil.copytree(BUNDLED, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((folder / "config.json").read_text())
     text = config["text_config"]
-    text |= SMALL | HEADS | {"vocab_size": vocab_size, "max_position_embeddings": max_model_len}
+    sizes = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads, "hidden_size": HEAD_DIM * num_heads}
+    text |= SMALL | sizes | {"vocab_size": vocab_size, "max_position_embeddings": max_model_len}
     text["rope_parameters"] |= {"mrope_section": MROPE_SECTION}
-    config["vision_config"] |= {"hidden_size": SMALL["hidden_size"], "depth": 1}
+    config["vision_config"] |= {"hidden_size": sizes["hidden_size"], "depth": 1}
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -84,12 +86,14 @@ class StandIn:
         self._rng = np.random.default_rng(0)
         self._runner = engine.model_runner
         self._runner.run = self.run
+        self._runner.peers.call(launch_nothing)
         self._kernels = {} if arithmetic else {name: getattr(sampler, name) for name in self._launches()}
         for name, launch in self._launches().items() if self._kernels else ():
             setattr(sampler, name, launch)
 
     def run(self, inputs: StepInputs, watch: Stopwatch) -> Tensor:
         """Logits (R, V) of the rows that want a token, after what a step that the model computes copies."""
+        self._runner.send(inputs, watch)
         batch, self._runner.samples = self._runner.rows.batch(inputs)
         watch.mark("copy")
         self._num_runs += 1
@@ -118,6 +122,15 @@ class StandIn:
     def prompt(self, num_tokens: int) -> EngineInput:
         """Text that shares no prefix with any other."""
         return EngineInput(self._rng.choice(self.token_ids, num_tokens).tolist())
+
+
+def launch_nothing(runner: ModelRunner) -> None:
+    """On other ranks: a step copies its inputs, and the tokens are exchanged."""
+
+    def run(inputs: StepInputs, watch: Stopwatch) -> None:
+        _, runner.samples = runner.rows.batch(inputs)
+
+    runner.run = run
 
 
 def text_ids(tokenizer: Any, vocab_size: int) -> list[int]:

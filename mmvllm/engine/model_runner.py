@@ -92,7 +92,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, inputs: StepInputs, watch: Stopwatch) -> Tensor:
         """Encode the step's new items, then run the decoder -> logits (R, V), on rank 0."""
-        self.peers.send(inputs)
+        self.send(inputs, watch)
         for digest in inputs.freed_digests:
             self._rows.pop(digest, None)
         if inputs.block_copies:
@@ -114,6 +114,12 @@ class ModelRunner:
             logits = self.model(batch, torch.cat(media_rows) if media_rows else self._no_rows, self.kv_cache)
         watch.mark("decoder")
         return logits
+
+    def send(self, inputs: StepInputs, watch: Stopwatch) -> None:
+        """Let the other ranks run the step, if there are any."""
+        if self.ranks.size > 1:
+            self.peers.send(inputs)
+            watch.mark("send")
 
     @torch.inference_mode()
     def append(self, token_ids: Tensor) -> None:

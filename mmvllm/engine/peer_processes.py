@@ -13,10 +13,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Set
+from collections.abc import Callable, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import connection
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from mmvllm.engine.checkpoint import Checkpoint
 from mmvllm.engine.loading import load_runner
 from mmvllm.engine.model_runner import ModelRunner
 from mmvllm.engine.peers import Peers
-from mmvllm.engine.rank_process import CONNECT_TIMEOUT, KeepRows, Report, rank_device, run_rank
+from mmvllm.engine.rank_process import CONNECT_TIMEOUT, Report, rank_device, run_rank
 from mmvllm.engine.step_inputs import StepInputs
 from mmvllm.models.splitting import rank_config
 from mmvllm.ranks import SINGLE, ConnectedRanks, RanksFailed
@@ -177,9 +178,12 @@ class PeerProcesses(Peers):
 
     def keep_rows(self, digests: Set[bytes]) -> None:
         self._doubtful.clear()
+        self.call(methodcaller("keep_rows", digests))
+
+    def call(self, function: Callable[[ModelRunner], None]) -> None:
         for channel in self._channels:
             with suppress(OSError):  # a process that has ended is noticed elsewhere
-                channel.send(KeepRows(frozenset(digests)))
+                channel.send(function)
 
     def check(self) -> None:
         if self.failure is not None:

@@ -1,8 +1,12 @@
 """The other ranks of an engine, as rank 0 sees them: here, none."""
 
 from collections.abc import Callable, Set
+from typing import TYPE_CHECKING
 
 from mmvllm.engine.step_inputs import StepInputs
+
+if TYPE_CHECKING:  # which imports this
+    from mmvllm.engine.model_runner import ModelRunner
 
 
 class Peers:
@@ -28,6 +32,9 @@ class Peers:
 
     def keep_rows(self, digests: Set[bytes]) -> None:
         """Free the rows of all other items."""
+
+    def call(self, function: Callable[["ModelRunner"], None]) -> None:
+        """Let the other ranks call a function, which is pickled, with their runners."""
 
     def check(self) -> None:
         """Raise RanksFailed if a process has ended."""

@@ -1,7 +1,7 @@
 """What runs in the process of a rank other than 0: the steps that rank 0 sends, until it ends."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,13 +32,6 @@ class Report:
 
     error: str | None = None
     is_out_of_memory: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class KeepRows:
-    """Free the rows of all items but these."""
-
-    digests: frozenset[bytes]
 
 
 def rank_device(first: torch.device, rank: int) -> torch.device:
@@ -81,14 +74,14 @@ def serve_rank(
 @torch.inference_mode()
 def _follow(channel: Channel, runner: ModelRunner) -> None:
     while (message := _next_message(channel)) is not None:
-        if isinstance(message, KeepRows):
-            runner.keep_rows(message.digests)
-        else:
+        if isinstance(message, StepInputs):
             channel.pipe.send(_run_step(runner, message))
+        else:
+            message(runner)
 
 
-def _next_message(channel: Channel) -> StepInputs | KeepRows | None:
-    """None if this rank is to end, or if rank 0 has ended."""
+def _next_message(channel: Channel) -> StepInputs | Callable[[ModelRunner], None] | None:
+    """A step; or what is to be done with the runner; None if this rank is to end, or if rank 0 has ended."""
     try:
         return channel.receive()
     except (EOFError, OSError):

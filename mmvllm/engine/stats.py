@@ -56,8 +56,8 @@ class Stopwatch:
 class StepStats:
     """One step; `seconds` has those of its parts that took place, if the executor has a `clock`.
 
-    These are "schedule", "pack", "vision", "copy", "decoder", "sample" and "commit". "commit" is left out where the
-    next step was launched before it: it takes none of the device's time there.
+    These are "schedule", "pack", "send" (to other ranks), "vision", "copy", "decoder", "sample", "append" and "commit".
+    "commit" is left out where the next step was launched before it: it takes none of the device's time there.
     """
 
     end: float  # time.perf_counter()

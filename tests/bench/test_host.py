@@ -8,6 +8,7 @@ import pytest
 from mmvllm.cli.main import main
 from mmvllm.engine import sampler
 from mmvllm.kernels import sampling
+from tests.helpers.rank_threads import use_rank_threads
 
 SMALL = ("host", "--device", "cpu", "--steps", "6", "--contexts", "40,5", "--sequences", "1,4")
 
@@ -53,6 +54,14 @@ def test_the_samplers_kernels_run_only_if_asked_for(bench, monkeypatch):
     assert not ran
     bench(*SMALL, *few, "--arithmetic")
     assert ran
+
+
+def test_what_is_exchanged_with_other_ranks_is_measured(bench, monkeypatch):
+    use_rank_threads(monkeypatch)
+    _, lines, _ = bench(*SMALL, "--sampling", "greedy", "--streams", "3", "--tensor-parallel-size", "2")
+    record = json.loads(lines[-1])
+    assert all(step["tokens"] == 6 * step["sequences"] for step in record["steps"]) and len(record["steps"]) == 8
+    assert all({"send", "append"} <= step["parts"].keys() for step in record["steps"])
 
 
 def test_streams_can_be_left_out(bench):
