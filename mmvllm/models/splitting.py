@@ -8,6 +8,13 @@ from mmvllm.ranks import Ranks
 from mmvllm.text import counted, listed
 
 
+class PlannedRank(Ranks):
+    """One of several ranks without the others, to build what it would have of a model: it exchanges nothing."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+
+
 def rank_config(config: ModelConfig, size: int) -> ModelConfig:
     """The config with the numbers of heads that each of `size` ranks has; the rest is that of the whole model.
 

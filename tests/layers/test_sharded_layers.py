@@ -12,10 +12,11 @@ from mmvllm.layers.linear import Linear, MergedLinear, pack_weights
 from mmvllm.layers.mlp import GatedMLP
 from mmvllm.layers.sharding import Shard
 from mmvllm.layers.vocabulary import VocabularyEmbedding, VocabularyHead
+from mmvllm.models.splitting import PlannedRank
 from mmvllm.models.weights import checkpoint_views
 from mmvllm.ranks import SINGLE, Operation
 from tests.helpers.kernels import assert_no_worse
-from tests.helpers.ranks import AloneRank, on_ranks
+from tests.helpers.ranks import on_ranks
 
 C = 48
 
@@ -34,8 +35,8 @@ def filled(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def ranks_of(size: int) -> list[AloneRank]:
-    return [AloneRank(rank, size) for rank in range(size)]
+def ranks_of(size: int) -> list[PlannedRank]:
+    return [PlannedRank(rank, size) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])

@@ -12,10 +12,9 @@ from mmvllm.layers.sharding import Shard
 from mmvllm.models import weights
 from mmvllm.models.interface import Model
 from mmvllm.models.registry import load_config
-from mmvllm.models.splitting import key_value_heads, possible_sizes, query_heads, rank_config
+from mmvllm.models.splitting import PlannedRank, key_value_heads, possible_sizes, query_heads, rank_config
 from mmvllm.models.weights import checkpoint_views
 from mmvllm.ranks import SINGLE
-from tests.helpers.ranks import AloneRank
 from tests.helpers.shapes import RICHEST, SHAPES, TEXT_SHAPES
 from tests.helpers.weights import assert_same, load
 
@@ -28,7 +27,7 @@ def size_of(shape: str, checkpoints) -> int:
 
 
 def split(folder, size: int, **options) -> list[Model]:
-    return [load(folder, ranks=AloneRank(rank, size), **options) for rank in range(size)]
+    return [load(folder, ranks=PlannedRank(rank, size), **options) for rank in range(size)]
 
 
 def rebuilt(models: list[Model], shapes: dict[str, torch.Size]) -> dict[str, torch.Tensor]:
@@ -143,7 +142,7 @@ def test_padding_of_ranks_is_zero(checkpoints):
 def test_a_tensor_of_a_ranks_size_is_misshapen(name, shape, needed, copy_of):
     folder = copy_of("gqa2-tied", lambda tensors: tensors | {name: torch.ones(shape)})
     with pytest.raises(ValueError) as error:
-        load(folder, ranks=AloneRank(1, 2))
+        load(folder, ranks=PlannedRank(1, 2))
     assert str(error.value).endswith(f"tensors of the wrong shape (1): {name} is {shape}, needs {needed}")
 
 
@@ -152,7 +151,7 @@ def test_a_missing_tensor_is_named_by_each_rank(copy_of):
     folder = copy_of("gqa2-tied", lambda tensors: {key: tensors[key] for key in tensors if key != name})
     for rank in range(2):
         with pytest.raises(ValueError, match=rf"missing tensors \(1\): {name}$"):
-            load(folder, ranks=AloneRank(rank, 2))
+            load(folder, ranks=PlannedRank(rank, 2))
 
 
 def test_a_tied_head_that_differs_is_refused_by_the_rank_that_has_the_difference(copy_of):
@@ -162,9 +161,9 @@ def test_a_tied_head_that_differs_is_refused_by_the_rank_that_has_the_difference
         return tensors | {"lm_head.weight": head}
 
     folder = copy_of("gqa2-tied", with_head)
-    load(folder, ranks=AloneRank(0, 2))
+    load(folder, ranks=PlannedRank(0, 2))
     with pytest.raises(ValueError, match=r"tensors that differ from those they are tied to \(1\): lm_head\.weight$"):
-        load(folder, ranks=AloneRank(1, 2))
+        load(folder, ranks=PlannedRank(1, 2))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +178,7 @@ def test_sizes_that_do_not_divide_are_refused_with_those_that_do(shape, size, me
     with pytest.raises(ValueError, match=f"tensor_parallel_size is {message}$"):
         rank_config(load_config(checkpoints(shape)), size)
     with pytest.raises(ValueError, match="tensor_parallel_size is"):
-        load(checkpoints(shape), ranks=AloneRank(0, size))
+        load(checkpoints(shape), ranks=PlannedRank(0, size))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -188,7 +187,7 @@ def test_each_query_head_is_with_the_key_value_head_that_it_reads(shape, checkpo
     H, K = config.num_attention_heads, config.num_key_value_heads
     for size in possible_sizes(config):
         own = rank_config(config, size)
-        for rank in (AloneRank(rank, size) for rank in range(size)):
+        for rank in (PlannedRank(rank, size) for rank in range(size)):
             queries, keys = query_heads(config, rank), key_value_heads(config, rank)
             assert (queries.length, keys.length) == (own.num_attention_heads, own.num_key_value_heads)
             for i in range(queries.length):
@@ -198,7 +197,7 @@ def test_each_query_head_is_with_the_key_value_head_that_it_reads(shape, checkpo
 
 @pytest.mark.parametrize(("whole", "size"), [(8, 1), (8, 2), (8, 3), (3, 5), (9, 4), (151936, 7)])
 def test_shards_follow_each_other_and_cover_the_whole(whole, size):
-    shards = [Shard.cut(whole, AloneRank(rank, size)) for rank in range(size)]
+    shards = [Shard.cut(whole, PlannedRank(rank, size)) for rank in range(size)]
     ends = [0, *(shard.start + shard.length for shard in shards)]
     assert [shard.start for shard in shards] == ends[:-1] and ends[-1] == whole
     assert max(shard.length for shard in shards) == -(-whole // size)
