@@ -135,6 +135,10 @@ class ConnectedRanks(Ranks):
         """Let operations that wait for other ranks fail, from any thread."""
         self._backend.abort()
 
+    def close(self) -> None:
+        """Close the connections; nothing can be exchanged any more."""
+        self._backend = None
+
     def _take(self, operation: Operation) -> None:
         """Before an operation is run: one that fails cannot be run again."""
         if self._expected is not None:

@@ -8,8 +8,8 @@ from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 
 PACKAGES = ("torch", "transformers", "triton", "flash-attn", "flash-attn-4", "torchvision", "av")
 SHOWN = (
-    *("device", "dtype", "max_model_len", "max_num_seqs", "gpu_memory_utilization", "cpu_kvcache_bytes"),
-    *("encoder_cache_bytes", "attention_backend", "vision_attention_backend"),
+    *("device", "tensor_parallel_size", "dtype", "max_model_len", "max_num_seqs", "gpu_memory_utilization"),
+    *("cpu_kvcache_bytes", "encoder_cache_bytes", "attention_backend", "vision_attention_backend"),
 )
 
 
@@ -54,8 +54,7 @@ def run(args: argparse.Namespace) -> int:
             "chosen": f"{attention.name} ({reason})",
             **_vision_attention(config, engine_config, device, dtype),
         },
-        "memory": memory.rows(dtype),
-        f"memory needed on {device.type}, by dtype": memory.by_dtype(),
+        **memory.sections(dtype),
     }
     for title, rows in sections.items():
         print(title)

@@ -1,4 +1,7 @@
-"""The memory that a model needs, as `mmvllm info` shows it: predicted from its config, without its weights."""
+"""The memory that a model needs, as `mmvllm info` shows it: predicted from its config, without its weights.
+
+Where several devices share a model, it is that of one of them: of the first, which has at least as much as the others.
+"""
 
 import torch
 
@@ -8,6 +11,8 @@ from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.linear import weight_bytes
 from mmvllm.models.interface import Model
 from mmvllm.models.registry import family_of
+from mmvllm.models.splitting import PlannedRank, rank_config
+from mmvllm.ranks import SINGLE, Ranks
 
 # What a process takes beside weights and caches: the interpreter, torch, transformers, a tokenizer of 150,000 tokens
 # and the tensors of a step. 590 to 670 MiB were measured with Qwen3-VL-2B and Qwen2.5-VL-3B, images of 448x448.
@@ -16,7 +21,10 @@ SHOWN_DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Memory:
-    """The memory of one model on one device, as rows of text: name -> sizes."""
+    """The memory of one model on each of its devices, as rows of text: name -> sizes.
+
+    Raises ValueError for a number of devices that the model cannot be split over.
+    """
 
     def __init__(
         self,
@@ -25,10 +33,23 @@ class Memory:
         attention: type[AttentionBackend],
         device: torch.device,
     ):
-        self.config, self.engine_config, self.device = config, engine_config, device
+        self.engine_config, self.device = engine_config, device
+        self.ranks = PlannedRank(0, engine_config.tensor_parallel_size)
+        self.whole_config, self.config = config, rank_config(config, self.ranks.size)
         self.block_size = engine_config.kvcache_block_size or attention.block_size
-        self.attention, self.model = attention, _without_weights(config, attention)
+        self.attention, self.model = attention, without_weights(config, attention, self.ranks)
         self.encoder_cache_bytes = engine_config.encoder_cache_bytes if config.vision else 0
+
+    def sections(self, dtype: torch.dtype) -> dict[str, dict[str, str]]:
+        """All rows by their titles, for an engine that would run in this dtype."""
+        size, needed = self.ranks.size, f"memory needed on {self.device.type}"
+        if size == 1:
+            return {"memory": self.rows(dtype), f"{needed}, by dtype": self.by_dtype()}
+        return {
+            f"weights of each of {size} devices": slices(self.whole_config, size),
+            f"memory of each of {size} devices": self.rows(dtype),
+            f"{needed} by each of {size} processes, by dtype": self.by_dtype(),
+        }
 
     def rows(self, dtype: torch.dtype) -> dict[str, str]:
         """What the engine would use, at the dtype that it would run in."""
@@ -36,12 +57,18 @@ class Memory:
         note = "" if self.device.type == "cpu" else " at most; the engine measures the exact number when it starts"
         size = f"{num_blocks * block_bytes / 2**20:.1f} MiB"
         return {
-            "weights": f"{self._weights(dtype) / 2**20:.1f} MiB",
+            "weights": f"{self._weights(dtype) / 2**20:.1f} MiB{self._copied(dtype)}",
             "KV block": f"{block_bytes / 2**10:.1f} KiB for {self.block_size} tokens",
             "KV cache": f"{num_blocks} blocks, {num_blocks * self.block_size} tokens, {size}{note}",
             "longest sequence": f"{min(num_blocks * self.block_size, self.config.max_position_embeddings)} tokens",
             "encoder cache": f"{self.encoder_cache_bytes / 2**20:.0f} MiB",
         }
+
+    def _copied(self, dtype: torch.dtype) -> str:
+        """What every device has whole."""
+        if self.ranks.size == 1 or self.config.vision is None:
+            return ""
+        return f", {weight_bytes(self.model.visual, dtype, self.device) / 2**20:.1f} MiB of them the ViT"
 
     def by_dtype(self) -> dict[str, str]:
         """What a process needs with full caches; on a GPU without the KV cache, which takes what is left."""
@@ -57,7 +84,7 @@ class Memory:
 
     def _in_fp8(self) -> str:
         """Of the GPU's kind of quantization, or why this model does not support it."""
-        model = _without_weights(self.config, self.attention)
+        model = without_weights(self.whole_config, self.attention, self.ranks)
         try:
             model.use_fp8()
         except ValueError as error:
@@ -85,9 +112,30 @@ class Memory:
         return affordable_blocks(budget, self.engine_config, self.config, self.block_size, dtype)
 
 
-def _without_weights(config: ModelConfig, attention: type[AttentionBackend]) -> Model:
+def slices(config: ModelConfig, size: int) -> dict[str, str]:
+    """What each of several devices has of the weights: name -> part."""
+    own, experts, K = rank_config(config, size), config.experts, config.num_key_value_heads
+    copies = f", each on {size // K} devices" if size > K else ""
+    rows = {
+        "query heads": f"{own.num_attention_heads} of {config.num_attention_heads}",
+        "key-value heads": f"{own.num_key_value_heads} of {K}{copies}",
+    }
+    if experts is None or experts.dense_layers:
+        rows["MLP"] = _part_text(config.intermediate_size, size)
+    if experts is not None:
+        rows["experts"] = _part_text(experts.num_experts, size)
+    rows["vocabulary"] = _part_text(config.vocab_size, size)
+    return rows | ({"ViT": "all of it"} if config.vision else {})
+
+
+def _part_text(whole: int, size: int) -> str:
+    return f"{'at most ' if whole % size else ''}{-(-whole // size)} of {whole}"
+
+
+def without_weights(config: ModelConfig, attention: type[AttentionBackend], ranks: Ranks = SINGLE) -> Model:
+    """What the rank would have of a model, on the meta device."""
     with torch.device("meta"):
-        model = family_of(config.architecture).build(config, attention)
+        model = family_of(config.architecture).build(config, attention, ranks=ranks)
     model.tie_head()
     return model
 

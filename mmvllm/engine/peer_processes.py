@@ -230,6 +230,8 @@ class PeerProcesses(Peers):
         atexit.unregister(self._kill)
         for channel in self._channels:
             channel.close()
+        if self._ranks is not None:
+            self._ranks.close()
         self._channels, self._ranks = [], None
         if self._device.type == "cpu":
             torch.set_num_threads(self._num_threads)

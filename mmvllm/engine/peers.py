@@ -1,12 +1,9 @@
 """The other ranks of an engine, as rank 0 sees them: here, none."""
 
 from collections.abc import Callable, Set
-from typing import TYPE_CHECKING
+from typing import Any
 
 from mmvllm.engine.step_inputs import StepInputs
-
-if TYPE_CHECKING:  # which imports this
-    from mmvllm.engine.model_runner import ModelRunner
 
 
 class Peers:
@@ -33,8 +30,8 @@ class Peers:
     def keep_rows(self, digests: Set[bytes]) -> None:
         """Free the rows of all other items."""
 
-    def call(self, function: Callable[["ModelRunner"], None]) -> None:
-        """Let the other ranks call a function, which is pickled, with their runners."""
+    def call(self, function: Callable[[Any], None]) -> None:
+        """Let the other ranks call a function, which is pickled, with their `ModelRunner`."""
 
     def check(self) -> None:
         """Raise RanksFailed if a process has ended."""

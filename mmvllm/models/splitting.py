@@ -5,7 +5,14 @@ from dataclasses import replace
 from mmvllm.config import ModelConfig
 from mmvllm.layers.sharding import Shard
 from mmvllm.ranks import Ranks
-from mmvllm.text import listed
+from mmvllm.text import counted, listed
+
+
+class PlannedRank(Ranks):
+    """One of several ranks without the others, to build what it would have of a model: it exchanges nothing."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
 
 
 def rank_config(config: ModelConfig, size: int) -> ModelConfig:
@@ -16,7 +23,7 @@ def rank_config(config: ModelConfig, size: int) -> ModelConfig:
     """
     H, K = config.num_attention_heads, config.num_key_value_heads
     if size not in (sizes := possible_sizes(config)):
-        heads = f"{H} attention and {K} key-value heads"
+        heads = f"{H} attention and {counted(K, 'key-value head')}"
         devices = f"{listed(sizes)} devices" if len(sizes) > 1 else "1 device"
         raise ValueError(f"tensor_parallel_size is {size}; this model's {heads} can be split over {devices}")
     return replace(config, num_attention_heads=H // size, num_key_value_heads=max(1, K // size))

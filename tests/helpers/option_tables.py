@@ -1,4 +1,4 @@
-"""Tables of options in the documents, generated from the code.
+"""Tables of options and of memory in the documents, generated from the code.
 
     python -m tests.helpers.option_tables
 
@@ -14,6 +14,7 @@ from importlib import import_module
 
 from mmvllm.config import EngineConfig
 from mmvllm.sampling_params import SamplingParams
+from tests.helpers.device_memory import memory_rows
 from tests.helpers.documents import DOCUMENTS
 
 MARKED = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- end -->)", re.S)
@@ -59,6 +60,7 @@ def _option(parser: argparse.ArgumentParser, action: argparse.Action) -> tuple[s
 TABLES: dict[str, Callable[[], str]] = {
     "EngineConfig": lambda: fields_table(EngineConfig),
     "SamplingParams": lambda: fields_table(SamplingParams),
+    "memory of each device": lambda: _rows(*memory_rows()),
     "mmvllm caption": lambda: command_table("caption"),
     "mmvllm demo": lambda: command_table("demo"),
     "mmvllm serve": lambda: command_table("serve"),

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, and ranks that exchange nothing."""
+"""Ranks as threads of one process."""
 
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -11,13 +11,6 @@ import torch.distributed as dist
 from mmvllm.ranks import ConnectedRanks, Ranks
 
 CPU = torch.device("cpu")
-
-
-class AloneRank(Ranks):
-    """One of several ranks, of which the others are not there: nothing is added or gathered."""
-
-    def __init__(self, rank: int, size: int):
-        self.rank, self.size = rank, size
 
 
 def on_ranks(size: int, call: Callable[[Ranks], Any]) -> list[Any]:

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from mmvllm.layers.attention import TorchAttention
 from mmvllm.layers.linear import Int8Weight, Linear, PackedGate, PackedWeight, pack_weights, weight_bytes
 from mmvllm.models.registry import family_of, load_config
+from mmvllm.models.splitting import PlannedRank
 from mmvllm.models.weights import load_model
+from mmvllm.ranks import SINGLE
 from tests.helpers.shapes import RICHEST
 
 CPU = torch.device("cpu")
@@ -49,6 +51,25 @@ def test_bytes_after_packing(shape, dtype, int8, checkpoints):
     loaded = load_model(checkpoints(shape), config, CPU, dtype)
     pack_weights(loaded, dtype, int8)
     assert predicted == pytest.approx(held_bytes(loaded), rel=1e-3)
+
+
+@pytest.mark.parametrize("shape", ["gqa2-tied", "experts8-top3"])
+@pytest.mark.parametrize(("dtype", "int8"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
+def test_bytes_of_each_rank(shape, dtype, int8, checkpoints):
+    """Ranks have equal parts; together they hold the whole model once, except the ViT, norms and routers."""
+    config = load_config(checkpoints(shape))
+    held = []
+    for ranks in (SINGLE, PlannedRank(0, 2), PlannedRank(1, 2)):
+        with torch.device("meta"):
+            model = family_of(config.architecture).build(config, TorchAttention, ranks=ranks)
+        model.tie_head()
+        loaded = load_model(checkpoints(shape), config, CPU, dtype, ranks=ranks)
+        pack_weights(loaded, dtype, int8)
+        held.append(held_bytes(loaded))
+        assert weight_bytes(model, dtype, CPU, int8) == pytest.approx(held[-1], rel=1e-3)
+    whole, first, second = held
+    vision = weight_bytes(model.visual, dtype, CPU, int8)
+    assert first == second and whole == pytest.approx(first + second - vision, rel=0.02)
 
 
 @pytest.mark.parametrize("shape", RICHEST[:-1])
