@@ -4,8 +4,6 @@ import logging
 import os
 import socket
 
-import ray
-
 OBJECT_STORE_BYTES = 256 * 1024 * 1024  # it holds only paths and captions, or pieces of requests
 
 
@@ -14,6 +12,8 @@ def start(address: str, num_cpus: int) -> None:
 
     Raises ValueError if no cluster responds.
     """
+    import ray  # an optional package
+
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}

@@ -18,6 +18,7 @@ import openai
 import psutil
 import pytest
 
+from mmvllm.cli import serve_ray
 from mmvllm.cli.common import option_name
 from mmvllm.cli.main import main
 from mmvllm.errors import ArgumentError
@@ -236,6 +237,12 @@ def test_wrong_options_are_refused_before_ray_is_started(line, message, capsys, 
     monkeypatch.setattr(ray_serve.ray_session, "start", forbidden("Ray was started"))
     assert main(["serve", "--executor", "ray", *line.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_missing_packages_are_reported_with_the_extra(capsys, monkeypatch):
+    monkeypatch.setattr(serve_ray, "find_spec", lambda name: None if name == "grpc" else name)
+    assert main(["serve", "--executor", "ray"]) == 2
+    assert capsys.readouterr().err == 'mmvllm serve: --executor ray needs grpc; pip install "mmvllm[serve,ray]"\n'
 
 
 def forbidden(what: str) -> Callable[..., None]:
