@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mmvllm.captioning.output import FORMATS
 from mmvllm.captioning.record import COLUMNS
 from mmvllm.captioning.settings import PRESETS
 from mmvllm.server.protocol import ChatRequest, CompletionRequest
+from mmvllm.server.run import SEND_SECONDS
 from tests.helpers.documents import DOCUMENTS, ROOT, Block, blocks_of, check_command, commands_of, prose_of
 from tests.helpers.option_tables import with_tables
 
@@ -90,11 +92,28 @@ def test_commands_that_are_not_run_here_parse(block):
 
 def test_every_block_is_run_or_says_why_not():
     for block in BLOCKS:
-        assert block.language in ("python", "bash", "json", "text", "indented"), f"{block.name}: {block.language!r}"
+        languages = ("python", "bash", "json", "yaml", "text", "indented")
+        assert block.language in languages, f"{block.name}: {block.language!r}"
         assert block.options.keys() <= {"server", "parse"}, block.name
         assert block.options.get("parse") != "", f"{block.name}: say why it is not run"
         if block.language == "json":
             json.loads(block.text)
+
+
+def test_the_kubernetes_deployment_fits_the_server(url):
+    import httpx
+
+    (block,) = (block for block in BLOCKS if block.language == "yaml")
+    deployment, service = yaml.safe_load_all(block.text)
+    pod = deployment["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    check_command(container["command"] + container["args"])
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert httpx.get(url + container[probe]["httpGet"]["path"]).status_code == 200
+    assert httpx.get(url + pod["metadata"]["annotations"]["prometheus.io/path"]).status_code == 200
+    sleep, drain = container["lifecycle"]["preStop"]["exec"]["command"][1], container["args"][-1]
+    assert pod["spec"]["terminationGracePeriodSeconds"] >= int(sleep) + int(drain) + 2 * SEND_SECONDS
+    assert service["spec"]["selector"] == pod["metadata"]["labels"] == deployment["spec"]["selector"]["matchLabels"]
 
 
 def test_the_indented_commands_are_those_that_ci_runs():

@@ -7,7 +7,6 @@ same on them; workers change to the folder in which the job was started, if it e
 
 import logging
 import os
-import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,6 +15,7 @@ from typing import Any
 import ray
 import ray.data
 
+from mmvllm import ray_session
 from mmvllm.captioning.captioner import Task, asked_of
 from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.files import CaptionFiles
@@ -31,7 +31,6 @@ from mmvllm.text import counted
 
 logger = logging.getLogger(__name__)
 MAX_RETRIES = 3  # of a chunk whose actor is lost: an image in it may be the cause
-OBJECT_STORE_BYTES = 256 * 1024 * 1024  # it holds only paths and captions
 
 
 class RaySource:
@@ -189,31 +188,8 @@ def _gpus_per_actor(options: RayOptions, engine_args: dict[str, Any]) -> float:
 
 
 def _start(options: RayOptions) -> None:
-    """Start or join Ray; its messages go only to its own log files."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    """Start or join Ray, without the messages and progress bars of Ray Data."""
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # errors are also raised as exceptions
     warnings.filterwarnings("ignore", module=r"ray\.data\.")
     ray.data.DataContext.get_current().enable_progress_bars = False
-    quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
-    if options.address != "local":
-        _check_reachable(options.address)
-        ray.init(options.address, **quiet)
-        return
-    ray.init(
-        "local",
-        num_cpus=options.num_actors * options.cpus_per_actor,
-        object_store_memory=OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        **quiet,
-    )
-
-
-def _check_reachable(address: str) -> None:
-    """Fail at once if no cluster responds; Ray itself would retry for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if port.isdecimal():
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-        except OSError as error:
-            raise ValueError(f"address {address}: no Ray cluster answers there ({error})") from None
+    ray_session.start(options.address, options.num_actors * options.cpus_per_actor)

@@ -17,7 +17,9 @@ from mmvllm.cli.common import (
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 from mmvllm.cli.media import OPTIONS, add_image_arguments, add_source_arguments, add_video_arguments, media_policy
 from mmvllm.cli.ports import listen, port
+from mmvllm.cli.serve_ray import add_ray_arguments, ray_options, run_on_ray
 from mmvllm.media import MediaPolicy
+from mmvllm.models.folder import model_name
 from mmvllm.server.settings import ServerSettings
 
 DEFAULTS = ServerSettings(model_names=())
@@ -29,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     _add_http(parser.add_argument_group("HTTP server"))
     _add_limits(parser.add_argument_group("limits of requests"))
+    add_ray_arguments(parser.add_argument_group("where to run"))
     add_completion_arguments(parser.add_argument_group("completions"), "temperature 1, as OpenAI's")
     media = parser.add_argument_group("untrusted media")
     add_source_arguments(media)
@@ -140,6 +143,9 @@ def run(args: argparse.Namespace) -> int:
     _check_installed(args)
     media, keys = media_policy(args), _api_keys(args)
     _check_origins(args.cors_origin)
+    ray = ray_options(args)
+    if ray is not None:
+        return run_on_ray(args, ray, _settings(args, model_name(args.model), keys, media))
     with listen(args.host, args.port) as listener:
         check(args)
         tell_if_bundled(args)

@@ -65,6 +65,7 @@ def make_server(
     """A server whose `run([listener])` returns after SIGINT or SIGTERM; `on_ready` is called with the URL."""
     config = uvicorn.Config(
         app,
+        loop="asyncio",  # also where uvloop is installed, such as by the extra `ray`: its timers may fire too early
         http=TimeLimitedProtocol,
         ws="none",
         lifespan="on",

@@ -65,6 +65,7 @@ def folder(tmp_path, monkeypatch) -> Path:
         ("caption x.png --overwrite", "--overwrite concerns existing records; give --output too"),
         ("caption x.png --report r.html", "--report shows the records; give --output too"),
         ("caption x.png --actors 2", "--actors needs --executor ray"),
+        ("serve --num-replicas 2 --session-affinity", "--num-replicas, --session-affinity needs --executor ray"),
         ("serve --port 99999", "'99999' is not a port from 0 to 65535"),
     ],
 )

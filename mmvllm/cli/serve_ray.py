@@ -1,0 +1,117 @@
+"""`mmvllm serve --executor ray`: the options of a deployment on Ray Serve."""
+
+import argparse
+import os
+from importlib.util import find_spec
+from typing import Any
+
+from mmvllm.cli.checks import check, tell_if_bundled
+from mmvllm.cli.common import at_least_one
+from mmvllm.cli.engine_options import engine_arguments
+from mmvllm.cli.ports import listen
+from mmvllm.models.folder import check_model
+from mmvllm.server.ray_options import RayServeOptions
+from mmvllm.server.settings import ServerSettings
+
+NUMBERS = ("num_replicas", "min_replicas", "max_replicas", "cpus_per_replica")
+NEEDED = ("ray", "grpc", "aiohttp")  # of the extra
+
+
+def add_ray_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--executor",
+        choices=("local", "ray"),
+        default="local",
+        help="local: one engine in this process; ray: replicas on Ray Serve, on one or several machines (default: "
+        "%(default)s)",
+    )
+    group.add_argument(
+        "--address", help="address of a Ray cluster: auto, HOST:PORT or ray://...; by default Ray is started locally"
+    )
+    group.add_argument("--num-replicas", type=at_least_one, metavar="N", help="replicas of the engine (default: 1)")
+    group.add_argument(
+        "--min-replicas",
+        type=at_least_one,
+        metavar="N",
+        help="the least number of replicas; with --max-replicas, instead of --num-replicas (default: 1)",
+    )
+    group.add_argument(
+        "--max-replicas",
+        type=at_least_one,
+        metavar="N",
+        help="the greatest number of replicas, which Ray adds when more than --max-num-seqs requests are in flight on "
+        "each",
+    )
+    group.add_argument("--cpus-per-replica", type=at_least_one, metavar="N", help="CPU cores per replica (default: 1)")
+    group.add_argument(
+        "--session-affinity",
+        action="store_true",
+        help="requests with the same header x-session-id reach the same replica, which has their prefix in its cache",
+    )
+
+
+def ray_options(args: argparse.Namespace) -> RayServeOptions | None:
+    """The options of a deployment on Ray, or None for a server in this process; raises ValueError."""
+    given = {name: getattr(args, name) for name in ("address", *NUMBERS) if getattr(args, name) is not None}
+    if args.session_affinity:
+        given["session_affinity"] = True
+    if args.executor == "local":
+        if given:
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ValueError(f"{options} needs --executor ray")
+        return None
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise ValueError(f'--executor ray needs {", ".join(missing)}; pip install "mmvllm[serve,ray]"')
+    if args.demo:
+        raise ValueError("--demo needs --executor local: the page keeps its conversations in one process")
+    return RayServeOptions(**_bounds(given))
+
+
+def _bounds(given: dict[str, Any]) -> dict[str, Any]:
+    number = given.pop("num_replicas", None)
+    if number is not None:
+        if "min_replicas" in given or "max_replicas" in given:
+            raise ValueError("give --num-replicas, or --min-replicas and --max-replicas")
+        return given | {"min_replicas": number, "max_replicas": number}
+    if "min_replicas" in given and "max_replicas" not in given:
+        raise ValueError("--min-replicas needs --max-replicas")
+    return given
+
+
+def run_on_ray(args: argparse.Namespace, options: RayServeOptions, settings: ServerSettings) -> int:
+    """Serve until a signal ends the deployment."""
+    check(args)
+    if options.address == "local":  # a folder may be on the machines of a cluster only
+        check_model(args.model, with_weights=args.load_format != "dummy")
+    port = _port(args, options)
+    tell_if_bundled(args)
+
+    from mmvllm.server.ray_replica import ReplicaSpec
+    from mmvllm.server.ray_serve import serve_on_ray
+
+    spec = ReplicaSpec(
+        model=args.model,
+        engine_args=engine_arguments(args),
+        max_waiting=args.max_waiting,
+        settings=settings,
+        num_threads=options.cpus_per_replica,
+        folder=os.getcwd(),
+    )
+
+    def tell() -> None:
+        host = f"[{args.host}]" if ":" in args.host else args.host
+        print(f"{settings.model_names[0]} is served at http://{host}:{port}/v1")
+
+    serve_on_ray(spec, options, args.host, port, args.drain_timeout, args.access_log, tell)
+    return 0
+
+
+def _port(args: argparse.Namespace, options: RayServeOptions) -> int:
+    """The port, which must be free on this machine if Ray is started here; 0 chooses one."""
+    if options.address == "local":
+        with listen(args.host, args.port) as listener:
+            return listener.getsockname()[1]
+    if args.port == 0:
+        raise ValueError("--port 0 chooses a port of this machine; a cluster needs the same port on all machines")
+    return args.port

@@ -1,0 +1,55 @@
+"""A replica in Ray Serve: the application with its engine, in an actor that Ray watches, drains and replaces."""
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fastapi import FastAPI
+from ray import serve
+
+from mmvllm.async_llm import AsyncLLM
+from mmvllm.server.app import build_app
+from mmvllm.server.settings import ServerSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSpec:
+    """The description of an engine and its application that is sent to the replicas."""
+
+    model: str | None
+    engine_args: dict[str, Any]
+    max_waiting: int
+    settings: ServerSettings
+    num_threads: int
+    folder: str
+
+    def build(self) -> FastAPI:
+        """Load the model and build its application, which has the engine in `state.engine`."""
+        with suppress(OSError):  # another machine may not have the folder; absolute paths work without it
+            os.chdir(self.folder)
+        torch.set_num_threads(self.num_threads)
+        engine = AsyncLLM(self.model, max_waiting=self.max_waiting, **self.engine_args)
+        app = build_app(engine, self.settings)
+        app.state.engine = engine
+        return app
+
+
+def replica_class(spec: ReplicaSpec) -> type:
+    """The class of a deployment, whose replicas build their application when they start."""
+
+    def build() -> FastAPI:
+        return spec.build()
+
+    @serve.ingress(build)
+    class EngineReplica:
+        """Ray waits until no request is in flight, and then shuts the application and its engine down."""
+
+        async def check_health(self) -> None:
+            """Raise if the engine has failed: Ray replaces the replica."""
+            health = self.app.state.engine.health()
+            if not health.is_live:
+                raise RuntimeError(f"the engine has {health.status}: {health.reason}")
+
+    return EngineReplica
