@@ -1,13 +1,13 @@
 """The interface of a model family. The engine, the processors and the server use this alone and name no family.
 
 A family is one folder: its config and its ViT. `vision_language.py`, `decoder.py` and `vision.py` have what families
-share; what differs between decoders is a field of `ModelConfig`. docs/extending.md says how to add a family. How
-features that are not here yet fit, and which fields and hooks each would add:
+share; what differs between decoders is a field of `ModelConfig`. docs/extending.md says how to add a family.
 
-- A recurrent state per sequence: a second cache, indexed by the row that a running sequence has in `DeviceRows`, which
-  `Batch` then carries. A state exists at the positions where it was saved, so a prefix hit and `BlockManager.fork`
-  begin at the last of these, and `ModelConfig` says which layers have a KV cache. The next step may be in flight when
-  one is committed, so the step that reaches such a position copies the state, and its commit makes the copy known.
+How a recurrent state per sequence, which is not here yet, would fit: as a second cache, indexed by the row that a
+running sequence has in `DeviceRows`, which `Batch` then carries. A state exists at the positions where it was saved, so
+a prefix hit and `BlockManager.fork` begin at the last of these, and `ModelConfig` says which layers have a KV cache.
+The next step may be in flight when one is committed, so the step that reaches such a position copies the state, and
+its commit makes the copy known.
 """
 
 from abc import ABC, abstractmethod

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from mmvllm.config import ModelConfig
+from mmvllm.errors import ArgumentError
 from mmvllm.layers.sharding import Shard
 from mmvllm.ranks import Ranks
 from mmvllm.text import counted, listed
@@ -25,7 +26,8 @@ def rank_config(config: ModelConfig, size: int) -> ModelConfig:
     if size not in (sizes := possible_sizes(config)):
         heads = f"{H} attention and {counted(K, 'key-value head')}"
         devices = f"{listed(sizes)} devices" if len(sizes) > 1 else "1 device"
-        raise ValueError(f"tensor_parallel_size is {size}; this model's {heads} can be split over {devices}")
+        template = "{tensor_parallel_size} is {size}; this model's {heads} can be split over {devices}"
+        raise ArgumentError(template, size=size, heads=heads, devices=devices)
     return replace(config, num_attention_heads=H // size, num_key_value_heads=max(1, K // size))
 
 

@@ -94,7 +94,8 @@ def test_memory_by_dtype_is_that_of_one_process(info):
 
 def test_a_size_that_does_not_divide_is_refused(checkpoints, capsys):
     assert main(["info", "--model", str(checkpoints("gqa2-tied")), "--tensor-parallel-size", "3"]) == 2
-    message = "4 attention and 2 key-value heads can be split over 1, 2 or 4 devices"
+    heads = "4 attention and 2 key-value heads"
+    message = f"--tensor-parallel-size is 3; this model's {heads} can be split over 1, 2 or 4 devices"
     assert message in capsys.readouterr().err
 
 

@@ -1,36 +1,35 @@
 """Ranks as threads of one process."""
 
 from collections.abc import Callable
-from queue import SimpleQueue
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mmvllm.ranks import ConnectedRanks, Ranks
+from mmvllm.ranks import ConnectedRanks, RanksFailed
 
 CPU = torch.device("cpu")
 
 
-def on_ranks(size: int, call: Callable[[Ranks], Any]) -> list[Any]:
-    """What `call` returns for each of several connected ranks, which run at the same time; raises their first error."""
-    store, done, results = dist.HashStore(), SimpleQueue(), [None] * size
+def on_ranks(size: int, call: Callable[[ConnectedRanks], Any]) -> list[Any]:
+    """What `call` returns for each of several ranks, which run at the same time; raises the error of one that fails."""
+    store, connected = dist.HashStore(), []  # connected until all are done
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> Any:
         torch.set_num_threads(1)  # a setting of each thread
-        error = None
+        ranks = ConnectedRanks.connect(store, rank, size, CPU)
+        connected.append(ranks)
         try:
-            ranks = ConnectedRanks.connect(store, rank, size, CPU)
             with torch.inference_mode():
-                results[rank] = ranks, call(ranks)  # connected until all are done
-        except BaseException as raised:
-            error = raised
-        done.put(error)
+                return call(ranks)
+        except BaseException:
+            ranks._backend = None  # closes its connections, so that the others do not wait for it
+            raise
 
-    for rank in range(size):
-        Thread(target=run, args=(rank,), daemon=True).start()  # a rank may wait for one that failed
-    for _ in range(size):
-        if (error := done.get()) is not None:
-            raise error
-    return [result for _, result in results]
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(run, rank) for rank in range(size)]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, RanksFailed)), errors[0])
+    return [future.result() for future in futures]

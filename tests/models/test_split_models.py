@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from mmvllm.batch import Batch, prompt_batch
-from mmvllm.engine.memory import empty_kv_cache
+from mmvllm.config import EngineConfig
+from mmvllm.engine.memory import empty_kv_cache, num_kv_blocks
 from mmvllm.layers.attention import TorchAttention
 from mmvllm.layers.linear import pack_weights, packs_well
 from mmvllm.models.interface import Model
 from mmvllm.models.registry import load_config
 from mmvllm.models.rotary import inverse_frequencies
-from mmvllm.models.splitting import possible_sizes
+from mmvllm.models.splitting import PlannedRank, possible_sizes
 from mmvllm.models.weights import load_model
 from mmvllm.ranks import SINGLE, ConnectedRanks, Operation, Ranks
 from tests.helpers.ranks import on_ranks
@@ -39,9 +40,10 @@ def cases(shapes: Iterable[str]) -> list[tuple[str, int]]:
 MANY = [("mqa-tied", 5), ("gqa3-untied", 6), ("experts4-top2-vit72", 6), ("experts16-top8-tied", 5)]
 
 
-def a_batch(vocab_size: int, sample_at: Sequence[int]) -> Batch:
-    ids = torch.randint(vocab_size, (N,), generator=torch.Generator().manual_seed(0))
-    return replace(prompt_batch(N, 0, BLOCK, CPU), input_ids=ids, sample_at=torch.tensor(sample_at, dtype=torch.int64))
+def a_batch(vocab_size: int, sample_at: Sequence[int], num_tokens: int) -> Batch:
+    ids = torch.randint(vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0))
+    batch = prompt_batch(num_tokens, 0, BLOCK, CPU)
+    return replace(batch, input_ids=ids, sample_at=torch.tensor(sample_at, dtype=torch.int64))
 
 
 def image_rows(model: Model) -> torch.Tensor:
@@ -55,11 +57,13 @@ def image_rows(model: Model) -> torch.Tensor:
     return model.encode(patches.to(dtype), [grid])
 
 
-def logits_of(model: Model, rows: torch.Tensor | None = None, sample_at: Sequence[int] = SAMPLED) -> torch.Tensor:
+def logits_of(
+    model: Model, rows: torch.Tensor | None = None, sample_at: Sequence[int] = SAMPLED, num_tokens: int = N
+) -> torch.Tensor:
     """Of a prompt with the rows of an image, the model's own unless others are given."""
     rows = image_rows(model) if rows is None else rows
-    batch = replace(a_batch(model.config.vocab_size, sample_at), image_at=torch.arange(4, 4 + len(rows)))
-    return model(batch, rows, empty_kv_cache(model.config, -(-N // BLOCK), BLOCK, rows.dtype, CPU))
+    batch = replace(a_batch(model.config.vocab_size, sample_at, num_tokens), image_at=torch.arange(4, 4 + len(rows)))
+    return model(batch, rows, empty_kv_cache(model.config, -(-num_tokens // BLOCK), BLOCK, rows.dtype, CPU))
 
 
 def logits_in_float64(model: Model, rows: torch.Tensor) -> torch.Tensor:
@@ -92,26 +96,27 @@ def recorded(ranks: ConnectedRanks) -> list[Operation]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("sample_at", [[], [3, 8]])
-def test_the_operations_of_a_step_are_those_that_a_model_names(shape, sample_at, checkpoints):
-    """One for the embedding, two in each layer, one for the logits if there are any."""
+@pytest.mark.parametrize(("num_tokens", "sample_at"), [(N, []), (N, [3, 8]), (2100, [0])])
+def test_the_operations_of_a_step_are_those_that_a_model_names(shape, num_tokens, sample_at, checkpoints):
+    """One for the embedding, two in each layer, one for the logits if there are any; none per chunk of many rows."""
     config = load_config(checkpoints(shape))
     size = possible_sizes(config)[1]
 
-    def run(ranks: Ranks) -> list[Operation]:
+    def run(ranks: ConnectedRanks) -> list[Operation]:
         model, submitted = loaded(checkpoints(shape), ranks), recorded(ranks)
-        named = model.operations(N, len(sample_at))
+        named = model.operations(num_tokens, len(sample_at))
         ranks.expect(named)
-        assert len(logits_of(model, sample_at=sample_at)) == len(sample_at)
+        assert len(logits_of(model, sample_at=sample_at, num_tokens=num_tokens)) == len(sample_at)
         assert submitted == named
         ranks.complete()
         return named
 
     named, *others = on_ranks(size, run)
     assert all(other == named for other in others)
-    sums = [Operation("all_reduce", (N, config.hidden_size), torch.float32)] * (1 + 2 * config.num_hidden_layers)
+    x = (num_tokens, config.hidden_size)
+    sums = [Operation("all_reduce", x, torch.float32)] * (1 + 2 * config.num_hidden_layers)
     width = -(-config.vocab_size // size)
-    gathers = [Operation("gather", (2, width), torch.float32)] if sample_at else []
+    gathers = [Operation("gather", (len(sample_at), width), torch.float32)] if sample_at else []
     assert named == sums + gathers
 
 
@@ -179,6 +184,18 @@ def test_the_config_of_a_rank_has_its_heads(checkpoints):
         (own, *_) = on_ranks(size, lambda ranks: loaded(checkpoints("gqa3-untied"), ranks).config)
         assert own == replace(config, num_attention_heads=heads, num_key_value_heads=kv_heads)
         assert empty_kv_cache(own, 1, 4, torch.float32, CPU).shape[4] == kv_heads
+
+
+def test_blocks_of_a_rank_hold_its_heads(checkpoints):
+    """As many bytes hold twice as many blocks, unless both ranks have the only head."""
+
+    def num_blocks(shape: str, size: int) -> int:
+        model = loaded(checkpoints(shape), PlannedRank(0, size))
+        config = EngineConfig(cpu_kvcache_bytes=2**20, max_num_seqs=10**6)
+        return num_kv_blocks(model, config, BLOCK, torch.float32, CPU, graphs=False)
+
+    assert num_blocks("gqa3-untied", 2) == 2 * num_blocks("gqa3-untied", 1)
+    assert num_blocks("windows2-vit80-untied", 2) == num_blocks("windows2-vit80-untied", 1)
 
 
 def test_the_backend_of_a_rank_sees_its_heads(checkpoints):
