@@ -213,7 +213,7 @@ class EngineConfig:
         num_kvcache_blocks: number of KV cache blocks; by default as many as gpu_memory_utilization allows
             (cpu_kvcache_bytes on a CPU), but not more than max_num_seqs sequences of maximum length can use.
         gpu_memory_utilization: fraction of the GPU's memory that the engine may use, in (0, 1].
-        cpu_kvcache_bytes: size of the KV cache on a CPU, in bytes.
+        cpu_kvcache_bytes: size of the KV cache on a CPU, in bytes, of each process that shares the model.
         encoder_cache_bytes: size of the cache of ViT outputs on the device, in bytes; an image whose output is larger
             is refused.
         enable_prefix_caching: reuse the KV blocks of a prefix, images included, that was computed before.

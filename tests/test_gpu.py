@@ -79,6 +79,16 @@ def test_cuda_graphs_of_the_vit_give_the_same_tokens(checkpoint, make_llm, monke
     assert sizes
 
 
+@every_family
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_that_share_a_model_give_the_same_tokens(enforce_eager, checkpoint, make_llm):
+    options = {"device": "cuda", "skip_warmup": False, "enforce_eager": enforce_eager}
+    one, two = (make_llm(checkpoint, tensor_parallel_size=size, **options) for size in (1, 2))
+    requests = list(REQUESTS.values())
+    assert run_at_once(two, requests) == run_at_once(one, requests)
+
+
 def test_the_bundled_model_generates_the_same_tokens_as_on_the_cpu(make_llm):
     from mmvllm.models.folder import BUNDLED
 
