@@ -173,7 +173,6 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 # Arguments of vLLM's LLM that many programs pass, with the values that describe what mmvllm does anyway.
 ACCEPTED_VLLM_ARGUMENTS = {
-    "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
     "distributed_executor_backend": (None,),
@@ -196,6 +195,8 @@ class EngineConfig:
 
     Args:
         device: "auto" (the first CUDA device that can be used, otherwise the CPU), "cpu", "cuda" or "cuda:N".
+        tensor_parallel_size: number of devices that share one model's weights and compute each step together; above 1,
+            the engine starts a process for each further device.
         dtype: dtype of weights and KV cache: "auto" (the checkpoint's; float32 for a float16 checkpoint on a CPU),
             "float32", "float16" or "bfloat16".
         load_format: "auto" or "safetensors" load the checkpoint's weights; "dummy" initializes random weights and needs
@@ -232,6 +233,7 @@ class EngineConfig:
     """
 
     device: str = "auto"
+    tensor_parallel_size: int = 1
     dtype: "Literal['auto', 'float32', 'float16', 'bfloat16'] | torch.dtype" = "auto"
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     max_model_len: int | None = None

@@ -35,7 +35,7 @@ def test_engine_arguments_of_vllm_that_change_nothing_are_accepted():
     assert EngineConfig.from_arguments("LLM", max_num_seqs=3, **given) == EngineConfig(max_num_seqs=3)
 
 
-@pytest.mark.parametrize(("name", "value"), [("tensor_parallel_size", 2), ("trust_remote_code", True)])
+@pytest.mark.parametrize(("name", "value"), [("pipeline_parallel_size", 2), ("trust_remote_code", True)])
 def test_engine_arguments_that_would_change_something_are_refused(name, value):
     with pytest.raises(ValueError, match=f"AsyncLLM does not support {name}={value}"):
         EngineConfig.from_arguments("AsyncLLM", **{name: value})

@@ -270,8 +270,8 @@ def test_an_engine_takes_the_arguments_of_llm(checkpoint):
 def test_both_front_doors_check_names_before_they_load(kind, name):
     with pytest.raises(TypeError, match=f"{name} has no argument 'max_modellen'; did you mean 'max_model_len'"):
         kind("/no/such/folder", max_modellen=5)
-    with pytest.raises(ValueError, match="does not support tensor_parallel_size=2"):
-        kind("/no/such/folder", tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="does not support pipeline_parallel_size=2"):
+        kind("/no/such/folder", pipeline_parallel_size=2)
 
 
 def test_arguments_of_vllm_that_change_nothing_are_accepted(checkpoint):

@@ -12,7 +12,8 @@ from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 
 COMMANDS = [("caption", "x.png"), ("serve",), ("demo",), ("bench", "throughput"), ("bench", "latency")]
 VALUES = {
-    **{"device": "cpu", "dtype": "float32", "load_format": "dummy", "max_model_len": 100, "max_num_seqs": 3},
+    **{"device": "cpu", "tensor_parallel_size": 2},
+    **{"dtype": "float32", "load_format": "dummy", "max_model_len": 100, "max_num_seqs": 3},
     **{"max_num_batched_tokens": 64, "max_vision_patches": 128, "kvcache_block_size": 32, "num_kvcache_blocks": 10},
     **{"gpu_memory_utilization": 0.5, "cpu_kvcache_bytes": 2**20, "encoder_cache_bytes": 2**19},
     **{"enable_prefix_caching": False, "attention_backend": "torch", "vision_attention_backend": "flash4"},
