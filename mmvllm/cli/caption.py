@@ -209,7 +209,10 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--actors", type=at_least_one, metavar="N", dest="num_actors", help="Ray actors (default: 1)")
     group.add_argument("--cpus-per-actor", type=at_least_one, metavar="N", help="CPU cores per actor (default: 1)")
     group.add_argument(
-        "--gpus-per-actor", type=float, metavar="F", help="GPUs per actor (default: 1 if there is a GPU, otherwise 0)"
+        "--gpus-per-actor",
+        type=float,
+        metavar="F",
+        help="GPUs per actor, from 0 to 1 (default: --tensor-parallel-size if there is a GPU, otherwise 0)",
     )
 
 

@@ -378,12 +378,24 @@ def test_an_output_resumes_on_ray_only_with_its_quantization(folder, checkpoint,
     [
         ({}, {"device": "cuda:1"}, "--device is 'cuda:1', but Ray chooses each actor's GPU; give 'cuda'"),
         ({"gpus_per_actor": 0.5}, {}, "0.5 GPU per actor: engines that share a GPU need --num-kvcache-blocks"),
+        (
+            {"gpus_per_actor": 1},
+            {"tensor_parallel_size": 2},
+            "--gpus-per-actor is 1, but an engine with --tensor-parallel-size 2 takes that many GPUs; leave it out",
+        ),
     ],
 )
 def test_gpus_that_engines_cannot_share_are_refused(options, engine_args, message):
     with pytest.raises(ArgumentError) as raised:
         ray_source._gpus_per_actor(RayOptions(**options), engine_args)
     assert raised.value.spelled(option_name) == message
+
+
+def test_an_engine_on_several_gpus_is_an_actor_with_all_of_them():
+    engine_args = {"device": "cuda", "tensor_parallel_size": 4}
+    assert ray_source._gpus_per_actor(RayOptions(), engine_args) == 4
+    assert ray_source._gpus_per_actor(RayOptions(gpus_per_actor=0), engine_args) == 0
+    assert ray_source._gpus_per_actor(RayOptions(), engine_args | {"device": "cpu"}) == 0
 
 
 @pytest.mark.parametrize(("capability", "gpus"), [((9, 0), 1), ((7, 5), 0)])
