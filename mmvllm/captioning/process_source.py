@@ -6,6 +6,7 @@ This process finds the images and alone writes the output. A process that dies i
 to engines again. All processes end with this one.
 """
 
+import atexit
 import os
 import threading
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from mmvllm.captioning.worklist import Worklist
 from mmvllm.engine.placement import Placement
 from mmvllm.errors import EngineFailed
 from mmvllm.intake import WAIT_SECONDS
-from mmvllm.workers import NUM_WORKERS, WorkerDied, WorkerPool, WorkersUnusable
+from mmvllm.workers import KILL_SECONDS, NUM_WORKERS, WorkerDied, WorkerPool, WorkersUnusable
 
 CHUNK = 16  # images that an engine takes at once: a small job is spread over all engines
 MAX_DEATHS = 5  # of an engine's processes, one after the other, without a caption between
@@ -57,8 +58,10 @@ class ProcessSource:
         spec = replace(spec, num_workers=spec.num_workers or min(NUM_WORKERS, cores))
         self._engines = [_placed(spec, placement) for placement in placements]
         self._error: BaseException | None = None
-        for engine in self._engines:
-            threading.Thread(target=self._run, args=(engine,), name="mmvllm-engine", daemon=True).start()
+        atexit.register(self.close)  # else a process that is killed at exit would be replaced
+        self._threads = [threading.Thread(target=self._run, args=(it,), daemon=True) for it in self._engines]
+        for thread in self._threads:
+            thread.start()
         try:
             self._wait_until_ready()
         except BaseException:
@@ -89,11 +92,17 @@ class ProcessSource:
 
     def close(self) -> None:
         """End the processes at once; safe to call twice."""
+        if self._is_closed:  # perhaps at the interpreter's end, when the threads that hold the locks have gone
+            return
+        atexit.unregister(self.close)
         self._queue.stop()
         with self._changed:
             self._is_closed = True
             for engine in self._engines:
                 engine.pool.close()
+        for thread in self._threads:  # one of them may have begun to end its process
+            if thread is not threading.current_thread():
+                thread.join(KILL_SECONDS)
 
     def _wait_until_ready(self) -> None:
         def is_known() -> bool:

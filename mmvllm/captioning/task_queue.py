@@ -78,7 +78,7 @@ class TaskQueue:
         """Up to `most` tasks for an engine, to which they are added; an engine without any waits a moment for some."""
         with self._changed:
             if not in_flight:
-                self._changed.wait_for(self._has_tasks, POLL_SECONDS)
+                self._changed.wait_for(lambda: self._has_tasks() and not self._is_stopped, POLL_SECONDS)
             works = [] if self._is_stopped else [*self._next(in_flight, most)]
             in_flight.update((work.number, work) for work in works)
             self._num_in_flight += len(works)

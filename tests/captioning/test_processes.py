@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -96,6 +98,21 @@ def test_the_second_ctrl_c_ends_the_engines_at_once(start, images, out):
     done = run.end(30)
     assert done.code == 130 and "Traceback" not in done.err and "resource_tracker" not in done.err
     assert psutil.wait_procs(processes, 30)[1] == []
+
+
+UNHANDLED = """
+import sys
+from mmvllm.captioning import caption_images
+
+run = caption_images(sys.argv[1], engine_args={"device": "cpu"}, max_tokens=4, data_parallel_size=2)
+assert next(run)["caption"]
+raise RuntimeError("the caller fails")
+"""
+
+
+def test_an_error_of_the_caller_ends_the_engines(images):
+    done = subprocess.run([sys.executable, "-c", UNHANDLED, images], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.endswith("RuntimeError: the caller fails\n")
 
 
 @pytest.mark.slow
