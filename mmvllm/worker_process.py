@@ -15,7 +15,8 @@ from mmvllm.worker_channel import Channel, SharedBuffer
 
 NICENESS = 5  # the engine has priority
 # Read by the libraries below numpy and torch when they are loaded.
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+NUMBERS_OF_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+ONE_THREAD = dict.fromkeys(NUMBERS_OF_THREADS, "1")
 # Ctrl-C in a terminal is sent to all processes of a job; the parent finishes what is in flight.
 IGNORED_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
@@ -30,11 +31,17 @@ def reserve_in_parent(num_bytes: int) -> Iterator[None]:
     yield
 
 
-def serve(pipe: Connection, shared: SharedBuffer | None, setup: bytes, memory_limit: int | None) -> None:
+def serve(
+    pipe: Connection,
+    shared: SharedBuffer | None,
+    setup: bytes,
+    memory_limit: int | None,
+    engine_env: dict[str, str] | None,
+) -> None:
     """Answer tasks; `setup` is a pickled function and its arguments, called first."""
     global _parent
     _parent = channel = Channel(pipe, shared)
-    _become_worker()
+    _become_worker(engine_env)
     initializer, initargs = pickle.loads(setup)
     initializer(*initargs)
     if memory_limit is not None:
@@ -48,10 +55,10 @@ def serve(pipe: Connection, shared: SharedBuffer | None, setup: bytes, memory_li
         _answer(channel, task, args)
 
 
-def _become_worker() -> None:
+def _become_worker(engine_env: dict[str, str] | None) -> None:
     follow_parent()
-    os.environ.update(ONE_THREAD)
-    if hasattr(os, "nice"):
+    os.environ.update(ONE_THREAD if engine_env is None else engine_env)
+    if hasattr(os, "nice") and engine_env is None:
         os.nice(NICENESS)
 
 

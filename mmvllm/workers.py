@@ -54,6 +54,8 @@ class WorkerPool:
         memory_limit: bytes that a process may allocate beyond what it has after `initializer`; more is a MemoryError
             in it. Only where the system can tell and limit them (Linux).
         reserve: what `reserve_in_parent` takes bytes from.
+        engine_env: environment variables for processes that run an engine: their number of threads, and their devices.
+            Such a process has the priority of its parent, and may start processes of its own.
 
     Raises what pickling raises. A class of the main module can be pickled; the processes then import that module.
     """
@@ -65,9 +67,10 @@ class WorkerPool:
         initargs: tuple = (),
         memory_limit: int | None = None,
         reserve: ReserveWhile = lambda *_: nullcontext(),
+        engine_env: dict[str, str] | None = None,
     ):
         self._num_workers, self._reserve = num_workers, reserve
-        self._setup = pickle.dumps((initializer, initargs)), memory_limit
+        self._setup = pickle.dumps((initializer, initargs)), memory_limit, engine_env
         self._changed = threading.Condition()
         self._idle: list[_Worker] = []
         self._workers: set[_Worker] = set()
@@ -211,13 +214,16 @@ class _Limit:
 class _Worker:
     """A process, and the parent's end of its channel; used by one thread at a time."""
 
-    def __init__(self, setup: bytes, memory_limit: int | None):
+    def __init__(self, setup: bytes, memory_limit: int | None, engine_env: dict[str, str] | None):
         context = multiprocessing.get_context("spawn")
         pipe, theirs = context.Pipe()
         shared = SharedBuffer.create()
         self._channel = Channel(pipe, shared)
         self.process = context.Process(
-            target=serve, args=(theirs, shared, setup, memory_limit), name=PROCESS_NAME, daemon=True
+            target=serve,
+            args=(theirs, shared, setup, memory_limit, engine_env),
+            name=PROCESS_NAME,
+            daemon=engine_env is None,  # a daemon may not start processes
         )
         with signals_blocked(), main_module(b"__main__" in setup):
             self.process.start()

@@ -155,5 +155,5 @@ def test_every_field_is_documented():
 def test_llm_refuses_an_unknown_argument_with_a_hint(checkpoint):
     with pytest.raises(TypeError, match="LLM has no argument 'max_num_seq'; did you mean 'max_num_seqs'"):
         LLM(checkpoint, max_num_seq=4)
-    with pytest.raises(TypeError, match="LLM has no argument 'zzz'; known: device, dtype, load_format"):
+    with pytest.raises(TypeError, match="LLM has no argument 'zzz'; known: device, tensor_parallel_size, dtype"):
         LLM(checkpoint, zzz=4)

@@ -15,6 +15,7 @@ import pytest
 
 from mmvllm import workers
 from mmvllm.errors import ImageError
+from mmvllm.worker_process import NICENESS
 from mmvllm.workers import TaskCancelled, WorkerDied, WorkerPool, WorkersUnusable, WorkerTimeout
 from tests.helpers import tasks
 
@@ -252,3 +253,12 @@ def test_a_thread_that_cannot_start_a_process_wakes_the_next_one(monkeypatch):
 
 def _refuse() -> None:
     raise BlockingIOError("no process")
+
+
+def test_a_process_with_an_engine_has_its_environment_and_priority_and_starts_processes():
+    pool = WorkerPool(1, engine_env={"OMP_NUM_THREADS": "3"})
+    try:
+        assert pool.run(tasks.niceness_and_threads) == (os.nice(0), "3")
+        assert pool.run(tasks.run_in_a_process, tasks.niceness_and_threads) == (os.nice(0) + NICENESS, "1")
+    finally:
+        pool.close()

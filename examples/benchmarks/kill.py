@@ -1,6 +1,7 @@
 """Captioning killed at random moments and resumed, compared with an undisturbed run.
 
     python examples/benchmarks/kill.py 200
+    python examples/benchmarks/kill.py 12 --data-parallel-size 2 --images 664 --format jsonl
 
 Draws 20 small images in folders and a tar, with duplicates and broken files, and captions them with the bundled
 model in every format, beside the images and in an output folder. Each job is killed again and again, at moments spread
@@ -8,7 +9,8 @@ over start, model load, run and end, drawn from a seed: four times in six by SIG
 SIGINT. When it has finished, its records are compared with those of an undisturbed run (without times, and without
 which of equal images is the original) and its caption files byte by byte. Then the next job begins, until N kills are
 done. Prints a table; the exit code is 1 if anything differs. Each run is a process of its own, forked from one that has
-imported torch. Linux only.
+imported torch. With several engines, an engine is killed some time before each run is, which it survives. Processes
+that a run has left behind are counted. Linux only.
 """
 
 import argparse
@@ -23,6 +25,7 @@ import tarfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,6 +41,7 @@ OPTIONS = ("--device", "cpu", "--max-tokens", "4", "--progress", "none", "--num-
 VARIES = ("time", "seconds", "duplicate_of")  # between two undisturbed runs, too
 SIGNALS = ("kill", "kill", "term", "kill", "interrupt twice", "kill")
 MAX_RUNS = 100  # of one job; more means that it does not get on
+LEFT_SECONDS = 20  # after which a process that a run started should have ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +56,11 @@ class Job:
         place = f" in {self.folder}/" if self.folder else " beside images"
         return self.format + (place if self.format in FILE_FORMATS else "")
 
-    @property
-    def arguments(self) -> list[str]:
+    def arguments(self, num_engines: int) -> list[str]:
         place = ["--output-dir", self.folder] if self.folder else []
-        return ["caption", "images", "--format", self.format, "--output", f"out.{self.format}", *place, *OPTIONS]
+        engines = ["--data-parallel-size", str(num_engines)]
+        output = ["--format", self.format, "--output", f"out.{self.format}"]
+        return ["caption", "images", *output, *place, *engines, *OPTIONS]
 
     @property
     def journal(self) -> str:
@@ -79,18 +84,19 @@ class Counts:
     records_different: int = 0
     files_missing: int = 0
     files_different: int = 0
+    processes_left: int = 0
 
     @property
     def has_failed(self) -> bool:
         return any(getattr(self, field.name) for field in fields(self)[3:])
 
 
-def draw(folder: Path, seed: int = 0) -> None:
-    """Draw the images, in a new folder."""
+def draw(folder: Path, seed: int = 0, number: int = 4) -> None:
+    """Draw the images, in a new folder; this number in each of three, and copies and damaged ones."""
     numbers = np.random.default_rng(seed)
     for place in ("", "a", "a/deep"):
         (folder / place).mkdir(parents=True)
-        for i in range(4):
+        for i in range(number):
             pixels = numbers.integers(0, 256, (56, 56, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(folder / place / f"{i}.png")
         shutil.copy(folder / place / "0.png", folder / place / "copy.png")
@@ -101,7 +107,7 @@ def draw(folder: Path, seed: int = 0) -> None:
             tar.add(folder / f"a/{i}.png", f"x/t{i}.png")
 
 
-def start(job: Job, folder: Path) -> int:
+def start(job: Job, folder: Path, num_engines: int) -> int:
     """Begin a run of the job in a process of its own; returns its id."""
     sys.stdout.flush()
     if pid := os.fork():
@@ -112,13 +118,13 @@ def start(job: Job, folder: Path) -> int:
         os.dup2(os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
     code = 1
     try:
-        code = mmvllm(job.arguments)
+        code = mmvllm(job.arguments(num_engines))
     finally:
         os._exit(code)
 
 
 def end(pid: int, seconds: float, how: str | None = None) -> int | None:
-    """The exit code of a run; None if it was killed after `seconds`, by the signals of `how`."""
+    """The exit code of a run; None if it was killed after `seconds`, as `how` says."""
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:
         if (status := os.waitpid(pid, os.WNOHANG))[0]:
@@ -140,15 +146,59 @@ def _send(pid: int, how: str) -> None:
     os.kill(pid, {"kill": signal.SIGKILL, "term": signal.SIGTERM, "interrupt twice": signal.SIGINT}[how])
 
 
-def disturbed(job: Job, folder: Path, seconds: float, moments: random.Random, counts: Counts, most: int) -> None:
+def kill_engine(pid: int, seconds: float) -> bool:
+    """Kill an engine of a run after some seconds; False if it has none then."""
+    time.sleep(seconds)
+    engines = [child for child in group(pid) if child != pid and "spawn_main" in _command(child)]
+    if engines:
+        with suppress(ProcessLookupError):
+            os.kill(engines[0], signal.SIGKILL)
+    return bool(engines)
+
+
+def group(pid: int) -> list[int]:
+    """The processes that a run has started, and itself, except those that have ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == pid and state != "Z":
+                found.append(int(path.parent.name))
+    return found
+
+
+def _command(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
+
+
+def num_left(pid: int) -> int:
+    """Number of processes that a run has left behind."""
+    limit = time.monotonic() + LEFT_SECONDS
+    while (left := len(group(pid))) and time.monotonic() < limit:
+        time.sleep(0.05)
+    return left
+
+
+def disturbed(
+    job: Job, folder: Path, seconds: float, moments: random.Random, counts: Counts, most: int, num_engines: int = 1
+) -> None:
     """Run the job until it has finished, killed at most `most` times."""
     counts.jobs += 1
     for number in range(MAX_RUNS):
         counts.resumes += number > 0
+        pid = start(job, folder, num_engines)
         if counts.kills >= most:
-            code = end(start(job, folder), 300)
+            code = end(pid, 300)
         else:
-            code = end(start(job, folder), moments.uniform(0, 1.1 * seconds), SIGNALS[counts.kills % len(SIGNALS)])
+            left = moments.uniform(0, 1.1 * seconds)
+            if num_engines > 1:
+                before = moments.uniform(0, left)
+                counts.kills += kill_engine(pid, before)
+                left -= before
+            code = end(pid, left, SIGNALS[counts.kills % len(SIGNALS)])
+        counts.processes_left += num_left(pid)
         if code is not None:
             if code != 3:  # some images are broken
                 raise RuntimeError(f"{job.name}: exit code {code}\n{(folder / 'log').read_text()[-2000:]}")
@@ -200,26 +250,37 @@ def compare(job: Job, folder: Path, calm: Path, counts: Counts) -> None:
     counts.files_different += sum(wanted.get(path) != content for path, content in files.items())
 
 
-def run(num_kills: int, seed: int, folder: Path) -> dict[str, Counts]:
+def run(
+    num_kills: int, seed: int, folder: Path, jobs: list[Job] = JOBS, num_engines: int = 1, num_images: int = 4
+) -> dict[str, Counts]:
     """Kill the jobs in turn, below `folder`; the counts by job."""
-    draw(folder / "images")
-    table = {job.name: Counts() for job in JOBS}
-    for number, job in enumerate(JOBS):
+    draw(folder / "images", number=num_images)
+    table = {job.name: Counts() for job in jobs}
+    for number, job in enumerate(jobs):
         moments = random.Random(f"{seed} {job.name}")
-        counts, before = table[job.name], time.monotonic()
+        counts = table[job.name]
         # All jobs work in one folder, because the keys of the records depend on it.
-        disturbed(job, fresh(folder), 0, moments, Counts(), most=0)
-        seconds, calm = time.monotonic() - before, folder / f"calm-{number}"
+        seconds, calm = undisturbed(job, folder), folder / f"calm-{number}"
         (folder / "job").rename(calm)
-        most = num_kills // len(JOBS) + (number < num_kills % len(JOBS))
+        if num_engines > 1:
+            seconds = undisturbed(job, folder, num_engines)
+            compare(job, folder / "job", calm, counts)
+        most = num_kills // len(jobs) + (number < num_kills % len(jobs))
         while counts.kills < most:
             killed = fresh(folder)
-            disturbed(job, killed, seconds, moments, counts, most)
+            disturbed(job, killed, seconds, moments, counts, most, num_engines)
             compare(job, killed, calm, counts)
             if counts.has_failed:
                 shutil.copytree(killed, folder / f"failed-{number}-{counts.jobs}")
         print(f"{job.name}: {seconds:.1f} s undisturbed, {counts}", file=sys.stderr, flush=True)
     return table
+
+
+def undisturbed(job: Job, folder: Path, num_engines: int = 1) -> float:
+    """The seconds that a run takes which is not killed."""
+    before = time.monotonic()
+    disturbed(job, fresh(folder), 0, random.Random(), Counts(), 0, num_engines)
+    return time.monotonic() - before
 
 
 def fresh(folder: Path) -> Path:
@@ -243,14 +304,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kills", type=at_least_one, nargs="?", default=21, metavar="N", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: %(default)s)")
+    parser.add_argument("--data-parallel-size", type=at_least_one, default=1, metavar="N", help="number of engines")
+    parser.add_argument("--images", type=at_least_one, default=4, metavar="N", help="in each of three folders")
+    parser.add_argument("--format", choices=sorted({job.format for job in JOBS}), help="of the only jobs to kill")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="work in this empty folder, and leave it as it is")
     args = parser.parse_args()
     warm_up()
+    jobs = [job for job in JOBS if args.format in (None, job.format)]
+    options = (jobs, args.data_parallel_size, args.images)
     if args.keep is not None:
-        table = run(args.kills, args.seed, args.keep)
+        table = run(args.kills, args.seed, args.keep, *options)
     else:
         with TemporaryDirectory() as folder:
-            table = run(args.kills, args.seed, Path(folder))
+            table = run(args.kills, args.seed, Path(folder), *options)
     show(table)
     return int(any(counts.has_failed for counts in table.values()))
 

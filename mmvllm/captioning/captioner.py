@@ -3,12 +3,13 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.index import Index, keep_caption
 from mmvllm.captioning.items import Item
-from mmvllm.captioning.ordering import InOrder
+from mmvllm.captioning.ordering import in_order
 from mmvllm.captioning.preparation import CaptionPreparer, WorkerProcesses
 from mmvllm.captioning.record import COLUMNS, SEEN
 from mmvllm.captioning.settings import CaptionSettings
@@ -72,21 +73,14 @@ class Captioner:
         The tasks are iterated in a thread of their own; captions that `index` has are copied.
         """
         try:
-            if not self._ordered:
-                yield from (record for _, record in self._numbered(tasks, index))
-                return
-            order = InOrder()
-            try:
-                for number, record in self._numbered(order.limited(tasks, lambda: self._is_stopped), index):
-                    yield from order.put(number, record)
-            except Exception:
-                yield from order.rest()  # what has been captioned is not lost
-                raise
-            yield from order.rest()
+            if self._ordered:
+                yield from in_order(partial(self._numbered, index), tasks, lambda: self._is_stopped)
+            else:
+                yield from (record for _, record in self._numbered(index, tasks))
         finally:
             self._is_stopped = True  # ends the thread that iterates the tasks, if it waits
 
-    def _numbered(self, tasks: Iterable[Task], index: Index) -> Iterator[tuple[int, dict]]:
+    def _numbered(self, index: Index, tasks: Iterable[Task]) -> Iterator[tuple[int, dict]]:
         """The records with the numbers of their tasks, as they finish."""
         jobs = _TasksInFlight(self.settings, index, lambda: self._is_stopped)
         self._prefetcher = self._prefetch(jobs.requests(tasks))
@@ -166,7 +160,7 @@ class _TasksInFlight:
         """The numbered records that an output leads to; None is that of a task that was not selected."""
         work = self._works.pop(number)
         if output is not None:
-            record = self._record(work, output)
+            record = _record(self._settings, work, output)
             keep_caption(self._settings, self._index, record)
             yield number, record
             for duplicate in self._duplicates.pop(work.content, ()):
@@ -174,39 +168,46 @@ class _TasksInFlight:
         elif work.is_duplicate and (original := self._index.caption(work.content)) is not None:
             yield number, self._copy(work, original)  # one whose original is in flight is yielded with that
 
-    def _record(self, work: _Work, output: RequestOutput) -> dict:
-        error = _reason(work.task.item, output)
-        made = {
-            "caption": self._settings.caption(output.text) if error is None else None,
-            "prompt_tokens": output.num_prompt_tokens,
-            "image_tokens": min(work.num_media_tokens, output.num_prompt_tokens),
-            "completion_tokens": len(output.token_ids),
-            "finish_reason": output.finish_reason if work.task.is_image else None,
-            "seconds": None if error is not None else round(output.finish_time - output.arrival_time, 3),
-        }
-        return dict.fromkeys(COLUMNS) | self._describe(work, error) | made
-
     def _copy(self, work: _Work, original: dict) -> dict:
         """The original's caption or error for a duplicate."""
         own = {"duplicate_of": original["path"], "seconds": 0.0}
-        return original | self._describe(work, original["error"]) | own
+        return original | _describe(self._settings, work, original["error"]) | own
 
-    def _describe(self, work: _Work, error: str | None) -> dict:
-        """What a record says of the image or clip itself."""
-        item = work.task.item
-        return {
-            "path": item.path,
-            "id": item.id,
-            "error": error,
-            **dict.fromkeys(SEEN),
-            **(work.seen or asked_of(item)),
-            "time": round(time.time(), 3),
-            "model": self._settings.model,
-            "prompt": self._settings.prompt_for(item),
-            "file": None if error is not None else work.task.file,
-            "settings": self._settings.fingerprint,
-            "key": work.task.key,
-        }
+
+def failure(settings: CaptionSettings, task: Task, reason: str) -> dict:
+    """The record of a task that no engine could finish."""
+    return _record(settings, _Work(0, task), RequestOutput("", error=reason))
+
+
+def _record(settings: CaptionSettings, work: _Work, output: RequestOutput) -> dict:
+    error = _reason(work.task.item, output)
+    made = {
+        "caption": settings.caption(output.text) if error is None else None,
+        "prompt_tokens": output.num_prompt_tokens,
+        "image_tokens": min(work.num_media_tokens, output.num_prompt_tokens),
+        "completion_tokens": len(output.token_ids),
+        "finish_reason": output.finish_reason if work.task.is_image else None,
+        "seconds": None if error is not None else round(output.finish_time - output.arrival_time, 3),
+    }
+    return dict.fromkeys(COLUMNS) | _describe(settings, work, error) | made
+
+
+def _describe(settings: CaptionSettings, work: _Work, error: str | None) -> dict:
+    """What a record says of the image or clip itself."""
+    item = work.task.item
+    return {
+        "path": item.path,
+        "id": item.id,
+        "error": error,
+        **dict.fromkeys(SEEN),
+        **(work.seen or asked_of(item)),
+        "time": round(time.time(), 3),
+        "model": settings.model,
+        "prompt": settings.prompt_for(item),
+        "file": None if error is not None else work.task.file,
+        "settings": settings.fingerprint,
+        "key": work.task.key,
+    }
 
 
 def _reason(item: Item, output: RequestOutput) -> str | None:

@@ -2,12 +2,32 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from threading import Semaphore
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 MAX_AHEAD = 1024  # tasks begun after the oldest one without a record
 POLL_SECONDS = 0.1
 
 
-class InOrder:
+def in_order(
+    run: Callable[[Iterable], Iterator[tuple[int, T]]], tasks: Iterable, is_stopped: Callable[[], bool]
+) -> Iterator[T]:
+    """The records of `run(tasks)`, which gives each with the number of its task, in the order of the tasks.
+
+    If the run raises something, the records that are held are given first: what has been captioned is not lost.
+    """
+    order = InOrder()
+    try:
+        for number, record in run(order.limited(tasks, is_stopped)):
+            yield from order.put(number, record)
+    except Exception:
+        yield from order.rest()
+        raise
+    yield from order.rest()
+
+
+class InOrder(Generic[T]):
     """Holds records back until those of all earlier tasks have been given.
 
     A thread that begins tasks waits in `limited`, so that at most `MAX_AHEAD` records are held.
@@ -15,7 +35,7 @@ class InOrder:
 
     def __init__(self):
         self._room = Semaphore(MAX_AHEAD)
-        self._held: dict[int, dict] = {}
+        self._held: dict[int, T] = {}
         self._next = 0
 
     def limited(self, tasks: Iterable, is_stopped: Callable[[], bool]) -> Iterator:
@@ -26,7 +46,7 @@ class InOrder:
                     return
             yield task
 
-    def put(self, number: int, record: dict) -> Iterator[dict]:
+    def put(self, number: int, record: T) -> Iterator[T]:
         """Take the record of a task; gives those whose turn it is."""
         self._held[number] = record
         while (record := self._held.pop(self._next, None)) is not None:
@@ -34,6 +54,6 @@ class InOrder:
             self._room.release()
             yield record
 
-    def rest(self) -> Iterator[dict]:
+    def rest(self) -> Iterator[T]:
         """The records that are held when a run is stopped or fails, and tasks between them have none."""
         return (self._held[number] for number in sorted(self._held))

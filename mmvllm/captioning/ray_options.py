@@ -12,7 +12,8 @@ class RayOptions:
             Ray session that this process has already joined is used as it is.
         num_actors: number of actors; each has one engine.
         cpus_per_actor: CPU cores, and torch threads, of each actor.
-        gpus_per_actor: from 0 to 1; by default 1 if the job's device is a GPU, else 0. Engines that share a GPU need
+        gpus_per_actor: from 0 to 1; by default `tensor_parallel_size` of `engine_args` if the job's device is a GPU,
+            else 0. Ray gives an actor all of its GPUs on one machine. Engines that share a GPU need
             `num_kvcache_blocks` in `engine_args`, because each would otherwise take all free memory.
     """
 
@@ -26,4 +27,7 @@ class RayOptions:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
         if self.gpus_per_actor is not None and not 0 <= self.gpus_per_actor <= 1:
-            raise ValueError(f"gpus_per_actor is {self.gpus_per_actor}, must be from 0 to 1: an engine uses one GPU")
+            raise ValueError(
+                f"gpus_per_actor is {self.gpus_per_actor}, must be from 0 to 1; for an engine on several GPUs give "
+                "tensor_parallel_size instead"
+            )

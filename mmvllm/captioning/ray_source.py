@@ -10,20 +10,20 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import ray
 import ray.data
 
 from mmvllm import ray_session
-from mmvllm.captioning.captioner import Task, asked_of
+from mmvllm.captioning.engine_worker import EngineSpec, finalized
 from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.files import CaptionFiles
-from mmvllm.captioning.index import Index, keep_caption
+from mmvllm.captioning.index import Index
 from mmvllm.captioning.ray_options import RayOptions
 from mmvllm.captioning.ray_worker import CaptionActor, Chunk, RayJobSpec, walk
-from mmvllm.captioning.record import SEEN
-from mmvllm.captioning.settings import CaptionSettings, EarlierRuns
+from mmvllm.captioning.settings import EarlierRuns
 from mmvllm.captioning.worklist import Selection, Worklist
 from mmvllm.config import EngineConfig
 from mmvllm.errors import ArgumentError
@@ -42,13 +42,9 @@ class RaySource:
 
     def __init__(
         self,
-        settings: CaptionSettings,
+        engine: EngineSpec,
         selection: Selection,
-        model: str | os.PathLike | None,
-        engine_args: dict[str, Any],
         files: CaptionFiles | None,
-        num_workers: int | None,
-        worker_processes: bool,
         ordered: bool,
         options: RayOptions,
         earlier: EarlierRuns,
@@ -56,11 +52,11 @@ class RaySource:
         self.engine_wait_share = 0.0
         self._is_stopped = False
         self._options, self._ordered = options, ordered
-        self._gpus = _gpus_per_actor(options, engine_args)
+        self._gpus = _gpus_per_actor(options, engine.engine_args)
         if "-" in map(os.fspath, selection.paths):
             raise ValueError("a list on standard input (-) cannot be read by Ray's workers; give a file")
-        here = (options.cpus_per_actor, os.getcwd(), earlier)
-        self._job = RayJobSpec(settings, selection, model, engine_args, files, num_workers, worker_processes, *here)
+        engine = replace(engine, num_threads=options.cpus_per_actor)
+        self._job = RayJobSpec(engine, selection, files, os.getcwd(), earlier)
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
             _start(options)
@@ -91,7 +87,7 @@ class RaySource:
                 for item, record in zip(chunk.items, chunk.records, strict=True):
                     task = tasks.admit(item)
                     if task is not None:
-                        yield _finalize(task, record, self._job.settings, index)
+                        yield finalized(task, record, self._job.engine.settings, index)
                 if self._is_stopped:
                     return
 
@@ -153,35 +149,22 @@ class RaySource:
                 logger.warning("%s; some actors wait until more are added", text)
 
 
-def _finalize(task: Task, record: dict, settings: CaptionSettings, index: Index) -> dict:
-    """Turn an actor's record into that of the output; of equal images, the first to arrive is the original."""
-    record = record | {"key": task.key, "file": None if record["error"] is not None else task.file}
-    if not task.is_image:
-        return record | {"finish_reason": None}
-    if task.item.error is not None and record["error"] is None:  # its caption file cannot be written
-        nothing = dict.fromkeys((*SEEN, "caption", "duplicate_of", "seconds"))
-        counts = dict.fromkeys(("prompt_tokens", "image_tokens", "completion_tokens"), 0)
-        return record | nothing | asked_of(task.item) | counts | {"error": task.item.error, "finish_reason": "error"}
-    if record["error"] is not None or not settings.is_repeatable:
-        return record
-    original = index.caption(settings.content_key(record["digest"], record["prompt"]))
-    if original is None:
-        record |= {"duplicate_of": None}
-        keep_caption(settings, index, record)
-        return record
-    same = ("caption", "prompt_tokens", "image_tokens", "completion_tokens", "finish_reason")
-    return record | {name: original[name] for name in same} | {"duplicate_of": original["path"], "seconds": 0.0}
-
-
 def _gpus_per_actor(options: RayOptions, engine_args: dict[str, Any]) -> float:
     device = str(engine_args.get("device", "auto"))
     if ":" in device:
         raise ArgumentError("{device} is {value!r}, but Ray chooses each actor's GPU; give 'cuda'", value=device)
-    gpus = options.gpus_per_actor
+    gpus, number = options.gpus_per_actor, engine_args.get("tensor_parallel_size", 1)
+    if gpus and number > 1:
+        raise ArgumentError(
+            "{gpus_per_actor} is {share:g}, but an engine with {tensor_parallel_size} {number} takes that many GPUs; "
+            "leave it out",
+            share=gpus,
+            number=number,
+        )
     if gpus is None:
         # For "cuda" this machine is not asked: it may have no GPU where the cluster has some.
         is_gpu = device == "cuda" or EngineConfig.from_arguments("LLM", **engine_args).resolve_device().type == "cuda"
-        gpus = float(is_gpu)
+        gpus = float(is_gpu) * number  # Ray gives an actor all of its GPUs on one machine
     if 0 < gpus < 1 and "num_kvcache_blocks" not in engine_args:
         raise ArgumentError("{share:g} GPU per actor: engines that share a GPU need {num_kvcache_blocks}", share=gpus)
     return gpus

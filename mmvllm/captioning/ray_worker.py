@@ -2,29 +2,23 @@
 
 import json
 import os
-import threading
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import count, islice
-from queue import SimpleQueue
-from typing import Any
+from itertools import islice
 
 import pyarrow
 import ray
-import torch
 
-from mmvllm.captioning.captioner import Captioner, Task
+from mmvllm.captioning.engine_worker import EngineSpec, EngineWorker
 from mmvllm.captioning.files import CaptionFiles
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.output import Output
 from mmvllm.captioning.progress import Progress
-from mmvllm.captioning.settings import CaptionSettings, EarlierRuns
+from mmvllm.captioning.settings import EarlierRuns
 from mmvllm.captioning.tars import TarMember
 from mmvllm.captioning.worklist import Selection, Worklist
-from mmvllm.llm import LLM
 
 CHUNK = 16  # images that are sent together, and that are repeated if their actor is lost
 
@@ -33,14 +27,9 @@ CHUNK = 16  # images that are sent together, and that are repeated if their acto
 class RayJobSpec:
     """The description of a job that is sent to the walk and to the actors."""
 
-    settings: CaptionSettings
+    engine: EngineSpec
     selection: Selection
-    model: str | os.PathLike | None
-    engine_args: dict[str, Any]
     files: CaptionFiles | None
-    num_workers: int | None
-    worker_processes: bool
-    num_threads: int
     folder: str
     earlier: EarlierRuns = field(default_factory=EarlierRuns)
 
@@ -93,7 +82,7 @@ def walk(_: pyarrow.Table, job: RayJobSpec, recorded: "ray.ObjectRef") -> Iterat
     job.enter_folder()
     index = Index()
     index.load(ray.get(recorded))
-    worklist = Worklist(job.settings, job.selection, _RemoteOutput(index, job), Progress())
+    worklist = Worklist(job.engine.settings, job.selection, _RemoteOutput(index, job), Progress())
     tasks = iter(worklist)
     try:
         while items := [task.item for task in islice(tasks, CHUNK)]:
@@ -109,20 +98,12 @@ class CaptionActor:
 
     def __init__(self, job: RayJobSpec):
         job.enter_folder()
-        torch.set_num_threads(job.num_threads)
         self._error: str | None = None
         try:
-            llm = LLM(job.model, **job.engine_args)
+            self._engine = EngineWorker(job.engine)
         except (ValueError, TypeError, OSError) as error:  # if it were raised here, Ray would retry for a long time
             self._error = str(error)
-            return
         self._id = ray.get_runtime_context().get_actor_id()
-        self._captioner = Captioner(llm, job.settings, job.num_workers or job.num_threads, job.worker_processes)
-        self._tickets = map(str, count())
-        self._tasks: SimpleQueue[Task] = SimpleQueue()
-        self._replies: dict[str, Future[dict]] = {}
-        self._end: Future[None] = Future()
-        threading.Thread(target=self._run, name="mmvllm-caption", daemon=True).start()
 
     def __call__(self, table: pyarrow.Table) -> Iterator[pyarrow.Table]:
         # A generator, because Ray calls other functions from a single thread only.
@@ -131,26 +112,9 @@ class CaptionActor:
                 chunk.error = self._error
             if chunk.error is None:
                 chunk.records = self._captions(chunk.items)
-                chunk.actor, chunk.engine_wait_share = self._id, self._captioner.engine_wait_share
+                chunk.actor, chunk.engine_wait_share = self._id, self._engine.engine_wait_share
             yield chunk.pack()
 
     def _captions(self, items: list[Item]) -> list[dict]:
-        replies = [self._submit(item) for item in items]
-        for reply in replies:
-            wait((reply, self._end), return_when=FIRST_COMPLETED)
-            if not reply.done():
-                self._end.result()  # raises the error that ended the engine's thread
+        replies = [self._engine.submit(item) for item in items]
         return [reply.result() for reply in replies]
-
-    def _submit(self, item: Item) -> "Future[dict]":
-        ticket = next(self._tickets)  # not the item's key: Ray may run the same chunk twice at the same time
-        reply = self._replies[ticket] = Future()
-        self._tasks.put(Task(item, ticket))
-        return reply
-
-    def _run(self) -> None:
-        try:
-            for record in self._captioner.records(iter(self._tasks.get, None), Index()):
-                self._replies.pop(record["key"]).set_result(record)
-        except BaseException as error:
-            self._end.set_exception(error)

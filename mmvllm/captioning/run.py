@@ -5,18 +5,23 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+from mmvllm.arguments import check_int
 from mmvllm.captioning.captioner import Captioner
+from mmvllm.captioning.engine_worker import EngineSpec
 from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.files import FILE_FORMATS
 from mmvllm.captioning.find import find_items
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.output import Output
+from mmvllm.captioning.process_source import ProcessSource
 from mmvllm.captioning.progress import Progress
 from mmvllm.captioning.ray_options import RayOptions
 from mmvllm.captioning.settings import BESIDE_IMAGES, CaptionSettings
 from mmvllm.captioning.worklist import Selection, Worklist
+from mmvllm.config import EngineConfig
+from mmvllm.engine.placement import Placement, place_engines
 from mmvllm.errors import ArgumentError
 from mmvllm.llm import LLM
 from mmvllm.models.folder import model_name
@@ -42,6 +47,7 @@ def caption_images(
     workers: int | None = None,
     worker_processes: bool = False,
     ordered: bool = False,
+    data_parallel_size: int | Literal["auto"] = 1,
     ray: RayOptions | None = None,
     **settings: Any,
 ) -> "CaptionRun":
@@ -68,6 +74,9 @@ def caption_images(
         worker_processes: prepare images in processes, which do not share one interpreter lock.
         ordered: give and write the records of this run in the order in which their images are found, rather than as
             their captions are finished.
+        data_parallel_size: engines made from `model` and `engine_args` on this machine, each in a process of its own
+            with `tensor_parallel_size` CUDA devices or a part of the CPU's threads; "auto" is as many as there are CUDA
+            devices for, or one on a CPU. `cpu_kvcache_bytes`, `workers` and all other limits are those of each.
         ray: caption on Ray Data, with engines made from `model` and `engine_args` in the actors.
         settings: fields of `CaptionSettings`: prompt, system, max_tokens, temperature, seed, min_pixels, max_pixels,
             video_fps, video_frames, video_max_pixels, clip_seconds, animations_as_clips, prefix, suffix, trigger_word,
@@ -80,6 +89,7 @@ def caption_images(
     output, output_dir = (None if path is None else Path(path) for path in (output, output_dir))
     engine_args = dict(engine_args or {})
     _check_engine(llm, model, engine_args, ray, settings)
+    _check_size(data_parallel_size, llm, ray)
     _check_paths(paths, output)
     settings |= {"model": model_name(model)} if llm is None else _settings_of(llm)
     job = CaptionSettings(caption_files=_caption_files(format, output_dir, caption_extension), **settings)
@@ -90,11 +100,15 @@ def caption_images(
         out = Output(job, output, format, output_dir, *resuming, caption_extension)
         stack.callback(out.close)
         out.reserve(path for path in paths if os.path.isfile(path))
+        spec = EngineSpec(job, model, engine_args, workers, worker_processes)
+        places = _places(data_parallel_size, engine_args)
         if ray is not None:
             from mmvllm.captioning.ray_source import RaySource  # here, because Ray is an optional dependency
 
-            given = (job, selection, model, engine_args, out.files, workers, worker_processes, ordered, ray)
-            source = RaySource(*given, out.earlier)
+            source = RaySource(spec, selection, out.files, ordered, ray, out.earlier)
+            stack.callback(source.close)
+        elif len(places) > 1:
+            source = ProcessSource(spec, places, ordered)
             stack.callback(source.close)
         else:
             if llm is None:
@@ -143,6 +157,24 @@ def _check_engine(
             raise ArgumentError(f"{{{name}}} cannot be given together with {{llm}}, whose own is used and recorded")
 
 
+def _check_size(data_parallel_size: int | str, llm: LLM | None, ray: RayOptions | None) -> None:
+    if data_parallel_size == 1:
+        return
+    if data_parallel_size != "auto":
+        check_int("data_parallel_size", data_parallel_size)
+    if llm is not None:
+        raise ArgumentError("{llm} is one engine; give {model} instead for {data_parallel_size}")
+    if ray is not None:
+        raise ArgumentError("{data_parallel_size} is for one machine without Ray, whose engines are {num_actors}")
+
+
+def _places(data_parallel_size: int | str, engine_args: dict[str, Any]) -> list[Placement]:
+    """Where several engines run; one that is alone runs in this process, and chooses its device itself."""
+    if data_parallel_size == 1:
+        return []
+    return place_engines(data_parallel_size, EngineConfig.from_arguments("LLM", **engine_args))
+
+
 def _check_paths(paths: list[str | PathLike], output: Path | None) -> None:
     find_items(paths)  # checks the paths; the search itself begins with the first item
     if output is not None and os.path.isfile(output):
@@ -152,7 +184,7 @@ def _check_paths(paths: list[str | PathLike], output: Path | None) -> None:
 
 
 class Source(Protocol):
-    """What makes the records of a worklist: one engine in this process, or several on Ray."""
+    """What makes the records of a worklist: one engine here, several in processes of this machine, or on Ray."""
 
     engine_wait_share: float
 
@@ -183,7 +215,7 @@ class CaptionRun:
         self._records = _recorded(source, worklist, output, self.progress, fail_fast)
 
     def stop(self) -> None:
-        """Take no further images; requests in the local engine are finished, those in Ray's actors are dropped.
+        """Take no further images; requests in engines of this machine are finished, those in Ray's actors are dropped.
 
         May be called from a signal handler.
         """

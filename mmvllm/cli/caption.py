@@ -30,7 +30,7 @@ PASSED_ON = (
     *("video_fps", "video_frames", "video_max_pixels", "clip_seconds", "animations_as_clips"),
     *("context_from", "context_mode", "caption_extension", "allow_special_tokens", "chat_template_kwargs"),
     *("dtype", "quantization", "output", "format", "output_dir", "overwrite", "append_anyway", "skip_existing"),
-    *("retry_failed", "fail_fast", "limit", "shard", "workers", "worker_processes", "ordered"),
+    *("retry_failed", "fail_fast", "limit", "shard", "workers", "worker_processes", "ordered", "data_parallel_size"),
 )
 # Those of the output alone.
 OUTPUT_OPTIONS = (
@@ -189,7 +189,16 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         "--executor",
         choices=executors,
         default="local",
-        help="local: one engine in this process; ray: Ray Data with one engine per actor (default: %(default)s)",
+        help="local: engines on this machine; ray: Ray Data with one engine per actor (default: %(default)s)",
+    )
+    group.add_argument(
+        "--data-parallel-size",
+        type=_size,
+        default=1,
+        metavar="N",
+        help="engines on this machine, each in a process with --tensor-parallel-size CUDA devices or its part of the "
+        "CPU's threads, and with all limits of its own, such as --cpu-kvcache-bytes; auto: as many as there are CUDA "
+        "devices for (default: %(default)s)",
     )
     group.add_argument(
         "--engine", choices=executors, dest="executor", default=argparse.SUPPRESS, help=argparse.SUPPRESS
@@ -200,7 +209,10 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--actors", type=at_least_one, metavar="N", dest="num_actors", help="Ray actors (default: 1)")
     group.add_argument("--cpus-per-actor", type=at_least_one, metavar="N", help="CPU cores per actor (default: 1)")
     group.add_argument(
-        "--gpus-per-actor", type=float, metavar="F", help="GPUs per actor (default: 1 if there is a GPU, otherwise 0)"
+        "--gpus-per-actor",
+        type=float,
+        metavar="F",
+        help="GPUs per actor, from 0 to 1 (default: --tensor-parallel-size if there is a GPU, otherwise 0)",
     )
 
 
@@ -264,6 +276,8 @@ def _ray_options(args: argparse.Namespace) -> "RayOptions | None":
     names = ("address", "num_actors", "cpus_per_actor", "gpus_per_actor")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.executor == "ray":
+        if args.data_parallel_size != 1:
+            raise ValueError("--data-parallel-size is for --executor local; with Ray give --actors")
         if find_spec("ray") is None:
             raise ValueError("--executor ray needs Ray Data: pip install 'mmvllm[ray]'")
         from mmvllm.captioning.ray_options import RayOptions
@@ -294,6 +308,16 @@ def _positive(text: str) -> float:
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+
+
+def _size(text: str) -> int | str:
+    """An argparse type."""
+    if text == "auto":
+        return text
+    try:
+        return at_least_one(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, nor auto") from None
 
 
 def _shard(text: str) -> tuple[int, int]:

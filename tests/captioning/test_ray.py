@@ -19,6 +19,7 @@ import torch
 
 from mmvllm.captioning import CaptionSettings, caption_images
 from mmvllm.captioning.captioner import Captioner, Task
+from mmvllm.captioning.engine_worker import EngineSpec, finalized
 from mmvllm.captioning.files import CaptionFiles
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item
@@ -36,7 +37,7 @@ pytest.importorskip("ray.data")
 ray_source = import_module("mmvllm.captioning.ray_source")
 ray_worker = import_module("mmvllm.captioning.ray_worker")
 
-finalize, CHUNK = ray_source._finalize, ray_worker.CHUNK
+CHUNK = ray_worker.CHUNK
 ENGINE = {"device": "cpu", "num_kvcache_blocks": 256, "skip_warmup": True}
 TWO = RayOptions(num_actors=2)
 DIFFERS = dict.fromkeys(("time", "seconds", "duplicate_of"))  # these differ between runs
@@ -89,9 +90,11 @@ def many(folder: Path, number: int) -> Path:
 
 
 def job(paths, files: CaptionFiles | None = None, **selection) -> ray_worker.RayJobSpec:
-    what = (CaptionSettings(), Selection(list(paths), **selection))
     return ray_worker.RayJobSpec(
-        *what, None, {}, files, None, worker_processes=False, num_threads=1, folder=os.getcwd()
+        EngineSpec(CaptionSettings(), None, {}, None, worker_processes=False),
+        Selection(list(paths), **selection),
+        files,
+        folder=os.getcwd(),
     )
 
 
@@ -242,7 +245,7 @@ def test_the_walk_skips_and_counts_recorded_images(joined, folder):
     here, index = job([folder]), Index()
     items = chunks(here)[0].items
     for number, item in enumerate(items[:4]):
-        index.note(here.settings.key(item), failed=number == 0, line=number)
+        index.note(here.engine.settings.key(item), failed=number == 0, line=number)
     assert index.claim("file images/a.txt")
     (folder / "notes.pdf").touch()
     (left, end) = chunks(here, index.dump(retry=False))
@@ -255,7 +258,7 @@ def test_the_walk_skips_and_counts_recorded_images(joined, folder):
 def test_the_limit_of_the_walk_does_not_count_recorded_images(joined, folder):
     here, index = job([folder], limit=2), Index()
     items = chunks(job([folder]))[0].items
-    index.note(here.settings.key(items[0]), failed=False, line=0)
+    index.note(here.engine.settings.key(items[0]), failed=False, line=0)
     assert chunks(here, index.dump(retry=False))[0].items == items[1:3]
 
 
@@ -280,7 +283,9 @@ def test_chunks_fail_when_the_engine_of_their_actor_ends(joined, folder, checkpo
         yield
 
     monkeypatch.setattr(Captioner, "records", lose_device)
-    actor = ray_worker.CaptionActor(replace(job([folder]), model=checkpoint, engine_args=ENGINE))
+    here = job([folder])
+    engine = replace(here.engine, model=checkpoint, engine_args=ENGINE)
+    actor = ray_worker.CaptionActor(replace(here, engine=engine))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="device is lost"):
             list(actor(chunks(job([folder]))[0].pack()))
@@ -299,7 +304,7 @@ def task(path: str, error: str | None = None) -> Task:
 def test_the_first_of_equal_images_from_several_actors_is_the_original():
     settings, index = CaptionSettings(), Index()
     copy = record("a", duplicate_of="b", seconds=0.0)
-    taken = [finalize(task(r["path"]), r, settings, index) for r in (copy, record("b"), record("c"))]
+    taken = [finalized(task(r["path"]), r, settings, index) for r in (copy, record("b"), record("c"))]
     assert [r["duplicate_of"] for r in taken] == [None, "a", "a"]
     assert {r["caption"] for r in taken} == {"of a"}
     assert [(r["key"], r["file"]) for r in taken] == [(f"key of {path}", f"{path}.txt") for path in "abc"]
@@ -307,12 +312,12 @@ def test_the_first_of_equal_images_from_several_actors_is_the_original():
 
 def test_captions_that_are_not_repeatable_are_not_copied():
     settings, index = CaptionSettings(temperature=1.0), Index()
-    taken = [finalize(task(path), record(path), settings, index) for path in "ab"]
+    taken = [finalized(task(path), record(path), settings, index) for path in "ab"]
     assert [(r["caption"], r["duplicate_of"]) for r in taken] == [("of a", None), ("of b", None)]
 
 
 def test_a_caption_file_that_cannot_be_written_is_a_failure():
-    taken = finalize(task("a", "a.txt exists already"), record("a"), CaptionSettings(), Index())
+    taken = finalized(task("a", "a.txt exists already"), record("a"), CaptionSettings(), Index())
     assert (taken["caption"], taken["error"], taken["finish_reason"]) == (None, "a.txt exists already", "error")
     assert (taken["path"], taken["completion_tokens"], list(taken)) == ("a", 0, list(COLUMNS))
 
@@ -373,12 +378,24 @@ def test_an_output_resumes_on_ray_only_with_its_quantization(folder, checkpoint,
     [
         ({}, {"device": "cuda:1"}, "--device is 'cuda:1', but Ray chooses each actor's GPU; give 'cuda'"),
         ({"gpus_per_actor": 0.5}, {}, "0.5 GPU per actor: engines that share a GPU need --num-kvcache-blocks"),
+        (
+            {"gpus_per_actor": 1},
+            {"tensor_parallel_size": 2},
+            "--gpus-per-actor is 1, but an engine with --tensor-parallel-size 2 takes that many GPUs; leave it out",
+        ),
     ],
 )
 def test_gpus_that_engines_cannot_share_are_refused(options, engine_args, message):
     with pytest.raises(ArgumentError) as raised:
         ray_source._gpus_per_actor(RayOptions(**options), engine_args)
     assert raised.value.spelled(option_name) == message
+
+
+def test_an_engine_on_several_gpus_is_an_actor_with_all_of_them():
+    engine_args = {"device": "cuda", "tensor_parallel_size": 4}
+    assert ray_source._gpus_per_actor(RayOptions(), engine_args) == 4
+    assert ray_source._gpus_per_actor(RayOptions(gpus_per_actor=0), engine_args) == 0
+    assert ray_source._gpus_per_actor(RayOptions(), engine_args | {"device": "cpu"}) == 0
 
 
 @pytest.mark.parametrize(("capability", "gpus"), [((9, 0), 1), ((7, 5), 0)])

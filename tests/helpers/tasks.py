@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mmvllm.worker_process import reserve_in_parent
+from mmvllm.workers import WorkerPool
 
 state = {}
 
@@ -66,6 +67,18 @@ def make_array(num_bytes: int) -> np.ndarray:
 
 def make_unpicklable():
     return lambda: None
+
+
+def run_in_a_process(task):
+    pool = WorkerPool(1)
+    try:
+        return pool.run(task)
+    finally:
+        pool.close()
+
+
+def niceness_and_threads() -> tuple[int, str | None]:
+    return os.nice(0), os.environ.get("OMP_NUM_THREADS")
 
 
 def loaded_modules() -> set[str]:

@@ -1,0 +1,170 @@
+"""A captioning job with several engines on this machine, each in a process of its own.
+
+    TaskQueue ── a thread for each engine ── WorkerPool of one process ── engine_process.exchange ── EngineWorker
+
+This process finds the images and alone writes the output. A process that dies is started anew, and its images are given
+to engines again. All processes end with this one.
+"""
+
+import atexit
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from mmvllm.captioning.captioner import failure
+from mmvllm.captioning.engine_process import exchange, start_engine
+from mmvllm.captioning.engine_worker import EngineSpec, finalized
+from mmvllm.captioning.errors import JobError
+from mmvllm.captioning.index import Index
+from mmvllm.captioning.ordering import in_order
+from mmvllm.captioning.task_queue import POLL_SECONDS, TaskQueue, Work
+from mmvllm.captioning.worklist import Worklist
+from mmvllm.engine.placement import Placement
+from mmvllm.errors import EngineFailed
+from mmvllm.intake import WAIT_SECONDS
+from mmvllm.workers import KILL_SECONDS, NUM_WORKERS, WorkerDied, WorkerPool, WorkersUnusable
+
+CHUNK = 16  # images that an engine takes at once: a small job is spread over all engines
+MAX_DEATHS = 5  # of an engine's processes, one after the other, without a caption between
+
+
+@dataclass(slots=True)
+class _Engine:
+    """An engine, through all processes that run it one after the other."""
+
+    placement: Placement
+    spec: EngineSpec
+    pool: WorkerPool
+    in_flight: dict[int, Work] = field(default_factory=dict)
+    num_deaths: int = 0  # since its last caption
+    is_ready: bool = False  # or was, before its process died
+    wait_share: float = 0.0
+
+
+class ProcessSource:
+    """Makes the records of a worklist in processes, which the constructor starts, and waits for their engines.
+
+    Raises what `LLM` raises, and JobError if the processes end as soon as they begin.
+    """
+
+    def __init__(self, spec: EngineSpec, placements: list[Placement], ordered: bool):
+        self._settings, self._ordered = spec.settings, ordered
+        self._queue = TaskQueue(partial(failure, spec.settings))
+        self._changed, self._is_closed = threading.Condition(), False
+        cores = max(1, (os.cpu_count() or 1) // len(placements))
+        spec = replace(spec, num_workers=spec.num_workers or min(NUM_WORKERS, cores))
+        self._engines = [_placed(spec, placement) for placement in placements]
+        self._error: BaseException | None = None
+        atexit.register(self.close)  # else a process that is killed at exit would be replaced
+        self._threads = [threading.Thread(target=self._run, args=(it,), daemon=True) for it in self._engines]
+        for thread in self._threads:
+            thread.start()
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def engine_wait_share(self) -> float:
+        """That of `Captioner`, the mean of all engines."""
+        return sum(engine.wait_share for engine in self._engines) / len(self._engines)
+
+    def stop(self) -> None:
+        """Finish the requests that the engines have begun, and drop the rest; may be called from a signal handler."""
+        self._queue.stop()
+
+    def records(self, tasks: Worklist, index: Index) -> Iterator[dict]:
+        """A record for every task, as they finish; a failure is a record with `error`.
+
+        The tasks are iterated in a thread of their own. Raises JobError if engines die again and again.
+        """
+        if self._ordered:
+            made = in_order(self._queue.results, tasks, lambda: self._queue.is_stopped)
+        else:
+            made = (result for _, result in self._queue.results(tasks))
+        with closing(made):
+            for task, record in made:
+                yield finalized(task, record, self._settings, index)
+
+    def close(self) -> None:
+        """End the processes at once; safe to call twice."""
+        if self._is_closed:  # perhaps at the interpreter's end, when the threads that hold the locks have gone
+            return
+        atexit.unregister(self.close)
+        self._queue.stop()
+        with self._changed:
+            self._is_closed = True
+            for engine in self._engines:
+                engine.pool.close()
+        for thread in self._threads:  # one of them may have begun to end its process
+            if thread is not threading.current_thread():
+                thread.join(KILL_SECONDS)
+
+    def _wait_until_ready(self) -> None:
+        def is_known() -> bool:
+            return self._error is not None or all(engine.is_ready for engine in self._engines)
+
+        with self._changed:
+            while not self._changed.wait_for(is_known, WAIT_SECONDS):
+                pass
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, engine: _Engine) -> None:
+        """A thread for an engine: one process after the other, until the source is closed."""
+        try:
+            while not self._is_closed:
+                try:
+                    with closing(self._pool(engine)) as pool:
+                        self._work(engine, pool)
+                except (WorkerDied, WorkersUnusable, EngineFailed) as error:
+                    self._bury(engine, error)
+        except BaseException as error:
+            self._queue.fail(error)
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _pool(self, engine: _Engine) -> WorkerPool:
+        with self._changed:
+            engine.pool = WorkerPool(1, engine_env=engine.placement.env)
+            if self._is_closed:
+                engine.pool.close()
+            return engine.pool
+
+    def _work(self, engine: _Engine, pool: WorkerPool) -> None:
+        most = pool.run(start_engine, engine.spec)
+        with self._changed:
+            engine.is_ready = True
+            self._changed.notify_all()
+        while not self._is_closed:
+            works = self._queue.take(engine.in_flight, min(CHUNK, most - len(engine.in_flight)))
+            if engine.in_flight:
+                items = [(work.number, work.task.item) for work in works]
+                wait = 0.0 if works else POLL_SECONDS
+                records, engine.wait_share = pool.run(exchange, items, self._queue.is_stopped, wait)
+                self._queue.finish(engine.in_flight, records)
+                if any(record is not None and record["error"] is None for _, record in records):
+                    engine.num_deaths = 0
+
+    def _bury(self, engine: _Engine, error: Exception) -> None:
+        """Give the images of a process that died to the next ones; raises JobError if too many have died."""
+        if self._is_closed:
+            return
+        self._queue.give_back(engine.in_flight, str(error))
+        engine.num_deaths += 1
+        if engine.num_deaths >= MAX_DEATHS:
+            raise JobError(
+                f"an engine's process has died {MAX_DEATHS} times without a caption between, now: {error}. It may be "
+                "out of memory. The output is intact, and the same job run again resumes"
+            )
+
+
+def _placed(spec: EngineSpec, placement: Placement) -> _Engine:
+    engine_args = spec.engine_args | {"device": placement.device}
+    spec = replace(spec, engine_args=engine_args, num_threads=placement.num_threads)
+    return _Engine(placement, spec, WorkerPool(1, engine_env=placement.env))
