@@ -16,7 +16,7 @@ from mmvllm.engine.engine_thread import BEGUN, Event, Receiver, aborted, is_last
 from mmvllm.engine.fleet import EngineFleet
 from mmvllm.engine.health import EngineHealth, health_of
 from mmvllm.engine.stats import EngineStats
-from mmvllm.errors import EngineFailed, RequestFailed
+from mmvllm.errors import RequestFailed
 from mmvllm.inputs import EngineInput
 from mmvllm.routing import BLOCK_TOKENS, Fingerprint, Router, fingerprint
 from mmvllm.sampling_params import SamplingParams
@@ -189,7 +189,7 @@ class Dispatcher:
     def on_lost(self, index: int, reason: str, refusal: Exception | None) -> None:
         if self._fleet.has_failed():
             self._fleet.give_up()
-            self._on_failure(EngineFailed(reason))
+            self._on_failure(RuntimeError(f"no engine can be started again: {reason}"))
             return
         with self._lock:
             self._router.lost(index)

@@ -38,11 +38,12 @@ class EngineKeeper:
     """
 
     def __init__(self, index: int, setup: bytes, num_threads: int, listener: EngineListener):
-        self.num_failures = 0  # processes that ended one after the other without having served for long
+        self.num_failed_starts = 0  # one after the other
         self._index, self._setup, self._num_threads, self._listener = index, setup, num_threads, listener
         self._changed = threading.Condition()
         self._engine: RemoteEngine | None = None
-        self._is_exiting = False
+        self._is_ready = self._is_exiting = False
+        self._num_short_lives = 0  # processes that ended one after the other without having served for long
         self._thread = threading.Thread(target=self._run, name=f"mmvllm-engine-{index}", daemon=True)
 
     def start(self) -> None:
@@ -62,8 +63,10 @@ class EngineKeeper:
         """Start no more, and let the process end; `join` waits for it."""
         with self._changed:
             self._is_exiting = True
-            if self._engine is not None:
+            if self._is_ready:
                 self._engine.stop()
+            elif self._engine is not None:  # nothing is in flight
+                self._engine.kill()
             self._changed.notify_all()
 
     def join(self, until: float) -> None:
@@ -78,15 +81,14 @@ class EngineKeeper:
 
     def _run(self) -> None:
         while not self._is_exiting:
-            started = time.monotonic()
+            started, self._is_ready = time.monotonic(), False
             reason, refusal = self._run_once()
-            self.num_failures = 1 if time.monotonic() - started > STABLE_SECONDS else self.num_failures + 1
+            self.num_failed_starts = 0 if self._is_ready else self.num_failed_starts + 1
+            self._num_short_lives = 0 if time.monotonic() - started > STABLE_SECONDS else self._num_short_lives + 1
             if not self._is_exiting:
-                logger.warning("engine %d: %s; it is started again", self._index, reason)
                 self._listener.on_lost(self._index, reason, refusal)
-                pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (self.num_failures - 1))
                 with self._changed:
-                    self._changed.wait_for(lambda: self._is_exiting, pause)
+                    self._changed.wait_for(lambda: self._is_exiting, pause_after(self._num_short_lives))
 
     def _run_once(self) -> tuple[str, Exception | None]:
         """Start a process and read what it sends; why it ended."""
@@ -115,6 +117,7 @@ class EngineKeeper:
             if isinstance(message, News):
                 self._listener.on_news(self._index, message)
             elif isinstance(message, EngineFacts):
+                self._is_ready = True
                 self._listener.on_ready(self._index, message)
             elif isinstance(message, Refusal):
                 return first_line(message.error), message.error
@@ -124,3 +127,8 @@ class EngineKeeper:
 
     def _on_unsendable(self, command: AddCommand, error: Exception) -> None:
         self._listener.on_unsendable(self._index, command, error)
+
+
+def pause_after(num_short_lives: int) -> float:
+    """Seconds before an engine is started again."""
+    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(num_short_lives, 30))

@@ -1,6 +1,7 @@
 """Several engines with the same model, each in a process of its own."""
 
 import atexit
+import logging
 import pickle
 import threading
 import time
@@ -19,8 +20,10 @@ from mmvllm.engine.remote_engine import STOP_SECONDS, Command
 from mmvllm.engine.tokenizer import load_tokenizer
 from mmvllm.errors import EngineFailed
 
+logger = logging.getLogger(__name__)
+
 WAIT_SECONDS = 0.5  # at a time: Windows does not interrupt a wait, and Ctrl-C is handled after it
-MAX_FAILURES = 5  # of each engine, after which none is started any more
+MAX_FAILED_STARTS = 5  # of each engine, one after the other, after which none is started any more
 
 
 class EngineFleet:
@@ -89,7 +92,8 @@ class EngineFleet:
     def has_failed(self) -> bool:
         """Whether no engine is up, and starting them again has failed."""
         with self._changed:
-            return not any(self._facts) and all(keeper.num_failures >= MAX_FAILURES for keeper in self._keepers)
+            is_up = any(self._facts)
+        return not is_up and all(keeper.num_failed_starts >= MAX_FAILED_STARTS for keeper in self._keepers)
 
     def give_up(self) -> None:
         """Start no engine any more, and let those that run end."""
@@ -125,6 +129,7 @@ class EngineFleet:
             self._changed.notify_all()
             listener = self._listener
         if listener is not None:
+            logger.warning("engine %d has ended and is started again: %s", index, reason)
             listener.on_lost(index, reason, refusal)
 
     def _wait_until_ready(self) -> list[EngineFacts]:
