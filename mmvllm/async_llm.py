@@ -1,9 +1,10 @@
-"""`AsyncLLM`: one engine for many concurrent requests, whose completions are streamed.
+"""`AsyncLLM`: one engine, or several, for many concurrent requests, whose completions are streamed.
 
     generate() ── admitted, or EngineBusy ── prepared in a pool ── engine thread ── deltas ── the caller's event loop
 
-The engine belongs to a thread of its own. A request has a `_Stream` from its admission until it ends, in whatever way:
-its last delta, an error, an abort, the deadline, or a caller that cancels it. `_end` is the only place that ends one.
+An engine belongs to a thread of its own, and each of several to a process of its own. A request has a `_Stream` from
+its admission until it ends, in whatever way: its last delta, an error, an abort, the deadline, or a caller that cancels
+it. `_end` is the only place that ends one.
 """
 
 import asyncio
@@ -15,16 +16,18 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from mmvllm.arguments import check_int
 from mmvllm.config import EngineConfig
-from mmvllm.engine.engine_thread import EngineThread, Event
+from mmvllm.engine.dispatcher import Dispatcher
+from mmvllm.engine.engine_thread import BEGUN, EngineThread, Event, is_last
+from mmvllm.engine.fleet import EngineFleet
+from mmvllm.engine.health import EngineHealth
 from mmvllm.engine.llm_engine import LLMEngine
-from mmvllm.engine.sequence import SequenceGroup
 from mmvllm.engine.stats import EngineStats
 from mmvllm.errors import (
     DeadlineExceeded,
@@ -38,6 +41,7 @@ from mmvllm.errors import (
     first_line,
     without_frames,
 )
+from mmvllm.inputs import EngineInput
 from mmvllm.intake import (
     AdmissionWindow,
     Intake,
@@ -55,41 +59,18 @@ from mmvllm.processors.load_video import Load
 from mmvllm.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class EngineHealth:
-    """An engine's status: "ok", "failing" (requests failed in the last step), "draining", "stopped" or "failed"."""
-
-    status: str
-    reason: str | None = None
-
-    @property
-    def is_live(self) -> bool:
-        """Whether requests in flight are still served."""
-        return self.status not in ("stopped", "failed")
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether new requests are accepted."""
-        return self.status in ("ok", "failing")
-
-
 class _Stream:
     """A request from its admission to its end. `get` is called in the event loop of the request."""
 
     def __init__(self, request_id: str, num_completions: int, loop: asyncio.AbstractEventLoop):
         self.request_id, self.num_completions, self.loop = request_id, num_completions, loop
         self.arrival_time = time.time()
-        self.group: SequenceGroup | None = None  # written by the engine's thread
-        self.is_prepared = False
+        self.is_prepared = self.has_begun = False
         self.num_bytes = 0  # of its media, once prepared
         self.has_ended = False  # guarded by the engine's lock
         self.ended: Future[None] = Future()  # done then
         self._items: deque[Delta | Exception] = deque()  # used in the event loop only, as is what follows
         self._waiter: asyncio.Future[None] | None = None  # of the one task that gets the items
-
-    @property
-    def has_begun(self) -> bool:
-        return self.group is not None and self.group.has_begun
 
     def put(self, item: Delta | Exception) -> None:
         self._items.append(item)
@@ -115,6 +96,10 @@ class AsyncLLM:
     Args:
         model, processor, video_backend, engine_args: as for `LLM`.
         max_waiting: requests admitted beyond `max_num_seqs`; one more is refused with `EngineBusy`.
+        data_parallel_size: number of engines, each in a process of its own and with the `engine_args`; on CUDA each
+            takes the devices that follow those of the one before, on a CPU they share torch's threads. A request goes
+            to the engine that has much of it cached, within a bound on the load. An engine that ends is started again:
+            its requests that have no token yet are computed by another, others end with `RequestFailed`.
 
     Use it as `async with AsyncLLM(...) as engine`, or call `shutdown` in the end.
     """
@@ -126,30 +111,39 @@ class AsyncLLM:
         processor: Any = None,
         video_backend: str = "pyav",
         max_waiting: int = 256,
+        data_parallel_size: int = 1,
         **engine_args: Any,
     ):
-        engine = self._engine = LLMEngine(model, EngineConfig.from_arguments("AsyncLLM", **engine_args))
-        self._intake = Intake(engine, processor, video_backend)
+        check_int("data_parallel_size", data_parallel_size)
+        config = EngineConfig.from_arguments("AsyncLLM", **engine_args)
+        several = data_parallel_size > 1
+        engine = EngineFleet(model, config, data_parallel_size) if several else LLMEngine(model, config)
+        self._engine = engine
+        try:
+            self._intake = Intake(engine, processor, video_backend)
+        except BaseException:
+            engine.exit()
+            raise
         self.model, self.tokenizer = model_name(model), engine.tokenizer
         self.image_config, self.video_config = engine.image_config, engine.video_config
         rules = self.media_rules = engine.media_rules  # None for a text-only checkpoint
         self.takes_videos = rules is not None and rules.takes_videos
         self.sampling_defaults = dict(engine.model_config.sampling_defaults)  # of generation_config.json
-        self.max_model_len, self.max_num_seqs = engine.max_model_len, engine.config.max_num_seqs
+        self.max_model_len, self.max_num_seqs = engine.max_model_len, engine.max_num_seqs
         self.max_requests = self.max_num_seqs + max_waiting
         self.admission = AdmissionWindow(self.max_requests)
         self._changed = threading.Condition()  # guards what follows
         self._streams: dict[str, _Stream] = {}  # those that have not ended, in order of arrival
         self._preparation = PreparationQueue(self._changed, self._num_waiting_bytes)
         self._status, self._reason = "ok", None
-        self._thread = EngineThread(engine, self._deliver, self._fail)
+        self._thread = (Dispatcher if several else EngineThread)(engine, self._deliver, self._fail)
         self._closing = threading.Lock()
         # Registered after the engine's own exit handler, so run before it: the thread still uses the engine.
         atexit.register(_close_if_alive, weakref.ref(self))
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
         """As for `LLM`: the checkpoint's own sampling parameters over mmvllm's defaults, `changes` over both."""
-        return self._engine.default_sampling_params(**changes)
+        return SamplingParams(**self.sampling_defaults | changes)
 
     async def generate(
         self,
@@ -222,12 +216,15 @@ class AsyncLLM:
             num_preparing = sum(not stream.is_prepared for stream in self._streams.values())
         return self._thread.stats(num_preparing)
 
+    def engine_stats(self) -> list[EngineStats]:
+        """The current state and totals of each engine; requests that are being prepared belong to none."""
+        return self._thread.engine_stats()
+
     def health(self) -> EngineHealth:
         """Whether requests are served, and if not, why."""
         with self._changed:
-            if self._status == "ok" and self._thread.failing is not None:
-                return EngineHealth("failing", self._thread.failing)
-            return EngineHealth(self._status, self._reason)
+            health = EngineHealth(self._status, self._reason)
+        return self._thread.health() if health.status == "ok" else health
 
     async def shutdown(self, drain: bool = True, timeout: float | None = None) -> None:
         """Accept no more requests, and free the engine once those in flight are finished.
@@ -260,6 +257,8 @@ class AsyncLLM:
             raise EngineFailed(f"the engine failed: {self._reason}")
         if self._status != "ok":
             raise EngineStopped("the engine is shutting down and accepts no more requests")
+        if not self._thread.is_up:
+            raise EngineUnavailable("no engine is up; they are being started again, try again later")
         if not self.admission.has_room(len(self._streams), num_waiting_bytes=0):  # bytes are waited for, not refused
             raise EngineBusy(len(self._streams), self.admission.max_requests)
 
@@ -289,17 +288,19 @@ class AsyncLLM:
         try:
             prompt = self._intake.prepare(request, load)
             options = request_options(request) if isinstance(request, dict) else {}
+            self._hand_over(stream, prompt, params, options)
         except ValueError as error:
             self._end(stream, without_frames(error))
         except MemoryError:  # without its frames, which hold what filled the memory
             self._end(stream, MemoryError("not enough memory to prepare the request"))
         except Exception as error:  # a bug, ours or of the caller's `load`: other requests are not affected
             self._end(stream, RequestFailed(f"preparation failed: {type(error).__name__}: {error}"))
-        else:
-            with self._changed:
-                stream.is_prepared, stream.num_bytes = True, prompt.num_bytes
-                if not stream.has_ended:
-                    self._thread.add(stream, prompt, params, arrival_time=stream.arrival_time, **options)
+
+    def _hand_over(self, stream: _Stream, prompt: EngineInput, params: SamplingParams, options: dict[str, Any]) -> None:
+        with self._changed:
+            stream.is_prepared, stream.num_bytes = True, prompt.num_bytes
+            if not stream.has_ended:
+                self._thread.add(stream, prompt, params, arrival_time=stream.arrival_time, **options)
 
     def _deliver(self, events: list[Event]) -> None:
         """Send what is new to its streams, with one wake-up for each event loop."""
@@ -307,9 +308,11 @@ class AsyncLLM:
         with self._changed:
             for event in events:
                 stream, item = event
-                if not stream.has_ended:
+                if item is BEGUN:
+                    stream.has_begun = True
+                elif not stream.has_ended:
                     by_loop[stream.loop].append(event)
-                    if isinstance(item, Exception) or item.output is not None:
+                    if is_last(item):
                         self._forget(stream)
             self._preparation.advance()  # requests that have begun make room
         for loop, items in by_loop.items():

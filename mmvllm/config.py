@@ -260,6 +260,11 @@ class EngineConfig:
 
         Raises TypeError with a suggestion for an unknown name. Arguments of vLLM that change nothing are ignored.
         """
+        if (size := engine_args.get("data_parallel_size", 1)) != 1:
+            raise ValueError(
+                f"data_parallel_size is {size!r}, but {owner} has one engine; AsyncLLM may have several, and mmvllm "
+                "serve, demo and caption with --data-parallel-size"
+            )
         known = [field.name for field in fields(cls)]
         return cls(**check_arguments(owner, engine_args, known, ACCEPTED_VLLM_ARGUMENTS))
 

@@ -6,13 +6,15 @@ positions by reference, so their buffers must not be written to afterwards. What
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from mmvllm.transfer import pinned
 
 Grid = tuple[int, int, int]  # (t, h, w) in patches
 Span = tuple[int, int]  # (offset, length) of a run of tokens in the prompt
@@ -130,6 +132,11 @@ class EngineInput:
     @property
     def num_media_tokens(self) -> int:
         return sum(item.num_tokens for item in self.items)
+
+
+def in_pinned_memory(prompt: EngineInput) -> EngineInput:
+    """The prompt with patches that a step copies to a GPU without waiting."""
+    return replace(prompt, items=tuple(replace(item, patches=pinned(item.patches)) for item in prompt.items))
 
 
 @dataclass(frozen=True, slots=True)

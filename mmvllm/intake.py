@@ -14,26 +14,25 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.errors import RequestError, without_frames
-from mmvllm.inputs import EngineInput
+from mmvllm.inputs import EngineInput, MediaRules, in_pinned_memory
 from mmvllm.processors.chat import Processor
 from mmvllm.processors.foreign import ForeignProcessor
-from mmvllm.processors.image import ImageProcessor
+from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig
 from mmvllm.processors.load_video import Load
 from mmvllm.processors.requests import parse_request
 from mmvllm.processors.tensors import own_token_ids
-from mmvllm.processors.video import VideoProcessor
+from mmvllm.processors.video import VideoProcessor, VideoProcessorConfig
 from mmvllm.processors.video_backends import load_with
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.text import counted
-from mmvllm.transfer import pinned
 from mmvllm.workers import NUM_WORKERS, WorkersUnusable
 
 MAX_BYTES = 256 * 1024 * 1024
@@ -54,21 +53,32 @@ class AdmissionWindow:
         return num_requests < self.max_requests and num_waiting_bytes < MAX_BYTES
 
 
+class Destination(Protocol):
+    """What preparation needs to know of the engine, or of several with the same model."""
+
+    tokenizer: PreTrainedTokenizerBase
+    media_rules: MediaRules | None
+    image_config: ImageProcessorConfig
+    video_config: VideoProcessorConfig
+    max_model_len: int
+    device: torch.device  # that patches are copied to from this process
+
+
 class Intake:
-    """Prepares requests for one engine.
+    """Prepares requests for an engine.
 
     Args:
         processor: None for mmvllm's own, or an object with the interface of transformers' processors.
         video_backend: what reads videos (`processors.video_backends`).
     """
 
-    def __init__(self, engine: LLMEngine, processor: Any = None, video_backend: str = "pyav"):
+    def __init__(self, engine: Destination, processor: Any = None, video_backend: str = "pyav"):
         self._engine, self._load = engine, load_with(video_backend)
         image_processor, video_processor = ImageProcessor(engine.image_config), VideoProcessor(engine.video_config)
         rules, max_tokens = engine.media_rules, engine.max_model_len
         self._own = Processor(engine.tokenizer, image_processor, rules, video_processor, max_tokens, self._load)
         self.processor = self._own if processor is None else self.adapt(processor)
-        self._device = engine.model_runner.device
+        self._device = engine.device
 
     def adapt(self, processor: Any) -> ForeignProcessor:
         """A processor of the caller's, for use in place of `processor`."""
@@ -84,11 +94,7 @@ class Intake:
 
 def pinning(prepare: Prepare, device: torch.device) -> Prepare:
     """The function, which for a GPU also moves patches to pinned memory: then a step copies them without waiting."""
-    return prepare if device.type != "cuda" else lambda *args: _pinned(prepare(*args))
-
-
-def _pinned(prompt: EngineInput) -> EngineInput:
-    return replace(prompt, items=tuple(replace(item, patches=pinned(item.patches)) for item in prompt.items))
+    return prepare if device.type != "cuda" else lambda *args: in_pinned_memory(prepare(*args))
 
 
 def as_request(request: Request) -> Any:

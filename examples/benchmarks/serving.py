@@ -4,8 +4,10 @@
 
 Starts the server with the bundled model, and 64 clients (the `openai` package) that send requests without pause:
 chats with two, one or no image and plain completions, streamed or not. One request in ten is cancelled by its client,
-one in twenty has an invalid image. Every completion is compared with that of `LLM`, computed before. At the end the
-server must hold no request, no KV block, no temporary file and no more open files and sockets than at its start, and
+one in twenty has an invalid image. Every completion is compared with that of `LLM`, computed before. With
+`--data-parallel-size 2` the server has two engines, and with `--kill 5` one of them is killed every five seconds if
+both are up: requests that had a token may then end with an error, those that had none may not. At the end the server
+must hold no request, no KV block, no temporary file and no more open files and sockets than at its start, and
 its memory must not have grown in the second half. The clients run on the same cores as the server. Exits with 1 if a
 check fails.
 """
@@ -18,11 +20,14 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
 import urllib.request
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import quantiles
@@ -44,6 +49,7 @@ from scenes import draw, questions, random_scene
 FORMATS = ("PNG", "JPEG", "WEBP")
 INVALID_IMAGE = "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n only a signature").decode()
 CANCELLED, INVALID = 0.10, 0.05  # fractions of the requests
+ENGINE_ENDED = "the engine ended while it computed this"
 CANCEL_S = 0.5  # maximum delay before a request that is not streamed is cancelled
 DESCRIPTORS_PER_PROCESS = 5  # two pipes, a socket, and shared memory twice: its descriptor and its mapping
 SAMPLE_S = 0.5
@@ -128,9 +134,10 @@ def with_expected_texts(cases: list[Case]) -> list[Case]:
 class ServerProcess:
     """`mmvllm serve` with the bundled model on a free port and its own folder for temporary files."""
 
-    def __init__(self, folder: str):
-        self.folder = folder
+    def __init__(self, folder: str, num_engines: int = 1):
+        self.folder, self._num_engines, self.num_kills = folder, num_engines, 0
         command = [sys.executable, "-m", "mmvllm", "serve", "--port", "0", "--num-kvcache-blocks", "1024"]
+        command += ["--data-parallel-size", str(num_engines)]
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": folder}
         )
@@ -146,7 +153,24 @@ class ServerProcess:
     def metrics(self) -> dict[str, float]:
         with urllib.request.urlopen(f"{self.url}/metrics") as response:
             families = text_string_to_metric_families(response.read().decode())
-            return {sample.name: sample.value for family in families for sample in family.samples}
+            sums = Counter()  # over engines, too
+            for sample in (sample for family in families for sample in family.samples):
+                sums[sample.name] += sample.value
+            return sums
+
+    def is_whole(self) -> bool:
+        """Whether all engines are up."""
+        return self._num_engines == 1 or self.metrics()["mmvllm_engine_up"] == self._num_engines
+
+    async def kill_engines(self, seconds: float) -> None:
+        """Kill the first engine when all have been up for so long, again and again."""
+        while True:
+            await asyncio.sleep(seconds)
+            if await asyncio.to_thread(self.is_whole):
+                spawned = [one for one in self._watched.children() if "--multiprocessing-fork" in one.cmdline()]
+                # Those that decode images are started later, and have less memory than an engine.
+                os.kill(max(spawned, key=lambda one: one.memory_info().rss).pid, signal.SIGKILL)
+                self.num_kills += 1
 
     async def watch_memory(self) -> None:
         while True:
@@ -163,6 +187,8 @@ class ServerProcess:
     def leaks(self) -> list[str]:
         """Descriptions of resources still held after all clients have disconnected."""
         found = []
+        while not self.is_whole():
+            time.sleep(0.1)
         for _ in range(100):
             metrics = self.metrics()
             names = ("requests_preparing", "sequences_waiting", "sequences_running", "kv_cache_usage_ratio")
@@ -176,7 +202,7 @@ class ServerProcess:
             self.memory[len(self.memory) // 4 : len(self.memory) // 2],
             self.memory[len(self.memory) * 3 // 4 :],
         )
-        if max(last) > 1.05 * max(second):
+        if max(last) > 1.05 * max(second) and not self.num_kills:
             found.append(f"memory grew from {max(second) >> 20} to {max(last) >> 20} MiB")
         return found
 
@@ -193,11 +219,26 @@ async def run_client(
         if number < INVALID:
             await ask_with_invalid_image(client, tally)
         elif number < INVALID + CANCELLED:
-            await cancel(client, case, rng, tally)
+            with ending_with_engines(tally):
+                await cancel(client, case, rng, tally)
         elif rng.random() < 0.6:
             await ask_streaming(client, case, tally)
         else:
-            await ask(client, case, tally)
+            with ending_with_engines(tally):
+                await ask(client, case, tally)
+
+
+@contextmanager
+def ending_with_engines(tally: Tally, times: list[float] | None = None) -> Iterator[None]:
+    """Count a request that ends with its engine; without `times` of tokens, where they are given, it is wrong."""
+    try:
+        yield
+    except openai.APIError as error:
+        if ENGINE_ENDED not in str(error):
+            raise
+        tally.outcomes["ended with its engine"] += 1
+        if times is not None and not times:
+            tally.wrong.append(f"a stream ended before it had begun: {error}")
 
 
 def create(client: openai.AsyncOpenAI, case: Case, **options):
@@ -234,16 +275,17 @@ async def ask(client: openai.AsyncOpenAI, case: Case, tally: Tally, cancel_after
 
 async def ask_streaming(client: openai.AsyncOpenAI, case: Case, tally: Tally) -> None:
     start, text, times, usage = time.perf_counter(), "", [], None
-    async for chunk in await create(client, case, stream=True, stream_options={"include_usage": True}):
-        usage = chunk.usage or usage
-        if chunk.choices and (new := new_text(case, chunk.choices[0])):
-            text += new
-            times.append(time.perf_counter())
-    check(tally, case, text, usage.completion_tokens)
-    if times:
-        tally.first_token.append(times[0] - start)
-    if usage.completion_tokens > 1 and len(times) > 1:
-        tally.per_token.append((times[-1] - times[0]) / (usage.completion_tokens - 1))
+    with ending_with_engines(tally, times):
+        async for chunk in await create(client, case, stream=True, stream_options={"include_usage": True}):
+            usage = chunk.usage or usage
+            if chunk.choices and (new := new_text(case, chunk.choices[0])):
+                text += new
+                times.append(time.perf_counter())
+        check(tally, case, text, usage.completion_tokens)
+        if times:
+            tally.first_token.append(times[0] - start)
+        if usage.completion_tokens > 1 and len(times) > 1:
+            tally.per_token.append((times[-1] - times[0]) / (usage.completion_tokens - 1))
 
 
 async def cancel(client: openai.AsyncOpenAI, case: Case, rng: random.Random, tally: Tally) -> None:
@@ -267,15 +309,19 @@ async def ask_with_invalid_image(client: openai.AsyncOpenAI, tally: Tally) -> No
 
 
 async def load(
-    server: ServerProcess, cases: list[Case], clients: int, seconds: float, seed: int
+    server: ServerProcess, cases: list[Case], clients: int, seconds: float, seed: int, kill_seconds: float | None
 ) -> tuple[Tally, float]:
     """Run the clients; returns their results and the elapsed seconds."""
     tally, start = Tally(), time.perf_counter()
-    watching = asyncio.create_task(server.watch_memory())
+    tasks = [asyncio.create_task(server.watch_memory())]
+    tasks += [asyncio.create_task(server.kill_engines(kill_seconds))] if kill_seconds else []
     async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         rngs = [random.Random(f"{seed}:{i}") for i in range(clients)]
         await asyncio.gather(*(run_client(client, cases, rng, start + seconds, tally) for rng in rngs))
-    watching.cancel()
+    for task in tasks:
+        task.cancel()
+    if not server.num_kills and (number := tally.outcomes["ended with its engine"]):
+        tally.wrong.append(f"{number} requests ended with an engine that was not killed")
     return tally, time.perf_counter() - start
 
 
@@ -292,16 +338,21 @@ def main() -> int:
     parser.add_argument("--seconds", type=at_least_one, default=60)
     parser.add_argument("--cases", type=at_least_one, default=300, help="different requests (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--data-parallel-size", type=at_least_one, default=1, metavar="N", help="engines of the server")
+    parser.add_argument("--kill", type=at_least_one, metavar="S", help="kill an engine when all were up for S seconds")
     args = parser.parse_args()
+    if args.kill and args.data_parallel_size == 1:
+        parser.error("--kill needs a --data-parallel-size above 1")
     cases = with_expected_texts(make_cases(args.cases, args.seed))
     with TemporaryDirectory() as folder:
-        server = ServerProcess(folder)
+        server = ServerProcess(folder, args.data_parallel_size)
         try:
-            tally, seconds = asyncio.run(load(server, cases, args.clients, args.seconds, args.seed))
+            tally, seconds = asyncio.run(load(server, cases, args.clients, args.seconds, args.seed, args.kill))
             leaks, metrics = server.leaks(), server.metrics()
         finally:
             code = server.stop()
     print(f"{args.clients} clients for {seconds:.0f} s: {dict(tally.outcomes)}")
+    print(f"engines {args.data_parallel_size}, killed {server.num_kills} times")
     print(f"correct completions {tally.num_correct}, wrong {len(tally.wrong)}; leaks: {', '.join(leaks) or 'none'}")
     print(f"memory at the end {server.memory[-1] >> 20} MiB; server's exit code {code}")
     print(f"time to first token: {percentiles(tally.first_token)}; per token: {percentiles(tally.per_token)}")
@@ -312,12 +363,11 @@ def main() -> int:
         "right": tally.num_correct,
         "wrong": len(tally.wrong),
         "leaks": leaks,
+        "kills": server.num_kills,
+        "ended": tally.outcomes["ended with its engine"],
     }
-    print(
-        json.dumps(
-            summary | {"seconds": round(seconds, 1), "prefix_hit_ratio": round(metrics["mmvllm_prefix_hit_ratio"], 3)}
-        )
-    )
+    hit_ratio = metrics["mmvllm_cached_tokens_total"] / max(1, metrics["mmvllm_prompt_tokens_total"])
+    print(json.dumps(summary | {"seconds": round(seconds, 1), "prefix_hit_ratio": round(hit_ratio, 3)}))
     return 1 if tally.wrong or leaks or code else 0
 
 

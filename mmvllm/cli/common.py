@@ -42,7 +42,19 @@ def add_max_waiting_argument(group: argparse._ArgumentGroup) -> None:
         type=whole_number,
         default=256,
         metavar="N",
-        help="requests that may wait beyond --max-num-seqs; further ones are refused as busy (default: %(default)s)",
+        help="requests that may wait beyond --max-num-seqs of each engine; further ones are refused as busy "
+        "(default: %(default)s)",
+    )
+
+
+def add_data_parallel_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument_group("engines").add_argument(
+        "--data-parallel-size",
+        type=at_least_one,
+        default=1,
+        metavar="N",
+        help="number of engines that share the requests, each in a process of its own, with the engine options and, on "
+        "CUDA, with --tensor-parallel-size devices of its own (default: %(default)s)",
     )
 
 

@@ -11,6 +11,7 @@ from mmvllm.captioning.errors import explained
 from mmvllm.cli.checks import check, tell_if_bundled
 from mmvllm.cli.common import (
     add_completion_arguments,
+    add_data_parallel_argument,
     add_max_waiting_argument,
     add_model_argument,
     at_least_one,
@@ -63,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="special tokens that visitors write are control tokens; otherwise they are text",
     )
     add_completion_arguments(parser.add_argument_group("completions"), "greedy decoding")
+    add_data_parallel_argument(parser)
     add_engine_arguments(parser.add_argument_group("engine"))
 
 
@@ -80,7 +82,12 @@ def run(args: argparse.Namespace) -> int:
     from mmvllm.demo.page import build_page
     from mmvllm.demo.settings import DemoSettings
 
-    engine = AsyncLLM(args.model, max_waiting=args.max_waiting, **engine_arguments(args))
+    engine = AsyncLLM(
+        args.model,
+        max_waiting=args.max_waiting,
+        data_parallel_size=args.data_parallel_size,
+        **engine_arguments(args),
+    )
     tell_sampling_defaults(args, engine.sampling_defaults)
     settings = DemoSettings(
         policy,

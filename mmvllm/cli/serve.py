@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from mmvllm.cli.checks import check, tell_if_bundled
 from mmvllm.cli.common import (
     add_completion_arguments,
+    add_data_parallel_argument,
     add_max_waiting_argument,
     add_model_argument,
     at_least_one,
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_arguments(media)
     add_image_arguments(media)
     add_video_arguments(media)
+    add_data_parallel_argument(parser)
     add_engine_arguments(parser.add_argument_group("engine"))
 
 
@@ -154,7 +156,12 @@ def run(args: argparse.Namespace) -> int:
         from mmvllm.server.app import build_app
         from mmvllm.server.run import make_server
 
-        engine = AsyncLLM(args.model, max_waiting=args.max_waiting, **engine_arguments(args))
+        engine = AsyncLLM(
+            args.model,
+            max_waiting=args.max_waiting,
+            data_parallel_size=args.data_parallel_size,
+            **engine_arguments(args),
+        )
         tell_sampling_defaults(args, engine.sampling_defaults)
         settings = _settings(args, engine.model, keys, media)
 

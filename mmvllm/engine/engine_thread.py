@@ -5,12 +5,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from enum import Enum
 from functools import partial
 from typing import Any, Protocol
 
+from mmvllm.engine.health import EngineHealth
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.output_processor import DeltaStream
-from mmvllm.engine.sequence import SequenceGroup, SequenceStatus
+from mmvllm.engine.sequence import SequenceStatus
 from mmvllm.engine.stats import EngineStats, Meter
 from mmvllm.errors import EngineFailed, RequestFailed
 from mmvllm.inputs import EngineInput
@@ -21,16 +23,28 @@ logger = logging.getLogger(__name__)
 
 
 class Receiver(Protocol):
-    """What gets the deltas of one request; `group` is written here, once the engine has the request."""
+    """What gets the deltas of one request."""
 
     request_id: str
     arrival_time: float
     num_completions: int
-    group: SequenceGroup | None
     ended: Future[None]  # done once no deltas are wanted any more
 
 
-Event = tuple[Receiver, Delta | Exception]
+class Started(Enum):
+    """`BEGUN` is the first event of a request that the engine has begun to compute."""
+
+    BEGUN = "begun"
+
+
+BEGUN = Started.BEGUN
+Item = Delta | Exception | Started
+Event = tuple[Receiver, Item]
+
+
+def is_last(item: Item) -> bool:
+    """Whether a request has ended with this item."""
+    return isinstance(item, Exception) or (item is not BEGUN and item.output is not None)
 
 
 class _Tracked:
@@ -68,6 +82,7 @@ class EngineThread:
         deliver: Callable[[list[Event]], None],
         on_failure: Callable[[BaseException], None],
     ):
+        self.is_up = True  # while it accepts requests
         self.failing: str | None = None  # why requests failed in the last step
         self._engine, self._deliver, self._on_failure = engine, deliver, on_failure
         self._tracked: dict[Receiver, _Tracked] = {}
@@ -104,6 +119,13 @@ class EngineThread:
     def stats(self, num_preparing: int) -> EngineStats:
         return self._meter.stats(self._engine.scheduler, num_preparing)
 
+    def engine_stats(self) -> list[EngineStats]:
+        """Those of each engine; requests that are being prepared belong to none."""
+        return [self.stats(0)]
+
+    def health(self) -> EngineHealth:
+        return EngineHealth("ok" if self.failing is None else "failing", self.failing)
+
     def _post(self, command: Callable[[], None]) -> None:
         with self._changed:
             self._commands.append(command)
@@ -139,13 +161,12 @@ class EngineThread:
         except Exception as error:  # a bug: other requests are not affected
             self._deliver([(receiver, RequestFailed(f"preparation failed: {type(error).__name__}: {error}"))])
         else:
-            receiver.group = group
             self._tracked[receiver] = _Tracked(receiver, self._engine.delta_stream(group))
 
     def _abort(self, receiver: Receiver) -> None:
         tracked = self._tracked.pop(receiver, None)
         if tracked is None:  # not in the engine yet, or finished
-            self._deliver(_aborted(receiver))
+            self._deliver(aborted(receiver))
             return
         self._engine.abort_request(receiver.request_id)
         self._deliver(tracked.events())
@@ -165,6 +186,7 @@ class EngineThread:
                 if not tracked.begins():
                     continue
                 self._meter.add_begun(tracked.group)
+                events.append((receiver, BEGUN))
             events += tracked.events()
             if tracked.group.output is not None:
                 finished.append(receiver)
@@ -173,7 +195,7 @@ class EngineThread:
         return events
 
 
-def _aborted(receiver: Receiver) -> list[Event]:
+def aborted(receiver: Receiver) -> list[Event]:
     """The end of a request that the engine does not have."""
     request_id, number = receiver.request_id, receiver.num_completions
     completions = [CompletionOutput("", [], "aborted") for _ in range(number)]

@@ -95,6 +95,16 @@ class LLMEngine:
                 self.exit()
                 raise
 
+    @property
+    def device(self) -> torch.device:
+        """Where prompts' patches are copied to; of rank 0, if there are several."""
+        return self.model_runner.device
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that run at the same time, at most."""
+        return self.config.max_num_seqs
+
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
         """The checkpoint's sampling parameters (generation_config.json) over mmvllm's defaults, `changes` over both.
 

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 
 import torch
@@ -14,6 +14,10 @@ from mmvllm.engine.sequence import SequenceGroup
 from mmvllm.outputs import RequestOutput
 
 RATE_WINDOW_S = 10.0
+TOTALS = (
+    *("num_finished", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens"),
+    *("num_images", "num_encoded_images", "num_preemptions"),
+)
 
 
 class Stopwatch:
@@ -89,22 +93,30 @@ def step_stats(step: Schedule, scheduler: Scheduler, seconds: dict[str, float]) 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """An engine's current state, and totals since it started."""
+    """An engine's current state, and `TOTALS` since it started."""
 
-    num_preparing: int  # requests: admitted, and not in the engine yet
-    num_waiting: int  # sequences
-    num_running: int
-    num_used_blocks: int
-    num_blocks: int
-    prompt_tokens_per_s: float  # computed, over the last seconds
-    output_tokens_per_s: float
-    num_finished: int  # requests
-    num_prompt_tokens: int  # of finished requests
-    num_cached_tokens: int  # of these
-    num_output_tokens: int
-    num_images: int  # of requests that have begun, and temporal patches of their videos
-    num_encoded_images: int
-    num_preemptions: int
+    num_preparing: int = 0  # requests: admitted, and not in the engine yet
+    num_waiting: int = 0  # sequences
+    num_running: int = 0
+    num_used_blocks: int = 0
+    num_blocks: int = 0
+    prompt_tokens_per_s: float = 0.0  # computed, over the last seconds
+    output_tokens_per_s: float = 0.0
+    num_finished: int = 0  # requests
+    num_prompt_tokens: int = 0  # of finished requests
+    num_cached_tokens: int = 0  # of these
+    num_output_tokens: int = 0
+    num_images: int = 0  # of requests that have begun, and temporal patches of their videos
+    num_encoded_images: int = 0
+    num_preemptions: int = 0
+
+    def __add__(self, other: "EngineStats") -> "EngineStats":
+        """Those of two engines, or of two processes of one engine, together."""
+        return EngineStats(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+    def totals(self) -> "EngineStats":
+        """What stays of them when the engine ends."""
+        return EngineStats(**{name: getattr(self, name) for name in TOTALS})
 
     @property
     def kv_usage(self) -> float:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
@@ -10,8 +11,9 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client.exposition import choose_encoder
 
 import mmvllm
-from mmvllm.async_llm import AsyncLLM, EngineHealth
+from mmvllm.async_llm import AsyncLLM
 from mmvllm.decoding import MediaDecoder
+from mmvllm.engine.health import EngineHealth
 from mmvllm.server import docs, errors
 from mmvllm.server.body import StrictRoute
 from mmvllm.server.completion_response import CompletionResponse
@@ -145,7 +147,12 @@ def _operations(engine: AsyncLLM, metrics: Metrics) -> APIRouter:
         return _health(health, health.is_ready)
 
     def _health(health: EngineHealth, is_ok: bool) -> Response:
-        return JSONResponse({"status": health.status, "reason": health.reason}, 200 if is_ok else 503)
+        content: dict[str, Any] = {"status": health.status, "reason": health.reason}
+        if health.engines:
+            content["engines"] = [
+                {"engine": str(i), "status": one.status, "reason": one.reason} for i, one in enumerate(health.engines)
+            ]
+        return JSONResponse(content, 200 if is_ok else 503)
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}} | ERRORS)
     async def prometheus(request: Request) -> Response:

@@ -69,50 +69,72 @@ def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple
     return Histogram(f"mmvllm_{name}_seconds", text, buckets=buckets, registry=registry)
 
 
+GAUGES = {
+    "sequences_waiting": (lambda stats: stats.num_waiting, "Sequences waiting in the engine."),
+    "sequences_running": (lambda stats: stats.num_running, "Sequences running in the engine."),
+    "kv_cache_usage_ratio": (lambda stats: stats.kv_usage, "Fraction of the KV cache blocks in use."),
+    "prefix_hit_ratio": (
+        lambda stats: stats.prefix_hit_rate or 0.0,
+        "Fraction of prompt tokens whose KV came from the prefix cache.",
+    ),
+    "image_hit_ratio": (
+        lambda stats: stats.image_hit_rate or 0.0,
+        "Fraction of images that were not encoded, because their rows or the prompt's KV were cached.",
+    ),
+    "prompt_tokens_per_second": (
+        lambda stats: stats.prompt_tokens_per_s,
+        "Prompt tokens per second, over the last seconds.",
+    ),
+    "output_tokens_per_second": (
+        lambda stats: stats.output_tokens_per_s,
+        "Output tokens per second, over the last seconds.",
+    ),
+}
+COUNTERS = {
+    "requests_finished": (lambda stats: stats.num_finished, "Finished requests."),
+    "prompt_tokens": (lambda stats: stats.num_prompt_tokens, "Prompt tokens of finished requests."),
+    "cached_tokens": (
+        lambda stats: stats.num_cached_tokens,
+        "Prompt tokens of finished requests whose KV came from the prefix cache.",
+    ),
+    "output_tokens": (lambda stats: stats.num_output_tokens, "Generated tokens."),
+    "images": (lambda stats: stats.num_images, "Images, and temporal patches of videos, in requests."),
+    "encoded_images": (
+        lambda stats: stats.num_encoded_images,
+        "Images, and temporal patches, encoded by the vision encoder.",
+    ),
+    "preemptions": (lambda stats: stats.num_preemptions, "Preempted sequences, whose KV is computed again."),
+}
+
+
 class _EngineCollector:
-    """The engine's statistics, collected when the metrics are requested."""
+    """The engine's statistics, collected when the metrics are requested; those of several engines by engine."""
 
     def __init__(self, engine: AsyncLLM):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats()
-        gauges = {
-            "requests_preparing": (stats.num_preparing, "Requests admitted and not yet in the engine."),
-            "sequences_waiting": (stats.num_waiting, "Sequences waiting in the engine."),
-            "sequences_running": (stats.num_running, "Sequences running in the engine."),
-            "kv_cache_usage_ratio": (stats.kv_usage, "Fraction of the KV cache blocks in use."),
-            "prefix_hit_ratio": (
-                stats.prefix_hit_rate or 0.0,
-                "Fraction of prompt tokens whose KV came from the prefix cache.",
-            ),
-            "image_hit_ratio": (
-                stats.image_hit_rate or 0.0,
-                "Fraction of images that were not encoded, because their rows or the prompt's KV were cached.",
-            ),
-            "prompt_tokens_per_second": (stats.prompt_tokens_per_s, "Prompt tokens per second, over the last seconds."),
-            "output_tokens_per_second": (stats.output_tokens_per_s, "Output tokens per second, over the last seconds."),
-            "ready": (self._engine.health().is_ready, "1 while the engine accepts requests, else 0."),
-        }
-        counters = {
-            "requests_finished": (stats.num_finished, "Finished requests."),
-            "prompt_tokens": (stats.num_prompt_tokens, "Prompt tokens of finished requests."),
-            "cached_tokens": (
-                stats.num_cached_tokens,
-                "Prompt tokens of finished requests whose KV came from the prefix cache.",
-            ),
-            "output_tokens": (stats.num_output_tokens, "Generated tokens."),
-            "images": (stats.num_images, "Images, and temporal patches of videos, in requests."),
-            "encoded_images": (
-                stats.num_encoded_images,
-                "Images, and temporal patches, encoded by the vision encoder.",
-            ),
-            "preemptions": (stats.num_preemptions, "Preempted sequences, whose KV is computed again."),
-        }
-        for name, (value, text) in gauges.items():
-            yield GaugeMetricFamily(f"mmvllm_{name}", text, value=float(value))
-        for name, (value, text) in counters.items():
-            yield CounterMetricFamily(f"mmvllm_{name}", text, value=value)
+        total, health, each = self._engine.stats(), self._engine.health(), self._engine.engine_stats()
+        yield _gauge("requests_preparing", "Requests admitted and not yet in the engine.", total.num_preparing)
+        yield _gauge("ready", "1 while the engine accepts requests, else 0.", health.is_ready)
+        names = [str(i) for i in range(len(each))] if len(each) > 1 else []
+        for kind, metrics in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, (value, text) in metrics.items():
+                family = kind(f"mmvllm_{name}", text, labels=["engine"] if names else [])
+                for labels, stats in zip([[own] for own in names] or [[]], each, strict=True):
+                    family.add_metric(labels, float(value(stats)))
+                yield family
+        if names:
+            up = GaugeMetricFamily(
+                "mmvllm_engine_up", "1 while the engine serves, 0 while it starts.", labels=["engine"]
+            )
+            for name, one in zip(names, health.engines, strict=False):  # none once the server stops
+                up.add_metric([name], float(one.is_ready))
+            yield up
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"mmvllm_{name}", text, value=float(value))
 
 
 class CountingMiddleware:

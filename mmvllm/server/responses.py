@@ -92,9 +92,16 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-class HealthResponse(BaseModel):
-    status: Literal["ok", "failing", "draining", "stopped", "failed"]
+class EngineStatus(BaseModel):
+    engine: str
+    status: Literal["ok", "failing", "starting"]
     reason: str | None
+
+
+class HealthResponse(BaseModel):
+    status: Literal["ok", "failing", "starting", "draining", "stopped", "failed"]
+    reason: str | None
+    engines: list[EngineStatus] | None = None  # of a server that has several
 
 
 class VersionResponse(BaseModel):

@@ -68,10 +68,16 @@ def test_a_missing_package_is_one_sentence(script, package):
     assert f"needs the {package} package: pip install" in done.stderr
 
 
-def test_under_load_all_completions_are_correct_and_no_resources_leak():
-    done = run("benchmarks/serving.py", "--clients", "8", "--seconds", "3", "--cases", "12")
+@pytest.mark.parametrize(
+    "options",
+    [(), pytest.param(("--data-parallel-size", "2", "--kill", "1"), marks=pytest.mark.slow)],
+    ids=["one engine", "two engines, one killed"],
+)
+def test_under_load_all_completions_are_correct_and_no_resources_leak(options):
+    done = run("benchmarks/serving.py", "--clients", "8", "--seconds", "3", "--cases", "12", *options)
     assert done.returncode in (0, 1), done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["right"] > 0 and summary["wrong"] == 0, done.stdout
+    assert (summary["kills"] > 0) == bool(options)
     # In such a short run memory grows: buffers and caches are still being allocated.
     assert [leak for leak in summary["leaks"] if not leak.startswith("memory")] == []

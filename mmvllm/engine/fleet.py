@@ -1,0 +1,164 @@
+"""Several engines with the same model, each in a process of its own."""
+
+import atexit
+import logging
+import pickle
+import threading
+import time
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from mmvllm.arguments import check_int
+from mmvllm.config import EngineConfig
+from mmvllm.engine.checkpoint import read_checkpoint
+from mmvllm.engine.engine_host import AddCommand, EngineFacts, News
+from mmvllm.engine.engine_keeper import EngineKeeper, EngineListener
+from mmvllm.engine.remote_engine import STOP_SECONDS, Command
+from mmvllm.engine.tokenizer import load_tokenizer
+from mmvllm.errors import EngineFailed
+
+logger = logging.getLogger(__name__)
+
+WAIT_SECONDS = 0.5  # at a time: Windows does not interrupt a wait, and Ctrl-C is handled after it
+MAX_FAILED_STARTS = 5  # of each engine, one after the other, after which none is started any more
+
+
+class EngineFleet:
+    """Engines with the same model, and what preparation needs to know of it; this process loads no weights.
+
+    Args:
+        config: of each engine, but for the device: on CUDA each takes `tensor_parallel_size` devices that follow those
+            of the one before; on a CPU torch's threads are divided.
+        size: number of engines.
+
+    The constructor waits until all are ready. Raises what an engine raises, and ValueError for too few devices.
+    """
+
+    def __init__(self, model: str | Path | None, config: EngineConfig, size: int):
+        configs = engine_configs(config, size)
+        # What is read here does not depend on the device, and this process must take no memory of a GPU.
+        checkpoint = read_checkpoint(model, replace(config, device="cpu", tensor_parallel_size=1))
+        self.size, self.device = size, torch.device("cpu")
+        self.seed = config.seed
+        self.model_config, self.media_rules = checkpoint.model_config, checkpoint.media_rules
+        self.image_config, self.video_config = checkpoint.image_config, checkpoint.video_config
+        self.tokenizer = load_tokenizer(checkpoint.folder)
+        self._changed = threading.Condition()
+        self._facts: list[EngineFacts | None] = [None] * size  # of engines that are up
+        self._reasons = ["it is being started"] * size  # why the others are not
+        self._refusals: list[Exception] = []
+        self._listener: EngineListener | None = None
+        num_threads = max(1, torch.get_num_threads() // size)
+        setups = [pickle.dumps((checkpoint.folder, own)) for own in configs]
+        self._keepers = [EngineKeeper(i, setup, num_threads, self) for i, setup in enumerate(setups)]
+        # At exit this must run before multiprocessing's own handler, which was registered first and would wait.
+        atexit.register(_exit_if_alive, weakref.ref(self))
+        try:
+            for keeper in self._keepers:
+                keeper.start()
+            facts = self._wait_until_ready()
+        except BaseException:
+            self.exit()
+            raise
+        self.facts = tuple(facts)
+        self.max_model_len = min(own.max_model_len for own in facts)
+        self.max_num_seqs = sum(own.max_num_seqs for own in facts)
+
+    @property
+    def pids(self) -> list[int | None]:
+        """The ids of the processes."""
+        return [keeper.pid for keeper in self._keepers]
+
+    def reasons_down(self) -> list[str | None]:
+        """Of each engine why it is not up; None if it is."""
+        with self._changed:
+            return [None if facts else why for facts, why in zip(self._facts, self._reasons, strict=True)]
+
+    def listen(self, listener: EngineListener) -> None:
+        """Tell it from now on what happens to the engines; which are up it is told at once."""
+        with self._changed:
+            self._listener = listener
+            for index, facts in enumerate(self._facts):
+                if facts is None:
+                    listener.on_lost(index, self._reasons[index], None)
+
+    def send(self, index: int, command: Command) -> None:
+        """A command for an engine that is up."""
+        self._keepers[index].send(command)
+
+    def has_failed(self) -> bool:
+        """Whether no engine is up, and starting them again has failed."""
+        with self._changed:
+            is_up = any(self._facts)
+        return not is_up and all(keeper.num_failed_starts >= MAX_FAILED_STARTS for keeper in self._keepers)
+
+    def give_up(self) -> None:
+        """Start no engine any more, and let those that run end."""
+        for keeper in self._keepers:
+            keeper.stop()
+
+    def exit(self) -> None:
+        """End all processes; safe to call twice, and called at interpreter exit."""
+        self.give_up()
+        until = time.monotonic() + STOP_SECONDS
+        for keeper in self._keepers:
+            keeper.join(until)
+
+    def on_ready(self, index: int, facts: EngineFacts) -> None:
+        with self._changed:
+            self._facts[index] = facts
+            self._changed.notify_all()
+            listener = self._listener
+        if listener is not None:
+            listener.on_ready(index, facts)
+
+    def on_news(self, index: int, news: News) -> None:
+        if self._listener is not None:
+            self._listener.on_news(index, news)
+
+    def on_unsendable(self, index: int, command: AddCommand, error: Exception) -> None:
+        self._listener.on_unsendable(index, command, error)
+
+    def on_lost(self, index: int, reason: str, refusal: Exception | None) -> None:
+        with self._changed:
+            self._facts[index], self._reasons[index] = None, reason
+            self._refusals.append(refusal or EngineFailed(f"engine {index} did not start: {reason}"))
+            self._changed.notify_all()
+            listener = self._listener
+        if listener is not None:
+            logger.warning("engine %d has ended and is started again: %s", index, reason)
+            listener.on_lost(index, reason, refusal)
+
+    def _wait_until_ready(self) -> list[EngineFacts]:
+        with self._changed:
+            while not self._changed.wait_for(lambda: all(self._facts) or self._refusals, WAIT_SECONDS):
+                pass
+            if self._refusals:
+                raise self._refusals[0]
+            return [*self._facts]
+
+
+def engine_configs(config: EngineConfig, size: int) -> list[EngineConfig]:
+    """The config of each engine, with a device of its own; raises ValueError if there are too few."""
+    check_int("data_parallel_size", size)
+    # Looking for the first GPU that can be used would take memory of each; engines refuse one that cannot.
+    is_cuda = torch.cuda.is_available() if config.device == "auto" else str(config.device).startswith("cuda")
+    if not is_cuda:
+        return [replace(config, device=str(config.resolve_device()))] * size
+    per_engine, number = config.tensor_parallel_size, torch.cuda.device_count()
+    first = 0 if config.device == "auto" else torch.device(config.device).index or 0
+    if first + size * per_engine > number:
+        raise ValueError(
+            f"data_parallel_size is {size} and tensor_parallel_size is {per_engine}, which takes {size * per_engine} "
+            f"CUDA devices from cuda:{first} on, but torch ({torch.__version__}) sees {number}"
+        )
+    return [replace(config, device=f"cuda:{first + i * per_engine}") for i in range(size)]
+
+
+def _exit_if_alive(ref: "weakref.ref[EngineFleet]") -> None:
+    fleet = ref()
+    if fleet is not None:
+        fleet.exit()

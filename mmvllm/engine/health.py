@@ -1,0 +1,31 @@
+"""Whether an engine, or several, serve requests."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """The status of an engine: "ok", "failing" (requests failed in the last step), "draining", "stopped" or "failed".
+
+    Of several engines, which are listed, it is "ok" if one is, and "starting" while none is up and one may be soon.
+    """
+
+    status: str
+    reason: str | None = None
+    engines: tuple["EngineHealth", ...] = ()  # each "ok", "failing" or "starting"; none where there is one engine
+
+    @property
+    def is_live(self) -> bool:
+        """Whether requests in flight are still served."""
+        return self.status not in ("stopped", "failed")
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests are accepted."""
+        return self.status in ("ok", "failing")
+
+
+def health_of(engines: tuple[EngineHealth, ...]) -> EngineHealth:
+    """That of all of them together."""
+    best = min(engines, key=lambda engine: ("ok", "failing", "starting").index(engine.status))
+    return EngineHealth(best.status, best.reason, engines)

@@ -1,0 +1,108 @@
+"""The front process's end of an engine that runs in a process of its own (`engine_host.py`)."""
+
+import multiprocessing
+import pickle
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from mmvllm.engine.engine_host import AbortCommand, AddCommand, StopCommand
+from mmvllm.engine.engine_process import run_engine
+from mmvllm.worker_channel import Channel, SharedBuffer
+from mmvllm.worker_start import PROCESS_NAME, how_it_ended, main_module, signals_blocked
+
+STOP_SECONDS = 5.0  # for the step that runs, and for further ranks to end
+BATCH_COMMANDS = 64  # sent together
+BATCH_BYTES = 64 << 20  # of their patches: what does not fit the shared memory goes through the pipe
+
+Command = AddCommand | AbortCommand | StopCommand
+
+
+class RemoteEngine:
+    """Starts the process of an engine, which ends with this one.
+
+    Args:
+        setup: the pickled model and `EngineConfig`.
+        num_threads: of the process's computations on a CPU.
+        on_unsendable: called in a thread with a request that cannot be pickled, and why.
+    """
+
+    def __init__(self, setup: bytes, num_threads: int, on_unsendable: Callable[[AddCommand, Exception], None]):
+        context = multiprocessing.get_context("spawn")
+        pipe, commands = context.Pipe()
+        self._events, events = context.Pipe(duplex=False)
+        shared = SharedBuffer.create()
+        self._channel, self._on_unsendable = Channel(pipe, shared), on_unsendable
+        # Not a daemon, which could start no further ranks.
+        arguments = (commands, shared, events, setup, num_threads)
+        self.process = context.Process(target=run_engine, args=arguments, name=PROCESS_NAME)
+        with signals_blocked(), main_module(False):
+            self.process.start()
+        commands.close()
+        events.close()
+        self._changed = threading.Condition()
+        self._queued: deque[Command] = deque()
+        self._is_closed = False
+        threading.Thread(target=self._send_all, name="mmvllm-send", daemon=True).start()
+
+    def send(self, command: Command) -> None:
+        """Send it after those before, from a thread; nothing happens if the process has ended."""
+        with self._changed:
+            self._queued.append(command)
+            self._changed.notify()
+
+    def messages(self) -> Iterator[Any]:
+        """What the process sends, until it has ended."""
+        with suppress(EOFError, OSError):
+            while True:
+                yield self._events.recv()
+
+    def stop(self) -> None:
+        """Let the process end after the step that runs; `kill` it after `STOP_SECONDS`."""
+        self.send(StopCommand())
+
+    def kill(self) -> str:
+        """End the process, unless it has ended, and return how it did."""
+        self.process.kill()
+        return how_it_ended(self.process)
+
+    def close(self) -> None:
+        """Give up what belongs to a process that has ended."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
+    def _send_all(self) -> None:
+        with suppress(EOFError, OSError):  # the process has ended
+            while batch := self._next_batch():
+                try:
+                    self._send(batch)
+                except (pickle.PicklingError, AttributeError, TypeError):
+                    self._send_each(batch)
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed)
+        self._channel.close()
+        self._events.close()
+
+    def _next_batch(self) -> list[Command]:
+        """Empty once there are no more."""
+        batch, num_bytes = [], 0
+        with self._changed:
+            self._changed.wait_for(lambda: self._queued or self._is_closed)
+            while self._queued and len(batch) < BATCH_COMMANDS and num_bytes < BATCH_BYTES and not self._is_closed:
+                batch.append(self._queued.popleft())
+                num_bytes += batch[-1].prompt.num_bytes if isinstance(batch[-1], AddCommand) else 0
+        return batch
+
+    def _send(self, batch: list[Command]) -> None:
+        self._channel.send(batch)
+        self._channel.pipe.recv()  # the process has copied what is in the shared memory
+
+    def _send_each(self, batch: list[Command]) -> None:
+        for command in batch:
+            try:
+                self._send([command])
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                self._on_unsendable(command, error)

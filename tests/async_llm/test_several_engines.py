@@ -1,0 +1,211 @@
+"""Several engines behind one AsyncLLM: the same answers, affinity to what an engine cached, and engines that end."""
+
+import asyncio
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+import torch
+
+from mmvllm import LLM, AsyncLLM, EngineConfig, SamplingParams
+from mmvllm.engine.fleet import engine_configs
+from mmvllm.errors import EngineUnavailable, RequestFailed
+from tests.helpers.async_engines import LONG, REQUESTS, SHORT, async_test, collect, reached
+from tests.helpers.fleets import FLEET, kill, pids, wait_until_gone
+from tests.helpers.requests import ask, noise_image
+
+
+@pytest.fixture(scope="module")
+def fleet(checkpoint):
+    engine = AsyncLLM(checkpoint, **FLEET)
+    yield engine
+    processes = pids(engine)
+    asyncio.run(engine.shutdown(drain=False))
+    wait_until_gone(processes)
+
+
+async def all_up(engine: AsyncLLM) -> None:
+    await reached(lambda: [one.status for one in engine.health().engines] == ["ok", "ok"], "up")
+
+
+def assert_nothing_left(engine: AsyncLLM) -> None:
+    stats = engine.stats()
+    assert not engine._streams and not engine._thread.num_tracked
+    assert (stats.num_preparing, stats.num_waiting, stats.num_running, stats.num_used_blocks) == (0, 0, 0, 0)
+
+
+@async_test
+async def test_streams_of_several_engines_equal_the_offline_completions(fleet, checkpoint, make_llm):
+    expected = make_llm(checkpoint).generate_multimodal([r for r, _ in REQUESTS], [p for _, p in REQUESTS])
+    results = await asyncio.gather(*(collect(fleet, *REQUESTS[i % 5]) for i in range(20)))
+    for i, (deltas, texts) in enumerate(results):
+        want = expected[i % 5].completions
+        assert [c.token_ids for c in deltas[-1].output.completions] == [c.token_ids for c in want]
+        assert texts == [c.text for c in want] and deltas[-1].output.num_prompt_tokens == deltas[0].num_prompt_tokens
+    assert all(stats.num_finished > 0 for stats in fleet.engine_stats())
+    assert fleet.max_num_seqs == 16 and fleet.stats().num_blocks == 512
+    assert_nothing_left(fleet)
+
+
+@async_test
+async def test_a_conversation_goes_to_the_engine_that_has_its_cache(fleet):
+    conversations = [[*ask(noise_image(90, 90, seed), f"Question {seed}?")["messages"]] for seed in range(6)]
+    cached = []
+    for turn in range(3):
+        for messages in conversations:
+            deltas, (text,) = await collect(fleet, {"messages": messages}, SamplingParams(max_tokens=20))
+            cached.append((turn, deltas[-1].output.num_cached_tokens))
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "And what else? " * 5}]
+    assert all(number == 0 for turn, number in cached if turn == 0)
+    assert all(number > 0 for turn, number in cached if turn > 0)
+    assert all(stats.num_running == 0 and stats.num_cached_tokens > 0 for stats in fleet.engine_stats())
+
+
+@async_test
+async def test_requests_on_any_engine_are_aborted(fleet):
+    streams = [asyncio.create_task(collect(fleet, f"Go on {i}", LONG, request_id=str(i))) for i in range(6)]
+    await reached(lambda: fleet.stats().num_running == 6, "running")
+    assert [fleet.position(str(i)) for i in range(6)] == [0] * 6 and fleet.position("other") is None
+    assert await fleet.abort("0") and await fleet.abort("1") and not await fleet.abort("other")
+    for stream in streams[2:]:
+        stream.cancel()
+    results = await asyncio.gather(*streams, return_exceptions=True)
+    assert [deltas[-1].finish_reason for deltas, _ in results[:2]] == ["aborted"] * 2
+    assert results[0][0][-1].output.completions[0].text.startswith(results[0][1][0])
+    await reached(lambda: fleet.stats().num_used_blocks == 0 and not fleet._thread.num_tracked, "idle")
+    assert_nothing_left(fleet)
+
+
+@pytest.mark.parametrize(
+    ("request_", "keys", "message"),
+    [
+        ("", {}, "at least one token"),
+        ([1, 10**9], {}, "token ids are integers"),
+        (["a"], {}, "token ids"),
+        (ask("word " * 2000), {}, "max_model_len is"),
+        (ask("a", priority="high"), {}, "priority is 'high'"),
+        (ask("a", cache_salt=object), {}, "cache_salt"),
+        (ask("a", cache_salt=lambda: None), {}, "cannot be sent|pickle"),
+    ],
+)
+@async_test
+async def test_a_request_that_an_engine_refuses_fails_alone(fleet, request_, keys, message):
+    good = asyncio.create_task(collect(fleet, "Good", SHORT))
+    with pytest.raises((ValueError, RequestFailed), match=message):
+        await collect(fleet, request_, SHORT, **keys)
+    assert len((await good)[0][-1].output.token_ids) == 6
+    assert_nothing_left(fleet)
+
+
+@async_test
+async def test_an_engine_killed_under_load_loses_nothing_that_had_not_begun(fleet, checkpoint, make_llm):
+    await all_up(fleet)
+    params, prompts = SamplingParams(max_tokens=60, ignore_eos=True), [f"Prompt {i}" for i in range(40)]
+    expected = [output.text for output in make_llm(checkpoint).generate(prompts, params)]
+    begun: set[int] = set()
+
+    async def answer(i: int) -> str:
+        text = ""
+        async for delta in fleet.generate(prompts[i], params):
+            begun.add(i)
+            text += delta.text
+        return text
+
+    before, finished = pids(fleet), fleet.stats().num_finished
+    tasks = [asyncio.create_task(answer(i)) for i in range(len(prompts))]
+    await reached(lambda: len(begun) > 4, "begun")
+    kill(fleet, 0)
+    with_token = {*begun}
+    answers = await asyncio.gather(*tasks, return_exceptions=True)
+    failed = {i for i, one in enumerate(answers) if isinstance(one, Exception)}
+    assert failed and failed <= begun and all(isinstance(answers[i], RequestFailed) for i in failed)
+    assert all("was ended by SIGKILL" in str(answers[i]) for i in failed)
+    assert all(answers[i] == expected[i] for i in range(len(prompts)) if i not in failed)
+    assert with_token - failed  # the other engine went on
+    assert fleet.stats().num_finished == finished + len(prompts) - len(failed)
+    assert fleet.health().status == "ok" and fleet.health().is_ready
+    await all_up(fleet)
+    assert pids(fleet)[0] != before[0] and pids(fleet)[1] == before[1]
+    again = await asyncio.gather(*map(answer, range(len(prompts))))
+    assert again == expected
+    assert_nothing_left(fleet)
+
+
+@async_test
+async def test_while_no_engine_is_up_requests_are_refused_and_those_admitted_wait(fleet):
+    await all_up(fleet)
+    may_load = asyncio.Event()
+
+    async def request() -> str:
+        await may_load.wait()
+        return "Hello"
+
+    waiting = asyncio.create_task(collect(fleet, request, SHORT))
+    await reached(lambda: fleet.stats().num_preparing == 1, "admitted")
+    kill(fleet, 0)
+    kill(fleet, 1)
+    await reached(lambda: not fleet._thread.is_up, "down")
+    health = fleet.health()
+    assert (health.status, health.is_live, health.is_ready) == ("starting", True, False)
+    assert [one.reason for one in health.engines] == ["its process was ended by SIGKILL"] * 2
+    with pytest.raises(EngineUnavailable, match="no engine is up"):
+        await collect(fleet, "Hello", SHORT)
+    may_load.set()
+    deltas, (text,) = await waiting
+    assert len(deltas[-1].output.token_ids) == 6 and text
+    await all_up(fleet)
+
+
+@async_test
+async def test_a_refused_config_is_the_error_of_an_engine(checkpoint):
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    with pytest.raises(ValueError, match="max_model_len is 900, but the KV cache holds 256 tokens"):
+        AsyncLLM(checkpoint, **FLEET | {"num_kvcache_blocks": 16, "max_model_len": 900})
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= children
+
+
+def test_each_engine_gets_devices_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    devices = [config.device for config in engine_configs(EngineConfig(tensor_parallel_size=2), 4)]
+    assert devices == ["cuda:0", "cuda:2", "cuda:4", "cuda:6"]
+    devices = [config.device for config in engine_configs(EngineConfig(device="cuda:5"), 3)]
+    assert devices == ["cuda:5", "cuda:6", "cuda:7"]
+    with pytest.raises(ValueError, match=r"is 5 and tensor_parallel_size is 2, which takes 10 CUDA .* sees 8"):
+        engine_configs(EngineConfig(tensor_parallel_size=2), 5)
+    assert [config.device for config in engine_configs(EngineConfig(device="cpu"), 3)] == ["cpu"] * 3
+
+
+def test_llm_names_what_has_several_engines(checkpoint):
+    with pytest.raises(ValueError, match="LLM has one engine; AsyncLLM may have several, and mmvllm serve, demo and"):
+        LLM(checkpoint, data_parallel_size=2)
+    for wrong in (0, True, "2"):
+        with pytest.raises(ValueError, match="data_parallel_size is"):
+            AsyncLLM(checkpoint, **FLEET | {"data_parallel_size": wrong})
+    with LLM(checkpoint, data_parallel_size=1, skip_warmup=True, num_kvcache_blocks=64, device="cpu") as llm:
+        assert llm.device.type == "cpu"
+
+
+SCRIPT = """
+import os, signal, sys
+from mmvllm import AsyncLLM
+engine = AsyncLLM(device="cpu", data_parallel_size=2, num_kvcache_blocks=64, skip_warmup=True)
+print(*engine._engine.pids, flush=True)
+if sys.argv[1] == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1] == "raise":
+    raise KeyError("a mistake")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "code"), [("return", 0), ("raise", 1), ("kill", -9)])
+def test_no_process_outlives_its_program(how, code):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, timeout=120, env=os.environ
+    )
+    assert done.returncode == code and len(done.stdout.split()) == 2, done.stderr
+    wait_until_gone([int(pid) for pid in done.stdout.split()])
+    assert "leaked" not in done.stderr
