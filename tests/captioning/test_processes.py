@@ -61,6 +61,7 @@ def test_images_of_a_killed_engine_are_captioned_again(start, images, names, out
     assert {name: record["caption"] for name, record in by_name(out).items()} == captions and len(captions) == 300
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_process_and_is_resumed(start, images, names, out):
     run = start(names, "--output", out, *TWO, "--worker-processes", "--workers", "1")
     with all_but_the_last(images, names):
