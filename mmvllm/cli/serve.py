@@ -1,6 +1,7 @@
 """`mmvllm serve`: an OpenAI-compatible HTTP server."""
 
 import argparse
+import gc
 import os
 import re
 from importlib.util import find_spec
@@ -164,6 +165,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{settings.model_names[0]} is served at {url}/v1{page}")
 
         app = build_app(engine, settings)
+        gc.freeze()  # what is there by now stays: to search it again and again took a quarter of the interpreter's time
         server = make_server(app, engine, args.drain_timeout, args.access_log, tell)
         server.run([listener])
     return 0

@@ -2,7 +2,6 @@
 
 import atexit
 import logging
-import pickle
 import threading
 import time
 import weakref
@@ -52,7 +51,7 @@ class EngineFleet:
         self._refusals: list[Exception] = []
         self._listener: EngineListener | None = None
         num_threads = max(1, torch.get_num_threads() // size)
-        setups = [pickle.dumps((checkpoint.folder, own)) for own in configs]
+        setups = [(checkpoint.folder, own) for own in configs]
         self._keepers = [EngineKeeper(i, setup, num_threads, self) for i, setup in enumerate(setups)]
         # At exit this must run before multiprocessing's own handler, which was registered first and would wait.
         atexit.register(_exit_if_alive, weakref.ref(self))
