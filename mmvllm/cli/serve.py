@@ -1,7 +1,6 @@
 """`mmvllm serve`: an OpenAI-compatible HTTP server."""
 
 import argparse
-import gc
 import os
 import re
 from importlib.util import find_spec
@@ -148,6 +147,7 @@ def run(args: argparse.Namespace) -> int:
         tell_if_bundled(args)
 
         from mmvllm.async_llm import AsyncLLM
+        from mmvllm.engine.garbage import without_old_objects
         from mmvllm.server.app import build_app
         from mmvllm.server.run import make_server
 
@@ -165,9 +165,9 @@ def run(args: argparse.Namespace) -> int:
             print(f"{settings.model_names[0]} is served at {url}/v1{page}")
 
         app = build_app(engine, settings)
-        gc.freeze()  # what is there by now stays: to search it again and again took a quarter of the interpreter's time
         server = make_server(app, engine, args.drain_timeout, args.access_log, tell)
-        server.run([listener])
+        with without_old_objects():
+            server.run([listener])
     return 0
 
 

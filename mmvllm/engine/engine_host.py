@@ -3,7 +3,6 @@
 commands ──> EngineHost.run, the main thread ──> EngineThread ──> events
 """
 
-import gc
 import sys
 import threading
 from concurrent.futures import Future
@@ -15,6 +14,7 @@ import torch
 from tqdm import tqdm
 
 from mmvllm.engine.engine_thread import EngineThread, Event, Item, is_last
+from mmvllm.engine.garbage import without_old_objects
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.stats import EngineStats
 from mmvllm.errors import RequestFailed, first_line, without_frames
@@ -165,8 +165,8 @@ def host_engine(channel: Channel, events: Connection, num_threads: int) -> None:
     except Exception as error:
         events.send(Refusal(_sendable(error)))
         sys.exit(1)
-    gc.freeze()  # what is there by now stays, and need not be searched again and again
-    EngineHost(engine, channel, events).run()
+    with without_old_objects():
+        EngineHost(engine, channel, events).run()
 
 
 def _sendable(error: Exception) -> Exception:
