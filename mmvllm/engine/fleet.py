@@ -124,9 +124,10 @@ class EngineFleet:
     def on_lost(self, index: int, reason: str, refusal: Exception | None) -> None:
         with self._changed:
             self._facts[index], self._reasons[index] = None, reason
-            self._refusals.append(refusal or EngineFailed(f"engine {index} did not start: {reason}"))
-            self._changed.notify_all()
             listener = self._listener
+            if listener is None:
+                self._refusals.append(refusal or EngineFailed(f"engine {index} did not start: {reason}"))
+                self._changed.notify_all()
         if listener is not None:
             logger.warning("engine %d has ended and is started again: %s", index, reason)
             listener.on_lost(index, reason, refusal)
