@@ -11,7 +11,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from mmvllm.engine.engine_thread import EngineThread, Event, Item, is_last
 from mmvllm.engine.garbage import without_old_objects
@@ -159,7 +158,6 @@ class EngineHost:
 def host_engine(channel: Channel, events: Connection, num_threads: int) -> None:
     """Load the engine and serve its requests."""
     torch.set_num_threads(num_threads)
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which a process that is killed would leave
     try:
         engine = LLMEngine(*channel.receive())
     except Exception as error:

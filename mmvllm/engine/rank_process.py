@@ -1,7 +1,6 @@
 """What runs in the process of a rank other than 0: the steps that rank 0 sends, until it ends."""
 
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,7 +8,6 @@ from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from mmvllm.engine.checkpoint import Checkpoint
 from mmvllm.engine.device_errors import is_out_of_memory
@@ -57,7 +55,6 @@ def run_rank(
     """Load the rank's part of the model, then run steps; rank 0 has the store at this port of this machine."""
     follow_parent()
     torch.set_num_threads(num_threads)
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which a process that is killed would leave
     channel, device = Channel(pipe, *buffers), rank_device(checkpoint.device, rank)
     size = checkpoint.config.tensor_parallel_size
     try:
