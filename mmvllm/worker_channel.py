@@ -96,6 +96,15 @@ class PackedMessage:
         self.sizes = [view.nbytes for view in self.views]
 
 
+def can_be_sent(message: Any) -> bool:
+    """Whether it can be pickled and made again from its pickle, which some errors cannot."""
+    try:
+        pickle.loads(pickle.dumps(message))
+    except Exception:
+        return False
+    return True
+
+
 class Channel:
     """One end of the messages; used by one thread at a time.
 

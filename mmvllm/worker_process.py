@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from tqdm import tqdm
+
 from mmvllm.errors import without_frames
 from mmvllm.worker_channel import Channel, SharedBuffer
 
@@ -67,6 +69,7 @@ def follow_parent() -> None:
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which a process that is killed leaves
 
 
 def _exit_with_parent() -> None:

@@ -153,6 +153,7 @@ def run(args: argparse.Namespace) -> int:
         tell_if_bundled(args)
 
         from mmvllm.async_llm import AsyncLLM
+        from mmvllm.engine.garbage import without_old_objects
         from mmvllm.server.app import build_app
         from mmvllm.server.run import make_server
 
@@ -171,7 +172,8 @@ def run(args: argparse.Namespace) -> int:
 
         app = build_app(engine, settings)
         server = make_server(app, engine, args.drain_timeout, args.access_log, tell)
-        server.run([listener])
+        with without_old_objects():
+            server.run([listener])
     return 0
 
 

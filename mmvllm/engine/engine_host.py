@@ -3,7 +3,6 @@
 commands ──> EngineHost.run, the main thread ──> EngineThread ──> events
 """
 
-import pickle
 import sys
 import threading
 from concurrent.futures import Future
@@ -12,15 +11,15 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from mmvllm.engine.engine_thread import EngineThread, Event, Item, is_last
+from mmvllm.engine.garbage import without_old_objects
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.stats import EngineStats
 from mmvllm.errors import RequestFailed, first_line, without_frames
 from mmvllm.inputs import EngineInput, in_pinned_memory
 from mmvllm.sampling_params import SamplingParams
-from mmvllm.worker_channel import Channel
+from mmvllm.worker_channel import Channel, can_be_sent
 
 REPORT_SECONDS = 1.0  # after which an engine without work reports: its rates go down
 
@@ -156,22 +155,18 @@ class EngineHost:
             self._events.send(message)
 
 
-def host_engine(channel: Channel, events: Connection, setup: bytes, num_threads: int) -> None:
+def host_engine(channel: Channel, events: Connection, num_threads: int) -> None:
     """Load the engine and serve its requests."""
     torch.set_num_threads(num_threads)
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which a process that is killed would leave
     try:
-        engine = LLMEngine(*pickle.loads(setup))
+        engine = LLMEngine(*channel.receive())
     except Exception as error:
         events.send(Refusal(_sendable(error)))
         sys.exit(1)
-    EngineHost(engine, channel, events).run()
+    with without_old_objects():
+        EngineHost(engine, channel, events).run()
 
 
 def _sendable(error: Exception) -> Exception:
     """Without its frames; another one with its text if it cannot be made again in the front process."""
-    try:
-        pickle.loads(pickle.dumps(without_frames(error)))
-        return error
-    except Exception:
-        return RequestFailed(first_line(error))
+    return error if can_be_sent(without_frames(error)) else RequestFailed(first_line(error))

@@ -6,7 +6,7 @@ import time
 from typing import Protocol
 
 from mmvllm.engine.engine_host import AddCommand, EngineFacts, Failure, News, Refusal
-from mmvllm.engine.remote_engine import STOP_SECONDS, Command, RemoteEngine
+from mmvllm.engine.remote_engine import STOP_SECONDS, Command, RemoteEngine, Setup
 from mmvllm.errors import first_line
 
 logger = logging.getLogger(__name__)
@@ -33,11 +33,11 @@ class EngineKeeper:
     """One engine of several: its process, and the thread that starts it and reads what it sends.
 
     Args:
-        setup: the pickled model and `EngineConfig`.
+        setup: the model's folder and the `EngineConfig`.
         num_threads: of the process's computations on a CPU.
     """
 
-    def __init__(self, index: int, setup: bytes, num_threads: int, listener: EngineListener):
+    def __init__(self, index: int, setup: Setup, num_threads: int, listener: EngineListener):
         self.num_failed_starts = 0  # one after the other
         self._index, self._setup, self._num_threads, self._listener = index, setup, num_threads, listener
         self._changed = threading.Condition()

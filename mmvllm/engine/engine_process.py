@@ -7,12 +7,10 @@ from mmvllm.worker_channel import Channel, SharedBuffer
 from mmvllm.worker_process import ONE_THREAD, follow_parent
 
 
-def run_engine(
-    commands: Connection, shared: SharedBuffer | None, events: Connection, setup: bytes, num_threads: int
-) -> None:
-    """Load an engine, then serve requests; `setup` is the pickled model and `EngineConfig`."""
+def run_engine(commands: Connection, shared: SharedBuffer | None, events: Connection, num_threads: int) -> None:
+    """Load an engine, of which the model and the `EngineConfig` come first, then serve requests."""
     follow_parent()
     os.environ.update(dict.fromkeys(ONE_THREAD, str(num_threads)))
     from mmvllm.engine.engine_host import host_engine
 
-    host_engine(Channel(commands, shared), events, setup, num_threads)
+    host_engine(Channel(commands, shared), events, num_threads)

@@ -2,7 +2,6 @@
 
 import atexit
 import logging
-import pickle
 import threading
 import time
 import weakref
@@ -52,7 +51,7 @@ class EngineFleet:
         self._refusals: list[Exception] = []
         self._listener: EngineListener | None = None
         num_threads = max(1, torch.get_num_threads() // size)
-        setups = [pickle.dumps((checkpoint.folder, own)) for own in configs]
+        setups = [(checkpoint.folder, own) for own in configs]
         self._keepers = [EngineKeeper(i, setup, num_threads, self) for i, setup in enumerate(setups)]
         # At exit this must run before multiprocessing's own handler, which was registered first and would wait.
         atexit.register(_exit_if_alive, weakref.ref(self))
@@ -125,9 +124,10 @@ class EngineFleet:
     def on_lost(self, index: int, reason: str, refusal: Exception | None) -> None:
         with self._changed:
             self._facts[index], self._reasons[index] = None, reason
-            self._refusals.append(refusal or EngineFailed(f"engine {index} did not start: {reason}"))
-            self._changed.notify_all()
             listener = self._listener
+            if listener is None:
+                self._refusals.append(refusal or EngineFailed(f"engine {index} did not start: {reason}"))
+                self._changed.notify_all()
         if listener is not None:
             logger.warning("engine %d has ended and is started again: %s", index, reason)
             listener.on_lost(index, reason, refusal)

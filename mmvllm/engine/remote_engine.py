@@ -1,22 +1,24 @@
 """The front process's end of an engine that runs in a process of its own (`engine_host.py`)."""
 
 import multiprocessing
-import pickle
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from mmvllm.config import EngineConfig
 from mmvllm.engine.engine_host import AbortCommand, AddCommand, StopCommand
 from mmvllm.engine.engine_process import run_engine
-from mmvllm.worker_channel import Channel, SharedBuffer
+from mmvllm.worker_channel import Channel, PackedMessage, SharedBuffer
 from mmvllm.worker_start import PROCESS_NAME, how_it_ended, main_module, signals_blocked
 
 STOP_SECONDS = 5.0  # for the step that runs, and for further ranks to end
 BATCH_COMMANDS = 64  # sent together
 BATCH_BYTES = 64 << 20  # of their patches: what does not fit the shared memory goes through the pipe
 
+Setup = tuple[Path, EngineConfig]
 Command = AddCommand | AbortCommand | StopCommand
 
 
@@ -24,24 +26,26 @@ class RemoteEngine:
     """Starts the process of an engine, which ends with this one.
 
     Args:
-        setup: the pickled model and `EngineConfig`.
+        setup: the model's folder and the `EngineConfig`.
         num_threads: of the process's computations on a CPU.
         on_unsendable: called in a thread with a request that cannot be pickled, and why.
     """
 
-    def __init__(self, setup: bytes, num_threads: int, on_unsendable: Callable[[AddCommand, Exception], None]):
+    def __init__(self, setup: Setup, num_threads: int, on_unsendable: Callable[[AddCommand, Exception], None]):
         context = multiprocessing.get_context("spawn")
         pipe, commands = context.Pipe()
         self._events, events = context.Pipe(duplex=False)
         shared = SharedBuffer.create()
         self._channel, self._on_unsendable = Channel(pipe, shared), on_unsendable
         # Not a daemon, which could start no further ranks.
-        arguments = (commands, shared, events, setup, num_threads)
+        arguments = (commands, shared, events, num_threads)
         self.process = context.Process(target=run_engine, args=arguments, name=PROCESS_NAME)
         with signals_blocked(), main_module(False):
             self.process.start()
         commands.close()
         events.close()
+        with suppress(OSError):  # the process has ended
+            self._channel.send(setup)
         self._changed = threading.Condition()
         self._queued: deque[Command] = deque()
         self._is_closed = False
@@ -77,10 +81,9 @@ class RemoteEngine:
     def _send_all(self) -> None:
         with suppress(EOFError, OSError):  # the process has ended
             while batch := self._next_batch():
-                try:
-                    self._send(batch)
-                except (pickle.PicklingError, AttributeError, TypeError):
-                    self._send_each(batch)
+                for message in self._packed(batch):
+                    self._channel.send_packed(message)
+                    self._channel.pipe.recv()  # the process has copied what is in the shared memory
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed)
         self._channel.close()
@@ -96,13 +99,15 @@ class RemoteEngine:
                 num_bytes += batch[-1].prompt.num_bytes if isinstance(batch[-1], AddCommand) else 0
         return batch
 
-    def _send(self, batch: list[Command]) -> None:
-        self._channel.send(batch)
-        self._channel.pipe.recv()  # the process has copied what is in the shared memory
-
-    def _send_each(self, batch: list[Command]) -> None:
-        for command in batch:
-            try:
-                self._send([command])
-            except (pickle.PicklingError, AttributeError, TypeError) as error:
-                self._on_unsendable(command, error)
+    def _packed(self, batch: list[Command]) -> Iterator[PackedMessage]:
+        """All in one message; each in its own if one of them cannot be pickled."""
+        try:
+            together = PackedMessage(batch)
+        except Exception as error:
+            if len(batch) == 1:
+                self._on_unsendable(batch[0], error)
+                return
+            for command in batch:
+                yield from self._packed([command])
+        else:
+            yield together
