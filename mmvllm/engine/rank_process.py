@@ -18,7 +18,7 @@ from mmvllm.engine.model_runner import ModelRunner
 from mmvllm.engine.stats import Stopwatch
 from mmvllm.engine.step_inputs import StepInputs
 from mmvllm.errors import first_line
-from mmvllm.ranks import ConnectedRanks, RanksFailed
+from mmvllm.ranks import ConnectedRanks, RanksFailed, RankUnable
 from mmvllm.transfer import current_device
 from mmvllm.worker_channel import Channel, SharedBuffer
 from mmvllm.worker_process import follow_parent
@@ -63,11 +63,10 @@ def serve_rank(
             runner = load_runner(checkpoint, device, ConnectedRanks.connect(store, rank, size, device))
             pipe.send(Report())
             _follow(channel, runner)
-    except RanksFailed:  # another rank has ended, which rank 0 knows
-        sys.exit(1)
     except Exception as error:
-        with suppress(OSError):
-            pipe.send(_report(rank, error))
+        if isinstance(error, RankUnable) or not isinstance(error, RanksFailed):  # else rank 0 knows who has ended
+            with suppress(OSError):
+                pipe.send(_report(rank, error))
         sys.exit(1)
 
 
