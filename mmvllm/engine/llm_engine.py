@@ -267,6 +267,7 @@ class LLMEngine:
         if self._exited:
             return
         self._is_exiting = self._exited = True
+        self._ahead = None
         for request_id in list(self.scheduler.groups):
             self.abort_request(request_id)
         device = self.model_runner.device

@@ -27,7 +27,7 @@ from mmvllm.engine.checkpoint import Checkpoint
 from mmvllm.engine.loading import load_runner
 from mmvllm.engine.model_runner import ModelRunner
 from mmvllm.engine.peers import Peers
-from mmvllm.engine.rank_process import CONNECT_TIMEOUT, Report, rank_device, run_rank
+from mmvllm.engine.rank_process import CONNECT_TIMEOUT, Report, begun, rank_device, run_rank
 from mmvllm.engine.step_inputs import StepInputs
 from mmvllm.engine.thread_shares import THREAD_SHARES
 from mmvllm.models.splitting import rank_config
@@ -114,19 +114,27 @@ class PeerProcesses(Peers):
             wait_for_workers=False,
             master_listen_fd=self._listener.detach(),
         )
+        self._wait(lambda: not store.check([begun(rank) for rank in range(1, self._size)]))
         connected: list[ConnectedRanks | Exception] = []
         arguments = (store, rank_device(self._device, 0), self._size, connected)
-        # Connecting waits for all ranks, even for one that has ended.
+        # Connecting waits for all ranks, even for one that has ended meanwhile.
         thread = threading.Thread(target=_connect, args=arguments, daemon=True)
         thread.start()
-        while thread.is_alive():
-            self.check()
-            thread.join(POLL_SECONDS)
+        self._wait(thread.is_alive)
         if isinstance(connected[0], Exception):
             raise RanksFailed(f"the ranks could not be connected: {connected[0]}")
         self._ranks = connected[0]
         self.check()  # one that ended before this was set could not abort it
         return self._ranks
+
+    def _wait(self, is_going_on: Callable[[], bool]) -> None:
+        """Raises RanksFailed if a process ends before, or if this takes too long."""
+        end = time.monotonic() + CONNECT_TIMEOUT.total_seconds()
+        while is_going_on():
+            self.check()
+            if time.monotonic() > end:
+                raise RanksFailed(f"the ranks could not be connected within {CONNECT_TIMEOUT}")
+            time.sleep(POLL_SECONDS)
 
     def wait_until_ready(self) -> None:
         """Wait for the reports of all ranks; raises RuntimeError if one could not be loaded."""

@@ -41,6 +41,11 @@ def rank_device(first: torch.device, rank: int) -> torch.device:
     return first if first.type == "cpu" else torch.device(first.type, (first.index or 0) + rank)
 
 
+def begun(rank: int) -> str:
+    """The key of the store that says that a rank is about to connect: rank 0 connects when all are."""
+    return f"begun/{rank}"
+
+
 def run_rank(pipe: Connection, *arguments: Any) -> None:
     """What a process does; see `serve_rank`."""
     follow_parent()
@@ -63,6 +68,7 @@ def serve_rank(
     try:
         with current_device(device):
             store = dist.TCPStore("127.0.0.1", port, size, False, CONNECT_TIMEOUT)
+            store.set(begun(rank), "")
             runner = load_runner(checkpoint, device, ConnectedRanks.connect(store, rank, size, device))
             pipe.send(Report())
             _follow(channel, runner)

@@ -3,6 +3,7 @@
 The steps themselves are tested with ranks in threads (tests/engine/test_tensor_parallel.py).
 """
 
+import gc
 import os
 import signal
 import subprocess
@@ -157,6 +158,8 @@ def test_a_process_that_is_killed_while_it_starts(seconds, checkpoint, monkeypat
     except RuntimeError as error:
         assert "the process of rank 1 was ended by SIGKILL" in str(error)
     assert time.monotonic() - begin < seconds + LIMIT_SECONDS + 10 and not started[0].is_alive()
+    gc.collect()
+    assert not [each for each in psutil.Process().net_connections("tcp") if each.status == "LISTEN"]
 
 
 def test_an_error_of_another_rank_while_it_loads_is_the_reason(checkpoint, monkeypatch):
