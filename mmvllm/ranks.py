@@ -14,11 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mmvllm.errors import first_line
+
 TIMEOUT = timedelta(minutes=10)  # of an operation: longer than any rank computes between two of them
 
 
 class RanksFailed(RuntimeError):
     """Ranks can exchange nothing any more: one has ended, or did not take part in time."""
+
+
+class RankUnable(RanksFailed):
+    """This rank cannot take part in an operation that the others wait in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +129,7 @@ class ConnectedRanks(Ranks):
 
     def complete(self) -> None:
         while self._expected:
-            operation = self._expected[0]
-            if operation.kind == "graph":
-                raise RanksFailed(f"rank {self.rank} could not launch a CUDA graph that the other ranks have launched")
-            zeros = torch.zeros(operation.shape, dtype=operation.dtype, device=self._device)
-            arguments = (operation.source,) if operation.kind == "broadcast" else ()
-            getattr(self, operation.kind)(zeros, *arguments)
+            self._take_part(self._expected[0])
         self._expected = None
 
     def abort(self) -> None:
@@ -138,6 +139,18 @@ class ConnectedRanks(Ranks):
     def close(self) -> None:
         """Close the connections; nothing can be exchanged any more."""
         self._backend = None
+
+    def _take_part(self, operation: Operation) -> None:
+        if operation.kind == "graph":
+            raise RankUnable(f"rank {self.rank} could not launch a CUDA graph that the other ranks have launched")
+        arguments = (operation.source,) if operation.kind == "broadcast" else ()
+        try:
+            zeros = torch.zeros(operation.shape, dtype=operation.dtype, device=self._device)
+            getattr(self, operation.kind)(zeros, *arguments)
+        except RanksFailed:
+            raise
+        except (RuntimeError, MemoryError) as error:
+            raise RankUnable(f"rank {self.rank} could not complete a step: {first_line(error)}") from None
 
     def _take(self, operation: Operation) -> None:
         """Before an operation is run: one that fails cannot be run again."""
@@ -150,4 +163,5 @@ class ConnectedRanks(Ranks):
         try:
             submit().wait()
         except RuntimeError as error:
+            self._expected = None  # others would fail too, each after its time
             raise RanksFailed(f"rank {self.rank} lost another rank: {str(error).partition(chr(10))[0]}") from None

@@ -13,12 +13,20 @@ def signals_deferred() -> Iterator[None]:
         yield
         return
     received: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    handlers = [signal.signal(number, lambda number, _: received.append(number)) for number in numbers]
     try:
-        yield
+        with _deferred(signal.SIGINT, received), _deferred(signal.SIGTERM, received):
+            yield
     finally:
-        for number, handler in zip(numbers, handlers, strict=True):
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         for number in received:
             signal.raise_signal(number)
+
+
+@contextmanager
+def _deferred(number: int, received: list[int]) -> Iterator[None]:
+    """One signal: a handler of the other one that raises while this one's is set leaves none behind."""
+    handler = signal.getsignal(number)
+    try:
+        signal.signal(number, lambda number, _: received.append(number))
+        yield
+    finally:
+        signal.signal(number, handler if handler is not None else signal.SIG_DFL)

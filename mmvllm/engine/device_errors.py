@@ -19,9 +19,11 @@ _CONTEXT_IS_LOST = re.compile(
 
 def is_fatal(error: BaseException) -> bool:
     """Whether an error means that nothing can be computed any more; running out of memory does not."""
+    if isinstance(error, RanksFailed):  # also if a rank has ended because it ran out of memory
+        return True
     if not isinstance(error, RuntimeError) or is_out_of_memory(error):
         return False
-    return isinstance(error, torch.AcceleratorError | RanksFailed) or _CONTEXT_IS_LOST.search(str(error)) is not None
+    return isinstance(error, torch.AcceleratorError) or _CONTEXT_IS_LOST.search(str(error)) is not None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

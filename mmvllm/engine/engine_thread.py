@@ -95,6 +95,7 @@ class EngineThread:
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="mmvllm-engine", daemon=True)
         self._thread.start()
+        self._post(peers.check)  # a process may have ended before `on_failure` was set
 
     @property
     def num_tracked(self) -> int:

@@ -209,6 +209,8 @@ class LLMEngine:
         with current_device(self.model_runner.device):
             try:
                 self.model_runner.peers.check()
+                if self._ahead is None:
+                    self.model_runner.peers.settle()  # a step whose end was interrupted may have reports
                 launched = self._ahead or self.executor.launch()
                 self._ahead = self._launch_ahead() if launched.error is None else None
                 tokens, error = launched.wait()
@@ -275,13 +277,15 @@ class LLMEngine:
         if self._exited:
             return
         self._is_exiting = self._exited = True
+        self._ahead = None
         for request_id in list(self.scheduler.groups):
             self.abort_request(request_id)
-        self.model_runner.peers.exit()
         device = self.model_runner.device
         with suppress(RuntimeError):  # of a device that is lost, whose memory is freed when the process ends
             if device.type == "cuda":
-                torch.cuda.synchronize(device)  # with a step that was launched ahead, for requests that have ended
+                # With a step that was launched ahead, for requests that have ended: other ranks take part in it.
+                torch.cuda.synchronize(device)
+        self.model_runner.peers.exit()
         del self.model_runner, self.executor, self.recovery
         with suppress(RuntimeError):
             if device.type == "cuda":
@@ -312,11 +316,14 @@ class LLMEngine:
             self.on_step(step_stats(launched.scheduled, self.scheduler, launched.watch.seconds()))
 
     def _drop_ahead_if_idle(self) -> None:
-        """A step that is computed for sequences that have all ended need not be waited for."""
+        """A step that is computed for sequences that have all ended need not be waited for.
+
+        It may have failed, without the rows of the items that it was to encode.
+        """
         if self._ahead is not None and self.scheduler.is_finished():
             self._ahead = None
             with suppress(RanksFailed):  # which the next step finds
-                self.model_runner.peers.settle()
+                self.recovery.undo()
 
 
 def _exit_if_alive(ref: "weakref.ref[LLMEngine]") -> None:

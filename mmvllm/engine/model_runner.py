@@ -92,15 +92,15 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, inputs: StepInputs, watch: Stopwatch) -> Tensor:
         """Encode the step's new items, then run the decoder -> logits (R, V), on rank 0."""
-        self.send(inputs, watch)
+        graphs = next((graphs for graphs in self.graphs if graphs.fits(inputs)), None)
+        if self.ranks.size > 1:
+            operations = self._operations(inputs, graphs is not None)
+            self.send(inputs, watch)
+            self.ranks.expect(operations)  # at once: whatever fails from here on, the others are not left to wait
         for digest in inputs.freed_digests:
             self._rows.pop(digest, None)
         if inputs.block_copies:
-            source, destination = to_device(torch.tensor(inputs.block_copies), self.device).T
-            self.kv_cache[:, :, destination] = self.kv_cache[:, :, source]
-        graphs = next((graphs for graphs in self.graphs if graphs.fits(inputs)), None)
-        if self.ranks.size > 1:
-            self.ranks.expect(self._operations(inputs, graphs is not None))
+            self._copy_blocks(inputs.block_copies)
         if inputs.new_items:
             self._encode(inputs)
             watch.mark("vision")
@@ -120,6 +120,10 @@ class ModelRunner:
         if self.ranks.size > 1:
             self.peers.send(inputs)
             watch.mark("send")
+
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        source, destination = to_device(torch.tensor(copies), self.device).T
+        self.kv_cache[:, :, destination] = self.kv_cache[:, :, source]
 
     @torch.inference_mode()
     def append(self, token_ids: Tensor) -> None:

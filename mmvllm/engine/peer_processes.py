@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import connection
 from operator import methodcaller
 from typing import Any
@@ -27,10 +27,12 @@ from mmvllm.engine.checkpoint import Checkpoint
 from mmvllm.engine.loading import load_runner
 from mmvllm.engine.model_runner import ModelRunner
 from mmvllm.engine.peers import Peers
-from mmvllm.engine.rank_process import CONNECT_TIMEOUT, Report, rank_device, run_rank
+from mmvllm.engine.rank_process import CONNECT_TIMEOUT, Report, begun, rank_device, run_rank
 from mmvllm.engine.step_inputs import StepInputs
+from mmvllm.engine.thread_shares import THREAD_SHARES
 from mmvllm.models.splitting import rank_config
-from mmvllm.ranks import SINGLE, ConnectedRanks, RanksFailed
+from mmvllm.ranks import SINGLE, TIMEOUT, ConnectedRanks, RanksFailed
+from mmvllm.signals import signals_deferred
 from mmvllm.transfer import current_device
 from mmvllm.worker_channel import Channel, PackedMessage, SharedBuffer
 from mmvllm.worker_start import PROCESS_NAME, how_it_ended, main_module, signals_blocked
@@ -64,7 +66,7 @@ class _Sent:
     """A step that the other ranks run."""
 
     digests: list[bytes]  # of the items that it encodes
-    reports: list[Report] | None = None
+    reports: list[Report] = field(default_factory=list)  # of the first ranks
 
 
 class PeerProcesses(Peers):
@@ -76,13 +78,14 @@ class PeerProcesses(Peers):
         self._ranks: ConnectedRanks | None = None
         self._sent: deque[_Sent] = deque()
         self._doubtful: set[bytes] = set()  # items whose rows another rank may lack, because a step failed there
-        self._num_threads = torch.get_num_threads()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._is_exiting = threading.Event()
         self._processes: list[multiprocessing.Process] = []
         self._channels: list[Channel] = []
+        share = THREAD_SHARES.take(self._size) if self._device.type == "cpu" else None
+        self._num_threads = share or max(1, torch.get_num_threads() // self._size)  # of each rank
         # At exit this must run before multiprocessing's own handler, which was registered first and would wait.
-        self._kill = weakref.finalize(self, _kill_all, self._processes, self._is_exiting)
+        self._kill = weakref.finalize(self, _kill_all, self._processes, self._is_exiting, share)
         atexit.register(self._kill)
         try:
             for rank in range(1, self._size):
@@ -97,34 +100,41 @@ class PeerProcesses(Peers):
     def _start(self, checkpoint: Checkpoint, rank: int) -> None:
         pipe, theirs = multiprocessing.Pipe()
         buffers = [SharedBuffer.create() for _ in range(NUM_BUFFERS)]
-        num_threads = max(1, self._num_threads // self._size)
+        buffers = [] if None in buffers else buffers  # fewer would be overwritten before they are read
         port = self._listener.getsockname()[1]
-        self._processes.append(_start_process(theirs, buffers, checkpoint, rank, port, num_threads))
+        self._processes.append(_start_process(theirs, buffers, checkpoint, rank, port, self._num_threads))
         self._channels.append(Channel(pipe, *buffers))
         theirs.close()
 
     def connect(self) -> ConnectedRanks:
         """Wait until all ranks are connected; raises RanksFailed if one ends before."""
-        if self._device.type == "cpu":
-            torch.set_num_threads(max(1, self._num_threads // self._size))
         port = self._listener.getsockname()[1]
         store = dist.TCPStore(
             *("127.0.0.1", port, self._size, True, CONNECT_TIMEOUT),
             wait_for_workers=False,
             master_listen_fd=self._listener.detach(),
         )
+        self._wait(lambda: not store.check([begun(rank) for rank in range(1, self._size)]))
         connected: list[ConnectedRanks | Exception] = []
         arguments = (store, rank_device(self._device, 0), self._size, connected)
-        # Connecting waits for all ranks, even for one that has ended.
+        # Connecting waits for all ranks, even for one that has ended meanwhile.
         thread = threading.Thread(target=_connect, args=arguments, daemon=True)
         thread.start()
-        while thread.is_alive():
-            self.check()
-            thread.join(POLL_SECONDS)
+        self._wait(thread.is_alive)
         if isinstance(connected[0], Exception):
             raise RanksFailed(f"the ranks could not be connected: {connected[0]}")
         self._ranks = connected[0]
+        self.check()  # one that ended before this was set could not abort it
         return self._ranks
+
+    def _wait(self, is_going_on: Callable[[], bool]) -> None:
+        """Raises RanksFailed if a process ends before, or if this takes too long."""
+        end = time.monotonic() + CONNECT_TIMEOUT.total_seconds()
+        while is_going_on():
+            self.check()
+            if time.monotonic() > end:
+                raise RanksFailed(f"the ranks could not be connected within {CONNECT_TIMEOUT}")
+            time.sleep(POLL_SECONDS)
 
     def wait_until_ready(self) -> None:
         """Wait for the reports of all ranks; raises RuntimeError if one could not be loaded."""
@@ -132,44 +142,39 @@ class PeerProcesses(Peers):
         self.confirm()
 
     def send(self, inputs: StepInputs) -> None:
-        while sum(sent.reports is None for sent in self._sent) >= NUM_BUFFERS:
-            self._read_reports()
+        messages = _messages(inputs, self._size)  # all, before one is sent: packing may run out of memory
+        for sent in list(self._sent)[: 1 - NUM_BUFFERS]:
+            self._read_reports(sent)
         try:
-            if not inputs.new_items:
-                message = PackedMessage(inputs)
-                for channel in self._channels:
-                    channel.send_packed(message)
-            else:
-                for rank, channel in enumerate(self._channels, start=1):
-                    channel.send(_for_rank(inputs, rank))
+            for channel, message in zip(self._channels, messages, strict=True):
+                channel.send_packed(message)
         except OSError as error:
             raise RanksFailed(f"a rank cannot be reached: {error}") from None
         self._sent.append(_Sent([item.digest for item in inputs.new_items]))
 
     def confirm(self) -> None:
-        if self._sent[0].reports is None:
-            self._read_reports()
-        sent = self._sent.popleft()
-        failed = [report for report in sent.reports if report.error is not None]
+        self._read_reports(self._sent[0])
+        failed = [report for report in self._sent[0].reports if report.error is not None]
         if failed:
-            self._doubtful.update(sent.digests)
-            # All ranks take back a step that is too large for one of them.
+            # All ranks take back a step that is too large for one of them; `settle` forgets it.
             raise (torch.OutOfMemoryError if failed[0].is_out_of_memory else RuntimeError)(failed[0].error)
+        self._sent.popleft()
 
     def settle(self) -> None:
         while self._sent:
-            try:
-                self.confirm()
-            except RanksFailed:
-                raise
-            except RuntimeError:  # of one rank alone: what it lacks is known
-                pass
+            self._read_reports(self._sent[0])
+            # Of a step that failed here, other ranks have zeros without an error.
+            self._doubtful.update(self._sent[0].digests)
+            self._sent.popleft()
 
-    def _read_reports(self) -> None:
-        """Of the oldest step that has none."""
-        sent = next(sent for sent in self._sent if sent.reports is None)
+    def _read_reports(self, sent: _Sent) -> None:
+        """Those that are missing; an interrupt between two of them loses none."""
         try:
-            sent.reports = [channel.pipe.recv() for channel in self._channels]
+            for channel in self._channels[len(sent.reports) :]:
+                if not channel.pipe.poll(TIMEOUT.total_seconds()):
+                    raise RanksFailed("a rank did not finish a step in time")
+                with signals_deferred():
+                    sent.reports.append(channel.pipe.recv())
         except (EOFError, OSError) as error:
             raise RanksFailed(f"a rank has ended: {error!r}") from None
 
@@ -182,7 +187,7 @@ class PeerProcesses(Peers):
 
     def call(self, function: Callable[[ModelRunner], None]) -> None:
         for channel in self._channels:
-            with suppress(OSError):  # a process that has ended is noticed elsewhere
+            with suppress(OSError), signals_deferred():  # a process that has ended is noticed elsewhere
                 channel.send(function)
 
     def check(self) -> None:
@@ -233,8 +238,6 @@ class PeerProcesses(Peers):
         if self._ranks is not None:
             self._ranks.close()
         self._channels, self._ranks = [], None
-        if self._device.type == "cpu":
-            torch.set_num_threads(self._num_threads)
 
 
 def _start_process(*arguments: Any) -> multiprocessing.Process:
@@ -244,6 +247,12 @@ def _start_process(*arguments: Any) -> multiprocessing.Process:
     with signals_blocked(), main_module(False):
         process.start()
     return process
+
+
+def _messages(inputs: StepInputs, size: int) -> list[PackedMessage]:
+    if not inputs.new_items:
+        return [PackedMessage(inputs)] * (size - 1)
+    return [PackedMessage(_for_rank(inputs, rank)) for rank in range(1, size)]
 
 
 def _for_rank(inputs: StepInputs, rank: int) -> StepInputs:
@@ -271,9 +280,12 @@ def _watch(
         alive.fail(f"the process of rank {rank} {how_it_ended(process)}")
 
 
-def _kill_all(processes: list[multiprocessing.Process], is_exiting: threading.Event) -> None:
+def _kill_all(processes: list[multiprocessing.Process], is_exiting: threading.Event, share: int | None) -> None:
+    """End the processes, and give their threads back."""
     is_exiting.set()
     for process in processes:
         process.kill()
     for process in processes:
         process.join(EXIT_SECONDS)
+    if share is not None:
+        THREAD_SHARES.give_back(share)

@@ -18,10 +18,10 @@ class Peers:
         """Let the other ranks run a step."""
 
     def confirm(self) -> None:
-        """Wait for the reports on the oldest step that has none; raises RuntimeError if it failed on another rank."""
+        """Wait for the reports on the oldest step; raises RuntimeError if it failed on another rank."""
 
     def settle(self) -> None:
-        """Wait for the reports on all steps, which are of no interest any more."""
+        """Wait for the reports on all steps that were not confirmed: what they encoded is not relied on."""
 
     def has_rows(self, digest: bytes) -> bool:
         """Whether the other ranks have an item's rows, if this one has; steps must be settled."""

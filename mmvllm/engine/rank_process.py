@@ -1,6 +1,7 @@
 """What runs in the process of a rank other than 0: the steps that rank 0 sends, until it ends."""
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tqdm.auto import tqdm
 
 from mmvllm.engine.checkpoint import Checkpoint
 from mmvllm.engine.device_errors import is_out_of_memory
@@ -18,7 +20,7 @@ from mmvllm.engine.model_runner import ModelRunner
 from mmvllm.engine.stats import Stopwatch
 from mmvllm.engine.step_inputs import StepInputs
 from mmvllm.errors import first_line
-from mmvllm.ranks import ConnectedRanks, RanksFailed
+from mmvllm.ranks import ConnectedRanks, RanksFailed, RankUnable
 from mmvllm.transfer import current_device
 from mmvllm.worker_channel import Channel, SharedBuffer
 from mmvllm.worker_process import follow_parent
@@ -39,9 +41,15 @@ def rank_device(first: torch.device, rank: int) -> torch.device:
     return first if first.type == "cpu" else torch.device(first.type, (first.index or 0) + rank)
 
 
+def begun(rank: int) -> str:
+    """The key of the store that says that a rank is about to connect: rank 0 connects when all are."""
+    return f"begun/{rank}"
+
+
 def run_rank(pipe: Connection, *arguments: Any) -> None:
     """What a process does; see `serve_rank`."""
     follow_parent()
+    tqdm.set_lock(threading.RLock())  # its own lock would have a name, which stays if the process is killed
     serve_rank(pipe, *arguments)
 
 
@@ -60,14 +68,14 @@ def serve_rank(
     try:
         with current_device(device):
             store = dist.TCPStore("127.0.0.1", port, size, False, CONNECT_TIMEOUT)
+            store.set(begun(rank), "")
             runner = load_runner(checkpoint, device, ConnectedRanks.connect(store, rank, size, device))
             pipe.send(Report())
             _follow(channel, runner)
-    except RanksFailed:  # another rank has ended, which rank 0 knows
-        sys.exit(1)
     except Exception as error:
-        with suppress(OSError):
-            pipe.send(_report(rank, error))
+        if isinstance(error, RankUnable) or not isinstance(error, RanksFailed):  # else rank 0 knows who has ended
+            with suppress(OSError):
+                pipe.send(_report(rank, error))
         sys.exit(1)
 
 

@@ -3,6 +3,7 @@
 The steps themselves are tested with ranks in threads (tests/engine/test_tensor_parallel.py).
 """
 
+import gc
 import os
 import signal
 import subprocess
@@ -48,6 +49,10 @@ def group_of(group: int) -> list[psutil.Process]:
     return found
 
 
+def names_of_shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
 @pytest.fixture
 def make(checkpoint):
     """LLM(...) with two ranks, and the process of rank 1."""
@@ -65,7 +70,7 @@ def make(checkpoint):
 
 
 def test_two_processes_answer_as_one_does_and_leave_nothing(checkpoint, make):
-    shared_memory = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    shared_memory = names_of_shared_memory()
     one = LLM(checkpoint, **ARGUMENTS)
     requests = [REQUEST, ask("Count the shapes."), ask(noise_image(60, 133, 2), "and", noise_image(91, 64, 1), "?")]
     params = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -77,7 +82,7 @@ def test_two_processes_answer_as_one_does_and_leave_nothing(checkpoint, make):
     two.exit()
     assert not process.is_running()
     assert not any(connection.status == "LISTEN" for connection in psutil.Process().net_connections("tcp"))
-    assert not (set(os.listdir("/dev/shm")) if shared_memory else set()) - shared_memory
+    assert not names_of_shared_memory() - shared_memory
 
 
 @pytest.mark.slow
@@ -112,11 +117,14 @@ def test_a_killed_process_ends_all_requests_with_the_reason(num_steps, make):
 
 
 def test_a_process_that_is_killed_while_idle_is_noticed(checkpoint, make):
+    shared_memory = names_of_shared_memory()
     llm, process = make()
     process.kill()
     wait_until(lambda: llm.engine.model_runner.peers.failure, "noticed")
     with pytest.raises(EngineFailed, match=KILLED):
         llm.generate_multimodal([REQUEST], LONG)
+    llm.exit()
+    assert not names_of_shared_memory() - shared_memory
 
 
 @pytest.mark.slow
@@ -150,6 +158,8 @@ def test_a_process_that_is_killed_while_it_starts(seconds, checkpoint, monkeypat
     except RuntimeError as error:
         assert "the process of rank 1 was ended by SIGKILL" in str(error)
     assert time.monotonic() - begin < seconds + LIMIT_SECONDS + 10 and not started[0].is_alive()
+    gc.collect()
+    assert not [each for each in psutil.Process().net_connections("tcp") if each.status == "LISTEN"]
 
 
 def test_an_error_of_another_rank_while_it_loads_is_the_reason(checkpoint, monkeypatch):

@@ -10,7 +10,7 @@ from mmvllm.engine.model_runner import ModelRunner
 from mmvllm.ranks import ConnectedRanks
 from tests.helpers.engines import assert_idle, run_at_once
 from tests.helpers.parity import REQUESTS
-from tests.helpers.rank_threads import use_rank_threads
+from tests.helpers.rank_threads import FailingOnce, use_rank_threads
 from tests.helpers.requests import ask, noise_image
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -96,25 +96,6 @@ def test_too_few_devices_are_refused(checkpoints, make_llm, monkeypatch):
     message = "device is 'cuda:1' and tensor_parallel_size is 4, but this torch .* sees 3 CUDA devices"
     with pytest.raises(ValueError, match=message):
         make_llm(checkpoints("gqa2-tied"), tensor_parallel_size=4, device="cuda:1")
-
-
-class FailingOnce:
-    """Makes one rank fail in its n-th step from now on, before or after it has encoded images."""
-
-    def __init__(self, monkeypatch, rank: int, step: int, error: Exception, method: str):
-        self.rank, self.step, self.error, self.steps = rank, step, error, 0
-        self.has_failed = False
-        real = getattr(ModelRunner, method)
-
-        def run(runner, *arguments):
-            if runner.ranks.rank == self.rank and runner.ranks.size > 1 and not self.has_failed:
-                self.steps += 1
-                if self.steps == self.step:
-                    self.has_failed = True
-                    raise self.error
-            return real(runner, *arguments)
-
-        monkeypatch.setattr(ModelRunner, method, run)
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["plain", "ahead"])

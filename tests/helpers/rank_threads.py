@@ -7,6 +7,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from mmvllm.engine import peer_processes, rank_process
+from mmvllm.engine.model_runner import ModelRunner
 
 
 class RankThread(threading.Thread):
@@ -32,3 +33,22 @@ class RankThread(threading.Thread):
 def use_rank_threads(monkeypatch) -> None:
     """Engines of this test run their further ranks in threads."""
     monkeypatch.setattr(peer_processes, "_start_process", RankThread)
+
+
+class FailingOnce:
+    """Makes one rank fail in its n-th step from now on, before or after it has encoded images."""
+
+    def __init__(self, monkeypatch, rank: int, step: int, error: Exception, method: str, min_size: int = 2):
+        self.rank, self.step, self.error, self.steps = rank, step, error, 0
+        self.has_failed = False
+        real = getattr(ModelRunner, method)
+
+        def run(runner, *arguments):
+            if runner.ranks.rank == self.rank and runner.ranks.size >= min_size and not self.has_failed:
+                self.steps += 1
+                if self.steps == self.step:
+                    self.has_failed = True
+                    raise self.error
+            return real(runner, *arguments)
+
+        monkeypatch.setattr(ModelRunner, method, run)
