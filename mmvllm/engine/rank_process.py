@@ -1,7 +1,6 @@
 """What runs in the process of a rank other than 0: the steps that rank 0 sends, until it ends."""
 
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tqdm.auto import tqdm
 
 from mmvllm.engine.checkpoint import Checkpoint
 from mmvllm.engine.device_errors import is_out_of_memory
@@ -49,7 +47,6 @@ def begun(rank: int) -> str:
 def run_rank(pipe: Connection, *arguments: Any) -> None:
     """What a process does; see `serve_rank`."""
     follow_parent()
-    tqdm.set_lock(threading.RLock())  # its own lock would have a name, which stays if the process is killed
     serve_rank(pipe, *arguments)
 
 
