@@ -33,7 +33,7 @@ from mmvllm.models.splitting import rank_config
 from mmvllm.ranks import SINGLE, ConnectedRanks, RanksFailed
 from mmvllm.transfer import current_device
 from mmvllm.worker_channel import Channel, PackedMessage, SharedBuffer
-from mmvllm.worker_start import PROCESS_NAME, how_it_ended, main_module, signals_blocked
+from mmvllm.worker_start import how_it_ended, start_process
 
 NUM_BUFFERS = 4  # of steps without a report: one that runs, one launched ahead, and those that were interrupted
 EXIT_SECONDS = 5.0  # for a process to end by itself
@@ -239,11 +239,7 @@ class PeerProcesses(Peers):
 
 def _start_process(*arguments: Any) -> multiprocessing.Process:
     """A process with the arguments of `run_rank`."""
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=run_rank, args=arguments, name=PROCESS_NAME, daemon=True)
-    with signals_blocked(), main_module(False):
-        process.start()
-    return process
+    return start_process(run_rank, arguments, is_daemon=True)
 
 
 def _for_rank(inputs: StepInputs, rank: int) -> StepInputs:

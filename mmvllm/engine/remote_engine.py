@@ -11,7 +11,7 @@ from typing import Any
 from mmvllm.engine.engine_host import AbortCommand, AddCommand, StopCommand
 from mmvllm.engine.engine_process import run_engine
 from mmvllm.worker_channel import Channel, SharedBuffer
-from mmvllm.worker_start import PROCESS_NAME, how_it_ended, main_module, signals_blocked
+from mmvllm.worker_start import how_it_ended, start_process
 
 STOP_SECONDS = 5.0  # for the step that runs, and for further ranks to end
 BATCH_COMMANDS = 64  # sent together
@@ -30,16 +30,12 @@ class RemoteEngine:
     """
 
     def __init__(self, setup: bytes, num_threads: int, on_unsendable: Callable[[AddCommand, Exception], None]):
-        context = multiprocessing.get_context("spawn")
-        pipe, commands = context.Pipe()
-        self._events, events = context.Pipe(duplex=False)
+        pipe, commands = multiprocessing.Pipe()
+        self._events, events = multiprocessing.Pipe(duplex=False)
         shared = SharedBuffer.create()
         self._channel, self._on_unsendable = Channel(pipe, shared), on_unsendable
-        # Not a daemon, which could start no further ranks.
         arguments = (commands, shared, events, setup, num_threads)
-        self.process = context.Process(target=run_engine, args=arguments, name=PROCESS_NAME)
-        with signals_blocked(), main_module(False):
-            self.process.start()
+        self.process = start_process(run_engine, arguments, is_daemon=False)  # it may start further ranks
         commands.close()
         events.close()
         self._changed = threading.Condition()
