@@ -56,10 +56,26 @@ def serve(
 
 
 def _become_worker(engine_env: dict[str, str] | None) -> None:
+    if engine_env is not None:
+        begin_engine(engine_env)
+        return
     follow_parent()
-    os.environ.update(ONE_THREAD if engine_env is None else engine_env)
-    if hasattr(os, "nice") and engine_env is None:
+    os.environ.update(ONE_THREAD)
+    if hasattr(os, "nice"):
         os.nice(NICENESS)
+
+
+def begin_engine(env: dict[str, str]) -> None:
+    """Make this process one that runs an engine, or a rank of one.
+
+    Args:
+        env: environment variables; called before torch is imported, those of threads and devices take effect.
+    """
+    from tqdm import tqdm
+
+    follow_parent()
+    os.environ.update(env)
+    tqdm.set_lock(threading.RLock())  # its own has a semaphore of the system, which a process that is killed leaves
 
 
 def follow_parent() -> None:

@@ -4,9 +4,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from threading import RLock
-
-from tqdm import tqdm
 
 from mmvllm.captioning.engine_worker import EngineSpec, EngineWorker
 from mmvllm.captioning.items import Item
@@ -19,7 +16,6 @@ _done: "SimpleQueue[tuple[int, Future[dict]]]" = SimpleQueue()
 def start_engine(spec: EngineSpec) -> int:
     """Load the model; returns how many images keep the engine busy."""
     global _engine
-    tqdm.set_lock(RLock())  # its own has a semaphore with a name, which a process that is killed leaves behind
     _engine = EngineWorker(spec)
     return _engine.max_requests
 

@@ -11,9 +11,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-from tqdm import tqdm
-
 from mmvllm.engine.engine_thread import EngineThread, Event, Item, is_last
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.stats import EngineStats
@@ -156,10 +153,8 @@ class EngineHost:
             self._events.send(message)
 
 
-def host_engine(channel: Channel, events: Connection, setup: bytes, num_threads: int) -> None:
+def host_engine(channel: Channel, events: Connection, setup: bytes) -> None:
     """Load the engine and serve its requests."""
-    torch.set_num_threads(num_threads)
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which a process that is killed would leave
     try:
         engine = LLMEngine(*pickle.loads(setup))
     except Exception as error:

@@ -25,16 +25,16 @@ class RemoteEngine:
 
     Args:
         setup: the pickled model and `EngineConfig`.
-        num_threads: of the process's computations on a CPU.
+        env: environment variables of the process, of its `Placement`.
         on_unsendable: called in a thread with a request that cannot be pickled, and why.
     """
 
-    def __init__(self, setup: bytes, num_threads: int, on_unsendable: Callable[[AddCommand, Exception], None]):
+    def __init__(self, setup: bytes, env: dict[str, str], on_unsendable: Callable[[AddCommand, Exception], None]):
         pipe, commands = multiprocessing.Pipe()
         self._events, events = multiprocessing.Pipe(duplex=False)
         shared = SharedBuffer.create()
         self._channel, self._on_unsendable = Channel(pipe, shared), on_unsendable
-        arguments = (commands, shared, events, setup, num_threads)
+        arguments = (commands, shared, events, setup, env)
         self.process = start_process(run_engine, arguments, is_daemon=False)  # it may start further ranks
         commands.close()
         events.close()
