@@ -19,10 +19,10 @@ from mmvllm.engine.placement import place_engines
 from mmvllm.engine.remote_engine import STOP_SECONDS, Command
 from mmvllm.engine.tokenizer import load_tokenizer
 from mmvllm.errors import EngineFailed
+from mmvllm.signals import wait_until
 
 logger = logging.getLogger(__name__)
 
-WAIT_SECONDS = 0.5  # at a time: Windows does not interrupt a wait, and Ctrl-C is handled after it
 MAX_FAILED_STARTS = 5  # of each engine, one after the other, after which none is started any more
 
 
@@ -132,8 +132,7 @@ class EngineFleet:
 
     def _wait_until_ready(self) -> list[EngineFacts]:
         with self._changed:
-            while not self._changed.wait_for(lambda: all(self._facts) or self._refusals, WAIT_SECONDS):
-                pass
+            wait_until(lambda: all(self._facts) or self._refusals, self._changed)
             if self._refusals:
                 raise self._refusals[0]
             return [*self._facts]

@@ -195,10 +195,10 @@ class PeerProcesses(Peers):
         end = time.monotonic() + REASON_SECONDS
         while self.failure is None and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
-        self.failure = self._last_words() or self.failure or str(error)
+        self.failure = self._reported_error() or self.failure or str(error)
         return RanksFailed(self.failure)
 
-    def _last_words(self) -> str | None:
+    def _reported_error(self) -> str | None:
         """What a rank reported before it ended."""
         for channel in self._channels:
             with suppress(EOFError, OSError):

@@ -5,14 +5,14 @@ import os
 import subprocess
 import sys
 
-import psutil
 import pytest
 import torch
 
 from mmvllm import LLM, AsyncLLM, SamplingParams
 from mmvllm.errors import ArgumentError, EngineUnavailable, RequestFailed
 from tests.helpers.async_engines import LONG, REQUESTS, SHORT, async_test, collect, reached
-from tests.helpers.fleets import FLEET, kill, pids, wait_until_gone
+from tests.helpers.fleets import FLEET, kill, pids
+from tests.helpers.processes import spawned, wait_until_gone
 from tests.helpers.requests import ask, noise_image
 
 
@@ -159,10 +159,10 @@ async def test_while_no_engine_is_up_requests_are_refused_and_those_admitted_wai
 
 @async_test
 async def test_a_refused_config_is_the_error_of_an_engine(checkpoint):
-    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    before = spawned(recursive=True)
     with pytest.raises(ValueError, match="max_model_len is 900, but the KV cache holds 256 tokens"):
         AsyncLLM(checkpoint, **FLEET | {"num_kvcache_blocks": 16, "max_model_len": 900})
-    assert {child.pid for child in psutil.Process().children(recursive=True)} <= children
+    assert {*spawned(recursive=True)} <= {*before}
 
 
 def test_too_few_devices_are_refused(checkpoint, monkeypatch):
