@@ -96,8 +96,8 @@ class AsyncLLM:
     Args:
         model, processor, video_backend, engine_args: as for `LLM`.
         max_waiting: requests admitted beyond `max_num_seqs`; one more is refused with `EngineBusy`.
-        data_parallel_size: number of engines, each in a process of its own and with the `engine_args`; on CUDA each
-            takes the devices that follow those of the one before, on a CPU they share torch's threads. A request goes
+        data_parallel_size: number of engines, each in a process of its own and with the `engine_args`; each has
+            `tensor_parallel_size` CUDA devices, from `device` on, or its part of the CPU's threads. A request goes
             to the engine that has much of it cached, within a bound on the load. An engine that ends is started again:
             its requests that have no token yet are computed by another, others end with `RequestFailed`.
 

@@ -32,11 +32,11 @@ from mmvllm.processors.tensors import own_token_ids
 from mmvllm.processors.video import VideoProcessor, VideoProcessorConfig
 from mmvllm.processors.video_backends import load_with
 from mmvllm.sampling_params import SamplingParams
+from mmvllm.signals import wait_until
 from mmvllm.text import counted
 from mmvllm.workers import NUM_WORKERS, WorkersUnusable
 
 MAX_BYTES = 256 * 1024 * 1024
-WAIT_SECONDS = 1.0  # at a time: Windows does not interrupt a wait, and Ctrl-C is handled after it
 
 Request = dict | str | list[int]  # a dict as `processors.requests` reads it; a string or token ids, without a template
 Params = SamplingParams | dict | list[SamplingParams | dict | None] | None
@@ -286,8 +286,7 @@ class Prefetcher:
         with self._changed:
             start = time.perf_counter()
             if wait:
-                while not self._changed.wait_for(self._has_next, WAIT_SECONDS):
-                    pass
+                wait_until(self._has_next, self._changed)
             place = self._ready()
             if self._started is not None:
                 self._waited += time.perf_counter() - start

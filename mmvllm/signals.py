@@ -2,8 +2,17 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+WAIT_SECONDS = 1.0  # at a time: Windows does not interrupt a wait, and Ctrl-C is handled after it
+
+
+def wait_until(is_true: Callable[[], Any], changed: threading.Condition) -> None:
+    """As `changed.wait_for(is_true)`, but handlers run while it waits."""
+    while not changed.wait_for(is_true, WAIT_SECONDS):
+        pass
 
 
 @contextmanager

@@ -10,8 +10,6 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tqdm import tqdm
-
 from mmvllm.errors import without_frames
 from mmvllm.worker_channel import Channel, SharedBuffer
 
@@ -58,10 +56,26 @@ def serve(
 
 
 def _become_worker(engine_env: dict[str, str] | None) -> None:
+    if engine_env is not None:
+        begin_engine(engine_env)
+        return
     follow_parent()
-    os.environ.update(ONE_THREAD if engine_env is None else engine_env)
-    if hasattr(os, "nice") and engine_env is None:
+    os.environ.update(ONE_THREAD)
+    if hasattr(os, "nice"):
         os.nice(NICENESS)
+
+
+def begin_engine(env: dict[str, str]) -> None:
+    """Make this process one that runs an engine, or a rank of one.
+
+    Args:
+        env: environment variables; called before torch is imported, those of threads and devices take effect.
+    """
+    from tqdm import tqdm
+
+    follow_parent()
+    os.environ.update(env)
+    tqdm.set_lock(threading.RLock())  # its own has a semaphore of the system, which a process that is killed leaves
 
 
 def follow_parent() -> None:
@@ -69,7 +83,6 @@ def follow_parent() -> None:
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which a process that is killed leaves
 
 
 def _exit_with_parent() -> None:

@@ -1,10 +1,12 @@
-"""How a worker process begins: what it inherits of its parent, and what it does not."""
+"""How a process is started: what it inherits of its parent, and what it does not."""
 
+import multiprocessing
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import Process, spawn
+from multiprocessing import spawn
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from mmvllm.worker_process import IGNORED_SIGNALS
@@ -13,8 +15,23 @@ PROCESS_NAME = "mmvllm-worker"
 KILL_SECONDS = 5.0  # for the system to end a killed process
 
 
+def start_process(target: Callable, args: tuple, *, is_daemon: bool, needs_main: bool = False) -> SpawnProcess:
+    """Spawn a process that calls `target(*args)`, which begins with `follow_parent`.
+
+    Args:
+        is_daemon: a daemon may not start processes of its own.
+        needs_main: whether the process imports the main module, for objects of its classes.
+    """
+    process = multiprocessing.get_context("spawn").Process(
+        target=target, args=args, name=PROCESS_NAME, daemon=is_daemon
+    )
+    with _signals_blocked(), _main_module(needs_main):
+        process.start()
+    return process
+
+
 @contextmanager
-def signals_blocked() -> Iterator[None]:
+def _signals_blocked() -> Iterator[None]:
     """A process that is started inherits this, so that no signal ends it before it ignores them."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -30,7 +47,7 @@ _spawning = threading.Lock()
 
 
 @contextmanager
-def main_module(is_needed: bool) -> Iterator[None]:
+def _main_module(is_needed: bool) -> Iterator[None]:
     """Have started processes import the main module only if it is needed.
 
     It may be a script that does its work when it is imported: each process would begin that work again.
@@ -50,7 +67,7 @@ def main_module(is_needed: bool) -> Iterator[None]:
             spawn.get_preparation_data = original
 
 
-def how_it_ended(process: Process) -> str:
+def how_it_ended(process: SpawnProcess) -> str:
     """A process that has ended, or is about to, was "ended by SIGKILL" or "ended with exit code 1"."""
     process.join(KILL_SECONDS)
     code = process.exitcode

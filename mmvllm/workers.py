@@ -20,7 +20,7 @@ from typing import Any
 
 from mmvllm.worker_channel import Channel, SharedBuffer
 from mmvllm.worker_process import serve
-from mmvllm.worker_start import KILL_SECONDS, PROCESS_NAME, how_it_ended, main_module, signals_blocked
+from mmvllm.worker_start import KILL_SECONDS, how_it_ended, start_process
 
 NUM_WORKERS = min(8, os.cpu_count() or 1)
 CANCEL_SECONDS = 1.0  # that a cancelled task may run on: most end by then, and a new process costs more
@@ -215,18 +215,11 @@ class _Worker:
     """A process, and the parent's end of its channel; used by one thread at a time."""
 
     def __init__(self, setup: bytes, memory_limit: int | None, engine_env: dict[str, str] | None):
-        context = multiprocessing.get_context("spawn")
-        pipe, theirs = context.Pipe()
+        pipe, theirs = multiprocessing.Pipe()
         shared = SharedBuffer.create()
         self._channel = Channel(pipe, shared)
-        self.process = context.Process(
-            target=serve,
-            args=(theirs, shared, setup, memory_limit, engine_env),
-            name=PROCESS_NAME,
-            daemon=engine_env is None,  # a daemon may not start processes
-        )
-        with signals_blocked(), main_module(b"__main__" in setup):
-            self.process.start()
+        arguments = (theirs, shared, setup, memory_limit, engine_env)
+        self.process = start_process(serve, arguments, is_daemon=engine_env is None, needs_main=b"__main__" in setup)
         theirs.close()
         self._is_ready = False
 

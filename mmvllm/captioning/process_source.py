@@ -24,7 +24,7 @@ from mmvllm.captioning.task_queue import POLL_SECONDS, TaskQueue, Work
 from mmvllm.captioning.worklist import Worklist
 from mmvllm.engine.placement import Placement
 from mmvllm.errors import EngineFailed
-from mmvllm.intake import WAIT_SECONDS
+from mmvllm.signals import wait_until
 from mmvllm.workers import KILL_SECONDS, NUM_WORKERS, WorkerDied, WorkerPool, WorkersUnusable
 
 CHUNK = 16  # images that an engine takes at once: a small job is spread over all engines
@@ -109,8 +109,7 @@ class ProcessSource:
             return self._error is not None or all(engine.is_ready for engine in self._engines)
 
         with self._changed:
-            while not self._changed.wait_for(is_known, WAIT_SECONDS):
-                pass
+            wait_until(is_known, self._changed)
         if self._error is not None:
             raise self._error
 
@@ -122,7 +121,7 @@ class ProcessSource:
                     with closing(self._pool(engine)) as pool:
                         self._work(engine, pool)
                 except (WorkerDied, WorkersUnusable, EngineFailed) as error:
-                    self._bury(engine, error)
+                    self._give_back(engine, error)
         except BaseException as error:
             self._queue.fail(error)
             with self._changed:
@@ -151,7 +150,7 @@ class ProcessSource:
                 if any(record is not None and record["error"] is None for _, record in records):
                     engine.num_deaths = 0
 
-    def _bury(self, engine: _Engine, error: Exception) -> None:
+    def _give_back(self, engine: _Engine, error: Exception) -> None:
         """Give the images of a process that died to the next ones; raises JobError if too many have died."""
         if self._is_closed:
             return

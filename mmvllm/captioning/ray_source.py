@@ -25,9 +25,7 @@ from mmvllm.captioning.ray_options import RayOptions
 from mmvllm.captioning.ray_worker import CaptionActor, Chunk, RayJobSpec, walk
 from mmvllm.captioning.settings import EarlierRuns
 from mmvllm.captioning.worklist import Selection, Worklist
-from mmvllm.config import EngineConfig
 from mmvllm.errors import ArgumentError
-from mmvllm.text import counted
 
 logger = logging.getLogger(__name__)
 MAX_RETRIES = 3  # of a chunk whose actor is lost: an image in it may be the cause
@@ -138,21 +136,14 @@ class RaySource:
 
     def _check_resources(self) -> None:
         """Refuse a request that Ray cannot fulfil; it would wait for the resources for ever."""
-        wanted = {"CPU": self._options.cpus_per_actor, "GPU": self._gpus}
-        for name, each in wanted.items():
-            needed, available = each * self._options.num_actors, ray.cluster_resources().get(name, 0)
-            if needed > available:
-                actors = counted(self._options.num_actors, "actor")
-                text = f"{needed:g} {name} requested for {actors}, {each:g} each; Ray has {available:g}"
-                if self._is_ours and self._options.address == "local":
-                    raise ValueError(f"{text}. Give fewer actors, or less to each")
-                logger.warning("%s; some actors wait until more are added", text)
+        resources = {"CPU": self._options.cpus_per_actor, "GPU": self._gpus}
+        for text in ray_session.missing_resources(self._options.num_actors, "actor", resources):
+            if self._is_ours and self._options.address == "local":
+                raise ValueError(f"{text}. Give fewer actors, or less to each")
+            logger.warning("%s; some actors wait until more are added", text)
 
 
 def _gpus_per_actor(options: RayOptions, engine_args: dict[str, Any]) -> float:
-    device = str(engine_args.get("device", "auto"))
-    if ":" in device:
-        raise ArgumentError("{device} is {value!r}, but Ray chooses each actor's GPU; give 'cuda'", value=device)
     gpus, number = options.gpus_per_actor, engine_args.get("tensor_parallel_size", 1)
     if gpus and number > 1:
         raise ArgumentError(
@@ -161,10 +152,7 @@ def _gpus_per_actor(options: RayOptions, engine_args: dict[str, Any]) -> float:
             share=gpus,
             number=number,
         )
-    if gpus is None:
-        # For "cuda" this machine is not asked: it may have no GPU where the cluster has some.
-        is_gpu = device == "cuda" or EngineConfig.from_arguments("LLM", **engine_args).resolve_device().type == "cuda"
-        gpus = float(is_gpu) * number  # Ray gives an actor all of its GPUs on one machine
+    gpus = ray_session.gpus_per_engine(engine_args, gpus)
     if 0 < gpus < 1 and "num_kvcache_blocks" not in engine_args:
         raise ArgumentError("{share:g} GPU per actor: engines that share a GPU need {num_kvcache_blocks}", share=gpus)
     return gpus

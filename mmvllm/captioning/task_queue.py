@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from mmvllm.captioning.captioner import Task
-from mmvllm.intake import WAIT_SECONDS
+from mmvllm.signals import wait_until
 
 POLL_SECONDS = 0.05  # an engine's wait for images or for records, between looks at the other
 FOUND_AHEAD = 64  # tasks that no engine has taken
@@ -64,9 +64,8 @@ class TaskQueue:
         """
         threading.Thread(target=self._feed, args=(tasks,), name="mmvllm-find", daemon=True).start()
         while True:
-            with self._changed:  # Windows does not interrupt a wait
-                while not self._changed.wait_for(lambda: self._results or self._is_over(), WAIT_SECONDS):
-                    pass
+            with self._changed:
+                wait_until(lambda: self._results or self._is_over(), self._changed)
                 ready = [self._results.popleft() for _ in range(len(self._results))]
             if not ready:
                 break

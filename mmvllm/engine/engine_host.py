@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-
 from mmvllm.engine.engine_thread import EngineThread, Event, Item, is_last
 from mmvllm.engine.garbage import without_old_objects
 from mmvllm.engine.llm_engine import LLMEngine
@@ -155,9 +153,8 @@ class EngineHost:
             self._events.send(message)
 
 
-def host_engine(channel: Channel, events: Connection, num_threads: int) -> None:
+def host_engine(channel: Channel, events: Connection) -> None:
     """Load the engine and serve its requests."""
-    torch.set_num_threads(num_threads)
     try:
         engine = LLMEngine(*channel.receive())
     except Exception as error:

@@ -34,12 +34,12 @@ class EngineKeeper:
 
     Args:
         setup: the model's folder and the `EngineConfig`.
-        num_threads: of the process's computations on a CPU.
+        env: environment variables of each process, of the engine's `Placement`.
     """
 
-    def __init__(self, index: int, setup: Setup, num_threads: int, listener: EngineListener):
+    def __init__(self, index: int, setup: Setup, env: dict[str, str], listener: EngineListener):
         self.num_failed_starts = 0  # one after the other
-        self._index, self._setup, self._num_threads, self._listener = index, setup, num_threads, listener
+        self._index, self._setup, self._env, self._listener = index, setup, env, listener
         self._changed = threading.Condition()
         self._engine: RemoteEngine | None = None
         self._is_ready = self._is_exiting = False
@@ -106,7 +106,7 @@ class EngineKeeper:
 
     def _start(self) -> RemoteEngine:
         with self._changed:
-            engine = RemoteEngine(self._setup, self._num_threads, self._on_unsendable)
+            engine = RemoteEngine(self._setup, self._env, self._on_unsendable)
             self._engine = engine
             if self._is_exiting:
                 engine.kill()

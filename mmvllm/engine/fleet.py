@@ -10,18 +10,18 @@ from pathlib import Path
 
 import torch
 
-from mmvllm.arguments import check_int
 from mmvllm.config import EngineConfig
 from mmvllm.engine.checkpoint import read_checkpoint
 from mmvllm.engine.engine_host import AddCommand, EngineFacts, News
 from mmvllm.engine.engine_keeper import EngineKeeper, EngineListener
+from mmvllm.engine.placement import place_engines
 from mmvllm.engine.remote_engine import STOP_SECONDS, Command
 from mmvllm.engine.tokenizer import load_tokenizer
 from mmvllm.errors import EngineFailed
+from mmvllm.signals import wait_until
 
 logger = logging.getLogger(__name__)
 
-WAIT_SECONDS = 0.5  # at a time: Windows does not interrupt a wait, and Ctrl-C is handled after it
 MAX_FAILED_STARTS = 5  # of each engine, one after the other, after which none is started any more
 
 
@@ -29,15 +29,14 @@ class EngineFleet:
     """Engines with the same model, and what preparation needs to know of it; this process loads no weights.
 
     Args:
-        config: of each engine, but for the device: on CUDA each takes `tensor_parallel_size` devices that follow those
-            of the one before; on a CPU torch's threads are divided.
+        config: of each engine, but for the device, which `place_engines` chooses.
         size: number of engines.
 
-    The constructor waits until all are ready. Raises what an engine raises, and ValueError for too few devices.
+    The constructor waits until all are ready. Raises what an engine and `place_engines` raise.
     """
 
     def __init__(self, model: str | Path | None, config: EngineConfig, size: int):
-        configs = engine_configs(config, size)
+        placements = place_engines(size, config)
         # What is read here does not depend on the device, and this process must take no memory of a GPU.
         checkpoint = read_checkpoint(model, replace(config, device="cpu", tensor_parallel_size=1))
         self.size, self.device = size, torch.device("cpu")
@@ -50,9 +49,8 @@ class EngineFleet:
         self._reasons = ["it is being started"] * size  # why the others are not
         self._refusals: list[Exception] = []
         self._listener: EngineListener | None = None
-        num_threads = max(1, torch.get_num_threads() // size)
-        setups = [(checkpoint.folder, own) for own in configs]
-        self._keepers = [EngineKeeper(i, setup, num_threads, self) for i, setup in enumerate(setups)]
+        setup = checkpoint.folder, replace(config, device=placements[0].device)
+        self._keepers = [EngineKeeper(i, setup, placement.env, self) for i, placement in enumerate(placements)]
         # At exit this must run before multiprocessing's own handler, which was registered first and would wait.
         atexit.register(_exit_if_alive, weakref.ref(self))
         try:
@@ -134,28 +132,10 @@ class EngineFleet:
 
     def _wait_until_ready(self) -> list[EngineFacts]:
         with self._changed:
-            while not self._changed.wait_for(lambda: all(self._facts) or self._refusals, WAIT_SECONDS):
-                pass
+            wait_until(lambda: all(self._facts) or self._refusals, self._changed)
             if self._refusals:
                 raise self._refusals[0]
             return [*self._facts]
-
-
-def engine_configs(config: EngineConfig, size: int) -> list[EngineConfig]:
-    """The config of each engine, with a device of its own; raises ValueError if there are too few."""
-    check_int("data_parallel_size", size)
-    # Looking for the first GPU that can be used would take memory of each; engines refuse one that cannot.
-    is_cuda = torch.cuda.is_available() if config.device == "auto" else str(config.device).startswith("cuda")
-    if not is_cuda:
-        return [replace(config, device=str(config.resolve_device()))] * size
-    per_engine, number = config.tensor_parallel_size, torch.cuda.device_count()
-    first = 0 if config.device == "auto" else torch.device(config.device).index or 0
-    if first + size * per_engine > number:
-        raise ValueError(
-            f"data_parallel_size is {size} and tensor_parallel_size is {per_engine}, which takes {size * per_engine} "
-            f"CUDA devices from cuda:{first} on, but torch ({torch.__version__}) sees {number}"
-        )
-    return [replace(config, device=f"cuda:{first + i * per_engine}") for i in range(size)]
 
 
 def _exit_if_alive(ref: "weakref.ref[EngineFleet]") -> None:

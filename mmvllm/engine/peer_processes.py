@@ -35,7 +35,7 @@ from mmvllm.ranks import SINGLE, TIMEOUT, ConnectedRanks, RanksFailed
 from mmvllm.signals import signals_deferred
 from mmvllm.transfer import current_device
 from mmvllm.worker_channel import Channel, PackedMessage, SharedBuffer
-from mmvllm.worker_start import PROCESS_NAME, how_it_ended, main_module, signals_blocked
+from mmvllm.worker_start import how_it_ended, start_process
 
 NUM_BUFFERS = 4  # of steps without a report: one that runs, one launched ahead, and those that were interrupted
 EXIT_SECONDS = 5.0  # for a process to end by itself
@@ -200,10 +200,10 @@ class PeerProcesses(Peers):
         end = time.monotonic() + REASON_SECONDS
         while self.failure is None and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
-        self.failure = self._last_words() or self.failure or str(error)
+        self.failure = self._reported_error() or self.failure or str(error)
         return RanksFailed(self.failure)
 
-    def _last_words(self) -> str | None:
+    def _reported_error(self) -> str | None:
         """What a rank reported before it ended."""
         for channel in self._channels:
             with suppress(EOFError, OSError):
@@ -242,11 +242,7 @@ class PeerProcesses(Peers):
 
 def _start_process(*arguments: Any) -> multiprocessing.Process:
     """A process with the arguments of `run_rank`."""
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=run_rank, args=arguments, name=PROCESS_NAME, daemon=True)
-    with signals_blocked(), main_module(False):
-        process.start()
-    return process
+    return start_process(run_rank, arguments, is_daemon=True)
 
 
 def _messages(inputs: StepInputs, size: int) -> list[PackedMessage]:

@@ -15,7 +15,10 @@ from mmvllm.workers import WorkerPool
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """An engine's `device`, its number of threads, and the environment of its process, in which it sees no others."""
+    """An engine's `device`, number of threads, and environment, in which its process sees no other devices.
+
+    The environment is that of `begin_engine`.
+    """
 
     device: str
     num_threads: int
@@ -25,8 +28,9 @@ class Placement:
 def place_engines(number: int | str, config: EngineConfig) -> list[Placement]:
     """A place for each engine; "auto" is as many as there are CUDA devices for, or one on a CPU.
 
-    Each engine takes `tensor_parallel_size` devices. On a CPU, each has its part of the threads. Raises ArgumentError
-    for more engines than there are devices for, and what `EngineConfig.resolve_device` raises.
+    Each engine takes `tensor_parallel_size` devices in turn: of "auto", of those that can be used; of "cuda:N", from
+    this one on. On a CPU, each has its part of the threads. Raises ArgumentError for more engines than there are
+    devices for, and what `EngineConfig.resolve_device` raises.
     """
     each, devices = config.tensor_parallel_size, _devices(config)
     if number == "auto":
@@ -49,15 +53,15 @@ def place_engines(number: int | str, config: EngineConfig) -> list[Placement]:
 
 def _devices(config: EngineConfig) -> list[str]:
     """The CUDA devices to use, by the names that CUDA_VISIBLE_DEVICES has for them; none for the CPU."""
-    device, number = str(config.device), torch.cuda.device_count()
-    indices = [*range(number)]
-    if device.startswith("cpu"):
+    device, number = torch.device("cuda" if config.device == "auto" else config.device), torch.cuda.device_count()
+    if device.type == "cpu":
         return []
-    if number and device == "auto":
+    if config.device == "auto" and number:
         indices = _usable(number, config.gpu_memory_utilization)
-    if not indices or ":" in device:
-        resolved = config.resolve_device()  # which says why it is the CPU, or that there is no such device
-        indices = [] if resolved.type == "cpu" else [resolved.index or 0]
+    else:
+        indices = [*range(device.index or 0, number)]
+    if not indices:
+        config.resolve_device()  # warns why it is the CPU, or raises because there is no such device
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
     names = visible.split(",") if visible else [*map(str, range(number))]
     return [names[i].strip() for i in indices]

@@ -21,7 +21,7 @@ from mmvllm.errors import first_line
 from mmvllm.ranks import ConnectedRanks, RanksFailed, RankUnable
 from mmvllm.transfer import current_device
 from mmvllm.worker_channel import Channel, SharedBuffer
-from mmvllm.worker_process import follow_parent
+from mmvllm.worker_process import begin_engine
 
 CONNECT_TIMEOUT = timedelta(minutes=5)  # for all processes to begin
 
@@ -46,7 +46,7 @@ def begun(rank: int) -> str:
 
 def run_rank(pipe: Connection, *arguments: Any) -> None:
     """What a process does; see `serve_rank`."""
-    follow_parent()
+    begin_engine({})
     serve_rank(pipe, *arguments)
 
 

@@ -12,7 +12,7 @@ from mmvllm.config import EngineConfig
 from mmvllm.engine.engine_host import AbortCommand, AddCommand, StopCommand
 from mmvllm.engine.engine_process import run_engine
 from mmvllm.worker_channel import Channel, PackedMessage, SharedBuffer
-from mmvllm.worker_start import PROCESS_NAME, how_it_ended, main_module, signals_blocked
+from mmvllm.worker_start import how_it_ended, start_process
 
 STOP_SECONDS = 5.0  # for the step that runs, and for further ranks to end
 BATCH_COMMANDS = 64  # sent together
@@ -27,21 +27,16 @@ class RemoteEngine:
 
     Args:
         setup: the model's folder and the `EngineConfig`.
-        num_threads: of the process's computations on a CPU.
+        env: environment variables of the process, of its `Placement`.
         on_unsendable: called in a thread with a request that cannot be pickled, and why.
     """
 
-    def __init__(self, setup: Setup, num_threads: int, on_unsendable: Callable[[AddCommand, Exception], None]):
-        context = multiprocessing.get_context("spawn")
-        pipe, commands = context.Pipe()
-        self._events, events = context.Pipe(duplex=False)
+    def __init__(self, setup: Setup, env: dict[str, str], on_unsendable: Callable[[AddCommand, Exception], None]):
+        pipe, commands = multiprocessing.Pipe()
+        self._events, events = multiprocessing.Pipe(duplex=False)
         shared = SharedBuffer.create()
         self._channel, self._on_unsendable = Channel(pipe, shared), on_unsendable
-        # Not a daemon, which could start no further ranks.
-        arguments = (commands, shared, events, num_threads)
-        self.process = context.Process(target=run_engine, args=arguments, name=PROCESS_NAME)
-        with signals_blocked(), main_module(False):
-            self.process.start()
+        self.process = start_process(run_engine, (commands, shared, events, env), is_daemon=False)  # it may have ranks
         commands.close()
         events.close()
         with suppress(OSError):  # the process has ended

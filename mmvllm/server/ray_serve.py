@@ -17,11 +17,10 @@ import ray
 from ray import serve
 
 from mmvllm import ray_session
-from mmvllm.config import LARGE_STEPS, SMALL_STEPS, EngineConfig
+from mmvllm.config import LARGE_STEPS, SMALL_STEPS
 from mmvllm.errors import ArgumentError
 from mmvllm.server.ray_options import RayServeOptions
 from mmvllm.server.ray_replica import ReplicaSpec, replica_class
-from mmvllm.text import counted
 
 APP, ENGINE = "mmvllm", "engine"  # the names of the application in Ray Serve, and of its deployment
 SESSION_ROUTER = "ray.serve.experimental.consistent_hash_router"
@@ -46,13 +45,15 @@ def serve_on_ray(
     Requests in flight finish within `drain_seconds`, unless a second signal comes. Raises ValueError for options that
     do not fit the cluster and for a model that cannot be loaded, RuntimeError if the deployment is lost.
     """
-    gpus, routing = gpus_per_replica(spec.engine_args), _routing(options)
+    resources = {"CPU": options.cpus_per_replica, "GPU": ray_session.gpus_per_engine(spec.engine_args)}
+    routing = _routing(options)
     ray_session.start(options.address, options.max_replicas * options.cpus_per_replica)
     try:
-        _check_resources(options, gpus)
+        if missing := ray_session.missing_resources(options.min_replicas, "replica", resources):
+            raise ValueError(missing[0])
         deployment = serve.deployment(replica_class(spec)).options(
             name=ENGINE,
-            ray_actor_options={"num_cpus": options.cpus_per_replica, "num_gpus": gpus},
+            ray_actor_options={"num_cpus": resources["CPU"], "num_gpus": resources["GPU"]},
             graceful_shutdown_wait_loop_s=POLL_SECONDS,
             graceful_shutdown_timeout_s=drain_seconds,
             health_check_period_s=HEALTH_SECONDS,
@@ -66,19 +67,6 @@ def serve_on_ray(
             _run(deployment.bind(), drain_seconds, on_ready)
     finally:
         ray.shutdown()
-
-
-def gpus_per_replica(engine_args: dict[str, Any]) -> int:
-    """One GPU for each rank of an engine, or 0 on a CPU.
-
-    All resources of an actor are on one machine, so its ranks need no placement group.
-    """
-    device = str(engine_args.get("device", "auto"))
-    if ":" in device:
-        raise ArgumentError("{device} is {value!r}, but Ray chooses each replica's GPUs; give 'cuda'", value=device)
-    # For "cuda" this machine is not asked: it may have no GPU where the cluster has some.
-    on_gpu = device == "cuda" or EngineConfig.from_arguments("AsyncLLM", **engine_args).resolve_device().type == "cuda"
-    return engine_args.get("tensor_parallel_size", 1) if on_gpu else 0
 
 
 def _routing(options: RayServeOptions) -> dict[str, Any]:
@@ -102,15 +90,6 @@ def _numbers(spec: ReplicaSpec, options: RayServeOptions) -> dict[str, Any]:
     fixed = options.min_replicas == options.max_replicas
     replicas = {"num_replicas": options.min_replicas} if fixed else {"autoscaling_config": scaling}
     return replicas | {"max_ongoing_requests": most + MAX_OTHER_REQUESTS}
-
-
-def _check_resources(options: RayServeOptions, gpus: int) -> None:
-    """Refuse more replicas than Ray has room for; it would wait for the resources for ever."""
-    for name, each in {"CPU": options.cpus_per_replica, "GPU": gpus}.items():
-        needed, available = each * options.min_replicas, ray.cluster_resources().get(name, 0)
-        if needed > available:
-            replicas = counted(options.min_replicas, "replica")
-            raise ValueError(f"{needed:g} {name} requested for {replicas}, {each:g} each; Ray has {available:g}")
 
 
 @contextmanager

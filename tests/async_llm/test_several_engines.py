@@ -5,15 +5,14 @@ import os
 import subprocess
 import sys
 
-import psutil
 import pytest
 import torch
 
-from mmvllm import LLM, AsyncLLM, EngineConfig, SamplingParams
-from mmvllm.engine.fleet import engine_configs
-from mmvllm.errors import EngineUnavailable, RequestFailed
+from mmvllm import LLM, AsyncLLM, SamplingParams
+from mmvllm.errors import ArgumentError, EngineUnavailable, RequestFailed
 from tests.helpers.async_engines import LONG, REQUESTS, SHORT, async_test, collect, reached
-from tests.helpers.fleets import FLEET, kill, pids, wait_until_gone
+from tests.helpers.fleets import FLEET, kill, pids
+from tests.helpers.processes import spawned, wait_until_gone
 from tests.helpers.requests import ask, noise_image
 
 
@@ -160,22 +159,18 @@ async def test_while_no_engine_is_up_requests_are_refused_and_those_admitted_wai
 
 @async_test
 async def test_a_refused_config_is_the_error_of_an_engine(checkpoint):
-    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    before = spawned(recursive=True)
     with pytest.raises(ValueError, match="max_model_len is 900, but the KV cache holds 256 tokens"):
         AsyncLLM(checkpoint, **FLEET | {"num_kvcache_blocks": 16, "max_model_len": 900})
-    assert {child.pid for child in psutil.Process().children(recursive=True)} <= children
+    assert {*spawned(recursive=True)} <= {*before}
 
 
-def test_each_engine_gets_devices_of_its_own(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    devices = [config.device for config in engine_configs(EngineConfig(tensor_parallel_size=2), 4)]
-    assert devices == ["cuda:0", "cuda:2", "cuda:4", "cuda:6"]
-    devices = [config.device for config in engine_configs(EngineConfig(device="cuda:5"), 3)]
-    assert devices == ["cuda:5", "cuda:6", "cuda:7"]
-    with pytest.raises(ValueError, match=r"is 5 and tensor_parallel_size is 2, which takes 10 CUDA .* sees 8"):
-        engine_configs(EngineConfig(tensor_parallel_size=2), 5)
-    assert [config.device for config in engine_configs(EngineConfig(device="cpu"), 3)] == ["cpu"] * 3
+def test_too_few_devices_are_refused(checkpoint, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(ArgumentError) as refused:
+        AsyncLLM(checkpoint, **FLEET | {"device": "cuda", "tensor_parallel_size": 2})
+    message = "data_parallel_size 2 with tensor_parallel_size 2 needs 4 CUDA devices; there are 3 to use"
+    assert str(refused.value) == message
 
 
 def test_llm_names_what_has_several_engines(checkpoint):

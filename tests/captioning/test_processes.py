@@ -1,9 +1,9 @@
 """Several engines, each in a process: the records of one engine, also when processes are killed or the run is."""
 
-import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -14,7 +14,8 @@ from mmvllm.cli.common import option_name
 from mmvllm.cli.main import main
 from mmvllm.errors import ArgumentError
 from tests.helpers import poison, tasks
-from tests.helpers.captioning import all_but_the_last, by_name, engines, many, recorded, records, until
+from tests.helpers.captioning import all_but_the_last, by_name, many, recorded, records, until
+from tests.helpers.processes import spawned
 from tests.helpers.requests import noise_image
 
 ENGINE = {"device": "cpu", "num_kvcache_blocks": 256, "skip_warmup": True}
@@ -27,6 +28,13 @@ def run(paths, checkpoint, **options):
 
 
 @pytest.fixture
+def engines() -> Callable[[], list[psutil.Process]]:
+    """The processes that this one has started since the test began."""
+    before = spawned()
+    return lambda: [process for process in spawned() if process not in before]
+
+
+@pytest.fixture
 def mixed(tmp_path) -> list[Path]:
     """Images of which two are equal and one is damaged, and a list with a line that names none."""
     folder = many(tmp_path / "mixed", 20)
@@ -36,16 +44,16 @@ def mixed(tmp_path) -> list[Path]:
     return [folder, tmp_path / "list.jsonl"]
 
 
-def test_two_engines_make_the_records_of_one(mixed, checkpoint, tmp_path):
+def test_two_engines_make_the_records_of_one(mixed, checkpoint, tmp_path, engines):
     one = [record | DIFFERS for record in run(mixed, checkpoint, ordered=True)]
     with run(mixed, checkpoint, ordered=True, data_parallel_size=2, output=tmp_path / "out.jsonl") as two:
-        assert len(engines(os.getpid())) == 2
+        assert len(engines()) == 2
         made = list(two)
     assert [record | DIFFERS for record in made] == one and len(one) == 24
     assert records(tmp_path / "out.jsonl") == made
     p = two.progress
     assert (p.num_captioned, p.num_duplicates, p.num_failed) == (21, 1, 2) and 0 <= p.engine_wait_share <= 1
-    assert engines(os.getpid()) == []
+    assert engines() == []
 
 
 def test_images_of_a_killed_engine_are_captioned_again(start, images, names, out, caption, tmp_path):
@@ -53,7 +61,7 @@ def test_images_of_a_killed_engine_are_captioned_again(start, images, names, out
     run = start(names, "--output", out, *TWO)
     with all_but_the_last(images, names):
         until(lambda: recorded(out) > 20)
-        engines(run.pid)[0].kill()
+        spawned(run.pid)[0].kill()
     done = run.end()
     assert done.code == 0 and "Traceback" not in done.err
     assert f"captioned      {len(by_name(out))}\n" in done.err
@@ -127,23 +135,23 @@ def test_an_image_that_ends_every_engine_fails_alone(checkpoint, tmp_path, monke
     assert len(errors) == 21 and {name: error for name, error in errors.items() if error} == {"004-poison.png": reason}
 
 
-def test_engines_that_never_begin_end_the_run(folder, checkpoint, monkeypatch):
+def test_engines_that_never_begin_end_the_run(folder, checkpoint, monkeypatch, engines):
     monkeypatch.setattr(process_source, "start_engine", tasks.crash_on)
     monkeypatch.setattr(process_source, "MAX_DEATHS", 2)
     with pytest.raises(JobError, match="has died 2 times without a caption between, now: it was ended by SIGSEGV"):
         run(folder, checkpoint, data_parallel_size=2)
-    assert engines(os.getpid()) == []
+    assert engines() == []
 
 
-def test_a_wrong_model_is_refused_before_the_output_is_touched(folder, tmp_path):
+def test_a_wrong_model_is_refused_before_the_output_is_touched(folder, tmp_path, engines):
     with pytest.raises(ValueError, match="no/model/here"):
         run(folder, "no/model/here", data_parallel_size=2, output=tmp_path / "out.jsonl")
-    assert not (tmp_path / "out.jsonl").exists() and engines(os.getpid()) == []
+    assert not (tmp_path / "out.jsonl").exists() and engines() == []
 
 
-def test_auto_is_one_engine_in_this_process_on_a_cpu(folder, checkpoint):
+def test_auto_is_one_engine_in_this_process_on_a_cpu(folder, checkpoint, engines):
     with run(folder, checkpoint, data_parallel_size="auto") as made:
-        assert engines(os.getpid()) == [] and len(list(made)) == 4
+        assert engines() == [] and len(list(made)) == 4
 
 
 def test_several_engines_cannot_be_combined_with_one_that_is_given(folder, make_llm, checkpoint):

@@ -329,7 +329,7 @@ def test_a_caption_file_that_cannot_be_written_is_a_failure():
         (["--gpus-per-actor", "0", "--address", "auto"], "--address, --gpus-per-actor needs --executor ray"),
         (["--executor", "ray", "--gpus-per-actor", "2"], "from 0 to 1"),
         (["--executor", "ray", "--gpus-per-actor", "0.5"], "--num-kvcache-blocks"),
-        (["--executor", "ray", "--device", "cuda:1"], "Ray chooses each actor's GPU"),
+        (["--executor", "ray", "--device", "cuda:1"], "Ray chooses each engine's GPUs"),
     ],
 )
 def test_conflicting_options_are_usage_errors(folder, capsys, options, words):
@@ -376,7 +376,7 @@ def test_an_output_resumes_on_ray_only_with_its_quantization(folder, checkpoint,
 @pytest.mark.parametrize(
     ("options", "engine_args", "message"),
     [
-        ({}, {"device": "cuda:1"}, "--device is 'cuda:1', but Ray chooses each actor's GPU; give 'cuda'"),
+        ({}, {"device": "cuda:1"}, "--device is 'cuda:1', but Ray chooses each engine's GPUs; give 'cuda'"),
         ({"gpus_per_actor": 0.5}, {}, "0.5 GPU per actor: engines that share a GPU need --num-kvcache-blocks"),
         (
             {"gpus_per_actor": 1},

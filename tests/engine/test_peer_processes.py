@@ -20,6 +20,7 @@ from mmvllm import LLM, AsyncLLM, SamplingParams
 from mmvllm.engine import peer_processes
 from mmvllm.errors import EngineFailed
 from tests.helpers.async_engines import wait_until
+from tests.helpers.processes import spawned
 from tests.helpers.requests import ask, noise_image
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,15 +29,6 @@ LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 REQUEST = ask(noise_image(91, 64, 1), "Describe this image.")
 KILLED = "the engine failed: RanksFailed: the process of rank 1 was ended by SIGKILL"
 LIMIT_SECONDS = 5  # from the end of a process to the end of all requests
-
-
-def workers_of(pid: int | None = None) -> list[psutil.Process]:
-    found = []
-    for process in psutil.Process(pid).children(recursive=True):
-        with suppress(psutil.Error):  # one that ends
-            if any("spawn_main" in part for part in process.cmdline()):
-                found.append(process)
-    return found
 
 
 def group_of(group: int) -> list[psutil.Process]:
@@ -59,9 +51,9 @@ def make(checkpoint):
     made = []
 
     def make(**engine_args) -> tuple[LLM, psutil.Process]:
-        before = workers_of()
+        before = spawned()
         made.append(LLM(checkpoint, **ARGUMENTS | {"tensor_parallel_size": 2} | engine_args))
-        (process,) = [process for process in workers_of() if process not in before]
+        (process,) = [process for process in spawned() if process not in before]
         return made[-1], process
 
     yield make
@@ -129,11 +121,11 @@ def test_a_process_that_is_killed_while_idle_is_noticed(checkpoint, make):
 
 @pytest.mark.slow
 def test_health_tells_that_a_process_was_killed_while_idle(checkpoint):
-    before = workers_of()
+    before = spawned()
     engine = AsyncLLM(checkpoint, **ARGUMENTS, tensor_parallel_size=2)
     try:
         assert engine.health().status == "ok"
-        next(process for process in workers_of() if process not in before).kill()
+        next(process for process in spawned() if process not in before).kill()
         wait_until(lambda: engine.health().status == "failed", "failed")
         assert engine.health().reason == KILLED.removeprefix("the engine failed: ")
     finally:
@@ -232,10 +224,10 @@ def test_no_process_stays_after_any_end(how, number, checkpoint):
     )
     try:
         assert process.stdout.readline() == "ready\n"
-        workers = workers_of(process.pid)
+        workers = spawned(process.pid, recursive=True)
         if how == "deleted":
             psutil.wait_procs(workers, timeout=10)
-            assert not workers_of(process.pid)
+            assert not spawned(process.pid, recursive=True)
         elif number is not None:
             assert len(workers) == 1
         if number == signal.SIGINT:
@@ -244,7 +236,8 @@ def test_no_process_stays_after_any_end(how, number, checkpoint):
             process.send_signal(number)
         _, errors = process.communicate(timeout=30)
         assert not psutil.wait_procs(workers, timeout=10)[1]
+        assert "leaked" not in errors
         if how == "interpreter exit":
-            assert process.returncode == 0 and "Traceback" not in errors and "leaked" not in errors
+            assert process.returncode == 0 and "Traceback" not in errors
     finally:
         wait_until(lambda: not group_of(process.pid), "empty")

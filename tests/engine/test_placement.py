@@ -36,7 +36,8 @@ def test_engines_take_devices_in_turn(cards):
     assert devices("auto") == [*"01234567"]
     assert devices("auto", tensor_parallel_size=3) == ["0,1,2", "3,4,5"]
     assert devices(2, tensor_parallel_size=4, device="cuda") == ["0,1,2,3", "4,5,6,7"]
-    assert devices("auto", device="cuda:5") == ["5"]
+    assert devices("auto", device="cuda:5") == ["5", "6", "7"]
+    assert devices(1, device="cuda:5", tensor_parallel_size=2) == ["5,6"]
 
 
 def test_auto_leaves_out_devices_that_cannot_be_used(cards):

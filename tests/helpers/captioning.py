@@ -10,8 +10,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from tests.helpers.requests import noise_image
 
 TINY = ("--device", "cpu", "--max-tokens", "4")
@@ -135,11 +133,6 @@ def until(is_true: Callable[[], bool], seconds: float = 60) -> None:
     while not is_true():
         assert time.monotonic() < end, "it does not happen"
         time.sleep(0.001)
-
-
-def engines(pid: int) -> list[psutil.Process]:
-    """The processes that a run has started for its engines."""
-    return [child for child in psutil.Process(pid).children() if "spawn_main" in " ".join(child.cmdline())]
 
 
 def stats(group: int) -> list[str]:

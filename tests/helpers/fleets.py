@@ -5,8 +5,6 @@ import signal
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import psutil
-
 from mmvllm import AsyncLLM, SamplingParams
 from mmvllm.engine.dispatcher import Dispatcher
 from mmvllm.engine.engine_host import AddCommand, EngineFacts, News
@@ -14,7 +12,6 @@ from mmvllm.engine.engine_thread import Item
 from mmvllm.engine.stats import EngineStats
 from mmvllm.inputs import EngineInput
 from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
-from tests.helpers.async_engines import wait_until
 
 FLEET = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 256, "data_parallel_size": 2, "max_num_seqs": 8}
 
@@ -26,14 +23,6 @@ def pids(engine: AsyncLLM) -> list[int]:
 
 def kill(engine: AsyncLLM, index: int) -> None:
     os.kill(pids(engine)[index], signal.SIGKILL)
-
-
-def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    wait_until(lambda: all(map(is_gone, pids)), "gone")
 
 
 @dataclass(eq=False)

@@ -170,24 +170,6 @@ def test_a_replica_is_healthy_until_its_engine_has_failed():
 
 
 @pytest.mark.parametrize(
-    ("engine_args", "number"),
-    [
-        ({"device": "cpu"}, 0),
-        ({"device": "cuda"}, 1),
-        ({"device": "cuda", "tensor_parallel_size": 4}, 4),
-    ],
-)
-def test_a_replica_has_a_gpu_for_each_rank(engine_args, number):
-    assert ray_serve.gpus_per_replica(engine_args) == number
-
-
-def test_ray_chooses_the_gpus():
-    with pytest.raises(ArgumentError) as raised:
-        ray_serve.gpus_per_replica({"device": "cuda:1"})
-    assert raised.value.spelled(option_name) == "--device is 'cuda:1', but Ray chooses each replica's GPUs; give 'cuda'"
-
-
-@pytest.mark.parametrize(
     ("options", "engine_args", "replicas", "most"),
     [
         ({}, {"max_num_seqs": 8}, {"num_replicas": 1}, 8),
@@ -203,16 +185,6 @@ def test_ray_chooses_the_gpus():
 def test_the_engine_refuses_requests_before_ray_queues_them(options, engine_args, replicas, most):
     numbers = ray_serve._numbers(spec(**engine_args), RayServeOptions(**options))
     assert numbers == replicas | {"max_ongoing_requests": most + 10 + ray_serve.MAX_OTHER_REQUESTS}
-
-
-def test_more_than_ray_has_is_refused(monkeypatch):
-    monkeypatch.setattr(ray_serve.ray, "cluster_resources", lambda: {"CPU": 4.0})
-    for number, text in (
-        (2, "8 CPU requested for 2 replicas, 4 each; Ray has 4"),
-        (1, "2 GPU requested for 1 replica"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            ray_serve._check_resources(RayServeOptions(min_replicas=number, max_replicas=2, cpus_per_replica=4), gpus=2)
 
 
 def test_session_affinity_needs_a_version_of_ray_that_has_it(monkeypatch):

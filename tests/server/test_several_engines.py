@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from mmvllm.async_llm import AsyncLLM
-from tests.helpers.fleets import kill, pids, wait_until_gone
+from tests.helpers.fleets import kill, pids
+from tests.helpers.processes import wait_until_gone
 from tests.helpers.server import (
     CHAT,
     ENGINE,

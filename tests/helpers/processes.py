@@ -1,0 +1,28 @@
+"""The processes that a program under test has started, and whether they have ended."""
+
+from contextlib import suppress
+
+import psutil
+
+from tests.helpers.async_engines import wait_until
+
+
+def spawned(pid: int | None = None, recursive: bool = False) -> list[psutil.Process]:
+    """The processes that a program, by default this one, has started for engines, ranks and preparation.
+
+    With `recursive`, also those that these have started.
+    """
+    found = []
+    for process in psutil.Process(pid).children(recursive=recursive):
+        with suppress(psutil.Error):  # one that ends
+            if any("spawn_main" in part for part in process.cmdline()):
+                found.append(process)
+    return found
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    wait_until(lambda: all(map(is_gone, pids)), "gone")
