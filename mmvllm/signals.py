@@ -1,4 +1,4 @@
-"""Signal handlers, which may raise exceptions anywhere in the main thread."""
+"""Signal handlers, which may raise exceptions anywhere in the main thread: when they run, and when not."""
 
 import signal
 import threading
