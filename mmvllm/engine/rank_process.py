@@ -1,15 +1,18 @@
 """What runs in the process of a rank other than 0: the steps that rank 0 sends, until it ends."""
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from threading import RLock
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from mmvllm.engine.checkpoint import Checkpoint
 from mmvllm.engine.device_errors import is_out_of_memory
@@ -42,6 +45,8 @@ def rank_device(first: torch.device, rank: int) -> torch.device:
 def run_rank(pipe: Connection, *arguments: Any) -> None:
     """What a process does; see `serve_rank`."""
     follow_parent()
+    logging.getLogger("mmvllm").setLevel(logging.ERROR)  # rank 0 has the same warnings
+    tqdm.set_lock(RLock())  # its own is a semaphore of the system, which a process that is killed would leave
     serve_rank(pipe, *arguments)
 
 

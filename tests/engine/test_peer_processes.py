@@ -238,3 +238,26 @@ def test_no_process_stays_after_any_end(how, number, checkpoint):
             assert process.returncode == 0 and "Traceback" not in errors and "leaked" not in errors
     finally:
         wait_until(lambda: not group_of(process.pid), "empty")
+
+
+KILLING_SCRIPT = """
+import sys
+
+import psutil
+
+from mmvllm import LLM
+
+llm = LLM(sys.argv[1], dtype="float32", device="cpu", num_kvcache_blocks=2, tensor_parallel_size=2, skip_warmup=True)
+(rank,) = [process for process in psutil.Process().children() if "spawn_main" in str(process.cmdline())]
+rank.kill()
+rank.wait()
+"""
+
+
+def test_ranks_repeat_no_warning_and_leave_no_semaphore_when_killed(checkpoint):
+    """Python warns at its end of semaphores that a process has created and not given up."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", KILLING_SCRIPT, str(checkpoint)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    assert done.returncode == 0 and "leaked" not in done.stderr, done.stderr
+    assert done.stderr.count("max_model_len is 32") == 1
