@@ -120,7 +120,7 @@ def test_a_process_that_is_killed_while_idle_is_noticed(checkpoint, make):
 
 
 @pytest.mark.slow
-def test_health_tells_that_a_process_was_killed_while_idle(checkpoint):
+def test_health_and_log_tell_that_a_process_was_killed_while_idle(checkpoint, caplog):
     before = workers_of()
     engine = AsyncLLM(checkpoint, **ARGUMENTS, tensor_parallel_size=2)
     try:
@@ -128,6 +128,8 @@ def test_health_tells_that_a_process_was_killed_while_idle(checkpoint):
         next(process for process in workers_of() if process not in before).kill()
         wait_until(lambda: engine.health().status == "failed", "failed")
         assert engine.health().reason == KILLED.removeprefix("the engine failed: ")
+        (record,) = [record for record in caplog.records if record.message.startswith("the engine failed")]
+        assert record.message == KILLED.replace("RanksFailed: ", "") and record.exc_info is None
     finally:
         engine._close(drain=False)
 
