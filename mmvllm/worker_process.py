@@ -46,13 +46,10 @@ def serve(
     initializer(*initargs)
     if memory_limit is not None:
         _limit_memory(memory_limit)
-    channel.send(("ready", None))
-    while True:
-        try:
-            task, args = channel.receive()
-        except EOFError:
-            return
-        _answer(channel, task, args)
+    with suppress(EOFError, ConnectionError):  # the parent has ended
+        channel.send(("ready", None))
+        while True:
+            _answer(channel, *channel.receive())
 
 
 def _become_worker(engine_env: dict[str, str] | None) -> None:

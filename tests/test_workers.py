@@ -1,6 +1,8 @@
 """Worker processes run tasks within a time limit and a memory limit, and are replaced when they end."""
 
+import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import pytest
 
 from mmvllm import workers
 from mmvllm.errors import ImageError
-from mmvllm.worker_process import NICENESS
+from mmvllm.worker_process import NICENESS, serve
 from mmvllm.workers import TaskCancelled, WorkerDied, WorkerPool, WorkersUnusable, WorkerTimeout
 from tests.helpers import tasks
 
@@ -262,3 +264,16 @@ def test_a_process_with_an_engine_has_its_environment_and_priority_and_starts_pr
         assert pool.run(tasks.run_in_a_process, tasks.niceness_and_threads) == (os.nice(0) + NICENESS, "1")
     finally:
         pool.close()
+
+
+def test_a_process_whose_parent_has_gone_ends_without_a_traceback():
+    """The connection is reset, not closed, if the parent has not read all."""
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, None, pickle.dumps((dict, ())), None, None))
+    process.start()
+    theirs.close()
+    assert pipe.poll(30)
+    pipe.close()
+    process.join(30)
+    assert process.exitcode == 0

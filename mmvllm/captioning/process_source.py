@@ -7,6 +7,7 @@ to engines again. All processes end with this one.
 """
 
 import atexit
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ from mmvllm.engine.placement import Placement
 from mmvllm.errors import EngineFailed
 from mmvllm.signals import wait_until
 from mmvllm.workers import KILL_SECONDS, NUM_WORKERS, WorkerDied, WorkerPool, WorkersUnusable
+
+logger = logging.getLogger(__name__)
 
 CHUNK = 16  # images that an engine takes at once: a small job is spread over all engines
 MAX_DEATHS = 5  # of an engine's processes, one after the other, without a caption between
@@ -161,6 +164,7 @@ class ProcessSource:
                 f"an engine's process has died {MAX_DEATHS} times without a caption between, now: {error}. It may be "
                 "out of memory. The output is intact, and the same job run again resumes"
             )
+        logger.warning("the process of an engine has ended and is started again: %s", error)
 
 
 def _placed(spec: EngineSpec, placement: Placement) -> _Engine:

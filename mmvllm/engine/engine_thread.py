@@ -17,6 +17,7 @@ from mmvllm.engine.stats import EngineStats, Meter
 from mmvllm.errors import EngineFailed, RequestFailed
 from mmvllm.inputs import EngineInput
 from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
+from mmvllm.ranks import RanksFailed
 from mmvllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -138,9 +139,13 @@ class EngineThread:
                 if not self._engine.is_finished():
                     self._step()
         except BaseException as error:
-            logger.exception("the engine failed")
             # An engine that has failed says why as the cause.
-            self._on_failure((error.__cause__ or error) if isinstance(error, EngineFailed) else error)
+            reason = (error.__cause__ or error) if isinstance(error, EngineFailed) else error
+            if isinstance(reason, RanksFailed):  # which says all: nothing is wrong where it was noticed
+                logger.error("the engine failed: %s", reason)
+            else:
+                logger.exception("the engine failed")
+            self._on_failure(reason)
 
     def _run_commands(self) -> bool:
         """Wait for commands or work, and run the commands; False once the thread is to stop."""

@@ -1,5 +1,6 @@
 """What runs in the process of a rank other than 0: the steps that rank 0 sends, until it ends."""
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -47,6 +48,7 @@ def begun(rank: int) -> str:
 def run_rank(pipe: Connection, *arguments: Any) -> None:
     """What a process does; see `serve_rank`."""
     begin_engine({})
+    logging.getLogger("mmvllm").setLevel(logging.ERROR)  # rank 0 has the same warnings
     serve_rank(pipe, *arguments)
 
 

@@ -10,7 +10,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.responses import Response
 
-from mmvllm.errors import DeadlineExceeded, EngineBusy, EngineUnavailable, RequestFailed
+from mmvllm.errors import (
+    DeadlineExceeded,
+    EngineBusy,
+    EngineFailed,
+    EngineStopped,
+    EngineUnavailable,
+    RequestFailed,
+)
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 # These replace pydantic's messages; the names in braces are keys of the error's `ctx`.
@@ -65,7 +72,8 @@ def from_engine(error: Exception) -> ApiError:
     if isinstance(error, EngineBusy):
         return ApiError(429, str(error), code="engine_busy", headers={"Retry-After": "1"})
     if isinstance(error, EngineUnavailable):
-        return ApiError(503, str(error), code="engine_unavailable")
+        is_final = isinstance(error, EngineStopped | EngineFailed)  # otherwise engines are being started again
+        return ApiError(503, str(error), code="engine_unavailable", headers=None if is_final else {"Retry-After": "1"})
     if isinstance(error, MemoryError):
         return out_of_memory()
     if isinstance(error, DeadlineExceeded):

@@ -64,6 +64,7 @@ def test_images_of_a_killed_engine_are_captioned_again(start, images, names, out
         spawned(run.pid)[0].kill()
     done = run.end()
     assert done.code == 0 and "Traceback" not in done.err
+    assert done.err.count("has ended and is started again: it was ended by SIGKILL\n") == 1
     assert f"captioned      {len(by_name(out))}\n" in done.err
     captions = {name: record["caption"] for name, record in by_name(tmp_path / "calm.jsonl").items()}
     assert {name: record["caption"] for name, record in by_name(out).items()} == captions and len(captions) == 300

@@ -120,7 +120,7 @@ def test_a_process_that_is_killed_while_idle_is_noticed(checkpoint, make):
 
 
 @pytest.mark.slow
-def test_health_tells_that_a_process_was_killed_while_idle(checkpoint):
+def test_health_and_log_tell_that_a_process_was_killed_while_idle(checkpoint, caplog):
     before = spawned()
     engine = AsyncLLM(checkpoint, **ARGUMENTS, tensor_parallel_size=2)
     try:
@@ -128,6 +128,8 @@ def test_health_tells_that_a_process_was_killed_while_idle(checkpoint):
         next(process for process in spawned() if process not in before).kill()
         wait_until(lambda: engine.health().status == "failed", "failed")
         assert engine.health().reason == KILLED.removeprefix("the engine failed: ")
+        (record,) = [record for record in caplog.records if record.message.startswith("the engine failed")]
+        assert record.message == KILLED.replace("RanksFailed: ", "") and record.exc_info is None
     finally:
         engine._close(drain=False)
 
@@ -241,3 +243,26 @@ def test_no_process_stays_after_any_end(how, number, checkpoint):
             assert process.returncode == 0 and "Traceback" not in errors
     finally:
         wait_until(lambda: not group_of(process.pid), "empty")
+
+
+KILLING_SCRIPT = """
+import sys
+
+import psutil
+
+from mmvllm import LLM
+
+llm = LLM(sys.argv[1], dtype="float32", device="cpu", num_kvcache_blocks=2, tensor_parallel_size=2, skip_warmup=True)
+(rank,) = [process for process in psutil.Process().children() if "spawn_main" in str(process.cmdline())]
+rank.kill()
+rank.wait()
+"""
+
+
+def test_ranks_repeat_no_warning_and_leave_no_semaphore_when_killed(checkpoint):
+    """Python warns at its end of semaphores that a process has created and not given up."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", KILLING_SCRIPT, str(checkpoint)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    assert done.returncode == 0 and "leaked" not in done.stderr, done.stderr
+    assert done.stderr.count("max_model_len is 32") == 1

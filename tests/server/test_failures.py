@@ -7,7 +7,9 @@ import time
 
 import pytest
 
+from mmvllm.errors import EngineStopped, EngineUnavailable
 from mmvllm.server import jobs, sse
+from mmvllm.server.errors import from_engine
 from tests.helpers.server import (
     CHAT,
     COMPLETIONS,
@@ -221,3 +223,9 @@ def test_too_little_memory_for_a_response_is_a_503(engine, monkeypatch, caplog):
         check_out_of_memory(call(app, "POST", COMPLETIONS, json=completion()))
     wait_for(lambda: is_idle(engine))
     assert not caplog.records
+
+
+@pytest.mark.parametrize(("kind", "headers"), [(EngineUnavailable, {"Retry-After": "1"}), (EngineStopped, None)])
+def test_clients_are_told_to_repeat_what_engines_that_start_refuse(kind, headers):
+    error = from_engine(kind("no engine is up"))
+    assert error.status_code == 503 and error.code == "engine_unavailable" and error.headers == headers
