@@ -18,6 +18,7 @@ from mmvllm.engine.placement import place_engines
 from mmvllm.engine.remote_engine import STOP_SECONDS, Command
 from mmvllm.engine.tokenizer import load_tokenizer
 from mmvllm.errors import EngineFailed
+from mmvllm.models.splitting import rank_config
 from mmvllm.signals import wait_until
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class EngineFleet:
         placements = place_engines(size, config)
         # What is read here does not depend on the device, and this process must take no memory of a GPU.
         checkpoint = read_checkpoint(model, replace(config, device="cpu", tensor_parallel_size=1))
+        rank_config(checkpoint.model_config, config.tensor_parallel_size)  # refuses sizes before anything is started
         self.size, self.device = size, torch.device("cpu")
         self.seed = config.seed
         self.model_config, self.media_rules = checkpoint.model_config, checkpoint.media_rules
