@@ -34,8 +34,11 @@ def signals_deferred() -> Iterator[None]:
 def _deferred(number: int, received: list[int]) -> Iterator[None]:
     """One signal: a handler of the other one that raises while this one's is set leaves none behind."""
     handler = signal.getsignal(number)
+    if handler is None:  # not of Python: it raises no exception, and could not be set again
+        yield
+        return
     try:
         signal.signal(number, lambda number, _: received.append(number))
         yield
     finally:
-        signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        signal.signal(number, handler)

@@ -53,3 +53,12 @@ def test_handlers_are_restored_wherever_a_signal_arrives(at, number, monkeypatch
         with signals_deferred():
             pass
     assert [signal.getsignal(each) for each in NUMBERS] == [handler, handler]
+
+
+def test_a_handler_that_is_not_of_python_is_left_alone(monkeypatch):
+    """One that a library has set cannot be set again; without it, the signal would end the process."""
+    monkeypatch.setattr(signal, "getsignal", lambda _: None)
+    with pytest.raises(Handled), signals_deferred():
+        signal.raise_signal(signal.SIGTERM)
+    monkeypatch.undo()
+    assert [signal.getsignal(each) for each in NUMBERS] == [handler, handler]

@@ -61,7 +61,6 @@ class ProcessSource:
         spec = replace(spec, num_workers=spec.num_workers or min(NUM_WORKERS, cores))
         self._engines = [_placed(spec, placement) for placement in placements]
         self._error: BaseException | None = None
-        atexit.register(self.close)  # else a process that is killed at exit would be replaced
         self._threads = [threading.Thread(target=self._run, args=(it,), daemon=True) for it in self._engines]
         for thread in self._threads:
             thread.start()
@@ -136,6 +135,9 @@ class ProcessSource:
             engine.pool = WorkerPool(1, engine_env=engine.placement.env)
             if self._is_closed:
                 engine.pool.close()
+            else:  # at exit `close` must run before the pool's own handler: a process that is killed would be replaced
+                atexit.unregister(self.close)
+                atexit.register(self.close)
             return engine.pool
 
     def _work(self, engine: _Engine, pool: WorkerPool) -> None:
