@@ -131,7 +131,8 @@ def test_processes_killed_at_any_moment_leave_no_memory_behind():
             time.sleep(wait)
             os.kill(victim, signal.SIGKILL)
             outcomes.append(arriving.exception(60))
-            with pytest.raises(WorkerTimeout):
+            # Where the result came first, the process may end while it has this task.
+            with pytest.raises((WorkerTimeout, WorkerDied)):
                 pool.run(tasks.sleep, 60, timeout=0.01)
             assert np.array_equal(pool.run(tasks.make_array, MiB), tasks.make_array(MiB))
             assert held_by_this_process()[1] == before[1] + 1

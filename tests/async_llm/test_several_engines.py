@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import psutil
 import pytest
 import torch
 
@@ -27,6 +28,26 @@ def fleet(checkpoint):
 
 async def all_up(engine: AsyncLLM) -> None:
     await reached(lambda: [one.status for one in engine.health().engines] == ["ok", "ok"], "up")
+
+
+def num_begun(engine: AsyncLLM, index: int) -> int:
+    """Requests in an engine whose first deltas have arrived."""
+    return sum(one.engine == index and one.prompt is None for one in engine._thread._assigned.values())
+
+
+async def kill_under_load(engine: AsyncLLM) -> None:
+    """Kill the first engine at a moment at which both have requests that have begun."""
+    processes = [psutil.Process(pid) for pid in pids(engine)]
+    while not (num_begun(engine, 0) and num_begun(engine, 1)):
+        for process in processes:
+            process.resume()
+        await asyncio.sleep(0.01)
+        for process in processes:
+            process.suspend()
+        await asyncio.sleep(0.1)  # what they have sent arrives
+        assert engine.stats().num_running, "all requests have ended"
+    processes[0].kill()
+    processes[1].resume()
 
 
 def assert_nothing_left(engine: AsyncLLM) -> None:
@@ -114,8 +135,7 @@ async def test_an_engine_killed_under_load_loses_nothing_that_had_not_begun(flee
 
     before, finished = pids(fleet), fleet.stats().num_finished
     tasks = [asyncio.create_task(answer(i)) for i in range(len(prompts))]
-    await reached(lambda: len(begun) > 4, "begun")
-    kill(fleet, 0)
+    await kill_under_load(fleet)
     with_token = {*begun}
     answers = await asyncio.gather(*tasks, return_exceptions=True)
     failed = {i for i, one in enumerate(answers) if isinstance(one, Exception)}
