@@ -7,7 +7,8 @@ vLLM's, v1/core/sched/scheduler.py; chunked prefill is arXiv 2308.16369.)
 
 A step may be scheduled while the one before it is in flight: launched, and its tokens not seen. `num_inflight_tokens`
 of a sequence is what steps in flight compute of it, so it goes on from there, with the token that is being sampled.
-Where that token turns out to end the sequence, the commit ignores what was computed after it.
+Where that token turns out to end the sequence, the commit ignores what was computed after it. A sequence whose next
+token depends on the text so far (`Sequence.waits_for_tokens`) is scheduled again when its token has been seen.
 """
 
 import time
@@ -30,7 +31,7 @@ class _Allotment(Enum):
     """What became of a sequence in a step."""
 
     SCHEDULED = auto()
-    COMPLETE = auto()  # the token in flight is the last that its length allows
+    COMPLETE = auto()  # nothing follows the token in flight: it is the last by length, or must be seen first
     OUT_OF_BUDGET = auto()  # of tokens or patches
     STALLED = auto()  # for lack of room in the encoder cache, or of blocks with a token in flight
     OUT_OF_BLOCKS = auto()
@@ -145,11 +146,16 @@ class Scheduler:
         # Its last block is its own: a completion that shares it, forked from it, has copied it in the step it started.
         if start >= len(seq.block_table) * seq.block_size or step.num_tokens >= self.max_num_batched_tokens:
             return False
-        if start + 1 < seq.max_num_tokens:
+        if self._may_follow(seq, start):
             seq.num_inflight_tokens += 1
             step.num_tokens += 1
             step.decodes.append(ScheduledChunk(seq, start, start + 1, True, seq.num_preemptions, _NO_COPIES))
         return True
+
+    @staticmethod
+    def _may_follow(seq: Sequence, start: int) -> bool:
+        """Whether token `start` is known, or in flight and to be computed before it is seen."""
+        return start < seq.num_tokens or (start + 1 < seq.max_num_tokens and not seq.waits_for_tokens)
 
     def _schedule_waiting(self, step: Schedule) -> None:
         while self.waiting and len(self.running) < self.seq_limit and step.num_tokens < self.max_num_batched_tokens:
@@ -177,7 +183,7 @@ class Scheduler:
         """Schedule as many of a sequence's tokens as the budgets allow."""
         start = seq.num_computed_tokens + seq.num_inflight_tokens
         known = max(seq.num_tokens, start + 1)  # with the token in flight, if all before it are computed
-        if known >= seq.max_num_tokens and start >= seq.num_tokens:
+        if not self._may_follow(seq, start):
             return _Allotment.COMPLETE
         end = min(known, start + self.max_num_batched_tokens - step.num_tokens)
         end, new_items = self._acquire_items(step, seq, start, end)

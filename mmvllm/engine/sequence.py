@@ -61,6 +61,7 @@ class Sequence:
         cache_salt: str | None = None,
         arrival_time: float | None = None,
         completion_text: "CompletionText | None" = None,
+        waits_for_tokens: bool = False,
     ):
         """`positions` (3, T) are those of the prompt; `max_num_tokens` counts prompt and completion."""
         self.seq_id = next(self._seq_ids)
@@ -72,6 +73,7 @@ class Sequence:
         self.arrival_time = time.time() if arrival_time is None else arrival_time
         self.block_size = block_size
         self.completion_text = completion_text  # where there are stop strings
+        self.waits_for_tokens = waits_for_tokens  # what may be sampled next depends on all tokens before it
 
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = len(token_ids)
