@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from mmvllm.outputs import RequestOutput
 from mmvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from mmvllm.engine.constraints import Constraint
     from mmvllm.engine.detokenizer import CompletionText
 
 
@@ -35,6 +34,23 @@ class FinishReason(Enum):
     ABORTED = "aborted"
     PREEMPTED = "preempted"
     ERROR = "error"
+
+
+class Constraint(Protocol):
+    """What may follow the tokens of one sequence.
+
+    `depends_on_text` tells whether that changes from token to token; then a token is sampled only when all tokens
+    before it have been seen.
+    """
+
+    depends_on_text: bool
+
+    def restrict(self, seq: "Sequence", allowed: np.ndarray) -> None:
+        """Clear the bits of tokens that may not follow `seq.token_ids`; raises ConstraintFailed.
+
+        `allowed` (ceil(V / 32),) uint32, as in `kernels/token_mask.py`, has those that other constraints allow. It is
+        called in a thread, and never twice at the same time.
+        """
 
 
 class Sequence:
@@ -62,7 +78,7 @@ class Sequence:
         cache_salt: str | None = None,
         arrival_time: float | None = None,
         completion_text: "CompletionText | None" = None,
-        constraints: "tuple[Constraint, ...]" = (),
+        constraints: tuple[Constraint, ...] = (),
         waits_for_tokens: bool = False,
     ):
         """`positions` (3, T) are those of the prompt; `max_num_tokens` counts prompt and completion."""
