@@ -47,7 +47,8 @@ class CompletionJob:
             return self.images[i].param
         if (i := getattr(error, "video_index", None)) is not None:
             return param_of(error, self.videos[i], self.processor_kwargs)
-        return self.builder.prompt_field
+        param = getattr(error, "param", None)
+        return param if param in convert.PARAMS_OF_BOTH_APIS else self.builder.prompt_field
 
 
 class JobFactory:
