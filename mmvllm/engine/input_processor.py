@@ -82,6 +82,7 @@ class InputProcessor:
             cache_salt=(cache_salt, str | None),
             priority=(priority, int),
             arrival_time=(arrival_time, float | int | None),
+            trace_headers=(trace_headers, Mapping | None),
         )
         self._check_token_ids(prompt.token_ids)
         self._check_fits(prompt)
@@ -105,7 +106,7 @@ class InputProcessor:
             )
             for i in range(params.n)
         ]
-        return SequenceGroup(seqs, trace_headers)
+        return SequenceGroup(seqs, trace_headers, prompt.preparation)
 
     def _max_num_tokens(self, prompt: EngineInput, params: SamplingParams) -> int:
         """Of prompt and completion. The checkpoint's own limit applies as its end-of-sequence token does."""
