@@ -82,7 +82,7 @@ class InputProcessor:
             cache_salt=(cache_salt, str | None),
             priority=(priority, int),
             arrival_time=(arrival_time, float | int | None),
-            trace_headers=(trace_headers, Mapping | None),
+            trace_headers=(trace_headers or {}, Mapping),
         )
         self._check_token_ids(prompt.token_ids)
         self._check_fits(prompt)
