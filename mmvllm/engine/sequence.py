@@ -17,6 +17,7 @@ from mmvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mmvllm.engine.detokenizer import CompletionText
+    from mmvllm.engine.stopwatch import Encoding
 
 
 class SequenceStatus(Enum):
@@ -112,6 +113,8 @@ class Sequence:
         self.row: int | None = None  # of the arrays of running sequences
         self._num_cached_tokens = 0
         self.num_preemptions = 0
+        self.first_scheduled_time: float | None = None
+        self.encodings: list[Encoding] = []  # runs of the ViT that had items of this sequence
         self.first_token_time: float | None = None
         self.logprobs: list[dict[int, float]] = []
         self.cumulative_logprob = 0.0
@@ -242,6 +245,7 @@ class SequenceGroup:
 
     seqs: list[Sequence]
     trace_headers: Mapping[str, str] | None = None  # of the request that came over a network, for the caller's tracing
+    preparation: tuple[float, float] | None = None  # when it began and ended
     error: str | None = None
     output: RequestOutput | None = None  # written by the engine, once the request has finished
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mmvllm.async_llm import AsyncLLM, Request
@@ -12,6 +13,7 @@ from mmvllm.media import Kind, MediaError
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server import convert
 from mmvllm.server.convert import ImageReference
+from mmvllm.server.descriptions import described_chat, described_prompts
 from mmvllm.server.errors import ApiError, model_not_found
 from mmvllm.server.limits import ByteReservation
 from mmvllm.server.protocol import ChatRequest, CompletionRequest, ProcessorKwargs, SamplingRequest
@@ -33,6 +35,7 @@ class CompletionJob:
     images: Sequence[ImageReference] = ()
     videos: Sequence[VideoReference] = ()
     processor_kwargs: ProcessorKwargs | None = None
+    described: Callable[[], Any] = lambda: None  # the prompts, for the log
     streams: bool = False
     includes_usage: bool = False  # in the last chunk
     repeats_usage: bool = False  # in every chunk, as far as it is known
@@ -84,7 +87,8 @@ class JobFactory:
 
         builder = ChatResponseBuilder(body.model, self._engine.tokenizer, params.logprobs)
         media = {"images": images, "videos": videos, "processor_kwargs": body.mm_processor_kwargs}
-        return CompletionJob([request], params, builder, **media, **_streaming(body))
+        described = partial(described_chat, body)
+        return CompletionJob([request], params, builder, **media, described=described, **_streaming(body))
 
     def completion(self, body: CompletionRequest) -> CompletionJob:
         """A job for one or several prompts without a chat template."""
@@ -96,7 +100,8 @@ class JobFactory:
             message = f"{len(prompts)} prompts, at most {self._engine.max_requests} are accepted (max_waiting)"
             raise ApiError(400, message, param="prompt")
         builder = CompletionResponseBuilder(body.model, self._engine.tokenizer, params.logprobs)
-        return CompletionJob(prompts, params, builder, **_streaming(body))
+        described = partial(described_prompts, prompts)
+        return CompletionJob(prompts, params, builder, described=described, **_streaming(body))
 
     def _check_model(self, body: SamplingRequest) -> None:
         if body.model not in self._settings.model_names:
