@@ -10,6 +10,7 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from mmvllm.config import ModelConfig
+from mmvllm.engine.constraints import check_in_vocabulary, constraints_of
 from mmvllm.engine.detokenizer import CompletionText
 from mmvllm.engine.encoder_cache import EncoderCache
 from mmvllm.engine.sequence import Sequence, SequenceGroup
@@ -85,10 +86,15 @@ class InputProcessor:
         )
         self._check_token_ids(prompt.token_ids)
         self._check_fits(prompt)
+        if params.logit_bias:
+            check_in_vocabulary("logit_bias", params.logit_bias, self._config.vocab_size)
         seed = f"{self._seed}:{next(self._unseeded)}" if params.seed is None else str(params.seed)
         arrival_time = time.time() if arrival_time is None else arrival_time
-        seqs = [
-            Sequence(
+        seqs = []
+        for i in range(params.n):
+            constraints = constraints_of(params, self._tokenizer, self._config.vocab_size)
+            depends_on_text = params.logits_processors or any(own.depends_on_text for own in constraints)
+            seq = Sequence(
                 prompt.token_ids,
                 params,
                 request_id=request_id,
@@ -102,9 +108,10 @@ class InputProcessor:
                 cache_salt=cache_salt,
                 arrival_time=arrival_time,
                 completion_text=CompletionText(self._tokenizer, params.stop) if params.stop else None,
+                constraints=constraints,
+                waits_for_tokens=bool(depends_on_text),
             )
-            for i in range(params.n)
-        ]
+            seqs.append(seq)
         return SequenceGroup(seqs, trace_headers)
 
     def _max_num_tokens(self, prompt: EngineInput, params: SamplingParams) -> int:

@@ -37,6 +37,12 @@ def _check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 TokenId = Annotated[int, Field(ge=0, lt=INT64)]
+AllowedTokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+JsonTokenId = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]  # as a key of an object
+LogitBias = Annotated[
+    dict[JsonTokenId | TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_STOP_IDS)
+]
+BadWordList = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 StopTokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
 PromptTokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_check_template_kwargs)]
@@ -91,7 +97,10 @@ class SamplingRequest(StrictModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Ignored = None
-    logit_bias: Unsupported = None
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
+    bad_words: BadWordList | None = None
+    no_repeat_ngram_size: int | None = Field(None, ge=0, lt=INT64)
     echo: Unsupported = None
     # Extensions of vLLM, accepted with the values that describe what this server does anyway.
     skip_special_tokens: Literal[True] | None = None
@@ -103,8 +112,6 @@ class SamplingRequest(StrictModel):
     truncate_prompt_tokens: Unsupported = None
     return_tokens_as_token_ids: Unsupported = None
     return_token_ids: Unsupported = None
-    allowed_token_ids: Unsupported = None
-    bad_words: Unsupported = None
     logits_processors: Unsupported = None
     structured_outputs: Unsupported = None
     guided_json: Unsupported = None
