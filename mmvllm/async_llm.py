@@ -286,6 +286,7 @@ class AsyncLLM:
     def _prepare(self, stream: _Stream, request: Request, params: SamplingParams, load: Load | None) -> None:
         """Prepare a request and give it to the engine; in a worker thread."""
         try:
+            self._engine.grammars.check(params.structured)  # here, not in the engine's thread, which waits for nothing
             prompt = self._intake.prepare(request, load)
             options = request_options(request) if isinstance(request, dict) else {}
             self._hand_over(stream, prompt, params, options)

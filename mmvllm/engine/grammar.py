@@ -24,7 +24,8 @@ MAX_COMPILED = 32  # grammars that are kept
 LIMITS = {"max_lexer_states": 50_000, "max_grammar_size": 200_000, "verbose_errors": False}
 # A \u escape could spell the name of a property, and an escaped slash a name with one, past what is said of it.
 ESCAPES = '"\\bfnrt'
-WHITESPACE = r"[ \n\r\t]{0,64}"
+# As llama.cpp's: enough for what is indented, so little that no completion is nothing but white space.
+WHITESPACE = r" |\n{1,2}[ \t]{0,20}"
 
 
 class GrammarConstraint:
