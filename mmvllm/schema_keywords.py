@@ -1,4 +1,4 @@
-"""The keywords of JSON schemas that llguidance enforces; others are refused by name, because it ignores some of them."""
+"""The keywords of JSON schemas that llguidance enforces. It ignores some of the others, so they are refused by name."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -104,7 +104,7 @@ def _check_text(name: str, value: Any, may_be_empty: bool = False) -> None:
         return
     if not isinstance(value, str):
         raise _wrong(name, f"is {value!r:.200}, must be a string")
-    if not value.strip() and not (may_be_empty and not value):
+    if not value and not may_be_empty:
         raise _wrong(name, "is empty")
     _check_size(name, value)
 

@@ -99,7 +99,8 @@ class CompletionResponse(Response):
             raise from_engine(error) from error
         except ValueError as error:
             code = CONTEXT_LENGTH_EXCEEDED if isinstance(error, PromptTooLong) else None
-            raise ApiError(400, str(error), param=self._job.param_of(error), code=code) from error
+            message, param = self._job.spelled(error)
+            raise ApiError(400, message, param=param, code=code) from error
 
     def _streams(self, load: Load) -> list[AsyncGenerator[Delta, None]]:
         """The deltas of each prompt."""

@@ -17,6 +17,7 @@ from mmvllm.server.limits import ByteReservation
 from mmvllm.server.protocol import ChatRequest, CompletionRequest, ProcessorKwargs, SamplingRequest
 from mmvllm.server.response_builder import ChatResponseBuilder, CompletionResponseBuilder
 from mmvllm.server.settings import ServerSettings
+from mmvllm.server.structured import StructuredField, structured_field
 from mmvllm.server.videos import VideoOptionLimits, VideoReference, param_of, videos_of
 
 MAX_FETCHES = 16
@@ -32,6 +33,7 @@ class CompletionJob:
     builder: ChatResponseBuilder | CompletionResponseBuilder
     images: Sequence[ImageReference] = ()
     videos: Sequence[VideoReference] = ()
+    structured: StructuredField | None = None
     processor_kwargs: ProcessorKwargs | None = None
     streams: bool = False
     includes_usage: bool = False  # in the last chunk
@@ -41,8 +43,11 @@ class CompletionJob:
     def num_choices(self) -> int:
         return len(self.requests) * self.params.n
 
-    def param_of(self, error: ValueError) -> str:
-        """The field of the request to which an error of the engine refers."""
+    def spelled(self, error: ValueError) -> tuple[str, str]:
+        """The message of an error of the engine, and the field of the request to which it refers."""
+        return (self.structured and self.structured.spelled(error)) or (str(error), self._param_of(error))
+
+    def _param_of(self, error: ValueError) -> str:
         if (i := getattr(error, "image_index", None)) is not None:
             return self.images[i].param
         if (i := getattr(error, "video_index", None)) is not None:
@@ -83,7 +88,7 @@ class JobFactory:
 
         builder = ChatResponseBuilder(body.model, self._engine.tokenizer, params.logprobs)
         media = {"images": images, "videos": videos, "processor_kwargs": body.mm_processor_kwargs}
-        return CompletionJob([request], params, builder, **media, **_streaming(body))
+        return CompletionJob([request], params, builder, **media, structured=structured_field(body), **_streaming(body))
 
     def completion(self, body: CompletionRequest) -> CompletionJob:
         """A job for one or several prompts without a chat template."""
@@ -95,7 +100,7 @@ class JobFactory:
             message = f"{len(prompts)} prompts, at most {self._engine.max_requests} are accepted (max_waiting)"
             raise ApiError(400, message, param="prompt")
         builder = CompletionResponseBuilder(body.model, self._engine.tokenizer, params.logprobs)
-        return CompletionJob(prompts, params, builder, **_streaming(body))
+        return CompletionJob(prompts, params, builder, structured=structured_field(body), **_streaming(body))
 
     def _check_model(self, body: SamplingRequest) -> None:
         if body.model not in self._settings.model_names:

@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 from mmvllm.errors import RequestError
 from mmvllm.processors.template_kwargs import check_template_kwargs
 from mmvllm.server.messages import INT64, Ignored, Message, Rate, Size, StrictModel, Unsupported
+from mmvllm.server.structured import StructuredFields
 
 MAX_CHOICES = 16  # completions per prompt
 MAX_PROMPTS = 64  # prompts per request
@@ -72,11 +73,7 @@ class ProcessorKwargs(StrictModel):
     max_pixels: Size | None = Field(None, description="As the checkpoint's, of videos and images.")
 
 
-class TextFormat(StrictModel):
-    type: Literal["text"]
-
-
-class SamplingRequest(StrictModel):
+class SamplingRequest(StructuredFields):
     """The fields that both endpoints share."""
 
     model: str
@@ -113,11 +110,6 @@ class SamplingRequest(StrictModel):
     return_tokens_as_token_ids: Unsupported = None
     return_token_ids: Unsupported = None
     logits_processors: Unsupported = None
-    structured_outputs: Unsupported = None
-    guided_json: Unsupported = None
-    guided_regex: Unsupported = None
-    guided_choice: Unsupported = None
-    guided_grammar: Unsupported = None
     mm_processor_kwargs: Unsupported = None
     kv_transfer_params: Unsupported = None
     vllm_xargs: Unsupported = None
@@ -150,7 +142,6 @@ class ChatRequest(SamplingRequest):
         "--allow-special-tokens.",
     )
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
-    response_format: TextFormat | None = None
     tool_choice: Literal["none", "auto"] | None = None
     metadata: Ignored = None
     store: Ignored = None
