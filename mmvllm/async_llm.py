@@ -176,7 +176,12 @@ class AsyncLLM:
         check_lengths(sampling_params, 1)
         params = params_for(sampling_params, 0, own.get("sampling_params"))
         stream = self._admit(own.get("request_id") if request_id is None else request_id, params.n)
-        with self._running(stream, request, partial(self._hand_over, stream, params), timeout, load):
+
+        def give(request: Request, prompt: EngineInput) -> None:
+            self._engine.grammars.check(params.structured)  # here, not in the engine's thread, which waits for nothing
+            self._hand_over(stream, params, request, prompt)
+
+        with self._running(stream, request, give, timeout, load):
             while True:
                 delta = await stream.get()
                 delta.prompt_token_ids = stream.prompt_token_ids

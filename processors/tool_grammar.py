@@ -17,9 +17,7 @@ STYLE = {
 
 def tool_call_grammar(tools: Sequence[dict], tokenizer: Any, parallel: bool = True) -> str:
     """The grammar of one or, if `parallel`, several calls of `tools`, which are as in a request, and nothing else."""
-    start, _ = _marks(tokenizer)
-    more = f'("\\n" {start} call)*' if parallel else ""
-    return _grammar([f"start: {start} call {more}"], tools, tokenizer)
+    return _grammar([f"start: {_calls(tokenizer, parallel)}"], tools, tokenizer)
 
 
 def free_text_grammar(tools: Sequence[dict], tokenizer: Any) -> str:
@@ -32,11 +30,25 @@ def free_text_grammar(tools: Sequence[dict], tokenizer: Any) -> str:
     return _grammar(rules, tools, tokenizer)
 
 
+def calls_or_json_grammar(tools: Sequence[dict], tokenizer: Any, schema: dict[str, Any], parallel: bool = True) -> str:
+    """The grammar of calls of `tools`, or else of JSON that fits a schema."""
+    rules = [
+        f"start: answer | {_calls(tokenizer, parallel)}",
+        f"answer: %json {json.dumps({**schema, 'x-guidance': STYLE})}",
+    ]
+    return _grammar(rules, tools, tokenizer)
+
+
 def _grammar(rules: Sequence[str], tools: Sequence[dict], tokenizer: Any) -> str:
     functions = [tool["function"] for tool in tools]
     names = [f"function_{i}" for i in range(len(functions))]
     call = rf'call: "\n" ({" | ".join(names)}) "\n" {_marks(tokenizer)[1]}'
     return "\n".join(["%llguidance {}", *rules, call, *map(_rule, names, functions)])
+
+
+def _calls(tokenizer: Any, parallel: bool) -> str:
+    start, _ = _marks(tokenizer)
+    return f'{start} call ("\\n" {start} call)*' if parallel else f"{start} call"
 
 
 def _rule(name: str, function: dict[str, Any]) -> str:

@@ -68,8 +68,12 @@ class Executor:
             self.sampler.enter(seq.row, seq)
         inputs = pack_step(scheduled, self.runner.ranks.size)
         watch.mark("pack")
-        logits = self.runner.run(inputs, watch)
-        sampled = self.sampler(logits, *inputs.samples, self.runner.samples)
+        pending = self.sampler.begin_masks(inputs.samples[0], scheduled)
+        try:
+            logits = self.runner.run(inputs, watch)
+        finally:  # also after an error: threads read the sequences, which change then
+            masks = None if pending is None else pending.wait()
+        sampled = self.sampler(logits, *inputs.samples, self.runner.samples, masks)
         watch.mark("sample")
         self.runner.append(sampled.input_ids)
         watch.mark("append")

@@ -10,8 +10,10 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from mmvllm.config import ModelConfig
+from mmvllm.engine.constraints import check_in_vocabulary, constraints_of
 from mmvllm.engine.detokenizer import CompletionText
 from mmvllm.engine.encoder_cache import EncoderCache
+from mmvllm.engine.grammar import GrammarCompiler
 from mmvllm.engine.sequence import Sequence, SequenceGroup
 from mmvllm.errors import ParameterError, PromptTooLong, RequestError
 from mmvllm.inputs import EngineInput, MediaRules
@@ -31,6 +33,7 @@ class InputProcessor:
         rules: MediaRules | None,
         tokenizer: PreTrainedTokenizerBase,
         encoder_cache: EncoderCache,
+        grammars: GrammarCompiler,
         *,
         max_model_len: int,
         block_size: int,
@@ -38,7 +41,7 @@ class InputProcessor:
     ):
         self._config, self._rules, self._tokenizer = config, rules, tokenizer
         self._max_model_len, self._block_size = max_model_len, block_size
-        self._encoder_cache, self._seed = encoder_cache, seed
+        self._encoder_cache, self._grammars, self._seed = encoder_cache, grammars, seed
         self._unseeded = count()
 
     def engine_input(
@@ -85,10 +88,17 @@ class InputProcessor:
         )
         self._check_token_ids(prompt.token_ids)
         self._check_fits(prompt)
+        if params.logit_bias:
+            check_in_vocabulary("logit_bias", params.logit_bias, self._config.vocab_size)
         seed = f"{self._seed}:{next(self._unseeded)}" if params.seed is None else str(params.seed)
         arrival_time = time.time() if arrival_time is None else arrival_time
-        seqs = [
-            Sequence(
+        seqs = []
+        for i in range(params.n):
+            constraints = constraints_of(params, self._tokenizer, self._config.vocab_size)
+            if params.structured is not None:
+                constraints += (self._grammars.constraint(params.structured),)
+            depends_on_text = params.logits_processors or any(own.depends_on_text for own in constraints)
+            seq = Sequence(
                 prompt.token_ids,
                 params,
                 request_id=request_id,
@@ -102,9 +112,10 @@ class InputProcessor:
                 cache_salt=cache_salt,
                 arrival_time=arrival_time,
                 completion_text=CompletionText(self._tokenizer, params.stop) if params.stop else None,
+                constraints=constraints,
+                waits_for_tokens=bool(depends_on_text),
             )
-            for i in range(params.n)
-        ]
+            seqs.append(seq)
         return SequenceGroup(seqs, trace_headers)
 
     def _max_num_tokens(self, prompt: EngineInput, params: SamplingParams) -> int:

@@ -16,6 +16,7 @@ from mmvllm.outputs import RequestOutput
 from mmvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from mmvllm.engine.constraints import Constraint
     from mmvllm.engine.detokenizer import CompletionText
 
 
@@ -61,6 +62,7 @@ class Sequence:
         cache_salt: str | None = None,
         arrival_time: float | None = None,
         completion_text: "CompletionText | None" = None,
+        constraints: "tuple[Constraint, ...]" = (),
         waits_for_tokens: bool = False,
     ):
         """`positions` (3, T) are those of the prompt; `max_num_tokens` counts prompt and completion."""
@@ -73,6 +75,7 @@ class Sequence:
         self.arrival_time = time.time() if arrival_time is None else arrival_time
         self.block_size = block_size
         self.completion_text = completion_text  # where there are stop strings
+        self.constraints = constraints
         self.waits_for_tokens = waits_for_tokens  # what may be sampled next depends on all tokens before it
 
         self.token_ids = list(token_ids)

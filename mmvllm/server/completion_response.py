@@ -91,7 +91,7 @@ class CompletionResponse(Response):
     async def _deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta) of all prompts in the order of their arrival; raises only ApiError."""
         # The session's work is given up when the client has hung up or the deadline has passed.
-        with engine_errors(self._job.param_of), self._decoder.session() as load:
+        with engine_errors(self._job.spelled), self._decoder.session() as load:
             async with aclosing(_merged(self._streams(load))) as deltas:
                 async for prompt, delta in deltas:
                     _check(delta)

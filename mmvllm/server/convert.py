@@ -19,6 +19,7 @@ from mmvllm.server.messages import (
     parts_of,
 )
 from mmvllm.server.protocol import ChatPrompt, ChatRequest, CompletionRequest, SamplingRequest
+from mmvllm.server.structured import StructuredField, structured_field
 from mmvllm.server.videos import KWARGS
 
 LOW_TOKENS, AUTO_TOKENS = 256, 1280  # maximum image tokens of an image with detail low and auto
@@ -26,6 +27,7 @@ COMPLETION_TOKENS = 16
 
 PARAMS_OF_BOTH_APIS = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("logit_bias", "allowed_token_ids", "bad_words", "no_repeat_ngram_size"),
     *("n", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos"),
 )
 # The engine's default is greedy. The other defaults are the same in both APIs.
@@ -207,7 +209,11 @@ def _params(
     body: SamplingRequest, defaults: Mapping[str, Any], max_tokens: int, logprobs: int | None
 ) -> SamplingParams:
     given = {name: value for name in PARAMS_OF_BOTH_APIS if (value := getattr(body, name)) is not None}
+    field = StructuredField({}, {})
     try:
+        field = structured_field(body)
+        given["structured"] = field.params()
         return SamplingParams(**{**defaults, **given}, max_tokens=max_tokens, logprobs=logprobs)
-    except RequestError as error:  # for rules that involve two fields, which the schema cannot express
-        raise ApiError(400, str(error), param=error.param) from None
+    except RequestError as error:  # for rules that the schema of the request cannot express
+        message, param = field.spelled(error) or (str(error), error.param)
+        raise ApiError(400, message, param=param) from None

@@ -87,15 +87,16 @@ def from_engine(error: Exception) -> ApiError:
 
 
 @contextmanager
-def engine_errors(param_of: Callable[[ValueError], str]) -> Iterator[None]:
-    """Raise what the engine raises as ApiError; `param_of` gives the field to which an error about a request refers."""
+def engine_errors(spelled: Callable[[ValueError], tuple[str, str]]) -> Iterator[None]:
+    """Raise what the engine raises as ApiError; `spelled` gives message and field of an error about a request."""
     try:
         yield
     except (EngineUnavailable, RequestFailed, DeadlineExceeded, MemoryError) as error:
         raise from_engine(error) from error
     except ValueError as error:
         code = CONTEXT_LENGTH_EXCEEDED if isinstance(error, PromptTooLong) else None
-        raise ApiError(400, str(error), param=param_of(error), code=code) from error
+        message, param = spelled(error)
+        raise ApiError(400, message, param=param, code=code) from error
 
 
 def internal_error() -> ApiError:

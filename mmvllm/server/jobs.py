@@ -18,10 +18,11 @@ from mmvllm.server.limits import ByteReservation
 from mmvllm.server.protocol import ChatPrompt, ChatRequest, CompletionRequest, ProcessorKwargs, SamplingRequest
 from mmvllm.server.response_builder import ChatResponseBuilder, CompletionResponseBuilder, ResponseBuilder
 from mmvllm.server.response_object import ResponseObjectBuilder
-from mmvllm.server.responses_request import ResponsesRequest, as_chat
+from mmvllm.server.responses_request import ResponsesRequest, as_chat, in_text_options, named_as_input
 from mmvllm.server.settings import ServerSettings
+from mmvllm.server.structured import StructuredField, structured_field
 from mmvllm.server.tokens import TokenizeChat, TokenizeText
-from mmvllm.server.tools import ToolUse
+from mmvllm.server.tools import ToolUse, prompt_tools, use_of
 from mmvllm.server.videos import VideoOptionLimits, VideoReference, param_of, videos_of
 
 MAX_FETCHES = 16
@@ -54,6 +55,7 @@ class CompletionJob:
     params: SamplingParams
     builder: ResponseBuilder | ResponseObjectBuilder
     prompt: PromptJob | None = None  # of a conversation
+    structured: StructuredField | None = None
     streams: bool = False
     includes_usage: bool = False  # in the last chunk
     repeats_usage: bool = False  # in every chunk, as far as it is known
@@ -62,8 +64,11 @@ class CompletionJob:
     def num_choices(self) -> int:
         return len(self.requests) * self.params.n
 
-    def param_of(self, error: ValueError) -> str:
-        """The field of the request to which an error of the engine refers."""
+    def spelled(self, error: ValueError) -> tuple[str, str]:
+        """The message of an error of the engine, and the field of the request to which it refers."""
+        return (self.structured and self.structured.spelled(error)) or (str(error), self._param_of(error))
+
+    def _param_of(self, error: ValueError) -> str:
         return (self.prompt and self.prompt.param_of(error)) or self.builder.prompt_field
 
 
@@ -83,34 +88,36 @@ class JobFactory:
     def chat(self, body: ChatRequest, reservation: ByteReservation) -> CompletionJob:
         """A job for a chat; the images and videos that it fetches are counted in `reservation`."""
         self.check_model(body.model)
-        params, tools = self._chat_params(body)
-        prompt = self.prompt(body, tools.tools, reservation)
+        use = self._tool_use(body)
+        prompt = self.prompt(body, use.tools, reservation)
         tokenizer, ids = self._engine.tokenizer, bool(body.return_token_ids)
-        builder = ChatResponseBuilder(body.model, tokenizer, params.logprobs, ids, functions=tools.names)
-        return CompletionJob([prompt.request], params, builder, prompt, **_streaming(body))
+        builder = ChatResponseBuilder(body.model, tokenizer, use.params.logprobs, ids, functions=use.names)
+        field = use.field or structured_field(body)
+        return CompletionJob([prompt.request], use.params, builder, prompt, field, **_streaming(body))
 
     def response(self, body: ResponsesRequest, reservation: ByteReservation) -> CompletionJob:
         """A job for a request of OpenAI's Responses API."""
         self.check_model(body.model)
         chat, image_params = as_chat(body)
-        params, tools = self._chat_params(chat)
-        prompt = self.prompt(chat, tools.tools, reservation, image_params)
-        builder = ResponseObjectBuilder(body, params, tools.names)
-        return CompletionJob([prompt.request], params, builder, prompt, streams=bool(body.stream))
+        with named_as_input():
+            use = self._tool_use(chat)
+            prompt = self.prompt(chat, use.tools, reservation, image_params)
+        builder = ResponseObjectBuilder(body, use.params, use.names)
+        field = use.field or in_text_options(structured_field(chat))
+        return CompletionJob([prompt.request], use.params, builder, prompt, field, streams=bool(body.stream))
 
     def tokens(self, body: TokenizeChat | TokenizeText, reservation: ByteReservation) -> PromptJob | str:
         """The prompt whose tokens are asked for."""
         if body.model is not None:
             self.check_model(body.model)
         if isinstance(body, TokenizeChat):
-            return self.prompt(body, ToolUse.of(body.tools).tools, reservation)
+            return self.prompt(body, prompt_tools(body.tools), reservation)
         self._length_limit.check("prompt", [body.prompt])
         return body.prompt
 
-    def _chat_params(self, body: ChatRequest) -> tuple[SamplingParams, ToolUse]:
+    def _tool_use(self, body: ChatRequest) -> ToolUse:
         params = convert.chat_params(body, self._engine.max_model_len, self._sampling_defaults)
-        tools = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls, self._engine.tokenizer)
-        return tools.constrain(params), tools
+        return use_of(body.tools, body.tool_choice, body.parallel_tool_calls, params, self._engine.tokenizer)
 
     def prompt(
         self,
@@ -153,7 +160,7 @@ class JobFactory:
             raise ApiError(400, message, param="prompt")
         ids = bool(body.return_token_ids)
         builder = CompletionResponseBuilder(body.model, self._engine.tokenizer, params.logprobs, ids)
-        return CompletionJob(prompts, params, builder, **_streaming(body))
+        return CompletionJob(prompts, params, builder, structured=structured_field(body), **_streaming(body))
 
     def check_model(self, name: str) -> None:
         """Raises ApiError for a name under which the model is not served."""

@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 from mmvllm.errors import RequestError
 from mmvllm.processors.template_kwargs import check_template_kwargs
 from mmvllm.server.messages import INT64, Ignored, Message, Rate, Size, StrictModel, Unsupported
+from mmvllm.server.structured import StructuredFields
 from mmvllm.server.tools import ToolChoice, Tools
 
 MAX_CHOICES = 16  # completions per prompt
@@ -38,6 +39,12 @@ def _check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 TokenId = Annotated[int, Field(ge=0, lt=INT64)]
+AllowedTokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+JsonTokenId = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]  # as a key of an object
+LogitBias = Annotated[
+    dict[JsonTokenId | TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_STOP_IDS)
+]
+BadWordList = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 StopTokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
 PromptTokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_check_template_kwargs)]
@@ -67,11 +74,7 @@ class ProcessorKwargs(StrictModel):
     max_pixels: Size | None = Field(None, description="As the checkpoint's, of videos and images.")
 
 
-class TextFormat(StrictModel):
-    type: Literal["text"]
-
-
-class SamplingRequest(StrictModel):
+class SamplingRequest(StructuredFields):
     """The fields that both endpoints share."""
 
     model: str
@@ -92,7 +95,10 @@ class SamplingRequest(StrictModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Ignored = None
-    logit_bias: Unsupported = None
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
+    bad_words: BadWordList | None = None
+    no_repeat_ngram_size: int | None = Field(None, ge=0, lt=INT64)
     echo: Unsupported = None
     # Extensions of vLLM, accepted with the values that describe what this server does anyway.
     skip_special_tokens: Literal[True] | None = None
@@ -104,14 +110,7 @@ class SamplingRequest(StrictModel):
     truncate_prompt_tokens: Unsupported = None
     return_tokens_as_token_ids: Unsupported = None
     return_token_ids: bool | None = Field(None, description="Add the token ids of the prompt and of each completion.")
-    allowed_token_ids: Unsupported = None
-    bad_words: Unsupported = None
     logits_processors: Unsupported = None
-    structured_outputs: Unsupported = None
-    guided_json: Unsupported = None
-    guided_regex: Unsupported = None
-    guided_choice: Unsupported = None
-    guided_grammar: Unsupported = None
     mm_processor_kwargs: Unsupported = None
     kv_transfer_params: Unsupported = None
     vllm_xargs: Unsupported = None
@@ -158,7 +157,6 @@ class ChatRequest(ChatPrompt, SamplingRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
-    response_format: TextFormat | None = None
     tool_choice: ToolChoice | None = Field(None, description="Default: auto.")
     parallel_tool_calls: bool | None = Field(None, description="Whether several calls may come at once. Default: true.")
     metadata: Ignored = None

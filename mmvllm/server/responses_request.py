@@ -1,14 +1,27 @@
 """Pydantic models of requests of OpenAI's Responses API, and the chat that they stand for."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from mmvllm.processors.tools import MAX_TOOLS
+from mmvllm.server.errors import ApiError
 from mmvllm.server.messages import INT64, CalledFunction, Ignored, StrictModel, Unsupported
 from mmvllm.server.protocol import ChatRequest, SamplingRequest, TemplateKwargs, check_number_of_parts
+from mmvllm.server.structured import StructuredField
 from mmvllm.server.tools import FunctionDefinition, FunctionReference
+
+NOT_SHARED = frozenset(("n", "stream", "stream_options", "return_token_ids", "response_format"))
+NAMES_IN_CHATS = {
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "].function": "]",
+    "tool_choice.function": "tool_choice",
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+}
 
 
 class InputText(StrictModel):
@@ -193,12 +206,34 @@ class ResponsesRequest(SamplingRequest):
     n: Literal[1] | None = None
     stream_options: EventOptions | None = None
     return_token_ids: Unsupported = None
+    response_format: Unsupported = None  # which is text.format here
+
+
+@contextmanager
+def named_as_input() -> Iterator[None]:
+    """Name the fields of an ApiError about the chat as a request has them."""
+    try:
+        yield
+    except ApiError as error:
+        error.param, error.detail = _renamed(error.param), _renamed(error.detail)
+        raise
+
+
+def in_text_options(field: StructuredField) -> StructuredField:
+    """What a chat's `response_format` asks for, with the paths of `text.format`."""
+    return StructuredField(field.values, {name: _renamed(path) for name, path in field.paths.items()})
+
+
+def _renamed(text: str | None) -> str | None:
+    for name, own in NAMES_IN_CHATS.items():
+        text = text and text.replace(name, own)
+    return text
 
 
 def as_chat(body: ResponsesRequest) -> tuple[ChatRequest, list[str]]:
     """The chat that a request stands for, and the path of each of its images in the request."""
     messages, image_params = _messages(body)
-    shared = set(SamplingRequest.model_fields) - {"n", "stream", "stream_options", "return_token_ids"}
+    shared = set(SamplingRequest.model_fields) - NOT_SHARED
     fields = {name: getattr(body, name) for name in shared & body.model_fields_set}
     fields |= {"messages": messages, "max_completion_tokens": body.max_output_tokens}
     fields |= {"chat_template_kwargs": body.chat_template_kwargs, "parallel_tool_calls": body.parallel_tool_calls}

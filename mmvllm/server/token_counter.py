@@ -20,7 +20,7 @@ class TokenCounter:
         """The tokens that the engine would be given; what is fetched for them is counted in `reservation`."""
         prompt = self._jobs.tokens(body, reservation)
         request = prompt.request if isinstance(prompt, PromptJob) else prompt
-        with engine_errors(lambda error: _param_of(prompt, error)), self._decoder.session() as load:
+        with engine_errors(lambda error: (str(error), _param_of(prompt, error))), self._decoder.session() as load:
             ids = await self._engine.tokenize(request, timeout=self._settings.request_timeout, load=load)
         texts = self._engine.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
         length = self._engine.max_model_len

@@ -1,5 +1,6 @@
 """Pydantic models of the tools of a chat, and how a request uses its tools."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -9,11 +10,13 @@ from pydantic_core import PydanticCustomError
 
 from mmvllm.errors import RequestError
 from mmvllm.processors.tool_calls import END
-from mmvllm.processors.tool_grammar import free_text_grammar, tool_call_grammar
+from mmvllm.processors.tool_grammar import calls_or_json_grammar, free_text_grammar, tool_call_grammar
 from mmvllm.processors.tools import MAX_TOOLS, NAME, check_names, check_parameters
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.errors import ApiError
 from mmvllm.server.messages import StrictModel
+from mmvllm.server.structured import StructuredField
+from mmvllm.structured import StructuredOutputsParams
 
 
 def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
@@ -67,52 +70,67 @@ class ToolUse:
     Args:
         tools: those that the prompt describes.
         names: of the functions whose calls are looked for in a completion.
-        grammar: what the completion must be; None where it is free.
-        stop: strings that end the completion, beside those of the request.
+        params: the request's sampling parameters, with what its tools demand of the completion.
+        field: where that comes from, if there is such a demand.
     """
 
+    params: SamplingParams
     tools: Sequence[dict] = ()
     names: frozenset[str] = frozenset()
-    grammar: str | None = None
-    stop: tuple[str, ...] = ()
+    field: StructuredField | None = None
 
-    @classmethod
-    def of(
-        cls,
-        tools: Sequence[ToolDefinition] | None,
-        choice: str | NamedToolChoice | None = None,
-        parallel_tool_calls: bool | None = None,
-        tokenizer: Any = None,
-    ) -> "ToolUse":
-        """Raises ApiError for a choice that the tools do not allow."""
-        given = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools or ()]
-        names = [tool["function"]["name"] for tool in given]
-        try:
-            check_names(names)
-        except RequestError as error:
-            raise ApiError(400, str(error), param=error.param) from None
-        _check_choice(choice, names)
-        if not given or choice == "none":
-            return cls()
-        parallel = parallel_tool_calls is not False
-        if isinstance(choice, NamedToolChoice):
-            chosen = [tool for tool in given if tool["function"]["name"] == choice.function.name]
-            return cls(given, frozenset([choice.function.name]), tool_call_grammar(chosen, tokenizer, False))
-        if choice == "required":
-            return cls(given, frozenset(names), tool_call_grammar(given, tokenizer, parallel))
+
+def use_of(
+    tools: Sequence[ToolDefinition] | None,
+    choice: str | NamedToolChoice | None,
+    parallel_tool_calls: bool | None,
+    params: SamplingParams,
+    tokenizer: Any,
+) -> ToolUse:
+    """Raises ApiError for a choice that the tools do not allow, and for schemas that cannot be enforced."""
+    given = prompt_tools(tools)
+    names = [tool["function"]["name"] for tool in given]
+    _check_choice(choice, names)
+    if not given or choice == "none":
+        return ToolUse(params)
+    is_parallel = parallel_tool_calls is not False
+    if isinstance(choice, NamedToolChoice):
+        names = [choice.function.name]
+        is_parallel = False
+    enforced = [is_demanded(choice, tool) for tool in tools]
+    grammar = None
+    if choice in (None, "auto"):
+        grammar = _free_grammar(given, enforced, params.structured, is_parallel, tokenizer)
+    elif params.structured is not None:
+        message = "tool_choice says what the completion must be, and so does another field; give one of them"
+        raise ApiError(400, message, param="tool_choice")
+    else:
+        chosen = [tool for tool in given if tool["function"]["name"] in names]
+        grammar = tool_call_grammar(chosen, tokenizer, is_parallel)
+    if grammar is None:
         # With a single call allowed, the completion ends with it.
-        stop = () if parallel else (END,)
-        return cls(given, frozenset(names), _strict_grammar(given, tools, tokenizer), stop)
+        params = params if is_parallel else replace(params, stop=(*params.stop, END))
+        return ToolUse(params, given, frozenset(names))
+    _check_schemas(given, enforced)
+    field = StructuredField({"grammar": grammar}, {"grammar": "tools"})
+    return ToolUse(replace(params, structured=field.params()), given, frozenset(names), field)
 
-    def constrain(self, params: SamplingParams) -> SamplingParams:
-        """The sampling parameters of a request, with what its tools demand of the completion."""
-        params = replace(params, stop=(*params.stop, *self.stop))
-        if self.grammar is None:
-            return params
-        if params.structured is not None:
-            message = "tool_choice and strict functions say what the completion must be, and so does another field"
-            raise ApiError(400, f"{message}; give one of them", param="tool_choice")
-        return replace(params, structured={"grammar": self.grammar})
+
+def prompt_tools(tools: Sequence[ToolDefinition] | None) -> list[dict]:
+    """The tools as a prompt describes them; raises ApiError for two with one name."""
+    given = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools or ()]
+    try:
+        check_names([tool["function"]["name"] for tool in given])
+    except RequestError as error:
+        raise ApiError(400, str(error), param=error.param) from None
+    return given
+
+
+def is_demanded(choice: str | NamedToolChoice | None, tool: ToolDefinition) -> bool:
+    """Whether calls of a function always fit its parameters."""
+    if isinstance(choice, NamedToolChoice):
+        return choice.function.name == tool.function.name
+    return choice == "required" or bool(tool.function.strict)
 
 
 def _check_choice(choice: str | NamedToolChoice | None, names: Sequence[str]) -> None:
@@ -123,12 +141,35 @@ def _check_choice(choice: str | NamedToolChoice | None, names: Sequence[str]) ->
         raise ApiError(400, message, param="tool_choice.function.name")
 
 
-def _strict_grammar(given: Sequence[dict], tools: Sequence[ToolDefinition], tokenizer: Any) -> str | None:
-    """Of text and calls, if a function is strict; parameters of one that is not need not fit their schema."""
-    if not any(tool.function.strict for tool in tools):
+def _check_schemas(tools: Sequence[dict], enforced: Sequence[bool]) -> None:
+    for i, tool in enumerate(tools):
+        schema = tool["function"].get("parameters") if enforced[i] else None
+        field = StructuredField({"json": schema} if schema else {}, {"json": f"tools[{i}].function.parameters"})
+        try:
+            field.params()
+        except RequestError as error:
+            message, param = field.spelled(error)
+            raise ApiError(400, message, param=param) from None
+
+
+def _free_grammar(
+    tools: Sequence[dict],
+    enforced: Sequence[bool],
+    structured: StructuredOutputsParams | None,
+    is_parallel: bool,
+    tokenizer: Any,
+) -> str | None:
+    """Of a completion that may have calls; None where it may be anything."""
+    if structured is None and not any(enforced):
         return None
     functions = [
-        tool if model.function.strict else {"function": {"name": model.function.name}}
-        for tool, model in zip(given, tools, strict=True)
+        tool if is_strict else {"function": {"name": tool["function"]["name"]}}
+        for tool, is_strict in zip(tools, enforced, strict=True)
     ]
-    return free_text_grammar(functions, tokenizer)
+    if structured is None:
+        return free_text_grammar(functions, tokenizer)
+    if not structured.is_json:
+        message = "tools and a regular expression, a choice or a grammar exclude each other, unless tool_choice is none"
+        raise ApiError(400, message, param="tools")
+    schema = json.loads(structured.json or '{"type": "object"}')
+    return calls_or_json_grammar(functions, tokenizer, schema, is_parallel)
