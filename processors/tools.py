@@ -11,7 +11,6 @@ from typing import Any
 
 from mmvllm.errors import RequestError
 from mmvllm.processors.template_kwargs import json_object_copy
-from mmvllm.text import with_article
 
 MAX_TOOLS = 128
 NAME = r"[A-Za-z0-9_.:-]{1,128}"
@@ -49,7 +48,7 @@ def check_parameters(schema: Any, param: str = "parameters") -> dict:
     if not isinstance(schema, Mapping) or not all(isinstance(key, str) for key in schema):
         raise _error(param, f"must be a JSON schema, an object, not {type(schema).__name__}")
     if schema.get("type", "object") != "object":
-        raise _error(param, f"must describe an object, not {with_article(str(schema['type']))[:50]}")
+        raise _error(param, f"must have the type 'object', not {schema['type']!r:.50}")
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, Mapping) or not all(isinstance(item, Mapping | bool) for item in properties.values()):
         raise _error(param, "has 'properties' that are not an object of JSON schemas")
