@@ -98,8 +98,8 @@ class JobFactory:
     def response(self, body: ResponsesRequest, reservation: ByteReservation) -> CompletionJob:
         """A job for a request of OpenAI's Responses API."""
         self.check_model(body.model)
-        chat, image_params = as_chat(body)
         with named_as_input():
+            chat, image_params = as_chat(body)
             use = self._tool_use(chat)
             prompt = self.prompt(chat, use.tools, reservation, image_params)
         builder = ResponseObjectBuilder(body, use.params, use.names)

@@ -4,13 +4,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
+from pydantic_core import PydanticCustomError
 
 from mmvllm.processors.tools import MAX_TOOLS
-from mmvllm.server.errors import ApiError
+from mmvllm.server.errors import ApiError, explain
 from mmvllm.server.messages import INT64, CalledFunction, Ignored, StrictModel, Unsupported
 from mmvllm.server.protocol import ChatRequest, SamplingRequest, TemplateKwargs, check_number_of_parts
-from mmvllm.server.structured import StructuredField
+from mmvllm.server.structured import NamedSchema, StructuredField
 from mmvllm.server.tools import FunctionDefinition, FunctionReference
 
 NOT_SHARED = frozenset(("n", "stream", "stream_options", "return_token_ids", "response_format"))
@@ -111,12 +112,21 @@ class FunctionTool(FunctionDefinition):
     type: Literal["function"]
 
 
+def _require_function(tool: Any) -> Any:
+    if isinstance(tool, dict) and tool.get("type", "function") != "function":
+        raise PydanticCustomError("tool", "must be a function: this server has no tools of its own")
+    return tool
+
+
 class FunctionChoice(FunctionReference):
     type: Literal["function"]
 
 
 def _choice_tag(choice: Any) -> str:
     return "a function" if isinstance(choice, dict | FunctionChoice) else "a word"
+
+
+Tool = Annotated[FunctionTool, BeforeValidator(_require_function)]
 
 
 class PlainTextFormat(StrictModel):
@@ -127,12 +137,10 @@ class JsonObjectFormat(StrictModel):
     type: Literal["json_object"]
 
 
-class JsonSchemaFormat(StrictModel):
+class JsonSchemaFormat(NamedSchema):
+    """A schema as the Responses API has it: without an object of its own."""
+
     type: Literal["json_schema"]
-    name: str
-    schema_: dict[str, Any] = Field(alias="schema")
-    description: str | None = None
-    strict: bool | None = None
 
 
 def _format_tag(given: Any) -> str | None:
@@ -177,7 +185,7 @@ class ResponsesRequest(SamplingRequest):
         None, ge=1, lt=INT64, description="Default: as many tokens as max_model_len leaves for the completion."
     )
     text: TextOptions | None = None
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("a word")]
@@ -244,9 +252,12 @@ def as_chat(body: ResponsesRequest) -> tuple[ChatRequest, list[str]]:
     choice = body.tool_choice
     if isinstance(choice, FunctionChoice):
         choice = {"type": "function", "function": {"name": choice.name}}
-    return ChatRequest.model_validate(
-        fields | {"tool_choice": choice, "response_format": _response_format(body)}
-    ), image_params
+    fields |= {"tool_choice": choice, "response_format": _response_format(body)}
+    try:
+        return ChatRequest.model_validate(fields), image_params
+    except ValidationError as error:  # for limits of a chat as a whole
+        param, message = explain([{**one, "loc": ("body", *one["loc"])} for one in error.errors()], fields)
+        raise ApiError(400, f"{param}: {message}", param=param) from None
 
 
 def _response_format(body: ResponsesRequest) -> dict | None:
