@@ -185,11 +185,14 @@ class LLM:
         on_error: str = "raise",
         allow_special_tokens: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several.
 
         Special tokens in the messages are text, unless `allow_special_tokens`. `chat_template_kwargs` are arguments of
-        the chat template, such as `enable_thinking`. The other arguments are those of `generate_multimodal`.
+        the chat template, such as `enable_thinking`. `tools` are the functions that the model may call, as in OpenAI's
+        API; `mmvllm.processors.tool_calls.read_tool_calls` finds the calls in a text. The other arguments are those of
+        `generate_multimodal`.
         """
         if not isinstance(messages, list | tuple):
             raise RequestError(
@@ -199,6 +202,7 @@ class LLM:
             )
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         keys = {"allow_special_tokens": allow_special_tokens, "chat_template_kwargs": chat_template_kwargs}
+        keys |= {"tools": tools}
         requests = [{"messages": conversation} | keys for conversation in conversations]
         return self.generate_multimodal(requests, sampling_params, processor, use_tqdm, on_error)
 

@@ -164,3 +164,4 @@ class Delta:
     finish_reason: str | None = None  # "eos", "stop", "length" or "aborted", in the completion's last delta
     output: RequestOutput | None = None  # in the last delta of the request: all of it
     num_prompt_tokens: int = 0
+    prompt_token_ids: list[int] | None = None  # in deltas of `AsyncLLM`: one list, which must not be changed

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmvllm.arguments import with_checked_arguments
 from mmvllm.errors import ParameterError, RequestError
+from mmvllm.structured import StructuredOutputsParams, as_structured
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +48,7 @@ class SamplingParams:
         stop_token_ids: token ids that stop generation, in addition to the checkpoint's own.
         ignore_eos: continue after the end-of-sequence token and the checkpoint's max_new_tokens, until max_tokens.
         seed: seed of the request's own random generator: the completion does not depend on the rest of the batch.
+        structured: what the text must be: `StructuredOutputsParams`, or a dict of its fields, such as {"json": SCHEMA}.
         repetition_penalty: divides positive (multiplies negative) logits of tokens in prompt or completion, > 0.
         presence_penalty: subtracted from the logits of tokens in the completion, in [-2, 2].
         frequency_penalty: subtracted from the logits of tokens in the completion once per occurrence, in [-2, 2].
@@ -71,6 +73,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    structured: StructuredOutputsParams | None = None
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -108,6 +111,15 @@ class SamplingParams:
         if self.ignore_eos not in (True, False):
             raise ParameterError("ignore_eos", self.ignore_eos, "True or False")
         object.__setattr__(self, "ignore_eos", bool(self.ignore_eos))
+        object.__setattr__(self, "structured", as_structured(self.structured))
+        self._check_structured()
+
+    def _check_structured(self) -> None:
+        """A completion ends where its grammar does, which these contradict."""
+        for name in ("ignore_eos", "min_tokens"):
+            if self.structured is not None and (value := getattr(self, name)):
+                reason = f"{name} is {value}, which contradicts structured: a completion ends where its grammar ends"
+                raise RequestError(reason, param=name, value=value)
 
     def _number(self, name: str, required: str, accept: Callable[[float], bool]) -> None:
         value = getattr(self, name)

@@ -14,6 +14,7 @@ from mmvllm.processors.placeholders import place_media
 from mmvllm.processors.requests import ParsedRequest, parse_request
 from mmvllm.processors.special_tokens import SpecialTokens, check_unicode
 from mmvllm.processors.tensors import own_token_ids
+from mmvllm.processors.tools import for_template
 from mmvllm.processors.video import ClipPlan, VideoProcessor, VideoProcessorConfig
 
 
@@ -123,7 +124,8 @@ def rendered(parsed: ParsedRequest, owner, special_tokens: SpecialTokens) -> tup
     """The text to tokenize; and, if special tokens of messages are to be encoded as text, the text that marks them."""
     if parsed.messages is None:
         return parsed.text, None
-    given = [parsed.messages, parsed.template_kwargs]
+    messages, tools = for_template(parsed.messages, parsed.tools, owner)
+    given = [messages, {**parsed.template_kwargs, **tools}]
     if parsed.allow_special_tokens:
         return _apply_template(owner, *given), None
     return special_tokens.render(lambda values: _apply_template(owner, *values), given)

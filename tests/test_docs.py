@@ -17,6 +17,7 @@ from mmvllm.captioning.output import FORMATS
 from mmvllm.captioning.record import COLUMNS
 from mmvllm.captioning.settings import PRESETS
 from mmvllm.server.protocol import ChatRequest, CompletionRequest
+from mmvllm.server.responses_request import ResponsesRequest
 from mmvllm.server.run import SEND_SECONDS
 from tests.helpers.documents import DOCUMENTS, ROOT, Block, blocks_of, check_command, commands_of, prose_of
 from tests.helpers.option_tables import with_tables
@@ -196,7 +197,7 @@ def test_formats_presets_and_records_are_documented():
     assert [name for name in (*FORMATS, *PRESETS, *COLUMNS) if f"`{name}`" not in text] == []
 
 
-@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest])
+@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest, ResponsesRequest])
 def test_fields_of_requests_are_documented(model):
     text = (ROOT / "docs" / "serving.md").read_text()
     assert [name for name in model.model_fields if f"`{name}`" not in text] == []

@@ -13,6 +13,7 @@ from mmvllm.config import ModelConfig
 from mmvllm.engine.constraints import check_in_vocabulary, constraints_of
 from mmvllm.engine.detokenizer import CompletionText
 from mmvllm.engine.encoder_cache import EncoderCache
+from mmvllm.engine.grammar import GrammarCompiler
 from mmvllm.engine.sequence import Sequence, SequenceGroup
 from mmvllm.errors import ParameterError, PromptTooLong, RequestError
 from mmvllm.inputs import EngineInput, MediaRules
@@ -32,6 +33,7 @@ class InputProcessor:
         rules: MediaRules | None,
         tokenizer: PreTrainedTokenizerBase,
         encoder_cache: EncoderCache,
+        grammars: GrammarCompiler,
         *,
         max_model_len: int,
         block_size: int,
@@ -39,7 +41,7 @@ class InputProcessor:
     ):
         self._config, self._rules, self._tokenizer = config, rules, tokenizer
         self._max_model_len, self._block_size = max_model_len, block_size
-        self._encoder_cache, self._seed = encoder_cache, seed
+        self._encoder_cache, self._grammars, self._seed = encoder_cache, grammars, seed
         self._unseeded = count()
 
     def engine_input(
@@ -94,6 +96,8 @@ class InputProcessor:
         seqs = []
         for i in range(params.n):
             constraints = constraints_of(params, self._tokenizer, self._config.vocab_size)
+            if params.structured is not None:
+                constraints += (self._grammars.constraint(params.structured),)
             depends_on_text = params.logits_processors or any(own.depends_on_text for own in constraints)
             seq = Sequence(
                 prompt.token_ids,

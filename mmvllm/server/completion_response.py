@@ -10,10 +10,10 @@ from starlette.types import Receive, Scope, Send
 
 from mmvllm.async_llm import AsyncLLM
 from mmvllm.decoding import MediaDecoder
-from mmvllm.errors import DeadlineExceeded, EngineUnavailable, PromptTooLong, RequestFailed
+from mmvllm.errors import RequestFailed
 from mmvllm.outputs import Delta
 from mmvllm.processors.load_video import Load
-from mmvllm.server.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, from_engine, internal_error
+from mmvllm.server.errors import ApiError, engine_errors, internal_error
 from mmvllm.server.jobs import CompletionJob
 from mmvllm.server.limits import ClientDisconnected
 from mmvllm.server.metrics import Metrics
@@ -76,13 +76,14 @@ class CompletionResponse(Response):
                 if not events.is_open:
                     raise
                 self._record.error = error
-                await events.data(error.body().decode())
+                await events.data(self._job.builder.error_chunk(error))
             except Exception:
                 if events.is_open:
-                    await events.data(internal_error().body().decode())
+                    await events.data(self._job.builder.error_chunk(internal_error()))
                 raise  # to be logged
             else:
-                await events.data("[DONE]")
+                if self._job.builder.end is not None:
+                    await events.data(self._job.builder.end)
 
     async def _send_all(self, events: EventStream, deltas: AsyncGenerator[tuple[int, Delta], None]) -> None:
         job, has_started = self._job, False
@@ -93,28 +94,24 @@ class CompletionResponse(Response):
                 usage = {"usage": running.add(index, delta)}
             if not has_started:  # only now, so that an error before the first delta still determines the status
                 has_started = True
-                for chunk in job.builder.first_chunks(job.num_choices):
+                for chunk in job.builder.first_chunks(job.num_choices, delta):
                     await events.data(chunk | usage)
-            await events.data(job.builder.chunk(index, delta) | usage)
-        if job.includes_usage:
-            await events.data(job.builder.usage_chunk(usage_of(self._record.outputs)))
+            for chunk in job.builder.chunks(index, delta):
+                await events.data(chunk | usage)
+        for chunk in job.builder.last_chunks(usage_of(self._record.outputs), job.includes_usage):
+            await events.data(chunk)
 
     async def _deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta) of all prompts in the order of their arrival; raises only ApiError."""
-        try:
-            with self._decoder.session() as load:  # given up when the client has hung up or the deadline has passed
-                async with aclosing(_merged(self._streams(load))) as deltas:
-                    async for prompt, delta in deltas:
-                        _check(delta)
-                        self._metrics.observe(delta)
-                        if delta.output is not None:
-                            self._record.outputs.append(delta.output)
-                        yield prompt * self._job.params.n + delta.index, delta
-        except (EngineUnavailable, RequestFailed, DeadlineExceeded, MemoryError) as error:
-            raise from_engine(error) from error
-        except ValueError as error:
-            code = CONTEXT_LENGTH_EXCEEDED if isinstance(error, PromptTooLong) else None
-            raise ApiError(400, str(error), param=self._job.param_of(error), code=code) from error
+        # The session's work is given up when the client has hung up or the deadline has passed.
+        with engine_errors(self._job.spelled), self._decoder.session() as load:
+            async with aclosing(_merged(self._streams(load))) as deltas:
+                async for prompt, delta in deltas:
+                    _check(delta)
+                    self._metrics.observe(delta)
+                    if delta.output is not None:
+                        self._record.outputs.append(delta.output)
+                    yield prompt * self._job.params.n + delta.index, delta
 
     def _streams(self, load: Load) -> list[AsyncGenerator[Delta, None]]:
         """The deltas of each prompt."""

@@ -65,8 +65,8 @@ def _facts(record: RequestRecord) -> dict[str, Any]:
         "error": None if error is None else error.code or "invalid_request",
         "finish_reasons": [one.finish_reason for output in outputs for one in output.completions],
         "stream": job.streams,
-        "images": len(job.images),
-        "videos": len(job.videos),
+        "images": job.num_images,
+        "videos": job.num_videos,
     }
     return facts | _tokens(outputs) | _seconds(record) | _trace(record.trace_headers)
 
