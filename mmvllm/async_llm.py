@@ -14,7 +14,7 @@ import time
 import uuid
 import weakref
 from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from itertools import takewhile
@@ -57,6 +57,7 @@ from mmvllm.models.folder import model_name
 from mmvllm.outputs import Delta
 from mmvllm.processors.load_video import Load
 from mmvllm.sampling_params import SamplingParams
+from mmvllm.tracing import check_endpoint, ended_output, make_tracer
 
 
 class _Stream:
@@ -67,6 +68,7 @@ class _Stream:
         self.arrival_time = time.time()
         self.is_prepared = self.has_begun = False
         self.num_bytes = 0  # of its media, once prepared
+        self.trace_headers: Mapping[str, str] | None = None
         self.has_ended = False  # guarded by the engine's lock
         self.ended: Future[None] = Future()  # done then
         self._items: deque[Delta | Exception] = deque()  # used in the event loop only, as is what follows
@@ -95,6 +97,7 @@ class AsyncLLM:
 
     Args:
         model, processor, video_backend, engine_args: as for `LLM`.
+        otlp_traces_endpoint: as for `LLM`. Admitted requests that fail before an engine has them are traced, too.
         max_waiting: requests admitted beyond `max_num_seqs`; one more is refused with `EngineBusy`.
         data_parallel_size: number of engines, each in a process of its own and with the `engine_args`; each has
             `tensor_parallel_size` CUDA devices, from `device` on, or its part of the CPU's threads. A request goes
@@ -110,11 +113,13 @@ class AsyncLLM:
         *,
         processor: Any = None,
         video_backend: str = "pyav",
+        otlp_traces_endpoint: str | None = None,
         max_waiting: int = 256,
         data_parallel_size: int = 1,
         **engine_args: Any,
     ):
         check_int("data_parallel_size", data_parallel_size)
+        check_endpoint(otlp_traces_endpoint)
         config = EngineConfig.from_arguments("AsyncLLM", **engine_args)
         several = data_parallel_size > 1
         engine = EngineFleet(model, config, data_parallel_size) if several else LLMEngine(model, config)
@@ -125,6 +130,7 @@ class AsyncLLM:
             engine.exit()
             raise
         self.model, self.tokenizer = model_name(model), engine.tokenizer
+        self._tracer = make_tracer(otlp_traces_endpoint, self.model)
         self.image_config, self.video_config = engine.image_config, engine.video_config
         rules = self.media_rules = engine.media_rules  # None for a text-only checkpoint
         self.takes_videos = rules is not None and rules.takes_videos
@@ -153,6 +159,7 @@ class AsyncLLM:
         *,
         timeout: float | None = None,
         load: Load | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Stream the completions of one request. Cancelling the task, or closing the generator, aborts the request.
 
@@ -163,6 +170,7 @@ class AsyncLLM:
             timeout: seconds from now until the request must be complete.
             load: reads the request's images and videos, in a thread; for untrusted media, a session's of
                 `mmvllm.decoding.MediaDecoder`.
+            trace_headers: of the trace that the request belongs to, by W3C Trace Context: `traceparent`, `tracestate`.
 
         Raises ValueError for a bad request, `EngineBusy`, `EngineStopped` or `EngineFailed` if it cannot be admitted or
         finished, `RequestFailed` if the device or the preparation fails, `DeadlineExceeded`, and whatever `request`
@@ -172,7 +180,8 @@ class AsyncLLM:
         check_lengths(sampling_params, 1)
         params = params_for(sampling_params, 0, own.get("sampling_params"))
         stream = self._admit(own.get("request_id") if request_id is None else request_id, params.n)
-        timer = fetching = None
+        stream.trace_headers = own.get("trace_headers") if trace_headers is None else trace_headers
+        timer = fetching = output = error_type = None
         try:
             if timeout is not None:
                 timer = stream.loop.call_later(timeout, self._end, stream, _deadline_exceeded(timeout))
@@ -182,13 +191,20 @@ class AsyncLLM:
                 self._queue(stream, request, params, load)
             while True:
                 delta = await stream.get()
+                output = delta.output
                 yield delta
-                if delta.output is not None:
+                if output is not None:
                     return
+        except Exception as error:
+            error_type = type(error).__name__
+            raise
         finally:
             for pending in filter(None, (timer, fetching)):
                 pending.cancel()
             self._end(stream)
+            if self._tracer is not None:
+                output = output or ended_output(stream.request_id, stream.arrival_time, params.n, error_type)
+                self._tracer.record(params, stream.trace_headers, output, error_type)
 
     async def abort(self, request_id: str) -> bool:
         """End a request; False if there is none with this id. On return its blocks and media are freed."""
@@ -289,6 +305,8 @@ class AsyncLLM:
             self._engine.grammars.check(params.structured)  # here, not in the engine's thread, which waits for nothing
             prompt = self._intake.prepare(request, load)
             options = request_options(request) if isinstance(request, dict) else {}
+            if stream.trace_headers is not None:
+                options["trace_headers"] = stream.trace_headers
             self._hand_over(stream, prompt, params, options)
         except ValueError as error:
             self._end(stream, without_frames(error))
@@ -372,6 +390,8 @@ class AsyncLLM:
         with self._closing:
             self._thread.stop()
             self._engine.exit()
+            if self._tracer is not None:
+                self._tracer.shutdown()
         with self._changed:
             if self._status == "draining":
                 self._status = "stopped"

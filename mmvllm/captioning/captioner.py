@@ -15,7 +15,7 @@ from mmvllm.captioning.preparation import CaptionPreparer, WorkerProcesses
 from mmvllm.captioning.record import COLUMNS, SEEN
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.errors import ArgumentError, MediaFileError, RequestError
-from mmvllm.intake import Prefetcher, Prepared, pinning
+from mmvllm.intake import Prefetcher, Prepared, pinning, timed
 from mmvllm.llm import LLM
 from mmvllm.outputs import RequestOutput
 from mmvllm.workers import NUM_WORKERS, WorkersUnusable
@@ -105,7 +105,7 @@ class Captioner:
     def _prefetch(self, requests: Iterator[dict]) -> Prefetcher:
         return Prefetcher(
             requests,
-            pinning(self._processes or CaptionPreparer(self.llm.processor), self.llm.device),
+            timed(pinning(self._processes or CaptionPreparer(self.llm.processor), self.llm.device)),
             max_requests=self.llm.admission.max_requests,
             num_workers=self._num_workers,
             in_order=self._ordered,

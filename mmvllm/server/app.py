@@ -23,6 +23,7 @@ from mmvllm.server.limits import AuthAndSizeLimitMiddleware, ByteBudget
 from mmvllm.server.metrics import CountingMiddleware, Metrics
 from mmvllm.server.protocol import ChatRequest, CompletionRequest
 from mmvllm.server.request_id import RequestIdMiddleware
+from mmvllm.server.request_log import RequestLog
 from mmvllm.server.responses import (
     ChatCompletion,
     Completion,
@@ -86,10 +87,10 @@ def _mount_demo(app: FastAPI, engine: AsyncLLM, settings: ServerSettings, decode
 
 def _completions(engine: AsyncLLM, settings: ServerSettings, metrics: Metrics, decoder: MediaDecoder) -> APIRouter:
     router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["completions"])
-    jobs = JobFactory(engine, settings)
+    jobs, log = JobFactory(engine, settings), RequestLog(settings.log_requests)
 
     def response(job: CompletionJob) -> CompletionResponse:
-        return CompletionResponse(job, engine, settings, metrics, decoder)
+        return CompletionResponse(job, engine, settings, metrics, decoder, log)
 
     @router.post("/chat/completions", response_model=ChatCompletion, responses=STREAMS)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:

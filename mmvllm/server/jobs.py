@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mmvllm.async_llm import AsyncLLM, Request
@@ -12,6 +13,7 @@ from mmvllm.media import Kind, MediaError
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server import convert
 from mmvllm.server.convert import ImageReference
+from mmvllm.server.descriptions import described_chat, described_prompts
 from mmvllm.server.errors import ApiError, model_not_found
 from mmvllm.server.limits import ByteReservation
 from mmvllm.server.protocol import ChatRequest, CompletionRequest, ProcessorKwargs, SamplingRequest
@@ -35,6 +37,7 @@ class CompletionJob:
     videos: Sequence[VideoReference] = ()
     structured: StructuredField | None = None
     processor_kwargs: ProcessorKwargs | None = None
+    described: Callable[[], Any] = lambda: None  # the prompts, for the log
     streams: bool = False
     includes_usage: bool = False  # in the last chunk
     repeats_usage: bool = False  # in every chunk, as far as it is known
@@ -52,7 +55,8 @@ class CompletionJob:
             return self.images[i].param
         if (i := getattr(error, "video_index", None)) is not None:
             return param_of(error, self.videos[i], self.processor_kwargs)
-        return self.builder.prompt_field
+        param = getattr(error, "param", None)
+        return param if param in convert.PARAMS_OF_BOTH_APIS else self.builder.prompt_field
 
 
 class JobFactory:
@@ -88,7 +92,10 @@ class JobFactory:
 
         builder = ChatResponseBuilder(body.model, self._engine.tokenizer, params.logprobs)
         media = {"images": images, "videos": videos, "processor_kwargs": body.mm_processor_kwargs}
-        return CompletionJob([request], params, builder, **media, structured=structured_field(body), **_streaming(body))
+        described = partial(described_chat, body)
+        return CompletionJob(
+            [request], params, builder, **media, described=described, **_structured(body), **_streaming(body)
+        )
 
     def completion(self, body: CompletionRequest) -> CompletionJob:
         """A job for one or several prompts without a chat template."""
@@ -100,7 +107,8 @@ class JobFactory:
             message = f"{len(prompts)} prompts, at most {self._engine.max_requests} are accepted (max_waiting)"
             raise ApiError(400, message, param="prompt")
         builder = CompletionResponseBuilder(body.model, self._engine.tokenizer, params.logprobs)
-        return CompletionJob(prompts, params, builder, structured=structured_field(body), **_streaming(body))
+        described = partial(described_prompts, prompts)
+        return CompletionJob(prompts, params, builder, described=described, **_structured(body), **_streaming(body))
 
     def _check_model(self, body: SamplingRequest) -> None:
         if body.model not in self._settings.model_names:
@@ -149,6 +157,10 @@ async def _all(fetches: Sequence[Coroutine[Any, Any, Any]]) -> list:
     finally:
         for task in tasks:
             task.cancel()
+
+
+def _structured(body: SamplingRequest) -> dict[str, StructuredField]:
+    return {"structured": structured_field(body)}
 
 
 def _streaming(body: SamplingRequest) -> dict[str, bool]:

@@ -73,6 +73,7 @@ class ResponseBuilder:
 
     def __init__(self, model: str, tokenizer: Any, top_logprobs: int | None):
         """Shows the `top_logprobs` most likely tokens for each sampled one; None shows no log-probabilities."""
+        self.model = model
         self._head = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
             "object": self.kind,
@@ -80,6 +81,10 @@ class ResponseBuilder:
             "model": model,
         }
         self._tokenizer, self._top_logprobs = tokenizer, top_logprobs
+
+    @property
+    def id(self) -> str:
+        return self._head["id"]
 
     def usage_chunk(self, usage: Usage) -> dict:
         """The last chunk of a stream."""
