@@ -73,7 +73,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Iterable[int], vocab_size: int):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._eos_token_ids = sorted(i for i in eos_token_ids if 0 <= i < vocab_size)
+        self.eos_token_ids = sorted(i for i in eos_token_ids if 0 <= i < vocab_size)
         self._lock = threading.Lock()
         self._ll_tokenizer: Any = None
         self._compiled: OrderedDict[StructuredOutputsParams, Any] = OrderedDict()
@@ -104,14 +104,14 @@ class GrammarCompiler:
         if find_spec("llguidance") is None:
             reason = "structured needs llguidance: pip install 'mmvllm[structured]'"
             raise RequestError(reason, param="structured")
-        if not self._eos_token_ids:
+        if not self.eos_token_ids:
             reason = "structured needs an end-of-sequence token, and this checkpoint has none"
             raise RequestError(reason, param="structured")
         from llguidance import LLTokenizer
 
         width = max(self._vocab_size, *(i + 1 for i in self._tokenizer.get_vocab().values()))
         description = _without_names_of_control_tokens(self._tokenizer)
-        self._ll_tokenizer = LLTokenizer(description, n_vocab=width, eos_token=self._eos_token_ids)
+        self._ll_tokenizer = LLTokenizer(description, n_vocab=width, eos_token=self.eos_token_ids)
 
     def _compile(self, params: StructuredOutputsParams) -> Any:
         from llguidance import LLMatcher, LLParserLimits
