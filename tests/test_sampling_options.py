@@ -32,6 +32,7 @@ VALUES = (
     "x",
     {1: 2.0},
     [len],
+    {"json_object": True},
 )  # the first that a field accepts and that is not its default is tried
 DOCUMENTS = Path(__file__).parents[1] / "docs"
 GUIDE = 'docs/extending.md, "A sampling option", has the whole list'
@@ -49,12 +50,15 @@ NOT_DRAWN = {
     "logit_bias": "SamplingRows.biases",
     **dict.fromkeys(("allowed_token_ids", "bad_words", "no_repeat_ngram_size"), "engine/constraints.py"),
     "logits_processors": "engine/logits_processors.py",
+    "structured": "engine/grammar.py",
 }
 NOT_WARMED_UP = {
     **dict.fromkeys(("stop", "stop_token_ids", "n"), "takes no path of the sampler"),
     **dict.fromkeys(("allowed_token_ids", "bad_words"), "takes the path of no_repeat_ngram_size"),
+    "structured": "takes the path of no_repeat_ngram_size",
     "logits_processors": "are the caller's own functions",
 }
+OTHER_NAMES = {"structured": "structured_outputs"}  # those of vLLM's server
 NOT_OVER_HTTP = {"logits_processors": "functions cannot be sent"}
 NOT_IN_CHATS = NOT_OVER_HTTP | {"logprobs": "chats have logprobs: true, and top_logprobs for the number"}
 FOR_CAPTIONS = "captions are greedy, or sampled at a temperature from the whole distribution"
@@ -66,6 +70,7 @@ NOT_ON_THE_COMMAND_LINE = {
     **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "no_repeat_ngram_size"), FOR_CAPTIONS),
     "logits_processors": FOR_CAPTIONS,
     "logprobs": "records have no column for them",
+    "structured": "--schema makes it",
 }
 FEW_CONTROLS = "the page has few controls"
 NOT_ON_THE_PAGE = {
@@ -73,6 +78,7 @@ NOT_ON_THE_PAGE = {
     **dict.fromkeys(("min_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "logprobs"), FEW_CONTROLS),
     **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "no_repeat_ngram_size"), FEW_CONTROLS),
     "logits_processors": FEW_CONTROLS,
+    "structured": FEW_CONTROLS,
 }
 EXCEPTIONS = [NOT_DRAWN, NOT_WARMED_UP, NOT_OVER_HTTP, NOT_IN_CHATS, NOT_ON_THE_COMMAND_LINE, NOT_ON_THE_PAGE]
 
@@ -115,7 +121,7 @@ def test_a_field_is_documented(name):
     table = "the table of SamplingParams, with `python -m tests.helpers.option_tables`"
     assert f"| `{name}` | `{getattr(DEFAULTS, name)!r}` |" in in_python, missing(name, "docs/python.md", table)
     requests = in_serving.partition("### Requests\n")[2].partition("Fields of other clients")[0]
-    assert f"`{name}`" in requests or name in NOT_OVER_HTTP, missing(
+    assert f"`{OTHER_NAMES.get(name, name)}`" in requests or name in NOT_OVER_HTTP, missing(
         name, "docs/serving.md", 'the table of fields in "Requests"'
     )
 
@@ -140,11 +146,11 @@ def test_the_warm_up_takes_the_path_of_a_field(name):
 
 
 def in_chat(name: str, value) -> SamplingParams:
-    return chat_params(ChatRequest(**chat("Hi", **{name: value})), 100)
+    return chat_params(ChatRequest(**chat("Hi", **{OTHER_NAMES.get(name, name): value})), 100)
 
 
 def in_completion(name: str, value) -> SamplingParams:
-    return completion_params(CompletionRequest(**completion(**{name: value})))
+    return completion_params(CompletionRequest(**completion(**{OTHER_NAMES.get(name, name): value})))
 
 
 @pytest.mark.parametrize("request_", [in_chat, in_completion])
@@ -153,7 +159,7 @@ def test_the_server_takes_a_field(name, request_):
     if name in (NOT_IN_CHATS if request_ is in_chat else NOT_OVER_HTTP):
         return
     value = getattr(changed(name), name)
-    given = list(value) if isinstance(value, tuple) else value
+    given = list(value) if isinstance(value, tuple) else {"json_object": True} if name == "structured" else value
     exceptions = "NOT_IN_CHATS" if request_ is in_chat else "NOT_OVER_HTTP"
     try:
         params = request_(name, given)

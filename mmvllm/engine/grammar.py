@@ -21,7 +21,12 @@ from mmvllm.structured import StructuredOutputsParams
 
 MAX_COMPILED = 32  # grammars that are kept
 # What untrusted senders may take: about 0.1 s and 100 MB for a grammar, 0.02 s for a token.
-LIMITS = {"max_lexer_states": 50_000, "max_grammar_size": 200_000, "verbose_errors": False}
+LIMITS = {
+    "initial_lexer_fuel": 100_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
 # A \u escape could spell the name of a property, and an escaped slash a name with one, past what is said of it.
 ESCAPES = '"\\bfnrt'
 # As llama.cpp's: enough for what is indented, so little that no completion is nothing but white space.
@@ -47,6 +52,10 @@ class GrammarConstraint:
         self._check(not matcher.is_error())
         allowed &= self._mask[: len(allowed)]
 
+    def warm_up(self) -> None:
+        """Find out what may be first: that takes longest, and what it takes is kept for all sequences."""
+        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+
     def _check(self, is_good: bool) -> None:
         if not is_good:
             raise ConstraintFailed(f"the grammar of structured failed: {_first_line(self._matcher.get_error())}")
@@ -64,7 +73,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Iterable[int], vocab_size: int):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._eos_token_ids = sorted(i for i in eos_token_ids if 0 <= i < vocab_size)
+        self.eos_token_ids = sorted(i for i in eos_token_ids if 0 <= i < vocab_size)
         self._lock = threading.Lock()
         self._ll_tokenizer: Any = None
         self._compiled: OrderedDict[StructuredOutputsParams, Any] = OrderedDict()
@@ -95,14 +104,14 @@ class GrammarCompiler:
         if find_spec("llguidance") is None:
             reason = "structured needs llguidance: pip install 'mmvllm[structured]'"
             raise RequestError(reason, param="structured")
-        if not self._eos_token_ids:
+        if not self.eos_token_ids:
             reason = "structured needs an end-of-sequence token, and this checkpoint has none"
             raise RequestError(reason, param="structured")
         from llguidance import LLTokenizer
 
         width = max(self._vocab_size, *(i + 1 for i in self._tokenizer.get_vocab().values()))
         description = _without_names_of_control_tokens(self._tokenizer)
-        self._ll_tokenizer = LLTokenizer(description, n_vocab=width, eos_token=self._eos_token_ids)
+        self._ll_tokenizer = LLTokenizer(description, n_vocab=width, eos_token=self.eos_token_ids)
 
     def _compile(self, params: StructuredOutputsParams) -> Any:
         from llguidance import LLMatcher, LLParserLimits
@@ -112,6 +121,7 @@ class GrammarCompiler:
         except ValueError as error:
             raise _refused(params, str(error)) from None
         matcher = LLMatcher(self._ll_tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+        GrammarConstraint(matcher.deep_copy(), self._ll_tokenizer.vocab_size).warm_up()
         if matcher.is_error():
             raise _refused(params, matcher.get_error())
         return matcher
