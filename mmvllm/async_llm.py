@@ -14,7 +14,7 @@ import time
 import uuid
 import weakref
 from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -58,6 +58,7 @@ from mmvllm.models.folder import model_name
 from mmvllm.outputs import Delta
 from mmvllm.processors.load_video import Load
 from mmvllm.sampling_params import SamplingParams
+from mmvllm.tracing import check_endpoint, ended_output, make_tracer
 
 Give = Callable[[Request, EngineInput], None]  # takes a request that has been prepared, in a worker thread
 
@@ -71,6 +72,7 @@ class _Stream:
         self.is_prepared = self.has_begun = False
         self.num_bytes = 0  # of its media, once prepared
         self.prompt_token_ids: list[int] = []  # once prepared
+        self.trace_headers: Mapping[str, str] | None = None
         self.has_ended = False  # guarded by the engine's lock
         self.ended: Future[None] = Future()  # done then
         self._items: deque[Delta | EngineInput | Exception] = deque()  # used in the event loop only, as is what follows
@@ -99,6 +101,7 @@ class AsyncLLM:
 
     Args:
         model, processor, video_backend, engine_args: as for `LLM`.
+        otlp_traces_endpoint: as for `LLM`. Admitted requests that fail before an engine has them are traced, too.
         max_waiting: requests admitted beyond `max_num_seqs`; one more is refused with `EngineBusy`.
         data_parallel_size: number of engines, each in a process of its own and with the `engine_args`; each has
             `tensor_parallel_size` CUDA devices, from `device` on, or its part of the CPU's threads. A request goes
@@ -114,11 +117,13 @@ class AsyncLLM:
         *,
         processor: Any = None,
         video_backend: str = "pyav",
+        otlp_traces_endpoint: str | None = None,
         max_waiting: int = 256,
         data_parallel_size: int = 1,
         **engine_args: Any,
     ):
         check_int("data_parallel_size", data_parallel_size)
+        check_endpoint(otlp_traces_endpoint)
         config = EngineConfig.from_arguments("AsyncLLM", **engine_args)
         several = data_parallel_size > 1
         engine = EngineFleet(model, config, data_parallel_size) if several else LLMEngine(model, config)
@@ -129,6 +134,7 @@ class AsyncLLM:
             engine.exit()
             raise
         self.model, self.tokenizer = model_name(model), engine.tokenizer
+        self._tracer = make_tracer(otlp_traces_endpoint, self.model)
         self.image_config, self.video_config = engine.image_config, engine.video_config
         rules = self.media_rules = engine.media_rules  # None for a text-only checkpoint
         self.takes_videos = rules is not None and rules.takes_videos
@@ -157,6 +163,7 @@ class AsyncLLM:
         *,
         timeout: float | None = None,
         load: Load | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Stream the completions of one request. Cancelling the task, or closing the generator, aborts the request.
 
@@ -167,6 +174,7 @@ class AsyncLLM:
             timeout: seconds from now until the request must be complete.
             load: reads the request's images and videos, in a thread; for untrusted media, a session's of
                 `mmvllm.decoding.MediaDecoder`.
+            trace_headers: of the trace that the request belongs to, by W3C Trace Context: `traceparent`, `tracestate`.
 
         Raises ValueError for a bad request, `EngineBusy`, `EngineStopped` or `EngineFailed` if it cannot be admitted or
         finished, `RequestFailed` if the device or the preparation fails, `DeadlineExceeded`, and whatever `request`
@@ -176,18 +184,27 @@ class AsyncLLM:
         check_lengths(sampling_params, 1)
         params = params_for(sampling_params, 0, own.get("sampling_params"))
         stream = self._admit(own.get("request_id") if request_id is None else request_id, params.n)
+        stream.trace_headers = own.get("trace_headers") if trace_headers is None else trace_headers
+        output = error_type = None
 
         def give(request: Request, prompt: EngineInput) -> None:
             self._engine.grammars.check(params.structured)  # here, not in the engine's thread, which waits for nothing
             self._hand_over(stream, params, request, prompt)
 
-        with self._running(stream, request, give, timeout, load):
-            while True:
-                delta = await stream.get()
-                delta.prompt_token_ids = stream.prompt_token_ids
-                yield delta
-                if delta.output is not None:
-                    return
+        try:
+            with self._running(stream, request, give, timeout, load):
+                while output is None:
+                    delta = await stream.get()
+                    delta.prompt_token_ids = stream.prompt_token_ids
+                    output = delta.output
+                    yield delta
+        except Exception as error:
+            error_type = type(error).__name__
+            raise
+        finally:
+            if self._tracer is not None:
+                output = output or ended_output(stream.request_id, stream.arrival_time, params.n, error_type)
+                self._tracer.record(params, stream.trace_headers, output, error_type)
 
     async def tokenize(
         self,
@@ -338,6 +355,8 @@ class AsyncLLM:
     def _hand_over(self, stream: _Stream, params: SamplingParams, request: Request, prompt: EngineInput) -> None:
         """Give a request to the engine."""
         options = request_options(request) if isinstance(request, dict) else {}
+        if stream.trace_headers is not None:
+            options["trace_headers"] = stream.trace_headers
         stream.prompt_token_ids = prompt.token_ids
         with self._changed:
             stream.is_prepared, stream.num_bytes = True, prompt.num_bytes
@@ -415,6 +434,8 @@ class AsyncLLM:
         with self._closing:
             self._thread.stop()
             self._engine.exit()
+            if self._tracer is not None:
+                self._tracer.shutdown()
         with self._changed:
             if self._status == "draining":
                 self._status = "stopped"

@@ -117,12 +117,14 @@ class EngineInput:
         items: in the order of their placeholders; those of a video follow each other.
         positions: (3, T) int64: time, height and width; None for text, whose tokens count up on all three axes.
         position_delta: what is added to the index of a generated token to get its position.
+        preparation: when it was begun and when it was done, in seconds since the epoch.
     """
 
     token_ids: list[int]
     items: tuple[MediaItem, ...] = ()
     positions: np.ndarray | None = None
     position_delta: int = 0
+    preparation: tuple[float, float] | None = None
 
     @property
     def num_bytes(self) -> int:

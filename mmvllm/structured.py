@@ -165,9 +165,9 @@ def _parsed(given: Any) -> Any:
 
 
 def _depth(value: Any) -> int:
-    """How deep objects and lists are nested, counted no further than needed."""
+    """How many objects and lists are inside one another, counted no further than needed."""
     level, depth = [value], 0
-    while level and depth <= MAX_DEPTH:
-        inner = [list(one.values()) if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
-        level, depth = [each for items in inner for each in items], depth + 1
-    return depth - 1
+    while depth <= MAX_DEPTH and (level := [one for one in level if isinstance(one, dict | list)]):
+        level = [each for one in level for each in (one.values() if isinstance(one, dict) else one)]
+        depth += 1
+    return depth

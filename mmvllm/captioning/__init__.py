@@ -8,6 +8,7 @@ _EXPORTS = {
     "CaptionSettings": "mmvllm.captioning.settings",
     "JobError": "mmvllm.captioning.errors",
     "PRESETS": "mmvllm.captioning.settings",
+    "PRESET_SCHEMAS": "mmvllm.captioning.settings",
     "RayOptions": "mmvllm.captioning.ray_options",
 }
 __all__ = [*_EXPORTS]

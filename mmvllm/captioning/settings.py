@@ -12,6 +12,7 @@ import xxhash
 
 from mmvllm.captioning.context import check_context
 from mmvllm.captioning.items import Item
+from mmvllm.captioning.objects import schema_text
 from mmvllm.captioning.video_sampling import VideoSampling
 from mmvllm.processors.bounds import pixel_bounds
 from mmvllm.processors.load import MAX_SOURCE_PIXELS
@@ -34,6 +35,26 @@ PRESETS = {
     "tags": "List tags for this image: lowercase keywords for subject, setting, colors, style and mood, separated by "
     "commas, and nothing else.",
     "ocr": "Write out all text in this image exactly as it stands, line by line, and nothing else.",
+    "tags-json": "Describe this image as a JSON object: subject, setting and style in a few words each, colors as a "
+    "list, and tags, a list of lowercase keywords.",
+    "product-json": "Describe the product in this image for a shop, as a JSON object: title, category, color, material "
+    "and condition in a few words each, description in one or two sentences, and features, a list of short phrases.",
+}
+
+
+def _object_of(texts: dict[str, int], lists: dict[str, int]) -> dict[str, Any]:
+    """The schema of an object with texts of at most so many characters, and lists of at most so many short texts."""
+    short = {"type": "string", "minLength": 1, "maxLength": 40}
+    properties = {name: {"type": "string", "maxLength": length} for name, length in texts.items()}
+    properties |= {name: {"type": "array", "items": short, "maxItems": number} for name, number in lists.items()}
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+PRESET_SCHEMAS = {
+    "tags-json": _object_of({"subject": 80, "setting": 80, "style": 80}, {"colors": 6, "tags": 16}),
+    "product-json": _object_of(
+        {"title": 80, "category": 40, "color": 40, "material": 40, "condition": 40, "description": 300}, {"features": 8}
+    ),
 }
 _VIDEO_PROMPTS = {prompt: prompt.replace("image", "video") for prompt in (DEFAULT_PROMPT, *PRESETS.values())}
 
@@ -46,7 +67,8 @@ class CaptionSettings:
     `context_from` is the suffix of files beside the images, whose text is added to the prompt as context;
     `context_mode`, "prepend" or "append", is where any context goes. `caption_files` describes the caption files of the
     job. Special tokens in prompt, system message and contexts are text, unless `allow_special_tokens`.
-    `chat_template_kwargs` are arguments of the chat template.
+    `chat_template_kwargs` are arguments of the chat template. With a `schema`, a JSON schema as a dict, as text or as a
+    pydantic model, captions are JSON of this schema, and records have the parsed `object`.
 
     Of a video `video_fps` frames per second are sampled, 2 by default, or `video_frames`, with at most
     `video_max_pixels` each. With `clip_seconds`, longer videos are captioned as clips of this length. With
@@ -80,8 +102,11 @@ class CaptionSettings:
     video_max_pixels: int | None = None
     clip_seconds: float | None = None
     animations_as_clips: bool = False
+    schema: str | None = None
 
     def __post_init__(self):
+        texts = {name: getattr(self, name) for name in ("prefix", "suffix", "trigger_word")}
+        object.__setattr__(self, "schema", schema_text(self.schema, **texts))
         object.__setattr__(self, "chat_template_kwargs", check_template_kwargs(self.chat_template_kwargs) or None)
         _ = self.sampling_params  # checks the values
         if not self.prompt.strip():
@@ -95,7 +120,13 @@ class CaptionSettings:
 
     @property
     def sampling_params(self) -> SamplingParams:
-        return SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed)
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            seed=self.seed,
+            # Line breaks and indents would cost tokens, and the object does not have them.
+            structured=None if self.schema is None else {"json": self.schema, "whitespace_pattern": " ?"},
+        )
 
     @property
     def video_sampling(self) -> VideoSampling:

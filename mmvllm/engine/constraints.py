@@ -5,34 +5,17 @@ preemption, which computes tokens again and samples none of them anew, needs not
 """
 
 from collections import defaultdict
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from mmvllm.engine.sequence import Sequence
+from mmvllm.engine.sequence import Constraint, Sequence
 from mmvllm.errors import RequestError
 from mmvllm.sampling_params import SamplingParams
 
 
 class ConstraintFailed(Exception):
     """Nothing can follow, or a constraint cannot go on; it ends the request with this message."""
-
-
-class Constraint(Protocol):
-    """What may follow the tokens of one sequence.
-
-    `depends_on_text` tells whether that changes from token to token; then a token is sampled only when all tokens
-    before it have been seen.
-    """
-
-    depends_on_text: bool
-
-    def restrict(self, seq: Sequence, allowed: np.ndarray) -> None:
-        """Clear the bits of tokens that may not follow `seq.token_ids`; raises ConstraintFailed.
-
-        `allowed` (ceil(V / 32),) uint32, as in `kernels/token_mask.py`, has those that other constraints allow. It is
-        called in a thread, and never twice at the same time.
-        """
 
 
 class AllowedTokens:

@@ -21,7 +21,12 @@ from mmvllm.structured import StructuredOutputsParams
 
 MAX_COMPILED = 32  # grammars that are kept
 # What untrusted senders may take: about 0.1 s and 100 MB for a grammar, 0.02 s for a token.
-LIMITS = {"max_lexer_states": 50_000, "max_grammar_size": 200_000, "verbose_errors": False}
+LIMITS = {
+    "initial_lexer_fuel": 100_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
 # A \u escape could spell the name of a property, and an escaped slash a name with one, past what is said of it.
 ESCAPES = '"\\bfnrt'
 # As llama.cpp's: enough for what is indented, so little that no completion is nothing but white space.
@@ -46,6 +51,10 @@ class GrammarConstraint:
         matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         self._check(not matcher.is_error())
         allowed &= self._mask[: len(allowed)]
+
+    def warm_up(self) -> None:
+        """Find out what may be first: that takes longest, and what it takes is kept for all sequences."""
+        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
 
     def _check(self, is_good: bool) -> None:
         if not is_good:
@@ -112,6 +121,7 @@ class GrammarCompiler:
         except ValueError as error:
             raise _refused(params, str(error)) from None
         matcher = LLMatcher(self._ll_tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+        GrammarConstraint(matcher.deep_copy(), self._ll_tokenizer.vocab_size).warm_up()
         if matcher.is_error():
             raise _refused(params, matcher.get_error())
         return matcher

@@ -85,6 +85,7 @@ class InputProcessor:
             cache_salt=(cache_salt, str | None),
             priority=(priority, int),
             arrival_time=(arrival_time, float | int | None),
+            trace_headers=(trace_headers or {}, Mapping),
         )
         self._check_token_ids(prompt.token_ids)
         self._check_fits(prompt)
@@ -116,7 +117,7 @@ class InputProcessor:
                 waits_for_tokens=bool(depends_on_text),
             )
             seqs.append(seq)
-        return SequenceGroup(seqs, trace_headers)
+        return SequenceGroup(seqs, trace_headers, prompt.preparation)
 
     def _max_num_tokens(self, prompt: EngineInput, params: SamplingParams) -> int:
         """Of prompt and completion. The checkpoint's own limit applies as its end-of-sequence token does."""

@@ -83,6 +83,7 @@ class LLMEngine:
         self.executor = Executor(self.model_runner, sampler, self.scheduler)
         self.recovery = Recovery(self.scheduler, self.model_runner)
         self.on_step: Callable[[StepStats], None] | None = None  # called after every step
+        self.on_finished: Callable[[SequenceGroup], None] | None = None  # called with each request that has an output
         # Nothing overlaps where a launch waits: for values, or on a CPU for the computation itself.
         overlaps = self.model_runner.device.type == "cuda" and self.attention.in_graphs
         self._schedules_ahead = overlaps if config.async_scheduling is None else config.async_scheduling
@@ -310,6 +311,8 @@ class LLMEngine:
 
     def _finish(self, group: SequenceGroup) -> RequestOutput:
         group.output = self.output_processor.output(group)
+        if self.on_finished is not None:
+            self.on_finished(group)
         return group.output
 
     def _report(self, launched: Launched) -> None:

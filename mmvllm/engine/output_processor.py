@@ -64,7 +64,32 @@ class OutputProcessor:
             arrival_time=first.arrival_time,
             first_token_time=first.first_token_time,
             finish_time=time.time(),
+            **_stages(group),
         )
+
+
+def _stages(group: SequenceGroup) -> dict[str, float | None]:
+    """When a request reached the stages before its first token."""
+    first, (begun, prepared) = group.first_seq, group.preparation or (None, None)
+    encoding_start, encoding_time = _encoding(first)
+    return {
+        "preparation_start_time": begun,
+        "preparation_end_time": prepared,
+        "first_scheduled_time": first.first_scheduled_time,
+        "encoding_start_time": encoding_start,
+        "encoding_time": encoding_time,
+    }
+
+
+def _encoding(seq: Sequence) -> tuple[float | None, float | None]:
+    """When its items were first encoded, and the seconds of the ViT."""
+    try:
+        seconds = [encoding.seconds() for encoding in seq.encodings]
+    except RuntimeError:  # the device is lost
+        return None, None
+    if not seconds or None in seconds:
+        return None, None
+    return seq.encodings[0].start_time, sum(seconds)
 
 
 class DeltaStream:

@@ -165,6 +165,7 @@ class Scheduler:
                 self._release(seq)  # no room yet; later requests do not overtake
                 return
             if seq.num_preemptions == 0:
+                seq.first_scheduled_time = time.time()
                 seq.num_cached_tokens = step.prefills[-1].start // seq.block_size * seq.block_size
             del self.waiting[0]
             insort(self.running, seq)

@@ -23,6 +23,7 @@ from mmvllm.server.limits import AuthAndSizeLimitMiddleware, ByteBudget
 from mmvllm.server.metrics import CountingMiddleware, Metrics
 from mmvllm.server.protocol import ChatRequest, CompletionRequest
 from mmvllm.server.request_id import RequestIdMiddleware
+from mmvllm.server.request_log import RequestLog
 from mmvllm.server.responses import (
     ChatCompletion,
     Completion,
@@ -95,9 +96,10 @@ def _completions(
     engine: AsyncLLM, settings: ServerSettings, metrics: Metrics, decoder: MediaDecoder, jobs: JobFactory
 ) -> APIRouter:
     router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["completions"])
+    log = RequestLog(settings.log_requests)
 
     def response(job: CompletionJob) -> CompletionResponse:
-        return CompletionResponse(job, engine, settings, metrics, decoder)
+        return CompletionResponse(job, engine, settings, metrics, decoder, log)
 
     @router.post("/chat/completions", response_model=ChatCompletion, responses=STREAMS)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:

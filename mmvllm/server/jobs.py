@@ -5,6 +5,7 @@ import json
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from mmvllm.async_llm import AsyncLLM, Request
@@ -13,6 +14,7 @@ from mmvllm.media import Kind, MediaError
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server import convert
 from mmvllm.server.convert import ImageReference
+from mmvllm.server.descriptions import described_chat, described_prompts
 from mmvllm.server.errors import ApiError, model_not_found
 from mmvllm.server.limits import ByteReservation
 from mmvllm.server.protocol import ChatPrompt, ChatRequest, CompletionRequest, ProcessorKwargs, SamplingRequest
@@ -56,9 +58,18 @@ class CompletionJob:
     builder: ResponseBuilder | ResponseObjectBuilder
     prompt: PromptJob | None = None  # of a conversation
     structured: StructuredField | None = None
+    described: Callable[[], Any] = lambda: None  # the prompts, for the log
     streams: bool = False
     includes_usage: bool = False  # in the last chunk
     repeats_usage: bool = False  # in every chunk, as far as it is known
+
+    @property
+    def images(self) -> Sequence[ImageReference]:
+        return self.prompt.images if self.prompt else ()
+
+    @property
+    def videos(self) -> Sequence[VideoReference]:
+        return self.prompt.videos if self.prompt else ()
 
     @property
     def num_choices(self) -> int:
@@ -69,7 +80,10 @@ class CompletionJob:
         return (self.structured and self.structured.spelled(error)) or (str(error), self._param_of(error))
 
     def _param_of(self, error: ValueError) -> str:
-        return (self.prompt and self.prompt.param_of(error)) or self.builder.prompt_field
+        if (field := self.prompt and self.prompt.param_of(error)) is not None:
+            return field
+        param = getattr(error, "param", None)
+        return param if param in convert.PARAMS_OF_BOTH_APIS else self.builder.prompt_field
 
 
 class JobFactory:
@@ -92,8 +106,8 @@ class JobFactory:
         prompt = self.prompt(body, use.tools, reservation)
         tokenizer, ids = self._engine.tokenizer, bool(body.return_token_ids)
         builder = ChatResponseBuilder(body.model, tokenizer, use.params.logprobs, ids, functions=use.names)
-        field = use.field or structured_field(body)
-        return CompletionJob([prompt.request], use.params, builder, prompt, field, **_streaming(body))
+        field, described = use.field or structured_field(body), partial(described_chat, body)
+        return CompletionJob([prompt.request], use.params, builder, prompt, field, described, **_streaming(body))
 
     def response(self, body: ResponsesRequest, reservation: ByteReservation) -> CompletionJob:
         """A job for a request of OpenAI's Responses API."""
@@ -103,8 +117,9 @@ class JobFactory:
             use = self._tool_use(chat)
             prompt = self.prompt(chat, use.tools, reservation, image_params)
         builder = ResponseObjectBuilder(body, use.params, use.names)
-        field = use.field or in_text_options(structured_field(chat))
-        return CompletionJob([prompt.request], use.params, builder, prompt, field, streams=bool(body.stream))
+        field, described = use.field or in_text_options(structured_field(chat)), partial(described_chat, chat)
+        is_stream = bool(body.stream)
+        return CompletionJob([prompt.request], use.params, builder, prompt, field, described, streams=is_stream)
 
     def tokens(self, body: TokenizeChat | TokenizeText, reservation: ByteReservation) -> PromptJob | str:
         """The prompt whose tokens are asked for."""
@@ -160,7 +175,10 @@ class JobFactory:
             raise ApiError(400, message, param="prompt")
         ids = bool(body.return_token_ids)
         builder = CompletionResponseBuilder(body.model, self._engine.tokenizer, params.logprobs, ids)
-        return CompletionJob(prompts, params, builder, structured=structured_field(body), **_streaming(body))
+        described = partial(described_prompts, prompts)
+        return CompletionJob(
+            prompts, params, builder, described=described, structured=structured_field(body), **_streaming(body)
+        )
 
     def check_model(self, name: str) -> None:
         """Raises ApiError for a name under which the model is not served."""

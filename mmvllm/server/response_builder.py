@@ -80,6 +80,7 @@ class ResponseBuilder:
 
     def __init__(self, model: str, tokenizer: Any, top_logprobs: int | None, returns_token_ids: bool = False):
         """Shows the `top_logprobs` most likely tokens for each sampled one; None shows no log-probabilities."""
+        self.model = model
         self._head = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
             "object": self.kind,
@@ -88,6 +89,10 @@ class ResponseBuilder:
         }
         self._tokenizer, self._top_logprobs = tokenizer, top_logprobs
         self._returns_token_ids = returns_token_ids
+
+    @property
+    def id(self) -> str:
+        return self._head["id"]
 
     def last_chunks(self, usage: Usage, includes_usage: bool) -> list[dict]:
         """The chunks that end a stream."""

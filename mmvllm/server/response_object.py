@@ -24,6 +24,7 @@ class ResponseObjectBuilder:
 
     def __init__(self, body: ResponsesRequest, params: SamplingParams, functions: Collection[str]):
         """`functions` are the names of those whose calls are looked for in the completion."""
+        self.model = body.model
         self._head = _head(body, params)
         self._functions = functions
         self._parser = ToolCallParser(functions)
@@ -31,6 +32,10 @@ class ResponseObjectBuilder:
         self._is_open = False  # whether more may come for the last item
         self._finish_reason: str | None = None
         self._num_events = 0
+
+    @property
+    def id(self) -> str:
+        return self._head["id"]
 
     def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> ResponseObject:
         """The response to a request that is not streamed."""

@@ -31,6 +31,7 @@ class ServerSettings:
         chat_template_kwargs: arguments of the chat template, for requests that do not give these themselves.
         uses_generation_config: sampling parameters that a request leaves out are those of the checkpoint's
             generation_config.json, where it has them; otherwise, and for the others, OpenAI's defaults.
+        log_requests: log a line per completion request when it ends: "facts", or "full" with texts; None logs none.
         has_demo: also serve the demo page at /demo, without API keys.
     """
 
@@ -49,6 +50,7 @@ class ServerSettings:
     allow_special_tokens: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     uses_generation_config: bool = True
+    log_requests: str | None = None
     has_demo: bool = False
 
     def body_bytes(self, takes_videos: bool) -> int:
