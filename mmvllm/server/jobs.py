@@ -229,10 +229,6 @@ async def _all(fetches: Sequence[Coroutine[Any, Any, Any]]) -> list:
             task.cancel()
 
 
-def _structured(body: SamplingRequest) -> dict[str, StructuredField]:
-    return {"structured": structured_field(body)}
-
-
 def _streaming(body: SamplingRequest) -> dict[str, bool]:
     includes_usage = bool(body.stream_options and body.stream_options.include_usage)
     if includes_usage and not body.stream:
