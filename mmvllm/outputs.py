@@ -13,7 +13,7 @@ class CompletionOutput:
 
     text: str
     token_ids: list[int]
-    finish_reason: str  # "eos", "stop", "length", "aborted" or "error"
+    finish_reason: str  # "eos", "stop", "length", "repetition", "aborted" or "error"
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, float]] | None = None
 
@@ -107,6 +107,6 @@ class Delta:
     text: str
     token_ids: list[int]
     logprobs: list[dict[int, float]] | None = None
-    finish_reason: str | None = None  # "eos", "stop", "length" or "aborted", in the completion's last delta
+    finish_reason: str | None = None  # of `CompletionOutput`, in the last delta of the completion
     output: RequestOutput | None = None  # in the last delta of the request: all of it
     num_prompt_tokens: int = 0

@@ -47,6 +47,8 @@ class SamplingParams:
         stop: strings that stop generation; the returned text ends before them.
         stop_token_ids: token ids that stop generation, in addition to the checkpoint's own.
         ignore_eos: continue after the end-of-sequence token and the checkpoint's max_new_tokens, until max_tokens.
+        stop_on_repetition: end a completion, with the finish reason "repetition", whose last tokens are one pattern of
+            at most 64 tokens, at least 4 times in a row and at least 64 tokens in all.
         seed: seed of the request's own random generator: the completion does not depend on the rest of the batch.
         repetition_penalty: divides positive (multiplies negative) logits of tokens in prompt or completion, > 0.
         presence_penalty: subtracted from the logits of tokens in the completion, in [-2, 2].
@@ -64,6 +66,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    stop_on_repetition: bool = False
     seed: int | None = None
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -87,9 +90,8 @@ class SamplingParams:
         self._tuple("stop", "strings that are not empty", lambda v: isinstance(v, str) and v)
         self._tuple("stop_token_ids", "integers of at least 0", lambda v: _is_integer(v) and v >= 0)
         object.__setattr__(self, "stop_token_ids", tuple(map(int, self.stop_token_ids)))
-        if self.ignore_eos not in (True, False):
-            raise ParameterError("ignore_eos", self.ignore_eos, "True or False")
-        object.__setattr__(self, "ignore_eos", bool(self.ignore_eos))
+        self._flag("ignore_eos")
+        self._flag("stop_on_repetition")
 
     def _number(self, name: str, required: str, accept: Callable[[float], bool]) -> None:
         value = getattr(self, name)
@@ -105,6 +107,12 @@ class SamplingParams:
         if not _is_integer(value) or not accept(value):
             raise ParameterError(name, value, f"an integer {required}")
         object.__setattr__(self, name, int(value))
+
+    def _flag(self, name: str) -> None:
+        value = getattr(self, name)
+        if value not in (True, False):
+            raise ParameterError(name, value, "True or False")
+        object.__setattr__(self, name, bool(value))
 
     def _tuple(self, name: str, required: str, accept: Callable[[Any], bool]) -> None:
         """Convert any iterable to a tuple; a single string or integer becomes a tuple of one, None an empty tuple."""

@@ -34,11 +34,12 @@ NOT_DRAWN = {
     "stop": ENDS,
     "stop_token_ids": ENDS,
     "ignore_eos": ENDS,
+    "stop_on_repetition": ENDS,
     "seed": "the seeds of sequences are made from it",
     "logprobs": "sampler.Logprobs",
     "n": "sequences of the engine",
 }
-NOT_WARMED_UP = dict.fromkeys(("stop", "stop_token_ids", "n"), "takes no path of the sampler")
+NOT_WARMED_UP = dict.fromkeys(("stop", "stop_token_ids", "stop_on_repetition", "n"), "takes no path of the sampler")
 NOT_IN_CHATS = {"logprobs": "chats have logprobs: true, and top_logprobs for the number"}
 FOR_CAPTIONS = "captions are greedy, or sampled at a temperature from the whole distribution"
 ONE_CAPTION = "an image has one caption, which ends where the model ends it"
@@ -52,6 +53,7 @@ FEW_CONTROLS = "the page has few controls"
 NOT_ON_THE_PAGE = {
     **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), FEW_CONTROLS),
     **dict.fromkeys(("min_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "logprobs"), FEW_CONTROLS),
+    "stop_on_repetition": FEW_CONTROLS,
 }
 EXCEPTIONS = [NOT_DRAWN, NOT_WARMED_UP, NOT_IN_CHATS, NOT_ON_THE_COMMAND_LINE, NOT_ON_THE_PAGE]
 

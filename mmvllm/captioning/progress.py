@@ -23,6 +23,7 @@ class Progress:
         self.num_failed_before = 0
         self.passed_over = Counts()  # files that are neither images nor videos, by suffix
         self.reasons = Counts()  # of the failures
+        self.num_repetitions = 0  # captions that were ended because they repeated themselves
         self.num_tokens = 0  # of captions that the model wrote
         self.num_clips = 0  # with a caption; a part of the above
         self.video_seconds = 0.0  # of these clips
@@ -65,6 +66,7 @@ class Progress:
         else:
             self.num_captioned += 1
             self.num_tokens += record["completion_tokens"]
+            self.num_repetitions += record["finish_reason"] == "repetition"
 
     def skip(self, has_failed: bool) -> None:
         self.num_skipped += 1

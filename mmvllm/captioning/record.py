@@ -19,7 +19,7 @@ COLUMNS = {
     "prompt_tokens": int,
     "image_tokens": int,  # of the image or clip; part of prompt_tokens
     "completion_tokens": int,
-    "finish_reason": str,  # "eos", "length" or "error"; None for a folder, tar or line that could not be read
+    "finish_reason": str,  # "eos", "length", "repetition" or "error"; None for what could not be read
     "seconds": float,  # in the engine
     "time": float,  # when it was recorded, in seconds since the epoch
     "model": str,

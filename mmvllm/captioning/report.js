@@ -186,6 +186,7 @@
     r.seconds !== undefined && `${number.format(r.seconds)} s in the engine`,
     r.prompt_tokens && `${count.format(r.prompt_tokens)} tokens in, ${count.format(r.completion_tokens ?? 0)} out`,
     r.finish_reason === "length" && "cut off at the token limit",
+    r.finish_reason === "repetition" && "ended where it repeated itself",
     r.time !== undefined && Math.abs(r.time) < 8e12 && date.format(new Date(r.time * 1000)),
     r.id !== undefined && `id ${r.id}`,
   ].filter(Boolean).map((part) => part.replaceAll(" ", "\u00a0")).join("\u00a0· ");

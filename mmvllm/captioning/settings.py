@@ -52,6 +52,9 @@ class CaptionSettings:
     `video_max_pixels` each. With `clip_seconds`, longer videos are captioned as clips of this length. With
     `animations_as_clips`, GIF, WebP, AVIF, APNG and TIFF files of several frames are videos.
 
+    Captions that repeat themselves are ended, unless `stop_on_repetition` is false. Earlier versions did not end them;
+    nevertheless their outputs are resumed by runs that do.
+
     Existing outputs are resumed by names, values and defaults of the fields: a new field needs a default that stands
     for what was done before it, and keeps it. To rename or remove a field, raise `VERSION` in settings_file.py and
     convert older files there.
@@ -80,6 +83,7 @@ class CaptionSettings:
     video_max_pixels: int | None = None
     clip_seconds: float | None = None
     animations_as_clips: bool = False
+    stop_on_repetition: bool = True
 
     def __post_init__(self):
         object.__setattr__(self, "chat_template_kwargs", check_template_kwargs(self.chat_template_kwargs) or None)
@@ -95,7 +99,8 @@ class CaptionSettings:
 
     @property
     def sampling_params(self) -> SamplingParams:
-        return SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed)
+        names = ("max_tokens", "temperature", "seed", "stop_on_repetition")
+        return SamplingParams(**{name: getattr(self, name) for name in names})
 
     @property
     def video_sampling(self) -> VideoSampling:

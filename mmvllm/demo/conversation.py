@@ -140,7 +140,7 @@ def _sum(tokens: Sequence[int]) -> str:
 
 def answer_note(output: RequestOutput, counts: TokenCounts) -> str:
     """The statistics of an answer: time to first token, tokens per second, cached prompt tokens, tokens of media."""
-    ends = {"length": "cut at the longest answer", "aborted": "stopped"}
+    ends = {"length": "cut at the longest answer", "repetition": "stopped in a repetition", "aborted": "stopped"}
     parts = [ends[output.finish_reason]] if output.finish_reason in ends else []
     if output.first_token_time is not None:
         parts.append(f"first token after {output.first_token_time - output.arrival_time:.2f} s")

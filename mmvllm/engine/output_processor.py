@@ -3,6 +3,7 @@
 import time
 
 from mmvllm.engine.detokenizer import Pieces, TokenDecoder, pieces_of
+from mmvllm.engine.repetition import tokens_missing
 from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
 
@@ -20,14 +21,23 @@ class OutputProcessor:
         params, token_ids, text = seq.sampling_params, seq.token_ids, seq.completion_text
         token_id, is_longest = token_ids[-1], len(token_ids) >= seq.max_num_tokens
         if text is None and token_id not in self._eos_token_ids and not params.stop_token_ids:  # nearly always
-            return FinishReason.LENGTH if is_longest else None
+            return FinishReason.LENGTH if is_longest else self._repetition(seq)
         completes_stop_string = text is not None and text.append(token_id)
         if seq.num_completion_tokens >= params.min_tokens:
             if token_id in self._eos_token_ids and not params.ignore_eos:
                 return FinishReason.EOS
             if token_id in params.stop_token_ids or completes_stop_string:
                 return FinishReason.STOP
-        return FinishReason.LENGTH if is_longest else None
+        return FinishReason.LENGTH if is_longest else self._repetition(seq)
+
+    def _repetition(self, seq: Sequence) -> FinishReason | None:
+        """Whether a sequence that is to end for it repeats itself."""
+        num_tokens, params = seq.num_completion_tokens, seq.sampling_params
+        if not params.stop_on_repetition or num_tokens < max(seq.next_repetition_check, params.min_tokens):
+            return None
+        missing = tokens_missing(seq.token_ids, seq.num_prompt_tokens)
+        seq.next_repetition_check = num_tokens + missing
+        return None if missing else FinishReason.REPETITION
 
     def delta_stream(self, group: SequenceGroup) -> "DeltaStream":
         """Follows a request."""

@@ -88,6 +88,9 @@ class SamplingRequest(StrictModel):
     stop_token_ids: StopTokenIds | None = None
     min_tokens: int | None = Field(None, ge=0, lt=INT64)
     ignore_eos: bool | None = None
+    stop_on_repetition: bool | None = Field(
+        None, description='End choices that repeat themselves, with finish_reason "repetition".'
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Ignored = None

@@ -11,7 +11,7 @@ from mmvllm.engine.detokenizer import special_ids, token_bytes
 from mmvllm.outputs import Delta, RequestOutput
 from mmvllm.server.responses import ChatCompletion, Completion, Usage
 
-FINISH_REASONS = {None: None, "eos": "stop", "stop": "stop", "length": "length"}
+FINISH_REASONS = {None: None, "eos": "stop", "stop": "stop", "length": "length", "repetition": "repetition"}
 NO_LOGPROB = -9999.0  # JSON has no infinity
 
 

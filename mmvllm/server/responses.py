@@ -18,7 +18,7 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "repetition"]  # the last one is vLLM's, for completions that ask for it
 
 
 class TopLogprob(BaseModel):
