@@ -1,21 +1,27 @@
 """What the engine returns: completions, finished requests, and the deltas of a stream."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from mmvllm.errors import RequestError
+from mmvllm.grounding import Box, Point
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion. `logprobs` has, per token, {token id: log-probability}: the chosen one, then the most likely."""
+    """One completion.
+
+    `logprobs` has, per token, {token id: log-probability}: the chosen one, then the most likely. `boxes` are the boxes
+    and points that the model wrote, in pixels of the request's images.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: str  # "eos", "stop", "length", "repetition", "aborted" or "error"
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, float]] | None = None
+    boxes: tuple[Box | Point, ...] = ()
 
 
 @dataclass(slots=True)
@@ -63,6 +69,10 @@ class RequestOutput:
     def cumulative_logprob(self) -> float | None:
         return self.completions[0].cumulative_logprob if self.completions else None
 
+    @property
+    def boxes(self) -> tuple[Box | Point, ...]:
+        return self.completions[0].boxes if self.completions else ()
+
     def __getitem__(self, name: str) -> Any:
         if name not in self:
             raise KeyError(name)
@@ -84,13 +94,22 @@ class RequestOutput:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and those of the first completion, of types that `json.dumps` takes."""
-        made = {name: getattr(self, name) for name in _NAMES if name not in ("completions", "outputs", "exception")}
-        return made | {"completions": [asdict(completion) for completion in self.completions]}
+        others = ("completions", "outputs", "exception", "boxes")
+        made = {name: getattr(self, name) for name in _NAMES if name not in others}
+        return made | {"boxes": _as_dicts(self.boxes), "completions": [*map(_completion_dict, self.completions)]}
+
+
+def _completion_dict(completion: CompletionOutput) -> dict[str, Any]:
+    return asdict(replace(completion, boxes=())) | {"boxes": _as_dicts(completion.boxes)}
+
+
+def _as_dicts(boxes: tuple[Box | Point, ...]) -> list[dict[str, Any]]:
+    return [box.to_dict() for box in boxes]
 
 
 _NAMES = (
     *(field.name for field in fields(RequestOutput)),
-    *("outputs", "text", "token_ids", "finish_reason", "logprobs", "cumulative_logprob"),
+    *("outputs", "text", "token_ids", "finish_reason", "logprobs", "cumulative_logprob", "boxes"),
 )
 
 

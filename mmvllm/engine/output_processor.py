@@ -2,17 +2,20 @@
 
 import time
 
+from mmvllm.engine.boxes import BoxReader
 from mmvllm.engine.detokenizer import Pieces, TokenDecoder, pieces_of
 from mmvllm.engine.repetition import tokens_missing
 from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
+from mmvllm.grounding import BoxFormat
 from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
 
 
 class OutputProcessor:
     """Token ids -> text, finish reasons and outputs."""
 
-    def __init__(self, tokenizer, eos_token_ids: frozenset[int]):
+    def __init__(self, tokenizer, eos_token_ids: frozenset[int], box_format: BoxFormat | None = None):
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
+        self._boxes = BoxReader(tokenizer, box_format)
         self.num_tokens = 0  # that all sequences got so far
 
     def finish_reason(self, seq: Sequence) -> FinishReason | None:
@@ -48,15 +51,18 @@ class OutputProcessor:
         stop_at = (
             seq.completion_text.stop_at if seq.completion_text and seq.finish_reason is FinishReason.STOP else None
         )
-        wants_logprobs = seq.sampling_params.logprobs is not None
+        wants_logprobs, token_ids = seq.sampling_params.logprobs is not None, seq.completion_token_ids
+        if stop_at is None:
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        else:
+            text = seq.completion_text.text[:stop_at]
         return CompletionOutput(
-            text=self._tokenizer.decode(seq.completion_token_ids, skip_special_tokens=True)
-            if stop_at is None
-            else seq.completion_text.text[:stop_at],
-            token_ids=seq.completion_token_ids,
+            text=text,
+            token_ids=token_ids,
             finish_reason=seq.finish_reason.value,
             cumulative_logprob=seq.cumulative_logprob if wants_logprobs else None,
             logprobs=seq.logprobs if wants_logprobs else None,
+            boxes=self._boxes.read(text, token_ids, seq.items),
         )
 
     def output(self, group: SequenceGroup) -> RequestOutput:
