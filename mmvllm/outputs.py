@@ -129,3 +129,4 @@ class Delta:
     finish_reason: str | None = None  # of `CompletionOutput`, in the last delta of the completion
     output: RequestOutput | None = None  # in the last delta of the request: all of it
     num_prompt_tokens: int = 0
+    boxes: tuple[Box | Point, ...] = ()  # of `CompletionOutput`, in the last delta of the completion

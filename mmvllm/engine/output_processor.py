@@ -132,7 +132,9 @@ class _Cursor:
 
     def last_delta(self, completion: CompletionOutput, output: RequestOutput | None) -> Delta:
         text = completion.text[self._num_chars :]
-        return self._delta(self.seq.token_ids[self._end :], text, completion.finish_reason, output)
+        delta = self._delta(self.seq.token_ids[self._end :], text, completion.finish_reason, output)
+        delta.boxes = completion.boxes
+        return delta
 
     def _delta(self, new: list[int], text: str, finish_reason: str | None, output: RequestOutput | None) -> Delta:
         """The delta of the tokens held so far and of new ones."""

@@ -81,7 +81,8 @@ class JobFactory:
             kwargs = self._settings.chat_template_kwargs
             return convert.chat_request(body, data[: len(images)], max_pixels, kwargs, parts)
 
-        builder = ChatResponseBuilder(body.model, self._engine.tokenizer, params.logprobs)
+        boxes = body.mmvllm.boxes if body.mmvllm else None
+        builder = ChatResponseBuilder(body.model, self._engine.tokenizer, params.logprobs, boxes)
         media = {"images": images, "videos": videos, "processor_kwargs": body.mm_processor_kwargs}
         return CompletionJob([request], params, builder, **media, **_streaming(body))
 

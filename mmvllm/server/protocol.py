@@ -123,6 +123,16 @@ class SamplingRequest(StrictModel):
     request_id: Ignored = None
 
 
+class Extras(StrictModel):
+    """What mmvllm returns beyond other servers."""
+
+    boxes: bool | Literal["stored"] | None = Field(
+        None,
+        description="Return boxes and points as mmvllm.boxes of each choice: true in pixels of the upright image, "
+        '"stored" in pixels of the image before its EXIF rotation.',
+    )
+
+
 class ChatRequest(SamplingRequest):
     """POST /v1/chat/completions"""
 
@@ -145,6 +155,7 @@ class ChatRequest(SamplingRequest):
         description="Special tokens in messages are control tokens, not text; only if the server has "
         "--allow-special-tokens.",
     )
+    mmvllm: Extras | None = Field(None, description="Adds a field of this name to each choice.")
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     response_format: TextFormat | None = None
     tool_choice: Literal["none", "auto"] | None = None

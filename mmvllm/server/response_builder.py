@@ -5,9 +5,10 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from mmvllm.engine.detokenizer import special_ids, token_bytes
+from mmvllm.grounding import Box, Point
 from mmvllm.outputs import Delta, RequestOutput
 from mmvllm.server.responses import ChatCompletion, Completion, Usage
 
@@ -56,11 +57,13 @@ class ChoiceBuffer:
     text: list[str] = field(default_factory=list)
     logprobs: list[dict] = field(default_factory=list)
     finish_reason: str | None = None
+    boxes: tuple[Box | Point, ...] = ()
 
     def add(self, delta: Delta) -> None:
         self.text.append(delta.text)
         self.logprobs += delta.logprobs or []
         self.finish_reason = FINISH_REASONS[delta.finish_reason]
+        self.boxes = delta.boxes
 
 
 class ResponseBuilder:
@@ -99,6 +102,13 @@ class ChatResponseBuilder(ResponseBuilder):
 
     kind, chunk_kind, id_prefix, prompt_field = "chat.completion", "chat.completion.chunk", "chatcmpl", "messages"
 
+    def __init__(
+        self, model: str, tokenizer: Any, top_logprobs: int | None, boxes: bool | Literal["stored"] | None = None
+    ):
+        """With `boxes`, each choice has those that the model wrote: "stored" in pixels of the image as it is stored."""
+        super().__init__(model, tokenizer, top_logprobs)
+        self._with_boxes = boxes
+
     def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> ChatCompletion:
         """The response to a request that is not streamed."""
         made = [
@@ -107,6 +117,7 @@ class ChatResponseBuilder(ResponseBuilder):
                 "message": {"role": "assistant", "content": "".join(choice.text)},
                 "logprobs": self._logprobs(choice.logprobs),
                 "finish_reason": choice.finish_reason,
+                **self._extras(choice.boxes),
             }
             for choice in choices
         ]
@@ -130,8 +141,16 @@ class ChatResponseBuilder(ResponseBuilder):
                 "delta": content,
                 "logprobs": logprobs,
                 "finish_reason": FINISH_REASONS[delta.finish_reason],
+                **(self._extras(delta.boxes) if delta.finish_reason is not None else {}),
             }
         )
+
+    def _extras(self, boxes: Sequence[Box | Point]) -> dict[str, Any]:
+        """The field of a whole choice that only mmvllm has, if the request asks for it."""
+        if not self._with_boxes:
+            return {}
+        shown = (box.in_stored_pixels() for box in boxes) if self._with_boxes == "stored" else boxes
+        return {"mmvllm": {"boxes": [box.to_dict() for box in shown]}}
 
     def _logprobs(self, entries: Sequence[dict[int, float]]) -> dict | None:
         if self._top_logprobs is None:

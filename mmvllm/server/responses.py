@@ -1,8 +1,8 @@
 """Pydantic models of the responses."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, SerializerFunctionWrapHandler, field_serializer, model_serializer
 
 
 class PromptTokensDetails(BaseModel):
@@ -40,11 +40,37 @@ class ResponseMessage(BaseModel):
     content: str
 
 
+class BoxEntry(BaseModel):
+    """A box with corners x1, y1, x2 and y2, or a point x and y, in pixels of an image of the request."""
+
+    label: str | None
+    image: int
+    box: list[float] | None = None
+    point: list[float] | None = None
+    quad: list[list[float]] | None = None
+
+
+class ChoiceExtras(BaseModel):
+    boxes: list[BoxEntry]
+
+    @field_serializer("boxes")
+    def _given(self, boxes: list[BoxEntry]) -> list[dict]:
+        return [box.model_dump(exclude_unset=True) for box in boxes]
+
+
 class ChatChoice(BaseModel):
     index: int
     message: ResponseMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    mmvllm: ChoiceExtras | None = None  # for requests that ask for it
+
+    @model_serializer(mode="wrap")
+    def _without_extras(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        made = serialize(self)
+        if self.mmvllm is None:
+            made.pop("mmvllm", None)
+        return made
 
 
 class ChatCompletion(BaseModel):
