@@ -91,8 +91,20 @@
     image.decoding = "async";
     image.alt = `${isClip(record) ? "Frames" : "Thumbnail"} of ${baseName(record.path)}`;
     image.src = `data:image/webp;base64,${data}`;
-    box.append(image);
+    box.append(record.boxes ? drawn(image, record.boxes) : image);
     return box;
+  };
+
+  // An image with boxes and points over it, whose places are in per cent.
+  const drawn = (image, boxes) => {
+    const frame = make("span", "drawn");
+    frame.append(image, ...boxes.map(([left, top, width, height, label]) => {
+      const mark = make("span", width || height ? "box" : "box point");
+      Object.assign(mark.style, {left: `${left}%`, top: `${top}%`, width: `${width}%`, height: `${height}%`});
+      if (label) mark.append(make("span", "label", label));
+      return mark;
+    }));
+    return frame;
   };
 
   const button = (name, label, act) => {

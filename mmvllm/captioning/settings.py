@@ -12,6 +12,7 @@ import xxhash
 
 from mmvllm.captioning.context import check_context
 from mmvllm.captioning.items import Item
+from mmvllm.captioning.presets import DEFAULT_PROMPT, PRESETS
 from mmvllm.captioning.video_sampling import VideoSampling
 from mmvllm.processors.bounds import pixel_bounds
 from mmvllm.processors.load import MAX_SOURCE_PIXELS
@@ -25,16 +26,6 @@ FIRST_SETTINGS = (
     *("model", "dtype", "system", "prompt", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels"),
     *("prefix", "suffix", "trigger_word", "caption_files"),
 )
-DEFAULT_PROMPT = "Describe this image."
-PRESETS = {
-    "short": "Describe this image in one short sentence.",
-    "detailed": "Describe this image in detail: the subject, the setting, colors, positions, actions and the style.",
-    "alt-text": "Write alt text for this image for people who cannot see it: one or two plain sentences, at most 125 "
-    "characters, without opening words such as 'image of'.",
-    "tags": "List tags for this image: lowercase keywords for subject, setting, colors, style and mood, separated by "
-    "commas, and nothing else.",
-    "ocr": "Write out all text in this image exactly as it stands, line by line, and nothing else.",
-}
 _VIDEO_PROMPTS = {prompt: prompt.replace("image", "video") for prompt in (DEFAULT_PROMPT, *PRESETS.values())}
 
 

@@ -1,6 +1,7 @@
 """Writes the records of a journal as one table, for spreadsheets and data frames."""
 
 import csv
+import json
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -17,7 +18,7 @@ def write_csv(path: Path, records: Iterable[dict]) -> None:
         with temporary.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
             table = csv.DictWriter(file, COLUMNS, extrasaction="ignore")  # edited records have one more
             table.writeheader()
-            table.writerows(records)
+            table.writerows(map(_as_cells, records))
         sync(temporary)
 
 
@@ -26,15 +27,23 @@ def write_parquet(path: Path, records: Iterable[dict]) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    types = {str: pa.string(), int: pa.int64(), float: pa.float64()}
+    types = {str: pa.string(), list: pa.string(), int: pa.int64(), float: pa.float64()}
     schema = pa.schema([(name, types[kind]) for name, kind in COLUMNS.items()])
 
     with replacing(path) as temporary:
         with parquet.ParquetWriter(temporary, schema) as table:
-            rows = map(_as_unicode, records)
+            rows = map(_as_unicode, map(_as_cells, records))
             while group := list(islice(rows, ROWS_PER_GROUP)):
                 table.write_table(pa.Table.from_pylist(group, schema))
         sync(temporary)
+
+
+def _as_cells(record: dict) -> dict:
+    """The record with lists as JSON."""
+    return {
+        name: json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
+        for name, value in record.items()
+    }
 
 
 def _as_unicode(record: dict) -> dict:

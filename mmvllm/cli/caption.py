@@ -12,7 +12,8 @@ from mmvllm.captioning.errors import explained
 from mmvllm.captioning.files import FILE_FORMATS
 from mmvllm.captioning.find import find_items
 from mmvllm.captioning.output import FORMATS, check_output
-from mmvllm.captioning.settings import DEFAULT_PROMPT, PRESETS, CaptionSettings
+from mmvllm.captioning.presets import DEFAULT_PROMPT, PRESETS
+from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.cli.caption_records import Printer, own_stdout
 from mmvllm.cli.caption_summary import as_lines, summarize
 from mmvllm.cli.checks import check, tell_if_bundled
