@@ -3,11 +3,12 @@
 import html
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.videos import ClipOptions, ClipRules, UploadedVideo
+from mmvllm.grounding import Box, Point
 from mmvllm.outputs import RequestOutput
 from mmvllm.processors.clip import DEFAULT_FPS
 from mmvllm.sampling_params import SamplingParams
@@ -17,12 +18,16 @@ Uploaded = UploadedImage | UploadedVideo
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A question with its media, and the answer generated so far; `note` is shown in small print below it."""
+    """A question with its media, and the answer generated so far; `note` is shown in small print below it.
+
+    `boxes` are drawn over the images that they are in, by the names of their files.
+    """
 
     question: str
     media: tuple[Uploaded, ...] = ()
     answer: str = ""
     note: str = ""
+    boxes: dict[str, list[Box | Point]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,15 @@ def without_tags(answer: str) -> str:
     pieces = re.split(r"(^```[^`\n]*\n.*?(?:^```|\Z))", answer, flags=re.MULTILINE | re.DOTALL)
     pieces[::2] = [re.sub(r"<(?=[a-zA-Z/!?])", "<\u200b", piece) for piece in pieces[::2]]
     return "".join(pieces)
+
+
+def boxes_by_file(boxes: Sequence[Box | Point], media: Sequence[Uploaded]) -> dict[str, list[Box | Point]]:
+    """The boxes of an answer by the names of the files of the images that it is about."""
+    files = [str(one.path) for one in media if isinstance(one, UploadedImage)]
+    found: dict[str, list[Box | Point]] = {}
+    for box in boxes:
+        found.setdefault(files[box.image], []).append(box)
+    return found
 
 
 def turn_at(turns: Sequence[Turn], message: int) -> int:
