@@ -72,8 +72,8 @@
       const [x1, y1, x2, y2] = box ?? [...point, ...point];
       const shape = { x: x1, y: y1, width: x2 - x1, height: y2 - y1 };
       drawn.append(box ? svg("rect", shape) : svg("circle", { cx: x1, cy: y1, r: 4 * pixel }));
-      const place = { x: x1 + 3 * pixel, y: y1 + 13 * pixel, "stroke-width": 2.5 * pixel };
-      const text = svg("text", place, label ?? "");
+      if (!label) continue;
+      const text = svg("text", { x: x1 + 3 * pixel, y: y1 + 13 * pixel, "stroke-width": 2.5 * pixel }, label);
       text.style.fontSize = `${11 * pixel}px`;
       drawn.append(text);
     }
