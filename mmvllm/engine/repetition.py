@@ -6,8 +6,6 @@ all patterns are compared again with every token. Here a search also says how ma
 the least: there is none to find before.
 """
 
-from collections.abc import Sequence
-
 MAX_PERIOD = 64  # tokens that are repeated as one
 MIN_REPEATS = 4
 MIN_TOKENS = 64  # of the repetition: what is shorter is often meant, such as a row of zeros or dashes
@@ -18,20 +16,21 @@ def length_of(period: int) -> int:
     return max(MIN_TOKENS, MIN_REPEATS * period)
 
 
-def tokens_missing(token_ids: Sequence[int], start: int) -> int:
+_LEAST = min(length_of(period) - period for period in range(1, MAX_PERIOD + 1))  # where nothing is repeated yet
+
+
+def tokens_missing(token_ids: list[int], start: int) -> int:
     """How many more tokens could, at the earliest, make the end of `token_ids[start:]` a repetition; 0 if it is one."""
-    least = MIN_TOKENS
-    for period in range(1, MAX_PERIOD + 1):
-        needed = length_of(period)
-        missing = needed - period - _num_repeated(token_ids, start, period, needed - period)
-        if missing < least:
-            least = missing
-            if not least:
-                break
+    recent = token_ids[max(start, len(token_ids) - MAX_PERIOD - 1) :]
+    last, least = recent.pop() if recent else None, _LEAST
+    for period, token_id in enumerate(reversed(recent), 1):
+        if token_id == last:  # of other periods no token is repeated
+            needed = length_of(period) - period
+            least = min(least, needed - _num_repeated(token_ids, start, period, needed))
     return least
 
 
-def _num_repeated(token_ids: Sequence[int], start: int, period: int, enough: int) -> int:
+def _num_repeated(token_ids: list[int], start: int, period: int, enough: int) -> int:
     """How many of the last tokens equal the one a period before them; it counts up to `enough`."""
     end, first = len(token_ids) - 1, max(start + period, len(token_ids) - enough)
     at = end
