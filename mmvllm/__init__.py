@@ -20,6 +20,7 @@ _EXPORTS_BY_MODULE = {
     "mmvllm.sampling_params": ("SamplingParams",),
     "mmvllm.structured": ("StructuredOutputsParams",),
     "mmvllm.outputs": ("RequestOutput", "CompletionOutput", "Delta"),
+    "mmvllm.grounding": ("Box", "Point"),
     "mmvllm.errors": (
         *("RequestError", "ParameterError", "ImageError", "VideoError", "PromptTooLong"),
         *("RequestFailed", "RequestsAborted", "EngineBusy", "EngineStopped", "EngineFailed"),

@@ -1,21 +1,27 @@
 """What the engine returns: completions, finished requests, and the deltas of a stream."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from mmvllm.errors import RequestError
+from mmvllm.grounding import Box, Point
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion. `logprobs` has, per token, {token id: log-probability}: the chosen one, then the most likely."""
+    """One completion.
+
+    `logprobs` has, per token, {token id: log-probability}: the chosen one, then the most likely. `boxes` are the boxes
+    and points that the model wrote, in pixels of the request's images.
+    """
 
     text: str
     token_ids: list[int]
-    finish_reason: str  # "eos", "stop", "length", "aborted" or "error"
+    finish_reason: str  # "eos", "stop", "length", "repetition", "aborted" or "error"
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, float]] | None = None
+    boxes: tuple[Box | Point, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,10 @@ class RequestOutput:
         return self.completions[0].cumulative_logprob if self.completions else None
 
     @property
+    def boxes(self) -> tuple[Box | Point, ...]:
+        return self.completions[0].boxes if self.completions else ()
+
+    @property
     def queue_start_time(self) -> float | None:
         """When the request was prepared and had arrived."""
         return max(filter(None, (self.arrival_time, self.preparation_end_time)), default=None)
@@ -131,15 +141,23 @@ class RequestOutput:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and those of the first completion, of types that `json.dumps` takes."""
-        others = ("completions", "outputs", "exception", "metrics")
+        others = ("completions", "outputs", "exception", "metrics", "boxes")
         made = {name: getattr(self, name) for name in _NAMES if name not in others}
-        completions = [asdict(completion) for completion in self.completions]
-        return made | {"completions": completions, "metrics": asdict(self.metrics)}
+        completions = [*map(_completion_dict, self.completions)]
+        return made | {"boxes": _as_dicts(self.boxes), "completions": completions, "metrics": asdict(self.metrics)}
+
+
+def _completion_dict(completion: CompletionOutput) -> dict[str, Any]:
+    return asdict(replace(completion, boxes=())) | {"boxes": _as_dicts(completion.boxes)}
+
+
+def _as_dicts(boxes: tuple[Box | Point, ...]) -> list[dict[str, Any]]:
+    return [box.to_dict() for box in boxes]
 
 
 _NAMES = (
     *(field.name for field in fields(RequestOutput)),
-    *("outputs", "text", "token_ids", "finish_reason", "logprobs", "cumulative_logprob", "metrics"),
+    *("outputs", "text", "token_ids", "finish_reason", "logprobs", "cumulative_logprob", "boxes", "metrics"),
 )
 
 
@@ -161,7 +179,8 @@ class Delta:
     text: str
     token_ids: list[int]
     logprobs: list[dict[int, float]] | None = None
-    finish_reason: str | None = None  # "eos", "stop", "length" or "aborted", in the completion's last delta
+    finish_reason: str | None = None  # of `CompletionOutput`, in the last delta of the completion
     output: RequestOutput | None = None  # in the last delta of the request: all of it
     num_prompt_tokens: int = 0
     prompt_token_ids: list[int] | None = None  # in deltas of `AsyncLLM`: one list, which must not be changed
+    boxes: tuple[Box | Point, ...] = ()  # of `CompletionOutput`, in the last delta of the completion

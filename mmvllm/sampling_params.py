@@ -47,6 +47,8 @@ class SamplingParams:
         stop: strings that stop generation; the returned text ends before them.
         stop_token_ids: token ids that stop generation, in addition to the checkpoint's own.
         ignore_eos: continue after the end-of-sequence token and the checkpoint's max_new_tokens, until max_tokens.
+        stop_on_repetition: end a completion, with the finish reason "repetition", whose last tokens are one pattern of
+            at most 64 tokens, at least 4 times in a row and at least 64 tokens in all.
         seed: seed of the request's own random generator: the completion does not depend on the rest of the batch.
         structured: what the text must be: `StructuredOutputsParams`, or a dict of its fields, such as {"json": SCHEMA}.
         repetition_penalty: divides positive (multiplies negative) logits of tokens in prompt or completion, > 0.
@@ -72,6 +74,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    stop_on_repetition: bool = False
     seed: int | None = None
     structured: StructuredOutputsParams | None = None
     repetition_penalty: float = 1.0
@@ -108,9 +111,8 @@ class SamplingParams:
         self._integer("logprobs", "in [0, 20] or None", lambda v: 0 <= v <= 20, optional=True)
         self._tuple("stop", "strings that are not empty", lambda v: isinstance(v, str) and v)
         self._token_ids("stop_token_ids")
-        if self.ignore_eos not in (True, False):
-            raise ParameterError("ignore_eos", self.ignore_eos, "True or False")
-        object.__setattr__(self, "ignore_eos", bool(self.ignore_eos))
+        self._flag("ignore_eos")
+        self._flag("stop_on_repetition")
         object.__setattr__(self, "structured", as_structured(self.structured))
         self._check_structured()
 
@@ -135,6 +137,12 @@ class SamplingParams:
         if not _is_integer(value) or not accept(value):
             raise ParameterError(name, value, f"an integer {required}")
         object.__setattr__(self, name, int(value))
+
+    def _flag(self, name: str) -> None:
+        value = getattr(self, name)
+        if value not in (True, False):
+            raise ParameterError(name, value, "True or False")
+        object.__setattr__(self, name, bool(value))
 
     def _token_ids(self, name: str) -> None:
         self._tuple(name, "integers of at least 0", lambda v: _is_integer(v) and v >= 0)

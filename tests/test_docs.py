@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from mmvllm.captioning.output import FORMATS
+from mmvllm.captioning.presets import PRESETS
 from mmvllm.captioning.record import COLUMNS
-from mmvllm.captioning.settings import PRESETS
 from mmvllm.server.protocol import ChatRequest, CompletionRequest
 from mmvllm.server.responses_request import ResponsesRequest
 from mmvllm.server.run import SEND_SECONDS

@@ -44,6 +44,7 @@ NOT_DRAWN = {
     "stop": ENDS,
     "stop_token_ids": ENDS,
     "ignore_eos": ENDS,
+    "stop_on_repetition": ENDS,
     "seed": "the seeds of sequences are made from it",
     "logprobs": "sampler.Logprobs",
     "n": "sequences of the engine",
@@ -53,7 +54,7 @@ NOT_DRAWN = {
     "structured": "engine/grammar.py",
 }
 NOT_WARMED_UP = {
-    **dict.fromkeys(("stop", "stop_token_ids", "n"), "takes no path of the sampler"),
+    **dict.fromkeys(("stop", "stop_token_ids", "stop_on_repetition", "n"), "takes no path of the sampler"),
     **dict.fromkeys(("allowed_token_ids", "bad_words"), "takes the path of no_repeat_ngram_size"),
     "structured": "takes the path of no_repeat_ngram_size",
     "logits_processors": "are the caller's own functions",
@@ -79,6 +80,7 @@ NOT_ON_THE_PAGE = {
     **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "no_repeat_ngram_size"), FEW_CONTROLS),
     "logits_processors": FEW_CONTROLS,
     "structured": FEW_CONTROLS,
+    "stop_on_repetition": FEW_CONTROLS,
 }
 EXCEPTIONS = [NOT_DRAWN, NOT_WARMED_UP, NOT_OVER_HTTP, NOT_IN_CHATS, NOT_ON_THE_COMMAND_LINE, NOT_ON_THE_PAGE]
 

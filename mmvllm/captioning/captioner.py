@@ -181,7 +181,7 @@ class _TasksInFlight:
     def _copy(self, work: _Work, original: dict) -> dict:
         """The original's caption or error for a duplicate."""
         own = {"duplicate_of": original["path"], "seconds": 0.0}
-        return original | _describe(self._settings, work, original["error"]) | own
+        return dict.fromkeys(COLUMNS) | original | _describe(self._settings, work, original["error"]) | own
 
 
 def failure(settings: CaptionSettings, task: Task, reason: str) -> dict:
@@ -193,6 +193,7 @@ def _record(settings: CaptionSettings, work: _Work, output: RequestOutput) -> di
     error = _reason(work.task.item, output)
     made = {
         "caption": settings.caption(output.text) if error is None else None,
+        "boxes": [box.to_dict() for box in output.boxes] or None,
         "prompt_tokens": output.num_prompt_tokens,
         "image_tokens": min(work.num_media_tokens, output.num_prompt_tokens),
         "completion_tokens": len(output.token_ids),

@@ -97,7 +97,7 @@ def finalized(task: Task, record: dict, settings: CaptionSettings, index: Index)
     if not task.is_image:
         return record | {"finish_reason": None}
     if task.item.error is not None and record["error"] is None:  # its caption file cannot be written
-        nothing = dict.fromkeys((*SEEN, "caption", "duplicate_of", "seconds"))
+        nothing = dict.fromkeys((*SEEN, "caption", "boxes", "duplicate_of", "seconds"))
         counts = dict.fromkeys(("prompt_tokens", "image_tokens", "completion_tokens"), 0)
         nothing |= dict.fromkeys({OBJECT} & record.keys())
         return record | nothing | asked_of(task.item) | counts | {"error": task.item.error, "finish_reason": "error"}
@@ -108,7 +108,7 @@ def finalized(task: Task, record: dict, settings: CaptionSettings, index: Index)
         record |= {"duplicate_of": None}
         keep_caption(settings, index, record)
         return record
-    same = ("caption", "prompt_tokens", "image_tokens", "completion_tokens", "finish_reason", OBJECT)
+    same = ("caption", "boxes", "prompt_tokens", "image_tokens", "completion_tokens", "finish_reason", OBJECT)
     return (
         record
         | {name: original[name] for name in same if name in original}

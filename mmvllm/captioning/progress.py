@@ -24,6 +24,7 @@ class Progress:
         self.num_failed_before = 0
         self.passed_over = Counts()  # files that are neither images nor videos, by suffix
         self.reasons = Counts()  # of the failures
+        self.num_repetitions = 0  # captions that were ended because they repeated themselves
         self.num_tokens = 0  # of captions that the model wrote
         self.num_cut = 0  # captions, with those of duplicates, whose object is not complete
         self.num_clips = 0  # with a caption; a part of the above
@@ -68,6 +69,7 @@ class Progress:
         else:
             self.num_captioned += 1
             self.num_tokens += record["completion_tokens"]
+            self.num_repetitions += record["finish_reason"] == "repetition"
 
     def skip(self, has_failed: bool) -> None:
         self.num_skipped += 1

@@ -13,6 +13,7 @@ import xxhash
 from mmvllm.captioning.context import check_context
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.objects import schema_text
+from mmvllm.captioning.presets import DEFAULT_PROMPT, PRESETS
 from mmvllm.captioning.video_sampling import VideoSampling
 from mmvllm.processors.bounds import pixel_bounds
 from mmvllm.processors.load import MAX_SOURCE_PIXELS
@@ -26,36 +27,6 @@ FIRST_SETTINGS = (
     *("model", "dtype", "system", "prompt", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels"),
     *("prefix", "suffix", "trigger_word", "caption_files"),
 )
-DEFAULT_PROMPT = "Describe this image."
-PRESETS = {
-    "short": "Describe this image in one short sentence.",
-    "detailed": "Describe this image in detail: the subject, the setting, colors, positions, actions and the style.",
-    "alt-text": "Write alt text for this image for people who cannot see it: one or two plain sentences, at most 125 "
-    "characters, without opening words such as 'image of'.",
-    "tags": "List tags for this image: lowercase keywords for subject, setting, colors, style and mood, separated by "
-    "commas, and nothing else.",
-    "ocr": "Write out all text in this image exactly as it stands, line by line, and nothing else.",
-    "tags-json": "Describe this image as a JSON object: subject, setting and style in a few words each, colors as a "
-    "list, and tags, a list of lowercase keywords.",
-    "product-json": "Describe the product in this image for a shop, as a JSON object: title, category, color, material "
-    "and condition in a few words each, description in one or two sentences, and features, a list of short phrases.",
-}
-
-
-def _object_of(texts: dict[str, int], lists: dict[str, int]) -> dict[str, Any]:
-    """The schema of an object with texts of at most so many characters, and lists of at most so many short texts."""
-    short = {"type": "string", "minLength": 1, "maxLength": 40}
-    properties = {name: {"type": "string", "maxLength": length} for name, length in texts.items()}
-    properties |= {name: {"type": "array", "items": short, "maxItems": number} for name, number in lists.items()}
-    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-
-
-PRESET_SCHEMAS = {
-    "tags-json": _object_of({"subject": 80, "setting": 80, "style": 80}, {"colors": 6, "tags": 16}),
-    "product-json": _object_of(
-        {"title": 80, "category": 40, "color": 40, "material": 40, "condition": 40, "description": 300}, {"features": 8}
-    ),
-}
 _VIDEO_PROMPTS = {prompt: prompt.replace("image", "video") for prompt in (DEFAULT_PROMPT, *PRESETS.values())}
 
 
@@ -73,6 +44,9 @@ class CaptionSettings:
     Of a video `video_fps` frames per second are sampled, 2 by default, or `video_frames`, with at most
     `video_max_pixels` each. With `clip_seconds`, longer videos are captioned as clips of this length. With
     `animations_as_clips`, GIF, WebP, AVIF, APNG and TIFF files of several frames are videos.
+
+    Captions that repeat themselves are ended, unless `stop_on_repetition` is false. Earlier versions did not end them;
+    nevertheless their outputs are resumed by runs that do.
 
     Existing outputs are resumed by names, values and defaults of the fields: a new field needs a default that stands
     for what was done before it, and keeps it. To rename or remove a field, raise `VERSION` in settings_file.py and
@@ -103,6 +77,7 @@ class CaptionSettings:
     clip_seconds: float | None = None
     animations_as_clips: bool = False
     schema: str | None = None
+    stop_on_repetition: bool = True
 
     def __post_init__(self):
         texts = {name: getattr(self, name) for name in ("prefix", "suffix", "trigger_word")}
@@ -124,6 +99,7 @@ class CaptionSettings:
             max_tokens=self.max_tokens,
             temperature=self.temperature,
             seed=self.seed,
+            stop_on_repetition=self.stop_on_repetition,
             # Line breaks and indents would cost tokens, and the object does not have them.
             structured=None if self.schema is None else {"json": self.schema, "whitespace_pattern": " ?"},
         )

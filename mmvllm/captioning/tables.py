@@ -1,6 +1,7 @@
 """Writes the records of a journal as one table, for spreadsheets and data frames."""
 
 import csv
+import json
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -20,7 +21,7 @@ def write_csv(path: Path, records: Iterable[dict], of_objects: dict[str, Any]) -
             table = csv.DictWriter(file, COLUMNS | of_objects, extrasaction="ignore")  # edited records have one more
             table.writeheader()
             columns = dict.fromkeys(of_objects, str)
-            table.writerows(with_columns(record, columns) for record in records)
+            table.writerows(_as_cells(with_columns(record, columns)) for record in records)
         sync(temporary)
 
 
@@ -29,15 +30,24 @@ def write_parquet(path: Path, records: Iterable[dict], of_objects: dict[str, Any
     import pyarrow as pa
     from pyarrow import parquet
 
-    types = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_(), TEXTS: pa.list_(pa.string())}
+    types = {str: pa.string(), list: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
+    types[TEXTS] = pa.list_(pa.string())
     schema = pa.schema([(name, types[kind]) for name, kind in (COLUMNS | of_objects).items()])
 
     with replacing(path) as temporary:
         with parquet.ParquetWriter(temporary, schema) as table:
-            rows = (_as_unicode(with_columns(record, of_objects)) for record in records)
+            rows = (_as_unicode(with_columns(_as_cells(record), of_objects)) for record in records)
             while group := list(islice(rows, ROWS_PER_GROUP)):
                 table.write_table(pa.Table.from_pylist(group, schema))
         sync(temporary)
+
+
+def _as_cells(record: dict) -> dict:
+    """The record with lists as JSON."""
+    return {
+        name: json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
+        for name, value in record.items()
+    }
 
 
 def _as_unicode(record: dict) -> dict:

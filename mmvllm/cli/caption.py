@@ -13,7 +13,8 @@ from mmvllm.captioning.errors import explained
 from mmvllm.captioning.files import FILE_FORMATS
 from mmvllm.captioning.find import find_items
 from mmvllm.captioning.output import FORMATS, check_output
-from mmvllm.captioning.settings import DEFAULT_PROMPT, PRESET_SCHEMAS, PRESETS, CaptionSettings
+from mmvllm.captioning.presets import DEFAULT_PROMPT, PRESET_SCHEMAS, PRESETS
+from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.cli.caption_records import Printer, own_stdout
 from mmvllm.cli.caption_summary import as_lines, summarize
 from mmvllm.cli.checks import check, tell_if_bundled
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 # Arguments that are passed to `caption_images` under the same names.
 PASSED_ON = (
     *("system", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels", "prefix", "suffix", "trigger_word"),
+    "stop_on_repetition",
     *("video_fps", "video_frames", "video_max_pixels", "clip_seconds", "animations_as_clips"),
     *("context_from", "context_mode", "caption_extension", "schema", "allow_special_tokens", "chat_template_kwargs"),
     *("dtype", "quantization", "output", "format", "output_dir", "overwrite", "append_anyway", "skip_existing"),
@@ -101,6 +103,12 @@ def _add_prompt(group: argparse._ArgumentGroup) -> None:
         help="sampling temperature; 0 is greedy (default: %(default)s)",
     )
     group.add_argument("--seed", type=int, metavar="N", help="seed that makes sampled captions reproducible")
+    group.add_argument(
+        "--stop-on-repetition",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="end captions that repeat themselves; their finish_reason is repetition (default: %(default)s)",
+    )
     group.add_argument("--min-pixels", type=at_least_one, metavar="N", help="enlarge smaller images to this area")
     group.add_argument(
         "--max-pixels", type=at_least_one, metavar="N", help="shrink larger images to this area, which is faster"

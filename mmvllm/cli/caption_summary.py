@@ -22,6 +22,7 @@ def summarize(job: "CaptionRun") -> dict[str, str]:
         "failed before": f"{failed_before:,} (recorded by an earlier run){again}",
         "skipped": f"{p.num_skipped - p.num_failed_before:,} {_skipped(job)}",
     }
+    rows |= {"repetitions": f"{p.num_repetitions:,} (the caption was ended where it repeated itself)"}
     rows = {label: text for label, text in rows.items() if label == "captioned" or text[0] != "0"}
     if p.reasons:
         rows["reasons"] = "\n".join(f"{number:,} {name}" for name, number in p.reasons.shown(MOST))

@@ -70,7 +70,9 @@ class LLMEngine:
             block_size=self.block_size,
             seed=config.seed,
         )
-        self.output_processor = OutputProcessor(self.tokenizer, eos_token_ids)
+        self.output_processor = OutputProcessor(
+            self.tokenizer, eos_token_ids, self.media_rules and self.media_rules.boxes
+        )
         self.scheduler = Scheduler(
             BlockManager(self.model_runner.num_blocks, self.block_size, config.enable_prefix_caching),
             self.encoder_cache,

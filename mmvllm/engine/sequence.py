@@ -32,6 +32,7 @@ class FinishReason(Enum):
     EOS = "eos"
     STOP = "stop"
     LENGTH = "length"
+    REPETITION = "repetition"
     ABORTED = "aborted"
     PREEMPTED = "preempted"
     ERROR = "error"
@@ -118,6 +119,7 @@ class Sequence:
         self.first_token_time: float | None = None
         self.logprobs: list[dict[int, float]] = []
         self.cumulative_logprob = 0.0
+        self.next_repetition_check = 0  # completion tokens before which none can be found
 
         # Written by the block manager.
         self.block_table: list[int] = []

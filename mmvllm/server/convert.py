@@ -28,7 +28,7 @@ COMPLETION_TOKENS = 16
 PARAMS_OF_BOTH_APIS = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("logit_bias", "allowed_token_ids", "bad_words", "no_repeat_ngram_size"),
-    *("n", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos"),
+    *("n", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "stop_on_repetition"),
 )
 # The engine's default is greedy. The other defaults are the same in both APIs.
 OPENAI_DEFAULTS = MappingProxyType({"temperature": 1.0})

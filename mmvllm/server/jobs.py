@@ -105,7 +105,9 @@ class JobFactory:
         use = self._tool_use(body)
         prompt = self.prompt(body, use.tools, reservation)
         tokenizer, ids = self._engine.tokenizer, bool(body.return_token_ids)
-        builder = ChatResponseBuilder(body.model, tokenizer, use.params.logprobs, ids, functions=use.names)
+        boxes = body.mmvllm.boxes if body.mmvllm else None
+        options = {"functions": use.names, "boxes": boxes}
+        builder = ChatResponseBuilder(body.model, tokenizer, use.params.logprobs, ids, **options)
         field = use.field or structured_field(body)
         described = partial(described_chat, body)
         return CompletionJob([prompt.request], use.params, builder, described, prompt, field, **_streaming(body))

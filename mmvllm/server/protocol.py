@@ -92,6 +92,9 @@ class SamplingRequest(StructuredFields):
     stop_token_ids: StopTokenIds | None = None
     min_tokens: int | None = Field(None, ge=0, lt=INT64)
     ignore_eos: bool | None = None
+    stop_on_repetition: bool | None = Field(
+        None, description='End choices that repeat themselves, with finish_reason "repetition".'
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Ignored = None
@@ -118,6 +121,16 @@ class SamplingRequest(StructuredFields):
     early_stopping: Ignored = None  # of beam search
     spaces_between_special_tokens: Ignored = None  # special tokens are skipped
     request_id: Ignored = None
+
+
+class Extras(StrictModel):
+    """What mmvllm returns beyond other servers."""
+
+    boxes: bool | Literal["stored"] | None = Field(
+        None,
+        description="Return boxes and points as mmvllm.boxes of each choice: true in pixels of the upright image, "
+        '"stored" in pixels of the image before its EXIF rotation.',
+    )
 
 
 class ChatPrompt(StrictModel):
@@ -156,6 +169,7 @@ class ChatRequest(ChatPrompt, SamplingRequest):
     max_tokens: int | None = Field(None, ge=1, lt=INT64, description="The older name of max_completion_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    mmvllm: Extras | None = Field(None, description="Adds a field of this name to each choice.")
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     tool_choice: ToolChoice | None = Field(None, description="Default: auto.")
     parallel_tool_calls: bool | None = Field(None, description="Whether several calls may come at once. Default: true.")

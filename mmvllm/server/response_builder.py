@@ -5,15 +5,16 @@ import time
 import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from mmvllm.engine.detokenizer import special_ids, token_bytes
+from mmvllm.grounding import Box, Point
 from mmvllm.outputs import Delta, RequestOutput
 from mmvllm.processors.tool_calls import CallPiece, ToolCallParser, read_tool_calls
 from mmvllm.server.errors import ApiError
 from mmvllm.server.responses import ChatCompletion, Completion, Usage
 
-FINISH_REASONS = {None: None, "eos": "stop", "stop": "stop", "length": "length"}
+FINISH_REASONS = {None: None, "eos": "stop", "stop": "stop", "length": "length", "repetition": "repetition"}
 NO_LOGPROB = -9999.0  # JSON has no infinity
 
 
@@ -60,6 +61,7 @@ class ChoiceBuffer:
     token_ids: list[int] = field(default_factory=list)
     prompt_token_ids: list[int] | None = None
     finish_reason: str | None = None
+    boxes: tuple[Box | Point, ...] = ()
 
     def add(self, delta: Delta) -> None:
         self.text.append(delta.text)
@@ -67,6 +69,7 @@ class ChoiceBuffer:
         self.prompt_token_ids = delta.prompt_token_ids
         self.logprobs += delta.logprobs or []
         self.finish_reason = FINISH_REASONS[delta.finish_reason]
+        self.boxes = delta.boxes
 
 
 class ResponseBuilder:
@@ -123,10 +126,12 @@ class ChatResponseBuilder(ResponseBuilder):
 
     kind, chunk_kind, id_prefix, prompt_field = "chat.completion", "chat.completion.chunk", "chatcmpl", "messages"
 
-    def __init__(self, *args: Any, functions: Collection[str] = ()):
-        """`functions` are the names of those whose calls are looked for in completions; others are as of the base."""
+    def __init__(self, *args: Any, functions: Collection[str] = (), boxes: bool | Literal["stored"] | None = None):
+        """`functions` are the names of those whose calls are looked for in completions; with `boxes`, each choice has
+        those that the model wrote: "stored" in pixels of the image as it is stored. Others are as of the base.
+        """
         super().__init__(*args)
-        self._functions = functions
+        self._functions, self._with_boxes = functions, boxes
         self._parsers: dict[int, ToolCallParser] = {}  # by choice
 
     def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> ChatCompletion:
@@ -149,6 +154,7 @@ class ChatResponseBuilder(ResponseBuilder):
             "logprobs": self._logprobs(choice.logprobs),
             "finish_reason": _reason(choice.finish_reason, bool(calls)),
             **self._token_ids(choice.token_ids),
+            **self._extras(choice.boxes),
         }
 
     def first_chunks(self, num_choices: int, delta: Delta) -> list[dict]:
@@ -169,6 +175,8 @@ class ChatResponseBuilder(ResponseBuilder):
             return []
         *first, last = parts or [{}]
         made = [{"index": index, "delta": part, "logprobs": None, "finish_reason": None} for part in first]
+        if delta.finish_reason is not None:
+            others |= self._extras(delta.boxes)
         return [
             *map(self._chunk, made),
             self._chunk({"index": index, "delta": last, **others, "finish_reason": reason}),
@@ -182,6 +190,13 @@ class ChatResponseBuilder(ResponseBuilder):
         pieces = parser.feed(delta.text, is_last=delta.finish_reason is not None)
         parts = [{"content": one} if isinstance(one, str) else {"tool_calls": [_call_part(one)]} for one in pieces]
         return parts, parser.num_calls > 0
+
+    def _extras(self, boxes: Sequence[Box | Point]) -> dict[str, Any]:
+        """The field of a whole choice that only mmvllm has, if the request asks for it."""
+        if not self._with_boxes:
+            return {}
+        shown = (box.in_stored_pixels() for box in boxes) if self._with_boxes == "stored" else boxes
+        return {"mmvllm": {"boxes": [box.to_dict() for box in shown]}}
 
     def _logprobs(self, entries: Sequence[dict[int, float]]) -> dict | None:
         if self._top_logprobs is None:

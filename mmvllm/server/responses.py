@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_serializer
 
 
 class PromptTokensDetails(BaseModel):
@@ -18,7 +18,7 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+FinishReason = Literal["stop", "length", "tool_calls", "repetition"]  # the last one is vLLM's, for who asks for it
 # Fields that only some responses have: what a request does not ask for is left out.
 TokenIds = Annotated[list[int] | None, Field(None, exclude_if=lambda value: value is None)]
 
@@ -54,12 +54,31 @@ class ResponseMessage(BaseModel):
     tool_calls: Annotated[list[ToolCall] | None, Field(None, exclude_if=lambda value: value is None)]
 
 
+class BoxEntry(BaseModel):
+    """A box with corners x1, y1, x2 and y2, or a point x and y, in pixels of an image of the request."""
+
+    label: str | None
+    image: int
+    box: list[float] | None = None
+    point: list[float] | None = None
+    quad: list[list[float]] | None = None
+
+
+class ChoiceExtras(BaseModel):
+    boxes: list[BoxEntry]
+
+    @field_serializer("boxes")
+    def _given(self, boxes: list[BoxEntry]) -> list[dict]:
+        return [box.model_dump(exclude_unset=True) for box in boxes]
+
+
 class ChatChoice(BaseModel):
     index: int
     message: ResponseMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     token_ids: TokenIds
+    mmvllm: Annotated[ChoiceExtras | None, Field(None, exclude_if=lambda value: value is None)]
 
 
 class ChatCompletion(BaseModel):
