@@ -16,7 +16,7 @@ class ServerSettings:
 
     Args:
         model_names: the names under which requests may address the model.
-        api_keys: keys that are accepted for /v1, /tokenize, /detokenize, /docs, /openapi.json; if empty, they need none.
+        api_keys: keys that are accepted for /v1, /tokenize, /detokenize, /docs, /openapi.json; if empty, all are open.
         cors_origins: origins whose pages may call the server; "*" allows every origin.
         max_pixels: limit for images with detail "auto"; default: the checkpoint's limit, but at most 1280 tokens.
         max_images: images per request.
