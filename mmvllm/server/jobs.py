@@ -20,7 +20,8 @@ from mmvllm.server.limits import ByteReservation
 from mmvllm.server.protocol import ChatPrompt, ChatRequest, CompletionRequest, ProcessorKwargs, SamplingRequest
 from mmvllm.server.response_builder import ChatResponseBuilder, CompletionResponseBuilder, ResponseBuilder
 from mmvllm.server.response_object import ResponseObjectBuilder
-from mmvllm.server.responses_request import ResponsesRequest, as_chat, in_text_options, named_as_input
+from mmvllm.server.responses_as_chat import as_chat, in_text_options, named_as_input
+from mmvllm.server.responses_request import ResponsesRequest
 from mmvllm.server.settings import ServerSettings
 from mmvllm.server.structured import StructuredField, structured_field
 from mmvllm.server.tokens import TokenizeChat, TokenizeText

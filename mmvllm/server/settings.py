@@ -16,7 +16,8 @@ class ServerSettings:
 
     Args:
         model_names: the names under which requests may address the model.
-        api_keys: keys that are accepted for /v1, /tokenize, /detokenize, /docs, /openapi.json; if empty, all are open.
+        api_keys: keys that are accepted for /v1, /tokenize, /detokenize, /docs and /openapi.json; if empty, these need
+            no key.
         cors_origins: origins whose pages may call the server; "*" allows every origin.
         max_pixels: limit for images with detail "auto"; default: the checkpoint's limit, but at most 1280 tokens.
         max_images: images per request.
