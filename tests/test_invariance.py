@@ -11,7 +11,7 @@ from tests.helpers.rank_threads import use_rank_threads
 from tests.helpers.requests import ask, grids_of, noise_image, patches_of, spans_of
 from tests.helpers.shapes import every_family
 
-pytestmark = every_family
+pytestmark = [every_family, pytest.mark.thinned]
 WAYS = [
     pytest.param({"async_scheduling": False}, id="plain"),
     pytest.param({"async_scheduling": True}, id="ahead"),

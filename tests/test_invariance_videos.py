@@ -10,7 +10,7 @@ from tests.helpers.engines import assert_idle
 from tests.helpers.requests import ask, digests_of, frames, noise_image, spans_of
 from tests.helpers.shapes import every_family
 
-pytestmark = every_family
+pytestmark = [every_family, pytest.mark.thinned]
 both_ways = pytest.mark.parametrize("make_llm", [False, True], ids=["plain", "ahead"], indirect=True)
 
 GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)

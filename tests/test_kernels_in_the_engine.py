@@ -60,11 +60,12 @@ def interpreted(monkeypatch) -> set[str]:
     return ran
 
 
-# Those of the last shape are among the kernels of the two before it, which run with the slow tests.
-SLOW = [pytest.param(13, shape, marks=pytest.mark.slow) for shape in RICHEST[1:-1]]
+# The kernels of the last shape are nearly all; those of the others run with the slow tests.
+CASES = [(4096, RICHEST[0]), *((13, shape) for shape in RICHEST)]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES[:-1]]
 
 
-@pytest.mark.parametrize(("budget", "shape"), [(4096, RICHEST[0]), (13, RICHEST[0]), *SLOW, (13, RICHEST[-1])], ids=str)
+@pytest.mark.parametrize(("budget", "shape"), [*SLOW, CASES[-1]], ids=str)
 def test_same_tokens_as_with_the_references(budget, shape, checkpoints, make_llm, request):
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     drawn = replace(params, max_tokens=3, temperature=0.8, top_k=50, top_p=0.9, seed=3, presence_penalty=1.5)
@@ -78,6 +79,7 @@ def test_same_tokens_as_with_the_references(budget, shape, checkpoints, make_llm
     assert ran >= ALWAYS | PENALTIES | ALSO[shape]
 
 
+@pytest.mark.slow
 def test_same_tokens_in_8_bit_floats(checkpoints, make_llm, monkeypatch, request):
     """The products are those of the reference, because only GPUs have others."""
     round_to_e4m3_exactly(monkeypatch)

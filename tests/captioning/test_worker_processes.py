@@ -71,6 +71,7 @@ class CrashingProcessor(CallersProcessor):
         return super().__call__(text, images, return_tensors)
 
 
+@pytest.mark.slow
 def test_an_image_that_ends_its_process_fails_alone(folder, checkpoint):
     with LLM(checkpoint, processor=CrashingProcessor(checkpoint, width=61), **ENGINE) as llm:
         made = caption_images(folder, llm=llm, max_tokens=4, worker_processes=True, workers=1)

@@ -9,6 +9,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "benchmarks"))
 import routing
 
+pytestmark = pytest.mark.thinned
+
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 

@@ -9,6 +9,8 @@ from mmvllm.bench.accuracy import NUM_VALUES
 from mmvllm.kernels.paged_attention import paged_attention, paged_attention_torch, paged_attention_triton
 from tests.helpers.kernels import assert_no_worse
 
+pytestmark = pytest.mark.thinned
+
 
 class Step:
     """Random sequences in a shuffled cache of NaN: the arguments of a call, and the exact result in float64."""

@@ -18,6 +18,8 @@ from mmvllm.processors.video_limits import VideoLimits
 from mmvllm.processors.video_stream import VideoStream
 from tests.helpers.videos import FramesAt, declare_seconds, frame_at, full_decode, make_clip, make_sound
 
+pytestmark = pytest.mark.thinned
+
 CLIPS = [
     ("h264.mp4", "libx264"),
     ("h264.mov", "libx264"),
