@@ -88,7 +88,7 @@ def test_three_processes(checkpoints, make):
     three.exit()
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("num_steps", [0, 1, 5], ids=["prefill", "first token", "decode"])
 def test_a_killed_process_ends_all_requests_with_the_reason(num_steps, make):
     """The process is stopped first, so that the step waits for it in an operation, and then killed."""
@@ -199,6 +199,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "number"),
     [

@@ -9,7 +9,10 @@ OTHER_RUNS = ("slow", "gpu", "browser", "clients")  # cases with these markers a
 
 
 def thin(items: Iterable[pytest.Item]) -> None:
-    """Mark cases of tests with the marker `thinned` as slow: those that add no value of a parameter to the others."""
+    """Mark cases of tests with the marker `thinned` as slow: those that add no value of a parameter to the others.
+
+    With a number, `thinned(3)`, so many of the others are left at most, evenly spread.
+    """
     matrices: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         is_thinned = item.get_closest_marker("thinned") is not None and hasattr(item, "callspec")
@@ -17,6 +20,7 @@ def thin(items: Iterable[pytest.Item]) -> None:
             matrices[item.nodeid.partition("[")[0]].append(item)
     for cases in matrices.values():
         kept = _cover([{(name, id(value)) for name, value in case.callspec.params.items()} for case in cases])
+        kept = _spread(kept, *cases[0].get_closest_marker("thinned").args)
         for index, case in enumerate(cases):
             if index not in kept:
                 case.add_marker(pytest.mark.slow)
@@ -30,3 +34,8 @@ def _cover(cases: list[set[tuple[str, int]]]) -> set[int]:
         kept.add(best)
         missing -= cases[best]
     return kept
+
+
+def _spread(kept: set[int], most: int | None = None) -> set[int]:
+    ordered = sorted(kept)
+    return kept if most is None or most >= len(kept) else {ordered[i * len(ordered) // most] for i in range(most)}
