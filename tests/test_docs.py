@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -24,6 +25,15 @@ from tests.helpers.option_tables import with_tables
 
 BLOCKS = [block for path in DOCUMENTS for block in blocks_of(path)]
 SERVER = "http://127.0.0.1:8000"
+
+LONG = ("docs/captioning.md", "docs/performance.md")  # each takes half a minute
+
+
+def document(path: Path) -> Any:
+    """A parameter of a test that runs a document."""
+    name = str(path.relative_to(ROOT))
+    return pytest.param(path, id=name, marks=[pytest.mark.slow] if name in LONG else [])
+
 
 by_name = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
@@ -59,7 +69,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-@by_name
+@pytest.mark.parametrize("path", [document(path) for path in DOCUMENTS])
 def test_blocks_run(path, folder, monkeypatch, request):
     names = {"__name__": "__main__"}
     for block in blocks_of(path):

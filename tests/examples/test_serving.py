@@ -82,6 +82,7 @@ def test_a_missing_package_is_one_sentence(script, package):
     assert f"needs the {package} package: pip install" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [(), pytest.param(("--data-parallel-size", "2", "--kill", "1"), marks=pytest.mark.slow)],
