@@ -18,7 +18,10 @@ _EXPORTS_BY_MODULE = {
     "mmvllm.engine.llm_engine": ("LLMEngine",),
     "mmvllm.config": ("EngineConfig",),
     "mmvllm.sampling_params": ("SamplingParams",),
-    "mmvllm.outputs": ("RequestOutput", "CompletionOutput", "Delta"),
+    "mmvllm.outputs": (
+        *("RequestOutput", "CompletionOutput", "Delta", "Logprob"),
+        *("EmbeddingOutput", "ScoreOutput", "ContinuationScore"),
+    ),
     "mmvllm.errors": (
         *("RequestError", "ParameterError", "ImageError", "VideoError", "PromptTooLong"),
         *("RequestFailed", "RequestsAborted", "EngineBusy", "EngineStopped", "EngineFailed"),

@@ -16,6 +16,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import Future
+from contextlib import aclosing
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -38,6 +39,7 @@ from mmvllm.errors import (
     ParameterError,
     RequestError,
     RequestFailed,
+    RequestsAborted,
     first_line,
     without_frames,
 )
@@ -54,7 +56,8 @@ from mmvllm.intake import (
     with_own_token_ids,
 )
 from mmvllm.models.folder import model_name
-from mmvllm.outputs import Delta
+from mmvllm.outputs import Delta, EmbeddingOutput
+from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.load_video import Load
 from mmvllm.sampling_params import SamplingParams
 
@@ -129,6 +132,7 @@ class AsyncLLM:
         rules = self.media_rules = engine.media_rules  # None for a text-only checkpoint
         self.takes_videos = rules is not None and rules.takes_videos
         self.sampling_defaults = dict(engine.model_config.sampling_defaults)  # of generation_config.json
+        self.hidden_size = engine.model_config.hidden_size  # of embeddings
         self.max_model_len, self.max_num_seqs = engine.max_model_len, engine.max_num_seqs
         self.max_requests = self.max_num_seqs + max_waiting
         self.admission = AdmissionWindow(self.max_requests)
@@ -153,6 +157,7 @@ class AsyncLLM:
         *,
         timeout: float | None = None,
         load: Load | None = None,
+        pooling: PoolingParams | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Stream the completions of one request. Cancelling the task, or closing the generator, aborts the request.
 
@@ -163,6 +168,7 @@ class AsyncLLM:
             timeout: seconds from now until the request must be complete.
             load: reads the request's images and videos, in a thread; for untrusted media, a session's of
                 `mmvllm.decoding.MediaDecoder`.
+            pooling: generate nothing; there is one delta, whose output has the `embedding` of the prompt.
 
         Raises ValueError for a bad request, `EngineBusy`, `EngineStopped` or `EngineFailed` if it cannot be admitted or
         finished, `RequestFailed` if the device or the preparation fails, `DeadlineExceeded`, and whatever `request`
@@ -172,14 +178,15 @@ class AsyncLLM:
         check_lengths(sampling_params, 1)
         params = params_for(sampling_params, 0, own.get("sampling_params"))
         stream = self._admit(own.get("request_id") if request_id is None else request_id, params.n)
+        options = {} if pooling is None else {"pooling": pooling}
         timer = fetching = None
         try:
             if timeout is not None:
                 timer = stream.loop.call_later(timeout, self._end, stream, _deadline_exceeded(timeout))
             if callable(request):
-                fetching = asyncio.create_task(self._queue_when_fetched(stream, request, params, load))
+                fetching = asyncio.create_task(self._queue_when_fetched(stream, request, params, load, options))
             else:
-                self._queue(stream, request, params, load)
+                self._queue(stream, request, params, load, options)
             while True:
                 delta = await stream.get()
                 yield delta
@@ -189,6 +196,29 @@ class AsyncLLM:
             for pending in filter(None, (timer, fetching)):
                 pending.cancel()
             self._end(stream)
+
+    async def embed(
+        self,
+        request: Request | Callable[[], Awaitable[Request]],
+        *,
+        pooling: str = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        request_id: str | None = None,
+        timeout: float | None = None,
+        load: Load | None = None,
+    ) -> EmbeddingOutput:
+        """The vector of one request, as `LLM.embed` makes it; cancelling the task aborts the request.
+
+        The other arguments are those of `generate`, as are the errors; an aborted request raises `RequestsAborted`.
+        """
+        params = PoolingParams(pooling=pooling, normalize=normalize, dimensions=dimensions)
+        deltas = self.generate(request, None, request_id, timeout=timeout, load=load, pooling=params)
+        async with aclosing(deltas):
+            output = (await anext(deltas)).output
+        if output.finish_reason == "aborted":
+            raise RequestsAborted(f"request {output.request_id!r}: aborted", [output])
+        return EmbeddingOutput.of(output)
 
     async def abort(self, request_id: str) -> bool:
         """End a request; False if there is none with this id. On return its blocks and media are freed."""
@@ -273,9 +303,11 @@ class AsyncLLM:
             self._end(stream, RequestFailed(f"the request could not be fetched: {type(error).__name__}"))
             raise
 
-    def _queue(self, stream: _Stream, request: Request, params: SamplingParams, load: Load | None) -> None:
+    def _queue(
+        self, stream: _Stream, request: Request, params: SamplingParams, load: Load | None, options: dict[str, Any]
+    ) -> None:
         request = with_own_token_ids(request)
-        prepare, with_media = partial(self._prepare, stream, request, params, load), has_media(request)
+        prepare, with_media = partial(self._prepare, stream, request, params, load, options), has_media(request)
         with self._changed:
             if not stream.has_ended:  # else the pool may be shut down
                 self._preparation.submit(stream, prepare, with_media)
@@ -283,12 +315,14 @@ class AsyncLLM:
     def _num_waiting_bytes(self) -> int:
         return sum(stream.num_bytes for stream in self._streams.values() if not stream.has_begun)
 
-    def _prepare(self, stream: _Stream, request: Request, params: SamplingParams, load: Load | None) -> None:
+    def _prepare(
+        self, stream: _Stream, request: Request, params: SamplingParams, load: Load | None, options: dict[str, Any]
+    ) -> None:
         """Prepare a request and give it to the engine; in a worker thread."""
         try:
             prompt = self._intake.prepare(request, load)
-            options = request_options(request) if isinstance(request, dict) else {}
-            self._hand_over(stream, prompt, params, options)
+            own = request_options(request) if isinstance(request, dict) else {}
+            self._hand_over(stream, prompt, params, own | options)
         except ValueError as error:
             self._end(stream, without_frames(error))
         except MemoryError:  # without its frames, which hold what filled the memory

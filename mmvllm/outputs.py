@@ -4,7 +4,28 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import numpy as np
+
 from mmvllm.errors import RequestError
+
+
+class Logprob(float):
+    """A token's log-probability, with its rank, 1 where no token is more likely, and its text."""
+
+    __slots__ = ("decoded_token", "rank")
+
+    def __new__(cls, logprob: float, rank: int | None = None, decoded_token: str | None = None) -> "Logprob":
+        made = super().__new__(cls, logprob)
+        made.rank, made.decoded_token = rank, decoded_token
+        return made
+
+    @property
+    def logprob(self) -> float:
+        """The number itself, by the name that vLLM gives it."""
+        return float(self)
+
+
+LogprobsById = dict[int, Logprob]  # by token id: the token that is there, then the most likely ones
 
 
 @dataclass(slots=True)
@@ -15,14 +36,15 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str  # "eos", "stop", "length", "aborted" or "error"
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, float]] | None = None
+    logprobs: list[LogprobsById] | None = None
 
 
 @dataclass(slots=True)
 class RequestOutput:
     """One finished request. The fields of its first completion are its own too: `out.text`, or `out["text"]`.
 
-    Times are in seconds since the epoch; None where the request never reached that point.
+    Times are in seconds since the epoch; None where the request never reached that point. `prompt_logprobs` has, per
+    token of the prompt, what `CompletionOutput.logprobs` has, or None where there is nothing: at the first token.
     """
 
     request_id: str
@@ -36,6 +58,8 @@ class RequestOutput:
     first_token_time: float | None = None
     finish_time: float | None = None
     prompt_token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[LogprobsById | None] | None = None
+    embedding: np.ndarray | None = field(default=None, repr=False, compare=False)  # (dimensions,) float32
     exception: RequestError | None = field(default=None, repr=False, compare=False)  # `error` with its facts
 
     @property
@@ -56,7 +80,7 @@ class RequestOutput:
         return self.completions[0].finish_reason if self.completions else "error"
 
     @property
-    def logprobs(self) -> list[dict[int, float]] | None:
+    def logprobs(self) -> list[LogprobsById] | None:
         return self.completions[0].logprobs if self.completions else None
 
     @property
@@ -85,6 +109,7 @@ class RequestOutput:
     def to_dict(self) -> dict[str, Any]:
         """All fields and those of the first completion, of types that `json.dumps` takes."""
         made = {name: getattr(self, name) for name in _NAMES if name not in ("completions", "outputs", "exception")}
+        made["embedding"] = None if self.embedding is None else self.embedding.tolist()
         return made | {"completions": [asdict(completion) for completion in self.completions]}
 
 
@@ -92,6 +117,55 @@ _NAMES = (
     *(field.name for field in fields(RequestOutput)),
     *("outputs", "text", "token_ids", "finish_reason", "logprobs", "cumulative_logprob"),
 )
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """The vector of one request, or its `error`."""
+
+    request_id: str
+    embedding: np.ndarray | None  # (dimensions,) float32
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
+    num_image_tokens: int = 0
+    num_video_tokens: int = 0
+    error: str | None = None
+    exception: RequestError | None = field(default=None, repr=False, compare=False)  # `error` with its facts
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> "EmbeddingOutput":
+        """That of a request with `pooling` that has finished."""
+        return cls(*(getattr(output, own.name) for own in fields(cls)))
+
+
+@dataclass(frozen=True, slots=True)
+class ContinuationScore:
+    """One continuation of a prompt.
+
+    Args:
+        logprob: of all its tokens, given the prompt and those before them: the sum of `logprobs`.
+        is_greedy: whether no other token is more likely at any place, so that greedy decoding would give it.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    logprob: float
+    is_greedy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOutput:
+    """The continuations of one request, in the caller's order. The numbers of tokens are those of the prompt."""
+
+    scores: list[ContinuationScore]
+    num_prompt_tokens: int
+    num_image_tokens: int
+    num_video_tokens: int
+
+    @property
+    def best(self) -> int:
+        """The index of the most likely continuation."""
+        return max(range(len(self.scores)), key=lambda index: self.scores[index].logprob)
 
 
 @dataclass(slots=True)  # not frozen, which would make one of them for every token four times as slow
@@ -106,7 +180,7 @@ class Delta:
     index: int  # which of SamplingParams.n completions
     text: str
     token_ids: list[int]
-    logprobs: list[dict[int, float]] | None = None
+    logprobs: list[LogprobsById] | None = None
     finish_reason: str | None = None  # "eos", "stop", "length" or "aborted", in the completion's last delta
     output: RequestOutput | None = None  # in the last delta of the request: all of it
     num_prompt_tokens: int = 0

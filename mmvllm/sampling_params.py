@@ -19,7 +19,6 @@ ACCEPTED_VLLM_ARGUMENTS = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
-    "prompt_logprobs": (None,),
     "truncate_prompt_tokens": (None,),
     "logit_bias": (None, {}),
     "logits_processors": (None, []),
@@ -42,7 +41,7 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         min_p: keep tokens at least this fraction as likely as the most likely one, in [0, 1].
         max_tokens: maximum number of generated tokens; max_new_tokens of the checkpoint's generation_config.json, if it
-            is there, is a limit too.
+            is there, is a limit too. With prompt_logprobs it may be 0.
         min_tokens: minimum number of generated tokens before a stop condition applies.
         stop: strings that stop generation; the returned text ends before them.
         stop_token_ids: token ids that stop generation, in addition to the checkpoint's own.
@@ -52,6 +51,8 @@ class SamplingParams:
         presence_penalty: subtracted from the logits of tokens in the completion, in [-2, 2].
         frequency_penalty: subtracted from the logits of tokens in the completion once per occurrence, in [-2, 2].
         logprobs: return log-probabilities of each chosen token and of this many most likely tokens, 0 to 20.
+        prompt_logprobs: the same of each token of the prompt but the first; what is cached of the prompt is computed
+            again.
         n: number of completions of the prompt.
     """
 
@@ -69,6 +70,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     n: int = 1
 
     def __post_init__(self) -> None:
@@ -79,7 +81,9 @@ class SamplingParams:
         self._number("presence_penalty", "in [-2, 2]", lambda v: -2 <= v <= 2)
         self._number("frequency_penalty", "in [-2, 2]", lambda v: -2 <= v <= 2)
         self._integer("top_k", "of at least -1", lambda v: v >= -1)
-        self._integer("max_tokens", "of at least 1", lambda v: v >= 1)
+        self._integer("prompt_logprobs", "in [0, 20] or None", lambda v: 0 <= v <= 20, optional=True)
+        least = 1 if self.prompt_logprobs is None else 0
+        self._integer("max_tokens", f"of at least {least}", lambda v: v >= least)
         self._integer("min_tokens", f"in [0, max_tokens={self.max_tokens}]", lambda v: 0 <= v <= self.max_tokens)
         self._integer("n", "of at least 1", lambda v: v >= 1)
         self._integer("seed", "or None", lambda v: True, optional=True)

@@ -36,6 +36,7 @@ NOT_DRAWN = {
     "ignore_eos": ENDS,
     "seed": "the seeds of sequences are made from it",
     "logprobs": "sampler.Logprobs",
+    "prompt_logprobs": "read while the prompt is computed",
     "n": "sequences of the engine",
 }
 NOT_WARMED_UP = dict.fromkeys(("stop", "stop_token_ids", "n"), "takes no path of the sampler")
@@ -46,12 +47,13 @@ NOT_ON_THE_COMMAND_LINE = {
     **dict.fromkeys(("top_p", "top_k", "min_p"), FOR_CAPTIONS),
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), FOR_CAPTIONS),
     **dict.fromkeys(("min_tokens", "stop", "stop_token_ids", "ignore_eos", "n"), ONE_CAPTION),
-    "logprobs": "records have no column for them",
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), "records have no column for them"),
 }
 FEW_CONTROLS = "the page has few controls"
 NOT_ON_THE_PAGE = {
     **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), FEW_CONTROLS),
-    **dict.fromkeys(("min_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "logprobs"), FEW_CONTROLS),
+    **dict.fromkeys(("min_tokens", "stop", "stop_token_ids", "ignore_eos", "n"), FEW_CONTROLS),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), FEW_CONTROLS),
 }
 EXCEPTIONS = [NOT_DRAWN, NOT_WARMED_UP, NOT_IN_CHATS, NOT_ON_THE_COMMAND_LINE, NOT_ON_THE_PAGE]
 

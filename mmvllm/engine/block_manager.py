@@ -36,11 +36,11 @@ class BlockManager:
     def attach_prefix(self, seq: Sequence) -> int:
         """Give a sequence without blocks the longest cached prefix; return how many tokens that covers.
 
-        At least the last token is always left to compute, because its logits are wanted.
+        What `num_skippable_tokens` leaves out is computed: at least the last token, because its logits are wanted.
         """
         assert not seq.block_table, f"sequence {seq.seq_id} already has blocks"
         if self.enable_prefix_caching:
-            for i in range((seq.num_tokens - 1) // self.block_size):
+            for i in range(seq.num_skippable_tokens // self.block_size):
                 hit = self.cached.get(self._key(seq, i))
                 if hit is None:
                     break

@@ -70,6 +70,7 @@ class Executor:
         watch.mark("pack")
         logits = self.runner.run(inputs, watch)
         sampled = self.sampler(logits, *inputs.samples, self.runner.samples)
+        sampled.reading = self.runner.reading
         watch.mark("sample")
         self.runner.append(sampled.input_ids)
         watch.mark("append")

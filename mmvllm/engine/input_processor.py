@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -12,9 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from mmvllm.config import ModelConfig
 from mmvllm.engine.detokenizer import CompletionText
 from mmvllm.engine.encoder_cache import EncoderCache
+from mmvllm.engine.prompt_reads import LogprobReads, PooledReads, PromptReads
 from mmvllm.engine.sequence import Sequence, SequenceGroup
 from mmvllm.errors import ParameterError, PromptTooLong, RequestError
 from mmvllm.inputs import EngineInput, MediaRules
+from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.chat import tokenize
 from mmvllm.processors.tensors import input_from_tensors, own_token_ids
 from mmvllm.sampling_params import SamplingParams
@@ -74,6 +77,8 @@ class InputProcessor:
         cache_salt: str | None,
         arrival_time: float | None,
         trace_headers: Mapping[str, str] | None,
+        pooling: PoolingParams | None = None,
+        prompt_logprobs_from: int = 1,
     ) -> SequenceGroup:
         """The sequences of a request; raises RequestError for one that can never run."""
         _check_types(
@@ -82,9 +87,14 @@ class InputProcessor:
             cache_salt=(cache_salt, str | None),
             priority=(priority, int),
             arrival_time=(arrival_time, float | int | None),
+            pooling=(pooling, PoolingParams | None),
+            prompt_logprobs_from=(prompt_logprobs_from, int),
         )
         self._check_token_ids(prompt.token_ids)
-        self._check_fits(prompt)
+        self._check_pooling(pooling, params)
+        max_num_tokens = self._max_num_tokens(prompt, params, pooling)
+        self._check_fits(prompt, generates=max_num_tokens > len(prompt.token_ids) and params.max_tokens > 0)
+        reads = self._reads(prompt, params, pooling, prompt_logprobs_from)
         seed = f"{self._seed}:{next(self._unseeded)}" if params.seed is None else str(params.seed)
         arrival_time = time.time() if arrival_time is None else arrival_time
         seqs = [
@@ -96,19 +106,42 @@ class InputProcessor:
                 items=prompt.items,
                 positions=prompt.positions,
                 mrope_position_delta=prompt.position_delta,
-                max_num_tokens=self._max_num_tokens(prompt, params),
+                max_num_tokens=max_num_tokens,
                 seed=xxhash.xxh64_intdigest(f"{seed}:{i}".encode()),
                 priority=priority,
                 cache_salt=cache_salt,
                 arrival_time=arrival_time,
                 completion_text=CompletionText(self._tokenizer, params.stop) if params.stop else None,
+                reads=None if i else reads,  # of the sequence that computes the prompt
             )
             for i in range(params.n)
         ]
         return SequenceGroup(seqs, trace_headers)
 
-    def _max_num_tokens(self, prompt: EngineInput, params: SamplingParams) -> int:
+    def _check_pooling(self, pooling: PoolingParams | None, params: SamplingParams) -> None:
+        if pooling is not None:
+            pooling.check_dimensions(self._config.hidden_size)
+            if replace(params, seed=None) != SamplingParams():  # every request to one of several engines has a seed
+                message = "an embedding is not sampled; leave sampling_params out"
+                raise RequestError(message, param="sampling_params", value=params)
+
+    def _reads(
+        self, prompt: EngineInput, params: SamplingParams, pooling: PoolingParams | None, first: int
+    ) -> PromptReads | None:
+        """What is wanted of the prompt's hidden states; `first` is the first token whose log-probability is."""
+        num_tokens = len(prompt.token_ids)
+        if pooling is not None:
+            return PooledReads.of(pooling, num_tokens)
+        if params.prompt_logprobs is None:
+            return None
+        if not 1 <= first <= num_tokens:
+            raise ParameterError("prompt_logprobs_from", first, f"in [1, {num_tokens}], tokens of the prompt")
+        return LogprobReads(first - 1, num_tokens - 1, min(params.prompt_logprobs, self._config.vocab_size))
+
+    def _max_num_tokens(self, prompt: EngineInput, params: SamplingParams, pooling: PoolingParams | None) -> int:
         """Of prompt and completion. The checkpoint's own limit applies as its end-of-sequence token does."""
+        if pooling is not None:
+            return len(prompt.token_ids)
         limit = self._config.max_new_tokens
         if limit is None or params.ignore_eos:
             return self._max_model_len
@@ -124,15 +157,15 @@ class InputProcessor:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
                 raise RequestError(f"prompt has {token_id!r}, token ids are integers in [0, {vocab_size})")
 
-    def _check_fits(self, prompt: EngineInput) -> None:
+    def _check_fits(self, prompt: EngineInput, generates: bool) -> None:
         num_tokens, num_media_tokens = len(prompt.token_ids), prompt.num_media_tokens
-        if num_tokens >= self._max_model_len:
+        if num_tokens + generates > self._max_model_len:
             kinds = " and ".join(f"{name}s" for name in sorted({item.modality for item in prompt.items}))
             of_media = f" ({num_media_tokens} of them from {kinds})" if num_media_tokens else ""
             lower = f", lower {'fps, num_frames or ' if 'videos' in kinds else ''}max_pixels" if of_media else ""
             raise PromptTooLong(
-                f"prompt has {num_tokens} tokens{of_media}, max_model_len is {self._max_model_len} including the "
-                f"completion; shorten it{lower} or raise max_model_len",
+                f"prompt has {num_tokens} tokens{of_media}, max_model_len is {self._max_model_len}"
+                f"{' including the completion' if generates else ''}; shorten it{lower} or raise max_model_len",
                 value=num_tokens,
                 limit=self._max_model_len,
             )

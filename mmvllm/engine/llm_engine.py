@@ -32,6 +32,7 @@ from mmvllm.engine.warmup import WARMUP_PARAMS
 from mmvllm.errors import EngineFailed, RequestError, first_line
 from mmvllm.inputs import EngineInput
 from mmvllm.outputs import RequestOutput
+from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.tensors import Array
 from mmvllm.ranks import RanksFailed
 from mmvllm.sampling_params import SamplingParams
@@ -138,7 +139,7 @@ class LLMEngine:
             image_digests: bytes that identify each image in the caches; computed where not given.
             pixel_values_videos, video_grid_thw: the same for videos.
             second_per_grid_ts: seconds from one temporal patch of a video to the next, where the model uses them.
-            options: `priority`, `cache_salt`, `arrival_time` and `trace_headers` of `add`.
+            options: those of `add`.
         """
         prepared = self.input_processor.engine_input(
             prompt,
@@ -162,6 +163,8 @@ class LLMEngine:
         cache_salt: str | None = None,
         arrival_time: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        pooling: PoolingParams | None = None,
+        prompt_logprobs_from: int = 1,
     ) -> SequenceGroup:
         """Queue a prepared request and return its sequences; raises RequestError for one that can never run.
 
@@ -169,6 +172,9 @@ class LLMEngine:
             priority: lower runs first; among equals, the earlier arrival.
             cache_salt: prefix cache entries are shared only among requests with the same salt.
             trace_headers: kept with the request for the caller.
+            pooling: the output has the `embedding` of the prompt, and nothing is generated.
+            prompt_logprobs_from: token of the prompt that `SamplingParams.prompt_logprobs` begin at; what precedes it
+                may come from the prefix cache.
         """
         self.check_alive()
         request_id = self.new_request_id() if request_id is None else request_id
@@ -182,6 +188,8 @@ class LLMEngine:
             cache_salt=cache_salt,
             arrival_time=arrival_time,
             trace_headers=trace_headers,
+            pooling=pooling,
+            prompt_logprobs_from=prompt_logprobs_from,
         )
         self.scheduler.add(group)
         return group

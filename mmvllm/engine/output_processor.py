@@ -1,10 +1,12 @@
 """Why a sequence ends, what a request returns, and what is new of a completion while it is generated."""
 
 import time
+from functools import cache
 
-from mmvllm.engine.detokenizer import Pieces, TokenDecoder, pieces_of
+from mmvllm.engine.detokenizer import Pieces, TokenDecoder, pieces_of, token_bytes
+from mmvllm.engine.prompt_reads import LogprobReads, PooledReads
 from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
-from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
+from mmvllm.outputs import CompletionOutput, Delta, LogprobsById, RequestOutput
 
 
 class OutputProcessor:
@@ -13,6 +15,7 @@ class OutputProcessor:
     def __init__(self, tokenizer, eos_token_ids: frozenset[int]):
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
         self.num_tokens = 0  # that all sequences got so far
+        self._text_of = cache(lambda token_id: token_bytes(tokenizer, token_id).decode(errors="replace"))
 
     def finish_reason(self, seq: Sequence) -> FinishReason | None:
         """Why a sequence ends with the token that was just appended, or None; call it once for each token."""
@@ -46,16 +49,26 @@ class OutputProcessor:
             token_ids=seq.completion_token_ids,
             finish_reason=seq.finish_reason.value,
             cumulative_logprob=seq.cumulative_logprob if wants_logprobs else None,
-            logprobs=seq.logprobs if wants_logprobs else None,
+            logprobs=self.decoded(seq.logprobs) if wants_logprobs else None,
         )
+
+    def decoded(self, logprobs: list[LogprobsById | None]) -> list[LogprobsById | None]:
+        """The same, with the texts of tokens; a part of a character is replaced by U+FFFD."""
+        for found in filter(None, logprobs):
+            for token_id, logprob in found.items():
+                if logprob.decoded_token is None:
+                    logprob.decoded_token = self._text_of(token_id)
+        return logprobs
 
     def output(self, group: SequenceGroup) -> RequestOutput:
         """The output of a request that has finished, in whatever way."""
-        first = group.first_seq
+        first, reads = group.first_seq, group.first_seq.reads
         return RequestOutput(
             request_id=group.request_id,
             completions=[self.completion(seq) for seq in group.seqs],
             prompt_token_ids=first.prompt_token_ids,
+            prompt_logprobs=self.decoded(reads.logprobs) if isinstance(reads, LogprobReads) else None,
+            embedding=reads.vector if isinstance(reads, PooledReads) else None,
             num_prompt_tokens=first.num_prompt_tokens,
             num_cached_tokens=first.num_cached_tokens,
             num_image_tokens=first.num_media_tokens("image"),
@@ -72,7 +85,7 @@ class DeltaStream:
 
     def __init__(self, group: SequenceGroup, processor: OutputProcessor, pieces: Pieces):
         self.group, self._processor = group, processor
-        cursors = [_Cursor(seq, index, TokenDecoder(pieces)) for index, seq in enumerate(group.seqs)]
+        cursors = [_Cursor(seq, index, TokenDecoder(pieces), processor) for index, seq in enumerate(group.seqs)]
         self._cursors = cursors  # of the completions whose last delta has not been returned
 
     def deltas(self) -> list[Delta]:
@@ -94,11 +107,11 @@ class DeltaStream:
 class _Cursor:
     """One sequence, and how much of its completion has been decoded and returned."""
 
-    __slots__ = ("_decoder", "_end", "_held", "_num_chars", "_num_sent", "index", "seq")
+    __slots__ = ("_decoder", "_end", "_held", "_num_chars", "_num_sent", "_processor", "index", "seq")
 
-    def __init__(self, seq: Sequence, index: int, decoder: TokenDecoder):
+    def __init__(self, seq: Sequence, index: int, decoder: TokenDecoder, processor: OutputProcessor):
         """`decoder` is used unless the engine looks for stop strings, and keeps the text for that."""
-        self.seq, self.index, self._decoder = seq, index, decoder
+        self.seq, self.index, self._decoder, self._processor = seq, index, decoder, processor
         self._end = seq.num_prompt_tokens  # of the tokens that have been decoded
         self._held: list[int] = []  # decoded tokens whose text is not settled
         self._num_chars = self._num_sent = 0  # of the text, and of the log-probabilities, that have been returned
@@ -125,7 +138,7 @@ class _Cursor:
         self._held.clear()
         logprobs = None
         if seq.sampling_params.logprobs is not None:
-            logprobs = seq.logprobs[self._num_sent : self._num_sent + len(token_ids)]
+            logprobs = self._processor.decoded(seq.logprobs[self._num_sent : self._num_sent + len(token_ids)])
             self._num_sent += len(token_ids)
         return Delta(
             seq.request_id, self.index, text, token_ids, logprobs, finish_reason, output, seq.num_prompt_tokens

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmvllm.engine.sampled import SampledTokens, TokenLogprobs
+from mmvllm.engine.reading import Reading, logprobs_of
+from mmvllm.engine.sampled import SampledTokens, TokenLogprobs, token_logprobs
 from mmvllm.engine.sampling_rows import LOGPROBS, MIN_TOKENS, PENALTIES, RANDOM, SamplingRows
 from mmvllm.engine.sequence import Sequence
-from mmvllm.kernels.argmax import argmax, argmax_logsumexp
+from mmvllm.kernels.argmax import argmax
 from mmvllm.kernels.penalties import count_tokens, penalize
 from mmvllm.kernels.sampling import sample
 from mmvllm.sampling_params import SamplingParams
@@ -25,13 +26,15 @@ class Sampled:
     def __init__(self, token_ids: Tensor, input_ids: Tensor, logprobs: "Logprobs | None" = None):
         """`token_ids` (R,) are -1 where the logits allow none."""
         self.input_ids = input_ids  # (R,), what the next step computes: any id where there is no token
+        self.reading: Reading | None = None  # what the same step reads of prompts
         self._logprobs = logprobs
         self._on_host = HostCopy(token_ids, *(logprobs.tensors if logprobs else ()))
 
     def tokens(self) -> SampledTokens:
         """Wait for the tokens; the host waits for nothing else in a step."""
         token_ids, *tensors = self._on_host.lists()
-        return SampledTokens(token_ids, self._logprobs.by_row(token_ids, *tensors) if self._logprobs else {})
+        logprobs = self._logprobs.by_row(token_ids, *tensors) if self._logprobs else {}
+        return SampledTokens(token_ids, logprobs, () if self.reading is None else self.reading.values())
 
 
 class Sampler:
@@ -100,18 +103,14 @@ class Logprobs:
         if len(places) < len(logits):
             at = to_device(torch.from_numpy(places), logits.device)
             logits, token_ids = logits[at], token_ids[at]
-        total = argmax_logsumexp(logits)[1][:, None]
-        best = logits.topk(max(1, int(numbers.max())), dim=-1)
-        own = logits.gather(1, token_ids[:, None])
-        self.tensors = ((own - total).squeeze(1), best.values - total, best.indices)  # on the device
+        self.tensors = logprobs_of(logits, token_ids, int(numbers.max()))  # on the device
 
-    def by_row(self, token_ids: list[int], own: list, values: list, ids: list) -> dict[int, TokenLogprobs]:
+    def by_row(self, token_ids: list[int], *columns: list) -> dict[int, TokenLogprobs]:
         """By row of the logits, from `tensors` on the host; none where there is no token."""
         found = {}
-        for place, number, logprob, top, top_ids in zip(self._places, self._numbers, own, values, ids, strict=True):
+        for place, number, own, rank, top, ids in zip(self._places, self._numbers, *columns, strict=True):
             if (token_id := token_ids[place]) >= 0:
-                best = dict(zip(top_ids[:number], top[:number], strict=True))
-                found[place] = TokenLogprobs(logprob, {token_id: logprob} | best)
+                found[place] = TokenLogprobs(own, token_logprobs(token_id, own, rank, top[:number], ids[:number]))
         return found
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from mmvllm.engine.prompt_reads import LogprobReads
 from mmvllm.engine.sequence import Sequence, SequenceStatus
 from mmvllm.inputs import MediaItem
 
@@ -13,6 +14,7 @@ class ScheduledChunk:
     Args:
         samples: whether they reach its last token, so that the next one is sampled.
         num_preemptions: of the sequence, when the chunk was scheduled.
+        reads: tokens whose hidden states are read, for the sequence's `PromptReads`.
     """
 
     seq: Sequence
@@ -21,6 +23,7 @@ class ScheduledChunk:
     samples: bool
     num_preemptions: int
     block_copies: list[tuple[int, int]]  # (source, destination) blocks, copied before anything is written
+    reads: range | None = None
 
     @property
     def is_current(self) -> bool:
@@ -45,3 +48,10 @@ class Schedule:
     def chunks(self) -> list[ScheduledChunk]:
         """All chunks, in the order in which they are packed."""
         return self.decodes + self.prefills
+
+    @property
+    def read_chunks(self) -> tuple[list[ScheduledChunk], list[ScheduledChunk]]:
+        """The chunks whose log-probabilities are read, and those whose hidden states are summed."""
+        chunks = [chunk for chunk in self.prefills if chunk.reads is not None]
+        with_logprobs = [chunk for chunk in chunks if isinstance(chunk.seq.reads, LogprobReads)]
+        return with_logprobs, [chunk for chunk in chunks if not isinstance(chunk.seq.reads, LogprobReads)]

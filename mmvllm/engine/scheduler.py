@@ -192,7 +192,9 @@ class Scheduler:
         copies = self.block_manager.allocate(seq, end - start)
         if copies is None:
             return _Allotment.OUT_OF_BLOCKS
-        chunk = ScheduledChunk(seq, start, end, end == known, seq.num_preemptions, copies)
+        samples = end == known and end < seq.max_num_tokens  # else nothing is generated: the prompt is what is wanted
+        reads = None if seq.reads is None else seq.reads.rows_in(start, end)
+        chunk = ScheduledChunk(seq, start, end, samples, seq.num_preemptions, copies, reads)
         (step.decodes if seq.is_decoding else step.prefills).append(chunk)
         seq.num_inflight_tokens += end - start
         seq.is_decoding = chunk.samples
@@ -255,6 +257,8 @@ class Scheduler:
         tokens, at = sampled.token_ids, 0
         # Steps without a sampled token do not count: a long prompt could be preempted and begin again endlessly.
         self._clean_steps += bool(tokens)
+        if sampled.reads:
+            self._commit_reads(step, sampled)
         caches_prefixes, block_size = self.block_manager.enable_prefix_caching, self.block_manager.block_size
         for chunk in step.chunks:
             seq = chunk.seq
@@ -268,8 +272,18 @@ class Scheduler:
                     self._release_items(seq, chunk.start, chunk.end)
                 if chunk.samples:
                     self._append(seq, tokens[at], sampled.logprobs.get(at))
+                elif chunk.end >= seq.max_num_tokens:
+                    self._start_children(seq)
+                    self._finish(seq, FinishReason.LENGTH)
             at += chunk.samples
         return self._collect()
+
+    def _commit_reads(self, step: Schedule, sampled: SampledTokens) -> None:
+        with_logprobs, pooled = step.read_chunks
+        for chunk, found in zip(with_logprobs + pooled, sampled.reads, strict=True):
+            if chunk.is_current and not chunk.seq.reads.commit(chunk.reads, found, chunk.seq.token_ids):
+                error = "the model's hidden states or logits are not numbers"
+                self._end(self.groups[chunk.seq.request_id], FinishReason.ERROR, error)
 
     def _release_items(self, seq: Sequence, start: int, end: int) -> None:
         """End the hold of the items that tokens [start, end) have reached the end of."""

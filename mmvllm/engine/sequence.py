@@ -12,11 +12,12 @@ import numpy as np
 import torch
 
 from mmvllm.inputs import Grid, MediaItem, Span
-from mmvllm.outputs import RequestOutput
+from mmvllm.outputs import LogprobsById, RequestOutput
 from mmvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mmvllm.engine.detokenizer import CompletionText
+    from mmvllm.engine.prompt_reads import PromptReads
 
 
 class SequenceStatus(Enum):
@@ -62,6 +63,7 @@ class Sequence:
         arrival_time: float | None = None,
         completion_text: "CompletionText | None" = None,
         waits_for_tokens: bool = False,
+        reads: "PromptReads | None" = None,
     ):
         """`positions` (3, T) are those of the prompt; `max_num_tokens` counts prompt and completion."""
         self.seq_id = next(self._seq_ids)
@@ -74,6 +76,7 @@ class Sequence:
         self.block_size = block_size
         self.completion_text = completion_text  # where there are stop strings
         self.waits_for_tokens = waits_for_tokens  # what may be sampled next depends on all tokens before it
+        self.reads = reads  # what is wanted of the prompt's hidden states, and what of it there is
 
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = len(token_ids)
@@ -94,7 +97,7 @@ class Sequence:
         self._num_cached_tokens = 0
         self.num_preemptions = 0
         self.first_token_time: float | None = None
-        self.logprobs: list[dict[int, float]] = []
+        self.logprobs: list[LogprobsById] = []
         self.cumulative_logprob = 0.0
 
         # Written by the block manager.
@@ -188,6 +191,15 @@ class Sequence:
     def num_blocks(self) -> int:
         """Blocks that all tokens need."""
         return -(-self.num_tokens // self.block_size)
+
+    @property
+    def num_skippable_tokens(self) -> int:
+        """Leading tokens that need not be computed where their keys and values are cached.
+
+        The last one is, for its logits, and so are those whose hidden states are still to be read.
+        """
+        last = self.num_tokens - 1
+        return last if self.reads is None or self.reads.is_complete else min(last, self.reads.next_row)
 
     @property
     def num_cached_blocks(self) -> int:

@@ -18,5 +18,6 @@ WARMUP_PARAMS = (
         presence_penalty=0.1,
         frequency_penalty=0.1,
         logprobs=1,
+        prompt_logprobs=1,
     ),
 )

@@ -21,11 +21,12 @@ from mmvllm.server.errors import model_not_found
 from mmvllm.server.jobs import CompletionJob, JobFactory
 from mmvllm.server.limits import AuthAndSizeLimitMiddleware, ByteBudget
 from mmvllm.server.metrics import CountingMiddleware, Metrics
-from mmvllm.server.protocol import ChatRequest, CompletionRequest
+from mmvllm.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
 from mmvllm.server.request_id import RequestIdMiddleware
 from mmvllm.server.responses import (
     ChatCompletion,
     Completion,
+    EmbeddingList,
     ErrorResponse,
     HealthResponse,
     ModelCard,
@@ -100,6 +101,11 @@ def _completions(engine: AsyncLLM, settings: ServerSettings, metrics: Metrics, d
     async def completions(body: CompletionRequest) -> Response:
         """Create completions for one or several prompts, without a chat template."""
         return response(jobs.completion(body))
+
+    @router.post("/embeddings", response_model=EmbeddingList, responses=ERRORS)
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        """Create a vector for each of several inputs, or for a conversation with images and videos."""
+        return response(jobs.embeddings(body, request.state.reservation))
 
     return router
 

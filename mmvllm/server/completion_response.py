@@ -49,6 +49,9 @@ class CompletionResponse(Response):
                 choices[index].add(delta)
                 if delta.output is not None:
                     outputs.append(delta.output)
+                    first = index - delta.index
+                    for choice in choices[first : first + job.params.n]:
+                        choice.output = delta.output
         content = job.builder.whole(choices, usage_of(outputs)).model_dump_json().encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -93,7 +96,8 @@ class CompletionResponse(Response):
                 async with aclosing(_merged(self._streams(load))) as deltas:
                     async for prompt, delta in deltas:
                         _check(delta)
-                        self._metrics.observe(delta)
+                        if self._job.pooling is None:
+                            self._metrics.observe(delta)
                         yield prompt * self._job.params.n + delta.index, delta
         except (EngineUnavailable, RequestFailed, DeadlineExceeded, MemoryError) as error:
             raise from_engine(error) from error
@@ -104,7 +108,17 @@ class CompletionResponse(Response):
     def _streams(self, load: Load) -> list[AsyncGenerator[Delta, None]]:
         """The deltas of each prompt."""
         job, timeout = self._job, self._settings.request_timeout
-        return [self._engine.generate(request, job.params, timeout=timeout, load=load) for request in job.requests]
+        if job.pooling is None:
+            return [self._engine.generate(request, job.params, timeout=timeout, load=load) for request in job.requests]
+        turns = asyncio.Semaphore(self._engine.max_num_seqs)  # there may be more inputs than the engine admits
+        options = {"timeout": timeout, "load": load, "pooling": job.pooling}
+        return [_in_turn(turns, self._engine.generate(request, **options)) for request in job.requests]
+
+
+async def _in_turn(turns: asyncio.Semaphore, stream: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+    async with turns, aclosing(stream):
+        async for delta in stream:
+            yield delta
 
 
 def _check(delta: Delta) -> None:

@@ -6,11 +6,12 @@ from types import MappingProxyType
 from typing import Any
 
 from mmvllm.errors import RequestError
+from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.image import ImageProcessorConfig
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
 from mmvllm.server.messages import HistoryMessage, ImagePart, InputMessage, TextPart, VideoPart, parts_of
-from mmvllm.server.protocol import ChatRequest, CompletionRequest, SamplingRequest
+from mmvllm.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, SamplingRequest
 from mmvllm.server.videos import KWARGS
 
 LOW_TOKENS, AUTO_TOKENS = 256, 1280  # maximum image tokens of an image with detail low and auto
@@ -18,10 +19,12 @@ COMPLETION_TOKENS = 16
 
 PARAMS_OF_BOTH_APIS = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("n", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos"),
+    *("n", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "prompt_logprobs"),
 )
 # The engine's default is greedy. The other defaults are the same in both APIs.
 OPENAI_DEFAULTS = MappingProxyType({"temperature": 1.0})
+
+Conversation = ChatRequest | EmbeddingRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class ImageReference:
     detail: str | None
 
 
-def images_of(body: ChatRequest) -> list[ImageReference]:
+def images_of(body: Conversation) -> list[ImageReference]:
     """All images of a request, in the order of the prompt."""
     return [
         ImageReference(f"{path}.image_url.url", part.image_url.url, part.image_url.detail)
@@ -63,7 +66,7 @@ def images_of(body: ChatRequest) -> list[ImageReference]:
     ]
 
 
-def max_pixels_of(body: ChatRequest, images: Sequence[ImageReference], limits: DetailLimits) -> list[int]:
+def max_pixels_of(body: Conversation, images: Sequence[ImageReference], limits: DetailLimits) -> list[int]:
     """Maximum pixels of each image; raises ApiError for bounds that are too large or contradict each other."""
     bounds = [_bound_of(body, name, images) for name in ("min_pixels", "max_pixels")]
     for param, value in bounds:
@@ -77,7 +80,7 @@ def max_pixels_of(body: ChatRequest, images: Sequence[ImageReference], limits: D
     return found
 
 
-def _bound_of(body: ChatRequest, name: str, images: Sequence[ImageReference]) -> tuple[str, int | None]:
+def _bound_of(body: Conversation, name: str, images: Sequence[ImageReference]) -> tuple[str, int | None]:
     """A bound of the request's images and its path: their own, else that of images and videos, if there are images."""
     own, shared = getattr(body, name), body.mm_processor_kwargs
     if own is None and images and shared is not None:
@@ -86,7 +89,7 @@ def _bound_of(body: ChatRequest, name: str, images: Sequence[ImageReference]) ->
 
 
 def chat_request(
-    body: ChatRequest,
+    body: Conversation,
     data: Sequence[bytes],
     max_pixels: Sequence[int],
     template_kwargs: Mapping[str, Any] = MappingProxyType({}),
@@ -137,7 +140,7 @@ class LengthLimit:
                 raise ApiError(400, message, param=param, code=CONTEXT_LENGTH_EXCEEDED)
 
 
-def texts_of(body: ChatRequest) -> Iterator[str]:
+def texts_of(body: Conversation) -> Iterator[str]:
     """All texts of a conversation."""
     for message in body.messages:
         if isinstance(message.content, list):
@@ -157,11 +160,21 @@ def _message(message: InputMessage | HistoryMessage, media: Mapping[type, Iterat
     return {"role": role, "content": content}
 
 
-def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
+def prompts_of(body: CompletionRequest | EmbeddingRequest) -> list[str | list[int]]:
     """The prompts of a request, whose field has one of four shapes."""
-    if isinstance(body.prompt, str) or isinstance(body.prompt[0], int):
-        return [body.prompt]
-    return body.prompt
+    prompts = body.prompt if isinstance(body, CompletionRequest) else body.input
+    return [prompts] if isinstance(prompts, str) or isinstance(prompts[0], int) else prompts
+
+
+def pooling_params(body: EmbeddingRequest, hidden_size: int) -> PoolingParams:
+    """How the vectors of a request are made."""
+    given = {name: getattr(body, name) for name in ("pooling", "normalize", "dimensions")}
+    try:
+        params = PoolingParams(**{name: value for name, value in given.items() if value is not None})
+        params.check_dimensions(hidden_size)
+    except RequestError as error:
+        raise ApiError(400, str(error), param=error.param) from None
+    return params
 
 
 def chat_params(body: ChatRequest, max_model_len: int, defaults: Mapping[str, Any] = OPENAI_DEFAULTS) -> SamplingParams:
@@ -182,14 +195,23 @@ def chat_params(body: ChatRequest, max_model_len: int, defaults: Mapping[str, An
 def completion_params(body: CompletionRequest, defaults: Mapping[str, Any] = OPENAI_DEFAULTS) -> SamplingParams:
     """The sampling parameters of a completion request, with `defaults` for those that are left out or null."""
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    return _params(body, defaults, max_tokens, body.logprobs)
+    if max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
+        raise ApiError(400, "max_tokens is 0, which needs echo: true or prompt_logprobs", param="max_tokens")
+    own = {}
+    if body.echo and (body.logprobs is not None or not max_tokens):  # the logprobs of the echoed prompt
+        own["prompt_logprobs"] = max(body.prompt_logprobs or 0, body.logprobs or 0)
+    return _params(body, defaults, max_tokens, body.logprobs, own)
 
 
 def _params(
-    body: SamplingRequest, defaults: Mapping[str, Any], max_tokens: int, logprobs: int | None
+    body: SamplingRequest,
+    defaults: Mapping[str, Any],
+    max_tokens: int,
+    logprobs: int | None,
+    own: Mapping[str, Any] = MappingProxyType({}),
 ) -> SamplingParams:
     given = {name: value for name in PARAMS_OF_BOTH_APIS if (value := getattr(body, name)) is not None}
     try:
-        return SamplingParams(**{**defaults, **given}, max_tokens=max_tokens, logprobs=logprobs)
+        return SamplingParams(**{**defaults, **given, **own}, max_tokens=max_tokens, logprobs=logprobs)
     except RequestError as error:  # for rules that involve two fields, which the schema cannot express
         raise ApiError(400, str(error), param=error.param) from None

@@ -9,12 +9,20 @@ from typing import Any
 from mmvllm.async_llm import AsyncLLM, Request
 from mmvllm.fetching import fetch
 from mmvllm.media import Kind, MediaError
+from mmvllm.pooling_params import PoolingParams
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server import convert
-from mmvllm.server.convert import ImageReference
+from mmvllm.server.convert import Conversation, ImageReference
+from mmvllm.server.embedding_response import EmbeddingResponseBuilder
 from mmvllm.server.errors import ApiError, model_not_found
 from mmvllm.server.limits import ByteReservation
-from mmvllm.server.protocol import ChatRequest, CompletionRequest, ProcessorKwargs, SamplingRequest
+from mmvllm.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    ProcessorKwargs,
+    SamplingRequest,
+)
 from mmvllm.server.response_builder import ChatResponseBuilder, CompletionResponseBuilder
 from mmvllm.server.settings import ServerSettings
 from mmvllm.server.videos import VideoOptionLimits, VideoReference, param_of, videos_of
@@ -29,13 +37,14 @@ class CompletionJob:
 
     requests: Sequence[Request | Callable[[], Awaitable[Request]]]  # one per prompt, as for `AsyncLLM.generate`
     params: SamplingParams
-    builder: ChatResponseBuilder | CompletionResponseBuilder
+    builder: ChatResponseBuilder | CompletionResponseBuilder | EmbeddingResponseBuilder
     images: Sequence[ImageReference] = ()
     videos: Sequence[VideoReference] = ()
     processor_kwargs: ProcessorKwargs | None = None
     streams: bool = False
     includes_usage: bool = False  # in the last chunk
     repeats_usage: bool = False  # in every chunk, as far as it is known
+    pooling: PoolingParams | None = None  # where embeddings are wanted
 
     @property
     def num_choices(self) -> int:
@@ -68,6 +77,31 @@ class JobFactory:
         self._check_model(body)
         self._check_special_tokens(body)
         params = convert.chat_params(body, self._engine.max_model_len, self._sampling_defaults)
+        request, media = self._conversation(body, reservation)
+        builder = ChatResponseBuilder(body.model, self._engine.tokenizer, params.logprobs, body.prompt_logprobs)
+        return CompletionJob([request], params, builder, **media, **_streaming(body))
+
+    def embeddings(self, body: EmbeddingRequest, reservation: ByteReservation) -> CompletionJob:
+        """A job for the vectors of several inputs, or of one conversation."""
+        self._check_model(body)
+        self._check_special_tokens(body)
+        field = "messages" if body.input is None else "input"
+        if (body.input is None) is (body.messages is None):
+            raise ApiError(400, f"{field}: give input or messages, one of them", param=field)
+        pooling = convert.pooling_params(body, self._engine.hidden_size)
+        if body.messages is not None:
+            request, media = self._conversation(body, reservation)
+            requests = [request]
+        else:
+            requests, media = convert.prompts_of(body), {}
+            self._length_limit.check("input", requests)
+        builder = EmbeddingResponseBuilder(body.model, field, body.encoding_format == "base64")
+        return CompletionJob(requests, SamplingParams(), builder, pooling=pooling, **media)
+
+    def _conversation(
+        self, body: Conversation, reservation: ByteReservation
+    ) -> tuple[Callable[[], Awaitable[Request]], dict[str, Any]]:
+        """What makes the request of a conversation, and the media of a job for it."""
         num_messages = len(body.messages)  # the chat template starts each of them with at least one token
         self._length_limit.check("messages", ["".join(convert.texts_of(body))], num_messages)
         images, videos = self._media(body)
@@ -81,9 +115,7 @@ class JobFactory:
             kwargs = self._settings.chat_template_kwargs
             return convert.chat_request(body, data[: len(images)], max_pixels, kwargs, parts)
 
-        builder = ChatResponseBuilder(body.model, self._engine.tokenizer, params.logprobs)
-        media = {"images": images, "videos": videos, "processor_kwargs": body.mm_processor_kwargs}
-        return CompletionJob([request], params, builder, **media, **_streaming(body))
+        return request, {"images": images, "videos": videos, "processor_kwargs": body.mm_processor_kwargs}
 
     def completion(self, body: CompletionRequest) -> CompletionJob:
         """A job for one or several prompts without a chat template."""
@@ -94,19 +126,20 @@ class JobFactory:
         if len(prompts) > self._engine.max_requests:
             message = f"{len(prompts)} prompts, at most {self._engine.max_requests} are accepted (max_waiting)"
             raise ApiError(400, message, param="prompt")
-        builder = CompletionResponseBuilder(body.model, self._engine.tokenizer, params.logprobs)
+        shown = params.logprobs, body.prompt_logprobs, bool(body.echo)
+        builder = CompletionResponseBuilder(body.model, self._engine.tokenizer, *shown)
         return CompletionJob(prompts, params, builder, **_streaming(body))
 
-    def _check_model(self, body: SamplingRequest) -> None:
+    def _check_model(self, body: SamplingRequest | EmbeddingRequest) -> None:
         if body.model not in self._settings.model_names:
             raise model_not_found(body.model, self._settings.model_names)
 
-    def _check_special_tokens(self, body: ChatRequest) -> None:
+    def _check_special_tokens(self, body: Conversation) -> None:
         if body.allow_special_tokens and not self._settings.allow_special_tokens:
             message = "allow_special_tokens is not allowed by this server (--allow-special-tokens); leave it out"
             raise ApiError(400, message, param="allow_special_tokens")
 
-    def _media(self, body: ChatRequest) -> tuple[list[ImageReference], list[VideoReference]]:
+    def _media(self, body: Conversation) -> tuple[list[ImageReference], list[VideoReference]]:
         images, videos = convert.images_of(body), videos_of(body)
         self._check_number("images", images, self._settings.max_images)
         self._check_number("videos", videos, self._settings.max_videos)
@@ -147,6 +180,10 @@ async def _all(fetches: Sequence[Coroutine[Any, Any, Any]]) -> list:
 
 
 def _streaming(body: SamplingRequest) -> dict[str, bool]:
+    for name in ("echo", "prompt_logprobs") if body.stream else ():
+        value = getattr(body, name)
+        if value is not None and value is not False:  # 0 is a number of logprobs
+            raise ApiError(400, f"{name} is not supported with stream: true", param=name)
     includes_usage = bool(body.stream_options and body.stream_options.include_usage)
     if includes_usage and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")

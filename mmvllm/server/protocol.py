@@ -12,6 +12,7 @@ from mmvllm.server.messages import INT64, Ignored, Message, Rate, Size, StrictMo
 
 MAX_CHOICES = 16  # completions per prompt
 MAX_PROMPTS = 64  # prompts per request
+MAX_INPUTS = 2048  # of a request for embeddings, as in OpenAI's API
 MAX_LOGPROBS = 20
 MAX_PARTS = 4096  # messages and content parts of a request: validating one blocks the event loop for 0.1 ms
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1000  # length in characters: each new token is compared with every stop string
@@ -70,6 +71,28 @@ class TextFormat(StrictModel):
     type: Literal["text"]
 
 
+class ConversationRequest(StrictModel):
+    """How messages and their images become a prompt."""
+
+    cache_salt: str | None = Field(
+        None, max_length=MAX_SALT, description="The prefix cache is shared only among requests with the same salt."
+    )
+    min_pixels: int | None = Field(None, ge=1, lt=INT64, description="Smaller images are enlarged to this many pixels.")
+    max_pixels: int | None = Field(
+        None, ge=1, lt=INT64, description="Replaces the limit of detail auto and high; larger images are scaled down."
+    )
+    allow_special_tokens: bool | None = Field(
+        None,
+        description="Special tokens in messages are control tokens, not text; only if the server has "
+        "--allow-special-tokens.",
+    )
+    add_generation_prompt: Literal[True] | None = None
+    mm_processor_kwargs: ProcessorKwargs | None = None
+    chat_template_kwargs: TemplateKwargs | None = Field(
+        None, description="Arguments of the chat template, such as enable_thinking; they come before the server's own."
+    )
+
+
 class SamplingRequest(StrictModel):
     """The fields that both endpoints share."""
 
@@ -88,18 +111,19 @@ class SamplingRequest(StrictModel):
     stop_token_ids: StopTokenIds | None = None
     min_tokens: int | None = Field(None, ge=0, lt=INT64)
     ignore_eos: bool | None = None
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="Most likely tokens shown for each token of the prompt; not streamed."
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Ignored = None
     logit_bias: Unsupported = None
-    echo: Unsupported = None
     # Extensions of vLLM, accepted with the values that describe what this server does anyway.
     skip_special_tokens: Literal[True] | None = None
     add_special_tokens: Literal[False] | None = None
     priority: Literal[0] | None = None
     use_beam_search: Unsupported = None
     include_stop_str_in_output: Unsupported = None
-    prompt_logprobs: Unsupported = None
     truncate_prompt_tokens: Unsupported = None
     return_tokens_as_token_ids: Unsupported = None
     return_token_ids: Unsupported = None
@@ -120,28 +144,19 @@ class SamplingRequest(StrictModel):
     request_id: Ignored = None
 
 
-class ChatRequest(SamplingRequest):
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1), BeforeValidator(_check_number_of_parts)]
+
+
+class ChatRequest(ConversationRequest, SamplingRequest):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1), BeforeValidator(_check_number_of_parts)]
+    messages: Messages
     max_completion_tokens: int | None = Field(
         None, ge=1, lt=INT64, description="Default: as many tokens as max_model_len leaves for the completion."
     )
     max_tokens: int | None = Field(None, ge=1, lt=INT64, description="The older name of max_completion_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    cache_salt: str | None = Field(
-        None, max_length=MAX_SALT, description="The prefix cache is shared only among requests with the same salt."
-    )
-    min_pixels: int | None = Field(None, ge=1, lt=INT64, description="Smaller images are enlarged to this many pixels.")
-    max_pixels: int | None = Field(
-        None, ge=1, lt=INT64, description="Replaces the limit of detail auto and high; larger images are scaled down."
-    )
-    allow_special_tokens: bool | None = Field(
-        None,
-        description="Special tokens in messages are control tokens, not text; only if the server has "
-        "--allow-special-tokens.",
-    )
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     response_format: TextFormat | None = None
     tool_choice: Literal["none", "auto"] | None = None
@@ -152,6 +167,7 @@ class ChatRequest(SamplingRequest):
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
     prediction: Ignored = None
+    echo: Unsupported = None
     parallel_tool_calls: Ignored = None
     tools: Unsupported = None
     functions: Unsupported = None
@@ -161,13 +177,8 @@ class ChatRequest(SamplingRequest):
     reasoning_effort: Unsupported = None
     verbosity: Unsupported = None
     # Extensions of vLLM, as above.
-    add_generation_prompt: Literal[True] | None = None
     continue_final_message: Unsupported = None
     chat_template: Unsupported = None
-    mm_processor_kwargs: ProcessorKwargs | None = None
-    chat_template_kwargs: TemplateKwargs | None = Field(
-        None, description="Arguments of the chat template, such as enable_thinking; they come before the server's own."
-    )
     documents: Unsupported = None
     include_reasoning: Ignored = None  # the models do not separate reasoning from the completion
 
@@ -192,6 +203,41 @@ class CompletionRequest(SamplingRequest):
         ],
         Discriminator(_prompt_tag),
     ]
-    max_tokens: int | None = Field(None, ge=1, lt=INT64, description="Default: 16.")
+    max_tokens: int | None = Field(
+        None, ge=0, lt=INT64, description="Default: 16. 0 needs echo or prompt_logprobs: nothing is generated."
+    )
+    echo: bool | None = Field(None, description="The text and the logprobs begin with the prompt's; not streamed.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     suffix: Unsupported = None
+
+
+class EmbeddingRequest(ConversationRequest):
+    """POST /v1/embeddings: of `input`, or of one conversation in `messages`, as vLLM takes it."""
+
+    model: str
+    input: (
+        Annotated[
+            Annotated[str, Tag("a string")]
+            | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS), Tag("strings")]
+            | Annotated[PromptTokenIds, Tag("token ids")]
+            | Annotated[
+                list[PromptTokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS), Tag("lists of ids")
+            ],
+            Discriminator(_prompt_tag),
+        ]
+        | None
+    ) = None
+    messages: Messages | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1, lt=INT64, description="First values of the vector that are kept.")
+    pooling: Literal["last", "mean"] | None = Field(
+        None, description="The hidden state of the last token (default), or the mean of those of all tokens."
+    )
+    normalize: bool | None = Field(None, description="Divide the vector by its length; true by default.")
+    user: Ignored = None
+    request_id: Ignored = None
+    add_special_tokens: Literal[False] | None = None
+    priority: Literal[0] | None = None
+    truncate_prompt_tokens: Unsupported = None
+    chat_template: Unsupported = None
+    continue_final_message: Unsupported = None

@@ -5,10 +5,11 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from mmvllm.engine.detokenizer import special_ids, token_bytes
-from mmvllm.outputs import Delta, RequestOutput
+from mmvllm.outputs import Delta, LogprobsById, RequestOutput
 from mmvllm.server.responses import ChatCompletion, Completion, Usage
 
 FINISH_REASONS = {None: None, "eos": "stop", "stop": "stop", "length": "length"}
@@ -54,8 +55,9 @@ class ChoiceBuffer:
 
     index: int
     text: list[str] = field(default_factory=list)
-    logprobs: list[dict] = field(default_factory=list)
+    logprobs: list[LogprobsById] = field(default_factory=list)
     finish_reason: str | None = None
+    output: RequestOutput | None = None  # of the request, once it has finished
 
     def add(self, delta: Delta) -> None:
         self.text.append(delta.text)
@@ -71,15 +73,18 @@ class ResponseBuilder:
     id_prefix: str
     prompt_field: str  # of the request
 
-    def __init__(self, model: str, tokenizer: Any, top_logprobs: int | None):
-        """Shows the `top_logprobs` most likely tokens for each sampled one; None shows no log-probabilities."""
+    def __init__(self, model: str, tokenizer: Any, top_logprobs: int | None, prompt_logprobs: int | None = None):
+        """Shows the `top_logprobs` most likely tokens for each sampled one; None shows no log-probabilities.
+
+        `prompt_logprobs` is the same for the prompt's tokens, in a field of their own.
+        """
         self._head = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
             "object": self.kind,
             "created": int(time.time()),
             "model": model,
         }
-        self._tokenizer, self._top_logprobs = tokenizer, top_logprobs
+        self._tokenizer, self._top_logprobs, self._prompt_logprobs = tokenizer, top_logprobs, prompt_logprobs
 
     def usage_chunk(self, usage: Usage) -> dict:
         """The last chunk of a stream."""
@@ -87,6 +92,25 @@ class ResponseBuilder:
 
     def _chunk(self, choice: dict) -> dict:
         return self._head | {"object": self.chunk_kind, "choices": [choice]}
+
+    def _of_prompt(self, output: RequestOutput) -> list[dict | None] | None:
+        """The field `prompt_logprobs`, in vLLM's format."""
+        if self._prompt_logprobs is None:
+            return None
+        return [None if found is None else self._shown(found) for found in output.prompt_logprobs]
+
+    def _shown(self, found: LogprobsById) -> dict[str, dict]:
+        """The token itself, and as many of the most likely ones as were asked for."""
+        items = islice(enumerate(found.items()), self._prompt_logprobs + 1)
+        return {
+            str(token_id): {
+                "logprob": max(logprob, NO_LOGPROB),
+                "rank": logprob.rank,
+                "decoded_token": logprob.decoded_token,
+            }
+            for place, (token_id, logprob) in items
+            if not place or logprob.rank <= self._prompt_logprobs
+        }
 
     def _top(self, logprobs: dict[int, float]) -> list[tuple[int, float]]:
         """The requested number of most likely tokens, which need not include the sampled one."""
@@ -110,7 +134,8 @@ class ChatResponseBuilder(ResponseBuilder):
             }
             for choice in choices
         ]
-        return ChatCompletion(**self._head, choices=made, usage=usage)
+        prompt_logprobs = self._of_prompt(choices[0].output)
+        return ChatCompletion(**self._head, choices=made, usage=usage, prompt_logprobs=prompt_logprobs)
 
     def first_chunks(self, num_choices: int) -> list[dict]:
         """The chunks that start a stream: the role of each choice."""
@@ -153,8 +178,17 @@ class CompletionResponseBuilder(ResponseBuilder):
 
     kind, chunk_kind, id_prefix, prompt_field = "text_completion", "text_completion", "cmpl", "prompt"
 
-    def __init__(self, model: str, tokenizer: Any, top_logprobs: int | None):
-        super().__init__(model, tokenizer, top_logprobs)
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Any,
+        top_logprobs: int | None,
+        prompt_logprobs: int | None = None,
+        echoes: bool = False,
+    ):
+        """`echoes`: texts and log-probabilities begin with the prompt's."""
+        super().__init__(model, tokenizer, top_logprobs, prompt_logprobs)
+        self._echoes = echoes
         self._offsets: dict[int, _OffsetCounter] = {}  # by choice
         self._special_ids = special_ids(tokenizer)
 
@@ -163,13 +197,40 @@ class CompletionResponseBuilder(ResponseBuilder):
         made = [
             {
                 "index": choice.index,
-                "text": "".join(choice.text),
-                "logprobs": self._logprobs(choice.index, choice.logprobs),
+                "text": self._echo(choice) + "".join(choice.text),
+                "logprobs": self._whole_logprobs(choice),
                 "finish_reason": choice.finish_reason,
+                "prompt_logprobs": self._of_prompt(choice.output),
             }
             for choice in choices
         ]
         return Completion(**self._head, choices=made, usage=usage)
+
+    def _echo(self, choice: ChoiceBuffer) -> str:
+        if not self._echoes:
+            return ""
+        data = (token_bytes(self._tokenizer, token_id) for token_id in choice.output.prompt_token_ids)
+        return b"".join(data).decode(errors="replace")
+
+    def _whole_logprobs(self, choice: ChoiceBuffer) -> dict | None:
+        own = self._logprobs(choice.index, choice.logprobs)
+        if own is None or not self._echoes:
+            return own
+        prompt = self._prompt_entries(choice.output)
+        shift = len(self._echo(choice))
+        own["text_offset"] = [shift + offset for offset in own["text_offset"]]
+        return {name: prompt[name] + own[name] for name in own}
+
+    def _prompt_entries(self, output: RequestOutput) -> dict:
+        """The log-probabilities of an echoed prompt, whose first token has none; special tokens are text there."""
+        ids, found, offset = output.prompt_token_ids, output.prompt_logprobs, _OffsetCounter(frozenset())
+        own = [None if entry is None else entry[token_id] for token_id, entry in zip(ids, found, strict=True)]
+        return {
+            "tokens": [self._token_text(token_id) for token_id in ids],
+            "token_logprobs": [None if logprob is None else max(logprob, NO_LOGPROB) for logprob in own],
+            "top_logprobs": [None if entry is None else self._top_by_text(entry) for entry in found],
+            "text_offset": [offset.advance(token_id, token_bytes(self._tokenizer, token_id)) for token_id in ids],
+        }
 
     def first_chunks(self, _num_choices: int) -> list[dict]:
         """A completion stream has no chunks before the first text."""

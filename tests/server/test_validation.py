@@ -91,7 +91,10 @@ def nested(depth: int) -> list:
         (completion(prompt=["a"] * 65), "prompt", "at most 64"),
         (completion(prompt=[10**6]), "prompt", "token ids are integers in [0, 768)"),
         (completion(prompt=[1] * 3000), "prompt", "max_model_len is 2048"),
-        (completion(echo=True), "echo", "not supported"),
+        (completion(echo=True, stream=True), "echo", "not supported with stream"),
+        (chat("Hi", echo=True), "echo", "not supported"),
+        (completion(max_tokens=0), "max_tokens", "needs echo: true or prompt_logprobs"),
+        (completion(max_tokens=-1), "max_tokens", "greater than or equal to 0"),
         (completion(suffix="x"), "suffix", "not supported"),
         (completion(best_of=2), "best_of", "1"),
         (completion(logprobs=True), "logprobs", "valid integer"),
@@ -123,9 +126,10 @@ def nested(depth: int) -> list:
         (chat("Hi", use_beam_search=True), "use_beam_search", "not supported"),
         (chat("Hi", priority=1), "priority", "must be 0"),
         (chat("Hi", best_of=2), "best_of", "must be 1"),
-        (chat("Hi", prompt_logprobs=1), "prompt_logprobs", "not supported"),
+        (chat("Hi", prompt_logprobs=21), "prompt_logprobs", "less than or equal to 20"),
         (chat("Hi", guided_json={"type": "object"}), "guided_json", "not supported"),
-        (completion(prompt_logprobs=0), "prompt_logprobs", "not supported"),
+        (completion(prompt_logprobs=0, stream=True), "prompt_logprobs", "not supported with stream"),
+        (completion(prompt_logprobs=-1), "prompt_logprobs", "greater than or equal to 0"),
         ([], None, "must be an object"),
         ("Hi", None, "must be an object"),
     ],
@@ -282,10 +286,10 @@ def test_another_content_type_than_json_is_a_415(app, kind):
 
 
 def test_unknown_paths_and_methods_return_openai_errors(app):
-    answer = call(app, "GET", "/v1/embeddings")
+    answer = call(app, "GET", "/v1/rerank")
     assert (answer.status_code, error_of(answer)["message"]) == (
         404,
-        "/v1/embeddings does not exist; /openapi.json describes the routes",
+        "/v1/rerank does not exist; /openapi.json describes the routes",
     )
     answer = call(app, "GET", CHAT)
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
