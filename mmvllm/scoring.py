@@ -83,7 +83,10 @@ def _prepared(item: Prepared) -> tuple[EngineInput, dict[str, Any]]:
     own = item.request if isinstance(item.request, dict) else {}
     if (name := next((name for name in ("sampling_params", "request_id") if own.get(name)), None)) is not None:
         raise RequestError(f"{name} has no meaning for a score; leave it out", param=name, value=own[name])
-    return item.engine_input(), request_options(own)
+    prompt = item.engine_input()
+    if not prompt.token_ids:  # with a continuation it would not be empty
+        raise RequestError("prompt is empty; it needs at least one token")
+    return prompt, request_options(own)
 
 
 def _check(place: tuple[int, int], output: RequestOutput) -> None:

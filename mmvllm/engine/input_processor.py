@@ -92,8 +92,7 @@ class InputProcessor:
         )
         self._check_token_ids(prompt.token_ids)
         self._check_pooling(pooling, params)
-        max_num_tokens = self._max_num_tokens(prompt, params, pooling)
-        self._check_fits(prompt, generates=max_num_tokens > len(prompt.token_ids) and params.max_tokens > 0)
+        self._check_fits(prompt, generates=pooling is None and params.max_tokens > 0)
         reads = self._reads(prompt, params, pooling, prompt_logprobs_from)
         seed = f"{self._seed}:{next(self._unseeded)}" if params.seed is None else str(params.seed)
         arrival_time = time.time() if arrival_time is None else arrival_time
@@ -106,7 +105,7 @@ class InputProcessor:
                 items=prompt.items,
                 positions=prompt.positions,
                 mrope_position_delta=prompt.position_delta,
-                max_num_tokens=max_num_tokens,
+                max_num_tokens=self._max_num_tokens(prompt, params, pooling),
                 seed=xxhash.xxh64_intdigest(f"{seed}:{i}".encode()),
                 priority=priority,
                 cache_salt=cache_salt,

@@ -85,7 +85,7 @@ class JobFactory:
         """A job for the vectors of several inputs, or of one conversation."""
         self._check_model(body)
         self._check_special_tokens(body)
-        field = "messages" if body.input is None else "input"
+        field = "input" if body.messages is None else "messages"
         if (body.input is None) is (body.messages is None):
             raise ApiError(400, f"{field}: give input or messages, one of them", param=field)
         pooling = convert.pooling_params(body, self._engine.hidden_size)

@@ -73,6 +73,18 @@ class Reference:
         """Logits (1, V) after the prompt."""
         return self.model(**inputs, use_cache=False).logits[:, -1]
 
+    @torch.inference_mode()
+    def logprobs(self, inputs: dict) -> torch.Tensor:
+        """Log-probabilities (T - 1, V) of what follows each token but the last."""
+        self.model.model.rope_deltas = None
+        return self.model(**inputs, use_cache=False).logits[0, :-1].log_softmax(dim=-1)
+
+    @torch.inference_mode()
+    def hidden_states(self, inputs: dict) -> torch.Tensor:
+        """The decoder's last hidden states (T, C), after its norm."""
+        self.model.model.rope_deltas = None
+        return self.model.model(**inputs, use_cache=False).last_hidden_state[0]
+
     def positions(self, inputs: dict) -> tuple[torch.Tensor, int]:
         """M-RoPE positions (3, T) of a prompt, and the delta of the tokens after it."""
         names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")

@@ -14,12 +14,13 @@ from schemathesis.specs.openapi.checks import response_schema_conformance
 
 from mmvllm.processors import qwen_vl_utils
 from mmvllm.server.app import build_app
-from mmvllm.server.protocol import ChatRequest, CompletionRequest
+from mmvllm.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
 from mmvllm.server.settings import ServerSettings
 from tests.helpers.images import encode
 from tests.helpers.server import (
     CHAT,
     COMPLETIONS,
+    EMBEDDINGS,
     call,
     data_uri,
     error_of,
@@ -104,7 +105,7 @@ header_values = st.sampled_from(
 
 def fields(model) -> st.SearchStrategy[dict]:
     """Some fields of a request, with random values."""
-    names = sorted(set(model.model_fields) - {"model", "messages", "prompt", "max_tokens"})
+    names = sorted(set(model.model_fields) - {"model", "messages", "prompt", "input", "max_tokens"})
     likely = st.sampled_from([None, 0, 1, 2, 0.5, True, "stop", [], [3], {}])
     return st.dictionaries(st.sampled_from(names) | st.text(max_size=3), likely | values, max_size=3)
 
@@ -135,7 +136,13 @@ def test_any_completion_request_is_completed_or_refused(app, prompt, keys):
 
 
 @BOUNDED
-@given(body=values, path=st.sampled_from([CHAT, COMPLETIONS]))
+@given(given=prompts, messages=st.none() | messages, keys=fields(EmbeddingRequest))
+def test_any_request_for_embeddings_is_served_or_refused(app, given, messages, keys):
+    check(app, EMBEDDINGS, {"model": "bundled", "input": given, "messages": messages} | keys)
+
+
+@BOUNDED
+@given(body=values, path=st.sampled_from([CHAT, COMPLETIONS, EMBEDDINGS]))
 def test_any_json_is_refused(app, body, path):
     check(app, path, body)
 
@@ -149,7 +156,7 @@ def test_any_bytes_are_refused(app, body):
 
 
 @pytest.mark.parametrize(
-    "path", [CHAT, COMPLETIONS, "/v1/models", "/v1/models/{model}", "/health", "/metrics", "/version"]
+    "path", [CHAT, COMPLETIONS, EMBEDDINGS, "/v1/models", "/v1/models/{model}", "/health", "/metrics", "/version"]
 )
 def test_responses_match_the_openapi_schema(running, path):
     operations = schemathesis.openapi.from_url(f"{running.url}/openapi.json")[path]
@@ -158,7 +165,9 @@ def test_responses_match_the_openapi_schema(running, path):
     @settings(BOUNDED, max_examples=25)
     @given(case=operation.as_strategy())
     def validate(case):
-        if isinstance(case.body, dict):
+        if isinstance(case.body, dict) and path == EMBEDDINGS:
+            case.body |= {"model": "bundled"}
+        elif isinstance(case.body, dict):
             case.body |= {"max_tokens": 2, "min_tokens": None, "max_completion_tokens": None, "model": "bundled"}
         case.call_and_validate(checks=[not_a_server_error, response_schema_conformance])
 
