@@ -168,6 +168,16 @@ def test_a_prompt_of_one_token_has_nothing_to_read(checkpoints, make_llm):
     np.testing.assert_allclose(vector, llm.embed([5])[0].embedding, atol=1e-6)
 
 
+def test_several_completions_of_no_token(checkpoints, make_llm):
+    llm = make_llm(checkpoints(RICHEST[0]), kvcache_block_size=4)
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0, n=3)
+    output = llm.generate([[5] * 10], params, use_tqdm=False)[0]
+    assert [(one.token_ids, one.finish_reason) for one in output.completions] == [([], "length")] * 3
+    assert len(output.prompt_logprobs) == 10
+    [delta] = llm.stream_multimodal({"prompt_token_ids": [5] * 4}, ONLY_READING, stream=True)
+    assert len(delta.output.prompt_logprobs) == 4 and (delta.text, delta.finish_reason) == ("", "length")
+
+
 def test_a_prompt_may_fill_the_context_if_nothing_is_generated(checkpoints, make_llm):
     llm = make_llm(checkpoints(RICHEST[0]), max_model_len=20)
     assert llm.embed([5] * 20)[0].num_prompt_tokens == 20
