@@ -173,7 +173,8 @@ class Delta:
     """What is new of one completion. All texts of a completion, joined, are its final text.
 
     The text is of whole characters, and never part of a stop string. There is always some, except in the last delta of
-    a completion. `logprobs` has, per token of `token_ids`, what `CompletionOutput.logprobs` has.
+    a completion. `logprobs` has, per token of `token_ids`, what `CompletionOutput.logprobs` has. The first delta of each
+    completion has the prompt, if its log-probabilities were asked for: what `RequestOutput` has under the same names.
     """
 
     request_id: str
@@ -184,3 +185,5 @@ class Delta:
     finish_reason: str | None = None  # "eos", "stop", "length" or "aborted", in the completion's last delta
     output: RequestOutput | None = None  # in the last delta of the request: all of it
     num_prompt_tokens: int = 0
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[LogprobsById | None] | None = None

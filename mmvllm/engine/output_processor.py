@@ -87,6 +87,10 @@ class DeltaStream:
         self.group, self._processor = group, processor
         cursors = [_Cursor(seq, index, TokenDecoder(pieces), processor) for index, seq in enumerate(group.seqs)]
         self._cursors = cursors  # of the completions whose last delta has not been returned
+        reads_logprobs = isinstance(group.first_seq.reads, LogprobReads)
+        self._without_prompt = (
+            {*range(len(cursors))} if reads_logprobs else set()
+        )  # completions whose first delta is due
 
     def deltas(self) -> list[Delta]:
         """What is new since the last call; all that is left, with the request's output, once it has finished."""
@@ -95,7 +99,16 @@ class DeltaStream:
             delta = self._last_delta(cursor) if cursor.seq.status is SequenceStatus.FINISHED else cursor.delta()
             if delta is not None:
                 deltas.append(delta)
+                if self._without_prompt:
+                    self._add_prompt(delta)
         return deltas
+
+    def _add_prompt(self, delta: Delta) -> None:
+        if delta.index in self._without_prompt:
+            self._without_prompt.remove(delta.index)
+            first = self.group.first_seq
+            delta.prompt_token_ids = first.prompt_token_ids
+            delta.prompt_logprobs = self._processor.decoded(first.reads.logprobs)
 
     def _last_delta(self, cursor: "_Cursor") -> Delta:
         output = self.group.output

@@ -198,7 +198,7 @@ def completion_params(body: CompletionRequest, defaults: Mapping[str, Any] = OPE
     if max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
         raise ApiError(400, "max_tokens is 0, which needs echo: true or prompt_logprobs", param="max_tokens")
     own = {}
-    if body.echo and (body.logprobs is not None or not max_tokens):  # the logprobs of the echoed prompt
+    if body.echo and (body.logprobs is not None or not max_tokens or body.stream):  # which the first delta then has
         own["prompt_logprobs"] = max(body.prompt_logprobs or 0, body.logprobs or 0)
     return _params(body, defaults, max_tokens, body.logprobs, own)
 

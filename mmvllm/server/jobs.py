@@ -180,10 +180,8 @@ async def _all(fetches: Sequence[Coroutine[Any, Any, Any]]) -> list:
 
 
 def _streaming(body: SamplingRequest) -> dict[str, bool]:
-    for name in ("echo", "prompt_logprobs") if body.stream else ():
-        value = getattr(body, name)
-        if value is not None and value is not False:  # 0 is a number of logprobs
-            raise ApiError(400, f"{name} is not supported with stream: true", param=name)
+    if body.stream and body.prompt_logprobs is not None:  # as in vLLM
+        raise ApiError(400, "prompt_logprobs is not supported with stream: true", param="prompt_logprobs")
     includes_usage = bool(body.stream_options and body.stream_options.include_usage)
     if includes_usage and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")

@@ -206,7 +206,7 @@ class CompletionRequest(SamplingRequest):
     max_tokens: int | None = Field(
         None, ge=0, lt=INT64, description="Default: 16. 0 needs echo or prompt_logprobs: nothing is generated."
     )
-    echo: bool | None = Field(None, description="The text and the logprobs begin with the prompt's; not streamed.")
+    echo: bool | None = Field(None, description="The text and the logprobs begin with the prompt's.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     suffix: Unsupported = None
 

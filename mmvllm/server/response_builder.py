@@ -197,8 +197,8 @@ class CompletionResponseBuilder(ResponseBuilder):
         made = [
             {
                 "index": choice.index,
-                "text": self._echo(choice) + "".join(choice.text),
-                "logprobs": self._whole_logprobs(choice),
+                "text": self._echo(choice.output) + "".join(choice.text),
+                "logprobs": self._logprobs(choice.index, choice.logprobs, choice.output),
                 "finish_reason": choice.finish_reason,
                 "prompt_logprobs": self._of_prompt(choice.output),
             }
@@ -206,22 +206,14 @@ class CompletionResponseBuilder(ResponseBuilder):
         ]
         return Completion(**self._head, choices=made, usage=usage)
 
-    def _echo(self, choice: ChoiceBuffer) -> str:
-        if not self._echoes:
+    def _echo(self, prompt: RequestOutput | Delta) -> str:
+        """The prompt's text, if it is to be repeated and this is its place."""
+        if not self._echoes or prompt.prompt_token_ids is None:
             return ""
-        data = (token_bytes(self._tokenizer, token_id) for token_id in choice.output.prompt_token_ids)
+        data = (token_bytes(self._tokenizer, token_id) for token_id in prompt.prompt_token_ids)
         return b"".join(data).decode(errors="replace")
 
-    def _whole_logprobs(self, choice: ChoiceBuffer) -> dict | None:
-        own = self._logprobs(choice.index, choice.logprobs)
-        if own is None or not self._echoes:
-            return own
-        prompt = self._prompt_entries(choice.output)
-        shift = len(self._echo(choice))
-        own["text_offset"] = [shift + offset for offset in own["text_offset"]]
-        return {name: prompt[name] + own[name] for name in own}
-
-    def _prompt_entries(self, output: RequestOutput) -> dict:
+    def _prompt_entries(self, output: RequestOutput | Delta) -> dict:
         """The log-probabilities of an echoed prompt, whose first token has none; special tokens are text there."""
         ids, found, offset = output.prompt_token_ids, output.prompt_logprobs, _OffsetCounter(frozenset())
         own = [None if entry is None else entry[token_id] for token_id, entry in zip(ids, found, strict=True)]
@@ -238,22 +230,23 @@ class CompletionResponseBuilder(ResponseBuilder):
 
     def chunk(self, index: int, delta: Delta) -> dict:
         """The chunk for the new tokens of one choice."""
-        logprobs = self._logprobs(index, delta.logprobs or [])
+        logprobs = self._logprobs(index, delta.logprobs or [], delta)
         return self._chunk(
             {
                 "index": index,
-                "text": delta.text,
+                "text": self._echo(delta) + delta.text,
                 "logprobs": logprobs,
                 "finish_reason": FINISH_REASONS[delta.finish_reason],
             }
         )
 
-    def _logprobs(self, index: int, entries: Sequence[dict[int, float]]) -> dict | None:
+    def _logprobs(self, index: int, entries: Sequence[LogprobsById], prompt: RequestOutput | Delta) -> dict | None:
         if self._top_logprobs is None:
             return None
-        offset = self._offsets.setdefault(index, _OffsetCounter(self._special_ids))
+        echo = self._echo(prompt)
+        offset = self._offsets.setdefault(index, _OffsetCounter(self._special_ids, len(echo)))
         sampled = [(next(iter(entry)), entry) for entry in entries]
-        return {
+        made = {
             "tokens": [self._token_text(token_id) for token_id, _ in sampled],
             "token_logprobs": [max(entry[token_id], NO_LOGPROB) for token_id, entry in sampled],
             "top_logprobs": [self._top_by_text(entry) for entry in entries],
@@ -261,6 +254,10 @@ class CompletionResponseBuilder(ResponseBuilder):
                 offset.advance(token_id, token_bytes(self._tokenizer, token_id)) for token_id, _ in sampled
             ],
         }
+        if not echo:
+            return made
+        echoed = self._prompt_entries(prompt)
+        return {name: echoed[name] + made[name] for name in made}
 
     def _top_by_text(self, logprobs: dict[int, float]) -> dict[str, float]:
         """Includes the sampled token; of tokens with the same text, the most likely one is shown."""
@@ -277,8 +274,9 @@ class CompletionResponseBuilder(ResponseBuilder):
 class _OffsetCounter:
     """Character offset of each token in the text of a completion, to which special tokens contribute nothing."""
 
-    def __init__(self, special_ids: frozenset[int]):
-        self._decoder, self._at, self._special_ids = codecs.getincrementaldecoder("utf-8")("replace"), 0, special_ids
+    def __init__(self, special_ids: frozenset[int], start: int = 0):
+        self._decoder, self._special_ids = codecs.getincrementaldecoder("utf-8")("replace"), special_ids
+        self._at = start
 
     def advance(self, token_id: int, data: bytes) -> int:
         before = self._at

@@ -1,5 +1,6 @@
 """Log-probabilities of prompts from the server, as lm-eval's model `local-completions` asks for them."""
 
+import json
 import math
 from operator import itemgetter
 
@@ -106,6 +107,23 @@ def test_an_echo_has_the_format_of_openai(app, hf):
         assert shown["text_offset"] == sorted(shown["text_offset"])
         for token, offset in zip(shown["tokens"][: len(ids)], shown["text_offset"], strict=False):
             assert token.startswith("bytes:") or text[offset:].startswith(token)
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+@pytest.mark.parametrize("max_tokens", [4, 0])
+def test_a_stream_begins_with_the_echo(logprobs, max_tokens, app):
+    keys = {"logprobs": logprobs, "max_tokens": max_tokens, "n": 2, "ignore_eos": True, "echo": True}
+    body = completion(prompt="Größe 🦩 x", temperature=0, **keys)
+    whole = call(app, "POST", COMPLETIONS, json=body).json()["choices"]
+    lines = call(app, "POST", COMPLETIONS, json=body | {"stream": True}).text.splitlines()
+    chunks = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    for choice in whole:
+        own = [chunk for chunk in chunks if chunk["index"] == choice["index"]]
+        assert "".join(chunk["text"] for chunk in own) == choice["text"]
+        if logprobs is not None:
+            for name, column in choice["logprobs"].items():
+                joined = [value for chunk in own for value in chunk["logprobs"][name]]
+                assert joined == column if name in ("tokens", "text_offset") else len(joined) == len(column)
 
 
 def test_an_echo_without_logprobs_is_the_text_alone(app):

@@ -91,7 +91,6 @@ def nested(depth: int) -> list:
         (completion(prompt=["a"] * 65), "prompt", "at most 64"),
         (completion(prompt=[10**6]), "prompt", "token ids are integers in [0, 768)"),
         (completion(prompt=[1] * 3000), "prompt", "max_model_len is 2048"),
-        (completion(echo=True, stream=True), "echo", "not supported with stream"),
         (chat("Hi", echo=True), "echo", "not supported"),
         (completion(max_tokens=0), "max_tokens", "needs echo: true or prompt_logprobs"),
         (completion(max_tokens=-1), "max_tokens", "greater than or equal to 0"),
