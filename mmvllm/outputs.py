@@ -173,8 +173,8 @@ class Delta:
     """What is new of one completion. All texts of a completion, joined, are its final text.
 
     The text is of whole characters, and never part of a stop string. There is always some, except in the last delta of
-    a completion. `logprobs` has, per token of `token_ids`, what `CompletionOutput.logprobs` has. The first delta of each
-    completion has the prompt, if its log-probabilities were asked for: what `RequestOutput` has under the same names.
+    a completion. `logprobs` has, per token of `token_ids`, what `CompletionOutput.logprobs` has. The first delta of
+    each completion has the prompt, if its log-probabilities were asked for, as `RequestOutput` has it.
     """
 
     request_id: str

@@ -87,10 +87,8 @@ class DeltaStream:
         self.group, self._processor = group, processor
         cursors = [_Cursor(seq, index, TokenDecoder(pieces), processor) for index, seq in enumerate(group.seqs)]
         self._cursors = cursors  # of the completions whose last delta has not been returned
-        reads_logprobs = isinstance(group.first_seq.reads, LogprobReads)
-        self._without_prompt = (
-            {*range(len(cursors))} if reads_logprobs else set()
-        )  # completions whose first delta is due
+        has_prompts = isinstance(group.first_seq.reads, LogprobReads)
+        self._without_prompt = {*range(len(cursors))} if has_prompts else set()  # whose first delta is due, by index
 
     def deltas(self) -> list[Delta]:
         """What is new since the last call; all that is left, with the request's output, once it has finished."""
