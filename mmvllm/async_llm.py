@@ -56,7 +56,7 @@ from mmvllm.intake import (
 from mmvllm.models.folder import model_name
 from mmvllm.outputs import Delta
 from mmvllm.processors.load_video import Load
-from mmvllm.sampling_params import SamplingParams
+from mmvllm.sampling_params import SamplingParams, with_defaults
 
 
 class _Stream:
@@ -143,7 +143,7 @@ class AsyncLLM:
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
         """As for `LLM`: the checkpoint's own sampling parameters over mmvllm's defaults, `changes` over both."""
-        return SamplingParams(**self.sampling_defaults | changes)
+        return SamplingParams(**with_defaults(changes, self.sampling_defaults))
 
     async def generate(
         self,

@@ -9,13 +9,18 @@ from mmvllm.errors import RequestError
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion. `logprobs` has, per token, {token id: log-probability}: the chosen one, then the most likely."""
+    """One completion. `logprobs` has, per token, {token id: log-probability}: the chosen one, then the most likely.
+
+    `score` is what completions were ranked by: with `beam_width`, cumulative_logprob / length ** length_penalty, which
+    is transformers' `sequences_scores`; with `best_of`, the log-probability per token; else None.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: str  # "eos", "stop", "length", "aborted" or "error"
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, float]] | None = None
+    score: float | None = None
 
 
 @dataclass(slots=True)

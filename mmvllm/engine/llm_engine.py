@@ -34,7 +34,7 @@ from mmvllm.inputs import EngineInput
 from mmvllm.outputs import RequestOutput
 from mmvllm.processors.tensors import Array
 from mmvllm.ranks import RanksFailed
-from mmvllm.sampling_params import SamplingParams
+from mmvllm.sampling_params import SamplingParams, with_defaults
 from mmvllm.transfer import current_device
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,8 @@ class LLMEngine:
             self.media_rules,
             self.tokenizer,
             self.encoder_cache,
+            eos_token_ids,
+            max_num_seqs=config.max_num_seqs,
             max_model_len=self.max_model_len,
             block_size=self.block_size,
             seed=config.seed,
@@ -110,7 +112,7 @@ class LLMEngine:
 
         Raises ValueError for a wrong value, and TypeError for an unknown name.
         """
-        return SamplingParams(**dict(self.model_config.sampling_defaults) | changes)
+        return SamplingParams(**with_defaults(changes, self.model_config.sampling_defaults))
 
     def add_request(
         self,
