@@ -166,7 +166,8 @@ class AsyncLLM:
 
         Raises ValueError for a bad request, `EngineBusy`, `EngineStopped` or `EngineFailed` if it cannot be admitted or
         finished, `RequestFailed` if the device or the preparation fails, `DeadlineExceeded`, and whatever `request`
-        raises. An aborted request ends with a delta whose `finish_reason` is "aborted".
+        raises. An aborted request ends with a delta whose `finish_reason` is "aborted". With `best_of` and `beam_width`
+        each completion has one delta, at the end.
         """
         own = request if isinstance(request, dict) else {}
         check_lengths(sampling_params, 1)

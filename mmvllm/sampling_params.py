@@ -25,6 +25,7 @@ ACCEPTED_VLLM_ARGUMENTS = {
 }
 
 
+CHOSEN_AT_END = "but the completions of best_of and of beam search are known only at the end; leave it out"
 # The parameters that beam search takes, with the meaning that they have in transformers; others keep their default.
 WITH_BEAM_SEARCH = frozenset(
     {
