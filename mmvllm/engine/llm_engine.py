@@ -112,7 +112,7 @@ class LLMEngine:
 
         Raises ValueError for a wrong value, and TypeError for an unknown name.
         """
-        return SamplingParams(**with_defaults(changes, self.model_config.sampling_defaults))
+        return SamplingParams(**with_defaults(changes, dict(self.model_config.sampling_defaults)))
 
     def add_request(
         self,
