@@ -98,7 +98,7 @@ def test_a_stream_is_refused_and_nothing_is_lost(params, llm):
 
 def test_logits_that_are_not_numbers_end_a_search_alone(llm, monkeypatch):
     run = llm.engine.model_runner.run
-    monkeypatch.setattr(llm.engine.model_runner, "run", lambda *given: run(*given).fill_(torch.nan))
+    monkeypatch.setattr(llm.engine.model_runner, "run", lambda *given: torch.full_like(run(*given), torch.nan))
     outputs = [*llm.stream_multimodal([REQUEST], BEAMS, on_error="return")]
     assert "no token can follow" in outputs[0].error
     monkeypatch.undo()
@@ -126,7 +126,7 @@ async def test_an_async_request_has_one_delta_for_each_completion(params, checkp
 
 def test_the_checkpoint_s_sampling_does_not_apply_to_beam_search(llm, monkeypatch):
     own = {"temperature": 0.7, "top_p": 0.8, "repetition_penalty": 1.05}
-    monkeypatch.setattr(type(llm.engine.model_config), "sampling_defaults", own, raising=False)
+    monkeypatch.setattr(type(llm.engine.model_config), "sampling_defaults", tuple(own.items()), raising=False)
     params = llm.default_sampling_params(beam_width=2)
     assert (params.temperature, params.top_p, params.repetition_penalty) == (0.0, 1.0, 1.05)
     assert llm.default_sampling_params().temperature == 0.7
@@ -148,7 +148,7 @@ def test_the_checkpoint_s_sampling_does_not_apply_to_beam_search(llm, monkeypatc
         (
             {"length_penalty": 2},
             "length_penalty",
-            "length_penalty is 2.0, but it is of beam search, which needs beam_w",
+            "length_penalty is 2.0, but it is of beam search, which needs beam",
         ),
         ({"early_stopping": "never"}, "early_stopping", "is of beam search, which needs beam_width; leave it out"),
         ({"beam_width": 2, "early_stopping": "x"}, "early_stopping", "must be True, False or 'never'"),
