@@ -59,7 +59,7 @@ from mmvllm.models.folder import model_name
 from mmvllm.outputs import Delta, EmbeddingOutput
 from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.load_video import Load
-from mmvllm.sampling_params import SamplingParams
+from mmvllm.sampling_params import SamplingParams, with_defaults
 
 
 class _Stream:
@@ -147,7 +147,7 @@ class AsyncLLM:
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
         """As for `LLM`: the checkpoint's own sampling parameters over mmvllm's defaults, `changes` over both."""
-        return SamplingParams(**self.sampling_defaults | changes)
+        return SamplingParams(**with_defaults(changes, self.sampling_defaults))
 
     async def generate(
         self,
@@ -172,7 +172,8 @@ class AsyncLLM:
 
         Raises ValueError for a bad request, `EngineBusy`, `EngineStopped` or `EngineFailed` if it cannot be admitted or
         finished, `RequestFailed` if the device or the preparation fails, `DeadlineExceeded`, and whatever `request`
-        raises. An aborted request ends with a delta whose `finish_reason` is "aborted".
+        raises. An aborted request ends with a delta whose `finish_reason` is "aborted". With `best_of` and `beam_width`
+        each completion has one delta, at the end.
         """
         own = request if isinstance(request, dict) else {}
         check_lengths(sampling_params, 1)

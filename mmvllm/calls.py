@@ -8,9 +8,10 @@ from typing import Any
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.output_processor import DeltaStream
 from mmvllm.engine.sequence import SequenceGroup
+from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput
 from mmvllm.outputs import Delta, RequestOutput
-from mmvllm.sampling_params import SamplingParams
+from mmvllm.sampling_params import CHOSEN_AT_END, SamplingParams
 
 Event = RequestOutput | Delta
 
@@ -46,6 +47,8 @@ class Call:
 
     def add(self, index: Hashable, prompt: EngineInput, params: SamplingParams, **options: Any) -> None:
         """Give a request to the engine; `options` are those of `LLMEngine.add`."""
+        if self._streams and params.chooses_at_end:
+            raise RequestError(f"stream is True, {CHOSEN_AT_END}", param="stream", value=True)
         with self._lock:
             group = self.groups[index] = self._engine.add(prompt, params, **self._options, **options)
             if self._streams:

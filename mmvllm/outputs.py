@@ -30,13 +30,18 @@ LogprobsById = dict[int, Logprob]  # by token id: the token that is there, then 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion. `logprobs` has, per token, {token id: log-probability}: the chosen one, then the most likely."""
+    """One completion. `logprobs` has, per token, {token id: log-probability}: the chosen one, then the most likely.
+
+    `score` is what completions were ranked by: with `beam_width`, cumulative_logprob / length ** length_penalty, which
+    is transformers' `sequences_scores`; with `best_of`, the log-probability per token; else None.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: str  # "eos", "stop", "length", "aborted" or "error"
     cumulative_logprob: float | None = None
     logprobs: list[LogprobsById] | None = None
+    score: float | None = None
 
 
 @dataclass(slots=True)

@@ -46,7 +46,7 @@ class CaptionSettings:
     `context_from` is the suffix of files beside the images, whose text is added to the prompt as context;
     `context_mode`, "prepend" or "append", is where any context goes. `caption_files` describes the caption files of the
     job. Special tokens in prompt, system message and contexts are text, unless `allow_special_tokens`.
-    `chat_template_kwargs` are arguments of the chat template.
+    `chat_template_kwargs` are arguments of the chat template. `beam_width` captions by beam search with so many beams.
 
     Of a video `video_fps` frames per second are sampled, 2 by default, or `video_frames`, with at most
     `video_max_pixels` each. With `clip_seconds`, longer videos are captioned as clips of this length. With
@@ -80,6 +80,7 @@ class CaptionSettings:
     video_max_pixels: int | None = None
     clip_seconds: float | None = None
     animations_as_clips: bool = False
+    beam_width: int | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "chat_template_kwargs", check_template_kwargs(self.chat_template_kwargs) or None)
@@ -95,7 +96,9 @@ class CaptionSettings:
 
     @property
     def sampling_params(self) -> SamplingParams:
-        return SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed)
+        return SamplingParams(
+            max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed, beam_width=self.beam_width
+        )
 
     @property
     def video_sampling(self) -> VideoSampling:

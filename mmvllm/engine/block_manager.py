@@ -50,13 +50,13 @@ class BlockManager:
                 seq.prefix_ids.append(prefix_id)
         return len(seq.block_table) * self.block_size
 
-    def fork(self, parent: Sequence, child: Sequence) -> int:
-        """Share the blocks of the parent's prompt with the child; return how many tokens that covers.
+    def fork(self, parent: Sequence, child: Sequence, covered: int) -> int:
+        """Share the blocks of the parent's first `covered` tokens with the child, which has them too; return `covered`.
 
-        The prompt's last token is computed again by the child, for its logits; the block it stands in is copied first.
+        The child computes the next token; the block it stands in is copied first, if the parent has it.
         """
-        assert not child.block_table and parent.num_computed_tokens >= parent.num_prompt_tokens
-        covered = parent.num_prompt_tokens - 1
+        assert not child.block_table and covered <= parent.num_computed_tokens
+        assert covered < child.num_tokens, "the last token is computed again, because its logits are wanted"
         child.block_table = parent.block_table[: covered // self.block_size + 1]
         child.prefix_ids = parent.prefix_ids[: covered // self.block_size]
         for block in child.block_table:

@@ -11,6 +11,8 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from mmvllm.config import ModelConfig
+from mmvllm.engine.beam_search import BeamSearch
+from mmvllm.engine.beams import Beams
 from mmvllm.engine.detokenizer import CompletionText
 from mmvllm.engine.encoder_cache import EncoderCache
 from mmvllm.engine.prompt_reads import LogprobReads, PooledReads, PromptReads
@@ -34,12 +36,15 @@ class InputProcessor:
         rules: MediaRules | None,
         tokenizer: PreTrainedTokenizerBase,
         encoder_cache: EncoderCache,
+        eos_token_ids: frozenset[int],
         *,
+        max_num_seqs: int,
         max_model_len: int,
         block_size: int,
         seed: int,
     ):
         self._config, self._rules, self._tokenizer = config, rules, tokenizer
+        self._eos_token_ids, self._max_num_seqs = eos_token_ids, max_num_seqs
         self._max_model_len, self._block_size = max_model_len, block_size
         self._encoder_cache, self._seed = encoder_cache, seed
         self._unseeded = count()
@@ -93,6 +98,7 @@ class InputProcessor:
         self._check_token_ids(prompt.token_ids)
         self._check_pooling(pooling, params)
         self._check_fits(prompt, generates=pooling is None and params.max_tokens > 0)
+        self._check_beam_width(params)
         reads = self._reads(prompt, params, pooling, prompt_logprobs_from)
         seed = f"{self._seed}:{next(self._unseeded)}" if params.seed is None else str(params.seed)
         arrival_time = time.time() if arrival_time is None else arrival_time
@@ -113,9 +119,21 @@ class InputProcessor:
                 completion_text=CompletionText(self._tokenizer, params.stop) if params.stop else None,
                 reads=None if i else reads,  # of the sequence that computes the prompt
             )
-            for i in range(params.n)
+            for i in range(params.num_seqs)
         ]
-        return SequenceGroup(seqs, trace_headers)
+        return SequenceGroup(seqs, trace_headers, beams=self._beams(params, seqs))
+
+    def _beams(self, params: SamplingParams, seqs: list[Sequence]) -> Beams | None:
+        if params.beam_width is None:
+            return None
+        search = BeamSearch(
+            params.beam_width,
+            max_length=seqs[0].max_num_tokens - seqs[0].num_prompt_tokens,
+            end_ids=params.end_ids(self._eos_token_ids),
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+        )
+        return Beams(search, seqs)
 
     def _check_pooling(self, pooling: PoolingParams | None, params: SamplingParams) -> None:
         if pooling is not None:
@@ -155,6 +173,20 @@ class InputProcessor:
         for token_id in token_ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
                 raise RequestError(f"prompt has {token_id!r}, token ids are integers in [0, {vocab_size})")
+
+    def _check_beam_width(self, params: SamplingParams) -> None:
+        width = params.beam_width or 0
+        if width > self._max_num_seqs:
+            reason = f"beam_width is {width}, max_num_seqs is {self._max_num_seqs}; lower it or raise max_num_seqs"
+            raise RequestError(reason, param="beam_width", value=width, limit=self._max_num_seqs)
+        limit = self._config.vocab_size - len(params.end_ids(self._eos_token_ids))
+        if width > limit:
+            raise RequestError(
+                f"beam_width is {width}, but only {limit} tokens can follow",
+                param="beam_width",
+                value=width,
+                limit=limit,
+            )
 
     def _check_fits(self, prompt: EngineInput, generates: bool) -> None:
         num_tokens, num_media_tokens = len(prompt.token_ids), prompt.num_media_tokens

@@ -35,7 +35,7 @@ from mmvllm.outputs import RequestOutput
 from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.tensors import Array
 from mmvllm.ranks import RanksFailed
-from mmvllm.sampling_params import SamplingParams
+from mmvllm.sampling_params import SamplingParams, with_defaults
 from mmvllm.transfer import current_device
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,8 @@ class LLMEngine:
             self.media_rules,
             self.tokenizer,
             self.encoder_cache,
+            eos_token_ids,
+            max_num_seqs=config.max_num_seqs,
             max_model_len=self.max_model_len,
             block_size=self.block_size,
             seed=config.seed,
@@ -111,7 +113,7 @@ class LLMEngine:
 
         Raises ValueError for a wrong value, and TypeError for an unknown name.
         """
-        return SamplingParams(**dict(self.model_config.sampling_defaults) | changes)
+        return SamplingParams(**with_defaults(changes, dict(self.model_config.sampling_defaults)))
 
     def add_request(
         self,

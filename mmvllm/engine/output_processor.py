@@ -3,6 +3,7 @@
 import time
 from functools import cache
 
+from mmvllm.engine.choice import choose
 from mmvllm.engine.detokenizer import Pieces, TokenDecoder, pieces_of, token_bytes
 from mmvllm.engine.prompt_reads import LogprobReads, PooledReads
 from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
@@ -20,6 +21,9 @@ class OutputProcessor:
     def finish_reason(self, seq: Sequence) -> FinishReason | None:
         """Why a sequence ends with the token that was just appended, or None; call it once for each token."""
         self.num_tokens += 1
+        return self._last_reason(seq)
+
+    def _last_reason(self, seq: Sequence) -> FinishReason | None:
         params, token_ids, text = seq.sampling_params, seq.token_ids, seq.completion_text
         token_id, is_longest = token_ids[-1], len(token_ids) >= seq.max_num_tokens
         if text is None and token_id not in self._eos_token_ids and not params.stop_token_ids:  # nearly always
@@ -48,8 +52,9 @@ class OutputProcessor:
             else seq.completion_text.text[:stop_at],
             token_ids=seq.completion_token_ids,
             finish_reason=seq.finish_reason.value,
-            cumulative_logprob=seq.cumulative_logprob if wants_logprobs else None,
+            cumulative_logprob=seq.cumulative_logprob if wants_logprobs or seq.score is not None else None,
             logprobs=self.decoded(seq.logprobs) if wants_logprobs else None,
+            score=seq.score,
         )
 
     def decoded(self, logprobs: list[LogprobsById | None]) -> list[LogprobsById | None]:
@@ -62,7 +67,11 @@ class OutputProcessor:
 
     def output(self, group: SequenceGroup) -> RequestOutput:
         """The output of a request that has finished, in whatever way."""
-        first, reads = group.first_seq, group.first_seq.reads
+        first, reads = group.first_seq, group.first_seq.reads  # of the one that computed the prompt
+        if group.sampling_params.chooses_at_end:
+            choose(group, self._last_reason)
+        if group.beams is not None:
+            self.num_tokens += sum(seq.num_completion_tokens for seq in group.seqs)
         return RequestOutput(
             request_id=group.request_id,
             completions=[self.completion(seq) for seq in group.seqs],
@@ -81,17 +90,32 @@ class OutputProcessor:
 
 
 class DeltaStream:
-    """What is new of a request's completions, call by call; a token is decoded when it is asked for."""
+    """What is new of a request's completions, call by call; a token is decoded when it is asked for.
+
+    Where the completions are chosen at the end, each has one delta, with all of it.
+    """
 
     def __init__(self, group: SequenceGroup, processor: OutputProcessor, pieces: Pieces):
-        self.group, self._processor = group, processor
-        cursors = [_Cursor(seq, index, TokenDecoder(pieces), processor) for index, seq in enumerate(group.seqs)]
-        self._cursors = cursors  # of the completions whose last delta has not been returned
-        has_prompts = isinstance(group.first_seq.reads, LogprobReads)
-        self._without_prompt = {*range(len(cursors))} if has_prompts else set()  # whose first delta is due, by index
+        self.group, self._processor, self._pieces = group, processor, pieces
+        # Of the completions whose last delta has not been returned; None while these are not known.
+        self._cursors = None if group.sampling_params.chooses_at_end else self._all_cursors()
+        self._first = group.first_seq  # which computes the prompt, and may not be among the chosen ones
+        has_prompts = isinstance(self._first.reads, LogprobReads)
+        n = group.sampling_params.n
+        self._without_prompt = {*range(n)} if has_prompts else set()  # whose first delta is due, by index
+
+    def _all_cursors(self) -> list["_Cursor"]:
+        return [
+            _Cursor(seq, index, TokenDecoder(self._pieces), self._processor)
+            for index, seq in enumerate(self.group.seqs)
+        ]
 
     def deltas(self) -> list[Delta]:
         """What is new since the last call; all that is left, with the request's output, once it has finished."""
+        if self._cursors is None:
+            if self.group.output is None:
+                return []
+            self._cursors = self._all_cursors()
         deltas = []
         for cursor in self._cursors:  # a new list when one of them ends
             delta = self._last_delta(cursor) if cursor.seq.status is SequenceStatus.FINISHED else cursor.delta()
@@ -104,9 +128,8 @@ class DeltaStream:
     def _add_prompt(self, delta: Delta) -> None:
         if delta.index in self._without_prompt:
             self._without_prompt.remove(delta.index)
-            first = self.group.first_seq
-            delta.prompt_token_ids = first.prompt_token_ids
-            delta.prompt_logprobs = self._processor.decoded(first.reads.logprobs)
+            delta.prompt_token_ids = self._first.prompt_token_ids
+            delta.prompt_logprobs = self._processor.decoded(self._first.reads.logprobs)
 
     def _last_delta(self, cursor: "_Cursor") -> Delta:
         output = self.group.output

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from mmvllm.engine.beam_search import Candidate
 from mmvllm.outputs import Logprob, LogprobsById
 
 
@@ -31,11 +32,14 @@ class SampledTokens:
     Args:
         token_ids: -1 where the logits allow none.
         logprobs: by place in `token_ids`, of the requests that asked for them.
+        candidates: by place in `token_ids`, of beams, to which their tokens do not apply; none where the logits allow
+            none.
         reads: of the chunks in `Schedule.read_chunks`: log-probabilities of rows, or a sum of hidden states (C,).
     """
 
     token_ids: list[int]
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    candidates: Mapping[int, list[Candidate]] = field(default_factory=dict)
     reads: Sequence[RowLogprobs | list[float]] = ()
 
 

@@ -5,13 +5,16 @@ function of the sequence's seed and the token's index, and put through the inver
 So a seeded request gives the same text in any batch, and after a preemption.
 """
 
+from math import isfinite
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from mmvllm.engine.beam_search import Candidate
 from mmvllm.engine.reading import Reading, logprobs_of
 from mmvllm.engine.sampled import SampledTokens, TokenLogprobs, token_logprobs
-from mmvllm.engine.sampling_rows import LOGPROBS, MIN_TOKENS, PENALTIES, RANDOM, SamplingRows
+from mmvllm.engine.sampling_rows import BEAM, LOGPROBS, MIN_TOKENS, PENALTIES, RANDOM, SamplingRows
 from mmvllm.engine.sequence import Sequence
 from mmvllm.kernels.argmax import argmax
 from mmvllm.kernels.penalties import count_tokens, penalize
@@ -23,18 +26,31 @@ from mmvllm.transfer import HostCopy, to_device
 class Sampled:
     """One token per row: on the device once it is computed, on the host once `tokens` has waited for it."""
 
-    def __init__(self, token_ids: Tensor, input_ids: Tensor, logprobs: "Logprobs | None" = None):
+    def __init__(
+        self,
+        token_ids: Tensor,
+        input_ids: Tensor,
+        logprobs: "Logprobs | None" = None,
+        candidates: "Candidates | None" = None,
+    ):
         """`token_ids` (R,) are -1 where the logits allow none."""
         self.input_ids = input_ids  # (R,), what the next step computes: any id where there is no token
         self.reading: Reading | None = None  # what the same step reads of prompts
-        self._logprobs = logprobs
-        self._on_host = HostCopy(token_ids, *(logprobs.tensors if logprobs else ()))
+        self._logprobs, self._candidates = logprobs, candidates
+        of_logprobs = logprobs.tensors if logprobs else ()
+        self._num_of_logprobs = len(of_logprobs)
+        self._on_host = HostCopy(token_ids, *of_logprobs, *(candidates.tensors if candidates else ()))
 
     def tokens(self) -> SampledTokens:
         """Wait for the tokens; the host waits for nothing else in a step."""
-        token_ids, *tensors = self._on_host.lists()
-        logprobs = self._logprobs.by_row(token_ids, *tensors) if self._logprobs else {}
-        return SampledTokens(token_ids, logprobs, () if self.reading is None else self.reading.values())
+        token_ids, *columns = self._on_host.lists()
+        of_logprobs, of_candidates = columns[: self._num_of_logprobs], columns[self._num_of_logprobs :]
+        return SampledTokens(
+            token_ids,
+            logprobs=self._logprobs.by_row(token_ids, *of_logprobs) if self._logprobs else {},
+            candidates=self._candidates.by_row(*of_candidates) if self._candidates else {},
+            reads=() if self.reading is None else self.reading.values(),
+        )
 
 
 class Sampler:
@@ -63,15 +79,29 @@ class Sampler:
             rows_on_device: (2, R) int32, rows and ends on the device where they are there already.
         """
         needs = int(np.bitwise_or.reduce(self._rows.needs[rows])) if len(rows) else 0
-        if rows_on_device is None and needs & (RANDOM | PENALTIES):
+        if rows_on_device is None and needs & (RANDOM | PENALTIES | BEAM):
             rows_on_device = [to_device(torch.from_numpy(x), logits.device) for x in (rows, ends)]
+        candidates = self._candidates(logits, rows, ends, rows_on_device, needs) if needs & BEAM else None
         adjusted = self._adjusted(logits, rows, ends, rows_on_device, needs)
         token_ids = sample(adjusted, self._rows.on_device(), *rows_on_device) if needs & RANDOM else argmax(adjusted)
         # A sequence whose row has no token is about to end: any id will do for the step that is launched meanwhile.
         input_ids = token_ids.clamp(min=0)
         if needs & PENALTIES:
             count_tokens(self._rows.counts.tensor, self._rows.on_device(), rows_on_device[0], input_ids)
-        return Sampled(token_ids, input_ids, self._logprobs(logits, rows, input_ids) if needs & LOGPROBS else None)
+        logprobs = self._logprobs(logits, rows, input_ids) if needs & LOGPROBS else None
+        return Sampled(token_ids, input_ids, logprobs, candidates)
+
+    def _candidates(
+        self, logits: Tensor, rows: np.ndarray, ends: np.ndarray, rows_on_device: Tensor, needs: int
+    ) -> "Candidates":
+        """Of beams. Penalties apply to log-probabilities, not to logits: transformers does it in this order."""
+        places = np.flatnonzero(self._rows.needs[rows] & BEAM)
+        at = to_device(torch.from_numpy(places), logits.device)
+        logprobs = logits[at].float().log_softmax(dim=-1)
+        rows, ends, on_device = rows[places], ends[places], [x[at] for x in rows_on_device]
+        return Candidates(
+            self._adjusted(logprobs, rows, ends, on_device, needs), places, self._rows.num_candidates[rows]
+        )
 
     def _adjusted(
         self, logits: Tensor, rows: np.ndarray, ends: np.ndarray, rows_on_device: Tensor | None, needs: int
@@ -114,12 +144,33 @@ class Logprobs:
         return found
 
 
+class Candidates:
+    """The most likely tokens of some rows, those of beams."""
+
+    def __init__(self, logprobs: Tensor, places: np.ndarray, numbers: np.ndarray):
+        """Of `logprobs` (R', V) the `numbers` (R',) largest; `places` (R',) are those of the rows among all."""
+        self._places, self._numbers = places.tolist(), numbers.tolist()
+        best = logprobs.topk(int(numbers.max()), dim=-1)
+        self.tensors = best.values, best.indices  # on the device
+
+    def by_row(self, values: list, ids: list) -> dict[int, list[Candidate]]:
+        """By row of the logits, best first, from `tensors` on the host; without tokens that cannot follow."""
+        found = {}
+        for place, number, logprobs, token_ids in zip(self._places, self._numbers, values, ids, strict=True):
+            pairs = zip(token_ids[:number], logprobs[:number], strict=True)
+            found[place] = [Candidate(token_id, logprob) for token_id, logprob in pairs if isfinite(logprob)]
+        return found
+
+
 def trial(logits: Tensor) -> None:
-    """Sample rows of logits (R, V) in the way that takes the most memory."""
+    """Sample rows of logits (R, V) in the ways that take the most memory."""
     R, V = logits.shape
-    params = SamplingParams(temperature=1.0, top_k=2, top_p=0.5, min_p=0.1, presence_penalty=1.0, logprobs=20)
-    sampler = Sampler(frozenset(), R, V, logits.device)
-    seq = Sequence([0], params, request_id="", block_size=1)
-    for row in range(R):
-        sampler.enter(row, seq)
-    sampler(logits, np.arange(R, dtype=np.int32), np.ones(R, np.int32)).tokens()
+    for params in (
+        SamplingParams(temperature=1.0, top_k=2, top_p=0.5, min_p=0.1, presence_penalty=1.0, logprobs=20),
+        SamplingParams(beam_width=min(R, V), repetition_penalty=1.1),
+    ):
+        sampler = Sampler(frozenset(), R, V, logits.device)
+        seq = Sequence([0], params, request_id="", block_size=1)
+        for row in range(R):
+            sampler.enter(row, seq)
+        sampler(logits, np.arange(R, dtype=np.int32), np.ones(R, np.int32)).tokens()

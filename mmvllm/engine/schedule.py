@@ -40,7 +40,8 @@ class Schedule:
     prefills: list[ScheduledChunk] = field(default_factory=list)  # prompts, and what is computed again
     items_to_encode: dict[bytes, MediaItem] = field(default_factory=dict)  # by digest
     freed_digests: tuple[bytes, ...] = ()  # items whose rows are no longer cached
-    started: list[Sequence] = field(default_factory=list)  # the sequences that run from this step on
+    # The sequences whose rows are written: those that run from this step on, and beams, whose tokens may be others.
+    started: list[Sequence] = field(default_factory=list)
     num_tokens: int = 0
     num_patches: int = 0
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from mmvllm.engine.beams import Beams
 from mmvllm.inputs import Grid, MediaItem, Span
 from mmvllm.outputs import LogprobsById, RequestOutput
 from mmvllm.sampling_params import SamplingParams
@@ -75,7 +76,8 @@ class Sequence:
         self.arrival_time = time.time() if arrival_time is None else arrival_time
         self.block_size = block_size
         self.completion_text = completion_text  # where there are stop strings
-        self.waits_for_tokens = waits_for_tokens  # what may be sampled next depends on all tokens before it
+        self.is_beam = sampling_params.beam_width is not None  # the search may give it the tokens of another beam
+        self.waits_for_tokens = waits_for_tokens or self.is_beam  # what may follow depends on all tokens before it
         self.reads = reads  # what is wanted of the prompt's hidden states, and what of it there is
 
         self.token_ids = list(token_ids)
@@ -96,9 +98,11 @@ class Sequence:
         self.row: int | None = None  # of the arrays of running sequences
         self._num_cached_tokens = 0
         self.num_preemptions = 0
+        self.forked_from: Sequence | None = None  # of a beam: has all of its tokens but the last
         self.first_token_time: float | None = None
         self.logprobs: list[LogprobsById] = []
         self.cumulative_logprob = 0.0
+        self.score: float | None = None  # that the completions of its group were ranked by, at the end
 
         # Written by the block manager.
         self.block_table: list[int] = []
@@ -231,12 +235,17 @@ class Sequence:
 
 @dataclass(slots=True)
 class SequenceGroup:
-    """The `SamplingParams.n` completions of one request; the first computes the prompt, the others share its blocks."""
+    """The completions of one request; the first computes the prompt, the others share its blocks.
+
+    These are `SamplingParams.n`; or as many as `best_of` or `beam_width` says until the request has finished, of which
+    n are returned then.
+    """
 
     seqs: list[Sequence]
     trace_headers: Mapping[str, str] | None = None  # of the request that came over a network, for the caller's tracing
     error: str | None = None
     output: RequestOutput | None = None  # written by the engine, once the request has finished
+    beams: "Beams[Sequence] | None" = None  # of a beam search
 
     @property
     def first_seq(self) -> Sequence:

@@ -8,7 +8,7 @@ from typing import Any
 from mmvllm.errors import RequestError
 from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.image import ImageProcessorConfig
-from mmvllm.sampling_params import SamplingParams
+from mmvllm.sampling_params import CHOSEN_AT_END, SamplingParams, with_defaults
 from mmvllm.server.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
 from mmvllm.server.messages import HistoryMessage, ImagePart, InputMessage, TextPart, VideoPart, parts_of
 from mmvllm.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, SamplingRequest
@@ -20,6 +20,7 @@ COMPLETION_TOKENS = 16
 PARAMS_OF_BOTH_APIS = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("n", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "prompt_logprobs"),
+    *("best_of", "beam_width", "length_penalty", "early_stopping"),
 )
 # The engine's default is greedy. The other defaults are the same in both APIs.
 OPENAI_DEFAULTS = MappingProxyType({"temperature": 1.0})
@@ -211,7 +212,17 @@ def _params(
     own: Mapping[str, Any] = MappingProxyType({}),
 ) -> SamplingParams:
     given = {name: value for name in PARAMS_OF_BOTH_APIS if (value := getattr(body, name)) is not None}
+    if body.use_beam_search:  # vLLM's width: best_of, in earlier versions, or n
+        given["beam_width"] = given.get("beam_width") or given.pop("best_of", None) or given.get("n", 1)
+    elif body.use_beam_search is False and body.beam_width is not None:
+        message = f"beam_width is {body.beam_width}, but use_beam_search is false; leave one of them out"
+        raise ApiError(400, message, param="beam_width")
+    if "beam_width" in given:  # beam search has no log-probabilities: the error names a field of the request
+        own = {}
     try:
-        return SamplingParams(**{**defaults, **given, **own}, max_tokens=max_tokens, logprobs=logprobs)
+        params = SamplingParams(**with_defaults(given | own, defaults), max_tokens=max_tokens, logprobs=logprobs)
     except RequestError as error:  # for rules that involve two fields, which the schema cannot express
         raise ApiError(400, str(error), param=error.param) from None
+    if body.stream and params.chooses_at_end:
+        raise ApiError(400, f"stream is true, {CHOSEN_AT_END}", param="stream")
+    return params

@@ -56,6 +56,8 @@ class CompletionJob:
             return self.images[i].param
         if (i := getattr(error, "video_index", None)) is not None:
             return param_of(error, self.videos[i], self.processor_kwargs)
+        if (param := getattr(error, "param", None)) in convert.PARAMS_OF_BOTH_APIS:  # one beyond the engine's options
+            return param
         return self.builder.prompt_field
 
 

@@ -105,7 +105,12 @@ class SamplingRequest(StrictModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2, description=f"{DEFAULT}, else 0.")
     repetition_penalty: float | None = Field(None, gt=0, le=100, description=f"{DEFAULT}, else 1.")
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    best_of: Literal[1] | None = None
+    best_of: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_CHOICES,
+        description="Completions to generate, of which the n most likely per token are returned.",
+    )
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
     stop: Stop | Stops | None = None
     stop_token_ids: StopTokenIds | None = None
@@ -122,7 +127,10 @@ class SamplingRequest(StrictModel):
     skip_special_tokens: Literal[True] | None = None
     add_special_tokens: Literal[False] | None = None
     priority: Literal[0] | None = None
-    use_beam_search: Unsupported = None
+    use_beam_search: bool | None = Field(None, description="Beam search with beam_width, else best_of, else n beams.")
+    beam_width: int | None = Field(None, ge=1, lt=INT64, description="Beam search with this many beams.")
+    length_penalty: float | None = Field(None, ge=-10, le=10, description="Of beam search. Default: 1.")
+    early_stopping: bool | Literal["never"] | None = Field(None, description="Of beam search. Default: false.")
     include_stop_str_in_output: Unsupported = None
     truncate_prompt_tokens: Unsupported = None
     return_tokens_as_token_ids: Unsupported = None
@@ -138,8 +146,6 @@ class SamplingRequest(StrictModel):
     mm_processor_kwargs: Unsupported = None
     kv_transfer_params: Unsupported = None
     vllm_xargs: Unsupported = None
-    length_penalty: Ignored = None  # of beam search
-    early_stopping: Ignored = None  # of beam search
     spaces_between_special_tokens: Ignored = None  # special tokens are skipped
     request_id: Ignored = None
 
