@@ -124,6 +124,46 @@ async def test_an_async_request_has_one_delta_for_each_completion(params, checkp
         assert [delta.finish_reason for delta in deltas] == ["length"] * 2
 
 
+@async_test
+async def test_best_of_and_the_log_probabilities_of_the_prompt(checkpoint):
+    """Whichever completions are returned, the prompt is that of the sequence that computed it."""
+    options = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 256, "skip_warmup": True}
+    async with AsyncLLM(checkpoint, **options) as engine:
+        alone = (await collect(engine, REQUEST, SamplingParams(max_tokens=0, prompt_logprobs=2)))[0][-1].output
+        for seed in range(4):
+            params = SamplingParams(temperature=1.0, seed=seed, max_tokens=4, n=1, best_of=3, prompt_logprobs=2)
+            (delta,), _ = await collect(engine, REQUEST, params)
+            assert delta.prompt_token_ids == alone.prompt_token_ids == delta.output.prompt_token_ids
+            for found in (delta, delta.output):
+                assert found.prompt_logprobs[0] is None
+                for own, want in zip(found.prompt_logprobs[1:], alone.prompt_logprobs[1:], strict=True):
+                    assert own == pytest.approx(want, abs=1e-4)
+
+
+def test_beams_beside_requests_with_log_probabilities_have_the_same_answers(llm):
+    """In steps that have candidates of beams, log-probabilities of tokens and of a prompt."""
+    many = [
+        SamplingParams(max_tokens=8, logprobs=2),
+        SamplingParams(beam_width=2, n=2, max_tokens=8),
+        SamplingParams(max_tokens=8, logprobs=0, prompt_logprobs=1),
+    ]
+    together = llm.generate_multimodal([REQUEST] * 3, many)
+    for params, output in zip(many, together, strict=True):
+        alone = llm.generate_multimodal([REQUEST], params)[0]
+        for one, want in zip(output.completions, alone.completions, strict=True):
+            assert one.token_ids == want.token_ids
+            assert one.cumulative_logprob == pytest.approx(want.cumulative_logprob, abs=1e-4)
+            assert [[*found] for found in one.logprobs or ()] == [[*found] for found in want.logprobs or ()]
+    assert len(together[2].prompt_logprobs) == together[2].num_prompt_tokens
+
+
+def test_best_of_completions_without_a_token(llm):
+    params = SamplingParams(max_tokens=0, n=2, best_of=3, prompt_logprobs=0)
+    output = llm.generate_multimodal([REQUEST], params)[0]
+    assert [(one.token_ids, one.score, one.finish_reason) for one in output.completions] == [([], None, "length")] * 2
+    assert len(output.prompt_logprobs) == output.num_prompt_tokens
+
+
 def test_the_checkpoint_s_sampling_does_not_apply_to_beam_search(llm, monkeypatch):
     own = {"temperature": 0.7, "top_p": 0.8, "repetition_penalty": 1.05}
     monkeypatch.setattr(type(llm.engine.model_config), "sampling_defaults", tuple(own.items()), raising=False)
@@ -144,6 +184,9 @@ def test_the_checkpoint_s_sampling_does_not_apply_to_beam_search(llm, monkeypatc
         ({"beam_width": 2, "top_p": 0.5}, "top_p", "cannot be used with beam search"),
         ({"beam_width": 2, "stop": "x"}, "stop", "cannot be used with beam search"),
         ({"beam_width": 2, "logprobs": 0}, "logprobs", "cannot be used with beam search"),
+        ({"beam_width": 2, "prompt_logprobs": 0}, "prompt_logprobs", "cannot be used with beam search"),
+        ({"beam_width": 2, "max_tokens": 0}, "max_tokens", "an integer of at least 1"),
+        ({"beam_width": 2, "max_tokens": 0, "prompt_logprobs": 0}, "max_tokens", "an integer of at least 1"),
         ({"beam_width": 2, "presence_penalty": 1}, "presence_penalty", "cannot be used with beam search"),
         (
             {"length_penalty": 2},

@@ -51,3 +51,25 @@ def test_several_prompts_have_their_own_hypotheses(app):
     together = call(app, "POST", COMPLETIONS, json=completion(prompt=prompts, **fields)).json()["choices"]
     alone = [call(app, "POST", COMPLETIONS, json=completion(prompt=one, **fields)).json()["choices"] for one in prompts]
     assert [choice["text"] for choice in together] == [choice["text"] for own in alone for choice in own]
+
+
+def test_an_echo_precedes_each_hypothesis(app):
+    fields = {"use_beam_search": True, "n": 2, "max_tokens": 6}
+    plain, echoed = (
+        call(app, "POST", COMPLETIONS, json=completion(prompt="One star.", **fields, echo=echo)).json()["choices"]
+        for echo in (False, True)
+    )
+    assert [choice["text"] for choice in echoed] == ["One star." + choice["text"] for choice in plain]
+
+
+def test_an_echo_with_best_of(app):
+    """The log-probabilities of the prompt come with whichever completion is the most likely one."""
+    fields = {"temperature": 1.0, "best_of": 3, "max_tokens": 4, "logprobs": 1, "ignore_eos": True}
+    want = call(app, "POST", COMPLETIONS, json=completion(prompt="One star.", echo=True, max_tokens=0, logprobs=1))
+    want = want.json()["choices"][0]["logprobs"]["token_logprobs"]
+    for seed in range(4):
+        body = completion(prompt="One star.", echo=True, seed=seed, **fields)
+        choice = call(app, "POST", COMPLETIONS, json=body).json()["choices"][0]
+        shown = choice["logprobs"]["token_logprobs"]
+        assert choice["text"].startswith("One star.") and len(shown) == len(want) + 4
+        assert shown[1 : len(want)] == pytest.approx(want[1:], abs=1e-4) and shown[0] is None

@@ -101,6 +101,14 @@ def nested(depth: int) -> list:
         (completion(beam_width=1000), "beam_width", "beam_width is 1000, max_num_seqs is"),
         (completion(beam_width=2, length_penalty=11), "length_penalty", "10"),
         (completion(beam_width=2, logprobs=1), "logprobs", "cannot be used with beam search (beam_width=2)"),
+        (
+            completion(beam_width=2, prompt_logprobs=1),
+            "prompt_logprobs",
+            "cannot be used with beam search (beam_width=2)",
+        ),
+        (completion(beam_width=2, echo=True, logprobs=1), "logprobs", "cannot be used with beam search (beam_width=2)"),
+        (completion(beam_width=2, echo=True, max_tokens=0), "max_tokens", "of at least 1"),
+        (completion(use_beam_search=True, echo=True, stream=True), "stream", "known only at the end"),
         (completion(length_penalty=2.0), "length_penalty", "is of beam search, which needs beam_width"),
         (completion(logprobs=True), "logprobs", "valid integer"),
         (
