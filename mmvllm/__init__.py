@@ -19,7 +19,10 @@ _EXPORTS_BY_MODULE = {
     "mmvllm.config": ("EngineConfig",),
     "mmvllm.sampling_params": ("SamplingParams",),
     "mmvllm.structured": ("StructuredOutputsParams",),
-    "mmvllm.outputs": ("RequestOutput", "CompletionOutput", "Delta"),
+    "mmvllm.outputs": (
+        *("RequestOutput", "CompletionOutput", "Delta", "Logprob"),
+        *("EmbeddingOutput", "ScoreOutput", "ContinuationScore"),
+    ),
     "mmvllm.grounding": ("Box", "Point"),
     "mmvllm.errors": (
         *("RequestError", "ParameterError", "ImageError", "VideoError", "PromptTooLong"),

@@ -16,7 +16,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -39,6 +39,7 @@ from mmvllm.errors import (
     ParameterError,
     RequestError,
     RequestFailed,
+    RequestsAborted,
     first_line,
     without_frames,
 )
@@ -55,9 +56,10 @@ from mmvllm.intake import (
     with_own_token_ids,
 )
 from mmvllm.models.folder import model_name
-from mmvllm.outputs import Delta
+from mmvllm.outputs import Delta, EmbeddingOutput
+from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.load_video import Load
-from mmvllm.sampling_params import SamplingParams
+from mmvllm.sampling_params import SamplingParams, with_defaults
 from mmvllm.tracing import check_endpoint, ended_output, make_tracer
 
 Give = Callable[[Request, EngineInput], None]  # takes a request that has been prepared, in a worker thread
@@ -139,6 +141,7 @@ class AsyncLLM:
         rules = self.media_rules = engine.media_rules  # None for a text-only checkpoint
         self.takes_videos = rules is not None and rules.takes_videos
         self.sampling_defaults = dict(engine.model_config.sampling_defaults)  # of generation_config.json
+        self.hidden_size = engine.model_config.hidden_size  # of embeddings
         self.max_model_len, self.max_num_seqs = engine.max_model_len, engine.max_num_seqs
         self.max_requests = self.max_num_seqs + max_waiting
         self.admission = AdmissionWindow(self.max_requests)
@@ -153,7 +156,7 @@ class AsyncLLM:
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
         """As for `LLM`: the checkpoint's own sampling parameters over mmvllm's defaults, `changes` over both."""
-        return SamplingParams(**self.sampling_defaults | changes)
+        return SamplingParams(**with_defaults(changes, self.sampling_defaults))
 
     async def generate(
         self,
@@ -164,6 +167,7 @@ class AsyncLLM:
         timeout: float | None = None,
         load: Load | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        pooling: PoolingParams | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Stream the completions of one request. Cancelling the task, or closing the generator, aborts the request.
 
@@ -175,10 +179,12 @@ class AsyncLLM:
             load: reads the request's images and videos, in a thread; for untrusted media, a session's of
                 `mmvllm.decoding.MediaDecoder`.
             trace_headers: of the trace that the request belongs to, by W3C Trace Context: `traceparent`, `tracestate`.
+            pooling: generate nothing; there is one delta, whose output has the `embedding` of the prompt.
 
         Raises ValueError for a bad request, `EngineBusy`, `EngineStopped` or `EngineFailed` if it cannot be admitted or
         finished, `RequestFailed` if the device or the preparation fails, `DeadlineExceeded`, and whatever `request`
-        raises. An aborted request ends with a delta whose `finish_reason` is "aborted".
+        raises. An aborted request ends with a delta whose `finish_reason` is "aborted". With `best_of` and `beam_width`
+        each completion has one delta, at the end.
         """
         own = request if isinstance(request, dict) else {}
         check_lengths(sampling_params, 1)
@@ -189,7 +195,7 @@ class AsyncLLM:
 
         def give(request: Request, prompt: EngineInput) -> None:
             self._engine.grammars.check(params.structured)  # here, not in the engine's thread, which waits for nothing
-            self._hand_over(stream, params, request, prompt)
+            self._hand_over(stream, params, request, prompt, pooling)
 
         try:
             with self._running(stream, request, give, timeout, load):
@@ -222,6 +228,29 @@ class AsyncLLM:
 
         with self._running(stream, request, give, timeout, load):
             return (await stream.get()).token_ids
+
+    async def embed(
+        self,
+        request: Request | Callable[[], Awaitable[Request]],
+        *,
+        pooling: str = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        request_id: str | None = None,
+        timeout: float | None = None,
+        load: Load | None = None,
+    ) -> EmbeddingOutput:
+        """The vector of one request, as `LLM.embed` makes it; cancelling the task aborts the request.
+
+        The other arguments are those of `generate`, as are the errors; an aborted request raises `RequestsAborted`.
+        """
+        params = PoolingParams(pooling=pooling, normalize=normalize, dimensions=dimensions)
+        deltas = self.generate(request, None, request_id, timeout=timeout, load=load, pooling=params)
+        async with aclosing(deltas):
+            output = (await anext(deltas)).output
+        if output.finish_reason == "aborted":
+            raise RequestsAborted(f"request {output.request_id!r}: aborted", [output])
+        return EmbeddingOutput.of(output)
 
     async def abort(self, request_id: str) -> bool:
         """End a request; False if there is none with this id. On return its blocks and media are freed."""
@@ -351,11 +380,20 @@ class AsyncLLM:
         except Exception as error:  # a bug, ours or of the caller's `load`: other requests are not affected
             self._end(stream, RequestFailed(f"preparation failed: {type(error).__name__}: {error}"))
 
-    def _hand_over(self, stream: _Stream, params: SamplingParams, request: Request, prompt: EngineInput) -> None:
+    def _hand_over(
+        self,
+        stream: _Stream,
+        params: SamplingParams,
+        request: Request,
+        prompt: EngineInput,
+        pooling: PoolingParams | None,
+    ) -> None:
         """Give a request to the engine."""
         options = request_options(request) if isinstance(request, dict) else {}
         if stream.trace_headers is not None:
             options["trace_headers"] = stream.trace_headers
+        if pooling is not None:
+            options["pooling"] = pooling
         stream.prompt_token_ids = prompt.token_ids
         with self._changed:
             stream.is_prepared, stream.num_bytes = True, prompt.num_bytes

@@ -27,7 +27,7 @@ class Batch:
     kv_lens: Tensor  # (S,) int32
     cu_seqlens_k: Tensor | None  # (S + 1,) int32, running sum of kv_lens; None where every sequence decodes
     block_table: Tensor  # (S, max_blocks) int32; any blocks behind a sequence's own
-    sample_at: Tensor  # (R,) int64, tokens whose logits are wanted: none of an unfinished prompt
+    sample_at: Tensor  # (R,) int64, tokens whose hidden states are wanted: none of an unfinished prompt, but where read
     image_at: Tensor  # (M,) int64, token that each image row replaces
     query_lens: tuple[int, ...]  # on the host
     context_lens: tuple[int, ...]  # kv_lens, on the host; upper limits of them in a CUDA graph

@@ -1,14 +1,17 @@
 """The requests of one call of `LLM`, from the engine's admission to the caller."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.output_processor import DeltaStream
 from mmvllm.engine.sequence import SequenceGroup
+from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput
 from mmvllm.outputs import Delta, RequestOutput
-from mmvllm.sampling_params import SamplingParams
+from mmvllm.sampling_params import CHOSEN_AT_END, SamplingParams
 
 Event = RequestOutput | Delta
 
@@ -24,6 +27,7 @@ class Call:
         give_way: called before each step, without the lock.
         streams: yield a delta for whatever is new, rather than an output for each request that has finished.
         noun: what messages call a request.
+        options: of `LLMEngine.add`, for all requests.
     """
 
     def __init__(
@@ -34,16 +38,19 @@ class Call:
         *,
         streams: bool = False,
         noun: str = "request",
+        options: Mapping[str, Any] = MappingProxyType({}),
     ):
         self._engine, self._lock, self._give_way = engine, lock, give_way
-        self._streams, self.noun = streams, noun
-        self.groups: dict[int, SequenceGroup] = {}
+        self._streams, self.noun, self._options = streams, noun, options
+        self.groups: dict[Hashable, SequenceGroup] = {}
         self._deltas: dict[int, DeltaStream] = {}
 
-    def add(self, index: int, prompt: EngineInput, params: SamplingParams, **options) -> None:
+    def add(self, index: Hashable, prompt: EngineInput, params: SamplingParams, **options: Any) -> None:
         """Give a request to the engine; `options` are those of `LLMEngine.add`."""
+        if self._streams and params.chooses_at_end:
+            raise RequestError(f"stream is True, {CHOSEN_AT_END}", param="stream", value=True)
         with self._lock:
-            group = self.groups[index] = self._engine.add(prompt, params, **options)
+            group = self.groups[index] = self._engine.add(prompt, params, **self._options, **options)
             if self._streams:
                 self._deltas[index] = self._engine.delta_stream(group)
 

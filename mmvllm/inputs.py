@@ -141,6 +141,15 @@ class EngineInput:
         return sum(item.num_tokens for item in self.items)
 
 
+def continued(prompt: EngineInput, token_ids: list[int]) -> EngineInput:
+    """The prompt with more tokens of text, at the positions that generated ones would have."""
+    positions, length = prompt.positions, len(prompt.token_ids)
+    if positions is not None:
+        added = np.arange(length, length + len(token_ids)) + prompt.position_delta
+        positions = np.concatenate([positions, np.tile(added, (3, 1))], axis=1)
+    return replace(prompt, token_ids=[*prompt.token_ids, *token_ids], positions=positions)
+
+
 def in_pinned_memory(prompt: EngineInput) -> EngineInput:
     """The prompt with patches that a step copies to a GPU without waiting."""
     return replace(prompt, items=tuple(replace(item, patches=pinned(item.patches)) for item in prompt.items))

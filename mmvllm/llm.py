@@ -32,9 +32,11 @@ from mmvllm.intake import (
     timed,
 )
 from mmvllm.models.folder import model_name
-from mmvllm.outputs import Delta, RequestOutput
+from mmvllm.outputs import Delta, EmbeddingOutput, RequestOutput, ScoreOutput
+from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.requests import PROMPT_KEYS
 from mmvllm.sampling_params import SamplingParams
+from mmvllm.scoring import ContinuationReader, ScoringRun
 from mmvllm.tracing import check_endpoint, make_tracer
 
 TURN_SECONDS = 1e-3  # in which a thread that waits for the lock gets it
@@ -239,6 +241,53 @@ class LLM:
         if aborted and on_error == "raise":
             raise RequestsAborted(_aborted_message("request", aborted), [*aborted.values()])
 
+    def embed(
+        self,
+        requests: Request | Iterable[Request],
+        *,
+        pooling: str = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        use_tqdm: bool = True,
+        on_error: str = "raise",
+    ) -> list[EmbeddingOutput]:
+        """A vector for each request, made of the decoder's last hidden states; in the order of the requests.
+
+        Args:
+            requests: one or several: strings and token ids without a chat template, or dicts as for
+                `generate_multimodal`, of text, images and videos.
+            pooling, normalize, dimensions: those of `PoolingParams`. With "last" the prefix cache is used; with "mean"
+                all tokens are computed.
+            on_error: as for `generate_multimodal`.
+        """
+        params = PoolingParams(pooling=pooling, normalize=normalize, dimensions=dimensions)
+        requests = _as_list(requests, "request")
+        prefetcher = Prefetcher(requests, self._intake.prepare, max_requests=self.admission.max_requests)
+        stream = self._stream(self._call(options={"pooling": params}), prefetcher, None, on_error)
+        outputs = _in_order(dict(_progress(stream, len(requests), use_tqdm)), "request", on_error)
+        return [EmbeddingOutput.of(output) for output in outputs]
+
+    def score(
+        self, requests: Request | Iterable[Request], continuations: Sequence[Any], *, use_tqdm: bool = True
+    ) -> list[ScoreOutput]:
+        """The log-probabilities of given continuations, for multiple choice; in the order of the requests.
+
+        Args:
+            requests: as for `embed`.
+            continuations: strings or lists of token ids, the same for all requests; or a list of them for each request.
+                Tokens of a string are its own, whatever the prompt ends with.
+
+        The prompt of a request is computed for its first continuation, and taken from the prefix cache for the others.
+        """
+        requests = _as_list(requests, "request")
+        reader = ContinuationReader(self.tokenizer, self.engine.media_rules, self.engine.model_config.vocab_size)
+        lists = reader.read(continuations, len(requests))
+        prefetcher = Prefetcher(requests, self._intake.prepare, max_requests=self.admission.max_requests)
+        run = ScoringRun(self._call(), prefetcher, lists, self._has_room)
+        bar = {"unit": "request", "dynamic_ncols": True, "disable": None if use_tqdm else True}
+        scored = dict(tqdm(run.outputs(), total=len(requests), **bar))
+        return [scored[index] for index in range(len(requests))]
+
     def add_request(self, prompt: Request | EngineInput, sampling_params: Params = None, **options: Any) -> str:
         """Queue a request in any form; return its id. `options` are those of `LLMEngine.add_request`."""
         check_lengths(sampling_params, 1)
@@ -377,14 +426,18 @@ class LLM:
 
 def _as_prompts(prompts: Any) -> list[Request]:
     """One prompt or several, in any form that `generate` takes -> a list of prompts; raises RequestError."""
-    if isinstance(prompts, str | bytes | Mapping) or getattr(prompts, "ndim", 2) < 2:
-        prompts = [prompts]
-    if not isinstance(prompts, Iterable):
-        raise RequestError(f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}")
-    prompts = list(prompts)
-    if prompts and (isinstance(prompts[0], int) or getattr(prompts[0], "ndim", 1) == 0):
-        prompts = [prompts]
-    return [_as_prompt(index, prompt) for index, prompt in enumerate(prompts)]
+    return [_as_prompt(index, prompt) for index, prompt in enumerate(_as_list(prompts, "prompt"))]
+
+
+def _as_list(requests: Any, noun: str) -> list[Request]:
+    """One request or several -> a list."""
+    if isinstance(requests, str | bytes | Mapping) or getattr(requests, "ndim", 2) < 2:
+        requests = [requests]
+    if not isinstance(requests, Iterable):
+        raise RequestError(f"{noun}s must be a {noun} or a list of {noun}s, not {type(requests).__name__}")
+    requests = list(requests)
+    is_one = requests and (isinstance(requests[0], int) or getattr(requests[0], "ndim", 1) == 0)
+    return [requests] if is_one else requests
 
 
 def _as_prompt(index: int, prompt: Any) -> Request:

@@ -4,8 +4,29 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
+
 from mmvllm.errors import RequestError
 from mmvllm.grounding import Box, Point
+
+
+class Logprob(float):
+    """A token's log-probability, with its rank, 1 where no token is more likely, and its text."""
+
+    __slots__ = ("decoded_token", "rank")
+
+    def __new__(cls, logprob: float, rank: int | None = None, decoded_token: str | None = None) -> "Logprob":
+        made = super().__new__(cls, logprob)
+        made.rank, made.decoded_token = rank, decoded_token
+        return made
+
+    @property
+    def logprob(self) -> float:
+        """The number itself, by the name that vLLM gives it."""
+        return float(self)
+
+
+LogprobsById = dict[int, Logprob]  # by token id: the token that is there, then the most likely ones
 
 
 @dataclass(slots=True)
@@ -14,14 +35,18 @@ class CompletionOutput:
 
     `logprobs` has, per token, {token id: log-probability}: the chosen one, then the most likely. `boxes` are the boxes
     and points that the model wrote, in pixels of the request's images.
+
+    `score` is what completions were ranked by: with `beam_width`, cumulative_logprob / length ** length_penalty, which
+    is transformers' `sequences_scores`; with `best_of`, the log-probability per token; else None.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: str  # "eos", "stop", "length", "repetition", "aborted" or "error"
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, float]] | None = None
+    logprobs: list[LogprobsById] | None = None
     boxes: tuple[Box | Point, ...] = ()
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +73,8 @@ class RequestMetrics:
 class RequestOutput:
     """One finished request. The fields of its first completion are its own too: `out.text`, or `out["text"]`.
 
-    Times are in seconds since the epoch; None where the request never reached that point.
+    Times are in seconds since the epoch; None where the request never reached that point. `prompt_logprobs` has, per
+    token of the prompt, what `CompletionOutput.logprobs` has, or None where there is nothing: at the first token.
     """
 
     request_id: str
@@ -62,6 +88,8 @@ class RequestOutput:
     first_token_time: float | None = None
     finish_time: float | None = None
     prompt_token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[LogprobsById | None] | None = None
+    embedding: np.ndarray | None = field(default=None, repr=False, compare=False)  # (dimensions,) float32
     exception: RequestError | None = field(default=None, repr=False, compare=False)  # `error` with its facts
     preparation_start_time: float | None = None
     preparation_end_time: float | None = None
@@ -87,7 +115,7 @@ class RequestOutput:
         return self.completions[0].finish_reason if self.completions else "error"
 
     @property
-    def logprobs(self) -> list[dict[int, float]] | None:
+    def logprobs(self) -> list[LogprobsById] | None:
         return self.completions[0].logprobs if self.completions else None
 
     @property
@@ -141,8 +169,9 @@ class RequestOutput:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and those of the first completion, of types that `json.dumps` takes."""
-        others = ("completions", "outputs", "exception", "metrics", "boxes")
+        others = ("completions", "outputs", "exception", "metrics", "boxes", "embedding")
         made = {name: getattr(self, name) for name in _NAMES if name not in others}
+        made |= {"embedding": None if self.embedding is None else self.embedding.tolist()}
         completions = [*map(_completion_dict, self.completions)]
         return made | {"boxes": _as_dicts(self.boxes), "completions": completions, "metrics": asdict(self.metrics)}
 
@@ -166,21 +195,73 @@ def _between(start: float | None, end: float | None) -> float | None:
     return None if start is None or end is None else max(0.0, end - start)
 
 
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """The vector of one request, or its `error`."""
+
+    request_id: str
+    embedding: np.ndarray | None  # (dimensions,) float32
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
+    num_image_tokens: int = 0
+    num_video_tokens: int = 0
+    error: str | None = None
+    exception: RequestError | None = field(default=None, repr=False, compare=False)  # `error` with its facts
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> "EmbeddingOutput":
+        """That of a request with `pooling` that has finished."""
+        return cls(*(getattr(output, own.name) for own in fields(cls)))
+
+
+@dataclass(frozen=True, slots=True)
+class ContinuationScore:
+    """One continuation of a prompt.
+
+    Args:
+        logprob: of all its tokens, given the prompt and those before them: the sum of `logprobs`.
+        is_greedy: whether no other token is more likely at any place, so that greedy decoding would give it.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    logprob: float
+    is_greedy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOutput:
+    """The continuations of one request, in the caller's order. The numbers of tokens are those of the prompt."""
+
+    scores: list[ContinuationScore]
+    num_prompt_tokens: int
+    num_image_tokens: int
+    num_video_tokens: int
+
+    @property
+    def best(self) -> int:
+        """The index of the most likely continuation."""
+        return max(range(len(self.scores)), key=lambda index: self.scores[index].logprob)
+
+
 @dataclass(slots=True)  # not frozen, which would make one of them for every token four times as slow
 class Delta:
     """What is new of one completion. All texts of a completion, joined, are its final text.
 
     The text is of whole characters, and never part of a stop string. There is always some, except in the last delta of
-    a completion. `logprobs` has, per token of `token_ids`, what `CompletionOutput.logprobs` has.
+    a completion. `logprobs` has, per token of `token_ids`, what `CompletionOutput.logprobs` has. The first delta of
+    each completion has the prompt, if its log-probabilities were asked for, as `RequestOutput` has it.
     """
 
     request_id: str
     index: int  # which of SamplingParams.n completions
     text: str
     token_ids: list[int]
-    logprobs: list[dict[int, float]] | None = None
+    logprobs: list[LogprobsById] | None = None
     finish_reason: str | None = None  # of `CompletionOutput`, in the last delta of the completion
     output: RequestOutput | None = None  # in the last delta of the request: all of it
     num_prompt_tokens: int = 0
-    prompt_token_ids: list[int] | None = None  # in deltas of `AsyncLLM`: one list, which must not be changed
+    # Of `AsyncLLM`, and of the first delta where log-probabilities of the prompt are asked for: must not be changed.
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[LogprobsById | None] | None = None
     boxes: tuple[Box | Point, ...] = ()  # of `CompletionOutput`, in the last delta of the completion

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +15,30 @@ if TYPE_CHECKING:
 
 # Arguments of vLLM's SamplingParams that many programs pass, with the values that describe what mmvllm does anyway.
 ACCEPTED_VLLM_ARGUMENTS = {
-    "best_of": (None, 1),
     "use_beam_search": (False,),
-    "length_penalty": (1.0,),  # of beam search, like the next
-    "early_stopping": (False,),
     "detokenize": (True,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
-    "prompt_logprobs": (None,),
     "truncate_prompt_tokens": (None,),
 }
+
+
+CHOSEN_AT_END = "but the completions of best_of and of beam search are known only at the end; leave it out"
+# The parameters that beam search takes, with the meaning that they have in transformers; others keep their default.
+WITH_BEAM_SEARCH = frozenset(
+    {
+        *("beam_width", "length_penalty", "early_stopping", "n", "max_tokens", "min_tokens", "stop_token_ids"),
+        *("ignore_eos", "seed", "repetition_penalty"),
+    }
+)
+
+
+def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters with `defaults` of a checkpoint for those not given; those of sampling do not apply to beam search."""
+    if given.get("beam_width") is not None:
+        defaults = {name: value for name, value in defaults.items() if name in WITH_BEAM_SEARCH}
+    return {**defaults, **given}
 
 
 @with_checked_arguments(ACCEPTED_VLLM_ARGUMENTS)
@@ -42,7 +55,7 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         min_p: keep tokens at least this fraction as likely as the most likely one, in [0, 1].
         max_tokens: maximum number of generated tokens; max_new_tokens of the checkpoint's generation_config.json, if it
-            is there, is a limit too.
+            is there, is a limit too. With prompt_logprobs it may be 0.
         min_tokens: minimum number of generated tokens before a stop condition applies.
         stop: strings that stop generation; the returned text ends before them.
         stop_token_ids: token ids that stop generation, in addition to the checkpoint's own.
@@ -62,7 +75,17 @@ class SamplingParams:
         logits_processors: functions of (completion's token ids, logits) or (prompt's token ids, completion's token ids,
             logits) that return the logits (V,) float32 of the next token; slow, since each is called for each token.
         logprobs: return log-probabilities of each chosen token and of this many most likely tokens, 0 to 20.
+        prompt_logprobs: the same of each token of the prompt but the first; what is cached of the prompt is computed
+            again.
         n: number of completions of the prompt.
+        best_of: generate this many completions, at least n, and return the n with the highest log-probability per
+            token, best first.
+        beam_width: decode by beam search with this many beams, at most max_num_seqs of the engine, and return the n
+            best hypotheses, best first; None samples, or decodes greedily.
+        length_penalty: of beam search: hypotheses are compared by the sum of their log-probabilities over length **
+            length_penalty, so that more than 0 prefers long ones and less than 0 short ones; in [-10, 10].
+        early_stopping: of beam search: True ends it when there are beam_width hypotheses, False when a better one is
+            unlikely, "never" when there can be no better one.
     """
 
     temperature: float = 0.0
@@ -86,7 +109,12 @@ class SamplingParams:
     no_repeat_ngram_size: int = 0
     logits_processors: tuple[Callable[..., "Tensor"], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     n: int = 1
+    best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
         self._number("temperature", "of at least 0", lambda v: 0 <= v < math.inf)
@@ -104,7 +132,9 @@ class SamplingParams:
         self._integer("no_repeat_ngram_size", "of at least 0", lambda v: v >= 0)
         self._tuple("logits_processors", "functions of token ids and logits", callable)
         self._integer("top_k", "of at least -1", lambda v: v >= -1)
-        self._integer("max_tokens", "of at least 1", lambda v: v >= 1)
+        self._integer("prompt_logprobs", "in [0, 20] or None", lambda v: 0 <= v <= 20, optional=True)
+        least = 0 if self.prompt_logprobs is not None and self.beam_width is None else 1
+        self._integer("max_tokens", f"of at least {least}", lambda v: v >= least)
         self._integer("min_tokens", f"in [0, max_tokens={self.max_tokens}]", lambda v: 0 <= v <= self.max_tokens)
         self._integer("n", "of at least 1", lambda v: v >= 1)
         self._integer("seed", "or None", lambda v: True, optional=True)
@@ -115,6 +145,45 @@ class SamplingParams:
         self._flag("stop_on_repetition")
         object.__setattr__(self, "structured", as_structured(self.structured))
         self._check_structured()
+        self._integer("best_of", f"of at least n={self.n}, or None", lambda v: v >= self.n, optional=True)
+        self._check_beam_search()
+
+    @property
+    def num_seqs(self) -> int:
+        """Completions that are generated, of which n are returned."""
+        return self.beam_width or self.best_of or self.n
+
+    @property
+    def chooses_by_logprob(self) -> bool:
+        """Whether more completions are generated than returned, by `best_of`."""
+        return self.best_of is not None and self.best_of > self.n
+
+    @property
+    def chooses_at_end(self) -> bool:
+        """Whether the completions that are returned are known only when all are complete."""
+        return self.beam_width is not None or self.chooses_by_logprob
+
+    def end_ids(self, eos_token_ids: Iterable[int]) -> set[int]:
+        """The tokens that end a completion, of which `eos_token_ids` are the checkpoint's."""
+        return {*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)}
+
+    def _check_beam_search(self) -> None:
+        self._integer("beam_width", f"of at least n={self.n}, or None", lambda v: v >= self.n, optional=True)
+        self._number("length_penalty", "in [-10, 10]", lambda v: -10 <= v <= 10)
+        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
+            raise ParameterError("early_stopping", self.early_stopping, "True, False or 'never'")
+        if self.beam_width is None:
+            self._must_be_default({"length_penalty", "early_stopping"}, "is of beam search, which needs beam_width")
+        else:
+            names = {own.name for own in fields(self)} - WITH_BEAM_SEARCH
+            self._must_be_default(names, f"cannot be used with beam search (beam_width={self.beam_width})")
+
+    def _must_be_default(self, names: Iterable[str], reason: str) -> None:
+        for own in fields(self):
+            value = getattr(self, own.name)
+            if own.name in names and value != own.default:
+                message = f"{own.name} is {value!r}, but it {reason}; leave it out"
+                raise RequestError(message, param=own.name, value=value)
 
     def _check_structured(self) -> None:
         """A completion ends where its grammar does, which these contradict."""

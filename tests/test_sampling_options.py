@@ -37,6 +37,9 @@ VALUES = (
 DOCUMENTS = Path(__file__).parents[1] / "docs"
 GUIDE = 'docs/extending.md, "A sampling option", has the whole list'
 
+BEAMS = ("beam_width", "length_penalty", "early_stopping")
+# What a value needs beside itself; beam search is not sampled.
+BESIDE = {"beam_width": {}, "length_penalty": {"beam_width": 2}, "early_stopping": {"beam_width": 2}}
 ENDS = "decided in the engine, from the tokens that were chosen"
 NOT_DRAWN = {
     "max_tokens": ENDS,
@@ -47,17 +50,21 @@ NOT_DRAWN = {
     "stop_on_repetition": ENDS,
     "seed": "the seeds of sequences are made from it",
     "logprobs": "sampler.Logprobs",
+    "prompt_logprobs": "read while the prompt is computed",
     "n": "sequences of the engine",
     "logit_bias": "SamplingRows.biases",
     **dict.fromkeys(("allowed_token_ids", "bad_words", "no_repeat_ngram_size"), "engine/constraints.py"),
     "logits_processors": "engine/logits_processors.py",
     "structured": "engine/grammar.py",
+    "best_of": "engine/choice.py",
+    **dict.fromkeys(BEAMS, "engine/beam_search.py"),
 }
 NOT_WARMED_UP = {
-    **dict.fromkeys(("stop", "stop_token_ids", "stop_on_repetition", "n"), "takes no path of the sampler"),
+    **dict.fromkeys(("stop", "stop_token_ids", "stop_on_repetition", "n", "best_of"), "takes no path of the sampler"),
     **dict.fromkeys(("allowed_token_ids", "bad_words"), "takes the path of no_repeat_ngram_size"),
     "structured": "takes the path of no_repeat_ngram_size",
     "logits_processors": "are the caller's own functions",
+    **dict.fromkeys(BEAMS, "its path has no kernels but those of the others"),
 }
 OTHER_NAMES = {"structured": "structured_outputs"}  # those of vLLM's server
 NOT_OVER_HTTP = {"logits_processors": "functions cannot be sent"}
@@ -67,20 +74,23 @@ ONE_CAPTION = "an image has one caption, which ends where the model ends it"
 NOT_ON_THE_COMMAND_LINE = {
     **dict.fromkeys(("top_p", "top_k", "min_p"), FOR_CAPTIONS),
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), FOR_CAPTIONS),
-    **dict.fromkeys(("min_tokens", "stop", "stop_token_ids", "ignore_eos", "n"), ONE_CAPTION),
+    **dict.fromkeys(("min_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "best_of"), ONE_CAPTION),
     **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "no_repeat_ngram_size"), FOR_CAPTIONS),
     "logits_processors": FOR_CAPTIONS,
-    "logprobs": "records have no column for them",
     "structured": "--schema makes it",
+    **dict.fromkeys(BEAMS[1:], "captions have the defaults of beam search"),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), "records have no column for them"),
 }
 FEW_CONTROLS = "the page has few controls"
 NOT_ON_THE_PAGE = {
     **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), FEW_CONTROLS),
-    **dict.fromkeys(("min_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "logprobs"), FEW_CONTROLS),
+    **dict.fromkeys(("min_tokens", "stop", "stop_token_ids", "ignore_eos", "n"), FEW_CONTROLS),
     **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "no_repeat_ngram_size"), FEW_CONTROLS),
     "logits_processors": FEW_CONTROLS,
     "structured": FEW_CONTROLS,
     "stop_on_repetition": FEW_CONTROLS,
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), FEW_CONTROLS),
+    **dict.fromkeys(("best_of", *BEAMS), "the page shows an answer while it is generated"),
 }
 EXCEPTIONS = [NOT_DRAWN, NOT_WARMED_UP, NOT_OVER_HTTP, NOT_IN_CHATS, NOT_ON_THE_COMMAND_LINE, NOT_ON_THE_PAGE]
 
@@ -90,11 +100,15 @@ def missing(name: str, file: str, what: str, exceptions: str | None = None) -> s
     return f"{name} is missing in {file}: add it to {what}{why_not}. {GUIDE}."
 
 
+def beside(name: str) -> dict:
+    return BESIDE.get(name, {"temperature": 1.0})
+
+
 def changed(name: str) -> SamplingParams:
     """Parameters with another value of this field than the default."""
     for value in VALUES:
         try:
-            params = SamplingParams(**{name: value, "temperature": value if name == "temperature" else 1.0})
+            params = SamplingParams(**beside(name) | {name: value})
         except ValueError:
             continue
         if getattr(params, name) != getattr(DEFAULTS, name):
@@ -148,11 +162,11 @@ def test_the_warm_up_takes_the_path_of_a_field(name):
 
 
 def in_chat(name: str, value) -> SamplingParams:
-    return chat_params(ChatRequest(**chat("Hi", **{OTHER_NAMES.get(name, name): value})), 100)
+    return chat_params(ChatRequest(**chat("Hi", **beside(name) | {OTHER_NAMES.get(name, name): value})), 100)
 
 
 def in_completion(name: str, value) -> SamplingParams:
-    return completion_params(CompletionRequest(**completion(**{OTHER_NAMES.get(name, name): value})))
+    return completion_params(CompletionRequest(**completion(**beside(name) | {OTHER_NAMES.get(name, name): value})))
 
 
 @pytest.mark.parametrize("request_", [in_chat, in_completion])

@@ -25,6 +25,7 @@ INTEGERS = {
     "min_tokens": (r"in \[0, max_tokens=256\]", [-1, 257, None], [0, 1, 256]),
     "n": ("of at least 1", [0, -1, None], [1, 4]),
     "logprobs": (r"in \[0, 20\] or None", [-1, 21], [0, 1, 20]),
+    "prompt_logprobs": (r"in \[0, 20\] or None", [-1, 21], [0, 1, 20]),
     "seed": ("or None", [], [0, -1, 2**64, 7]),
 }
 
@@ -69,6 +70,12 @@ def test_defaults_are_greedy_and_valid():
     params = SamplingParams()
     assert (params.temperature, params.max_tokens, params.n, params.seed, params.logprobs) == (0.0, 256, 1, None, None)
     assert params == SamplingParams(seed=None, logprobs=None)
+
+
+def test_nothing_need_be_generated_where_log_probabilities_of_the_prompt_are_wanted():
+    assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
+    with pytest.raises(ValueError, match="max_tokens is -1, must be an integer of at least 0"):
+        SamplingParams(max_tokens=-1, prompt_logprobs=0)
 
 
 def test_min_tokens_may_not_exceed_max_tokens():

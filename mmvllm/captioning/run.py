@@ -79,9 +79,9 @@ def caption_images(
             devices for, or one on a CPU. `cpu_kvcache_bytes`, `workers` and all other limits are those of each.
         ray: caption on Ray Data, with engines made from `model` and `engine_args` in the actors.
         settings: fields of `CaptionSettings`: prompt, system, max_tokens, temperature, seed, min_pixels, max_pixels,
-            stop_on_repetition, video_fps, video_frames, video_max_pixels, clip_seconds, animations_as_clips, prefix,
-            suffix, trigger_word, context_from, context_mode, schema, allow_special_tokens, chat_template_kwargs, and
-            dtype and quantization of the engine that is made.
+            stop_on_repetition, beam_width, video_fps, video_frames, video_max_pixels, clip_seconds,
+            animations_as_clips, prefix, suffix, trigger_word, context_from, context_mode, schema, allow_special_tokens,
+            chat_template_kwargs, and dtype and quantization of the engine that is made.
 
     Raises ValueError for arguments that do not fit together, and if another run is writing to the output.
     """
@@ -93,6 +93,7 @@ def caption_images(
     _check_paths(paths, output)
     settings |= {"model": model_name(model)} if llm is None else _settings_of(llm)
     job = CaptionSettings(caption_files=_caption_files(format, output_dir, caption_extension), **settings)
+    _check_beam_width(job, engine_args.get("max_num_seqs") if llm is None else llm.engine.max_num_seqs)
     engine_args |= {"dtype": job.dtype, "quantization": job.quantization}
     selection = Selection(paths, retry_failed, limit, shard)
     with ExitStack() as stack:
@@ -155,6 +156,12 @@ def _check_engine(
             )
         if llm is not None and name in settings:
             raise ArgumentError(f"{{{name}}} cannot be given together with {{llm}}, whose own is used and recorded")
+
+
+def _check_beam_width(job: CaptionSettings, max_num_seqs: int | None) -> None:
+    if job.beam_width is not None and max_num_seqs is not None and job.beam_width > max_num_seqs:
+        reason = f"{{beam_width}} is {job.beam_width}, {{max_num_seqs}} is {max_num_seqs}; lower it or raise that"
+        raise ArgumentError(reason)
 
 
 def _check_size(data_parallel_size: int | str, llm: LLM | None, ray: RayOptions | None) -> None:

@@ -39,7 +39,8 @@ class CaptionSettings:
     `context_mode`, "prepend" or "append", is where any context goes. `caption_files` describes the caption files of the
     job. Special tokens in prompt, system message and contexts are text, unless `allow_special_tokens`.
     `chat_template_kwargs` are arguments of the chat template. With a `schema`, a JSON schema as a dict, as text or as a
-    pydantic model, captions are JSON of this schema, and records have the parsed `object`.
+    pydantic model, captions are JSON of this schema, and records have the parsed `object`. `beam_width` captions by
+    beam search with so many beams, which does not look for repetitions.
 
     Of a video `video_fps` frames per second are sampled, 2 by default, or `video_frames`, with at most
     `video_max_pixels` each. With `clip_seconds`, longer videos are captioned as clips of this length. With
@@ -78,6 +79,7 @@ class CaptionSettings:
     animations_as_clips: bool = False
     schema: str | None = None
     stop_on_repetition: bool = True
+    beam_width: int | None = None
 
     def __post_init__(self):
         texts = {name: getattr(self, name) for name in ("prefix", "suffix", "trigger_word")}
@@ -99,7 +101,8 @@ class CaptionSettings:
             max_tokens=self.max_tokens,
             temperature=self.temperature,
             seed=self.seed,
-            stop_on_repetition=self.stop_on_repetition,
+            beam_width=self.beam_width,
+            stop_on_repetition=self.stop_on_repetition and self.beam_width is None,
             # Line breaks and indents would cost tokens, and the object does not have them.
             structured=None if self.schema is None else {"json": self.schema, "whitespace_pattern": " ?"},
         )

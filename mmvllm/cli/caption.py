@@ -32,7 +32,8 @@ PASSED_ON = (
     "stop_on_repetition",
     *("video_fps", "video_frames", "video_max_pixels", "clip_seconds", "animations_as_clips"),
     *("context_from", "context_mode", "caption_extension", "schema", "allow_special_tokens", "chat_template_kwargs"),
-    *("dtype", "quantization", "output", "format", "output_dir", "overwrite", "append_anyway", "skip_existing"),
+    *("beam_width", "dtype", "quantization", "output", "format", "output_dir", "overwrite", "append_anyway"),
+    "skip_existing",
     *("retry_failed", "fail_fast", "limit", "shard", "workers", "worker_processes", "ordered", "data_parallel_size"),
 )
 # Those of the output alone.
@@ -101,6 +102,12 @@ def _add_prompt(group: argparse._ArgumentGroup) -> None:
         default=0.0,
         metavar="T",
         help="sampling temperature; 0 is greedy (default: %(default)s)",
+    )
+    group.add_argument(
+        "--beam-width",
+        type=at_least_one,
+        metavar="N",
+        help="beam search with this many beams, instead of greedy decoding",
     )
     group.add_argument("--seed", type=int, metavar="N", help="seed that makes sampled captions reproducible")
     group.add_argument(

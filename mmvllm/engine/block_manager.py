@@ -36,11 +36,11 @@ class BlockManager:
     def attach_prefix(self, seq: Sequence) -> int:
         """Give a sequence without blocks the longest cached prefix; return how many tokens that covers.
 
-        At least the last token is always left to compute, because its logits are wanted.
+        What `num_skippable_tokens` leaves out is computed: at least the last token, because its logits are wanted.
         """
         assert not seq.block_table, f"sequence {seq.seq_id} already has blocks"
         if self.enable_prefix_caching:
-            for i in range((seq.num_tokens - 1) // self.block_size):
+            for i in range(seq.num_skippable_tokens // self.block_size):
                 hit = self.cached.get(self._key(seq, i))
                 if hit is None:
                     break
@@ -50,13 +50,13 @@ class BlockManager:
                 seq.prefix_ids.append(prefix_id)
         return len(seq.block_table) * self.block_size
 
-    def fork(self, parent: Sequence, child: Sequence) -> int:
-        """Share the blocks of the parent's prompt with the child; return how many tokens that covers.
+    def fork(self, parent: Sequence, child: Sequence, covered: int) -> int:
+        """Share the blocks of the parent's first `covered` tokens with the child, which has them too; return `covered`.
 
-        The prompt's last token is computed again by the child, for its logits; the block it stands in is copied first.
+        The child computes the next token; the block it stands in is copied first, if the parent has it.
         """
-        assert not child.block_table and parent.num_computed_tokens >= parent.num_prompt_tokens
-        covered = parent.num_prompt_tokens - 1
+        assert not child.block_table and covered <= parent.num_computed_tokens
+        assert covered < child.num_tokens, "the last token is computed again, because its logits are wanted"
         child.block_table = parent.block_table[: covered // self.block_size + 1]
         child.prefix_ids = parent.prefix_ids[: covered // self.block_size]
         for block in child.block_table:

@@ -77,6 +77,7 @@ class Executor:
             for seq in scheduled.encoded_sequences():
                 seq.encodings.append(watch.encoding)
         sampled = self.sampler(logits, *inputs.samples, self.runner.samples, masks)
+        sampled.reading = self.runner.reading
         watch.mark("sample")
         self.runner.append(sampled.input_ids)
         watch.mark("append")

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -10,13 +11,17 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from mmvllm.config import ModelConfig
+from mmvllm.engine.beam_search import BeamSearch
+from mmvllm.engine.beams import Beams
 from mmvllm.engine.constraints import check_in_vocabulary, constraints_of
 from mmvllm.engine.detokenizer import CompletionText
 from mmvllm.engine.encoder_cache import EncoderCache
 from mmvllm.engine.grammar import GrammarCompiler
+from mmvllm.engine.prompt_reads import LogprobReads, PooledReads, PromptReads
 from mmvllm.engine.sequence import Sequence, SequenceGroup
 from mmvllm.errors import ParameterError, PromptTooLong, RequestError
 from mmvllm.inputs import EngineInput, MediaRules
+from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.chat import tokenize
 from mmvllm.processors.tensors import input_from_tensors, own_token_ids
 from mmvllm.sampling_params import SamplingParams
@@ -34,12 +39,15 @@ class InputProcessor:
         tokenizer: PreTrainedTokenizerBase,
         encoder_cache: EncoderCache,
         grammars: GrammarCompiler,
+        eos_token_ids: frozenset[int],
         *,
+        max_num_seqs: int,
         max_model_len: int,
         block_size: int,
         seed: int,
     ):
         self._config, self._rules, self._tokenizer = config, rules, tokenizer
+        self._eos_token_ids, self._max_num_seqs = eos_token_ids, max_num_seqs
         self._max_model_len, self._block_size = max_model_len, block_size
         self._encoder_cache, self._grammars, self._seed = encoder_cache, grammars, seed
         self._unseeded = count()
@@ -77,6 +85,8 @@ class InputProcessor:
         cache_salt: str | None,
         arrival_time: float | None,
         trace_headers: Mapping[str, str] | None,
+        pooling: PoolingParams | None = None,
+        prompt_logprobs_from: int = 1,
     ) -> SequenceGroup:
         """The sequences of a request; raises RequestError for one that can never run."""
         _check_types(
@@ -86,15 +96,20 @@ class InputProcessor:
             priority=(priority, int),
             arrival_time=(arrival_time, float | int | None),
             trace_headers=(trace_headers or {}, Mapping),
+            pooling=(pooling, PoolingParams | None),
+            prompt_logprobs_from=(prompt_logprobs_from, int),
         )
         self._check_token_ids(prompt.token_ids)
-        self._check_fits(prompt)
+        self._check_pooling(pooling, params)
+        self._check_fits(prompt, generates=pooling is None and params.max_tokens > 0)
+        self._check_beam_width(params)
         if params.logit_bias:
             check_in_vocabulary("logit_bias", params.logit_bias, self._config.vocab_size)
+        reads = self._reads(prompt, params, pooling, prompt_logprobs_from)
         seed = f"{self._seed}:{next(self._unseeded)}" if params.seed is None else str(params.seed)
         arrival_time = time.time() if arrival_time is None else arrival_time
         seqs = []
-        for i in range(params.n):
+        for i in range(params.num_seqs):
             constraints = constraints_of(params, self._tokenizer, self._config.vocab_size)
             if params.structured is not None:
                 constraints += (self._grammars.constraint(params.structured),)
@@ -107,7 +122,7 @@ class InputProcessor:
                 items=prompt.items,
                 positions=prompt.positions,
                 mrope_position_delta=prompt.position_delta,
-                max_num_tokens=self._max_num_tokens(prompt, params),
+                max_num_tokens=self._max_num_tokens(prompt, params, pooling),
                 seed=xxhash.xxh64_intdigest(f"{seed}:{i}".encode()),
                 priority=priority,
                 cache_salt=cache_salt,
@@ -115,12 +130,47 @@ class InputProcessor:
                 completion_text=CompletionText(self._tokenizer, params.stop) if params.stop else None,
                 constraints=constraints,
                 waits_for_tokens=bool(depends_on_text),
+                reads=None if i else reads,  # of the sequence that computes the prompt
             )
             seqs.append(seq)
-        return SequenceGroup(seqs, trace_headers, prompt.preparation)
+        return SequenceGroup(seqs, trace_headers, prompt.preparation, beams=self._beams(params, seqs))
 
-    def _max_num_tokens(self, prompt: EngineInput, params: SamplingParams) -> int:
+    def _beams(self, params: SamplingParams, seqs: list[Sequence]) -> Beams | None:
+        if params.beam_width is None:
+            return None
+        search = BeamSearch(
+            params.beam_width,
+            max_length=seqs[0].max_num_tokens - seqs[0].num_prompt_tokens,
+            end_ids=params.end_ids(self._eos_token_ids),
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+        )
+        return Beams(search, seqs)
+
+    def _check_pooling(self, pooling: PoolingParams | None, params: SamplingParams) -> None:
+        if pooling is not None:
+            pooling.check_dimensions(self._config.hidden_size)
+            if replace(params, seed=None) != SamplingParams():  # every request to one of several engines has a seed
+                message = "an embedding is not sampled; leave sampling_params out"
+                raise RequestError(message, param="sampling_params", value=params)
+
+    def _reads(
+        self, prompt: EngineInput, params: SamplingParams, pooling: PoolingParams | None, first: int
+    ) -> PromptReads | None:
+        """What is wanted of the prompt's hidden states; `first` is the first token whose log-probability is."""
+        num_tokens = len(prompt.token_ids)
+        if pooling is not None:
+            return PooledReads.of(pooling, num_tokens)
+        if params.prompt_logprobs is None:
+            return None
+        if not 1 <= first <= num_tokens:
+            raise ParameterError("prompt_logprobs_from", first, f"in [1, {num_tokens}], tokens of the prompt")
+        return LogprobReads(first - 1, num_tokens - 1, min(params.prompt_logprobs, self._config.vocab_size))
+
+    def _max_num_tokens(self, prompt: EngineInput, params: SamplingParams, pooling: PoolingParams | None) -> int:
         """Of prompt and completion. The checkpoint's own limit applies as its end-of-sequence token does."""
+        if pooling is not None:
+            return len(prompt.token_ids)
         limit = self._config.max_new_tokens
         if limit is None or params.ignore_eos:
             return self._max_model_len
@@ -136,15 +186,29 @@ class InputProcessor:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
                 raise RequestError(f"prompt has {token_id!r}, token ids are integers in [0, {vocab_size})")
 
-    def _check_fits(self, prompt: EngineInput) -> None:
+    def _check_beam_width(self, params: SamplingParams) -> None:
+        width = params.beam_width or 0
+        if width > self._max_num_seqs:
+            reason = f"beam_width is {width}, max_num_seqs is {self._max_num_seqs}; lower it or raise max_num_seqs"
+            raise RequestError(reason, param="beam_width", value=width, limit=self._max_num_seqs)
+        limit = self._config.vocab_size - len(params.end_ids(self._eos_token_ids))
+        if width > limit:
+            raise RequestError(
+                f"beam_width is {width}, but only {limit} tokens can follow",
+                param="beam_width",
+                value=width,
+                limit=limit,
+            )
+
+    def _check_fits(self, prompt: EngineInput, generates: bool) -> None:
         num_tokens, num_media_tokens = len(prompt.token_ids), prompt.num_media_tokens
-        if num_tokens >= self._max_model_len:
+        if num_tokens + generates > self._max_model_len:
             kinds = " and ".join(f"{name}s" for name in sorted({item.modality for item in prompt.items}))
             of_media = f" ({num_media_tokens} of them from {kinds})" if num_media_tokens else ""
             lower = f", lower {'fps, num_frames or ' if 'videos' in kinds else ''}max_pixels" if of_media else ""
             raise PromptTooLong(
-                f"prompt has {num_tokens} tokens{of_media}, max_model_len is {self._max_model_len} including the "
-                f"completion; shorten it{lower} or raise max_model_len",
+                f"prompt has {num_tokens} tokens{of_media}, max_model_len is {self._max_model_len}"
+                f"{' including the completion' if generates else ''}; shorten it{lower} or raise max_model_len",
                 value=num_tokens,
                 limit=self._max_model_len,
             )

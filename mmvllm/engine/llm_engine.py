@@ -33,9 +33,10 @@ from mmvllm.engine.warmup import WARMUP_PARAMS
 from mmvllm.errors import EngineFailed, RequestError, first_line
 from mmvllm.inputs import EngineInput
 from mmvllm.outputs import RequestOutput
+from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.tensors import Array
 from mmvllm.ranks import RanksFailed
-from mmvllm.sampling_params import SamplingParams
+from mmvllm.sampling_params import SamplingParams, with_defaults
 from mmvllm.transfer import current_device
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,8 @@ class LLMEngine:
             self.tokenizer,
             self.encoder_cache,
             self.grammars,
+            eos_token_ids,
+            max_num_seqs=config.max_num_seqs,
             max_model_len=self.max_model_len,
             block_size=self.block_size,
             seed=config.seed,
@@ -116,7 +119,7 @@ class LLMEngine:
 
         Raises ValueError for a wrong value, and TypeError for an unknown name.
         """
-        return SamplingParams(**dict(self.model_config.sampling_defaults) | changes)
+        return SamplingParams(**with_defaults(changes, dict(self.model_config.sampling_defaults)))
 
     def add_request(
         self,
@@ -144,7 +147,7 @@ class LLMEngine:
             image_digests: bytes that identify each image in the caches; computed where not given.
             pixel_values_videos, video_grid_thw: the same for videos.
             second_per_grid_ts: seconds from one temporal patch of a video to the next, where the model uses them.
-            options: `priority`, `cache_salt`, `arrival_time` and `trace_headers` of `add`.
+            options: those of `add`.
         """
         prepared = self.input_processor.engine_input(
             prompt,
@@ -168,6 +171,8 @@ class LLMEngine:
         cache_salt: str | None = None,
         arrival_time: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        pooling: PoolingParams | None = None,
+        prompt_logprobs_from: int = 1,
     ) -> SequenceGroup:
         """Queue a prepared request and return its sequences; raises RequestError for one that can never run.
 
@@ -175,6 +180,9 @@ class LLMEngine:
             priority: lower runs first; among equals, the earlier arrival.
             cache_salt: prefix cache entries are shared only among requests with the same salt.
             trace_headers: kept with the request for the caller.
+            pooling: the output has the `embedding` of the prompt, and nothing is generated.
+            prompt_logprobs_from: token of the prompt that `SamplingParams.prompt_logprobs` begin at; what precedes it
+                may come from the prefix cache.
         """
         self.check_alive()
         request_id = self.new_request_id() if request_id is None else request_id
@@ -188,6 +196,8 @@ class LLMEngine:
             cache_salt=cache_salt,
             arrival_time=arrival_time,
             trace_headers=trace_headers,
+            pooling=pooling,
+            prompt_logprobs_from=prompt_logprobs_from,
         )
         self.scheduler.add(group)
         return group

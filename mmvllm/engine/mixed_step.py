@@ -39,7 +39,7 @@ class MixedStep:
     positions: np.ndarray  # (3, P) int64
     slot_mapping: np.ndarray  # (P,) int64
     image_at: np.ndarray  # (M,) int64, among the D + P tokens
-    sample_at: np.ndarray  # (R,) int64, among the D + P tokens
+    sample_at: np.ndarray  # (R + Q,) int64, among the D + P tokens: those of `samples`, then those that are read
     samples: np.ndarray  # (2, R) int32
     query_lens: np.ndarray  # (D + F,) int32
     kv_lens: np.ndarray  # (D + F,) int32
@@ -50,6 +50,7 @@ class MixedStep:
         D = inputs.num_decodes
         query_lens = np.concatenate([np.ones(D, dtype=np.int32), new.query_lens])
         wants_token = np.concatenate([np.ones(D, dtype=bool), new.samples])
+        sample_at = query_lens.cumsum()[wants_token] - 1
         return cls(
             decodes=inputs.decodes,
             rows=new.rows,
@@ -59,7 +60,7 @@ class MixedStep:
             positions=new.positions,
             slot_mapping=new.slot_mapping,
             image_at=new.image_at + D,
-            sample_at=query_lens.cumsum()[wants_token] - 1,
+            sample_at=sample_at if inputs.reads is None else np.concatenate([sample_at, inputs.reads.at + D]),
             samples=inputs.samples,
             query_lens=query_lens,
             kv_lens=np.concatenate([inputs.decodes[1], new.kv_lens]),

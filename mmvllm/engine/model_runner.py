@@ -14,6 +14,7 @@ from mmvllm.engine.graphs import Graphs
 from mmvllm.engine.memory import empty_kv_cache, num_graph_logits
 from mmvllm.engine.mixed_graphs import MixedGraphs
 from mmvllm.engine.peers import Peers
+from mmvllm.engine.reading import Reading, slice_sizes, take_part
 from mmvllm.engine.step_inputs import StepInputs
 from mmvllm.engine.stopwatch import Stopwatch
 from mmvllm.engine.vision_graphs import VisionGraphs
@@ -71,6 +72,7 @@ class ModelRunner:
         max_blocks = -(-max_model_len // block_size)
         self.rows = DeviceRows(max_num_seqs, max_blocks, block_size, self.kv_cache.shape[2] - 1, device)
         self.samples = torch.empty(2, 0, dtype=torch.int32, device=device)  # `StepInputs.samples` of the last step
+        self.reading: Reading | None = None  # what the last step read, on rank 0
         self.graphs: tuple[MixedGraphs | DecodeGraphs, ...] = ()
         self.vision_graphs: VisionGraphs | None = None
         self._no_rows = torch.empty(0, model.config.row_size, dtype=dtype, device=device)
@@ -92,7 +94,8 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, inputs: StepInputs, watch: Stopwatch) -> Tensor:
         """Encode the step's new items, then run the decoder -> logits (R, V), on rank 0."""
-        graphs = next((graphs for graphs in self.graphs if graphs.fits(inputs)), None)
+        graphs = next((graphs for graphs in self.graphs if inputs.reads is None and graphs.fits(inputs)), None)
+        self.reading = None
         if self.ranks.size > 1:
             operations = self._operations(inputs, graphs is not None)
             self.send(inputs, watch)
@@ -111,9 +114,18 @@ class ModelRunner:
         else:
             batch, self.samples = self.rows.batch(inputs)
             watch.mark("copy")
-            logits = self.model(batch, torch.cat(media_rows) if media_rows else self._no_rows, self.kv_cache)
+            rows = torch.cat(media_rows) if media_rows else self._no_rows
+            logits = self._logits(self.model.hidden_states(batch, rows, self.kv_cache), inputs)
         watch.mark("decoder")
         return logits
+
+    def _logits(self, hidden: Tensor, inputs: StepInputs) -> Tensor:
+        """Hidden states (R + Q, C) -> logits (R, V); what is read of the Q others is in `reading`."""
+        R = inputs.samples.shape[1]
+        if inputs.reads is not None:
+            read = Reading if self.ranks.rank == 0 else take_part
+            self.reading = read(hidden[R:], inputs.reads, self.model.logits)
+        return self.model.logits(hidden[:R] if inputs.reads is not None else hidden)
 
     def send(self, inputs: StepInputs, watch: Stopwatch) -> None:
         """Let the other ranks run the step, if there are any."""
@@ -154,7 +166,7 @@ class ModelRunner:
         ]
         num_samples = inputs.samples.shape[1]
         tokens = [Operation("broadcast", (num_samples,), torch.int64)] if num_samples else []
-        decoder = self.model.operations(inputs.num_tokens, num_samples)
+        decoder = self.model.operations(inputs.num_tokens, [*slice_sizes(inputs.reads), num_samples])
         return [*encoded, *([Operation("graph")] if in_graph else decoder), *tokens]
 
     def _encode(self, inputs: StepInputs) -> None:

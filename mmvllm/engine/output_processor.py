@@ -1,13 +1,16 @@
 """Why a sequence ends, what a request returns, and what is new of a completion while it is generated."""
 
 import time
+from functools import cache
 
 from mmvllm.engine.boxes import BoxReader
-from mmvllm.engine.detokenizer import Pieces, TokenDecoder, pieces_of
+from mmvllm.engine.choice import choose
+from mmvllm.engine.detokenizer import Pieces, TokenDecoder, pieces_of, token_bytes
+from mmvllm.engine.prompt_reads import LogprobReads, PooledReads
 from mmvllm.engine.repetition import tokens_missing
 from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 from mmvllm.grounding import BoxFormat
-from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
+from mmvllm.outputs import CompletionOutput, Delta, LogprobsById, RequestOutput
 
 
 class OutputProcessor:
@@ -17,10 +20,14 @@ class OutputProcessor:
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
         self._boxes = BoxReader(tokenizer, box_format)
         self.num_tokens = 0  # that all sequences got so far
+        self._text_of = cache(lambda token_id: token_bytes(tokenizer, token_id).decode(errors="replace"))
 
     def finish_reason(self, seq: Sequence) -> FinishReason | None:
         """Why a sequence ends with the token that was just appended, or None; call it once for each token."""
         self.num_tokens += 1
+        return self._last_reason(seq)
+
+    def _last_reason(self, seq: Sequence) -> FinishReason | None:
         params, token_ids, text = seq.sampling_params, seq.token_ids, seq.completion_text
         token_id, is_longest = token_ids[-1], len(token_ids) >= seq.max_num_tokens
         if text is None and token_id not in self._eos_token_ids and not params.stop_token_ids:  # nearly always
@@ -60,18 +67,33 @@ class OutputProcessor:
             text=text,
             token_ids=token_ids,
             finish_reason=seq.finish_reason.value,
-            cumulative_logprob=seq.cumulative_logprob if wants_logprobs else None,
-            logprobs=seq.logprobs if wants_logprobs else None,
+            cumulative_logprob=seq.cumulative_logprob if wants_logprobs or seq.score is not None else None,
+            logprobs=self.decoded(seq.logprobs) if wants_logprobs else None,
             boxes=self._boxes.read(text, token_ids, seq.items),
+            score=seq.score,
         )
+
+    def decoded(self, logprobs: list[LogprobsById | None]) -> list[LogprobsById | None]:
+        """The same, with the texts of tokens; a part of a character is replaced by U+FFFD."""
+        for found in filter(None, logprobs):
+            for token_id, logprob in found.items():
+                if logprob.decoded_token is None:
+                    logprob.decoded_token = self._text_of(token_id)
+        return logprobs
 
     def output(self, group: SequenceGroup) -> RequestOutput:
         """The output of a request that has finished, in whatever way."""
-        first = group.first_seq
+        first, reads = group.first_seq, group.first_seq.reads  # of the one that computed the prompt
+        if group.sampling_params.chooses_at_end:
+            choose(group, self._last_reason)
+        if group.beams is not None:
+            self.num_tokens += sum(seq.num_completion_tokens for seq in group.seqs)
         return RequestOutput(
             request_id=group.request_id,
             completions=[self.completion(seq) for seq in group.seqs],
             prompt_token_ids=first.prompt_token_ids,
+            prompt_logprobs=self.decoded(reads.logprobs) if isinstance(reads, LogprobReads) else None,
+            embedding=reads.vector if isinstance(reads, PooledReads) else None,
             num_prompt_tokens=first.num_prompt_tokens,
             num_cached_tokens=first.num_cached_tokens,
             num_image_tokens=first.num_media_tokens("image"),
@@ -109,21 +131,46 @@ def _encoding(seq: Sequence) -> tuple[float | None, float | None]:
 
 
 class DeltaStream:
-    """What is new of a request's completions, call by call; a token is decoded when it is asked for."""
+    """What is new of a request's completions, call by call; a token is decoded when it is asked for.
+
+    Where the completions are chosen at the end, each has one delta, with all of it.
+    """
 
     def __init__(self, group: SequenceGroup, processor: OutputProcessor, pieces: Pieces):
-        self.group, self._processor = group, processor
-        cursors = [_Cursor(seq, index, TokenDecoder(pieces)) for index, seq in enumerate(group.seqs)]
-        self._cursors = cursors  # of the completions whose last delta has not been returned
+        self.group, self._processor, self._pieces = group, processor, pieces
+        # Of the completions whose last delta has not been returned; None while these are not known.
+        self._cursors = None if group.sampling_params.chooses_at_end else self._all_cursors()
+        self._first = group.first_seq  # which computes the prompt, and may not be among the chosen ones
+        has_prompts = isinstance(self._first.reads, LogprobReads)
+        n = group.sampling_params.n
+        self._without_prompt = {*range(n)} if has_prompts else set()  # whose first delta is due, by index
+
+    def _all_cursors(self) -> list["_Cursor"]:
+        return [
+            _Cursor(seq, index, TokenDecoder(self._pieces), self._processor)
+            for index, seq in enumerate(self.group.seqs)
+        ]
 
     def deltas(self) -> list[Delta]:
         """What is new since the last call; all that is left, with the request's output, once it has finished."""
+        if self._cursors is None:
+            if self.group.output is None:
+                return []
+            self._cursors = self._all_cursors()
         deltas = []
         for cursor in self._cursors:  # a new list when one of them ends
             delta = self._last_delta(cursor) if cursor.seq.status is SequenceStatus.FINISHED else cursor.delta()
             if delta is not None:
                 deltas.append(delta)
+                if self._without_prompt:
+                    self._add_prompt(delta)
         return deltas
+
+    def _add_prompt(self, delta: Delta) -> None:
+        if delta.index in self._without_prompt:
+            self._without_prompt.remove(delta.index)
+            delta.prompt_token_ids = self._first.prompt_token_ids
+            delta.prompt_logprobs = self._processor.decoded(self._first.reads.logprobs)
 
     def _last_delta(self, cursor: "_Cursor") -> Delta:
         output = self.group.output
@@ -135,11 +182,11 @@ class DeltaStream:
 class _Cursor:
     """One sequence, and how much of its completion has been decoded and returned."""
 
-    __slots__ = ("_decoder", "_end", "_held", "_num_chars", "_num_sent", "index", "seq")
+    __slots__ = ("_decoder", "_end", "_held", "_num_chars", "_num_sent", "_processor", "index", "seq")
 
-    def __init__(self, seq: Sequence, index: int, decoder: TokenDecoder):
+    def __init__(self, seq: Sequence, index: int, decoder: TokenDecoder, processor: OutputProcessor):
         """`decoder` is used unless the engine looks for stop strings, and keeps the text for that."""
-        self.seq, self.index, self._decoder = seq, index, decoder
+        self.seq, self.index, self._decoder, self._processor = seq, index, decoder, processor
         self._end = seq.num_prompt_tokens  # of the tokens that have been decoded
         self._held: list[int] = []  # decoded tokens whose text is not settled
         self._num_chars = self._num_sent = 0  # of the text, and of the log-probabilities, that have been returned
@@ -168,7 +215,7 @@ class _Cursor:
         self._held.clear()
         logprobs = None
         if seq.sampling_params.logprobs is not None:
-            logprobs = seq.logprobs[self._num_sent : self._num_sent + len(token_ids)]
+            logprobs = self._processor.decoded(seq.logprobs[self._num_sent : self._num_sent + len(token_ids)])
             self._num_sent += len(token_ids)
         return Delta(
             seq.request_id, self.index, text, token_ids, logprobs, finish_reason, output, seq.num_prompt_tokens

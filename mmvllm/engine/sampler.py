@@ -6,20 +6,23 @@ So a seeded request gives the same text in any batch, and after a preemption.
 """
 
 from collections.abc import Mapping
+from math import isfinite
 from types import MappingProxyType
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mmvllm.engine.beam_search import Candidate
 from mmvllm.engine.constraints import ConstraintFailed
 from mmvllm.engine.logits_processors import process
-from mmvllm.engine.sampled import SampledTokens, TokenLogprobs
-from mmvllm.engine.sampling_rows import BIAS, LOGPROBS, MIN_TOKENS, PENALTIES, RANDOM, RESTRICTED, SamplingRows
+from mmvllm.engine.reading import Reading, logprobs_of
+from mmvllm.engine.sampled import SampledTokens, TokenLogprobs, token_logprobs
+from mmvllm.engine.sampling_rows import BEAM, BIAS, LOGPROBS, MIN_TOKENS, PENALTIES, RANDOM, RESTRICTED, SamplingRows
 from mmvllm.engine.schedule import Schedule
 from mmvllm.engine.sequence import Sequence
 from mmvllm.engine.token_masks import MaskThreads, PendingMasks, TokenMasks
-from mmvllm.kernels.argmax import argmax, argmax_logsumexp
+from mmvllm.kernels.argmax import argmax
 from mmvllm.kernels.penalties import count_tokens, penalize
 from mmvllm.kernels.sampling import sample
 from mmvllm.kernels.token_mask import mask_tokens
@@ -32,17 +35,33 @@ _NO_ERRORS: Mapping[int, str] = MappingProxyType({})
 class Sampled:
     """One token per row: on the device once it is computed, on the host once `tokens` has waited for it."""
 
-    def __init__(self, token_ids: Tensor, input_ids: Tensor, logprobs: "Logprobs | None", errors: Mapping[int, str]):
+    def __init__(
+        self,
+        token_ids: Tensor,
+        input_ids: Tensor,
+        logprobs: "Logprobs | None" = None,
+        candidates: "Candidates | None" = None,
+        errors: Mapping[int, str] = _NO_ERRORS,
+    ):
         """`token_ids` (R,) are -1 where the logits allow none; `errors` tell why, by row, where more is known."""
         self.input_ids = input_ids  # (R,), what the next step computes: any id where there is no token
-        self._logprobs, self._errors = logprobs, errors
-        self._on_host = HostCopy(token_ids, *(logprobs.tensors if logprobs else ()))
+        self.reading: Reading | None = None  # what the same step reads of prompts
+        self._logprobs, self._candidates, self._errors = logprobs, candidates, errors
+        of_logprobs = logprobs.tensors if logprobs else ()
+        self._num_of_logprobs = len(of_logprobs)
+        self._on_host = HostCopy(token_ids, *of_logprobs, *(candidates.tensors if candidates else ()))
 
     def tokens(self) -> SampledTokens:
         """Wait for the tokens; the host waits for nothing else in a step."""
-        token_ids, *tensors = self._on_host.lists()
-        logprobs = self._logprobs.by_row(token_ids, *tensors) if self._logprobs else {}
-        return SampledTokens(token_ids, logprobs, self._errors)
+        token_ids, *columns = self._on_host.lists()
+        of_logprobs, of_candidates = columns[: self._num_of_logprobs], columns[self._num_of_logprobs :]
+        return SampledTokens(
+            token_ids,
+            logprobs=self._logprobs.by_row(token_ids, *of_logprobs) if self._logprobs else {},
+            errors=self._errors,
+            candidates=self._candidates.by_row(*of_candidates) if self._candidates else {},
+            reads=() if self.reading is None else self.reading.values(),
+        )
 
 
 class Sampler:
@@ -86,8 +105,9 @@ class Sampler:
             masks: what may follow, of `begin_masks`.
         """
         needs = int(np.bitwise_or.reduce(self._rows.needs[rows])) if len(rows) else 0
-        if rows_on_device is None and needs & (RANDOM | PENALTIES):
+        if rows_on_device is None and needs & (RANDOM | PENALTIES | BEAM):
             rows_on_device = [to_device(torch.from_numpy(x), logits.device) for x in (rows, ends)]
+        candidates = self._candidates(logits, rows, ends, rows_on_device) if needs & BEAM else None
         adjusted = self._adjusted(logits, rows, ends, rows_on_device, needs)
         if masks is not None:
             adjusted = _restricted(_own(adjusted, logits), masks)
@@ -97,7 +117,19 @@ class Sampler:
         if needs & PENALTIES:
             count_tokens(self._rows.counts.tensor, self._rows.on_device(), rows_on_device[0], input_ids)
         logprobs = self._logprobs(logits, rows, input_ids) if needs & LOGPROBS else None
-        return Sampled(token_ids, input_ids, logprobs, masks.errors if masks is not None else _NO_ERRORS)
+        errors = masks.errors if masks is not None else _NO_ERRORS
+        return Sampled(token_ids, input_ids, logprobs, candidates, errors)
+
+    def _candidates(self, logits: Tensor, rows: np.ndarray, ends: np.ndarray, rows_on_device: Tensor) -> "Candidates":
+        """Of beams. Penalties apply to log-probabilities, not to logits: transformers does it in this order."""
+        places = np.flatnonzero(self._rows.needs[rows] & BEAM)
+        at = to_device(torch.from_numpy(places), logits.device)
+        logprobs = logits[at].float().log_softmax(dim=-1)
+        rows, ends, on_device = rows[places], ends[places], [x[at] for x in rows_on_device]
+        needs = int(np.bitwise_or.reduce(self._rows.needs[rows]))  # of beams alone
+        return Candidates(
+            self._adjusted(logprobs, rows, ends, on_device, needs), places, self._rows.num_candidates[rows]
+        )
 
     def _adjusted(
         self, logits: Tensor, rows: np.ndarray, ends: np.ndarray, rows_on_device: Tensor | None, needs: int
@@ -155,27 +187,44 @@ class Logprobs:
         if len(places) < len(logits):
             at = to_device(torch.from_numpy(places), logits.device)
             logits, token_ids = logits[at], token_ids[at]
-        total = argmax_logsumexp(logits)[1][:, None]
-        best = logits.topk(max(1, int(numbers.max())), dim=-1)
-        own = logits.gather(1, token_ids[:, None])
-        self.tensors = ((own - total).squeeze(1), best.values - total, best.indices)  # on the device
+        self.tensors = logprobs_of(logits, token_ids, int(numbers.max()))  # on the device
 
-    def by_row(self, token_ids: list[int], own: list, values: list, ids: list) -> dict[int, TokenLogprobs]:
+    def by_row(self, token_ids: list[int], *columns: list) -> dict[int, TokenLogprobs]:
         """By row of the logits, from `tensors` on the host; none where there is no token."""
         found = {}
-        for place, number, logprob, top, top_ids in zip(self._places, self._numbers, own, values, ids, strict=True):
+        for place, number, own, rank, top, ids in zip(self._places, self._numbers, *columns, strict=True):
             if (token_id := token_ids[place]) >= 0:
-                best = dict(zip(top_ids[:number], top[:number], strict=True))
-                found[place] = TokenLogprobs(logprob, {token_id: logprob} | best)
+                found[place] = TokenLogprobs(own, token_logprobs(token_id, own, rank, top[:number], ids[:number]))
+        return found
+
+
+class Candidates:
+    """The most likely tokens of some rows, those of beams."""
+
+    def __init__(self, logprobs: Tensor, places: np.ndarray, numbers: np.ndarray):
+        """Of `logprobs` (R', V) the `numbers` (R',) largest; `places` (R',) are those of the rows among all."""
+        self._places, self._numbers = places.tolist(), numbers.tolist()
+        best = logprobs.topk(int(numbers.max()), dim=-1)
+        self.tensors = best.values, best.indices  # on the device
+
+    def by_row(self, values: list, ids: list) -> dict[int, list[Candidate]]:
+        """By row of the logits, best first, from `tensors` on the host; without tokens that cannot follow."""
+        found = {}
+        for place, number, logprobs, token_ids in zip(self._places, self._numbers, values, ids, strict=True):
+            pairs = zip(token_ids[:number], logprobs[:number], strict=True)
+            found[place] = [Candidate(token_id, logprob) for token_id, logprob in pairs if isfinite(logprob)]
         return found
 
 
 def trial(logits: Tensor) -> None:
-    """Sample rows of logits (R, V) in the way that takes the most memory."""
+    """Sample rows of logits (R, V) in the ways that take the most memory."""
     R, V = logits.shape
-    params = SamplingParams(temperature=1.0, top_k=2, top_p=0.5, min_p=0.1, presence_penalty=1.0, logprobs=20)
-    sampler = Sampler(frozenset(), R, V, logits.device)
-    seq = Sequence([0], params, request_id="", block_size=1)
-    for row in range(R):
-        sampler.enter(row, seq)
-    sampler(logits, np.arange(R, dtype=np.int32), np.ones(R, np.int32)).tokens()
+    for params in (
+        SamplingParams(temperature=1.0, top_k=2, top_p=0.5, min_p=0.1, presence_penalty=1.0, logprobs=20),
+        SamplingParams(beam_width=min(R, V), repetition_penalty=1.1),
+    ):
+        sampler = Sampler(frozenset(), R, V, logits.device)
+        seq = Sequence([0], params, request_id="", block_size=1)
+        for row in range(R):
+            sampler.enter(row, seq)
+        sampler(logits, np.arange(R, dtype=np.int32), np.ones(R, np.int32)).tokens()

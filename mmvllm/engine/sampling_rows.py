@@ -13,7 +13,7 @@ from mmvllm.transfer import to_device
 # Sampling at a lower temperature could only choose among tokens whose logits rounding has made equal.
 GREEDY_BELOW = 1e-5
 # What a row needs, as bits.
-RANDOM, PENALTIES, MIN_TOKENS, LOGPROBS, BIAS, RESTRICTED = 1, 2, 4, 8, 16, 32
+RANDOM, PENALTIES, MIN_TOKENS, LOGPROBS, BIAS, RESTRICTED, BEAM = 1, 2, 4, 8, 16, 32, 64
 _IN_PROMPT, _LARGEST_COUNT = -(2**15), 2**15 - 1  # of an int16 of `PenaltyCounts`
 
 
@@ -24,6 +24,7 @@ class SamplingRows:
         self.vocab_size, self.device = vocab_size, device
         self.needs = np.zeros(max_num_seqs, np.uint8)
         self.num_logprobs = np.zeros(max_num_seqs, np.int32)
+        self.num_candidates = np.zeros(max_num_seqs, np.int32)  # of the next token of a beam
         self.min_ends = np.zeros(max_num_seqs, np.int32)  # tokens of prompt and completion before one may end it
         self.end_ids = [np.empty(0, np.int64)] * max_num_seqs  # forbidden before that
         self._bias_ids = [np.empty(0, np.int64)] * max_num_seqs
@@ -44,17 +45,19 @@ class SamplingRows:
         if p.min_tokens:
             needs |= MIN_TOKENS
             self.min_ends[row] = seq.num_prompt_tokens + p.min_tokens
-            ids = {*p.stop_token_ids, *(() if p.ignore_eos else end_ids)}
-            self.end_ids[row] = np.array([i for i in ids if i < self.vocab_size], np.int64)
+            self.end_ids[row] = np.array([i for i in p.end_ids(end_ids) if i < self.vocab_size], np.int64)
         if p.logit_bias:
             needs |= BIAS
             self._bias_ids[row] = np.array([*p.logit_bias.keys()], np.int64)
             self._bias_values[row] = np.array([*p.logit_bias.values()], np.float32)
         if seq.constraints or p.logits_processors:
             needs |= RESTRICTED
-        if p.logprobs is not None:
+        if p.logprobs is not None or p.chooses_by_logprob:
             needs |= LOGPROBS
-            self.num_logprobs[row] = min(p.logprobs, self.vocab_size)
+            self.num_logprobs[row] = min(p.logprobs or 0, self.vocab_size)
+        if p.beam_width is not None:
+            needs |= BEAM
+            self.num_candidates[row] = min(p.beam_width + len(p.end_ids(end_ids)), self.vocab_size)
         self.needs[row] = needs
         self._params[row] = _row_params(p, seq, counts_row, self.vocab_size)
         self._is_stale = self.device.type != "cpu"  # there, host and device share the memory

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from mmvllm.engine.prompt_reads import LogprobReads
 from mmvllm.engine.sequence import Sequence, SequenceStatus
 from mmvllm.inputs import MediaItem
 
@@ -13,6 +14,7 @@ class ScheduledChunk:
     Args:
         samples: whether they reach its last token, so that the next one is sampled.
         num_preemptions: of the sequence, when the chunk was scheduled.
+        reads: tokens whose hidden states are read, for the sequence's `PromptReads`.
     """
 
     seq: Sequence
@@ -21,6 +23,7 @@ class ScheduledChunk:
     samples: bool
     num_preemptions: int
     block_copies: list[tuple[int, int]]  # (source, destination) blocks, copied before anything is written
+    reads: range | None = None
 
     @property
     def is_current(self) -> bool:
@@ -37,7 +40,8 @@ class Schedule:
     prefills: list[ScheduledChunk] = field(default_factory=list)  # prompts, and what is computed again
     items_to_encode: dict[bytes, MediaItem] = field(default_factory=dict)  # by digest
     freed_digests: tuple[bytes, ...] = ()  # items whose rows are no longer cached
-    started: list[Sequence] = field(default_factory=list)  # the sequences that run from this step on
+    # The sequences whose rows are written: those that run from this step on, and beams, whose tokens may be others.
+    started: list[Sequence] = field(default_factory=list)
     num_tokens: int = 0
     num_patches: int = 0
 
@@ -55,3 +59,10 @@ class Schedule:
                 chunk.seq.items[i].digest in self.items_to_encode for i in chunk.seq.items_in(chunk.start, chunk.end)
             )
         ]
+
+    @property
+    def read_chunks(self) -> tuple[list[ScheduledChunk], list[ScheduledChunk]]:
+        """The chunks whose log-probabilities are read, and those whose hidden states are summed."""
+        chunks = [chunk for chunk in self.prefills if chunk.reads is not None]
+        with_logprobs = [chunk for chunk in chunks if isinstance(chunk.seq.reads, LogprobReads)]
+        return with_logprobs, [chunk for chunk in chunks if not isinstance(chunk.seq.reads, LogprobReads)]

@@ -9,6 +9,9 @@ A step may be scheduled while the one before it is in flight: launched, and its 
 of a sequence is what steps in flight compute of it, so it goes on from there, with the token that is being sampled.
 Where that token turns out to end the sequence, the commit ignores what was computed after it. A sequence whose next
 token depends on the text so far (`Sequence.waits_for_tokens`) is scheduled again when its token has been seen.
+
+Beams wait for each other: one that has its candidates is neither scheduled nor, once it is preempted, in the queue
+until all beams of its search have theirs (`Beams`).
 """
 
 import time
@@ -16,6 +19,7 @@ from bisect import insort
 from collections.abc import Callable
 from enum import Enum, auto
 
+from mmvllm.engine.beam_search import Candidate
 from mmvllm.engine.block_manager import BlockManager
 from mmvllm.engine.encoder_cache import EncoderCache
 from mmvllm.engine.sampled import SampledTokens, TokenLogprobs
@@ -24,6 +28,7 @@ from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup, Sequen
 from mmvllm.inputs import MediaItem
 
 _NO_COPIES: list[tuple[int, int]] = []
+_NO_TOKEN = "no token can follow: the model's logits are not numbers, or every token is forbidden"
 RECOVERY_STEPS = 32  # after this many, one more sequence may run, where a step had run out of memory
 
 
@@ -105,14 +110,30 @@ class Scheduler:
             if step.num_tokens:
                 step.freed_digests = self.encoder_cache.take_freed()
                 return step
-            # A lone sequence that preempted itself freed what kept the others from running. No other case goes on.
-            if not preempted:
+            # A lone sequence that preempted itself freed what kept the others from running, as does a beam that waits
+            # for others. No other case goes on.
+            if not preempted and not self._preempt_held():
                 self._check_progress()
                 return step
 
+    def _is_held(self, seq: Sequence) -> bool:
+        """Whether a running sequence is a beam that waits for other beams, and needs nothing until then."""
+        return seq.is_beam and self.groups[seq.request_id].beams.holds(seq)
+
+    def _preempt_held(self) -> bool:
+        """Make room for the sequences that wait, where nothing else will."""
+        held = next(filter(self._is_held, reversed(self.running)), None)
+        if held is None or not self.waiting or self._is_in_flight:
+            return False
+        self.preempt(held)
+        return True
+
+    @property
+    def _is_in_flight(self) -> bool:
+        return any(seq.num_inflight_tokens for seq in self.running)
+
     def _check_progress(self) -> None:
-        in_flight = any(seq.num_inflight_tokens for seq in self.running)
-        assert in_flight or not (self.running or self.waiting), (
+        assert self._is_in_flight or not (self.running or self.waiting), (
             f"nothing could be scheduled: {len(self.running)} running, {len(self.waiting)} waiting, "
             f"{self.block_manager.num_free_blocks} of {self.block_manager.num_blocks} blocks free"
         )
@@ -128,6 +149,8 @@ class Scheduler:
             while (allotment := self._schedule_seq(step, seq)) is _Allotment.OUT_OF_BLOCKS:
                 assert len(self.running) > 1, f"sequence {seq.seq_id} needs more blocks than there are"
                 victim = self.running[-1]  # the last in order, so never one that this step has scheduled
+                if victim is seq:
+                    victim = next(filter(self._is_held, reversed(self.running)), seq)
                 if victim is seq and seq.is_decoding and seq.num_inflight_tokens:
                     # Without its token in flight it would need no more blocks than it gives back: it would start again
                     # at once, compute all again, and come here again.
@@ -137,6 +160,8 @@ class Scheduler:
                 self.preempt(victim)
                 if victim is seq:
                     break
+            if seq.is_beam and allotment is _Allotment.SCHEDULED:
+                step.started.append(seq)
             seen.add(allotment)
         return seen
 
@@ -164,8 +189,9 @@ class Scheduler:
             if self._schedule_seq(step, seq) is not _Allotment.SCHEDULED:
                 self._release(seq)  # no room yet; later requests do not overtake
                 return
-            if seq.num_preemptions == 0:
+            if seq.first_scheduled_time is None:
                 seq.first_scheduled_time = time.time()
+            if seq.num_preemptions == 0 and seq.num_completion_tokens == 0:
                 seq.num_cached_tokens = step.prefills[-1].start // seq.block_size * seq.block_size
             del self.waiting[0]
             insort(self.running, seq)
@@ -174,11 +200,21 @@ class Scheduler:
             step.started.append(seq)
 
     def _attach_blocks(self, seq: Sequence) -> int:
-        """Start a waiting sequence from what is computed already: its group's prompt, or a cached prefix."""
+        """Start a waiting sequence from what is computed already: its group's prompt, a beam, or a cached prefix."""
+        if seq.is_beam:
+            return self._attach_beam(seq)
         first = self.groups[seq.request_id].first_seq
         if seq is not first and first.num_computed_tokens >= first.num_prompt_tokens:
-            return self.block_manager.fork(first, seq)
+            return self.block_manager.fork(first, seq, first.num_prompt_tokens - 1)
         return self.block_manager.attach_prefix(seq)
+
+    def _attach_beam(self, seq: Sequence) -> int:
+        cached, parent = self.block_manager.attach_prefix(seq), seq.forked_from
+        computed = 0 if parent is None else min(parent.num_computed_tokens, seq.num_tokens - 1)
+        if computed <= cached:
+            return cached
+        self.block_manager.free(seq)
+        return self.block_manager.fork(parent, seq, computed)
 
     def _schedule_seq(self, step: Schedule, seq: Sequence) -> _Allotment:
         """Schedule as many of a sequence's tokens as the budgets allow."""
@@ -193,7 +229,9 @@ class Scheduler:
         copies = self.block_manager.allocate(seq, end - start)
         if copies is None:
             return _Allotment.OUT_OF_BLOCKS
-        chunk = ScheduledChunk(seq, start, end, end == known, seq.num_preemptions, copies)
+        samples = end == known and end < seq.max_num_tokens  # else nothing is generated: the prompt is what is wanted
+        reads = None if seq.reads is None else seq.reads.rows_in(start, end)
+        chunk = ScheduledChunk(seq, start, end, samples, seq.num_preemptions, copies, reads)
         (step.decodes if seq.is_decoding else step.prefills).append(chunk)
         seq.num_inflight_tokens += end - start
         seq.is_decoding = chunk.samples
@@ -227,10 +265,15 @@ class Scheduler:
         """Free a running sequence's blocks and items; it waits, and computes again what is no longer cached."""
         self.num_preemptions += 1
         seq.num_preemptions += 1
+        self._withdraw(seq)
+        seq.finish_reason = FinishReason.PREEMPTED
+        if not self._is_held(seq):
+            insort(self.waiting, seq)
+
+    def _withdraw(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self._release(seq)
-        seq.status, seq.finish_reason = SequenceStatus.WAITING, FinishReason.PREEMPTED
-        insort(self.waiting, seq)
+        seq.status = SequenceStatus.WAITING
 
     def preempt_all(self) -> None:
         """Undo all that has been scheduled; all running sequences compute again."""
@@ -256,6 +299,8 @@ class Scheduler:
         tokens, at = sampled.token_ids, 0
         # Steps without a sampled token do not count: a long prompt could be preempted and begin again endlessly.
         self._clean_steps += bool(tokens)
+        if sampled.reads:
+            self._commit_reads(step, sampled)
         caches_prefixes, block_size = self.block_manager.enable_prefix_caching, self.block_manager.block_size
         for chunk in step.chunks:
             seq = chunk.seq
@@ -267,10 +312,22 @@ class Scheduler:
                     self.block_manager.commit(seq)
                 if chunk.start < seq.media_end:
                     self._release_items(seq, chunk.start, chunk.end)
-                if chunk.samples:
+                if chunk.samples and seq.is_beam:
+                    self._hold(seq, sampled.candidates[at])
+                elif chunk.samples:
                     self._append(seq, tokens[at], sampled.logprobs.get(at), sampled.errors.get(at))
+                elif chunk.end >= seq.max_num_tokens:
+                    self._start_children(seq)
+                    self._finish(seq, FinishReason.LENGTH)
             at += chunk.samples
         return self._collect()
+
+    def _commit_reads(self, step: Schedule, sampled: SampledTokens) -> None:
+        with_logprobs, pooled = step.read_chunks
+        for chunk, found in zip(with_logprobs + pooled, sampled.reads, strict=True):
+            if chunk.is_current and not chunk.seq.reads.commit(chunk.reads, found, chunk.seq.token_ids):
+                error = "the model's hidden states or logits are not numbers"
+                self._end(self.groups[chunk.seq.request_id], FinishReason.ERROR, error)
 
     def _release_items(self, seq: Sequence, start: int, end: int) -> None:
         """End the hold of the items that tokens [start, end) have reached the end of."""
@@ -280,8 +337,7 @@ class Scheduler:
 
     def _append(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None, error: str | None) -> None:
         if token_id < 0:
-            error = error or "no token can follow: the model's logits are not numbers, or every token is forbidden"
-            self._end(self.groups[seq.request_id], FinishReason.ERROR, error)
+            self._end(self.groups[seq.request_id], FinishReason.ERROR, error or _NO_TOKEN)
             return
         seq.token_ids.append(token_id)
         if seq.first_token_time is None:
@@ -292,6 +348,30 @@ class Scheduler:
             seq.cumulative_logprob += logprobs.logprob
         if reason := self._finish_reason(seq):
             self._finish(seq, reason)
+
+    def _hold(self, seq: Sequence, candidates: list[Candidate]) -> None:
+        """A beam has its candidates; the search goes on once all beams have theirs."""
+        group = self.groups[seq.request_id]
+        if seq.first_token_time is None:
+            seq.first_token_time = time.time()
+        if not candidates:
+            self._end(group, FinishReason.ERROR, _NO_TOKEN)
+        elif group.beams.hold(seq, candidates):
+            self._advance(group)
+
+    def _advance(self, group: SequenceGroup) -> None:
+        """Go on with the next beams; those without blocks of their own start anew, from those of others."""
+        staying, moved = group.beams.advance()
+        if group.beams.search.is_done:
+            self._end(group, FinishReason.LENGTH, None)  # each hypothesis has its own reason
+            return
+        for seq in group.seqs:
+            if seq.status is SequenceStatus.RUNNING and seq not in staying:
+                self._withdraw(seq)
+        for seq in [*staying, *moved]:
+            seq.is_decoding = False  # the device has not the token that follows
+            if seq.status is SequenceStatus.WAITING:
+                insort(self.waiting, seq)
 
     def _start_children(self, seq: Sequence) -> None:
         """With its first token a group's prompt has been computed; the other completions wait for their turn."""

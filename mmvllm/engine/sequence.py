@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from mmvllm.engine.beams import Beams
 from mmvllm.inputs import Grid, MediaItem, Span
-from mmvllm.outputs import RequestOutput
+from mmvllm.outputs import LogprobsById, RequestOutput
 from mmvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mmvllm.engine.detokenizer import CompletionText
+    from mmvllm.engine.prompt_reads import PromptReads
     from mmvllm.engine.stopwatch import Encoding
 
 
@@ -82,6 +84,7 @@ class Sequence:
         completion_text: "CompletionText | None" = None,
         constraints: tuple[Constraint, ...] = (),
         waits_for_tokens: bool = False,
+        reads: "PromptReads | None" = None,
     ):
         """`positions` (3, T) are those of the prompt; `max_num_tokens` counts prompt and completion."""
         self.seq_id = next(self._seq_ids)
@@ -94,7 +97,9 @@ class Sequence:
         self.block_size = block_size
         self.completion_text = completion_text  # where there are stop strings
         self.constraints = constraints
-        self.waits_for_tokens = waits_for_tokens  # what may be sampled next depends on all tokens before it
+        self.is_beam = sampling_params.beam_width is not None  # the search may give it the tokens of another beam
+        self.waits_for_tokens = waits_for_tokens or self.is_beam  # what may follow depends on all tokens before it
+        self.reads = reads  # what is wanted of the prompt's hidden states, and what of it there is
 
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = len(token_ids)
@@ -116,10 +121,12 @@ class Sequence:
         self.num_preemptions = 0
         self.first_scheduled_time: float | None = None
         self.encodings: list[Encoding] = []  # runs of the ViT that had items of this sequence
+        self.forked_from: Sequence | None = None  # of a beam: has all of its tokens but the last
         self.first_token_time: float | None = None
-        self.logprobs: list[dict[int, float]] = []
+        self.logprobs: list[LogprobsById] = []
         self.cumulative_logprob = 0.0
         self.next_repetition_check = 0  # completion tokens before which none can be found
+        self.score: float | None = None  # that the completions of its group were ranked by, at the end
 
         # Written by the block manager.
         self.block_table: list[int] = []
@@ -214,6 +221,15 @@ class Sequence:
         return -(-self.num_tokens // self.block_size)
 
     @property
+    def num_skippable_tokens(self) -> int:
+        """Leading tokens that need not be computed where their keys and values are cached.
+
+        The last one is, for its logits, and so are those whose hidden states are still to be read.
+        """
+        last = self.num_tokens - 1
+        return last if self.reads is None or self.reads.is_complete else min(last, self.reads.next_row)
+
+    @property
     def num_cached_blocks(self) -> int:
         return len(self.prefix_ids)
 
@@ -243,13 +259,18 @@ class Sequence:
 
 @dataclass(slots=True)
 class SequenceGroup:
-    """The `SamplingParams.n` completions of one request; the first computes the prompt, the others share its blocks."""
+    """The completions of one request; the first computes the prompt, the others share its blocks.
+
+    These are `SamplingParams.n`; or as many as `best_of` or `beam_width` says until the request has finished, of which
+    n are returned then.
+    """
 
     seqs: list[Sequence]
     trace_headers: Mapping[str, str] | None = None  # of the request that came over a network, for the caller's tracing
     preparation: tuple[float, float] | None = None  # when it began and ended
     error: str | None = None
     output: RequestOutput | None = None  # written by the engine, once the request has finished
+    beams: "Beams[Sequence] | None" = None  # of a beam search
 
     @property
     def first_seq(self) -> Sequence:

@@ -38,6 +38,20 @@ class Prefills:
 
 
 @dataclass(frozen=True, slots=True)
+class Reads:
+    """Q tokens of prefills whose hidden states are read, chunk by chunk.
+
+    Log-probabilities are computed of the first L of them; each run of the others is summed.
+    """
+
+    at: np.ndarray  # (Q,) int64, which of the P tokens of `Prefills`
+    targets: np.ndarray  # (L,) int64, the token that follows
+    number: int  # of most likely tokens that are wanted with each target
+    logprob_lens: tuple[int, ...]  # tokens of each chunk, L together
+    pooled_lens: tuple[int, ...]  # of each other chunk
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """One step: D sequences that decode, then F prefills."""
 
@@ -48,6 +62,7 @@ class StepInputs:
     new_items: tuple[MediaItem, ...]  # to encode in this step
     encoders: tuple[int, ...]  # the rank that encodes each of them
     freed_digests: tuple[bytes, ...]  # items whose rows the encoder cache has dropped since the last step
+    reads: Reads | None = None  # None where nothing is read, as in all steps without prefills
 
     @property
     def num_decodes(self) -> int:
@@ -82,6 +97,24 @@ def pack_step(step: Schedule, num_ranks: int = 1) -> StepInputs:
         new_items=new_items,
         encoders=_deal([item.num_patches for item in new_items], num_ranks),
         freed_digests=step.freed_digests,
+        reads=_pack_reads(step) if prefills is not None else None,
+    )
+
+
+def _pack_reads(step: Schedule) -> Reads | None:
+    with_logprobs, pooled = step.read_chunks
+    if not with_logprobs and not pooled:
+        return None
+    ends = np.cumsum([chunk.end - chunk.start for chunk in step.prefills])
+    shifts = {id(chunk): end - chunk.end for chunk, end in zip(step.prefills, ends, strict=True)}
+    at = [np.arange(chunk.reads.start, chunk.reads.stop) + shifts[id(chunk)] for chunk in with_logprobs + pooled]
+    targets = [chunk.seq.token_ids[chunk.reads.start + 1 : chunk.reads.stop + 1] for chunk in with_logprobs]
+    return Reads(
+        at=np.concatenate(at),
+        targets=np.array([token_id for own in targets for token_id in own], dtype=np.int64),
+        number=max((chunk.seq.reads.number for chunk in with_logprobs), default=0),
+        logprob_lens=tuple(len(chunk.reads) for chunk in with_logprobs),
+        pooled_lens=tuple(len(chunk.reads) for chunk in pooled),
     )
 
 

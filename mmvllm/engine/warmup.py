@@ -20,5 +20,6 @@ WARMUP_PARAMS = (
         logit_bias={0: 0.1},
         no_repeat_ngram_size=2,
         logprobs=1,
+        prompt_logprobs=1,
     ),
 )

@@ -53,16 +53,24 @@ class Model(nn.Module, ABC):
         There, patches beyond those of the layout's items follow, in segments of their own, and are ignored.
         """
 
-    @abstractmethod
     def forward(self, batch: Batch, media_rows: Tensor, kv_cache: Tensor) -> Tensor:
-        """Logits (R, V), in the model's dtype, of the tokens in `batch.sample_at`; of any width on ranks other than 0.
+        """`logits` of `hidden_states`; it can be captured in a CUDA graph."""
+        return self.logits(self.hidden_states(batch, media_rows, kv_cache))
+
+    @abstractmethod
+    def hidden_states(self, batch: Batch, media_rows: Tensor, kv_cache: Tensor) -> Tensor:
+        """The decoder's last, normalised hidden states (R, C) of the tokens in `batch.sample_at`, on every rank.
 
         media_rows (M, row_size) belong at `batch.image_at`; kv_cache (layers, 2, num_blocks, block_size, K, D) is
         written in place.
         """
 
-    def operations(self, num_tokens: int, num_samples: int) -> list[Operation]:
-        """What `forward` exchanges with other ranks for N tokens, R of which sample, in this order."""
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states (R, C) -> logits (R, V), in the model's dtype; of any width on ranks other than 0."""
+
+    def operations(self, num_tokens: int, num_logits: Sequence[int]) -> list[Operation]:
+        """What ranks exchange for N tokens in `hidden_states`, then for so many rows in each call of `logits`."""
 
     @abstractmethod
     def parameter_for(self, name: str) -> tuple[str, int | None] | None:

@@ -100,20 +100,23 @@ class VisionLanguageModel(Model):
     def encode_patches(self, patches: Tensor, layout: PatchLayout) -> Tensor:
         return self.visual(patches, layout)
 
-    def forward(self, batch: Batch, media_rows: Tensor, kv_cache: Tensor) -> Tensor:
+    def hidden_states(self, batch: Batch, media_rows: Tensor, kv_cache: Tensor) -> Tensor:
         x = self.decoder.embed_tokens(batch.input_ids)  # (N, C)
         embeddings, *deepstack = media_rows.split(self.config.hidden_size, dim=1)
         splice(x, embeddings, batch.image_at)
-        return self.lm_head(self.decoder(x, kv_cache, batch, deepstack))
+        return self.decoder(x, kv_cache, batch, deepstack)
 
-    def operations(self, num_tokens: int, num_samples: int) -> list[Operation]:
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(hidden)
+
+    def operations(self, num_tokens: int, num_logits: Sequence[int]) -> list[Operation]:
         if self.ranks.size == 1:
             return []
         width, hidden_size = self.decoder.embed_tokens.weight.shape
         dtype = self.decoder.embed_tokens.weight.dtype
         # The embedding, and in each layer attention and the MLP.
         sums = [Operation("all_reduce", (num_tokens, hidden_size), dtype)] * (1 + 2 * len(self.decoder.layers))
-        return sums + [Operation("gather", (num_samples, width), dtype)] * (num_samples > 0)
+        return sums + [Operation("gather", (number, width), dtype) for number in num_logits if number]
 
     def parameter_for(self, name: str) -> tuple[str, int | None] | None:
         if name.endswith(".inv_freq"):  # saved rotary frequencies

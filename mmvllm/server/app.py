@@ -21,13 +21,14 @@ from mmvllm.server.errors import model_not_found
 from mmvllm.server.jobs import CompletionJob, JobFactory
 from mmvllm.server.limits import AuthAndSizeLimitMiddleware, ByteBudget
 from mmvllm.server.metrics import CountingMiddleware, Metrics
-from mmvllm.server.protocol import ChatRequest, CompletionRequest
+from mmvllm.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
 from mmvllm.server.request_id import RequestIdMiddleware
 from mmvllm.server.request_log import RequestLog
 from mmvllm.server.responses import (
     ChatCompletion,
     Completion,
     DetokenizeResponse,
+    EmbeddingList,
     ErrorResponse,
     HealthResponse,
     ModelCard,
@@ -115,6 +116,11 @@ def _completions(
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Create a response as OpenAI's Responses API has it; nothing is kept between requests."""
         return response(jobs.response(body, request.state.reservation))
+
+    @router.post("/embeddings", response_model=EmbeddingList, responses=ERRORS)
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        """Create a vector for each of several inputs, or for a conversation with images and videos."""
+        return response(jobs.embeddings(body, request.state.reservation))
 
     return router
 

@@ -63,6 +63,10 @@ class CompletionResponse(Response):
         async with aclosing(self._deltas()) as deltas:
             async for index, delta in deltas:
                 choices[index].add(delta)
+                if delta.output is not None:
+                    first = index - delta.index
+                    for choice in choices[first : first + job.params.n]:
+                        choice.output = delta.output
         content = job.builder.whole(choices, usage_of(self._record.outputs)).model_dump_json().encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -108,7 +112,8 @@ class CompletionResponse(Response):
             async with aclosing(_merged(self._streams(load))) as deltas:
                 async for prompt, delta in deltas:
                     _check(delta)
-                    self._metrics.observe(delta)
+                    if self._job.pooling is None:
+                        self._metrics.observe(delta)
                     if delta.output is not None:
                         self._record.outputs.append(delta.output)
                     yield prompt * self._job.params.n + delta.index, delta
@@ -117,7 +122,17 @@ class CompletionResponse(Response):
         """The deltas of each prompt."""
         job = self._job
         keys = {"timeout": self._settings.request_timeout, "load": load, "trace_headers": self._record.trace_headers}
-        return [self._engine.generate(request, job.params, **keys) for request in job.requests]
+        if job.pooling is None:
+            return [self._engine.generate(request, job.params, **keys) for request in job.requests]
+        turns = asyncio.Semaphore(self._engine.max_num_seqs)  # there may be more inputs than the engine admits
+        keys["pooling"] = job.pooling
+        return [_in_turn(turns, self._engine.generate(request, **keys)) for request in job.requests]
+
+
+async def _in_turn(turns: asyncio.Semaphore, stream: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+    async with turns, aclosing(stream):
+        async for delta in stream:
+            yield delta
 
 
 def _check(delta: Delta) -> None:

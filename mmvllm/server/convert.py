@@ -6,8 +6,9 @@ from types import MappingProxyType
 from typing import Any
 
 from mmvllm.errors import RequestError
+from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.image import ImageProcessorConfig
-from mmvllm.sampling_params import SamplingParams
+from mmvllm.sampling_params import CHOSEN_AT_END, SamplingParams, with_defaults
 from mmvllm.server.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
 from mmvllm.server.messages import (
     CallOfHistory,
@@ -18,7 +19,7 @@ from mmvllm.server.messages import (
     VideoPart,
     parts_of,
 )
-from mmvllm.server.protocol import ChatPrompt, ChatRequest, CompletionRequest, SamplingRequest
+from mmvllm.server.protocol import ChatPrompt, ChatRequest, CompletionRequest, EmbeddingRequest, SamplingRequest
 from mmvllm.server.structured import StructuredField, structured_field
 from mmvllm.server.videos import KWARGS
 
@@ -28,7 +29,8 @@ COMPLETION_TOKENS = 16
 PARAMS_OF_BOTH_APIS = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("logit_bias", "allowed_token_ids", "bad_words", "no_repeat_ngram_size"),
-    *("n", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "stop_on_repetition"),
+    *("n", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "stop_on_repetition", "prompt_logprobs"),
+    *("best_of", "beam_width", "length_penalty", "early_stopping"),
 )
 # The engine's default is greedy. The other defaults are the same in both APIs.
 OPENAI_DEFAULTS = MappingProxyType({"temperature": 1.0})
@@ -177,11 +179,21 @@ def _message(message: InputMessage, media: Mapping[type, Iterator[dict]]) -> dic
     return made | {"content": content}
 
 
-def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
+def prompts_of(body: CompletionRequest | EmbeddingRequest) -> list[str | list[int]]:
     """The prompts of a request, whose field has one of four shapes."""
-    if isinstance(body.prompt, str) or isinstance(body.prompt[0], int):
-        return [body.prompt]
-    return body.prompt
+    prompts = body.prompt if isinstance(body, CompletionRequest) else body.input
+    return [prompts] if isinstance(prompts, str) or isinstance(prompts[0], int) else prompts
+
+
+def pooling_params(body: EmbeddingRequest, hidden_size: int) -> PoolingParams:
+    """How the vectors of a request are made."""
+    given = {name: getattr(body, name) for name in ("pooling", "normalize", "dimensions")}
+    try:
+        params = PoolingParams(**{name: value for name, value in given.items() if value is not None})
+        params.check_dimensions(hidden_size)
+    except RequestError as error:
+        raise ApiError(400, str(error), param=error.param) from None
+    return params
 
 
 def chat_params(body: ChatRequest, max_model_len: int, defaults: Mapping[str, Any] = OPENAI_DEFAULTS) -> SamplingParams:
@@ -202,18 +214,41 @@ def chat_params(body: ChatRequest, max_model_len: int, defaults: Mapping[str, An
 def completion_params(body: CompletionRequest, defaults: Mapping[str, Any] = OPENAI_DEFAULTS) -> SamplingParams:
     """The sampling parameters of a completion request, with `defaults` for those that are left out or null."""
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    return _params(body, defaults, max_tokens, body.logprobs)
+    if max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
+        raise ApiError(400, "max_tokens is 0, which needs echo: true or prompt_logprobs", param="max_tokens")
+    own = {}
+    if body.echo and (body.logprobs is not None or not max_tokens or body.stream):  # which the first delta then has
+        own["prompt_logprobs"] = max(body.prompt_logprobs or 0, body.logprobs or 0)
+    return _params(body, defaults, max_tokens, body.logprobs, own)
+
+
+def _set_beam_width(given: dict[str, Any], use_beam_search: bool | None) -> None:
+    if use_beam_search:  # vLLM's width: best_of, in earlier versions, or n
+        given["beam_width"] = given.get("beam_width") or given.pop("best_of", None) or given.get("n", 1)
+    elif use_beam_search is False and "beam_width" in given:
+        message = f"beam_width is {given['beam_width']}, but use_beam_search is false; leave one of them out"
+        raise ApiError(400, message, param="beam_width")
 
 
 def _params(
-    body: SamplingRequest, defaults: Mapping[str, Any], max_tokens: int, logprobs: int | None
+    body: SamplingRequest,
+    defaults: Mapping[str, Any],
+    max_tokens: int,
+    logprobs: int | None,
+    own: Mapping[str, Any] = MappingProxyType({}),
 ) -> SamplingParams:
     given = {name: value for name in PARAMS_OF_BOTH_APIS if (value := getattr(body, name)) is not None}
+    _set_beam_width(given, body.use_beam_search)
+    if "beam_width" in given:  # beam search has no log-probabilities: the error names a field of the request
+        own = {}
     field = StructuredField({}, {})
     try:
         field = structured_field(body)
-        given["structured"] = field.params()
-        return SamplingParams(**{**defaults, **given}, max_tokens=max_tokens, logprobs=logprobs)
+        own = {**own, "structured": field.params(), "max_tokens": max_tokens, "logprobs": logprobs}
+        params = SamplingParams(**with_defaults(given | own, defaults))
     except RequestError as error:  # for rules that the schema of the request cannot express
         message, param = field.spelled(error) or (str(error), error.param)
         raise ApiError(400, message, param=param) from None
+    if body.stream and params.chooses_at_end:
+        raise ApiError(400, f"stream is true, {CHOSEN_AT_END}", param="stream")
+    return params

@@ -4,18 +4,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from mmvllm.server.messages import ImagePart, TextPart
-from mmvllm.server.protocol import ChatRequest
+from mmvllm.server.protocol import ChatPrompt
 
 MAX_TEXT = 4000  # characters of each text
 
 
-def described_chat(body: ChatRequest) -> list[dict[str, str]]:
-    """The messages of a chat for the log: their texts, with the kind of medium in place of images and videos."""
+def described_chat(body: ChatPrompt) -> list[dict[str, str]]:
+    """The messages of a request for the log: their texts, with the kind of medium in place of images and videos."""
     return [{"role": message.role, "content": shortened(_content(message.content))} for message in body.messages]
 
 
 def described_prompts(prompts: Sequence[str | list[int]]) -> list[str]:
-    """The prompts of a completion request for the log."""
+    """The prompts of a completion request, or the inputs of one for embeddings, for the log."""
     return [shortened(prompt if isinstance(prompt, str) else str(prompt)) for prompt in prompts]
 
 

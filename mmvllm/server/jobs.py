@@ -11,13 +11,22 @@ from typing import Any
 from mmvllm.async_llm import AsyncLLM, Request
 from mmvllm.fetching import fetch
 from mmvllm.media import Kind, MediaError
+from mmvllm.pooling_params import PoolingParams
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server import convert
 from mmvllm.server.convert import ImageReference
 from mmvllm.server.descriptions import described_chat, described_prompts
+from mmvllm.server.embedding_response import EmbeddingResponseBuilder
 from mmvllm.server.errors import ApiError, model_not_found
 from mmvllm.server.limits import ByteReservation
-from mmvllm.server.protocol import ChatPrompt, ChatRequest, CompletionRequest, ProcessorKwargs, SamplingRequest
+from mmvllm.server.protocol import (
+    ChatPrompt,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    ProcessorKwargs,
+    SamplingRequest,
+)
 from mmvllm.server.response_builder import ChatResponseBuilder, CompletionResponseBuilder, ResponseBuilder
 from mmvllm.server.response_object import ResponseObjectBuilder
 from mmvllm.server.responses_as_chat import as_chat, in_text_options, named_as_input
@@ -56,13 +65,14 @@ class CompletionJob:
 
     requests: Sequence[Request | Callable[[], Awaitable[Request]]]  # one per prompt, as for `AsyncLLM.generate`
     params: SamplingParams
-    builder: ResponseBuilder | ResponseObjectBuilder
+    builder: ResponseBuilder | ResponseObjectBuilder | EmbeddingResponseBuilder
     described: Callable[[], Any]  # the prompts, for the log
     prompt: PromptJob | None = None  # of a conversation
     structured: StructuredField | None = None
     streams: bool = False
     includes_usage: bool = False  # in the last chunk
     repeats_usage: bool = False  # in every chunk, as far as it is known
+    pooling: PoolingParams | None = None  # where embeddings are wanted
 
     @property
     def num_images(self) -> int:
@@ -105,10 +115,9 @@ class JobFactory:
         self.check_model(body.model)
         use = self._tool_use(body)
         prompt = self.prompt(body, use.tools, reservation)
-        tokenizer, ids = self._engine.tokenizer, bool(body.return_token_ids)
-        boxes = body.mmvllm.boxes if body.mmvllm else None
-        options = {"functions": use.names, "boxes": boxes}
-        builder = ChatResponseBuilder(body.model, tokenizer, use.params.logprobs, ids, **options)
+        shown = use.params.logprobs, body.prompt_logprobs, bool(body.return_token_ids)
+        options = {"functions": use.names, "boxes": body.mmvllm.boxes if body.mmvllm else None}
+        builder = ChatResponseBuilder(body.model, self._engine.tokenizer, *shown, **options)
         field = use.field or structured_field(body)
         described = partial(described_chat, body)
         return CompletionJob([prompt.request], use.params, builder, described, prompt, field, **_streaming(body))
@@ -137,6 +146,24 @@ class JobFactory:
     def _tool_use(self, body: ChatRequest) -> ToolUse:
         params = convert.chat_params(body, self._engine.max_model_len, self._sampling_defaults)
         return use_of(body.tools, body.tool_choice, body.parallel_tool_calls, params, self._engine.tokenizer)
+
+    def embeddings(self, body: EmbeddingRequest, reservation: ByteReservation) -> CompletionJob:
+        """A job for the vectors of several inputs, or of one conversation."""
+        self.check_model(body.model)
+        field = "input" if body.messages is None else "messages"
+        if (body.input is None) is (body.messages is None):
+            raise ApiError(400, f"{field}: give input or messages, one of them", param=field)
+        pooling = convert.pooling_params(body, self._engine.hidden_size)
+        builder = EmbeddingResponseBuilder(body.model, field, body.encoding_format == "base64")
+        if body.messages is not None:
+            prompt = self.prompt(body, prompt_tools(body.tools), reservation)
+            described = partial(described_chat, body)
+            return CompletionJob([prompt.request], SamplingParams(), builder, described, prompt, pooling=pooling)
+        self._check_special_tokens(body)
+        prompts = convert.prompts_of(body)
+        self._length_limit.check("input", prompts)
+        described = partial(described_prompts, prompts)
+        return CompletionJob(prompts, SamplingParams(), builder, described, pooling=pooling)
 
     def prompt(
         self,
@@ -177,8 +204,8 @@ class JobFactory:
         if len(prompts) > self._engine.max_requests:
             message = f"{len(prompts)} prompts, at most {self._engine.max_requests} are accepted (max_waiting)"
             raise ApiError(400, message, param="prompt")
-        ids = bool(body.return_token_ids)
-        builder = CompletionResponseBuilder(body.model, self._engine.tokenizer, params.logprobs, ids)
+        shown = params.logprobs, body.prompt_logprobs, bool(body.return_token_ids)
+        builder = CompletionResponseBuilder(body.model, self._engine.tokenizer, *shown, echoes=bool(body.echo))
         described, field = partial(described_prompts, prompts), structured_field(body)
         return CompletionJob(prompts, params, builder, described, structured=field, **_streaming(body))
 
@@ -233,6 +260,8 @@ async def _all(fetches: Sequence[Coroutine[Any, Any, Any]]) -> list:
 
 
 def _streaming(body: SamplingRequest) -> dict[str, bool]:
+    if body.stream and body.prompt_logprobs is not None:  # as in vLLM
+        raise ApiError(400, "prompt_logprobs is not supported with stream: true", param="prompt_logprobs")
     includes_usage = bool(body.stream_options and body.stream_options.include_usage)
     if includes_usage and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")

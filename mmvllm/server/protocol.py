@@ -14,6 +14,7 @@ from mmvllm.server.tools import ToolChoice, Tools
 
 MAX_CHOICES = 16  # completions per prompt
 MAX_PROMPTS = 64  # prompts per request
+MAX_INPUTS = 2048  # of a request for embeddings, as in OpenAI's API
 MAX_LOGPROBS = 20
 MAX_PARTS = 4096  # messages and content parts of a request: validating one blocks the event loop for 0.1 ms
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1000  # length in characters: each new token is compared with every stop string
@@ -59,6 +60,9 @@ def check_number_of_parts(messages: Any) -> Any:
     return messages
 
 
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1), BeforeValidator(check_number_of_parts)]
+
+
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = Field(None, description="With include_usage: usage so far in every chunk.")
@@ -86,7 +90,12 @@ class SamplingRequest(StructuredFields):
     frequency_penalty: float | None = Field(None, ge=-2, le=2, description=f"{DEFAULT}, else 0.")
     repetition_penalty: float | None = Field(None, gt=0, le=100, description=f"{DEFAULT}, else 1.")
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    best_of: Literal[1] | None = None
+    best_of: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_CHOICES,
+        description="Completions to generate, of which the n most likely per token are returned.",
+    )
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
     stop: Stop | Stops | None = None
     stop_token_ids: StopTokenIds | None = None
@@ -94,6 +103,9 @@ class SamplingRequest(StructuredFields):
     ignore_eos: bool | None = None
     stop_on_repetition: bool | None = Field(
         None, description='End choices that repeat themselves, with finish_reason "repetition".'
+    )
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="Most likely tokens shown for each token of the prompt; not streamed."
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -107,9 +119,11 @@ class SamplingRequest(StructuredFields):
     skip_special_tokens: Literal[True] | None = None
     add_special_tokens: Literal[False] | None = None
     priority: Literal[0] | None = None
-    use_beam_search: Unsupported = None
+    use_beam_search: bool | None = Field(None, description="Beam search with beam_width, else best_of, else n beams.")
+    beam_width: int | None = Field(None, ge=1, lt=INT64, description="Beam search with this many beams.")
+    length_penalty: float | None = Field(None, ge=-10, le=10, description="Of beam search. Default: 1.")
+    early_stopping: bool | Literal["never"] | None = Field(None, description="Of beam search. Default: false.")
     include_stop_str_in_output: Unsupported = None
-    prompt_logprobs: Unsupported = None
     truncate_prompt_tokens: Unsupported = None
     return_tokens_as_token_ids: Unsupported = None
     return_token_ids: bool | None = Field(None, description="Add the token ids of the prompt and of each completion.")
@@ -117,8 +131,6 @@ class SamplingRequest(StructuredFields):
     mm_processor_kwargs: Unsupported = None
     kv_transfer_params: Unsupported = None
     vllm_xargs: Unsupported = None
-    length_penalty: Ignored = None  # of beam search
-    early_stopping: Ignored = None  # of beam search
     spaces_between_special_tokens: Ignored = None  # special tokens are skipped
     request_id: Ignored = None
 
@@ -134,9 +146,9 @@ class Extras(StrictModel):
 
 
 class ChatPrompt(StrictModel):
-    """The fields that make the prompt of a chat."""
+    """The fields that make a prompt of messages."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1), BeforeValidator(check_number_of_parts)]
+    messages: Messages
     tools: Tools | None = None
     cache_salt: str | None = Field(
         None, max_length=MAX_SALT, description="The prefix cache is shared only among requests with the same salt."
@@ -210,6 +222,39 @@ class CompletionRequest(SamplingRequest):
         ],
         Discriminator(_prompt_tag),
     ]
-    max_tokens: int | None = Field(None, ge=1, lt=INT64, description="Default: 16.")
+    max_tokens: int | None = Field(
+        None, ge=0, lt=INT64, description="Default: 16. 0 needs echo or prompt_logprobs: nothing is generated."
+    )
+    echo: bool | None = Field(None, description="The text and the logprobs begin with the prompt's.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     suffix: Unsupported = None
+
+
+class EmbeddingRequest(ChatPrompt):
+    """POST /v1/embeddings: of `input`, or of one conversation in `messages`, as vLLM takes it."""
+
+    model: str
+    input: (
+        Annotated[
+            Annotated[str, Tag("a string")]
+            | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS), Tag("strings")]
+            | Annotated[PromptTokenIds, Tag("token ids")]
+            | Annotated[
+                list[PromptTokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS), Tag("lists of ids")
+            ],
+            Discriminator(_prompt_tag),
+        ]
+        | None
+    ) = None
+    messages: Messages | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1, lt=INT64, description="First values of the vector that are kept.")
+    pooling: Literal["last", "mean"] | None = Field(
+        None, description="The hidden state of the last token (default), or the mean of those of all tokens."
+    )
+    normalize: bool | None = Field(None, description="Divide the vector by its length; true by default.")
+    user: Ignored = None
+    request_id: Ignored = None
+    add_special_tokens: Literal[False] | None = None
+    priority: Literal[0] | None = None
+    truncate_prompt_tokens: Unsupported = None

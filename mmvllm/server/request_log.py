@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmvllm.outputs import RequestOutput
+from mmvllm.outputs import CompletionOutput, RequestOutput
 from mmvllm.server.descriptions import shortened
 from mmvllm.server.errors import ApiError
 from mmvllm.server.jobs import CompletionJob
@@ -30,6 +30,12 @@ class RequestRecord:
     outputs: list[RequestOutput] = field(default_factory=list)
     error: ApiError | None = None
     is_disconnected: bool = False
+
+    @property
+    def completions(self) -> list[CompletionOutput]:
+        """Those of all prompts; embeddings have none."""
+        outputs = self.outputs if self.job.pooling is None else ()
+        return [one for output in outputs for one in output.completions]
 
 
 class RequestLog:
@@ -63,7 +69,7 @@ def _facts(record: RequestRecord) -> dict[str, Any]:
         "model": job.builder.model,
         "status": status,
         "error": None if error is None else error.code or "invalid_request",
-        "finish_reasons": [one.finish_reason for output in outputs for one in output.completions],
+        "finish_reasons": [one.finish_reason for one in record.completions],
         "stream": job.streams,
         "images": job.num_images,
         "videos": job.num_videos,
@@ -103,5 +109,4 @@ def _trace(headers: dict[str, str] | None) -> dict[str, str]:
 
 
 def _texts(record: RequestRecord) -> dict[str, Any]:
-    completions = [shortened(one.text) for output in record.outputs for one in output.completions]
-    return {"prompt": record.job.described(), "completions": completions}
+    return {"prompt": record.job.described(), "completions": [shortened(one.text) for one in record.completions]}

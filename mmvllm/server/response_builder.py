@@ -5,11 +5,12 @@ import time
 import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 from mmvllm.engine.detokenizer import special_ids, token_bytes
 from mmvllm.grounding import Box, Point
-from mmvllm.outputs import Delta, RequestOutput
+from mmvllm.outputs import Delta, LogprobsById, RequestOutput
 from mmvllm.processors.tool_calls import CallPiece, ToolCallParser, read_tool_calls
 from mmvllm.server.errors import ApiError
 from mmvllm.server.responses import ChatCompletion, Completion, Usage
@@ -57,16 +58,15 @@ class ChoiceBuffer:
 
     index: int
     text: list[str] = field(default_factory=list)
-    logprobs: list[dict] = field(default_factory=list)
+    logprobs: list[LogprobsById] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    prompt_token_ids: list[int] | None = None
     finish_reason: str | None = None
     boxes: tuple[Box | Point, ...] = ()
+    output: RequestOutput | None = None  # of the request, once it has finished
 
     def add(self, delta: Delta) -> None:
         self.text.append(delta.text)
         self.token_ids += delta.token_ids
-        self.prompt_token_ids = delta.prompt_token_ids
         self.logprobs += delta.logprobs or []
         self.finish_reason = FINISH_REASONS[delta.finish_reason]
         self.boxes = delta.boxes
@@ -81,8 +81,18 @@ class ResponseBuilder:
     prompt_field: str  # of the request
     end: str | None = "[DONE]"  # of a stream
 
-    def __init__(self, model: str, tokenizer: Any, top_logprobs: int | None, returns_token_ids: bool = False):
-        """Shows the `top_logprobs` most likely tokens for each sampled one; None shows no log-probabilities."""
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Any,
+        top_logprobs: int | None,
+        prompt_logprobs: int | None = None,
+        returns_token_ids: bool = False,
+    ):
+        """Shows the `top_logprobs` most likely tokens for each sampled one; None shows no log-probabilities.
+
+        `prompt_logprobs` is the same for the prompt's tokens, in a field of their own.
+        """
         self.model = model
         self._head = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
@@ -90,7 +100,7 @@ class ResponseBuilder:
             "created": int(time.time()),
             "model": model,
         }
-        self._tokenizer, self._top_logprobs = tokenizer, top_logprobs
+        self._tokenizer, self._top_logprobs, self._prompt_logprobs = tokenizer, top_logprobs, prompt_logprobs
         self._returns_token_ids = returns_token_ids
 
     @property
@@ -115,7 +125,28 @@ class ResponseBuilder:
     def _prompt_token_ids(self, token_ids: list[int] | None) -> dict[str, list[int]]:
         return {"prompt_token_ids": token_ids} if self._returns_token_ids else {}
 
-    def _top(self, logprobs: dict[int, float]) -> list[tuple[int, float]]:
+    def _of_prompt(self, output: RequestOutput) -> dict[str, list]:
+        """The fields about the prompt that are asked for: its token ids, and its log-probabilities as vLLM has them."""
+        fields = self._prompt_token_ids(output.prompt_token_ids)
+        if self._prompt_logprobs is not None:
+            found = output.prompt_logprobs
+            fields["prompt_logprobs"] = [None if entry is None else self._shown(entry) for entry in found]
+        return fields
+
+    def _shown(self, found: LogprobsById) -> dict[str, dict]:
+        """The token itself, and as many of the most likely ones as were asked for."""
+        items = islice(enumerate(found.items()), self._prompt_logprobs + 1)
+        return {
+            str(token_id): {
+                "logprob": max(logprob, NO_LOGPROB),
+                "rank": logprob.rank,
+                "decoded_token": logprob.decoded_token,
+            }
+            for place, (token_id, logprob) in items
+            if not place or logprob.rank <= self._prompt_logprobs
+        }
+
+    def _top(self, logprobs: LogprobsById) -> list[tuple[int, float]]:
         """The requested number of most likely tokens, which need not include the sampled one."""
         ranked = sorted(logprobs.items(), key=lambda item: -item[1])
         return ranked[: self._top_logprobs]
@@ -137,9 +168,7 @@ class ChatResponseBuilder(ResponseBuilder):
     def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> ChatCompletion:
         """The response to a request that is not streamed."""
         made = [self._choice(choice) for choice in choices]
-        return ChatCompletion(
-            **self._head, choices=made, usage=usage, **self._prompt_token_ids(choices[0].prompt_token_ids)
-        )
+        return ChatCompletion(**self._head, choices=made, usage=usage, **self._of_prompt(choices[0].output))
 
     def _choice(self, choice: ChoiceBuffer) -> dict:
         text, message = "".join(choice.text), {"role": "assistant"}
@@ -198,7 +227,7 @@ class ChatResponseBuilder(ResponseBuilder):
         shown = (box.in_stored_pixels() for box in boxes) if self._with_boxes == "stored" else boxes
         return {"mmvllm": {"boxes": [box.to_dict() for box in shown]}}
 
-    def _logprobs(self, entries: Sequence[dict[int, float]]) -> dict | None:
+    def _logprobs(self, entries: Sequence[LogprobsById]) -> dict | None:
         if self._top_logprobs is None:
             return None
         made = []
@@ -218,8 +247,10 @@ class CompletionResponseBuilder(ResponseBuilder):
 
     kind, chunk_kind, id_prefix, prompt_field = "text_completion", "text_completion", "cmpl", "prompt"
 
-    def __init__(self, *args: Any):
+    def __init__(self, *args: Any, echoes: bool = False):
+        """`echoes`: texts and log-probabilities begin with the prompt's. Others are as of the base."""
         super().__init__(*args)
+        self._echoes = echoes
         self._offsets: dict[int, _OffsetCounter] = {}  # by choice
         self._special_ids = special_ids(self._tokenizer)
         self._begun: set[int] = set()  # choices that have a chunk
@@ -229,10 +260,10 @@ class CompletionResponseBuilder(ResponseBuilder):
         made = [
             {
                 "index": choice.index,
-                "text": "".join(choice.text),
-                "logprobs": self._logprobs(choice.index, choice.logprobs),
+                "text": self._echo(choice.output) + "".join(choice.text),
+                "logprobs": self._logprobs(choice.index, choice.logprobs, choice.output),
                 "finish_reason": choice.finish_reason,
-                **self._prompt_token_ids(choice.prompt_token_ids),
+                **self._of_prompt(choice.output),
                 **self._token_ids(choice.token_ids),
             }
             for choice in choices
@@ -244,23 +275,45 @@ class CompletionResponseBuilder(ResponseBuilder):
         return []
 
     def chunks(self, index: int, delta: Delta) -> list[dict]:
-        """The chunk for the new tokens of one choice; the first one of a choice has the ids of its prompt."""
-        prompt_ids = {} if index in self._begun else self._prompt_token_ids(delta.prompt_token_ids)
+        """The chunk for the new tokens of one choice; the first one of a choice has its prompt, if that is shown."""
+        prompt = None if index in self._begun else delta
         self._begun.add(index)
         choice = {
             "index": index,
-            "text": delta.text,
-            "logprobs": self._logprobs(index, delta.logprobs or []),
+            "text": self._echo(prompt) + delta.text,
+            "logprobs": self._logprobs(index, delta.logprobs or [], prompt),
             "finish_reason": FINISH_REASONS[delta.finish_reason],
         }
+        prompt_ids = {} if prompt is None else self._prompt_token_ids(prompt.prompt_token_ids)
         return [self._chunk(choice | prompt_ids | self._token_ids(delta.token_ids))]
 
-    def _logprobs(self, index: int, entries: Sequence[dict[int, float]]) -> dict | None:
+    def _echo(self, prompt: RequestOutput | Delta | None) -> str:
+        """The prompt's text, if it is to be repeated and this is its place."""
+        if not self._echoes or prompt is None:
+            return ""
+        data = (token_bytes(self._tokenizer, token_id) for token_id in prompt.prompt_token_ids)
+        return b"".join(data).decode(errors="replace")
+
+    def _prompt_entries(self, output: RequestOutput | Delta) -> dict:
+        """The log-probabilities of an echoed prompt, whose first token has none; special tokens are text there."""
+        ids, found, offset = output.prompt_token_ids, output.prompt_logprobs, _OffsetCounter(frozenset())
+        own = [None if entry is None else entry[token_id] for token_id, entry in zip(ids, found, strict=True)]
+        return {
+            "tokens": [self._token_text(token_id) for token_id in ids],
+            "token_logprobs": [None if logprob is None else max(logprob, NO_LOGPROB) for logprob in own],
+            "top_logprobs": [None if entry is None else self._top_by_text(entry) for entry in found],
+            "text_offset": [offset.advance(token_id, token_bytes(self._tokenizer, token_id)) for token_id in ids],
+        }
+
+    def _logprobs(
+        self, index: int, entries: Sequence[LogprobsById], prompt: RequestOutput | Delta | None
+    ) -> dict | None:
         if self._top_logprobs is None:
             return None
-        offset = self._offsets.setdefault(index, _OffsetCounter(self._special_ids))
+        echo = self._echo(prompt)
+        offset = self._offsets.setdefault(index, _OffsetCounter(self._special_ids, len(echo)))
         sampled = [(next(iter(entry)), entry) for entry in entries]
-        return {
+        made = {
             "tokens": [self._token_text(token_id) for token_id, _ in sampled],
             "token_logprobs": [max(entry[token_id], NO_LOGPROB) for token_id, entry in sampled],
             "top_logprobs": [self._top_by_text(entry) for entry in entries],
@@ -268,8 +321,12 @@ class CompletionResponseBuilder(ResponseBuilder):
                 offset.advance(token_id, token_bytes(self._tokenizer, token_id)) for token_id, _ in sampled
             ],
         }
+        if not echo:
+            return made
+        echoed = self._prompt_entries(prompt)
+        return {name: echoed[name] + made[name] for name in made}
 
-    def _top_by_text(self, logprobs: dict[int, float]) -> dict[str, float]:
+    def _top_by_text(self, logprobs: LogprobsById) -> dict[str, float]:
         """Includes the sampled token; of tokens with the same text, the most likely one is shown."""
         sampled = next(iter(logprobs.items()))
         made: dict[str, float] = {}
@@ -284,8 +341,9 @@ class CompletionResponseBuilder(ResponseBuilder):
 class _OffsetCounter:
     """Character offset of each token in the text of a completion, to which special tokens contribute nothing."""
 
-    def __init__(self, special_ids: frozenset[int]):
-        self._decoder, self._at, self._special_ids = codecs.getincrementaldecoder("utf-8")("replace"), 0, special_ids
+    def __init__(self, special_ids: frozenset[int], start: int = 0):
+        self._decoder, self._special_ids = codecs.getincrementaldecoder("utf-8")("replace"), special_ids
+        self._at = start
 
     def advance(self, token_id: int, data: bytes) -> int:
         before = self._at

@@ -23,6 +23,18 @@ FinishReason = Literal["stop", "length", "tool_calls", "repetition"]  # the last
 TokenIds = Annotated[list[int] | None, Field(None, exclude_if=lambda value: value is None)]
 
 
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+# Of each token of the prompt, by token id.
+PromptLogprobs = Annotated[
+    list[dict[str, PromptLogprob] | None] | None, Field(None, exclude_if=lambda value: value is None)
+]
+
+
 class TopLogprob(BaseModel):
     token: str
     logprob: float
@@ -89,12 +101,13 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: TokenIds
+    prompt_logprobs: PromptLogprobs
 
 
 class CompletionLogprobs(BaseModel):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]  # None of the first token of an echoed prompt
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -105,6 +118,7 @@ class CompletionChoice(BaseModel):
     finish_reason: FinishReason
     prompt_token_ids: TokenIds
     token_ids: TokenIds
+    prompt_logprobs: PromptLogprobs
 
 
 class Completion(BaseModel):
@@ -188,6 +202,21 @@ class TokenizeResponse(BaseModel):
 
 class DetokenizeResponse(BaseModel):
     prompt: str
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str  # base64
+
+
+class EmbeddingList(BaseModel):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: Usage
 
 
 class ModelCard(BaseModel):

@@ -18,7 +18,7 @@ from mmvllm.server.responses_request import (
 )
 from mmvllm.server.structured import StructuredField
 
-NOT_SHARED = frozenset(("n", "stream", "stream_options", "return_token_ids", "response_format"))
+NOT_SHARED = frozenset(("n", "stream_options", "return_token_ids", "prompt_logprobs", "response_format"))
 NAMES_IN_CHATS = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",

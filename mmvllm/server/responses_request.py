@@ -201,4 +201,5 @@ class ResponsesRequest(SamplingRequest):
     n: Literal[1] | None = None
     stream_options: EventOptions | None = None
     return_token_ids: Unsupported = None
+    prompt_logprobs: Unsupported = None
     response_format: Unsupported = None  # which is text.format here

@@ -107,6 +107,7 @@ def use_of(
     else:
         chosen = [tool for tool in given if tool["function"]["name"] in names]
         grammar = tool_call_grammar(chosen, tokenizer, is_parallel)
+    _check_beam_search(params, is_restricted=grammar is not None or not is_parallel)
     if grammar is None:
         # With a single call allowed, the completion ends with it.
         params = params if is_parallel else replace(params, stop=(*params.stop, END))
@@ -139,6 +140,13 @@ def _check_choice(choice: str | NamedToolChoice | None, names: Sequence[str]) ->
     if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
         message = f"tool_choice.function.name is {choice.function.name!r:.100}, which is not the name of a tool"
         raise ApiError(400, message, param="tool_choice.function.name")
+
+
+def _check_beam_search(params: SamplingParams, is_restricted: bool) -> None:
+    if is_restricted and params.beam_width is not None:
+        message = f"tools whose calls are enforced cannot be used with beam search (beam_width={params.beam_width}); "
+        message += "leave out strict, parallel_tool_calls and a tool_choice other than auto"
+        raise ApiError(400, message, param="tools")
 
 
 def _check_schemas(tools: Sequence[dict], enforced: Sequence[bool]) -> None:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -54,6 +55,17 @@ def assert_nothing_left(engine: AsyncLLM) -> None:
     stats = engine.stats()
     assert not engine._streams and not engine._thread.num_tracked
     assert (stats.num_preparing, stats.num_waiting, stats.num_running, stats.num_used_blocks) == (0, 0, 0, 0)
+
+
+@async_test
+async def test_several_engines_serve_embeddings(fleet, checkpoint, make_llm):
+    requests = [ask(noise_image(60, 90, 1), "What?"), "Hello", [5, 6, 7], ask("And?")]
+    outputs = await asyncio.gather(*(fleet.embed(request, dimensions=9) for request in requests))
+    for output, alone in zip(outputs, make_llm(checkpoint).embed(requests, dimensions=9), strict=True):
+        np.testing.assert_allclose(output.embedding, alone.embedding, atol=1e-5)
+    with pytest.raises(ValueError, match="dimensions is 4000, must be at most"):
+        await fleet.embed("Hello", dimensions=4000)
+    assert_nothing_left(fleet)
 
 
 @async_test

@@ -374,3 +374,14 @@ def test_images_in_flight_are_named_when_the_output_cannot_be_written(folder, ll
         next(job)
     assert (raised.value.path, raised.value.errno) == ("out.jsonl", 28)
     assert raised.value.unrecorded and set(raised.value.unrecorded) <= set(map(str, folder.iterdir()))
+
+
+def test_captions_by_beam_search(folder, llm):
+    records = by_name(caption_images(folder / "a.png", llm=llm, beam_width=3, max_tokens=8))
+    params = SamplingParams(beam_width=3, max_tokens=8)
+    expected = llm.generate_multimodal([ask(folder / "a.png", "Describe this image.")], params)[0]
+    assert records["a.png"]["caption"] == expected.text.strip()
+    with pytest.raises(ArgumentError, match="beam_width is 5, max_num_seqs is 4; lower it"):
+        caption_images(folder, llm=llm, beam_width=5)
+    with pytest.raises(ValueError, match=r"temperature is 0\.5, but it cannot be used with beam search"):
+        caption_images(folder, llm=llm, beam_width=2, temperature=0.5)

@@ -112,7 +112,7 @@ def test_fork_copies_on_write(length):
     parent = sequence(range(length))
     compute(manager, parent)
     child = sequence(range(length))
-    child.num_computed_tokens = manager.fork(parent, child)
+    child.num_computed_tokens = manager.fork(parent, child, length - 1)
     assert child.num_computed_tokens == length - 1
     assert child.block_table == parent.block_table
     copies = manager.allocate(child, 1)

@@ -7,7 +7,7 @@ from mmvllm.engine.detokenizer import CompletionText
 from mmvllm.engine.output_processor import OutputProcessor
 from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 from mmvllm.models.folder import BUNDLED
-from mmvllm.outputs import Delta
+from mmvllm.outputs import Delta, Logprob
 from mmvllm.sampling_params import SamplingParams
 
 EOS = 461
@@ -37,7 +37,7 @@ def test_tokens_wait_for_their_character_and_keep_their_logprobs(tokenizer, proc
     deltas: list[Delta] = []
     for i, token_id in enumerate(token_ids):
         seq.append_token(token_id)
-        seq.logprobs.append({token_id: -float(i)})
+        seq.logprobs.append({token_id: Logprob(-float(i))})
         deltas += stream.deltas()
     assert [delta.text for delta in deltas] == ["a", "🦩", "b"]
     assert [delta.token_ids for delta in deltas] == [token_ids[:1], token_ids[1:-1], token_ids[-1:]]

@@ -208,3 +208,30 @@ def test_extreme_parameters_draw_a_token_and_do_not_affect_other_rows(extreme):
     assert 0 <= tokens[0] < V and tokens[1] == sample(x[1:], [mild])[0]
     if extreme.get("temperature") == 1e-50 or extreme.get("top_p") == 1e-50:
         assert tokens[0] == x[0].argmax()
+
+
+def test_candidates_are_those_of_transformers_whose_processors_get_log_probabilities():
+    """In a batch with other sequences, whose tokens do not depend on it."""
+    beam = SamplingParams(beam_width=3, repetition_penalty=1.7, min_tokens=2, stop_token_ids=(11,))
+    wide, plain = SamplingParams(beam_width=5, ignore_eos=True), SamplingParams(repetition_penalty=1.7, logprobs=2)
+    seqs = [sequence(plain), sequence(beam, completion=(9,)), sequence(wide), sequence(plain)]
+    x = logits(4)
+    x[1, [EOS, 11]] = 20.0  # forbidden by min_tokens
+    got = sampled(x, seqs)
+    assert got.token_ids[::3] == sample(x[::3], seqs[::3]) and [*got.logprobs] == [0, 3]
+    assert {at: len(found) for at, found in got.candidates.items()} == {1: 3 + 2, 2: 5}
+    history = torch.tensor([seqs[1].token_ids])
+    scores = hf.RepetitionPenaltyLogitsProcessor(1.7)(history, x[1:2].log_softmax(-1))
+    scores = hf.MinNewTokensLengthLogitsProcessor(4, 2, [EOS, 11], device="cpu")(history, scores)
+    for found, want in ((got.candidates[1], scores[0]), (got.candidates[2], x[2].log_softmax(-1))):
+        best = want.topk(len(found))
+        assert [token_id for token_id, _ in found] == best.indices.tolist()
+        assert [logprob for _, logprob in found] == pytest.approx(best.values.tolist(), rel=1e-6)
+
+
+def test_tokens_that_cannot_follow_are_no_candidates():
+    x = logits(2)
+    x[0] = torch.nan
+    x[1, 2:] = float("-inf")
+    found = sampled(x, [sequence(SamplingParams(beam_width=4)) for _ in range(2)]).candidates
+    assert found[0] == [] and sorted(token_id for token_id, _ in found[1]) == [0, 1]

@@ -69,9 +69,43 @@ class Reference:
         return out[0, inputs["input_ids"].shape[1] :].tolist()
 
     @torch.inference_mode()
+    def beams(self, request: dict, width: int, max_tokens: int, **options) -> list[tuple[list[int], float]]:
+        """Tokens and scores of the hypotheses of a beam search, best first."""
+        inputs = self.inputs(request)
+        self.model.model.rope_deltas = None
+        out = self.model.generate(
+            **inputs,
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            num_beams=width,
+            num_return_sequences=width,
+            attention_mask=torch.ones_like(inputs["input_ids"]),
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **options,
+        )
+        texts = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+        lengths = (out.beam_indices >= 0).sum(dim=1).tolist()
+        texts = [token_ids[:length] for token_ids, length in zip(texts, lengths, strict=True)]
+        return list(zip(texts, out.sequences_scores.tolist(), strict=True))
+
+    @torch.inference_mode()
     def logits(self, inputs: dict) -> torch.Tensor:
         """Logits (1, V) after the prompt."""
         return self.model(**inputs, use_cache=False).logits[:, -1]
+
+    @torch.inference_mode()
+    def logprobs(self, inputs: dict) -> torch.Tensor:
+        """Log-probabilities (T - 1, V) of what follows each token but the last."""
+        self.model.model.rope_deltas = None
+        return self.model(**inputs, use_cache=False).logits[0, :-1].log_softmax(dim=-1)
+
+    @torch.inference_mode()
+    def hidden_states(self, inputs: dict) -> torch.Tensor:
+        """The decoder's last hidden states (T, C), after its norm."""
+        self.model.model.rope_deltas = None
+        return self.model.model(**inputs, use_cache=False).last_hidden_state[0]
 
     def positions(self, inputs: dict) -> tuple[torch.Tensor, int]:
         """M-RoPE positions (3, T) of a prompt, and the delta of the tokens after it."""

@@ -27,7 +27,7 @@ from tests.helpers.requests import noise_image
 ENGINE = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 512, "max_num_seqs": 8, "skip_warmup": True}
 
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 
 
 @dataclass(frozen=True)

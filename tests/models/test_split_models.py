@@ -106,7 +106,7 @@ def test_the_operations_of_a_step_are_those_that_a_model_names(shape, num_tokens
 
     def run(ranks: ConnectedRanks) -> list[Operation]:
         model, submitted = loaded(checkpoints(shape), ranks), recorded(ranks)
-        named = model.operations(num_tokens, len(sample_at))
+        named = model.operations(num_tokens, [len(sample_at)])
         ranks.expect(named)
         assert len(logits_of(model, sample_at=sample_at, num_tokens=num_tokens)) == len(sample_at)
         assert submitted == named
@@ -123,7 +123,7 @@ def test_the_operations_of_a_step_are_those_that_a_model_names(shape, num_tokens
 
 
 def test_a_single_rank_exchanges_nothing(checkpoint):
-    assert loaded(checkpoint).operations(5, 1) == []
+    assert loaded(checkpoint).operations(5, [1]) == []
 
 
 def test_a_vocabulary_need_not_be_divisible(copy_of):

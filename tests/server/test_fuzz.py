@@ -14,13 +14,14 @@ from schemathesis.specs.openapi.checks import response_schema_conformance
 
 from mmvllm.processors import qwen_vl_utils
 from mmvllm.server.app import build_app
-from mmvllm.server.protocol import ChatRequest, CompletionRequest
+from mmvllm.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
 from mmvllm.server.responses_request import ResponsesRequest
 from mmvllm.server.settings import ServerSettings
 from tests.helpers.images import encode
 from tests.helpers.server import (
     CHAT,
     COMPLETIONS,
+    EMBEDDINGS,
     call,
     data_uri,
     error_of,
@@ -84,6 +85,7 @@ LIMITS = {  # so that what is generated is short
     CHAT: SHORT | {"max_tokens": 2, "max_completion_tokens": None},
     COMPLETIONS: SHORT | {"max_tokens": 2},
     RESPONSES: SHORT | {"max_output_tokens": 2},
+    EMBEDDINGS: {"model": "bundled"},
     "/tokenize": {"model": "bundled"},
     "/detokenize": {"model": "bundled"},
 }
@@ -152,7 +154,13 @@ def test_any_request_for_a_response_is_completed_or_refused(app, given, keys):
 
 
 @BOUNDED
-@given(body=values, path=st.sampled_from([CHAT, COMPLETIONS, RESPONSES, "/tokenize", "/detokenize"]))
+@given(given=prompts, messages=st.none() | messages, keys=fields(EmbeddingRequest))
+def test_any_request_for_embeddings_is_served_or_refused(app, given, messages, keys):
+    check(app, EMBEDDINGS, {"model": "bundled", "input": given, "messages": messages} | keys)
+
+
+@BOUNDED
+@given(body=values, path=st.sampled_from([CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS, "/tokenize", "/detokenize"]))
 def test_any_json_is_refused(app, body, path):
     check(app, path, body)
 
@@ -171,6 +179,7 @@ def test_any_bytes_are_refused(app, body):
         CHAT,
         COMPLETIONS,
         RESPONSES,
+        EMBEDDINGS,
         "/tokenize",
         "/detokenize",
         "/v1/models",

@@ -10,6 +10,7 @@ from mmvllm.server import descriptions
 from tests.helpers.server import (
     CHAT,
     COMPLETIONS,
+    EMBEDDINGS,
     ENGINE,
     LONG,
     call,
@@ -19,6 +20,7 @@ from tests.helpers.server import (
     image_part,
     make_app,
     serving,
+    user,
     wait_for,
 )
 from tests.helpers.traces import TRACE, headers
@@ -68,6 +70,18 @@ def test_texts_are_logged_on_request_in_one_line_each_and_shortened(engine, line
     assert first["prompt"] == [{"role": "user", "content": content}] and first["completions"] == [text]
     assert second["prompt"] == [f"{'x' * 20}... (25 characters)", "y"]
     assert len(second["completions"]) == 2
+
+
+def test_requests_for_embeddings_are_logged(engine, lines):
+    app = make_app(engine, log_requests="full")
+    given = [{"input": ["x", "y"]}, {"messages": [user(image_part(data_uri()), "x")]}]
+    answers = [call(app, "POST", EMBEDDINGS, json={"model": "bundled", **one}).json() for one in given]
+    first, second = lines()
+    assert [first["id"], second["id"]] == [answer["id"] for answer in answers]
+    assert (first["model"], first["prompt"], first["completions"]) == ("bundled", ["x", "y"], [])
+    assert first["finish_reasons"] == []
+    assert (second["prompt"], second["images"]) == ([{"role": "user", "content": "<image>x"}], 1)
+    assert first["prompt_tokens"] == answers[0]["usage"]["prompt_tokens"] and first["completion_tokens"] == 0
 
 
 def test_requests_that_fail_are_logged(engine, lines):

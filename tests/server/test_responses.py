@@ -202,6 +202,12 @@ def items(*parts: dict) -> list[dict]:
         ({"truncation": "auto"}, "truncation", "'disabled'"),
         ({"top_logprobs": 2}, "top_logprobs", "must be 0"),
         ({"n": 2}, "n", "must be 1"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs", "not supported"),
+        ({"echo": True}, "echo", "not supported"),
+        ({"best_of": 2, "stream": True}, "stream", "known only at the end"),
+        ({"beam_width": 2, "temperature": 1}, "temperature", "cannot be used with beam search"),
+        ({"beam_width": 2, "tools": [COUNT]}, "tools", "cannot be used with beam search"),
+        ({"beam_width": 2, "text": {"format": {"type": "json_object"}}}, "text.format", "cannot be used with beam"),
         ({"no_such_field": 1}, "no_such_field", "is not a field"),
         ({"input": None}, "input", "must be a string"),
         ({"input": []}, "input", "at least 1 item"),
@@ -242,6 +248,14 @@ def test_fields_that_change_nothing_are_accepted(app):
     body = {"model": "bundled", "input": "Hi", "max_output_tokens": 2}
     answer = call(app, "POST", PATH, json=body | fields).json()
     assert answer["metadata"] == {"a": "b"} and answer["text"] == {"format": {"type": "text"}}
+
+
+@pytest.mark.parametrize("fields", [{"use_beam_search": True, "beam_width": 3}, {"best_of": 3, "seed": 1}])
+def test_the_best_of_several_completions_is_that_of_a_chat(app, fields):
+    asked = {"model": "bundled", "input": "Hi", "max_output_tokens": 4, "echo": False, "prompt_logprobs": None}
+    answer = call(app, "POST", PATH, json=asked | fields).json()
+    want = call(app, "POST", CHAT, json=chat("Hi", max_tokens=4, **fields)).json()["choices"][0]["message"]
+    assert answer["output"][0]["content"][0]["text"] == want["content"]
 
 
 def test_an_error_in_a_stream_is_an_event(make_engine):

@@ -132,6 +132,19 @@ def test_a_completion_returns_token_ids(app):
         assert [i for choice in own for i in choice["token_ids"]] == want["token_ids"]
 
 
+def test_token_ids_are_returned_beside_an_echo(app):
+    body = completion(prompt="How many", temperature=0, echo=True, logprobs=1, n=2, **IDS)
+    [first, _] = whole = call(app, "POST", COMPLETIONS, json=body | {"prompt_logprobs": 1}).json()["choices"]
+    assert len(first["prompt_logprobs"]) == len(first["prompt_token_ids"]) > 0
+    assert len(first["logprobs"]["tokens"]) == len(first["prompt_token_ids"]) + len(first["token_ids"])
+    choices = [choice for chunk in chunks_of(app, COMPLETIONS, body) for choice in chunk["choices"]]
+    for choice in whole:
+        begun, *others = [one for one in choices if one["index"] == choice["index"]]
+        assert begun["text"].startswith("How many") and begun["prompt_token_ids"] == choice["prompt_token_ids"]
+        assert begun["text"] + "".join(one["text"] for one in others) == choice["text"]
+        assert not any("prompt_token_ids" in one for one in others)
+
+
 @pytest.mark.parametrize("value", [None, False])
 def test_token_ids_are_left_out_otherwise(app, value):
     answer = call(app, "POST", CHAT, json=chat("Hi", max_tokens=1, return_token_ids=value))

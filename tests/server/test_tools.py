@@ -239,6 +239,8 @@ HISTORY = [{"type": "function", "function": {"name": "f", "arguments": "{"}}]
         ({"tools": [COUNT], "tool_choice": {"type": "function"}}, "tool_choice.function", "is missing"),
         ({"tools": [COUNT], "tool_choice": "required", "guided_regex": "a"}, "tool_choice", "so does another field"),
         ({"tools": [COUNT], "guided_choice": ["a"]}, "tools", "exclude each other"),
+        ({"tools": [COUNT], "tool_choice": "required", "beam_width": 2}, "tools", "cannot be used with beam search"),
+        ({"tools": [COUNT], "parallel_tool_calls": False, "beam_width": 2}, "tools", "leave out strict, parallel_tool"),
         ({"messages": [{"role": "assistant", "tool_calls": HISTORY}]}, f"{CALLS}[0].function.arguments", "JSON object"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, f"{CALLS}[0].function", "is missing"),
         ({"messages": [{"role": "tool"}]}, "messages[0].content", "is missing"),

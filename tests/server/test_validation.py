@@ -93,9 +93,25 @@ def nested(depth: int) -> list:
         (completion(prompt=["a"] * 65), "prompt", "at most 64"),
         (completion(prompt=[10**6]), "prompt", "token ids are integers in [0, 768)"),
         (completion(prompt=[1] * 3000), "prompt", "max_model_len is 2048"),
-        (completion(echo=True), "echo", "not supported"),
+        (chat("Hi", echo=True), "echo", "not supported"),
+        (completion(max_tokens=0), "max_tokens", "needs echo: true or prompt_logprobs"),
+        (completion(max_tokens=-1), "max_tokens", "greater than or equal to 0"),
         (completion(suffix="x"), "suffix", "not supported"),
-        (completion(best_of=2), "best_of", "1"),
+        (completion(best_of=2, n=3), "best_of", "integer of at least n=3"),
+        (completion(best_of=2, stream=True), "stream", "known only at the end"),
+        (completion(beam_width=2, use_beam_search=False), "beam_width", "use_beam_search is false"),
+        (completion(beam_width=1000), "beam_width", "beam_width is 1000, max_num_seqs is"),
+        (completion(beam_width=2, length_penalty=11), "length_penalty", "10"),
+        (completion(beam_width=2, logprobs=1), "logprobs", "cannot be used with beam search (beam_width=2)"),
+        (
+            completion(beam_width=2, prompt_logprobs=1),
+            "prompt_logprobs",
+            "cannot be used with beam search (beam_width=2)",
+        ),
+        (completion(beam_width=2, echo=True, logprobs=1), "logprobs", "cannot be used with beam search (beam_width=2)"),
+        (completion(beam_width=2, echo=True, max_tokens=0), "max_tokens", "of at least 1"),
+        (completion(use_beam_search=True, echo=True, stream=True), "stream", "known only at the end"),
+        (completion(length_penalty=2.0), "length_penalty", "is of beam search, which needs beam_width"),
         (completion(logprobs=True), "logprobs", "valid integer"),
         (
             chat("Hi", {"type": "text", "text": "a", "no_such_key": 1}),
@@ -126,12 +142,19 @@ def nested(depth: int) -> list:
         (chat("Hi", chat_template_kwargs={"a": nested(40)}), TEMPLATE, "nested more than 32 deep"),
         (chat("Hi", chat_template_kwargs={"namespace": 1}), "messages", "the chat template cannot render"),
         (completion(chat_template_kwargs={"a": 1}), TEMPLATE, "is not a field"),
-        (chat("Hi", use_beam_search=True), "use_beam_search", "not supported"),
+        (chat("Hi", use_beam_search=1), "use_beam_search", "valid boolean"),
+        (chat("Hi", use_beam_search=True, stream=True), "stream", "known only at the end"),
+        (chat("Hi", use_beam_search=True, temperature=0.5), "temperature", "cannot be used with beam search"),
+        (chat("Hi", use_beam_search=True, stop="x"), "stop", "cannot be used with beam search"),
+        (chat("Hi", use_beam_search=True, early_stopping="always"), "early_stopping", "never"),
+        (chat("Hi", early_stopping=True), "early_stopping", "is of beam search, which needs beam_width"),
         (chat("Hi", priority=1), "priority", "must be 0"),
-        (chat("Hi", best_of=2), "best_of", "must be 1"),
-        (chat("Hi", prompt_logprobs=1), "prompt_logprobs", "not supported"),
+        (chat("Hi", best_of=0), "best_of", "greater than or equal to 1"),
+        (chat("Hi", prompt_logprobs=21), "prompt_logprobs", "less than or equal to 20"),
         (chat("Hi", guided_json={}), "guided_json", "must be a JSON schema"),
-        (completion(prompt_logprobs=0), "prompt_logprobs", "not supported"),
+        (chat("Hi", guided_json={"type": "object"}, beam_width=2), "guided_json", "cannot be used with beam search"),
+        (completion(prompt_logprobs=0, stream=True), "prompt_logprobs", "not supported with stream"),
+        (completion(prompt_logprobs=-1), "prompt_logprobs", "greater than or equal to 0"),
         ([], None, "must be an object"),
         ("Hi", None, "must be an object"),
     ],
@@ -288,10 +311,10 @@ def test_another_content_type_than_json_is_a_415(app, kind):
 
 
 def test_unknown_paths_and_methods_return_openai_errors(app):
-    answer = call(app, "GET", "/v1/embeddings")
+    answer = call(app, "GET", "/v1/rerank")
     assert (answer.status_code, error_of(answer)["message"]) == (
         404,
-        "/v1/embeddings does not exist; /openapi.json describes the routes",
+        "/v1/rerank does not exist; /openapi.json describes the routes",
     )
     answer = call(app, "GET", CHAT)
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")

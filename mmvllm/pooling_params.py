@@ -1,0 +1,49 @@
+"""How the hidden states of a prompt become one vector."""
+
+from dataclasses import dataclass
+from numbers import Integral
+
+import numpy as np
+
+from mmvllm.arguments import with_checked_arguments
+from mmvllm.errors import ParameterError
+
+POOLINGS = ("last", "mean")
+
+
+@with_checked_arguments({})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams:
+    """The vector of one request. Raises ValueError for a wrong value, and TypeError for an unknown argument.
+
+    Args:
+        pooling: "last" takes the hidden state of the prompt's last token, "mean" the mean of those of all tokens; they
+            are the decoder's, after its last norm.
+        normalize: divide the vector by its Euclidean norm.
+        dimensions: keep the first values only, before the norm; for models trained so (arXiv 2205.13147).
+    """
+
+    pooling: str = "last"
+    normalize: bool = True
+    dimensions: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.pooling not in POOLINGS:
+            raise ParameterError("pooling", self.pooling, " or ".join(map(repr, POOLINGS)))
+        if self.normalize not in (True, False):
+            raise ParameterError("normalize", self.normalize, "True or False")
+        d = self.dimensions
+        if d is not None and (isinstance(d, bool) or not isinstance(d, Integral) or d < 1):
+            raise ParameterError("dimensions", d, "an integer of at least 1, or None")
+
+    def check_dimensions(self, hidden_size: int) -> None:
+        """Raise ParameterError for more dimensions than the model's hidden states have."""
+        if self.dimensions is not None and self.dimensions > hidden_size:
+            required = f"at most {hidden_size}, the hidden size of the model"
+            raise ParameterError("dimensions", self.dimensions, required)
+
+    def vector(self, total: np.ndarray, number: int) -> np.ndarray:
+        """The sum (C,) float64 of so many hidden states -> the vector, float32."""
+        vector = (total / number)[: self.dimensions]
+        norm = np.linalg.norm(vector)
+        return (vector / norm if self.normalize and norm > 0 else vector).astype(np.float32)

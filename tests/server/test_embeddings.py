@@ -1,0 +1,105 @@
+"""POST /v1/embeddings: the openai client, conversations as vLLM takes them, and refusals."""
+
+import base64
+
+import numpy as np
+import pytest
+
+from mmvllm import LLM
+from tests.helpers.requests import ask
+from tests.helpers.server import EMBEDDINGS, ENGINE, SCENES, call, data_uri, error_of, image_part, metric_samples, user
+
+
+@pytest.fixture(scope="module")
+def offline():
+    llm = LLM(**ENGINE)
+    yield lambda requests, **keys: [output.embedding for output in llm.embed(requests, use_tqdm=False, **keys)]
+    llm.exit()
+
+
+def embed(app, **keys) -> dict:
+    answer = call(app, "POST", EMBEDDINGS, json={"model": "bundled", **keys})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def vectors(answer: dict) -> np.ndarray:
+    assert [one["index"] for one in answer["data"]] == [*range(len(answer["data"]))]
+    return np.array([one["embedding"] for one in answer["data"]], dtype=np.float32)
+
+
+def test_the_openai_client_gets_vectors(running, offline):
+    """It asks for base64 unless it is told otherwise."""
+    with running.client() as client:
+        for inputs in ("Hello", ["Hello", "a red circle"], [5, 6, 7], [[5, 6, 7], [8]]):
+            want = offline(inputs)
+            for keys in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):
+                answer = client.embeddings.create(model="bundled", input=inputs, **keys)
+                got = [one.embedding for one in answer.data]
+                if "base64" in keys.values():
+                    got = [np.frombuffer(base64.b64decode(one), "<f4") for one in got]
+                np.testing.assert_allclose(np.array(got), want, atol=1e-5)
+            assert answer.model == "bundled" and answer.usage.prompt_tokens == answer.usage.total_tokens > 0
+        cut = client.embeddings.create(model="bundled", input="Hello", dimensions=8, extra_body={"pooling": "mean"})
+        np.testing.assert_allclose([cut.data[0].embedding], offline("Hello", dimensions=8, pooling="mean"), atol=1e-5)
+
+
+def test_a_conversation_with_an_image_has_a_vector(app, offline):
+    messages = [user(image_part(data_uri(SCENES[0])), "What is this?")]
+    answer = embed(app, messages=messages, cache_salt="x")
+    want = offline([ask({"type": "image", "image": SCENES[0]}, "What is this?")])
+    np.testing.assert_allclose(vectors(answer), want, atol=1e-5)
+    assert answer["usage"]["prompt_tokens_details"]["image_tokens"] > 0
+    unscaled = vectors(embed(app, messages=messages, normalize=False))
+    np.testing.assert_allclose(unscaled / np.linalg.norm(unscaled), want, atol=1e-5)
+
+
+def test_a_conversation_has_its_tools_in_the_prompt(app):
+    tools = [{"type": "function", "function": {"name": "count"}}]
+    given = {"messages": [user("What is this?")], "tools": tools}
+    tokens = call(app, "POST", "/tokenize", json=given).json()["tokens"]
+    np.testing.assert_allclose(vectors(embed(app, **given)), vectors(embed(app, input=tokens)), atol=1e-5)
+
+
+def test_more_inputs_than_the_engine_admits(engine, app, offline):
+    inputs = [f"input {i}" for i in range(engine.max_requests + 40)]
+    np.testing.assert_allclose(vectors(embed(app, input=inputs)), offline(inputs), atol=1e-4)
+
+
+def test_embeddings_are_no_completions_in_the_metrics(app):
+    before = metric_samples(app)
+    embed(app, input="Hello")
+    after = metric_samples(app)
+    answers = {key: value for key, value in after.items() if key[0] == "mmvllm_answers_total"}
+    assert answers == {key: value for key, value in before.items() if key[0] == "mmvllm_answers_total"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "param", "words"),
+    [
+        ({}, "input", "give input or messages"),
+        ({"input": "a", "messages": [user("a")]}, "messages", "give input or messages"),
+        ({"input": ""}, "input", "prompt is empty"),
+        ({"input": []}, "input", "at least 1"),
+        ({"input": [[1], []]}, "input[1]", "at least 1"),
+        ({"input": [10**6]}, "input", "token ids are integers in [0, 768)"),
+        ({"input": ["a"] * 2049}, "input", "at most 2048"),
+        ({"input": "a " * 40000}, "input", "max_model_len is 2048"),
+        ({"input": 5}, "input", "must be a string"),
+        ({"input": "a", "dimensions": 4000}, "dimensions", "dimensions is 4000, must be at most 192"),
+        ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
+        ({"input": "a", "pooling": "max"}, "pooling", "must be 'last' or 'mean'"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format", "must be 'float' or 'base64'"),
+        ({"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "not supported"),
+        ({"input": "a", "temperature": 0}, "temperature", "is not a field"),
+        ({"input": "a", "allow_special_tokens": True}, "allow_special_tokens", "not allowed by this server"),
+        ({"messages": [user(image_part("data:,x"))]}, "messages[0].content[0].image_url.url", "image"),
+        ({"input": "a", "model": "x"}, "model", "does not exist"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else None,
+)
+def test_an_error_names_the_field(app, keys, param, words):
+    answer = call(app, "POST", EMBEDDINGS, json={"model": "bundled", **keys})
+    error = error_of(answer)
+    assert answer.status_code == (404 if param == "model" else 400), answer.text
+    assert error["param"] == param and words in error["message"], error
