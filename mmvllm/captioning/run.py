@@ -80,8 +80,8 @@ def caption_images(
         ray: caption on Ray Data, with engines made from `model` and `engine_args` in the actors.
         settings: fields of `CaptionSettings`: prompt, system, max_tokens, temperature, seed, min_pixels, max_pixels,
             video_fps, video_frames, video_max_pixels, clip_seconds, animations_as_clips, prefix, suffix, trigger_word,
-            context_from, context_mode, allow_special_tokens, chat_template_kwargs, and dtype and quantization of the
-            engine that is made.
+            context_from, context_mode, allow_special_tokens, chat_template_kwargs, and dtype, quantization and lora of
+            the engine that is made.
 
     Raises ValueError for arguments that do not fit together, and if another run is writing to the output.
     """
@@ -92,8 +92,10 @@ def caption_images(
     _check_size(data_parallel_size, llm, ray)
     _check_paths(paths, output)
     settings |= {"model": model_name(model)} if llm is None else _settings_of(llm)
+    if settings.get("lora") is not None:
+        settings["lora"] = os.fspath(settings["lora"])  # as it is recorded
     job = CaptionSettings(caption_files=_caption_files(format, output_dir, caption_extension), **settings)
-    engine_args |= {"dtype": job.dtype, "quantization": job.quantization}
+    engine_args |= {"dtype": job.dtype, "quantization": job.quantization, "lora": job.lora}
     selection = Selection(paths, retry_failed, limit, shard)
     with ExitStack() as stack:
         resuming = (overwrite, append_anyway, skip_existing, retry_failed)
@@ -125,6 +127,7 @@ def _settings_of(llm: LLM) -> dict[str, Any]:
         "model": llm.model,
         "dtype": str(config.dtype).removeprefix("torch."),
         "quantization": config.quantization,
+        "lora": None if config.lora is None else os.fspath(config.lora),
     }
 
 
@@ -148,7 +151,7 @@ def _check_engine(
         raise ArgumentError(
             "{llm} cannot be sent to Ray's actors, which make engines of their own; give {model} instead"
         )
-    for name in ("dtype", "quantization"):
+    for name in ("dtype", "quantization", "lora"):
         if name in engine_args:
             raise ArgumentError(
                 f"{{{name}}} is one of the job's settings; give it as an argument, not in {{engine_args}}"

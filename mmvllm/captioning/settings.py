@@ -80,6 +80,7 @@ class CaptionSettings:
     video_max_pixels: int | None = None
     clip_seconds: float | None = None
     animations_as_clips: bool = False
+    lora: str | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "chat_template_kwargs", check_template_kwargs(self.chat_template_kwargs) or None)

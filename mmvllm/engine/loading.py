@@ -32,6 +32,7 @@ def load_runner(checkpoint: Checkpoint, device: torch.device, ranks: Ranks, peer
         *(checkpoint.folder, model_config, device, dtype, config.load_format, config.seed, attention, vision_attention),
         fp8=config.quantization == "fp8",
         ranks=ranks,
+        lora=config.lora,
     )
     if device.type == "cpu":
         pack_weights(model, dtype, int8=config.quantization == "int8")
