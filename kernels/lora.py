@@ -43,7 +43,7 @@ def lora_add_triton(
     (slots, parts, rank, in_size), L = a.shape, len(rows)
     if L == 0:
         return
-    block_m = 64 if L > 64 * slots else 16
+    block_m = 64 if slots * 64 < L else 16
     groups = min(slots, L)
     tiles = groups + (L - groups) // block_m
     num_splits, block_r = triton.cdiv(in_size, _SPLIT), max(16, triton.next_power_of_2(rank))
