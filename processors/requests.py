@@ -26,7 +26,7 @@ REQUEST_KEYS = frozenset(
     (
         *("messages", "text", "images", "videos", "min_pixels", "max_pixels", *PROMPT_KEYS),
         *("allow_special_tokens", "chat_template_kwargs", "mm_processor_kwargs"),
-        *("request_id", "priority", "cache_salt", "sampling_params"),
+        *("request_id", "priority", "cache_salt", "lora_request", "sampling_params"),
     )
 )
 TEXT_KEYS = frozenset(("type", "text"))

@@ -17,7 +17,8 @@ from mmvllm.engine.engine_keeper import EngineKeeper, EngineListener
 from mmvllm.engine.placement import place_engines
 from mmvllm.engine.remote_engine import STOP_SECONDS, Command
 from mmvllm.engine.tokenizer import load_tokenizer
-from mmvllm.errors import EngineFailed
+from mmvllm.errors import EngineFailed, RequestError
+from mmvllm.lora import LoRARequest
 from mmvllm.models.splitting import rank_config
 from mmvllm.signals import wait_until
 
@@ -42,7 +43,7 @@ class EngineFleet:
         checkpoint = read_checkpoint(model, replace(config, device="cpu", tensor_parallel_size=1))
         rank_config(checkpoint.model_config, config.tensor_parallel_size)  # refuses sizes before anything is started
         self.size, self.device = size, torch.device("cpu")
-        self.seed = config.seed
+        self.seed, self._enable_lora = config.seed, config.enable_lora
         self.model_config, self.media_rules = checkpoint.model_config, checkpoint.media_rules
         self.image_config, self.video_config = checkpoint.image_config, checkpoint.video_config
         self.tokenizer = load_tokenizer(checkpoint.folder)
@@ -70,6 +71,11 @@ class EngineFleet:
     def pids(self) -> list[int | None]:
         """The ids of the processes."""
         return [keeper.pid for keeper in self._keepers]
+
+    def load_adapter(self, lora_request: LoRARequest | None) -> None:
+        """Refuse adapters where engines take none; each reads those of its requests in its own process."""
+        if lora_request is not None and not self._enable_lora:
+            raise RequestError("lora_request needs engines with enable_lora=True", param="lora_request")
 
     def reasons_down(self) -> list[str | None]:
         """Of each engine why it is not up; None if it is."""

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -10,6 +11,7 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from mmvllm.config import ModelConfig
+from mmvllm.engine.adapters import Adapter
 from mmvllm.engine.detokenizer import CompletionText
 from mmvllm.engine.encoder_cache import EncoderCache
 from mmvllm.engine.sequence import Sequence, SequenceGroup
@@ -74,6 +76,7 @@ class InputProcessor:
         cache_salt: str | None,
         arrival_time: float | None,
         trace_headers: Mapping[str, str] | None,
+        adapter: Adapter | None = None,
     ) -> SequenceGroup:
         """The sequences of a request; raises RequestError for one that can never run."""
         _check_types(
@@ -87,13 +90,16 @@ class InputProcessor:
         self._check_fits(prompt)
         seed = f"{self._seed}:{next(self._unseeded)}" if params.seed is None else str(params.seed)
         arrival_time = time.time() if arrival_time is None else arrival_time
+        items = prompt.items
+        if adapter is not None and adapter.adapts_vision:
+            items = tuple(replace(item, digest=adapter.item_digest(item.digest)) for item in items)
         seqs = [
             Sequence(
                 prompt.token_ids,
                 params,
                 request_id=request_id,
                 block_size=self._block_size,
-                items=prompt.items,
+                items=items,
                 positions=prompt.positions,
                 mrope_position_delta=prompt.position_delta,
                 max_num_tokens=self._max_num_tokens(prompt, params),
@@ -102,6 +108,7 @@ class InputProcessor:
                 cache_salt=cache_salt,
                 arrival_time=arrival_time,
                 completion_text=CompletionText(self._tokenizer, params.stop) if params.stop else None,
+                adapter=adapter,
             )
             for i in range(params.n)
         ]

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from mmvllm.config import EngineConfig
+from mmvllm.engine.adapters import Adapter, AdapterStore
 from mmvllm.engine.block_manager import BlockManager
 from mmvllm.engine.checkpoint import read_checkpoint
 from mmvllm.engine.device_errors import is_fatal
@@ -31,6 +32,7 @@ from mmvllm.engine.tokenizer import load_tokenizer
 from mmvllm.engine.warmup import WARMUP_PARAMS
 from mmvllm.errors import EngineFailed, RequestError, first_line
 from mmvllm.inputs import EngineInput
+from mmvllm.lora import LoRARequest
 from mmvllm.outputs import RequestOutput
 from mmvllm.processors.tensors import Array
 from mmvllm.ranks import RanksFailed
@@ -57,6 +59,7 @@ class LLMEngine:
         self.attention, self.max_model_len = self.model_runner.attention, self.model_runner.max_model_len
         self.block_size = self.model_runner.block_size
         bytes_per_row = self.model_config.row_size * self.model_runner.dtype.itemsize
+        self.adapters = self._adapter_store()
         self.encoder_cache = EncoderCache(config.encoder_cache_bytes, bytes_per_row)
         self.input_processor = InputProcessor(
             self.model_config,
@@ -75,6 +78,7 @@ class LLMEngine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_vision_patches=config.max_vision_patches,
+            max_loras=config.max_loras if config.enable_lora else 0,
         )
         sampler = Sampler(eos_token_ids, config.max_num_seqs, self.model_config.vocab_size, self.model_runner.device)
         self.executor = Executor(self.model_runner, sampler, self.scheduler)
@@ -138,7 +142,7 @@ class LLMEngine:
             image_digests: bytes that identify each image in the caches; computed where not given.
             pixel_values_videos, video_grid_thw: the same for videos.
             second_per_grid_ts: seconds from one temporal patch of a video to the next, where the model uses them.
-            options: `priority`, `cache_salt`, `arrival_time` and `trace_headers` of `add`.
+            options: `priority`, `cache_salt`, `arrival_time`, `trace_headers` and `lora_request` of `add`.
         """
         prepared = self.input_processor.engine_input(
             prompt,
@@ -162,6 +166,7 @@ class LLMEngine:
         cache_salt: str | None = None,
         arrival_time: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> SequenceGroup:
         """Queue a prepared request and return its sequences; raises RequestError for one that can never run.
 
@@ -169,6 +174,7 @@ class LLMEngine:
             priority: lower runs first; among equals, the earlier arrival.
             cache_salt: prefix cache entries are shared only among requests with the same salt.
             trace_headers: kept with the request for the caller.
+            lora_request: the adapter that it uses; read here unless `load_adapter` has read it.
         """
         self.check_alive()
         request_id = self.new_request_id() if request_id is None else request_id
@@ -182,9 +188,28 @@ class LLMEngine:
             cache_salt=cache_salt,
             arrival_time=arrival_time,
             trace_headers=trace_headers,
+            adapter=self.load_adapter(lora_request),
         )
         self.scheduler.add(group)
         return group
+
+    def load_adapter(self, lora_request: LoRARequest | None) -> Adapter | None:
+        """Read a request's adapter, in any thread, so that the engine need not; raises RequestError for a wrong one."""
+        if lora_request is None:
+            return None
+        if not self.config.enable_lora:
+            raise RequestError("lora_request needs an engine with enable_lora=True", param="lora_request")
+        adapters = self.adapters
+        if adapters is None:
+            raise RuntimeError("the engine has exited; make a new one")
+        return adapters.load(lora_request)
+
+    def _adapter_store(self) -> AdapterStore | None:
+        runner = self.model_runner
+        if runner.adapters is None:
+            return None
+        regions, max_rank = runner.adapters.regions, self.config.max_lora_rank
+        return AdapterStore(runner.model, regions, max_rank, runner.dtype, runner.device)
 
     def new_request_id(self) -> str:
         """An id that no request in flight has."""
@@ -287,6 +312,7 @@ class LLMEngine:
                 torch.cuda.synchronize(device)
         self.model_runner.peers.exit()
         del self.model_runner, self.executor, self.recovery
+        self.adapters = None  # which has the model
         with suppress(RuntimeError):
             if device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -16,6 +16,7 @@ from mmvllm.outputs import RequestOutput
 from mmvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from mmvllm.engine.adapters import Adapter
     from mmvllm.engine.detokenizer import CompletionText
 
 
@@ -62,6 +63,7 @@ class Sequence:
         arrival_time: float | None = None,
         completion_text: "CompletionText | None" = None,
         waits_for_tokens: bool = False,
+        adapter: "Adapter | None" = None,
     ):
         """`positions` (3, T) are those of the prompt; `max_num_tokens` counts prompt and completion."""
         self.seq_id = next(self._seq_ids)
@@ -75,6 +77,7 @@ class Sequence:
         self.completion_text = completion_text  # where there are stop strings
         self.waits_for_tokens = waits_for_tokens  # what may be sampled next depends on all tokens before it
 
+        self.adapter = adapter
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = len(token_ids)
         longest = self.num_prompt_tokens + sampling_params.max_tokens
@@ -91,6 +94,7 @@ class Sequence:
         self.num_inflight_tokens = 0  # computed by steps that were launched and are not committed yet
         self.is_decoding = False  # whether all that it computes, while it runs, are tokens sampled since it began to
         self.row: int | None = None  # of the arrays of running sequences
+        self.adapter_slot: int | None = None  # while it runs, if it has an adapter
         self._num_cached_tokens = 0
         self.num_preemptions = 0
         self.first_token_time: float | None = None

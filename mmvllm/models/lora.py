@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mmvllm.layers.linear import Linear
+from mmvllm.layers.lora import Region
 from mmvllm.layers.sharding import CheckpointView
 from mmvllm.models.interface import Model
 from mmvllm.text import counted
@@ -135,20 +136,20 @@ def _of_module(config: Mapping[str, Any], patterns: str, default: str, module: s
 
 
 def place_adapter(
-    folder: str | Path, pairs: Mapping[str, LoraPair], model: Model, places: Mapping[Target, CheckpointView]
+    folder: str | Path, pairs: Mapping[str, LoraPair], model: Model, regions: Mapping[Target, Region]
 ) -> dict[Target, LoraPair]:
-    """The matrices by the weights that they are for, of the model's `linear_places`.
+    """The matrices by the weights that they are for, of the model's `linear_regions`.
 
     Raises ValueError if the adapter is not for this model.
     """
     targets = {name: model.parameter_for(f"{name}.weight") for name in pairs}
-    if unsupported := [name for name, target in targets.items() if target not in places]:
+    if unsupported := [name for name, target in targets.items() if target not in regions]:
         raise ValueError(
             f"{folder} adapts {_listed(unsupported)}; supported are the linear layers of the decoder's attention and "
             "MLPs, of the ViT and its mergers: no embedding, head, router or experts, and no layer that the model lacks"
         )
     for name, target in targets.items():
-        pair, whole = pairs[name], places[target].whole_shape
+        pair, whole = pairs[name], tuple(shard.whole for shard in regions[target])
         if (len(pair.b), pair.a.shape[1]) != whole:
             raise ValueError(
                 f"{folder} is for another model: {name} has {len(pair.b)} outputs and {pair.a.shape[1]} inputs in the "
@@ -157,15 +158,15 @@ def place_adapter(
     return {targets[name]: pair for name, pair in pairs.items()}
 
 
-def linear_places(model: Model) -> dict[Target, CheckpointView]:
-    """Of every weight that an adapter may change."""
-    places = {}
+def linear_regions(model: Model) -> dict[Target, Region]:
+    """The weights that an adapter may change, and what this rank holds of them; before they are packed."""
+    regions = {}
     for prefix, module in model.named_modules():
         if isinstance(module, Linear):
             for place in module.checkpoint_views():
                 if place.parameter == "weight":
-                    places[f"{prefix}.weight", place.part] = place
-    return places
+                    regions[f"{prefix}.weight", place.part] = place.region
+    return regions
 
 
 def _listed(names: list[str]) -> str:

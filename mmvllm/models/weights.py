@@ -18,7 +18,7 @@ from mmvllm.layers.linear import AssembledModule
 from mmvllm.layers.sharding import CheckpointView, Shard
 from mmvllm.models.folder import check_not_quantized, weight_files
 from mmvllm.models.interface import Model
-from mmvllm.models.lora import LoraPair, Target, linear_places, place_adapter, read_adapter
+from mmvllm.models.lora import LoraPair, Target, linear_regions, place_adapter, read_adapter
 from mmvllm.models.registry import family_of
 from mmvllm.ranks import SINGLE, Ranks
 
@@ -51,7 +51,7 @@ def load_model(
         model = family_of(config.architecture).build(config, attention, vision_attention, ranks).to(dtype)
         if fp8:
             model.use_fp8()
-    pairs = {} if lora is None else place_adapter(lora, read_adapter(lora), model, linear_places(model))
+    pairs = {} if lora is None else place_adapter(lora, read_adapter(lora), model, linear_regions(model))
     files = [] if load_format == "dummy" else weight_files(folder)
     model = model.to_empty(device=device).eval().requires_grad_(False)
     _clear_padding(model)
