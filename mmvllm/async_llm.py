@@ -53,6 +53,7 @@ from mmvllm.intake import (
     request_options,
     with_own_token_ids,
 )
+from mmvllm.lora import LoRARequest
 from mmvllm.models.folder import model_name
 from mmvllm.outputs import Delta
 from mmvllm.processors.load_video import Load
@@ -189,6 +190,10 @@ class AsyncLLM:
             for pending in filter(None, (timer, fetching)):
                 pending.cancel()
             self._end(stream)
+
+    def load_adapter(self, lora_request: LoRARequest) -> None:
+        """Read an adapter ahead of its first request, in any thread; raises RequestError if it cannot be used."""
+        self._engine.load_adapter(lora_request)
 
     async def abort(self, request_id: str) -> bool:
         """End a request; False if there is none with this id. On return its blocks and media are freed."""

@@ -41,7 +41,10 @@ class Adapter:
 
 
 class AdapterStore:
-    """Reads adapters for one model and keeps those that were used last; any thread may call it."""
+    """Reads adapters for one model and keeps those that were used last; any thread may call it.
+
+    For the device "meta" it keeps no values, only that an adapter can be used.
+    """
 
     def __init__(
         self,
@@ -95,7 +98,7 @@ class AdapterStore:
         return self._ready(pair.a), self._ready(scaled)
 
     def _ready(self, matrix: Tensor) -> Tensor:
-        made = matrix.to(self._dtype).contiguous()
+        made = matrix.to("meta" if self._device.type == "meta" else "cpu", self._dtype).contiguous()
         return pinned(made) if self._device.type == "cuda" else made
 
 

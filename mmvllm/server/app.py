@@ -1,6 +1,5 @@
 """The application: routes and middleware."""
 
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,24 +16,20 @@ from mmvllm.engine.health import EngineHealth
 from mmvllm.server import docs, errors
 from mmvllm.server.body import StrictRoute
 from mmvllm.server.completion_response import CompletionResponse
-from mmvllm.server.errors import model_not_found
 from mmvllm.server.jobs import CompletionJob, JobFactory
 from mmvllm.server.limits import AuthAndSizeLimitMiddleware, ByteBudget
 from mmvllm.server.metrics import CountingMiddleware, Metrics
+from mmvllm.server.models import ERRORS, ServedModels, adapters_router, models_router
 from mmvllm.server.protocol import ChatRequest, CompletionRequest
 from mmvllm.server.request_id import RequestIdMiddleware
 from mmvllm.server.responses import (
     ChatCompletion,
     Completion,
-    ErrorResponse,
     HealthResponse,
-    ModelCard,
-    ModelList,
     VersionResponse,
 )
 from mmvllm.server.settings import ServerSettings
 
-ERRORS = {"default": {"model": ErrorResponse, "description": "An OpenAI error object"}}
 STREAMS = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}} | ERRORS
 
 
@@ -53,8 +48,11 @@ def build_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     # FastAPI's documentation pages load scripts from a CDN.
     app = FastAPI(title="mmvllm", version=mmvllm.__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     metrics = Metrics(engine)
-    app.include_router(_completions(engine, settings, metrics, decoder))
-    app.include_router(_models(engine, settings))
+    models = ServedModels(engine, settings)
+    app.include_router(_completions(engine, settings, metrics, decoder, models))
+    app.include_router(models_router(models))
+    if settings.allow_lora_updating:
+        app.include_router(adapters_router(models))
     app.include_router(_operations(engine, metrics))
     docs.add_page(app)
     errors.install(app)
@@ -84,9 +82,11 @@ def _mount_demo(app: FastAPI, engine: AsyncLLM, settings: ServerSettings, decode
     return (f"{demo.PATH}/",)
 
 
-def _completions(engine: AsyncLLM, settings: ServerSettings, metrics: Metrics, decoder: MediaDecoder) -> APIRouter:
+def _completions(
+    engine: AsyncLLM, settings: ServerSettings, metrics: Metrics, decoder: MediaDecoder, models: ServedModels
+) -> APIRouter:
     router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["completions"])
-    jobs = JobFactory(engine, settings)
+    jobs = JobFactory(engine, settings, models)
 
     def response(job: CompletionJob) -> CompletionResponse:
         return CompletionResponse(job, engine, settings, metrics, decoder)
@@ -100,28 +100,6 @@ def _completions(engine: AsyncLLM, settings: ServerSettings, metrics: Metrics, d
     async def completions(body: CompletionRequest) -> Response:
         """Create completions for one or several prompts, without a chat template."""
         return response(jobs.completion(body))
-
-    return router
-
-
-def _models(engine: AsyncLLM, settings: ServerSettings) -> APIRouter:
-    router = APIRouter(prefix="/v1/models", tags=["models"], responses=ERRORS)
-    created = int(time.time())
-    cards = {
-        name: ModelCard(id=name, created=created, max_model_len=engine.max_model_len) for name in settings.model_names
-    }
-
-    @router.get("")
-    async def models() -> ModelList:
-        """List the served model under each of its names."""
-        return ModelList(data=[*cards.values()])
-
-    @router.get("/{model:path}")
-    async def model(model: str) -> ModelCard:
-        """Describe the model; 404 if it is not served under this name."""
-        if model not in cards:
-            raise model_not_found(model, settings.model_names)
-        return cards[model]
 
     return router
 

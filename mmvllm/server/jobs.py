@@ -8,12 +8,14 @@ from typing import Any
 
 from mmvllm.async_llm import AsyncLLM, Request
 from mmvllm.fetching import fetch
+from mmvllm.intake import as_request
 from mmvllm.media import Kind, MediaError
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server import convert
 from mmvllm.server.convert import ImageReference
-from mmvllm.server.errors import ApiError, model_not_found
+from mmvllm.server.errors import ApiError
 from mmvllm.server.limits import ByteReservation
+from mmvllm.server.models import ServedModels
 from mmvllm.server.protocol import ChatRequest, CompletionRequest, ProcessorKwargs, SamplingRequest
 from mmvllm.server.response_builder import ChatResponseBuilder, CompletionResponseBuilder
 from mmvllm.server.settings import ServerSettings
@@ -47,14 +49,14 @@ class CompletionJob:
             return self.images[i].param
         if (i := getattr(error, "video_index", None)) is not None:
             return param_of(error, self.videos[i], self.processor_kwargs)
-        return self.builder.prompt_field
+        return "model" if getattr(error, "param", None) == "lora_request" else self.builder.prompt_field
 
 
 class JobFactory:
     """Builds the jobs of one server; its methods raise ApiError for invalid requests."""
 
-    def __init__(self, engine: AsyncLLM, settings: ServerSettings):
-        self._engine, self._settings = engine, settings
+    def __init__(self, engine: AsyncLLM, settings: ServerSettings, models: ServedModels):
+        self._engine, self._settings, self._models = engine, settings, models
         self._detail_limits = convert.DetailLimits.of(engine.image_config, settings.max_pixels)
         self._length_limit = convert.LengthLimit.of(engine.tokenizer, engine.max_model_len)
         own = engine.sampling_defaults if settings.uses_generation_config else {}
@@ -65,7 +67,7 @@ class JobFactory:
 
     def chat(self, body: ChatRequest, reservation: ByteReservation) -> CompletionJob:
         """A job for a chat; the images and videos that it fetches are counted in `reservation`."""
-        self._check_model(body)
+        adapter = self._models.adapter_of(body.model)
         self._check_special_tokens(body)
         params = convert.chat_params(body, self._engine.max_model_len, self._sampling_defaults)
         num_messages = len(body.messages)  # the chat template starts each of them with at least one token
@@ -79,7 +81,8 @@ class JobFactory:
             data = await _all(fetches)
             parts = [video.part(given) for video, given in zip(videos, data[len(images) :], strict=True)]
             kwargs = self._settings.chat_template_kwargs
-            return convert.chat_request(body, data[: len(images)], max_pixels, kwargs, parts)
+            made = convert.chat_request(body, data[: len(images)], max_pixels, kwargs, parts)
+            return made | {"lora_request": adapter}
 
         builder = ChatResponseBuilder(body.model, self._engine.tokenizer, params.logprobs)
         media = {"images": images, "videos": videos, "processor_kwargs": body.mm_processor_kwargs}
@@ -87,7 +90,7 @@ class JobFactory:
 
     def completion(self, body: CompletionRequest) -> CompletionJob:
         """A job for one or several prompts without a chat template."""
-        self._check_model(body)
+        adapter = self._models.adapter_of(body.model)
         params = convert.completion_params(body, self._sampling_defaults)
         prompts = convert.prompts_of(body)
         self._length_limit.check("prompt", prompts)
@@ -95,11 +98,8 @@ class JobFactory:
             message = f"{len(prompts)} prompts, at most {self._engine.max_requests} are accepted (max_waiting)"
             raise ApiError(400, message, param="prompt")
         builder = CompletionResponseBuilder(body.model, self._engine.tokenizer, params.logprobs)
-        return CompletionJob(prompts, params, builder, **_streaming(body))
-
-    def _check_model(self, body: SamplingRequest) -> None:
-        if body.model not in self._settings.model_names:
-            raise model_not_found(body.model, self._settings.model_names)
+        requests = [as_request(prompt) | {"lora_request": adapter} for prompt in prompts] if adapter else prompts
+        return CompletionJob(requests, params, builder, **_streaming(body))
 
     def _check_special_tokens(self, body: ChatRequest) -> None:
         if body.allow_special_tokens and not self._settings.allow_special_tokens:

@@ -195,3 +195,20 @@ class CompletionRequest(SamplingRequest):
     max_tokens: int | None = Field(None, ge=1, lt=INT64, description="Default: 16.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     suffix: Unsupported = None
+
+
+MAX_NAME, MAX_PATH = 256, 4096  # characters
+
+
+class LoadAdapterRequest(StrictModel):
+    """POST /v1/load_lora_adapter"""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=MAX_NAME, description="By which requests choose it.")]
+    lora_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH, description="A folder, as PEFT saves it.")]
+
+
+class UnloadAdapterRequest(StrictModel):
+    """POST /v1/unload_lora_adapter"""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+    lora_int_id: Ignored = None
