@@ -82,8 +82,15 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("shape", RICHEST)
+# One family in every way and every family in one by default.
+CASES = [
+    pytest.param(shape, way, marks=() if shape == RICHEST[0] or way == "ahead" else pytest.mark.slow)
+    for shape in RICHEST
+    for way in WAYS
+]
+
+
+@pytest.mark.parametrize(("shape", "way"), CASES)
 def test_mixed_batches(shape, way, checkpoints, adapters, expected, make_llm):
     want = [own for each in expected(shape).values() for own in each]
     assert len({*map(tuple, want)}) == len(want) - 1, "an adapter of the ViT alone changes nothing without an image"
