@@ -32,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("output", help="folder for the adapter")
     parser.add_argument("--answer", default="hello there")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=50)
     args = parser.parse_args()
     torch.manual_seed(0)
     random.seed(0)

@@ -165,16 +165,18 @@ class ModelRunner:
 
     def _encode(self, inputs: StepInputs) -> None:
         """The ViT on the new items of the step that this rank encodes, whose rows all ranks get."""
-        slots = dict(zip((item.digest for item in inputs.new_items), inputs.item_slots, strict=False))
         for rank, items in _by_encoder(inputs):
-            if rank == self.ranks.rank:
-                for slot in dict.fromkeys(slots.get(item.digest) for item in items):
-                    self._encode_own([item for item in items if slots.get(item.digest) == slot], slot)
+            if rank == self.ranks.rank and not inputs.item_slots:
+                self._encode_own(items)
+            elif rank == self.ranks.rank:
+                slots = dict(zip((item.digest for item in inputs.new_items), inputs.item_slots, strict=True))
+                for slot in dict.fromkeys(slots[item.digest] for item in items):
+                    self._encode_own([item for item in items if slots[item.digest] == slot], slot)
         if self.ranks.size > 1:
             for rank, items in _by_encoder(inputs):
                 self._share_rows(rank, items)
 
-    def _encode_own(self, items: list[MediaItem], slot: int | None) -> None:
+    def _encode_own(self, items: list[MediaItem], slot: int | None = None) -> None:
         """One call of the ViT on a GPU, a few whose tensors fit the caches on a CPU; all with one adapter."""
         for group in _groups(items, _CPU_PATCHES if self.device.type == "cpu" else None):
             rows, is_kept = self._encode_group(group, slot)  # (M, row_size)
