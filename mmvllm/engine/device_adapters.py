@@ -2,6 +2,7 @@
 
 import torch
 
+from mmvllm.batch import AdapterRows
 from mmvllm.engine.adapters import Adapter
 from mmvllm.layers.linear import Linear
 from mmvllm.layers.lora import AdapterStack, Matrices, Region
@@ -25,6 +26,16 @@ class DeviceAdapters:
                 layer.adapters = self._stacks[f"{name}.weight"] = AdapterStack(
                     num_slots, max_rank, *sizes, dtype, device
                 )
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile the kernels of every shape of layer, for few rows and for many."""
+        shapes = {(stack.a.shape, stack.b.shape): stack for stack in self._stacks.values()}
+        for stack in shapes.values():
+            for num_rows in (1, 64 * self.num_slots + 1):
+                rows = AdapterRows.alone(0, self.num_slots, num_rows, self.device)
+                x = stack.a.new_zeros(num_rows, stack.a.shape[-1])
+                stack.compute(x.new_zeros(num_rows, stack.b.shape[1]), x, rows)
 
     def write(self, slot: int, adapter: Adapter) -> None:
         """Put an adapter into a slot, in place of the one that was there."""

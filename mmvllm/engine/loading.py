@@ -62,6 +62,8 @@ def load_runner(checkpoint: Checkpoint, device: torch.device, ranks: Ranks, peer
     if device.type == "cuda" and not config.skip_warmup:
         with current_device(device), torch.inference_mode():
             warm_up_attention(attention, model.config.num_attention_heads, runner.kv_cache[0])
+            if adapters is not None:
+                adapters.warm_up()
     if use_graphs:
         vision = vision_attention is not None and _uses_graphs(config, device, vision_attention)
         runner.capture_graphs(config.max_num_seqs, max_model_len, vision)

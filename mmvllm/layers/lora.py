@@ -38,10 +38,6 @@ class AdapterStack:
         self._widths, self._regions = tuple(widths), regions
         self._used: set[int] = set()  # slots whose adapters adapt this layer
 
-    @property
-    def nbytes(self) -> int:
-        return self.a.nbytes + self.b.nbytes
-
     def write(self, slot: int, matrices: Mapping[int | None, Matrices]) -> None:
         """Put an adapter's matrices, by part, into a slot; copies that need not be waited for."""
         if slot in self._used:
@@ -60,4 +56,8 @@ class AdapterStack:
         """Add to y (N, out), in place, what the adapters of these rows make of x (N, in)."""
         if not self._used.isdisjoint(rows.slots):
             x = x.values.to(y.dtype) * x.scale[:, None].to(y.dtype) if isinstance(x, Fp8Rows) else x
-            lora_add(y, x.contiguous(), self.a, self.b, rows.rows, rows.ends, self._widths)
+            self.compute(y, x, rows)
+
+    def compute(self, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
+        """As `add`, also for slots that are empty here."""
+        lora_add(y, x.contiguous(), self.a, self.b, rows.rows, rows.ends, self._widths)

@@ -29,6 +29,7 @@ _UNSUPPORTED = (
     *("monteclora_config", "velora_config", "megatron_config"),
 )
 _BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")  # others change the base model's weights
+_TYPES = {"target_modules": str | list | None, "rank_pattern": dict | None, "alpha_pattern": dict | None}
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 
@@ -57,6 +58,15 @@ def read_adapter(folder: str | Path) -> dict[str, LoraPair]:
     config = _read_config(folder)
     tensors = _read_tensors(folder)
     names = sorted({name for name, _ in tensors})
+    try:
+        return _pairs(folder, config, names, tensors)
+    except re.error as error:
+        raise ValueError(f"{folder / CONFIG} has an expression that is not valid: {error}") from None
+
+
+def _pairs(
+    folder: Path, config: Mapping[str, Any], names: list[str], tensors: Mapping[tuple[str, str], Tensor]
+) -> dict[str, LoraPair]:
     if lacking := [name for name in names for kind in "AB" if (name, kind) not in tensors]:
         raise ValueError(f"{folder / WEIGHTS} has only one of lora_A and lora_B for {_listed(lacking)}")
     if outside := [name for name in names if not _is_target(name, config.get("target_modules"))]:
@@ -78,6 +88,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if found := [name for name in _UNSUPPORTED if config.get(name)]:
         shown = ", ".join(f"{name} {config[name]!r:.100}" for name in found)
         raise ValueError(f"{path} has {shown}, which is not supported")
+    for name, kinds in _TYPES.items():
+        if not isinstance(config.get(name), kinds):
+            raise ValueError(f"{path} has {name} {config[name]!r:.100}, which PEFT does not write")
     if config.get("bias", "none") != "none":
         raise ValueError(f"{path} has bias {config['bias']!r}; only 'none' is supported")
     if (beginning := config.get("init_lora_weights")) not in _BEGINNINGS:
@@ -148,6 +161,8 @@ def place_adapter(
             f"{folder} adapts {_listed(unsupported)}; supported are the linear layers of the decoder's attention and "
             "MLPs, of the ViT and its mergers: no embedding, head, router or experts, and no layer that the model lacks"
         )
+    if len({*targets.values()}) < len(targets):
+        raise ValueError(f"{folder} adapts a layer twice, under names of two versions of transformers")
     for name, target in targets.items():
         pair, whole = pairs[name], tuple(shard.whole for shard in regions[target])
         if (len(pair.b), pair.a.shape[1]) != whole:

@@ -105,6 +105,8 @@ def changed(adapter: Path, **values) -> Path:
         ({"init_lora_weights": "pissa"}, "has init_lora_weights 'pissa', which changed the base model's weights"),
         ({"r": 5}, "lora_A and lora_B of shapes (4, 128) and (64, 4) for model.language_model.layers.0.mlp.down_proj"),
         ({"r": "4"}, "has r '4' and lora_alpha 8"),
+        ({"rank_pattern": {"(": 4}}, "has an expression that is not valid: missing ), unterminated subpattern"),
+        ({"alpha_pattern": [1]}, "has alpha_pattern [1], which PEFT does not write"),
         ({"target_modules": ["q_proj"]}, "has tensors that target_modules does not name: model.language_model"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -140,9 +142,13 @@ FIRST = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.
             lambda t: t | {FIRST.replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(2)},
             "not those of LoRA layers: base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_magnitude",
         ),
+        (
+            lambda t: t | {k.replace(".language_model.", "."): v.clone() for k, v in t.items()},
+            "adapts a layer twice, under names of two versions of transformers",
+        ),
         (lambda t: {}, "has no tensors"),
     ],
-    ids=["half", "experts", "layer", "head", "magnitude", "empty"],
+    ids=["half", "experts", "layer", "head", "magnitude", "twice", "empty"],
 )
 def test_tensors_that_are_not_supported_are_refused_by_name(change, message, adapter, checkpoint):
     with pytest.raises(ValueError, match=re.escape(message)):
