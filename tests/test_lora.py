@@ -239,3 +239,18 @@ def test_adapters_must_be_enabled_and_as_many_as_requests(checkpoints, adapters,
     for wrong in ({"lora_name": ""}, {"lora_name": "a"}, {"lora_name": "a", "lora_path": 3}):
         with pytest.raises(RequestError, match=r"lora_(name|path) is"):
             LoRARequest(**wrong)
+
+
+def test_only_steps_with_adapters_run_without_graphs(checkpoints, adapters, make_llm):
+    llm, asked = make_llm(checkpoints("gqa2-tied"), enable_lora=True, enable_prefix_caching=False), []
+
+    class Graphs:
+        def fits(self, inputs) -> bool:
+            asked.append(inputs.adapters)
+            return False
+
+    llm.engine.model_runner.graphs = (Graphs(),)
+    llm.generate_multimodal([{**REQUESTS[0], "lora_request": adapters("gqa2-tied")["all"]}], GREEDY)
+    assert not asked
+    llm.generate_multimodal([REQUESTS[0]], GREEDY)
+    assert asked == [None] * TOKENS
