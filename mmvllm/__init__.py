@@ -19,7 +19,9 @@ _EXPORTS_BY_MODULE = {
     "mmvllm.config": ("EngineConfig",),
     "mmvllm.sampling_params": ("SamplingParams",),
     "mmvllm.lora": ("LoRARequest",),
+    "mmvllm.structured": ("StructuredOutputsParams",),
     "mmvllm.outputs": ("RequestOutput", "CompletionOutput", "Delta"),
+    "mmvllm.grounding": ("Box", "Point"),
     "mmvllm.errors": (
         *("RequestError", "ParameterError", "ImageError", "VideoError", "PromptTooLong"),
         *("RequestFailed", "RequestsAborted", "EngineBusy", "EngineStopped", "EngineFailed"),

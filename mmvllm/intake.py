@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any, Protocol
 
@@ -95,7 +95,7 @@ class Intake:
         return self.preparing(processor)(as_request(request), load)
 
     def preparing(self, prepare: Prepare) -> Prepare:
-        """The function, which then also reads the request's adapter, and is `pinning`."""
+        """The function, which then also reads the request's adapter, and is `timed` and `pinning`."""
         pinned = pinning(prepare, self._device)
 
         def prepared(request: dict, *rest: Any) -> EngineInput:
@@ -103,12 +103,22 @@ class Intake:
                 self._engine.load_adapter(request.get("lora_request"))
             return pinned(request, *rest)
 
-        return prepared
+        return timed(prepared)
 
 
 def pinning(prepare: Prepare, device: torch.device) -> Prepare:
     """The function, which for a GPU also moves patches to pinned memory: then a step copies them without waiting."""
     return prepare if device.type != "cuda" else lambda *args: in_pinned_memory(prepare(*args))
+
+
+def timed(prepare: Prepare) -> Prepare:
+    """The function, which also says when it began and ended."""
+
+    def prepare_timed(*args: Any) -> EngineInput:
+        start = time.time()
+        return replace(prepare(*args), preparation=(start, time.time()))
+
+    return prepare_timed
 
 
 def as_request(request: Request) -> Any:
@@ -148,9 +158,10 @@ def has_media(request: Request) -> bool:
 
 
 def request_options(request: dict) -> dict[str, Any]:
-    """A request's place in the queue and in the cache, and its adapter, for `LLMEngine.add`."""
-    names = ("cache_salt", "lora_request")
-    return {"priority": request.get("priority") or 0} | {name: request.get(name) for name in names}
+    """A request's place in the queue and in the cache, its adapter, and its trace, for `LLMEngine.add`."""
+    options = {"priority": request.get("priority") or 0}
+    options |= {name: request.get(name) for name in ("cache_salt", "lora_request")}
+    return options | ({"trace_headers": headers} if (headers := request.get("trace_headers")) is not None else {})
 
 
 def check_lengths(sampling_params: Params, num_requests: int) -> None:

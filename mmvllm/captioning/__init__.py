@@ -7,7 +7,8 @@ _EXPORTS = {
     "CaptionRun": "mmvllm.captioning.run",
     "CaptionSettings": "mmvllm.captioning.settings",
     "JobError": "mmvllm.captioning.errors",
-    "PRESETS": "mmvllm.captioning.settings",
+    "PRESETS": "mmvllm.captioning.presets",
+    "PRESET_SCHEMAS": "mmvllm.captioning.presets",
     "RayOptions": "mmvllm.captioning.ray_options",
 }
 __all__ = [*_EXPORTS]

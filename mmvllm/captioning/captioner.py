@@ -9,12 +9,13 @@ from typing import Any
 from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.index import Index, keep_caption
 from mmvllm.captioning.items import Item
+from mmvllm.captioning.objects import with_object
 from mmvllm.captioning.ordering import in_order
 from mmvllm.captioning.preparation import CaptionPreparer, WorkerProcesses
 from mmvllm.captioning.record import COLUMNS, SEEN
 from mmvllm.captioning.settings import CaptionSettings
-from mmvllm.errors import MediaFileError, RequestError
-from mmvllm.intake import Prefetcher, Prepared, pinning
+from mmvllm.errors import ArgumentError, MediaFileError, RequestError
+from mmvllm.intake import Prefetcher, Prepared, pinning, timed
 from mmvllm.llm import LLM
 from mmvllm.outputs import RequestOutput
 from mmvllm.workers import NUM_WORKERS, WorkersUnusable
@@ -38,7 +39,8 @@ class Captioner:
 
     With `ordered`, records come in the order of their tasks; an image that takes long holds up those after it.
 
-    Raises ArgumentError if the engine's processor cannot be sent to worker processes.
+    Raises ArgumentError if the engine's processor cannot be sent to worker processes, or if the schema of captions
+    cannot be enforced.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Captioner:
         ordered: bool = False,
     ):
         self.llm, self.settings = llm, settings
+        _check_schema(llm, settings)
         self._ordered = ordered
         self._num_workers = num_workers or NUM_WORKERS
         self._processes = WorkerProcesses(llm.processor, self._num_workers) if in_processes else None
@@ -102,11 +105,18 @@ class Captioner:
     def _prefetch(self, requests: Iterator[dict]) -> Prefetcher:
         return Prefetcher(
             requests,
-            pinning(self._processes or CaptionPreparer(self.llm.processor), self.llm.device),
+            timed(pinning(self._processes or CaptionPreparer(self.llm.processor), self.llm.device)),
             max_requests=self.llm.admission.max_requests,
             num_workers=self._num_workers,
             in_order=self._ordered,
         )
+
+
+def _check_schema(llm: LLM, settings: CaptionSettings) -> None:
+    try:
+        llm.engine.grammars.check(settings.sampling_params.structured)
+    except RequestError as error:
+        raise ArgumentError("{schema}: {reason}", reason=error.reason.removeprefix("structured.json ")) from None
 
 
 @dataclass(slots=True)
@@ -171,7 +181,7 @@ class _TasksInFlight:
     def _copy(self, work: _Work, original: dict) -> dict:
         """The original's caption or error for a duplicate."""
         own = {"duplicate_of": original["path"], "seconds": 0.0}
-        return original | _describe(self._settings, work, original["error"]) | own
+        return dict.fromkeys(COLUMNS) | original | _describe(self._settings, work, original["error"]) | own
 
 
 def failure(settings: CaptionSettings, task: Task, reason: str) -> dict:
@@ -183,13 +193,15 @@ def _record(settings: CaptionSettings, work: _Work, output: RequestOutput) -> di
     error = _reason(work.task.item, output)
     made = {
         "caption": settings.caption(output.text) if error is None else None,
+        "boxes": [box.to_dict() for box in output.boxes] or None,
         "prompt_tokens": output.num_prompt_tokens,
         "image_tokens": min(work.num_media_tokens, output.num_prompt_tokens),
         "completion_tokens": len(output.token_ids),
         "finish_reason": output.finish_reason if work.task.is_image else None,
         "seconds": None if error is not None else round(output.finish_time - output.arrival_time, 3),
     }
-    return dict.fromkeys(COLUMNS) | _describe(settings, work, error) | made
+    record = dict.fromkeys(COLUMNS) | _describe(settings, work, error) | made
+    return record if settings.schema is None else with_object(record)
 
 
 def _describe(settings: CaptionSettings, work: _Work, error: str | None) -> dict:

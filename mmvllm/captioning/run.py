@@ -79,9 +79,9 @@ def caption_images(
             devices for, or one on a CPU. `cpu_kvcache_bytes`, `workers` and all other limits are those of each.
         ray: caption on Ray Data, with engines made from `model` and `engine_args` in the actors.
         settings: fields of `CaptionSettings`: prompt, system, max_tokens, temperature, seed, min_pixels, max_pixels,
-            video_fps, video_frames, video_max_pixels, clip_seconds, animations_as_clips, prefix, suffix, trigger_word,
-            context_from, context_mode, allow_special_tokens, chat_template_kwargs, and dtype, quantization and lora of
-            the engine that is made.
+            stop_on_repetition, video_fps, video_frames, video_max_pixels, clip_seconds, animations_as_clips, prefix,
+            suffix, trigger_word, context_from, context_mode, schema, allow_special_tokens, chat_template_kwargs, and
+            dtype, quantization and lora of the engine that is made.
 
     Raises ValueError for arguments that do not fit together, and if another run is writing to the output.
     """

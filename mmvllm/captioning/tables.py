@@ -1,40 +1,53 @@
 """Writes the records of a journal as one table, for spreadsheets and data frames."""
 
 import csv
+import json
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
+from mmvllm.captioning.objects import TEXTS, with_columns
 from mmvllm.captioning.record import COLUMNS
 from mmvllm.captioning.replacing import replacing, sync
 
 ROWS_PER_GROUP = 8192
 
 
-def write_csv(path: Path, records: Iterable[dict]) -> None:
-    """Write a header and a row per record, UTF-8; the file is replaced atomically."""
+def write_csv(path: Path, records: Iterable[dict], of_objects: dict[str, Any]) -> None:
+    """Write a header and a row per record, UTF-8, with lists as JSON; the file is replaced atomically."""
     with replacing(path) as temporary:
         with temporary.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-            table = csv.DictWriter(file, COLUMNS, extrasaction="ignore")  # edited records have one more
+            table = csv.DictWriter(file, COLUMNS | of_objects, extrasaction="ignore")  # edited records have one more
             table.writeheader()
-            table.writerows(records)
+            columns = dict.fromkeys(of_objects, str)
+            table.writerows(_as_cells(with_columns(record, columns)) for record in records)
         sync(temporary)
 
 
-def write_parquet(path: Path, records: Iterable[dict]) -> None:
+def write_parquet(path: Path, records: Iterable[dict], of_objects: dict[str, Any]) -> None:
     """Write typed columns in row groups; the file is replaced atomically. Needs pyarrow."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    types = {str: pa.string(), int: pa.int64(), float: pa.float64()}
-    schema = pa.schema([(name, types[kind]) for name, kind in COLUMNS.items()])
+    types = {str: pa.string(), list: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
+    types[TEXTS] = pa.list_(pa.string())
+    schema = pa.schema([(name, types[kind]) for name, kind in (COLUMNS | of_objects).items()])
 
     with replacing(path) as temporary:
         with parquet.ParquetWriter(temporary, schema) as table:
-            rows = map(_as_unicode, records)
+            rows = (_as_unicode(with_columns(_as_cells(record), of_objects)) for record in records)
             while group := list(islice(rows, ROWS_PER_GROUP)):
                 table.write_table(pa.Table.from_pylist(group, schema))
         sync(temporary)
+
+
+def _as_cells(record: dict) -> dict:
+    """The record with lists as JSON."""
+    return {
+        name: json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
+        for name, value in record.items()
+    }
 
 
 def _as_unicode(record: dict) -> dict:

@@ -22,6 +22,7 @@ from mmvllm.cli.serve_ray import add_ray_arguments, ray_options, run_on_ray
 from mmvllm.media import MediaPolicy
 from mmvllm.models.folder import model_name
 from mmvllm.server.settings import ServerSettings
+from mmvllm.tracing import check_endpoint
 
 DEFAULTS = ServerSettings(model_names=())
 KEY_VARIABLE = "MMVLLM_API_KEY"
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     _add_http(parser.add_argument_group("HTTP server"))
     _add_limits(parser.add_argument_group("limits of requests"))
+    _add_observability(parser.add_argument_group("observability"))
     add_ray_arguments(parser.add_argument_group("where to run"))
     add_completion_arguments(parser.add_argument_group("completions"), "temperature 1, as OpenAI's")
     media = parser.add_argument_group("untrusted media")
@@ -89,13 +91,30 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
         "--enable-lora",
     )
     group.add_argument("--demo", action="store_true", help="also serve the demo page at /demo, which requires no key")
-    group.add_argument("--access-log", action="store_true", help="log a line per request to standard error")
     group.add_argument(
         "--drain-timeout",
         type=seconds,
         default=30.0,
         metavar="S",
         help="seconds to finish requests in flight after a signal to stop (default: %(default)g)",
+    )
+
+
+def _add_observability(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--access-log", action="store_true", help="log a line per HTTP request to standard error")
+    group.add_argument(
+        "--log-requests",
+        nargs="?",
+        const="facts",
+        choices=("facts", "full"),
+        help="log a line per completion request when it ends, to standard error: its id, tokens, times and finish "
+        "reasons as JSON; with full, also the beginning of its texts, which are otherwise never logged",
+    )
+    group.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send a trace of each request to this OpenTelemetry collector, such as http://localhost:4318 (OTLP over "
+        "HTTP; needs the extra otel)",
     )
 
 
@@ -159,6 +178,7 @@ def run(args: argparse.Namespace) -> int:
     media, keys = media_policy(args), _api_keys(args)
     _check_origins(args.cors_origin)
     modules = _lora_modules(args)
+    check_endpoint(args.otlp_traces_endpoint)
     ray = ray_options(args)
     if ray is not None:
         return run_on_ray(args, ray, _settings(args, model_name(args.model), keys, media, modules))
@@ -173,6 +193,7 @@ def run(args: argparse.Namespace) -> int:
 
         engine = AsyncLLM(
             args.model,
+            otlp_traces_endpoint=args.otlp_traces_endpoint,
             max_waiting=args.max_waiting,
             data_parallel_size=args.data_parallel_size,
             **engine_arguments(args),
@@ -212,6 +233,7 @@ def _settings(
         uses_generation_config=args.generation_config == "auto",
         lora_modules=modules,
         allow_lora_updating=args.allow_lora_updating,
+        log_requests=args.log_requests,
         has_demo=args.demo,
     )
 

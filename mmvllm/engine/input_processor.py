@@ -12,8 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from mmvllm.config import ModelConfig
 from mmvllm.engine.adapters import Adapter
+from mmvllm.engine.constraints import check_in_vocabulary, constraints_of
 from mmvllm.engine.detokenizer import CompletionText
 from mmvllm.engine.encoder_cache import EncoderCache
+from mmvllm.engine.grammar import GrammarCompiler
 from mmvllm.engine.sequence import Sequence, SequenceGroup
 from mmvllm.errors import ParameterError, PromptTooLong, RequestError
 from mmvllm.inputs import EngineInput, MediaRules
@@ -33,6 +35,7 @@ class InputProcessor:
         rules: MediaRules | None,
         tokenizer: PreTrainedTokenizerBase,
         encoder_cache: EncoderCache,
+        grammars: GrammarCompiler,
         *,
         max_model_len: int,
         block_size: int,
@@ -40,7 +43,7 @@ class InputProcessor:
     ):
         self._config, self._rules, self._tokenizer = config, rules, tokenizer
         self._max_model_len, self._block_size = max_model_len, block_size
-        self._encoder_cache, self._seed = encoder_cache, seed
+        self._encoder_cache, self._grammars, self._seed = encoder_cache, grammars, seed
         self._unseeded = count()
 
     def engine_input(
@@ -85,16 +88,24 @@ class InputProcessor:
             cache_salt=(cache_salt, str | None),
             priority=(priority, int),
             arrival_time=(arrival_time, float | int | None),
+            trace_headers=(trace_headers or {}, Mapping),
         )
         self._check_token_ids(prompt.token_ids)
         self._check_fits(prompt)
+        if params.logit_bias:
+            check_in_vocabulary("logit_bias", params.logit_bias, self._config.vocab_size)
         seed = f"{self._seed}:{next(self._unseeded)}" if params.seed is None else str(params.seed)
         arrival_time = time.time() if arrival_time is None else arrival_time
         items = prompt.items
         if adapter is not None and adapter.adapts_vision:
             items = tuple(replace(item, digest=adapter.item_digest(item.digest)) for item in items)
-        seqs = [
-            Sequence(
+        seqs = []
+        for i in range(params.n):
+            constraints = constraints_of(params, self._tokenizer, self._config.vocab_size)
+            if params.structured is not None:
+                constraints += (self._grammars.constraint(params.structured),)
+            depends_on_text = params.logits_processors or any(own.depends_on_text for own in constraints)
+            seq = Sequence(
                 prompt.token_ids,
                 params,
                 request_id=request_id,
@@ -109,10 +120,11 @@ class InputProcessor:
                 arrival_time=arrival_time,
                 completion_text=CompletionText(self._tokenizer, params.stop) if params.stop else None,
                 adapter=adapter,
+                constraints=constraints,
+                waits_for_tokens=bool(depends_on_text),
             )
-            for i in range(params.n)
-        ]
-        return SequenceGroup(seqs, trace_headers)
+            seqs.append(seq)
+        return SequenceGroup(seqs, trace_headers, prompt.preparation)
 
     def _max_num_tokens(self, prompt: EngineInput, params: SamplingParams) -> int:
         """Of prompt and completion. The checkpoint's own limit applies as its end-of-sequence token does."""

@@ -19,6 +19,7 @@ from mmvllm.engine.checkpoint import read_checkpoint
 from mmvllm.engine.device_errors import is_fatal
 from mmvllm.engine.encoder_cache import EncoderCache
 from mmvllm.engine.executor import Executor, Launched
+from mmvllm.engine.grammar import GrammarCompiler
 from mmvllm.engine.input_processor import InputProcessor, Prompt
 from mmvllm.engine.output_processor import DeltaStream, OutputProcessor
 from mmvllm.engine.peer_processes import start_runner
@@ -28,7 +29,7 @@ from mmvllm.engine.sampler import Sampler
 from mmvllm.engine.scheduler import Scheduler
 from mmvllm.engine.sequence import FinishReason, SequenceGroup
 from mmvllm.engine.stats import StepStats, step_stats
-from mmvllm.engine.tokenizer import load_tokenizer
+from mmvllm.engine.tokenizer import eos_token_ids_of, load_tokenizer
 from mmvllm.engine.warmup import WARMUP_PARAMS
 from mmvllm.errors import EngineFailed, RequestError, first_line
 from mmvllm.inputs import EngineInput
@@ -54,7 +55,8 @@ class LLMEngine:
         self.model_config, self.media_rules = checkpoint.model_config, checkpoint.media_rules
         self.image_config, self.video_config = checkpoint.image_config, checkpoint.video_config
         self.tokenizer = load_tokenizer(checkpoint.folder)
-        eos_token_ids = self.model_config.eos_token_ids | {self.tokenizer.eos_token_id} - {None}
+        eos_token_ids = eos_token_ids_of(self.model_config, self.tokenizer)
+        self.grammars = GrammarCompiler(self.tokenizer, eos_token_ids, self.model_config.vocab_size)
         self.model_runner = start_runner(checkpoint)
         self.attention, self.max_model_len = self.model_runner.attention, self.model_runner.max_model_len
         self.block_size = self.model_runner.block_size
@@ -66,11 +68,14 @@ class LLMEngine:
             self.media_rules,
             self.tokenizer,
             self.encoder_cache,
+            self.grammars,
             max_model_len=self.max_model_len,
             block_size=self.block_size,
             seed=config.seed,
         )
-        self.output_processor = OutputProcessor(self.tokenizer, eos_token_ids)
+        self.output_processor = OutputProcessor(
+            self.tokenizer, eos_token_ids, self.media_rules and self.media_rules.boxes
+        )
         self.scheduler = Scheduler(
             BlockManager(self.model_runner.num_blocks, self.block_size, config.enable_prefix_caching),
             self.encoder_cache,
@@ -84,6 +89,7 @@ class LLMEngine:
         self.executor = Executor(self.model_runner, sampler, self.scheduler)
         self.recovery = Recovery(self.scheduler, self.model_runner)
         self.on_step: Callable[[StepStats], None] | None = None  # called after every step
+        self.on_finished: Callable[[SequenceGroup], None] | None = None  # called with each request that has an output
         # Nothing overlaps where a launch waits: for values, or on a CPU for the computation itself.
         overlaps = self.model_runner.device.type == "cuda" and self.attention.in_graphs
         self._schedules_ahead = overlaps if config.async_scheduling is None else config.async_scheduling
@@ -333,6 +339,8 @@ class LLMEngine:
 
     def _finish(self, group: SequenceGroup) -> RequestOutput:
         group.output = self.output_processor.output(group)
+        if self.on_finished is not None:
+            self.on_finished(group)
         return group.output
 
     def _report(self, launched: Launched) -> None:

@@ -16,7 +16,8 @@ class ServerSettings:
 
     Args:
         model_names: the names under which requests may address the model.
-        api_keys: keys that are accepted for /v1, /docs and /openapi.json; if empty, these need no key.
+        api_keys: keys that are accepted for /v1, /tokenize, /detokenize, /docs and /openapi.json; if empty, these need
+            no key.
         cors_origins: origins whose pages may call the server; "*" allows every origin.
         max_pixels: limit for images with detail "auto"; default: the checkpoint's limit, but at most 1280 tokens.
         max_images: images per request.
@@ -33,6 +34,7 @@ class ServerSettings:
             generation_config.json, where it has them; otherwise, and for the others, OpenAI's defaults.
         lora_modules: folders of adapters by the names under which requests may address them.
         allow_lora_updating: clients may load adapters from any folder that the server can read, and unload adapters.
+        log_requests: log a line per completion request when it ends: "facts", or "full" with texts; None logs none.
         has_demo: also serve the demo page at /demo, without API keys.
     """
 
@@ -53,6 +55,7 @@ class ServerSettings:
     uses_generation_config: bool = True
     lora_modules: Mapping[str, str] = field(default_factory=dict)
     allow_lora_updating: bool = False
+    log_requests: str | None = None
     has_demo: bool = False
 
     def body_bytes(self, takes_videos: bool) -> int:
