@@ -54,7 +54,7 @@ from mmvllm.intake import (
     request_options,
     with_own_token_ids,
 )
-from mmvllm.lora import LoRARequest
+from mmvllm.lora import LoRARequest, adapter_name
 from mmvllm.models.folder import model_name
 from mmvllm.outputs import Delta
 from mmvllm.processors.load_video import Load
@@ -73,6 +73,7 @@ class _Stream:
         self.is_prepared = self.has_begun = False
         self.num_bytes = 0  # of its media, once prepared
         self.trace_headers: Mapping[str, str] | None = None
+        self.adapter_name: str | None = None  # once fetched
         self.prompt_token_ids: list[int] = []  # once prepared
         self.has_ended = False  # guarded by the engine's lock
         self.ended: Future[None] = Future()  # done then
@@ -204,7 +205,7 @@ class AsyncLLM:
         finally:
             if self._tracer is not None:
                 output = output or ended_output(stream.request_id, stream.arrival_time, params.n, error_type)
-                self._tracer.record(params, stream.trace_headers, output, error_type)
+                self._tracer.record(params, stream.trace_headers, output, error_type, stream.adapter_name)
 
     async def tokenize(
         self,
@@ -336,7 +337,7 @@ class AsyncLLM:
             raise
 
     def _queue(self, stream: _Stream, request: Request, give: Give, load: Load | None) -> None:
-        request = with_own_token_ids(request)
+        request, stream.adapter_name = with_own_token_ids(request), adapter_name(request)
         prepare, with_media = partial(self._prepare, stream, request, give, load), has_media(request)
         with self._changed:
             if not stream.has_ended:  # else the pool may be shut down

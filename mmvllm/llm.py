@@ -276,7 +276,7 @@ class LLM:
             self._tracer.shutdown()
 
     def _trace(self, group: SequenceGroup) -> None:
-        self._tracer.record(group.sampling_params, group.trace_headers, group.output)
+        self._tracer.record(group.sampling_params, group.trace_headers, group.output, adapter=group.adapter_name)
 
     def stream_prepared(
         self,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from os import PathLike
+from typing import Any
 
 from mmvllm.errors import RequestError
 
@@ -27,3 +28,9 @@ class LoRARequest:
             raise RequestError(f"lora_name is {self.lora_name!r:.100}, must be a name", param="lora_request")
         if not isinstance(self.lora_path, str | PathLike) or not str(self.lora_path):
             raise RequestError(f"lora_path is {self.lora_path!r:.100}, must be a folder", param="lora_request")
+
+
+def adapter_name(request: Any) -> str | None:
+    """The name of a request's adapter; None for one without, or with a wrong one, which is refused later."""
+    adapter = request.get("lora_request") if isinstance(request, dict) else None
+    return adapter.lora_name if isinstance(adapter, LoRARequest) else None

@@ -196,6 +196,7 @@ class LLMEngine:
             trace_headers=trace_headers,
             adapter=self.load_adapter(lora_request),
         )
+        group.adapter_name = None if lora_request is None else lora_request.lora_name
         self.scheduler.add(group)
         return group
 

@@ -252,6 +252,7 @@ class SequenceGroup:
     seqs: list[Sequence]
     trace_headers: Mapping[str, str] | None = None  # of the request that came over a network, for the caller's tracing
     preparation: tuple[float, float] | None = None  # when it began and ended
+    adapter_name: str | None = None  # as the request calls it
     error: str | None = None
     output: RequestOutput | None = None  # written by the engine, once the request has finished
 

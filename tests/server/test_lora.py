@@ -1,6 +1,7 @@
 """LoRA adapters as models of the server."""
 
 import asyncio
+import logging
 
 import pytest
 
@@ -58,6 +59,30 @@ def test_adapters_are_models(engine, adapters):
     unknown = call(app, "POST", CHAT, json=chat("Hello") | {"model": "third"})
     assert unknown.status_code == 404
     assert "served: 'bundled' and 'first' and 'second'" in error_of(unknown)["message"]
+
+
+def test_every_route_takes_adapters_as_models(engine, caplog, tmp_path):
+    caplog.set_level(logging.INFO, "mmvllm.requests")  # and as it was, afterwards
+    folder = make_adapter(tmp_path / "first", BUNDLED, 2, target_modules="all-linear", spread=0.5)
+    app = make_app(engine, lora_modules={"first": str(folder)}, log_requests="facts")
+    texts = []
+    for model in ("bundled", "first"):
+        body = {"model": model, "input": "Describe the shapes.", "temperature": 0, "max_output_tokens": 12}
+        answer = call(app, "POST", "/v1/responses", json=body).json()
+        assert answer["model"] == model
+        texts.append(answer["output"])
+        assert call(app, "POST", "/tokenize", json={"model": model, "prompt": "A red"}).status_code == 200
+        assert call(app, "POST", "/detokenize", json={"model": model, "tokens": [1]}).status_code == 200
+    assert texts[0][0]["content"] != texts[1][0]["content"]
+    logged = [record.getMessage() for record in caplog.records if record.name == "mmvllm.requests"]
+    assert ['"model": "first"' in line for line in logged] == [False, True]
+    for path, given in (
+        ("/v1/responses", {"input": "x"}),
+        ("/tokenize", {"prompt": "x"}),
+        ("/detokenize", {"tokens": [1]}),
+    ):
+        unknown = call(app, "POST", path, json={"model": "third"} | given)
+        assert unknown.status_code == 404 and "'first'" in error_of(unknown)["message"]
 
 
 def test_adapters_are_loaded_and_unloaded(engine, adapters):
