@@ -18,6 +18,7 @@ _EXPORTS_BY_MODULE = {
     "mmvllm.engine.llm_engine": ("LLMEngine",),
     "mmvllm.config": ("EngineConfig",),
     "mmvllm.sampling_params": ("SamplingParams",),
+    "mmvllm.lora": ("LoRARequest",),
     "mmvllm.structured": ("StructuredOutputsParams",),
     "mmvllm.outputs": (
         *("RequestOutput", "CompletionOutput", "Delta", "Logprob"),

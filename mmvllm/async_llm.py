@@ -55,6 +55,7 @@ from mmvllm.intake import (
     request_options,
     with_own_token_ids,
 )
+from mmvllm.lora import LoRARequest, adapter_name
 from mmvllm.models.folder import model_name
 from mmvllm.outputs import Delta, EmbeddingOutput
 from mmvllm.pooling_params import PoolingParams
@@ -74,6 +75,7 @@ class _Stream:
         self.is_prepared = self.has_begun = False
         self.num_bytes = 0  # of its media, once prepared
         self.trace_headers: Mapping[str, str] | None = None
+        self.adapter_name: str | None = None  # once fetched
         self.prompt_token_ids: list[int] = []  # once prepared
         self.has_ended = False  # guarded by the engine's lock
         self.ended: Future[None] = Future()  # done then
@@ -209,7 +211,7 @@ class AsyncLLM:
         finally:
             if self._tracer is not None:
                 output = output or ended_output(stream.request_id, stream.arrival_time, params.n, error_type)
-                self._tracer.record(params, stream.trace_headers, output, error_type)
+                self._tracer.record(params, stream.trace_headers, output, error_type, stream.adapter_name)
 
     async def tokenize(
         self,
@@ -228,6 +230,10 @@ class AsyncLLM:
 
         with self._running(stream, request, give, timeout, load):
             return (await stream.get()).token_ids
+
+    def load_adapter(self, lora_request: LoRARequest) -> None:
+        """Read an adapter ahead of its first request, in any thread; raises RequestError if it cannot be used."""
+        self._engine.load_adapter(lora_request)
 
     async def embed(
         self,
@@ -360,7 +366,7 @@ class AsyncLLM:
             raise
 
     def _queue(self, stream: _Stream, request: Request, give: Give, load: Load | None) -> None:
-        request = with_own_token_ids(request)
+        request, stream.adapter_name = with_own_token_ids(request), adapter_name(request)
         prepare, with_media = partial(self._prepare, stream, request, give, load), has_media(request)
         with self._changed:
             if not stream.has_ended:  # else the pool may be shut down

@@ -12,6 +12,28 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """Which rows of a layer's input go through which LoRA adapter; rows without one are not named."""
+
+    rows: Tensor  # (L,) int64, sorted by the slots of their adapters
+    ends: Tensor  # (slots,) int32, where those of each slot end
+    slots: frozenset[int]  # that have rows, on the host
+
+    @classmethod
+    def alone(cls, slot: int, num_slots: int, num_rows: int, device: torch.device) -> "AdapterRows":
+        """All rows in one slot."""
+        ends = torch.full((num_slots,), num_rows, dtype=torch.int32, device=device)
+        ends[:slot] = 0
+        return cls(torch.arange(num_rows, device=device), ends, frozenset((slot,)))
+
+    def among(self, start: int, end: int) -> "AdapterRows":
+        """Of the rows [start, end) alone, counted from `start`."""
+        is_among = (start <= self.rows) & (self.rows < end)
+        counts = torch.cat([is_among.new_zeros(1), is_among]).cumsum(0, dtype=torch.int32)
+        return AdapterRows(self.rows[is_among] - start, counts[self.ends.long()], self.slots)
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The chunks of one step, packed end to end. Host copies of lengths spare the device a round trip.
 
@@ -32,6 +54,7 @@ class Batch:
     query_lens: tuple[int, ...]  # on the host
     context_lens: tuple[int, ...]  # kv_lens, on the host; upper limits of them in a CUDA graph
     num_decodes: int = 0  # the first sequences, with one token each; more such sequences may follow
+    adapters: AdapterRows | None = None  # of the tokens; None where no sequence uses one
 
     def __post_init__(self) -> None:
         N, S = len(self.input_ids), len(self.kv_lens)

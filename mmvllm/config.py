@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from numbers import Real
+from os import PathLike
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
@@ -181,7 +182,6 @@ ACCEPTED_VLLM_ARGUMENTS = {
     "tokenizer_mode": ("auto",),
     "revision": (None,),
     "kv_cache_dtype": ("auto",),
-    "enable_lora": (False,),
     "enable_chunked_prefill": (True, None),  # prompts are always chunked
     "mm_processor_kwargs": (None, {}),
     "swap_space": None,  # preempted sequences are recomputed, never swapped
@@ -225,6 +225,11 @@ class EngineConfig:
         quantization: "int8" quantizes weights when they are loaded and activations dynamically, on a CPU only; "fp8"
             does so with 8-bit floats in the decoder's layers, for GPUs of compute capability 8.9 or above and dtype
             bfloat16; completions change slightly; by default weights keep the dtype.
+        lora: folder of a LoRA adapter, as PEFT saves it, that is merged into the weights when they are loaded.
+        enable_lora: allow requests to name a LoRA adapter of their own (`lora_request`); takes memory for max_loras
+            adapters. Steps with adapters run without CUDA graphs.
+        max_loras: maximum number of adapters of requests that run at the same time.
+        max_lora_rank: maximum rank of an adapter of a request; memory is taken for this rank.
         enforce_eager: do not capture CUDA graphs for small steps; the engine starts faster and decodes more slowly.
         async_scheduling: launch a step before the tokens of the one before are known; by default where launches do not
             wait for the device: on CUDA, with an attention backend that reads nothing on the host.
@@ -249,6 +254,10 @@ class EngineConfig:
     attention_backend: Literal["auto", "flash", "flash4", "triton", "torch"] = "auto"
     vision_attention_backend: Literal["auto", "flash", "flash4", "triton", "torch"] = "auto"
     quantization: Literal["int8", "fp8"] | None = None
+    lora: str | None = None
+    enable_lora: bool = False
+    max_loras: int = 4
+    max_lora_rank: int = 16
     enforce_eager: bool = False
     async_scheduling: bool | None = None
     skip_warmup: bool = False
@@ -282,6 +291,8 @@ class EngineConfig:
             raise ValueError(f"device is {self.device!r}, must be 'auto', 'cpu', 'cuda' or 'cuda:N'")
         if str(self.dtype).removeprefix("torch.") not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}, must be {listed(DTYPES)}")
+        if not isinstance(self.lora, str | PathLike | None) or self.lora == "":
+            raise ValueError(f"lora is {self.lora!r}, must be the folder of an adapter")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization is {share!r}, must be a number in (0, 1]")

@@ -63,6 +63,9 @@ class Destination(Protocol):
     max_model_len: int
     device: torch.device  # that patches are copied to from this process
 
+    def load_adapter(self, lora_request: Any) -> Any:
+        """Read the adapter of a request, or refuse it."""
+
 
 class Intake:
     """Prepares requests for an engine.
@@ -89,7 +92,18 @@ class Intake:
     def prepare(self, request: Request, load: Load | None = None) -> EngineInput:
         """A request of any form -> what the engine takes; raises RequestError for what is wrong with it."""
         processor = self.processor if isinstance(request, dict) else self._own  # a raw prompt needs no template
-        return timed(pinning(processor, self._device))(as_request(request), load)
+        return self.preparing(processor)(as_request(request), load)
+
+    def preparing(self, prepare: Prepare) -> Prepare:
+        """The function, which then also reads the request's adapter, and is `timed` and `pinning`."""
+        pinned = pinning(prepare, self._device)
+
+        def prepared(request: dict, *rest: Any) -> EngineInput:
+            if isinstance(request, dict):
+                self._engine.load_adapter(request.get("lora_request"))
+            return pinned(request, *rest)
+
+        return timed(prepared)
 
 
 def pinning(prepare: Prepare, device: torch.device) -> Prepare:
@@ -144,8 +158,9 @@ def has_media(request: Request) -> bool:
 
 
 def request_options(request: dict) -> dict[str, Any]:
-    """A request's place in the queue and in the cache, and its trace, for `LLMEngine.add`."""
-    options = {"priority": request.get("priority") or 0, "cache_salt": request.get("cache_salt")}
+    """A request's place in the queue and in the cache, its adapter, and its trace, for `LLMEngine.add`."""
+    options = {"priority": request.get("priority") or 0}
+    options |= {name: request.get(name) for name in ("cache_salt", "lora_request")}
     return options | ({"trace_headers": headers} if (headers := request.get("trace_headers")) is not None else {})
 
 

@@ -23,20 +23,21 @@ from mmvllm.intake import (
     Prepare,
     Prepared,
     Request,
+    as_request,
     check_lengths,
     has_media,
     naming_request,
     params_for,
-    pinning,
     request_options,
-    timed,
 )
+from mmvllm.lora import LoRARequest
 from mmvllm.models.folder import model_name
 from mmvllm.outputs import Delta, EmbeddingOutput, RequestOutput, ScoreOutput
 from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.requests import PROMPT_KEYS
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.scoring import ContinuationReader, ScoringRun
+from mmvllm.text import counted
 from mmvllm.tracing import check_endpoint, make_tracer
 
 TURN_SECONDS = 1e-3  # in which a thread that waits for the lock gets it
@@ -112,16 +113,18 @@ class LLM:
         prompts: Request | list[Request],
         sampling_params: Params = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | list[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue raw prompts, to which no chat template is applied; outputs come in the order of the prompts.
 
         A prompt is a string, token ids (a list, an array or a tensor), or, as vLLM takes them, a dict with `prompt` or
-        `prompt_token_ids` and `multi_modal_data` such as {"image": image or [image, ...]}.
+        `prompt_token_ids` and `multi_modal_data` such as {"image": image or [image, ...]}. `lora_request` is the
+        adapter of all, or a list with one per prompt.
 
         Raises ValueError that names the prompt's index, RuntimeError if the device fails; both leave nothing behind.
         """
         try:
-            prompts = _as_prompts(prompts)
+            prompts = _with_adapters(_as_prompts(prompts), lora_request)
             check_lengths(sampling_params, len(prompts))
             outputs = dict(_progress(self._generate(prompts, sampling_params), len(prompts), use_tqdm))
         except RequestError as error:
@@ -154,25 +157,27 @@ class LLM:
         processor: Any = None,
         use_tqdm: bool = True,
         on_error: str = "raise",
+        lora_request: LoRARequest | list[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer chat requests with images; outputs come in the order of the requests.
 
         Args:
             requests: dicts (or one) with `messages` (chat format, image parts anywhere), with `text` and `images`, or
                 prompts as `generate` takes them; optional `min_pixels`, `max_pixels`, `request_id`, `priority`,
-                `cache_salt`, `trace_headers` (of W3C Trace Context), `sampling_params`. They begin in the order of
-                their priority, lower values first.
-                Special tokens in messages are text, unless the request has `allow_special_tokens`. Its
-                `chat_template_kwargs` are arguments of the chat template, such as {"enable_thinking": False}.
+                `cache_salt`, `lora_request`, `trace_headers` (of W3C Trace Context), `sampling_params`. They begin in
+                the order of their priority, lower values first. Special tokens in messages are text, unless the request
+                has `allow_special_tokens`. Its `chat_template_kwargs` are arguments of the chat template, such as
+                {"enable_thinking": False}.
             sampling_params: for all, or a list with one per request; a request's own come first.
             processor: in place of the LLM's, for this call.
             on_error: "raise" raises ValueError that names the request's index (RuntimeError if the device fails), and
                 leaves nothing behind; "return" gives a bad request an output with `error` and leaves the others alone.
+            lora_request: the adapter of requests without one of their own; or a list with one per request.
 
         A request that is aborted meanwhile has an output with finish_reason "aborted" and the text so far; with
         "raise", RequestsAborted is raised once the others have finished, with the outputs of all.
         """
-        requests = [requests] if isinstance(requests, dict) else list(requests)
+        requests = _with_adapters([requests] if isinstance(requests, dict) else list(requests), lora_request)
         check_lengths(sampling_params, len(requests))
         prefetcher = self._prefetch_in_order(requests, processor)
         stream = self.stream_prepared(prefetcher, sampling_params, on_error)
@@ -188,6 +193,7 @@ class LLM:
         allow_special_tokens: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
         tools: list[dict] | None = None,
+        lora_request: LoRARequest | list[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several.
 
@@ -206,7 +212,7 @@ class LLM:
         keys = {"allow_special_tokens": allow_special_tokens, "chat_template_kwargs": chat_template_kwargs}
         keys |= {"tools": tools}
         requests = [{"messages": conversation} | keys for conversation in conversations]
-        return self.generate_multimodal(requests, sampling_params, processor, use_tqdm, on_error)
+        return self.generate_multimodal(requests, sampling_params, processor, use_tqdm, on_error, lora_request)
 
     def stream_multimodal(
         self,
@@ -319,7 +325,7 @@ class LLM:
             self._tracer.shutdown()
 
     def _trace(self, group: SequenceGroup) -> None:
-        self._tracer.record(group.sampling_params, group.trace_headers, group.output)
+        self._tracer.record(group.sampling_params, group.trace_headers, group.output, adapter=group.adapter_name)
 
     def stream_prepared(
         self,
@@ -393,8 +399,8 @@ class LLM:
     def _prefetch(
         self, requests: Iterable[dict], processor: Any = None, indices: Iterable[int] | None = None
     ) -> Prefetcher:
-        prepare = pinning(self.processor if processor is None else self._intake.adapt(processor), self.device)
-        return Prefetcher(requests, timed(prepare), max_requests=self.admission.max_requests, indices=indices)
+        prepare = self._intake.preparing(self.processor if processor is None else self._intake.adapt(processor))
+        return Prefetcher(requests, prepare, max_requests=self.admission.max_requests, indices=indices)
 
     def _prefetch_in_order(self, requests: Sequence[dict], processor: Any = None) -> Prefetcher:
         """Prepares requests in the order of their priority."""
@@ -443,12 +449,29 @@ def _as_list(requests: Any, noun: str) -> list[Request]:
 def _as_prompt(index: int, prompt: Any) -> Request:
     with naming_request(index):
         if isinstance(prompt, dict):
-            if unknown := sorted(map(str, prompt.keys() - {*PROMPT_KEYS, "cache_salt"})):
+            if unknown := sorted(map(str, prompt.keys() - {*PROMPT_KEYS, "cache_salt", "lora_request"})):
                 raise RequestError(f"prompt has unknown keys {', '.join(unknown)}; known: {', '.join(PROMPT_KEYS)}")
             return prompt
         if isinstance(prompt, str | list | tuple) or hasattr(prompt, "shape"):
             return prompt
         raise RequestError(f"prompt must be a string or a list of token ids, or a dict, not {type(prompt).__name__}")
+
+
+def _with_adapters(requests: list[Any], lora_request: Any) -> list[Any]:
+    """Requests, which name the adapters that a call gives them; raises RequestError for another number of these."""
+    if lora_request is None:
+        return requests
+    adapters = lora_request if isinstance(lora_request, list | tuple) else [lora_request] * len(requests)
+    if len(adapters) != len(requests):
+        number = counted(len(requests), "request")
+        raise RequestError(f"{len(adapters)} lora_request were given for {number}; give one each", param="lora_request")
+    pairs = zip(map(as_request, requests), adapters, strict=True)
+    return [_with_adapter(request, adapter) for request, adapter in pairs]
+
+
+def _with_adapter(request: Any, adapter: Any) -> Any:
+    is_lacking = isinstance(request, dict) and request.get("lora_request") is None
+    return {**request, "lora_request": adapter} if is_lacking and adapter is not None else request
 
 
 def _priority(request: Any) -> int:

@@ -182,7 +182,7 @@ class SamplingParams:
         for own in fields(self):
             value = getattr(self, own.name)
             if own.name in names and value != own.default:
-                message = f"{own.name} is {value!r}, but it {reason}; leave it out"
+                message = f"{own.name} is {value!r:.100}, but it {reason}; leave it out"
                 raise RequestError(message, param=own.name, value=value)
 
     def _check_structured(self) -> None:

@@ -75,7 +75,7 @@ class RequestTracer:
     Sampling, the size of batches and other settings are OpenTelemetry's own environment variables.
 
     Args:
-        model: what spans call it.
+        model: what spans call it, where a request has no adapter.
         destination: what the warning calls the exporter.
     """
 
@@ -100,10 +100,15 @@ class RequestTracer:
         headers: Mapping[str, str] | None,
         output: RequestOutput,
         error_type: str | None = None,
+        adapter: str | None = None,
     ) -> None:
-        """Make the spans of a request that has ended, with an error of this class if there was one."""
+        """Make the spans of a request that has ended, with an error of this class if there was one.
+
+        The name of the adapter that it used stands for the model's.
+        """
         try:
-            self._record(params, headers, output, error_type or ("RequestFailed" if output.error else None))
+            model = adapter or self._model
+            self._record(params, headers, output, error_type or ("RequestFailed" if output.error else None), model)
         except Exception:  # a request never fails because of its trace
             if not self._has_failed:
                 logger.warning("a request could not be traced; this is told once", exc_info=True)
@@ -115,6 +120,7 @@ class RequestTracer:
         headers: Mapping[str, str] | None,
         output: RequestOutput,
         error_type: str | None,
+        model: str,
     ) -> None:
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 
@@ -122,7 +128,7 @@ class RequestTracer:
         parent, start = self._propagator.extract(headers or {}), _nanoseconds(begin)
         span = self._tracer.start_span("llm_request", parent, SpanKind.SERVER, start_time=start)
         if span.is_recording():
-            span.set_attributes(_of_request(self._model, params) | _of_output(output))
+            span.set_attributes(_of_request(model, params) | _of_output(output))
             if error_type is not None:  # its text may quote the prompt
                 span.set_status(StatusCode.ERROR)
                 span.set_attribute("error.type", error_type)

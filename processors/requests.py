@@ -27,7 +27,7 @@ REQUEST_KEYS = frozenset(
     (
         *("messages", "text", "images", "videos", "min_pixels", "max_pixels", *PROMPT_KEYS),
         *("allow_special_tokens", "chat_template_kwargs", "mm_processor_kwargs", "tools"),
-        *("request_id", "priority", "cache_salt", "trace_headers", "sampling_params"),
+        *("request_id", "priority", "cache_salt", "lora_request", "trace_headers", "sampling_params"),
     )
 )
 TEXT_KEYS = frozenset(("type", "text"))

@@ -10,10 +10,11 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from mmvllm import LLM, AsyncLLM, SamplingParams
+from mmvllm import LLM, AsyncLLM, LoRARequest, SamplingParams
 from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.outputs import RequestOutput
 from mmvllm.tracing import RequestTracer, trace_headers_of, traces_url
+from tests.helpers.adapters import make_adapter
 from tests.helpers.async_engines import LONG, OPTIONS, SHORT, async_test, collect
 from tests.helpers.fleets import FLEET
 from tests.helpers.requests import ask, noise_image
@@ -105,6 +106,29 @@ async def test_requests_of_async_llm_end_in_a_span_however_they_end(checkpoint, 
     assert f"{bad.context.trace_id:032x}" == TRACE and "secret" not in bad.to_json()
     for name in ("closed", "aborted"):
         assert found[name][0].attributes["gen_ai.response.finish_reasons"] == ("aborted",)
+
+
+def test_the_name_of_an_adapter_stands_for_the_model(checkpoint, make_llm, spans, tmp_path):
+    """Also where two names are of one folder."""
+    folder = make_adapter(tmp_path / "adapter", checkpoint, target_modules=["q_proj"])
+    llm = make_llm(checkpoint, enable_lora=True, otlp_traces_endpoint=URL)
+    llm.generate(["x"] * 3, SHORT, lora_request=[None, *(LoRARequest(name, 1, folder) for name in ("a", "b"))])
+    llm.exit()
+    names = [root.attributes["gen_ai.request.model"] for root, _ in requests_of(spans())]
+    assert sorted(names) == sorted([llm.model, "a", "b"])
+
+
+@async_test
+async def test_the_name_of_an_adapter_stands_for_the_model_of_fetched_requests(checkpoint, spans, tmp_path):
+    folder = make_adapter(tmp_path / "adapter", checkpoint, target_modules=["q_proj"])
+
+    async def fetched() -> dict:
+        return {"text": "x", "lora_request": LoRARequest("mine", 1, folder)}
+
+    async with AsyncLLM(checkpoint, **OPTIONS, enable_lora=True, otlp_traces_endpoint=URL) as engine:
+        await collect(engine, fetched, SHORT)
+    ((root, _),) = requests_of(spans())
+    assert root.attributes["gen_ai.request.model"] == "mine"
 
 
 @async_test

@@ -81,7 +81,7 @@ def caption_images(
         settings: fields of `CaptionSettings`: prompt, system, max_tokens, temperature, seed, min_pixels, max_pixels,
             stop_on_repetition, beam_width, video_fps, video_frames, video_max_pixels, clip_seconds,
             animations_as_clips, prefix, suffix, trigger_word, context_from, context_mode, schema, allow_special_tokens,
-            chat_template_kwargs, and dtype and quantization of the engine that is made.
+            chat_template_kwargs, and dtype, quantization and lora of the engine that is made.
 
     Raises ValueError for arguments that do not fit together, and if another run is writing to the output.
     """
@@ -92,9 +92,11 @@ def caption_images(
     _check_size(data_parallel_size, llm, ray)
     _check_paths(paths, output)
     settings |= {"model": model_name(model)} if llm is None else _settings_of(llm)
+    if settings.get("lora") is not None:
+        settings["lora"] = os.fspath(settings["lora"])  # as it is recorded
     job = CaptionSettings(caption_files=_caption_files(format, output_dir, caption_extension), **settings)
     _check_beam_width(job, engine_args.get("max_num_seqs") if llm is None else llm.engine.max_num_seqs)
-    engine_args |= {"dtype": job.dtype, "quantization": job.quantization}
+    engine_args |= {"dtype": job.dtype, "quantization": job.quantization, "lora": job.lora}
     selection = Selection(paths, retry_failed, limit, shard)
     with ExitStack() as stack:
         resuming = (overwrite, append_anyway, skip_existing, retry_failed)
@@ -126,6 +128,7 @@ def _settings_of(llm: LLM) -> dict[str, Any]:
         "model": llm.model,
         "dtype": str(config.dtype).removeprefix("torch."),
         "quantization": config.quantization,
+        "lora": None if config.lora is None else os.fspath(config.lora),
     }
 
 
@@ -149,7 +152,7 @@ def _check_engine(
         raise ArgumentError(
             "{llm} cannot be sent to Ray's actors, which make engines of their own; give {model} instead"
         )
-    for name in ("dtype", "quantization"):
+    for name in ("dtype", "quantization", "lora"):
         if name in engine_args:
             raise ArgumentError(
                 f"{{{name}}} is one of the job's settings; give it as an argument, not in {{engine_args}}"

@@ -77,6 +77,7 @@ class CaptionSettings:
     video_max_pixels: int | None = None
     clip_seconds: float | None = None
     animations_as_clips: bool = False
+    lora: str | None = None
     schema: str | None = None
     stop_on_repetition: bool = True
     beam_width: int | None = None

@@ -32,7 +32,7 @@ PASSED_ON = (
     "stop_on_repetition",
     *("video_fps", "video_frames", "video_max_pixels", "clip_seconds", "animations_as_clips"),
     *("context_from", "context_mode", "caption_extension", "schema", "allow_special_tokens", "chat_template_kwargs"),
-    *("beam_width", "dtype", "quantization", "output", "format", "output_dir", "overwrite", "append_anyway"),
+    *("beam_width", "dtype", "quantization", "lora", "output", "format", "output_dir", "overwrite", "append_anyway"),
     "skip_existing",
     *("retry_failed", "fail_fast", "limit", "shard", "workers", "worker_processes", "ordered", "data_parallel_size"),
 )
@@ -41,7 +41,7 @@ OUTPUT_OPTIONS = (
     *("format", "output_dir", "overwrite", "append_anyway", "skip_existing", "retry_failed", "caption_extension"),
 )
 # Settings of the captions that have the name of an engine option.
-SETTINGS = ("dtype", "quantization", "seed")
+SETTINGS = ("dtype", "quantization", "lora", "seed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -77,6 +77,19 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
         metavar="ORIGIN",
         help="allow requests of web pages from this origin, such as https://example.org, or * for all; may be repeated",
     )
+    group.add_argument(
+        "--lora-modules",
+        nargs="+",
+        default=[],
+        metavar="NAME=DIR",
+        help="serve LoRA adapters, folders as PEFT saves them, as models of these names; needs --enable-lora",
+    )
+    group.add_argument(
+        "--allow-lora-updating",
+        action="store_true",
+        help="let clients load adapters from any folder that the server can read, and unload adapters; needs "
+        "--enable-lora",
+    )
     group.add_argument("--demo", action="store_true", help="also serve the demo page at /demo, which requires no key")
     group.add_argument(
         "--drain-timeout",
@@ -164,10 +177,11 @@ def run(args: argparse.Namespace) -> int:
     _check_installed(args)
     media, keys = media_policy(args), _api_keys(args)
     _check_origins(args.cors_origin)
+    modules = _lora_modules(args)
     check_endpoint(args.otlp_traces_endpoint)
     ray = ray_options(args)
     if ray is not None:
-        return run_on_ray(args, ray, _settings(args, model_name(args.model), keys, media))
+        return run_on_ray(args, ray, _settings(args, model_name(args.model), keys, media, modules))
     with listen(args.host, args.port) as listener:
         check(args)
         tell_if_bundled(args)
@@ -185,7 +199,7 @@ def run(args: argparse.Namespace) -> int:
             **engine_arguments(args),
         )
         tell_sampling_defaults(args, engine.sampling_defaults)
-        settings = _settings(args, engine.model, keys, media)
+        settings = _settings(args, engine.model, keys, media, modules)
 
         def tell(url: str) -> None:
             page = f", with a page at {url}/demo/" if args.demo else ""
@@ -198,7 +212,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(args: argparse.Namespace, model: str, keys: tuple[str, ...], media: MediaPolicy) -> ServerSettings:
+def _settings(
+    args: argparse.Namespace, model: str, keys: tuple[str, ...], media: MediaPolicy, modules: dict[str, str]
+) -> ServerSettings:
     return ServerSettings(
         model_names=tuple(args.served_model_name) or (model,),
         api_keys=keys,
@@ -215,9 +231,27 @@ def _settings(args: argparse.Namespace, model: str, keys: tuple[str, ...], media
         allow_special_tokens=args.allow_special_tokens,
         chat_template_kwargs=args.chat_template_kwargs or {},
         uses_generation_config=args.generation_config == "auto",
+        lora_modules=modules,
+        allow_lora_updating=args.allow_lora_updating,
         log_requests=args.log_requests,
         has_demo=args.demo,
     )
+
+
+def _lora_modules(args: argparse.Namespace) -> dict[str, str]:
+    """Folders by names."""
+    option = "--lora-modules" if args.lora_modules else "--allow-lora-updating" if args.allow_lora_updating else None
+    if option is not None and not args.enable_lora:
+        raise ValueError(f"{option} needs --enable-lora")
+    modules: dict[str, str] = {}
+    for given in args.lora_modules:
+        name, _, path = given.partition("=")
+        if not name or not path:
+            raise ValueError(f"--lora-modules: {given!r} is not NAME=DIR")
+        if name in modules:
+            raise ValueError(f"--lora-modules has the name {name!r} twice")
+        modules[name] = path
+    return modules
 
 
 def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:

@@ -3,7 +3,8 @@
 A full block of computed tokens enters the prefix cache under a key that *is* its content: the id of the prefix before
 it, its token ids, and for each media item it touches the item's digest and where in the item the block begins (all
 placeholders share one token id, so token ids alone would let one image's KV be used for another). A lookup compares
-whole keys, so a hit never rests on a hash alone. The first block's prefix is the request's cache salt.
+whole keys, so a hit never rests on a hash alone. The first block's prefix is the request's cache salt
+and the digest of its LoRA adapter.
 
 A block whose reference count falls to zero is free but keeps its content until it is needed: free blocks are a queue,
 those without content at the front, then the least recently used; of one sequence the tail goes before the head.
@@ -120,7 +121,7 @@ class BlockManager:
         items = ()
         if start < seq.media_end:
             items = tuple((seq.items[j].digest, start - seq.items[j].offset) for j in seq.items_in(start, end))
-        prefix = seq.prefix_ids[i - 1] if i else ("salt", seq.cache_salt)
+        prefix = seq.prefix_ids[i - 1] if i else ("salt", seq.cache_salt, seq.adapter and seq.adapter.digest)
         return prefix, tuple(seq.token_ids[start:end]), items
 
     def _take(self, block: int) -> None:

@@ -4,12 +4,14 @@ A sequence has a row while it runs. Work is ordered in the device's stream: a ro
 written after the last step of its former one.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from mmvllm.batch import Batch
+from mmvllm.batch import AdapterRows, Batch
 from mmvllm.engine.mixed_step import MixedStep, MixedTensors
-from mmvllm.engine.step_inputs import StepInputs
+from mmvllm.engine.step_inputs import AdapterTokens, StepInputs
 from mmvllm.transfer import copy_together
 
 
@@ -57,12 +59,19 @@ class DeviceRows:
         """The batch of a step, and its `samples` on the device; one copy to the device."""
         if inputs.prefills is None:
             (decodes,) = copy_together([inputs.decodes], self.device)
-            return self.decode_batch(decodes, tuple(inputs.decodes[1].tolist())), decodes[:2]
+            batch = self.decode_batch(decodes, tuple(inputs.decodes[1].tolist()))
+            return self._with_adapters(batch, inputs.adapters), decodes[:2]
         step = MixedStep.of(inputs, inputs.prefills)
         tensors = MixedTensors(*copy_together(step.arrays(), self.device))
         self.enter(tensors)
         batch = self.mixed_batch(tensors, tuple(step.query_lens.tolist()), tuple(step.kv_lens.tolist()))
-        return batch, tensors.samples
+        return self._with_adapters(batch, inputs.adapters), tensors.samples
+
+    def _with_adapters(self, batch: Batch, adapters: AdapterTokens | None) -> Batch:
+        if adapters is None:
+            return batch
+        tokens, ends = copy_together([adapters.tokens, adapters.ends], self.device)
+        return replace(batch, adapters=AdapterRows(tokens, ends, adapters.slots))
 
     def enter(self, new: MixedTensors) -> None:
         """Keep what later steps need of the sequences of prefills; not captured: their number of blocks varies."""

@@ -93,7 +93,9 @@ class Dispatcher:
         if params.seed is None:  # an engine's own would be those of the others, too
             params = replace(params, seed=xxhash.xxh64_intdigest(f"{self._fleet.seed}:{key}".encode()))
         items = [(item.offset, item.digest) for item in prompt.items]
-        known = fingerprint(prompt.token_ids, items, options.get("cache_salt"), params.max_tokens)
+        adapter = options.get("lora_request")
+        salt = options.get("cache_salt") if adapter is None else f"{adapter.lora_path}\0{options.get('cache_salt')}"
+        known = fingerprint(prompt.token_ids, items, salt, params.max_tokens)
         request = _Assignment(key, receiver, prompt, params, options, known)
         with self._lock:
             self._assigned[key] = self._by_receiver[receiver] = request

@@ -130,6 +130,11 @@ class EngineHost:
         options = command.options
         receiver = _RemoteReceiver(command.key, command.request_id, options["arrival_time"], command.num_completions)
         self._receivers[command.key] = receiver
+        try:  # here, so that the engine's thread need not
+            self._engine.load_adapter(options.get("lora_request"))
+        except ValueError as error:
+            self._deliver([(receiver, error)])
+            return
         on_gpu = self._engine.device.type == "cuda"
         prompt = in_pinned_memory(command.prompt) if on_gpu else command.prompt
         self._thread.add(receiver, prompt, command.params, **options)

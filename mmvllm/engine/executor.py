@@ -66,7 +66,7 @@ class Executor:
     def _run(self, scheduled: Schedule, watch: Stopwatch) -> Sampled:
         for seq in scheduled.started:
             self.sampler.enter(seq.row, seq)
-        inputs = pack_step(scheduled, self.runner.ranks.size)
+        inputs = pack_step(scheduled, self.runner.ranks.size, self.scheduler.adapter_slots.num_slots)
         watch.mark("pack")
         pending = self.sampler.begin_masks(inputs.samples[0], scheduled)
         try:

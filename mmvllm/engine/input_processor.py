@@ -11,6 +11,7 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from mmvllm.config import ModelConfig
+from mmvllm.engine.adapters import Adapter
 from mmvllm.engine.beam_search import BeamSearch
 from mmvllm.engine.beams import Beams
 from mmvllm.engine.constraints import check_in_vocabulary, constraints_of
@@ -87,6 +88,7 @@ class InputProcessor:
         trace_headers: Mapping[str, str] | None,
         pooling: PoolingParams | None = None,
         prompt_logprobs_from: int = 1,
+        adapter: Adapter | None = None,
     ) -> SequenceGroup:
         """The sequences of a request; raises RequestError for one that can never run."""
         _check_types(
@@ -108,6 +110,9 @@ class InputProcessor:
         reads = self._reads(prompt, params, pooling, prompt_logprobs_from)
         seed = f"{self._seed}:{next(self._unseeded)}" if params.seed is None else str(params.seed)
         arrival_time = time.time() if arrival_time is None else arrival_time
+        items = prompt.items
+        if adapter is not None and adapter.adapts_vision:
+            items = tuple(replace(item, digest=adapter.item_digest(item.digest)) for item in items)
         seqs = []
         for i in range(params.num_seqs):
             constraints = constraints_of(params, self._tokenizer, self._config.vocab_size)
@@ -119,7 +124,7 @@ class InputProcessor:
                 params,
                 request_id=request_id,
                 block_size=self._block_size,
-                items=prompt.items,
+                items=items,
                 positions=prompt.positions,
                 mrope_position_delta=prompt.position_delta,
                 max_num_tokens=self._max_num_tokens(prompt, params, pooling),
@@ -128,6 +133,7 @@ class InputProcessor:
                 cache_salt=cache_salt,
                 arrival_time=arrival_time,
                 completion_text=CompletionText(self._tokenizer, params.stop) if params.stop else None,
+                adapter=adapter,
                 constraints=constraints,
                 waits_for_tokens=bool(depends_on_text),
                 reads=None if i else reads,  # of the sequence that computes the prompt

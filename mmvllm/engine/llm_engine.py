@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from mmvllm.config import EngineConfig
+from mmvllm.engine.adapters import Adapter, AdapterStore
 from mmvllm.engine.block_manager import BlockManager
 from mmvllm.engine.checkpoint import read_checkpoint
 from mmvllm.engine.device_errors import is_fatal
@@ -32,6 +33,7 @@ from mmvllm.engine.tokenizer import eos_token_ids_of, load_tokenizer
 from mmvllm.engine.warmup import WARMUP_PARAMS
 from mmvllm.errors import EngineFailed, RequestError, first_line
 from mmvllm.inputs import EngineInput
+from mmvllm.lora import LoRARequest
 from mmvllm.outputs import RequestOutput
 from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.tensors import Array
@@ -60,6 +62,7 @@ class LLMEngine:
         self.attention, self.max_model_len = self.model_runner.attention, self.model_runner.max_model_len
         self.block_size = self.model_runner.block_size
         bytes_per_row = self.model_config.row_size * self.model_runner.dtype.itemsize
+        self.adapters = self._adapter_store()
         self.encoder_cache = EncoderCache(config.encoder_cache_bytes, bytes_per_row)
         self.input_processor = InputProcessor(
             self.model_config,
@@ -83,6 +86,7 @@ class LLMEngine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_vision_patches=config.max_vision_patches,
+            max_loras=config.max_loras if config.enable_lora else 0,
         )
         sampler = Sampler(eos_token_ids, config.max_num_seqs, self.model_config.vocab_size, self.model_runner.device)
         self.executor = Executor(self.model_runner, sampler, self.scheduler)
@@ -173,6 +177,7 @@ class LLMEngine:
         trace_headers: Mapping[str, str] | None = None,
         pooling: PoolingParams | None = None,
         prompt_logprobs_from: int = 1,
+        lora_request: LoRARequest | None = None,
     ) -> SequenceGroup:
         """Queue a prepared request and return its sequences; raises RequestError for one that can never run.
 
@@ -183,6 +188,7 @@ class LLMEngine:
             pooling: the output has the `embedding` of the prompt, and nothing is generated.
             prompt_logprobs_from: token of the prompt that `SamplingParams.prompt_logprobs` begin at; what precedes it
                 may come from the prefix cache.
+            lora_request: the adapter that it uses; read here unless `load_adapter` has read it.
         """
         self.check_alive()
         request_id = self.new_request_id() if request_id is None else request_id
@@ -198,9 +204,29 @@ class LLMEngine:
             trace_headers=trace_headers,
             pooling=pooling,
             prompt_logprobs_from=prompt_logprobs_from,
+            adapter=self.load_adapter(lora_request),
         )
+        group.adapter_name = None if lora_request is None else lora_request.lora_name
         self.scheduler.add(group)
         return group
+
+    def load_adapter(self, lora_request: LoRARequest | None) -> Adapter | None:
+        """Read a request's adapter, in any thread, so that the engine need not; raises RequestError for a wrong one."""
+        if lora_request is None:
+            return None
+        if not self.config.enable_lora:
+            raise RequestError("lora_request needs an engine with enable_lora=True", param="lora_request")
+        adapters = self.adapters
+        if adapters is None:
+            raise RuntimeError("the engine has exited; make a new one")
+        return adapters.load(lora_request)
+
+    def _adapter_store(self) -> AdapterStore | None:
+        runner = self.model_runner
+        if runner.adapters is None:
+            return None
+        regions, max_rank = runner.adapters.regions, self.config.max_lora_rank
+        return AdapterStore(runner.model, regions, max_rank, runner.dtype, runner.device)
 
     def new_request_id(self) -> str:
         """An id that no request in flight has."""
@@ -303,6 +329,7 @@ class LLMEngine:
                 torch.cuda.synchronize(device)
         self.model_runner.peers.exit()
         del self.model_runner, self.executor, self.recovery
+        self.adapters = None  # which has the model
         with suppress(RuntimeError):
             if device.type == "cuda":
                 torch.cuda.empty_cache()

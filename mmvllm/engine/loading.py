@@ -6,6 +6,7 @@ import torch
 
 from mmvllm.config import EngineConfig, ModelConfig
 from mmvllm.engine.checkpoint import Checkpoint
+from mmvllm.engine.device_adapters import DeviceAdapters
 from mmvllm.engine.memory import num_kv_blocks
 from mmvllm.engine.model_runner import ModelRunner
 from mmvllm.engine.peers import Peers
@@ -13,6 +14,7 @@ from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.attention_choice import choose_attention, choose_vision_attention, warm_up_attention
 from mmvllm.layers.fp8 import fp8_unusable
 from mmvllm.layers.linear import pack_weights
+from mmvllm.models.interface import Model
 from mmvllm.models.weights import load_model
 from mmvllm.ranks import Ranks
 from mmvllm.transfer import current_device
@@ -32,7 +34,9 @@ def load_runner(checkpoint: Checkpoint, device: torch.device, ranks: Ranks, peer
         *(checkpoint.folder, model_config, device, dtype, config.load_format, config.seed, attention, vision_attention),
         fp8=config.quantization == "fp8",
         ranks=ranks,
+        lora=config.lora,
     )
+    adapters = _adapters(config, model, dtype, device)
     if device.type == "cpu":
         pack_weights(model, dtype, int8=config.quantization == "int8")
     block_size = config.kvcache_block_size or attention.block_size
@@ -53,14 +57,22 @@ def load_runner(checkpoint: Checkpoint, device: torch.device, ranks: Ranks, peer
         use_graphs=use_graphs,
         ranks=ranks,
         peers=peers,
+        adapters=adapters,
     )
     if device.type == "cuda" and not config.skip_warmup:
         with current_device(device), torch.inference_mode():
             warm_up_attention(attention, model.config.num_attention_heads, runner.kv_cache[0])
+            if adapters is not None:
+                adapters.warm_up()
     if use_graphs:
         vision = vision_attention is not None and _uses_graphs(config, device, vision_attention)
         runner.capture_graphs(config.max_num_seqs, max_model_len, vision)
     return runner
+
+
+def _adapters(config: EngineConfig, model: Model, dtype: torch.dtype, device: torch.device) -> DeviceAdapters | None:
+    """The slots for adapters of requests, allocated before the memory for the KV cache is measured."""
+    return DeviceAdapters(model, config.max_loras, config.max_lora_rank, dtype, device) if config.enable_lora else None
 
 
 def _attention(

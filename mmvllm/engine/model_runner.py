@@ -3,12 +3,14 @@
 import logging
 import time
 from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from mmvllm.engine.decode_graphs import DecodeGraphs
+from mmvllm.engine.device_adapters import DeviceAdapters
 from mmvllm.engine.device_rows import DeviceRows
 from mmvllm.engine.graphs import Graphs
 from mmvllm.engine.memory import empty_kv_cache, num_graph_logits
@@ -41,6 +43,7 @@ class ModelRunner:
         attention: the decoder's backend.
         use_graphs: whether `capture_graphs` will be called: padding rows of graphs write to one more block.
         peers: what rank 0 lets run the same steps.
+        adapters: the slots for adapters of requests; None where these may have none.
     """
 
     def __init__(
@@ -59,11 +62,12 @@ class ModelRunner:
         use_graphs: bool = False,
         ranks: Ranks = SINGLE,
         peers: Peers | None = None,
+        adapters: DeviceAdapters | None = None,
     ):
         self.model, self.model_config = model, model.config
         self.device, self.dtype, self.attention, self.ranks = device, dtype, attention, ranks
         self.max_model_len = max_model_len
-        self.peers = peers or Peers()
+        self.peers, self.adapters = peers or Peers(), adapters
         configs = {"image": image_config, "video": video_config}
         self._tables = {modality: config.pixel_table().to(device, dtype) for modality, config in configs.items()}
         self._uploader = Uploader(device, CopyStream(device) if device.type == "cuda" else None)
@@ -94,12 +98,15 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, inputs: StepInputs, watch: Stopwatch) -> Tensor:
         """Encode the step's new items, then run the decoder -> logits (R, V), on rank 0."""
-        graphs = next((graphs for graphs in self.graphs if inputs.reads is None and graphs.fits(inputs)), None)
+        fits_graphs = inputs.reads is None and inputs.adapters is None
+        graphs = next((graphs for graphs in self.graphs if fits_graphs and graphs.fits(inputs)), None)
         self.reading = None
         if self.ranks.size > 1:
             operations = self._operations(inputs, graphs is not None)
             self.send(inputs, watch)
             self.ranks.expect(operations)  # at once: whatever fails from here on, the others are not left to wait
+        for slot, adapter in inputs.new_adapters:
+            self.adapters.write(slot, adapter)
         for digest in inputs.freed_digests:
             self._rows.pop(digest, None)
         if inputs.block_copies:
@@ -172,16 +179,20 @@ class ModelRunner:
     def _encode(self, inputs: StepInputs) -> None:
         """The ViT on the new items of the step that this rank encodes, whose rows all ranks get."""
         for rank, items in _by_encoder(inputs):
-            if rank == self.ranks.rank:
+            if rank == self.ranks.rank and not inputs.item_slots:
                 self._encode_own(items)
+            elif rank == self.ranks.rank:
+                slots = dict(zip((item.digest for item in inputs.new_items), inputs.item_slots, strict=True))
+                for slot in dict.fromkeys(slots[item.digest] for item in items):
+                    self._encode_own([item for item in items if slots[item.digest] == slot], slot)
         if self.ranks.size > 1:
             for rank, items in _by_encoder(inputs):
                 self._share_rows(rank, items)
 
-    def _encode_own(self, items: list[MediaItem]) -> None:
-        """One call of the ViT on a GPU, a few whose tensors fit the caches on a CPU."""
+    def _encode_own(self, items: list[MediaItem], slot: int | None = None) -> None:
+        """One call of the ViT on a GPU, a few whose tensors fit the caches on a CPU; all with one adapter."""
         for group in _groups(items, _CPU_PATCHES if self.device.type == "cpu" else None):
-            rows, is_kept = self._encode_group(group)  # (M, row_size)
+            rows, is_kept = self._encode_group(group, slot)  # (M, row_size)
             self._keep(group, rows, is_kept)
 
     def _keep(self, items: list[MediaItem], rows: Tensor, is_kept: bool) -> None:
@@ -196,9 +207,12 @@ class ModelRunner:
             rows = self._no_rows.new_empty(sum(item.num_tokens for item in items), self._no_rows.shape[1])
             self._keep(items, self.ranks.broadcast(rows, rank), True)
 
-    def _encode_group(self, items: list[MediaItem]) -> tuple[Tensor, bool]:
+    def _encode_group(self, items: list[MediaItem], slot: int | None) -> tuple[Tensor, bool]:
         """The rows of all items, and whether they are not overwritten by the next."""
         patches, layout = self._pixels(items), self.model.layout([item.grid for item in items])
+        if slot is not None:
+            layout = replace(layout.to(self.device), slot=(slot, self.adapters.num_slots))
+            return self.model.encode_patches(patches, layout), True
         size = self.vision_graphs.size(layout) if self.vision_graphs is not None else None
         if size is not None:
             return self.vision_graphs.run(size, patches, layout), False

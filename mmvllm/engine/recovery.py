@@ -71,3 +71,4 @@ class Recovery:
         self._runner.peers.settle()
         self._scheduler.encoder_cache.keep_encoded(self._runner.has_rows)
         self._runner.keep_rows(self._scheduler.encoder_cache.encoded_digests)
+        self._scheduler.adapter_slots.forget_unused()

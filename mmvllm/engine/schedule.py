@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from mmvllm.engine.adapters import Adapter
 from mmvllm.engine.prompt_reads import LogprobReads
 from mmvllm.engine.sequence import Sequence, SequenceStatus
 from mmvllm.inputs import MediaItem
@@ -39,6 +40,8 @@ class Schedule:
     decodes: list[ScheduledChunk] = field(default_factory=list)  # one token each, sampled before: the device has it
     prefills: list[ScheduledChunk] = field(default_factory=list)  # prompts, and what is computed again
     items_to_encode: dict[bytes, MediaItem] = field(default_factory=dict)  # by digest
+    item_slots: dict[bytes, int] = field(default_factory=dict)  # of those that go through an adapter
+    new_adapters: tuple[tuple[int, Adapter], ...] = ()  # (slot, adapter) to write first
     freed_digests: tuple[bytes, ...] = ()  # items whose rows are no longer cached
     # The sequences whose rows are written: those that run from this step on, and beams, whose tokens may be others.
     started: list[Sequence] = field(default_factory=list)

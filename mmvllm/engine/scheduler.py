@@ -19,6 +19,7 @@ from bisect import insort
 from collections.abc import Callable
 from enum import Enum, auto
 
+from mmvllm.engine.adapter_slots import AdapterSlots
 from mmvllm.engine.beam_search import Candidate
 from mmvllm.engine.block_manager import BlockManager
 from mmvllm.engine.encoder_cache import EncoderCache
@@ -50,6 +51,7 @@ class Scheduler:
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens computed in one step.
         max_vision_patches: patches encoded in one step; a larger item is encoded alone.
+        max_loras: slots for adapters.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_vision_patches: int,
+        max_loras: int = 0,
     ):
         self.block_manager = block_manager
         self.encoder_cache = encoder_cache
@@ -68,6 +71,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_vision_patches = max_vision_patches
+        self.adapter_slots = AdapterSlots(max_loras)
         self.groups: dict[str, SequenceGroup] = {}
         self.waiting: list[Sequence] = []  # both lists are kept in order of service
         self.running: list[Sequence] = []
@@ -109,6 +113,7 @@ class Scheduler:
                 self._schedule_waiting(step)
             if step.num_tokens:
                 step.freed_digests = self.encoder_cache.take_freed()
+                step.new_adapters = self.adapter_slots.take_new()
                 return step
             # A lone sequence that preempted itself freed what kept the others from running, as does a beam that waits
             # for others. No other case goes on.
@@ -185,6 +190,8 @@ class Scheduler:
     def _schedule_waiting(self, step: Schedule) -> None:
         while self.waiting and len(self.running) < self.seq_limit and step.num_tokens < self.max_num_batched_tokens:
             seq = self.waiting[0]
+            if not self._acquire_slot(seq):
+                return  # one of those that run ends first; later requests do not overtake
             seq.num_computed_tokens = self._attach_blocks(seq)
             if self._schedule_seq(step, seq) is not _Allotment.SCHEDULED:
                 self._release(seq)  # no room yet; later requests do not overtake
@@ -198,6 +205,12 @@ class Scheduler:
             seq.status, seq.finish_reason = SequenceStatus.RUNNING, None
             seq.row = self._free_rows.pop()
             step.started.append(seq)
+
+    def _acquire_slot(self, seq: Sequence) -> bool:
+        """Hold a slot for the sequence's adapter, if it has one; False if others hold all of them."""
+        if seq.adapter is not None:
+            seq.adapter_slot = self.adapter_slots.acquire(seq.adapter, seq.seq_id)
+        return seq.adapter is None or seq.adapter_slot is not None
 
     def _attach_blocks(self, seq: Sequence) -> int:
         """Start a waiting sequence from what is computed already: its group's prompt, a beam, or a cached prefix."""
@@ -238,6 +251,8 @@ class Scheduler:
         step.num_tokens += end - start
         step.num_patches += sum(item.num_patches for item in new_items.values())
         step.items_to_encode |= new_items
+        if seq.adapter is not None and seq.adapter.adapts_vision:
+            step.item_slots |= dict.fromkeys(new_items, seq.adapter_slot)
         self.encoder_cache.mark_encoded(new_items)  # before any later step reads their rows
         return _Allotment.SCHEDULED
 
@@ -395,6 +410,7 @@ class Scheduler:
         rows = [seq.row for seq in self.running]
         assert sorted([*rows, *self._free_rows]) == list(range(self.max_num_seqs)), f"rows in use: {rows}"
         self.block_manager.check(self.running)
+        self.adapter_slots.check({seq.seq_id: seq.adapter_slot for seq in self.running if seq.adapter is not None})
         users = set()
         for seq in self.running:
             end = seq.num_computed_tokens + seq.num_inflight_tokens
@@ -431,6 +447,9 @@ class Scheduler:
             self.encoder_cache.release(item.digest, (seq.seq_id, i))
         seq.num_computed_tokens = seq.num_inflight_tokens = 0
         seq.is_decoding = False
+        if seq.adapter_slot is not None:
+            self.adapter_slots.release(seq.adapter, seq.seq_id)
+            seq.adapter_slot = None
         if seq.row is not None:
             self._free_rows.append(seq.row)
             seq.row = None

@@ -17,6 +17,7 @@ from mmvllm.outputs import LogprobsById, RequestOutput
 from mmvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from mmvllm.engine.adapters import Adapter
     from mmvllm.engine.detokenizer import CompletionText
     from mmvllm.engine.prompt_reads import PromptReads
     from mmvllm.engine.stopwatch import Encoding
@@ -85,6 +86,7 @@ class Sequence:
         constraints: tuple[Constraint, ...] = (),
         waits_for_tokens: bool = False,
         reads: "PromptReads | None" = None,
+        adapter: "Adapter | None" = None,
     ):
         """`positions` (3, T) are those of the prompt; `max_num_tokens` counts prompt and completion."""
         self.seq_id = next(self._seq_ids)
@@ -101,6 +103,7 @@ class Sequence:
         self.waits_for_tokens = waits_for_tokens or self.is_beam  # what may follow depends on all tokens before it
         self.reads = reads  # what is wanted of the prompt's hidden states, and what of it there is
 
+        self.adapter = adapter
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = len(token_ids)
         longest = self.num_prompt_tokens + sampling_params.max_tokens
@@ -117,6 +120,7 @@ class Sequence:
         self.num_inflight_tokens = 0  # computed by steps that were launched and are not committed yet
         self.is_decoding = False  # whether all that it computes, while it runs, are tokens sampled since it began to
         self.row: int | None = None  # of the arrays of running sequences
+        self.adapter_slot: int | None = None  # while it runs, if it has an adapter
         self._num_cached_tokens = 0
         self.num_preemptions = 0
         self.first_scheduled_time: float | None = None
@@ -268,6 +272,7 @@ class SequenceGroup:
     seqs: list[Sequence]
     trace_headers: Mapping[str, str] | None = None  # of the request that came over a network, for the caller's tracing
     preparation: tuple[float, float] | None = None  # when it began and ended
+    adapter_name: str | None = None  # as the request calls it
     error: str | None = None
     output: RequestOutput | None = None  # written by the engine, once the request has finished
     beams: "Beams[Sequence] | None" = None  # of a beam search

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mmvllm.engine.adapters import Adapter
 from mmvllm.engine.schedule import Schedule, ScheduledChunk
 from mmvllm.inputs import MediaItem
 
@@ -52,6 +53,18 @@ class Reads:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterTokens:
+    """Tokens of a step that use LoRA adapters, as `AdapterRows` has them."""
+
+    tokens: np.ndarray  # (L,) int64, sorted by slot
+    ends: np.ndarray  # (slots,) int32
+
+    @property
+    def slots(self) -> frozenset[int]:
+        return frozenset(np.flatnonzero(np.diff(self.ends, prepend=0)).tolist())
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """One step: D sequences that decode, then F prefills."""
 
@@ -63,6 +76,9 @@ class StepInputs:
     encoders: tuple[int, ...]  # the rank that encodes each of them
     freed_digests: tuple[bytes, ...]  # items whose rows the encoder cache has dropped since the last step
     reads: Reads | None = None  # None where nothing is read, as in all steps without prefills
+    item_slots: tuple[int | None, ...] = ()  # of the adapters that new items go through, if any do
+    new_adapters: tuple[tuple[int, Adapter], ...] = ()  # slots that are written before anything is computed
+    adapters: AdapterTokens | None = None  # None where no sequence uses one
 
     @property
     def num_decodes(self) -> int:
@@ -77,8 +93,8 @@ class StepInputs:
         return self.num_decodes + (0 if self.prefills is None else len(self.prefills.rows))
 
 
-def pack_step(step: Schedule, num_ranks: int = 1) -> StepInputs:
-    """Pack a schedule; its new items are dealt out over ranks."""
+def pack_step(step: Schedule, num_ranks: int = 1, num_slots: int = 0) -> StepInputs:
+    """Pack a schedule; its new items are dealt out over ranks. There are so many slots for adapters."""
     rows = [chunk.seq.row for chunk in step.decodes]
     ends = [chunk.end for chunk in step.decodes]
     last_blocks = [chunk.seq.block_table[-1] for chunk in step.decodes]
@@ -98,6 +114,9 @@ def pack_step(step: Schedule, num_ranks: int = 1) -> StepInputs:
         encoders=_deal([item.num_patches for item in new_items], num_ranks),
         freed_digests=step.freed_digests,
         reads=_pack_reads(step) if prefills is not None else None,
+        item_slots=tuple(map(step.item_slots.get, step.items_to_encode)) if step.item_slots else (),
+        new_adapters=step.new_adapters,
+        adapters=_adapter_tokens(step, num_slots) if num_slots else None,
     )
 
 
@@ -116,6 +135,19 @@ def _pack_reads(step: Schedule) -> Reads | None:
         logprob_lens=tuple(len(chunk.reads) for chunk in with_logprobs),
         pooled_lens=tuple(len(chunk.reads) for chunk in pooled),
     )
+
+
+def _adapter_tokens(step: Schedule, num_slots: int) -> AdapterTokens | None:
+    """The tokens of each slot, in the order in which the chunks are packed."""
+    chunks = step.chunks
+    slots = [-1 if chunk.seq.adapter_slot is None else chunk.seq.adapter_slot for chunk in chunks]
+    if max(slots) < 0:
+        return None
+    of_tokens = np.repeat(slots, [chunk.end - chunk.start for chunk in chunks])
+    order = np.argsort(of_tokens, kind="stable")
+    first = np.count_nonzero(of_tokens < 0)
+    ends = np.searchsorted(of_tokens[order][first:], np.arange(num_slots), side="right")
+    return AdapterTokens(order[first:], ends.astype(np.int32))
 
 
 def _deal(num_patches: list[int], num_ranks: int) -> tuple[int, ...]:

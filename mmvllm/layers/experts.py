@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmvllm.batch import AdapterRows
 from mmvllm.config import ExpertsConfig
 from mmvllm.kernels.dispatch import runs_triton
 from mmvllm.kernels.grouped_linear import grouped_linear
@@ -30,8 +31,8 @@ class SparseMLP(nn.Module):
         self.gate = nn.Linear(hidden_size, experts.num_experts, bias=False)  # not a Linear: it is never quantized
         self.experts = Experts(hidden_size, Shard.cut(experts.num_experts, ranks), experts.intermediate_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (N, C) -> the weighted sum of the outputs of its experts on this rank (N, C)."""
+    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        """x (N, C) -> the weighted sum of the outputs of its experts on this rank (N, C); no adapter adapts them."""
         probs = self.gate(x).softmax(dim=-1, dtype=torch.float32)
         weights, chosen = probs.topk(self.num_experts_per_tok, dim=-1)  # (N, k)
         weights = weights / weights.sum(dim=-1, keepdim=True)

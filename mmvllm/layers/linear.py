@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmvllm.batch import AdapterRows
 from mmvllm.kernels.fp8 import E4M3, Fp8Rows, quantize_rows, scaled_linear
 from mmvllm.kernels.silu_mul import silu_mul, silu_mul_fp8
 from mmvllm.layers.fp8 import Fp8View, check_sizes
+from mmvllm.layers.lora import AdapterStack
 from mmvllm.layers.sharding import CheckpointView, Shard
 
 # Products of five or six rows read a weight at 30 GB/s, of one row at 22 (bfloat16, AVX512-BF16, 2 cores).
@@ -117,6 +119,7 @@ class Linear(nn.Linear, PackableModule, AssembledModule):
 
     packed: PackedWeight | Int8Weight | PackedGate | None = None
     is_fp8 = False
+    adapters: AdapterStack | None = None  # where requests may have adapters of their own
 
     def __init__(self, in_size: int | Shard, out_size: int | Shard, bias: bool = True):
         rows, columns = Shard.of(out_size), Shard.of(in_size)
@@ -152,11 +155,21 @@ class Linear(nn.Linear, PackableModule, AssembledModule):
                 view = Fp8View(view, self.scale[at]) if self.is_fp8 else view
                 yield CheckpointView(name, part, view, (rows, self.columns))
 
-    def forward(self, x: Tensor | Fp8Rows) -> Tensor:
+    def part_widths(self) -> Sequence[int]:
+        """Outputs of each layer of the checkpoint."""
+        return (self.out_features,)
+
+    def forward(self, x: Tensor | Fp8Rows, adapters: AdapterRows | None = None) -> Tensor:
+        y = self._product(x)
+        if adapters is not None:
+            self.adapters.add(y, x, adapters)
+        return y
+
+    def _product(self, x: Tensor | Fp8Rows) -> Tensor:
         if self.is_fp8:
             rows = x if isinstance(x, Fp8Rows) else quantize_rows(x)
             return scaled_linear(rows, self.weight, self.scale, self.bias)
-        return super().forward(x) if self.packed is None else self.packed(x)
+        return nn.Linear.forward(self, x) if self.packed is None else self.packed(x)
 
 
 class MergedLinear(Linear):
@@ -177,8 +190,11 @@ class MergedLinear(Linear):
             yield from self._views(shard, start, part)
             start += size
 
-    def forward(self, x: Tensor | Fp8Rows) -> tuple[Tensor, ...]:
-        return super().forward(x).split(self.out_sizes, dim=-1)
+    def part_widths(self) -> Sequence[int]:
+        return self.out_sizes
+
+    def forward(self, x: Tensor | Fp8Rows, adapters: AdapterRows | None = None) -> tuple[Tensor, ...]:
+        return super().forward(x, adapters).split(self.out_sizes, dim=-1)
 
 
 class SiluGate(MergedLinear):
@@ -188,16 +204,16 @@ class SiluGate(MergedLinear):
         super().__init__(in_size, [intermediate_size] * 2, bias=bias, padding=padding)
 
     def pack(self, int8: bool = False) -> None:
-        if int8:
+        if int8 or self.adapters is not None:  # which add to what the activation is applied to
             super().pack(int8)
         else:
             self.packed, self.weight = PackedGate(self.weight, self.bias), None
 
-    def forward(self, x: Tensor | Fp8Rows) -> Tensor | Fp8Rows:
+    def forward(self, x: Tensor | Fp8Rows, adapters: AdapterRows | None = None) -> Tensor | Fp8Rows:
         """With a weight of 8-bit floats, the result is rounded to 8 bits too."""
         if isinstance(self.packed, PackedGate):
             return self.packed(x)
-        gate_up = Linear.forward(self, x)
+        gate_up = Linear.forward(self, x, adapters)
         return silu_mul_fp8(gate_up) if self.is_fp8 else silu_mul(gate_up)
 
 
@@ -210,15 +226,20 @@ class PaddedLinear(Linear):
         self.columns = columns
 
 
-def by_rows(layers: Callable[[Tensor], Tensor], x: Tensor | Fp8Rows) -> Tensor:
+def by_rows(layers: Callable[..., Tensor], x: Tensor | Fp8Rows, adapters: AdapterRows | None = None) -> Tensor:
     """layers(x), on a CPU in chunks of rows of x (N, C), so that wide intermediate results stay in the cache.
+
+    `layers` also takes the adapters of these rows, where there are any.
 
     Chunks also keep intermediate tensors below 32 MiB. For larger ones the C library maps new pages every time, and
     clearing them takes longer than computing the layer.
     """
     if isinstance(x, Fp8Rows) or x.device.type != "cpu" or len(x) <= _CACHED_ROWS:
-        return layers(x)
-    return torch.cat([layers(rows) for rows in x.split(_CACHED_ROWS)])
+        return layers(x) if adapters is None else layers(x, adapters)
+    if adapters is None:
+        return torch.cat([layers(rows) for rows in x.split(_CACHED_ROWS)])
+    starts = range(0, len(x), _CACHED_ROWS)
+    return torch.cat([layers(x[i : i + _CACHED_ROWS], adapters.among(i, i + _CACHED_ROWS)) for i in starts])
 
 
 def pack_weights(model: nn.Module, dtype: torch.dtype, int8: bool) -> None:

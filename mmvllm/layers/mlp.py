@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from mmvllm.batch import AdapterRows
 from mmvllm.kernels.fp8 import Fp8Rows
 from mmvllm.layers.linear import PaddedLinear, SiluGate, by_rows
 from mmvllm.layers.sharding import Shard
@@ -30,5 +31,5 @@ class GatedMLP(nn.Module):
         self.gate_up_proj.use_fp8()
         self.down_proj.use_fp8()
 
-    def forward(self, x: Tensor | Fp8Rows) -> Tensor:
-        return by_rows(lambda rows: self.down_proj(self.gate_up_proj(rows)), x)
+    def forward(self, x: Tensor | Fp8Rows, adapters: AdapterRows | None = None) -> Tensor:
+        return by_rows(lambda rows, own=None: self.down_proj(self.gate_up_proj(rows, own), own), x, adapters)

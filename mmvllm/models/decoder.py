@@ -42,11 +42,12 @@ class Attention(nn.Module):
         self.o_proj.use_fp8()
 
     def forward(self, x: Tensor | Fp8Rows, cos: Tensor, sin: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
-        q, k, v = (part.unflatten(1, (-1, self.head_dim)) for part in self.qkv_proj(x))  # (N, H, D), twice (N, K, D)
+        qkv = self.qkv_proj(x, batch.adapters)
+        q, k, v = (part.unflatten(1, (-1, self.head_dim)) for part in qkv)  # (N, H, D), twice (N, K, D)
         k_cache, v_cache = kv_cache
         norms = None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         q = rotary_write_kv(q, k, v, cos, sin, k_cache, v_cache, batch.slot_mapping, norms)
-        return self.o_proj(self.backend.paged(q, k_cache, v_cache, batch).flatten(1))
+        return self.o_proj(self.backend.paged(q, k_cache, v_cache, batch).flatten(1), batch.adapters)
 
 
 class DecoderLayer(nn.Module):
@@ -72,7 +73,7 @@ class DecoderLayer(nn.Module):
         x, residual = self._normalised(self.input_layernorm, x, residual)
         x = self.ranks.all_reduce(self.self_attn(x, cos, sin, kv_cache, batch))
         x, residual = self._normalised(self.post_attention_layernorm, x, residual)
-        return self.ranks.all_reduce(self.mlp(x)), residual
+        return self.ranks.all_reduce(self.mlp(x, batch.adapters)), residual
 
     def _normalised(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor | Fp8Rows, Tensor]:
         return norm.add_fp8(x, residual) if self.is_fp8 else norm.add(x, residual)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmvllm.batch import AdapterRows
 from mmvllm.config import VisionConfig
 from mmvllm.inputs import Grid
 from mmvllm.kernels.quick_gelu import quick_gelu
@@ -34,10 +35,16 @@ class PatchLayout:
     Args:
         tensors: indexes and weights that the ViT defines; their last axes are patches or merged tokens.
         segments: of the patches, in each way in which the ViT divides them.
+        slot: of the LoRA adapter that all items go through, and the number of slots; None without one.
     """
 
     tensors: tuple[Tensor, ...]
     segments: tuple[Segments, ...]
+    slot: tuple[int, int] | None = None
+
+    def adapters(self, x: Tensor, merged: int = 1) -> AdapterRows | None:
+        """Those of the layers that take x (P, ...), or its rows merged by so many."""
+        return self.slot and AdapterRows.alone(*self.slot, len(x) // merged, x.device)
 
     def to(self, device: torch.device) -> "PatchLayout":
         tensors = tuple(to_device(tensor, device) for tensor in self.tensors)
@@ -51,8 +58,8 @@ class PatchEmbed(nn.Module):
         super().__init__()
         self.proj = Linear(config.patch_dim, config.embed_dim, bias=bias)
 
-    def forward(self, patches: Tensor) -> Tensor:
-        return self.proj(patches)
+    def forward(self, patches: Tensor, adapters: AdapterRows | None) -> Tensor:
+        return self.proj(patches, adapters)
 
 
 class VisionAttention(nn.Module):
@@ -65,10 +72,10 @@ class VisionAttention(nn.Module):
         self.qkv = Linear(config.embed_dim, 3 * config.embed_dim)
         self.proj = Linear(config.embed_dim, config.embed_dim)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
-        q, k, v = self.qkv(x).view(len(x), 3, self.num_heads, -1).unbind(1)  # each (P, H, D)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments, adapters: AdapterRows | None) -> Tensor:
+        q, k, v = self.qkv(x, adapters).view(len(x), 3, self.num_heads, -1).unbind(1)  # each (P, H, D)
         q, k = rotary(q, k, cos, sin)
-        return self.proj(self.backend.packed(q, k, v, segments).flatten(1))
+        return self.proj(self.backend.packed(q, k, v, segments).flatten(1), adapters)
 
 
 class VisionMLP(nn.Module):
@@ -82,8 +89,8 @@ class VisionMLP(nn.Module):
         self.fc2 = Linear(config.intermediate_size, config.embed_dim)
         self.act = ACTIVATIONS[config.hidden_act]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return by_rows(lambda rows: self.fc2(self.act(self.fc1(rows))), x)
+    def forward(self, x: Tensor, adapters: AdapterRows | None) -> Tensor:
+        return by_rows(lambda rows, own=None: self.fc2(self.act(self.fc1(rows, own)), own), x, adapters)
 
 
 class VisionBlock(nn.Module):
@@ -106,12 +113,18 @@ class VisionBlock(nn.Module):
         self.mlp = mlp
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, segments: Segments
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        segments: Segments,
+        adapters: AdapterRows | None,
     ) -> tuple[Tensor, Tensor]:
         """The previous block's output and the residual to add it to, both (P, embed_dim) -> the same of this block."""
         x, residual = self.norm1.add(x, residual)
-        x, residual = self.norm2.add(self.attn(x, cos, sin, segments), residual)
-        return self.mlp(x), residual
+        x, residual = self.norm2.add(self.attn(x, cos, sin, segments, adapters), residual)
+        return self.mlp(x, adapters), residual
 
 
 class PatchMerger(nn.Module):
@@ -123,9 +136,10 @@ class PatchMerger(nn.Module):
         self.ln_q = make_norm(config.embed_dim)
         self.mlp = nn.Sequential(Linear(self.width, self.width), nn.GELU(), Linear(self.width, config.out_hidden_size))
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor, adapters: AdapterRows | None) -> Tensor:
         """Rows (M, C) of the sum of x and the residual, both (P, embed_dim)."""
-        return self.mlp(self.ln_q.add(x, residual)[0].view(-1, self.width))
+        first, act, second = self.mlp
+        return second(act(first(self.ln_q.add(x, residual)[0].view(-1, self.width), adapters)), adapters)
 
 
 def frames(grids: Sequence[Grid]) -> Segments:

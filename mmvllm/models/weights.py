@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +18,7 @@ from mmvllm.layers.linear import AssembledModule
 from mmvllm.layers.sharding import CheckpointView, Shard
 from mmvllm.models.folder import check_not_quantized, weight_files
 from mmvllm.models.interface import Model
+from mmvllm.models.lora import LoraPair, Target, linear_regions, place_adapter, read_adapter
 from mmvllm.models.registry import family_of
 from mmvllm.ranks import SINGLE, Ranks
 
@@ -35,12 +36,14 @@ def load_model(
     vision_attention: type[AttentionBackend] | None = None,
     fp8: bool = False,
     ranks: Ranks = SINGLE,
+    lora: str | Path | None = None,
 ) -> Model:
     """Build the model on `device` in `dtype` with the folder's weights, or with random ones for "dummy".
 
     Of several ranks, each builds and reads its own part only. With `fp8`, the decoder's weights are rounded to 8 bits
-    as they are read; they are never there in `dtype`. Raises ValueError for quantized or damaged weights, for tensors
-    that do not match the config, which it names, and for a number of ranks that the model cannot be split over.
+    as they are read; they are never there in `dtype`. What the adapter in the folder `lora` adds is merged before.
+    Raises ValueError for quantized or damaged weights, for tensors that do not match the config, which it names, for an
+    adapter that is not for this model, and for a number of ranks that the model cannot be split over.
     """
     if load_format != "dummy":
         check_not_quantized(folder, config.quantization)
@@ -48,13 +51,14 @@ def load_model(
         model = family_of(config.architecture).build(config, attention, vision_attention, ranks).to(dtype)
         if fp8:
             model.use_fp8()
+    pairs = {} if lora is None else place_adapter(lora, read_adapter(lora), model, linear_regions(model))
     files = [] if load_format == "dummy" else weight_files(folder)
     model = model.to_empty(device=device).eval().requires_grad_(False)
     _clear_padding(model)
     if load_format == "dummy":
-        _fill_randomly(model, seed)
+        _fill_randomly(model, seed, pairs)
     else:
-        _fill(model, files, folder, progress=ranks.rank == 0)
+        _fill(model, files, folder, pairs, progress=ranks.rank == 0)
     model.tie_head()
     return model
 
@@ -79,9 +83,10 @@ def _tensors(files: list[Path], progress: bool) -> Iterator[tuple[str, StoredTen
             raise ValueError(f"{path} is damaged: {error}; download it again") from None
 
 
-def _fill(model: Model, files: list[Path], folder: Path, progress: bool) -> None:
+def _fill(model: Model, files: list[Path], folder: Path, pairs: Mapping[Target, LoraPair], progress: bool) -> None:
     places = {(place.parameter, place.part): place for place in checkpoint_views(model)}
     missing, extra, misshapen, tied = dict(places), [], [], {}
+    device = next(model.parameters()).device
     for name, stored in _tensors(files, progress):
         target = model.parameter_for(name)
         if target is None:
@@ -93,7 +98,7 @@ def _fill(model: Model, files: list[Path], folder: Path, progress: bool) -> None
         elif place is None:
             extra.append(name)
         elif (part := _part(stored, place)) is not None:
-            place.view.copy_(part)
+            place.view.copy_(_merged(part, place, pairs.get(target), device))
         else:
             misshapen.append(f"{name} is {tuple(stored.get_shape())}, needs {place.whole_shape}")
     unequal = [name for name, (part, own) in tied.items() if part is None or not torch.equal(part.to(own), own)]
@@ -106,6 +111,11 @@ def _fill(model: Model, files: list[Path], folder: Path, progress: bool) -> None
     if any(problems.values()):
         found = (_listed(what, names) for what, names in problems.items() if names)
         raise ValueError(f"{folder} does not match its config.json: {'; '.join(found)}")
+
+
+def _merged(part: Tensor, place: CheckpointView, pair: LoraPair | None, device: torch.device) -> Tensor:
+    """The values of a view, with what an adapter adds to them; rounded once, when they are copied."""
+    return part if pair is None else part.to(device).float() + pair.delta(place, device)
 
 
 def _listed(what: str, names: list[str]) -> str:
@@ -152,7 +162,7 @@ def _part(stored: StoredTensor, place: CheckpointView) -> Tensor | None:
     return None
 
 
-def _fill_randomly(model: Model, seed: int) -> None:
+def _fill_randomly(model: Model, seed: int, pairs: Mapping[Target, LoraPair]) -> None:
     """With the values that the whole model would have, one tensor at a time."""
     logger.info("random weights (load_format='dummy'): the text will make no sense")
     device = next(model.parameters()).device
@@ -161,6 +171,7 @@ def _fill_randomly(model: Model, seed: int) -> None:
         view = place.view
         if view.dim() > 1:
             whole = torch.empty(place.whole_shape, dtype=view.dtype, device=device)
-            view.copy_(whole.normal_(0.0, 0.02, generator=generator)[place.index])
+            part = whole.normal_(0.0, 0.02, generator=generator)[place.index]
+            view.copy_(_merged(part, place, pairs.get((place.parameter, place.part)), device))
         else:
             view.fill_(0.0 if place.parameter.endswith("bias") else 1.0)

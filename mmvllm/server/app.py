@@ -1,6 +1,5 @@
 """The application: routes and middleware."""
 
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,10 +16,10 @@ from mmvllm.engine.health import EngineHealth
 from mmvllm.server import docs, errors
 from mmvllm.server.body import StrictRoute
 from mmvllm.server.completion_response import CompletionResponse
-from mmvllm.server.errors import model_not_found
 from mmvllm.server.jobs import CompletionJob, JobFactory
 from mmvllm.server.limits import AuthAndSizeLimitMiddleware, ByteBudget
 from mmvllm.server.metrics import CountingMiddleware, Metrics
+from mmvllm.server.models import ERRORS, ServedModels, adapters_router, models_router
 from mmvllm.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
 from mmvllm.server.request_id import RequestIdMiddleware
 from mmvllm.server.request_log import RequestLog
@@ -29,10 +28,7 @@ from mmvllm.server.responses import (
     Completion,
     DetokenizeResponse,
     EmbeddingList,
-    ErrorResponse,
     HealthResponse,
-    ModelCard,
-    ModelList,
     ResponseObject,
     TokenizeResponse,
     VersionResponse,
@@ -42,7 +38,6 @@ from mmvllm.server.settings import ServerSettings
 from mmvllm.server.token_counter import TokenCounter
 from mmvllm.server.tokens import DetokenizeRequest, TokenizeRequest
 
-ERRORS = {"default": {"model": ErrorResponse, "description": "An OpenAI error object"}}
 STREAMS = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}} | ERRORS
 
 
@@ -60,10 +55,13 @@ def build_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
 
     # FastAPI's documentation pages load scripts from a CDN.
     app = FastAPI(title="mmvllm", version=mmvllm.__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
-    metrics, jobs = Metrics(engine), JobFactory(engine, settings)
+    metrics, models = Metrics(engine), ServedModels(engine, settings)
+    jobs = JobFactory(engine, settings, models)
     app.include_router(_completions(engine, settings, metrics, decoder, jobs))
     app.include_router(_tokens(engine, settings, decoder, jobs))
-    app.include_router(_models(engine, settings))
+    app.include_router(models_router(models))
+    if settings.allow_lora_updating:
+        app.include_router(adapters_router(models))
     app.include_router(_operations(engine, metrics))
     docs.add_page(app)
     errors.install(app)
@@ -138,28 +136,6 @@ def _tokens(engine: AsyncLLM, settings: ServerSettings, decoder: MediaDecoder, j
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
         """The text of tokens."""
         return tokens.detokenize(body)
-
-    return router
-
-
-def _models(engine: AsyncLLM, settings: ServerSettings) -> APIRouter:
-    router = APIRouter(prefix="/v1/models", tags=["models"], responses=ERRORS)
-    created = int(time.time())
-    cards = {
-        name: ModelCard(id=name, created=created, max_model_len=engine.max_model_len) for name in settings.model_names
-    }
-
-    @router.get("")
-    async def models() -> ModelList:
-        """List the served model under each of its names."""
-        return ModelList(data=[*cards.values()])
-
-    @router.get("/{model:path}")
-    async def model(model: str) -> ModelCard:
-        """Describe the model; 404 if it is not served under this name."""
-        if model not in cards:
-            raise model_not_found(model, settings.model_names)
-        return cards[model]
 
     return router
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from mmvllm.async_llm import AsyncLLM, Request
 from mmvllm.fetching import fetch
+from mmvllm.intake import as_request
+from mmvllm.lora import LoRARequest
 from mmvllm.media import Kind, MediaError
 from mmvllm.pooling_params import PoolingParams
 from mmvllm.sampling_params import SamplingParams
@@ -17,8 +19,9 @@ from mmvllm.server import convert
 from mmvllm.server.convert import ImageReference
 from mmvllm.server.descriptions import described_chat, described_prompts
 from mmvllm.server.embedding_response import EmbeddingResponseBuilder
-from mmvllm.server.errors import ApiError, model_not_found
+from mmvllm.server.errors import ApiError
 from mmvllm.server.limits import ByteReservation
+from mmvllm.server.models import ServedModels
 from mmvllm.server.protocol import (
     ChatPrompt,
     ChatRequest,
@@ -94,14 +97,16 @@ class CompletionJob:
         if self.prompt is not None and (param := self.prompt.param_of(error)) is not None:
             return param
         own = getattr(error, "param", None)
+        if own == "lora_request":
+            return "model"
         return own if own in convert.PARAMS_OF_BOTH_APIS else self.builder.prompt_field
 
 
 class JobFactory:
     """Builds the jobs of one server; its methods raise ApiError for invalid requests."""
 
-    def __init__(self, engine: AsyncLLM, settings: ServerSettings):
-        self._engine, self._settings = engine, settings
+    def __init__(self, engine: AsyncLLM, settings: ServerSettings, models: ServedModels):
+        self._engine, self._settings, self._models = engine, settings, models
         self._detail_limits = convert.DetailLimits.of(engine.image_config, settings.max_pixels)
         self._length_limit = convert.LengthLimit.of(engine.tokenizer, engine.max_model_len)
         own = engine.sampling_defaults if settings.uses_generation_config else {}
@@ -112,9 +117,9 @@ class JobFactory:
 
     def chat(self, body: ChatRequest, reservation: ByteReservation) -> CompletionJob:
         """A job for a chat; the images and videos that it fetches are counted in `reservation`."""
-        self.check_model(body.model)
+        adapter = self._models.adapter_of(body.model)
         use = self._tool_use(body)
-        prompt = self.prompt(body, use.tools, reservation)
+        prompt = self.prompt(body, use.tools, reservation, adapter=adapter)
         shown = use.params.logprobs, body.prompt_logprobs, bool(body.return_token_ids)
         options = {"functions": use.names, "boxes": body.mmvllm.boxes if body.mmvllm else None}
         builder = ChatResponseBuilder(body.model, self._engine.tokenizer, *shown, **options)
@@ -124,11 +129,11 @@ class JobFactory:
 
     def response(self, body: ResponsesRequest, reservation: ByteReservation) -> CompletionJob:
         """A job for a request of OpenAI's Responses API."""
-        self.check_model(body.model)
+        adapter = self._models.adapter_of(body.model)
         with named_as_input():
             chat, image_params = as_chat(body)
             use = self._tool_use(chat)
-            prompt = self.prompt(chat, use.tools, reservation, image_params)
+            prompt = self.prompt(chat, use.tools, reservation, image_params, adapter)
         builder = ResponseObjectBuilder(body, use.params, use.names)
         field = use.field or in_text_options(structured_field(chat))
         described, streams = partial(described_chat, chat), bool(body.stream)
@@ -149,21 +154,22 @@ class JobFactory:
 
     def embeddings(self, body: EmbeddingRequest, reservation: ByteReservation) -> CompletionJob:
         """A job for the vectors of several inputs, or of one conversation."""
-        self.check_model(body.model)
+        adapter = self._models.adapter_of(body.model)
         field = "input" if body.messages is None else "messages"
         if (body.input is None) is (body.messages is None):
             raise ApiError(400, f"{field}: give input or messages, one of them", param=field)
         pooling = convert.pooling_params(body, self._engine.hidden_size)
         builder = EmbeddingResponseBuilder(body.model, field, body.encoding_format == "base64")
         if body.messages is not None:
-            prompt = self.prompt(body, prompt_tools(body.tools), reservation)
+            prompt = self.prompt(body, prompt_tools(body.tools), reservation, adapter=adapter)
             described = partial(described_chat, body)
             return CompletionJob([prompt.request], SamplingParams(), builder, described, prompt, pooling=pooling)
         self._check_special_tokens(body)
         prompts = convert.prompts_of(body)
         self._length_limit.check("input", prompts)
         described = partial(described_prompts, prompts)
-        return CompletionJob(prompts, SamplingParams(), builder, described, pooling=pooling)
+        requests = _with_adapter(prompts, adapter)
+        return CompletionJob(requests, SamplingParams(), builder, described, pooling=pooling)
 
     def prompt(
         self,
@@ -171,6 +177,7 @@ class JobFactory:
         tools: Sequence[dict],
         reservation: ByteReservation,
         image_params: Sequence[str] | None = None,
+        adapter: LoRARequest | None = None,
     ) -> PromptJob:
         """The prompt of a conversation; `image_params` are the paths of its images where they are not those of chats.
 
@@ -191,13 +198,14 @@ class JobFactory:
             data = await _all(fetches)
             parts = [video.part(given) for video, given in zip(videos, data[len(images) :], strict=True)]
             kwargs = self._settings.chat_template_kwargs
-            return convert.chat_request(body, data[: len(images)], max_pixels, kwargs, parts, tools)
+            made = convert.chat_request(body, data[: len(images)], max_pixels, kwargs, parts, tools)
+            return made if adapter is None else made | {"lora_request": adapter}
 
         return PromptJob(request, images, videos, body.mm_processor_kwargs)
 
     def completion(self, body: CompletionRequest) -> CompletionJob:
         """A job for one or several prompts without a chat template."""
-        self.check_model(body.model)
+        adapter = self._models.adapter_of(body.model)
         params = convert.completion_params(body, self._sampling_defaults)
         prompts = convert.prompts_of(body)
         self._length_limit.check("prompt", prompts)
@@ -207,12 +215,12 @@ class JobFactory:
         shown = params.logprobs, body.prompt_logprobs, bool(body.return_token_ids)
         builder = CompletionResponseBuilder(body.model, self._engine.tokenizer, *shown, echoes=bool(body.echo))
         described, field = partial(described_prompts, prompts), structured_field(body)
-        return CompletionJob(prompts, params, builder, described, structured=field, **_streaming(body))
+        requests = _with_adapter(prompts, adapter)
+        return CompletionJob(requests, params, builder, described, structured=field, **_streaming(body))
 
     def check_model(self, name: str) -> None:
-        """Raises ApiError for a name under which the model is not served."""
-        if name not in self._settings.model_names:
-            raise model_not_found(name, self._settings.model_names)
+        """Raises ApiError for a name under which neither the model nor an adapter is served."""
+        self._models.adapter_of(name)
 
     def _check_special_tokens(self, body: ChatPrompt) -> None:
         if body.allow_special_tokens and not self._settings.allow_special_tokens:
@@ -247,6 +255,10 @@ class JobFactory:
                 raise ApiError(400, error.spelled(self._settings.media_names), param=param) from None
         reservation.take(len(data))
         return data
+
+
+def _with_adapter(prompts: list[str | list[int]], adapter: LoRARequest | None) -> list[Request]:
+    return prompts if adapter is None else [as_request(prompt) | {"lora_request": adapter} for prompt in prompts]
 
 
 async def _all(fetches: Sequence[Coroutine[Any, Any, Any]]) -> list:

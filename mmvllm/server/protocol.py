@@ -258,3 +258,20 @@ class EmbeddingRequest(ChatPrompt):
     add_special_tokens: Literal[False] | None = None
     priority: Literal[0] | None = None
     truncate_prompt_tokens: Unsupported = None
+
+
+MAX_NAME, MAX_PATH = 256, 4096  # characters
+
+
+class LoadAdapterRequest(StrictModel):
+    """POST /v1/load_lora_adapter"""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=MAX_NAME, description="By which requests choose it.")]
+    lora_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH, description="A folder, as PEFT saves it.")]
+
+
+class UnloadAdapterRequest(StrictModel):
+    """POST /v1/unload_lora_adapter"""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+    lora_int_id: Ignored = None

@@ -225,6 +225,7 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "mmvllm"
     max_model_len: int
+    parent: str | None = None  # of an adapter, the model that it adapts
 
 
 class ModelList(BaseModel):

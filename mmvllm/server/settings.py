@@ -32,6 +32,8 @@ class ServerSettings:
         chat_template_kwargs: arguments of the chat template, for requests that do not give these themselves.
         uses_generation_config: sampling parameters that a request leaves out are those of the checkpoint's
             generation_config.json, where it has them; otherwise, and for the others, OpenAI's defaults.
+        lora_modules: folders of adapters by the names under which requests may address them.
+        allow_lora_updating: clients may load adapters from any folder that the server can read, and unload adapters.
         log_requests: log a line per completion request when it ends: "facts", or "full" with texts; None logs none.
         has_demo: also serve the demo page at /demo, without API keys.
     """
@@ -51,6 +53,8 @@ class ServerSettings:
     allow_special_tokens: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     uses_generation_config: bool = True
+    lora_modules: Mapping[str, str] = field(default_factory=dict)
+    allow_lora_updating: bool = False
     log_requests: str | None = None
     has_demo: bool = False
 

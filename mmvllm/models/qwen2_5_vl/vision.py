@@ -47,11 +47,12 @@ class Qwen25VLVisionTransformer(nn.Module):
         """Normalised patches (P, patch_dim) of images, packed -> rows (M, C)."""
         c, (positions, patch_order, places), (whole, windows) = self.config, layout.tensors, layout.segments
         cos, sin = vision_cos_sin(positions, c.head_dim)
-        x, residual = self.patch_embed(patches)[patch_order], None  # (P, embed_dim)
+        adapters = layout.adapters(patches)  # all the same, so the order does not matter
+        x, residual = self.patch_embed(patches, adapters)[patch_order], None  # (P, embed_dim)
         for i, block in enumerate(self.blocks):
             segments = whole if i in c.fullatt_block_indexes else windows
-            x, residual = block(x, residual, cos, sin, segments)
-        return self.merger(x, residual)[places]
+            x, residual = block(x, residual, cos, sin, segments, adapters)
+        return self.merger(x, residual, layout.adapters(x, c.spatial_merge_size**2))[places]
 
 
 def window_order(grids: Sequence[Grid], merge_size: int, window_rows: int) -> tuple[Tensor, list[int]]:

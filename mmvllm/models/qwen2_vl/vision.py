@@ -32,7 +32,8 @@ class Qwen2VLVisionTransformer(nn.Module):
         """Normalised patches (P, patch_dim) of images, packed -> rows (M, C)."""
         (positions,), (segments,) = layout.tensors, layout.segments
         cos, sin = vision_cos_sin(positions, self.config.head_dim)
-        x, residual = self.patch_embed(patches), None  # (P, embed_dim)
+        adapters = layout.adapters(patches)
+        x, residual = self.patch_embed(patches, adapters), None  # (P, embed_dim)
         for block in self.blocks:
-            x, residual = block(x, residual, cos, sin, segments)
-        return self.merger(x, residual)
+            x, residual = block(x, residual, cos, sin, segments, adapters)
+        return self.merger(x, residual, layout.adapters(x, self.config.spatial_merge_size**2))

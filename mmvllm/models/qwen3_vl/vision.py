@@ -7,6 +7,7 @@ from math import isqrt
 import torch
 from torch import Tensor, nn
 
+from mmvllm.batch import AdapterRows
 from mmvllm.inputs import Grid
 from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.linear import Linear
@@ -28,9 +29,9 @@ class Qwen3VLPatchMerger(nn.Module):
         self.fc2 = Linear(self.width, config.out_hidden_size)
         self.act = nn.GELU()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: AdapterRows | None) -> Tensor:
         x = self.norm(x.view(-1, self.norm_width)).view(-1, self.width)  # (P, embed_dim) -> (M, width)
-        return self.fc2(self.act(self.fc1(x)))  # (M, C)
+        return self.fc2(self.act(self.fc1(x, adapters)), adapters)  # (M, C)
 
 
 class PositionEmbedding(nn.Embedding):
@@ -76,16 +77,17 @@ class Qwen3VLVisionTransformer(nn.Module):
         """
         c, (positions, *taps), (segments,) = self.config, layout.tensors, layout.segments
         cos, sin = vision_cos_sin(positions, c.head_dim)
-        x = self.patch_embed(patches) + self.pos_embed(*taps)  # (P, embed_dim)
+        adapters, merged = layout.adapters(patches), layout.adapters(patches, c.spatial_merge_size**2)
+        x = self.patch_embed(patches, adapters) + self.pos_embed(*taps)  # (P, embed_dim)
         mergers = dict(zip(c.deepstack_visual_indexes, self.deepstack_merger_list, strict=True))
         residual, deepstack = None, []
         for i, block in enumerate(self.blocks):
-            x, residual = block(x, residual, cos, sin, segments)
+            x, residual = block(x, residual, cos, sin, segments, adapters)
             if i in mergers:
                 x, residual = residual + x, None
-                deepstack.append(mergers[i](x))
+                deepstack.append(mergers[i](x, merged))
         x = x if residual is None else residual + x
-        return torch.cat([self.merger(x), *deepstack], dim=1)
+        return torch.cat([self.merger(x, merged), *deepstack], dim=1)
 
 
 @lru_cache(maxsize=256)

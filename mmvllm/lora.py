@@ -1,0 +1,36 @@
+"""The LoRA adapter of a request, by vLLM's names."""
+
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+from mmvllm.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """The adapter that a request uses.
+
+    Args:
+        lora_name: what outputs and messages call it.
+        lora_int_id: accepted as in vLLM, and not used: adapters are told apart by what their files contain.
+        lora_path: the folder, as PEFT saves it, on the machine of the engine.
+
+    Raises RequestError for a wrong type.
+    """
+
+    lora_name: str
+    lora_int_id: int = 0
+    lora_path: str | PathLike[str] = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lora_name, str) or not self.lora_name:
+            raise RequestError(f"lora_name is {self.lora_name!r:.100}, must be a name", param="lora_request")
+        if not isinstance(self.lora_path, str | PathLike) or not str(self.lora_path):
+            raise RequestError(f"lora_path is {self.lora_path!r:.100}, must be a folder", param="lora_request")
+
+
+def adapter_name(request: Any) -> str | None:
+    """The name of a request's adapter; None for one without, or with a wrong one, which is refused later."""
+    adapter = request.get("lora_request") if isinstance(request, dict) else None
+    return adapter.lora_name if isinstance(adapter, LoRARequest) else None

@@ -1,0 +1,189 @@
+"""LoRA adapters (arXiv 2106.09685) in folders as PEFT saves them: read, checked against a model, merged into weights.
+
+Only `adapter_config.json` and `adapter_model.safetensors` are read, so nothing of a folder is executed. Whatever would
+change a model in a way that is not computed here is refused by its name.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mmvllm.layers.linear import Linear
+from mmvllm.layers.lora import Region
+from mmvllm.layers.sharding import CheckpointView
+from mmvllm.models.interface import Model
+from mmvllm.text import counted
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# Fields of PEFT's LoraConfig that must be empty or false, since each of them changes what an adapter computes.
+_UNSUPPORTED = (
+    *("use_dora", "modules_to_save", "target_parameters", "trainable_token_indices", "lora_bias", "fan_in_fan_out"),
+    *("layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config"),
+    *("monteclora_config", "velora_config", "megatron_config"),
+)
+_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")  # others change the base model's weights
+_TYPES = {"target_modules": str | list | None, "rank_pattern": dict | None, "alpha_pattern": dict | None}
+_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+
+
+class LoraPair(NamedTuple):
+    """What is added to one weight (out, in): scale * b a, with a (r, in) and b (out, r)."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    def delta(self, place: CheckpointView, device: torch.device) -> Tensor:
+        """The part of what is added that belongs to a rank's part of the weight, in float32."""
+        rows, columns = place.index
+        return (self.b[rows].to(device).float() @ self.a[:, columns].to(device).float()) * self.scale
+
+
+Target = tuple[str, int | None]  # a parameter, and the part of it, as in `Model.parameter_for`
+
+
+def read_adapter(folder: str | Path) -> dict[str, LoraPair]:
+    """The matrices of an adapter by the names of the modules that PEFT adapted; raises ValueError for others' formats.
+
+    Reads the files as https://huggingface.co/docs/peft/developer_guides/checkpoint describes them.
+    """
+    folder = Path(folder)
+    config = _read_config(folder)
+    tensors = _read_tensors(folder)
+    names = sorted({name for name, _ in tensors})
+    try:
+        return _pairs(folder, config, names, tensors)
+    except re.error as error:
+        raise ValueError(f"{folder / CONFIG} has an expression that is not valid: {error}") from None
+
+
+def _pairs(
+    folder: Path, config: Mapping[str, Any], names: list[str], tensors: Mapping[tuple[str, str], Tensor]
+) -> dict[str, LoraPair]:
+    if lacking := [name for name in names for kind in "AB" if (name, kind) not in tensors]:
+        raise ValueError(f"{folder / WEIGHTS} has only one of lora_A and lora_B for {_listed(lacking)}")
+    if outside := [name for name in names if not _is_target(name, config.get("target_modules"))]:
+        raise ValueError(f"{folder / WEIGHTS} has tensors that target_modules does not name: {_listed(outside)}")
+    return {name: _pair(folder, config, name, tensors[name, "A"], tensors[name, "B"]) for name in names}
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{folder} is not a LoRA adapter: it has no {CONFIG}")
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise ValueError(f"{path} has the peft_type {kind!r}; only 'LORA' is supported")
+    if found := [name for name in _UNSUPPORTED if config.get(name)]:
+        shown = ", ".join(f"{name} {config[name]!r:.100}" for name in found)
+        raise ValueError(f"{path} has {shown}, which is not supported")
+    for name, kinds in _TYPES.items():
+        if not isinstance(config.get(name), kinds):
+            raise ValueError(f"{path} has {name} {config[name]!r:.100}, which PEFT does not write")
+    if config.get("bias", "none") != "none":
+        raise ValueError(f"{path} has bias {config['bias']!r}; only 'none' is supported")
+    if (beginning := config.get("init_lora_weights")) not in _BEGINNINGS:
+        raise ValueError(
+            f"{path} has init_lora_weights {beginning!r:.100}, which changed the base model's weights; "
+            "convert the adapter with PEFT's path_initial_model_for_weight_conversion"
+        )
+    return config
+
+
+def _read_tensors(folder: Path) -> dict[tuple[str, str], Tensor]:
+    """By module and "A" or "B"."""
+    path = folder / WEIGHTS
+    if not path.is_file():
+        is_pickled = (folder / "adapter_model.bin").exists()
+        found = "adapter_model.bin is not read, because it is a pickle; save it as safetensors" if is_pickled else ""
+        raise ValueError(f"{folder} has no {WEIGHTS}{found and f'; {found}'}")
+    try:
+        loaded = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    matches = {name: _TENSOR.fullmatch(name) for name in loaded}
+    if unknown := [name for name, match in matches.items() if match is None or not loaded[name].is_floating_point()]:
+        raise ValueError(f"{path} has tensors that are not those of LoRA layers: {_listed(unknown)}")
+    if not loaded:
+        raise ValueError(f"{path} has no tensors")
+    # A convolution whose kernel is its stride is a matrix product: its kernels are flattened.
+    return {match.groups(): loaded[name].flatten(1) for name, match in matches.items()}
+
+
+def _is_target(module: str, targets: Any) -> bool:
+    if isinstance(targets, str):
+        return targets == "all-linear" or re.fullmatch(targets, module) is not None
+    return any(module == target or module.endswith(f".{target}") for target in targets or ())
+
+
+def _pair(folder: Path, config: Mapping[str, Any], module: str, a: Tensor, b: Tensor) -> LoraPair:
+    rank = _of_module(config, "rank_pattern", "r", module)
+    alpha = _of_module(config, "alpha_pattern", "lora_alpha", module)
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+        raise ValueError(
+            f"{folder / CONFIG} has r {rank!r} and lora_alpha {alpha!r} for {module}; both must be numbers"
+        )
+    if len(a) != rank or b.dim() != 2 or b.shape[1] != rank:
+        shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
+        raise ValueError(f"{folder / WEIGHTS} has lora_A and lora_B of shapes {shapes} for {module}, whose r is {rank}")
+    return LoraPair(a, b, alpha / (rank**0.5 if config.get("use_rslora") else rank))
+
+
+def _of_module(config: Mapping[str, Any], patterns: str, default: str, module: str) -> Any:
+    """The value of the first pattern that fits the end of a module's name, as PEFT finds it."""
+    for pattern, value in (config.get(patterns) or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return config.get(default, 8)
+
+
+def place_adapter(
+    folder: str | Path, pairs: Mapping[str, LoraPair], model: Model, regions: Mapping[Target, Region]
+) -> dict[Target, LoraPair]:
+    """The matrices by the weights that they are for, of the model's `linear_regions`.
+
+    Raises ValueError if the adapter is not for this model.
+    """
+    targets = {name: model.parameter_for(f"{name}.weight") for name in pairs}
+    if unsupported := [name for name, target in targets.items() if target not in regions]:
+        raise ValueError(
+            f"{folder} adapts {_listed(unsupported)}; supported are the linear layers of the decoder's attention and "
+            "MLPs, of the ViT and its mergers: no embedding, head, router or experts, and no layer that the model lacks"
+        )
+    if len({*targets.values()}) < len(targets):
+        raise ValueError(f"{folder} adapts a layer twice, under names of two versions of transformers")
+    for name, target in targets.items():
+        pair, whole = pairs[name], tuple(shard.whole for shard in regions[target])
+        if (len(pair.b), pair.a.shape[1]) != whole:
+            raise ValueError(
+                f"{folder} is for another model: {name} has {len(pair.b)} outputs and {pair.a.shape[1]} inputs in the "
+                f"adapter, {whole[0]} and {whole[1]} in the model"
+            )
+    return {targets[name]: pair for name, pair in pairs.items()}
+
+
+def linear_regions(model: Model) -> dict[Target, Region]:
+    """The weights that an adapter may change, and what this rank holds of them; before they are packed."""
+    regions = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, Linear):
+            for place in module.checkpoint_views():
+                if place.parameter == "weight":
+                    regions[f"{prefix}.weight", place.part] = place.region
+    return regions
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {counted(len(names) - 5, 'other')}" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more

@@ -1,0 +1,117 @@
+"""The models that a server serves: the engine's under its names, and LoRA adapters by names of their own."""
+
+import asyncio
+import os
+import time
+
+from fastapi import APIRouter
+from fastapi.responses import PlainTextResponse
+
+from mmvllm.async_llm import AsyncLLM
+from mmvllm.errors import RequestError
+from mmvllm.lora import LoRARequest
+from mmvllm.server.body import StrictRoute
+from mmvllm.server.errors import ApiError, model_not_found
+from mmvllm.server.protocol import LoadAdapterRequest, UnloadAdapterRequest
+from mmvllm.server.responses import ErrorResponse, ModelCard, ModelList
+from mmvllm.server.settings import ServerSettings
+
+ERRORS = {"default": {"model": ErrorResponse, "description": "An OpenAI error object"}}
+
+
+class ServedModels:
+    """Changed and read in one event loop only. Raises RequestError for an adapter that cannot be used."""
+
+    def __init__(self, engine: AsyncLLM, settings: ServerSettings):
+        self._engine, self._names = engine, settings.model_names
+        self._created = dict.fromkeys(settings.model_names, int(time.time()))
+        self._adapters: dict[str, LoRARequest] = {}
+        self._loading: set[str] = set()
+        for name, path in settings.lora_modules.items():
+            self._check_new(name)
+            self._add(_loaded(engine, name, path))
+
+    def names(self) -> list[str]:
+        """All names, those of the model first."""
+        return [*self._names, *self._adapters]
+
+    def adapter_of(self, name: str) -> LoRARequest | None:
+        """The adapter of a name, None for the model's own; raises ApiError for a name that is not served."""
+        if name not in self._created:
+            raise model_not_found(name, self.names())
+        return self._adapters.get(name)
+
+    def card(self, name: str) -> ModelCard:
+        parent = None if self.adapter_of(name) is None else self._names[0]
+        limit = self._engine.max_model_len
+        return ModelCard(id=name, created=self._created[name], max_model_len=limit, parent=parent)
+
+    async def load(self, name: str, path: str) -> None:
+        """Serve one more adapter; raises ApiError if it cannot be used, or its name is taken."""
+        try:
+            self._check_new(name)
+            self._loading.add(name)
+            try:
+                self._add(await asyncio.to_thread(_loaded, self._engine, name, path))
+            finally:
+                self._loading.discard(name)
+        except RequestError as error:
+            raise ApiError(400, str(error), param=error.param) from None
+
+    def unload(self, name: str) -> None:
+        """Serve an adapter no more; requests in flight keep it. Raises ApiError for a name that is not an adapter's."""
+        if name not in self._adapters:
+            raise ApiError(404, f"the adapter {name!r:.100} is not loaded", param="lora_name", code="model_not_found")
+        del self._adapters[name], self._created[name]
+
+    def _check_new(self, name: str) -> None:
+        if name in self._created or name in self._loading:
+            raise RequestError(f"the name {name!r:.100} is taken by another model or adapter", param="lora_name")
+
+    def _add(self, adapter: LoRARequest) -> None:
+        self._adapters[adapter.lora_name], self._created[adapter.lora_name] = adapter, int(time.time())
+
+
+def _loaded(engine: AsyncLLM, name: str, path: str) -> LoRARequest:
+    try:
+        adapter = LoRARequest(lora_name=name, lora_path=os.path.abspath(path))
+        engine.load_adapter(adapter)
+    except RequestError as error:
+        error.param = "lora_path"
+        raise
+    return adapter
+
+
+def models_router(models: ServedModels) -> APIRouter:
+    router = APIRouter(prefix="/v1/models", tags=["models"], responses=ERRORS)
+
+    @router.get("")
+    async def list_models() -> ModelList:
+        """List the served model under each of its names, and its adapters."""
+        return ModelList(data=[models.card(name) for name in models.names()])
+
+    @router.get("/{model:path}")
+    async def model(model: str) -> ModelCard:
+        """Describe the model, or an adapter; 404 if none is served under this name."""
+        return models.card(model)
+
+    return router
+
+
+def adapters_router(models: ServedModels) -> APIRouter:
+    """Routes that read folders which clients name."""
+    router = APIRouter(prefix="/v1", tags=["models"], route_class=StrictRoute, responses=ERRORS)
+
+    @router.post("/load_lora_adapter", response_class=PlainTextResponse)
+    async def load(body: LoadAdapterRequest) -> str:
+        """Serve the adapter in a folder of the server under a name."""
+        await models.load(body.lora_name, body.lora_path)
+        return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+
+    @router.post("/unload_lora_adapter", response_class=PlainTextResponse)
+    async def unload(body: UnloadAdapterRequest) -> str:
+        """Serve an adapter no more."""
+        models.unload(body.lora_name)
+        return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+
+    return router

@@ -1,0 +1,177 @@
+"""LoRA adapters merged at load give PEFT's own merged weights; other adapters are refused by name."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mmvllm.layers.linear import pack_weights, packs_well
+from tests.helpers.adapters import DECODER, MLP, VISION, make_adapter, merged_checkpoint, rename_tensors
+from tests.helpers.ranks import on_ranks
+from tests.helpers.shapes import RICHEST
+from tests.helpers.weights import assert_same, load, state
+
+CONFIGS = {
+    "attention": {"target_modules": DECODER},
+    "decoder, rslora": {"target_modules": DECODER + MLP, "use_rslora": True},
+    "every linear layer": {"target_modules": "all-linear", "r": 3, "lora_alpha": 7},
+    "ViT": {"target_modules": VISION},
+    "patterns": {
+        "target_modules": ["q_proj", "v_proj", "qkv", "patch_embed.proj"],
+        "rank_pattern": {"q_proj": 2, r"layers\.0\.self_attn\.v_proj": 5},
+        "alpha_pattern": {"v_proj": 3, "qkv": 1},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("shape", RICHEST)
+def test_merged_weights_are_those_of_peft(shape, kind, checkpoints, tmp_path):
+    checkpoint = checkpoints(shape)
+    adapter = make_adapter(tmp_path / "adapter", checkpoint, **CONFIGS[kind])
+    merged = state(merged_checkpoint(tmp_path / "merged", checkpoint, adapter))
+    plain, got = state(checkpoint), load(checkpoint, lora=adapter).state_dict()
+    assert_same(got, merged)
+    assert any(not torch.equal(got[name], plain[name]) for name in plain)
+
+
+def test_text_only(checkpoints, tmp_path):
+    checkpoint = checkpoints("qwen2-gqa3-tied")
+    adapter = make_adapter(tmp_path / "adapter", checkpoint, target_modules="all-linear")
+    assert_same(
+        load(checkpoint, lora=adapter).state_dict(), state(merged_checkpoint(tmp_path / "m", checkpoint, adapter))
+    )
+
+
+@pytest.fixture
+def adapter(checkpoint, tmp_path) -> Path:
+    return make_adapter(tmp_path / "adapter", checkpoint, target_modules="all-linear")
+
+
+@pytest.mark.parametrize(
+    ("decoder", "visual"), [("model.", "visual."), ("language_model.model.", "visual.")], ids=["older", "4.52"]
+)
+def test_names_of_every_layout(decoder, visual, adapter, checkpoint):
+    def rename(name: str) -> str:
+        name = name.replace("base_model.model.model.language_model.", f"base_model.model.{decoder}")
+        return name.replace("base_model.model.model.visual.", f"base_model.model.{visual}")
+
+    want = load(checkpoint, lora=adapter).state_dict()
+    assert_same(load(checkpoint, lora=rename_tensors(adapter, rename)).state_dict(), want)
+
+
+@pytest.mark.parametrize("shape", ["gqa3-untied", "mha-untied"])
+def test_ranks_merge_their_parts(shape, checkpoints, tmp_path):
+    checkpoint = checkpoints(shape)
+    adapter = make_adapter(tmp_path / "adapter", checkpoint, target_modules="all-linear")
+    merged = merged_checkpoint(tmp_path / "merged", checkpoint, adapter)
+    parts = on_ranks(2, lambda ranks: load(checkpoint, ranks=ranks, lora=adapter).state_dict())
+    wanted = on_ranks(2, lambda ranks: load(merged, ranks=ranks).state_dict())
+    for got, want in zip(parts, wanted, strict=True):
+        for name in want:
+            torch.testing.assert_close(got[name], want[name])
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_weights_are_merged_before_they_are_quantized(quantization, checkpoint, tmp_path, adapter):
+    merged = merged_checkpoint(tmp_path / "merged", checkpoint, adapter)
+    assert packs_well(torch.bfloat16)
+    models = []
+    for folder, lora in ((checkpoint, adapter), (merged, None)):
+        models.append(load(folder, torch.bfloat16, fp8=quantization == "fp8", lora=lora))
+        pack_weights(models[-1], torch.bfloat16, int8=quantization == "int8")
+    x = torch.randn(7, 64, dtype=torch.bfloat16)
+    got, want = (model.decoder.layers[0].self_attn.qkv_proj(x)[0] for model in models)
+    assert torch.equal(got, want)
+
+
+def changed(adapter: Path, **values) -> Path:
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    return adapter
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"use_dora": True}, "has use_dora True, which is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "has modules_to_save ['lm_head'], which is not supported"),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "has target_parameters ['mlp.experts.down_proj']"),
+        ({"bias": "lora_only"}, "has bias 'lora_only'; only 'none' is supported"),
+        ({"peft_type": "LOHA"}, "has the peft_type 'LOHA'; only 'LORA' is supported"),
+        ({"init_lora_weights": "pissa"}, "has init_lora_weights 'pissa', which changed the base model's weights"),
+        ({"r": 5}, "lora_A and lora_B of shapes (4, 128) and (64, 4) for model.language_model.layers.0.mlp.down_proj"),
+        ({"r": "4"}, "has r '4' and lora_alpha 8"),
+        ({"rank_pattern": {"(": 4}}, "has an expression that is not valid: missing ), unterminated subpattern"),
+        ({"alpha_pattern": [1]}, "has alpha_pattern [1], which PEFT does not write"),
+        ({"target_modules": ["q_proj"]}, "has tensors that target_modules does not name: model.language_model"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_config_that_is_not_supported_is_refused_by_name(values, message, adapter, checkpoint):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load(checkpoint, lora=changed(adapter, **values))
+
+
+def replaced(adapter: Path, change) -> Path:
+    path = adapter / "adapter_model.safetensors"
+    save_file(change(load_file(path)), path)
+    return adapter
+
+
+FIRST = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: {k: v for k, v in t.items() if k != FIRST}, "has only one of lora_A and lora_B for model.language"),
+        (
+            lambda t: {k.replace("self_attn.q_proj", "mlp.experts.0.up_proj"): v for k, v in t.items()},
+            "adapts model.language_model.layers.0.mlp.experts.0.up_proj, model.language_model.layers.1.mlp.experts",
+        ),
+        (lambda t: {k.replace("layers.0.", "layers.7."): v for k, v in t.items()}, "and no layer that the model lacks"),
+        (
+            lambda t: t | {"base_model.model.lm_head.weight": torch.ones(2)},
+            "not those of LoRA layers: base_model.model",
+        ),
+        (
+            lambda t: t | {FIRST.replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(2)},
+            "not those of LoRA layers: base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_magnitude",
+        ),
+        (
+            lambda t: t | {k.replace(".language_model.", "."): v.clone() for k, v in t.items()},
+            "adapts a layer twice, under names of two versions of transformers",
+        ),
+        (lambda t: {}, "has no tensors"),
+    ],
+    ids=["half", "experts", "layer", "head", "magnitude", "twice", "empty"],
+)
+def test_tensors_that_are_not_supported_are_refused_by_name(change, message, adapter, checkpoint):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load(checkpoint, lora=replaced(adapter, change))
+
+
+def test_an_adapter_of_another_model_is_refused(checkpoint, checkpoints, tmp_path):
+    adapter = make_adapter(tmp_path / "adapter", checkpoint, target_modules=["down_proj"])
+    message = "is for another model: .* has 64 outputs and 128 inputs in the adapter, 96 and 192 in the model"
+    with pytest.raises(ValueError, match=message):
+        load(checkpoints("gqa3-untied"), lora=adapter)
+
+
+def test_other_files_are_refused(adapter, checkpoint, tmp_path):
+    weights = adapter / "adapter_model.safetensors"
+    weights.rename(adapter / "adapter_model.bin")
+    with pytest.raises(ValueError, match=r"has no adapter_model\.safetensors; adapter_model\.bin is not read"):
+        load(checkpoint, lora=adapter)
+    weights.write_bytes(b"\0" * 100)
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors is damaged"):
+        load(checkpoint, lora=adapter)
+    (adapter / "adapter_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"adapter_config\.json cannot be read"):
+        load(checkpoint, lora=adapter)
+    with pytest.raises(ValueError, match=r"is not a LoRA adapter: it has no adapter_config\.json"):
+        load(checkpoint, lora=tmp_path)

@@ -1,0 +1,171 @@
+"""LoRA adapters as models of the server."""
+
+import asyncio
+import logging
+
+import pytest
+
+from mmvllm import AsyncLLM, LoRARequest, RequestError, SamplingParams
+from mmvllm.cli.main import main
+from mmvllm.models.folder import BUNDLED
+from tests.helpers.adapters import make_adapter
+from tests.helpers.fleets import FLEET
+from tests.helpers.server import CHAT, COMPLETIONS, ENGINE, call, chat, error_of, make_app, serving
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        name: str(make_adapter(folder / name, BUNDLED, seed, target_modules="all-linear", spread=0.1))
+        for seed, name in enumerate(("first", "second"))
+    }
+
+
+@pytest.fixture(scope="module")
+def engine():
+    engine = AsyncLLM(**ENGINE, enable_lora=True, max_loras=1)
+    yield engine
+    asyncio.run(engine.shutdown(drain=False))
+
+
+def text_of(app, model: str) -> str:
+    body = chat("Describe the shapes.", temperature=0, max_tokens=12, ignore_eos=True) | {"model": model}
+    answer = call(app, "POST", CHAT, json=body).json()
+    assert answer["model"] == model
+    return answer["choices"][0]["message"]["content"]
+
+
+def completion_of(app, model: str) -> str:
+    body = {"model": model, "prompt": ["A red", "A red"], "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    first, second = call(app, "POST", COMPLETIONS, json=body).json()["choices"]
+    assert first["text"] == second["text"]
+    return first["text"]
+
+
+def test_adapters_are_models(engine, adapters):
+    app = make_app(engine, lora_modules=adapters)
+    listed = call(app, "GET", "/v1/models").json()["data"]
+    assert [(card["id"], card["parent"]) for card in listed] == [
+        ("bundled", None),
+        ("first", "bundled"),
+        ("second", "bundled"),
+    ]
+    assert call(app, "GET", "/v1/models/second").json()["parent"] == "bundled"
+    for answer in (text_of, completion_of):
+        assert len({answer(app, model) for model in ("bundled", "first", "second")}) == 3
+    unknown = call(app, "POST", CHAT, json=chat("Hello") | {"model": "third"})
+    assert unknown.status_code == 404
+    assert "served: 'bundled' and 'first' and 'second'" in error_of(unknown)["message"]
+
+
+def test_every_route_takes_adapters_as_models(engine, caplog, tmp_path):
+    caplog.set_level(logging.INFO, "mmvllm.requests")  # and as it was, afterwards
+    folder = make_adapter(tmp_path / "first", BUNDLED, 2, target_modules="all-linear", spread=0.5)
+    app = make_app(engine, lora_modules={"first": str(folder)}, log_requests="facts")
+    texts = []
+    for model in ("bundled", "first"):
+        body = {"model": model, "input": "Describe the shapes.", "temperature": 0, "max_output_tokens": 12}
+        answer = call(app, "POST", "/v1/responses", json=body).json()
+        assert answer["model"] == model
+        texts.append(answer["output"])
+        assert call(app, "POST", "/tokenize", json={"model": model, "prompt": "A red"}).status_code == 200
+        assert call(app, "POST", "/detokenize", json={"model": model, "tokens": [1]}).status_code == 200
+    assert texts[0][0]["content"] != texts[1][0]["content"]
+    logged = [record.getMessage() for record in caplog.records if record.name == "mmvllm.requests"]
+    assert ['"model": "first"' in line for line in logged] == [False, True]
+    for path, given in (
+        ("/v1/responses", {"input": "x"}),
+        ("/tokenize", {"prompt": "x"}),
+        ("/detokenize", {"tokens": [1]}),
+    ):
+        unknown = call(app, "POST", path, json={"model": "third"} | given)
+        assert unknown.status_code == 404 and "'first'" in error_of(unknown)["message"]
+
+
+def test_adapters_are_loaded_and_unloaded(engine, adapters):
+    app = make_app(engine, allow_lora_updating=True)
+    answer = call(app, "POST", LOAD, json={"lora_name": "mine", "lora_path": adapters["first"]})
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'mine' added successfully.")
+    assert text_of(app, "mine") != text_of(app, "bundled")
+    for name in ("mine", "bundled"):
+        again = call(app, "POST", LOAD, json={"lora_name": name, "lora_path": adapters["first"]})
+        assert again.status_code == 400 and error_of(again)["param"] == "lora_name"
+    wrong = call(app, "POST", LOAD, json={"lora_name": "other", "lora_path": "/nowhere"})
+    assert wrong.status_code == 400 and error_of(wrong)["param"] == "lora_path"
+    assert error_of(wrong)["message"].startswith("adapter 'other': /nowhere is not a LoRA adapter")
+    answer = call(app, "POST", UNLOAD, json={"lora_name": "mine"})
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'mine' removed successfully.")
+    for name in ("mine", "bundled"):
+        assert call(app, "POST", UNLOAD, json={"lora_name": name}).status_code == 404
+    assert call(app, "POST", CHAT, json=chat("Hello") | {"model": "mine"}).status_code == 404
+
+
+def test_an_adapter_that_is_gone_is_refused_by_its_model(engine, adapters, tmp_path):
+    folder = make_adapter(tmp_path / "gone", BUNDLED, target_modules=["q_proj"])
+    app = make_app(engine, lora_modules={"gone": str(folder)})
+    (folder / "adapter_config.json").unlink()
+    answer = call(app, "POST", CHAT, json=chat("Hello") | {"model": "gone"})
+    assert answer.status_code == 400 and error_of(answer)["param"] == "model"
+
+
+def test_loading_must_be_allowed(engine, adapters):
+    app = make_app(engine)
+    for path in (LOAD, UNLOAD):
+        assert call(app, "POST", path, json={"lora_name": "a", "lora_path": adapters["first"]}).status_code == 404
+
+
+def test_a_server_does_not_start_with_an_adapter_that_cannot_be_used(engine, adapters, tmp_path):
+    with pytest.raises(RequestError, match=r"adapter 'bad': .* is not a LoRA adapter"):
+        make_app(engine, lora_modules={"bad": str(tmp_path)})
+    with pytest.raises(RequestError, match="the name 'bundled' is taken"):
+        make_app(engine, lora_modules={"bundled": adapters["first"]})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lora-modules", "a=b"], "--lora-modules needs --enable-lora"),
+        (["--allow-lora-updating"], "--allow-lora-updating needs --enable-lora"),
+        (["--enable-lora", "--lora-modules", "a"], "--lora-modules: 'a' is not NAME=DIR"),
+        (["--enable-lora", "--lora-modules", "a=b", "a=c"], "--lora-modules has the name 'a' twice"),
+    ],
+)
+def test_wrong_options(words, message, capsys):
+    assert main(["serve", *words]) != 0
+    assert message in capsys.readouterr().err
+
+
+def test_the_openai_client_chooses_an_adapter(engine, adapters):
+    with serving(engine, lora_modules=adapters) as running:
+        client = running.client()
+        assert [model.id for model in client.models.list()] == ["bundled", "first", "second"]
+        messages = [{"role": "user", "content": "Describe the shapes."}]
+        answers = [
+            client.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=12)
+            for model in ("bundled", "second")
+        ]
+        assert len({answer.choices[0].message.content for answer in answers}) == 2
+
+
+@pytest.mark.slow
+def test_several_engines(adapters):
+    """Each reads the folder in its own process; the front process refuses wrong ones, and holds no values."""
+
+    async def run() -> dict[str | None, list[int]]:
+        async with AsyncLLM(**FLEET, enable_lora=True) as engine:
+            with pytest.raises(RequestError, match="adapter 'bad': /nowhere is not a LoRA adapter"):
+                engine.load_adapter(LoRARequest("bad", 1, "/nowhere"))
+            found = {}
+            for name in (None, *adapters):
+                request = {"text": "A red", "lora_request": name and LoRARequest(name, 1, adapters[name])}
+                params = SamplingParams(max_tokens=8, ignore_eos=True)
+                found[name] = [delta async for delta in engine.generate(request, params)][-1].output.token_ids
+            kept = engine._engine._adapters._kept.values()
+            assert all(a.is_meta and b.is_meta for one in kept for a, b in one.matrices.values())
+            return found
+
+    found = asyncio.run(run())
+    assert len({*map(tuple, found.values())}) == 3
