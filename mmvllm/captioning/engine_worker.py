@@ -15,6 +15,7 @@ from mmvllm.captioning.index import Index, keep_caption
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.record import SEEN
 from mmvllm.captioning.settings import CaptionSettings
+from mmvllm.captioning.several import LIST
 from mmvllm.llm import LLM
 
 
@@ -98,13 +99,15 @@ def finalized(task: Task, record: dict, settings: CaptionSettings, index: Index)
     if task.item.error is not None and record["error"] is None:  # its caption file cannot be written
         nothing = dict.fromkeys((*SEEN, "caption", "duplicate_of", "seconds"))
         counts = dict.fromkeys(("prompt_tokens", "image_tokens", "completion_tokens"), 0)
+        nothing |= {name: [] for name in {LIST} & record.keys()}
         return record | nothing | asked_of(task.item) | counts | {"error": task.item.error, "finish_reason": "error"}
     if record["error"] is not None or not settings.is_repeatable:
         return record
     original = index.caption(settings.content_key(record["digest"], record["prompt"]))
+    several = {LIST} & record.keys()
     if original is None:
         record |= {"duplicate_of": None}
         keep_caption(settings, index, record)
         return record
-    same = ("caption", "prompt_tokens", "image_tokens", "completion_tokens", "finish_reason")
+    same = ("caption", "prompt_tokens", "image_tokens", "completion_tokens", "finish_reason", *several)
     return record | {name: original[name] for name in same} | {"duplicate_of": original["path"], "seconds": 0.0}

@@ -131,7 +131,7 @@ class Output:
             self._restorer.finish()
         if self.format in TABLES and self.journal.has_records:  # otherwise the journal is deleted
             try:
-                TABLES[self.format](self.path, self.journal.records())
+                TABLES[self.format](self.path, self.journal.records(), self.journal.caption_columns())
             except OSError as error:
                 hint = f"; all records are in {self.journal.path}"
                 raise JobError.cannot_write(self.path, error, hint) from error

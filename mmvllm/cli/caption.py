@@ -1,11 +1,12 @@
 """`mmvllm caption`: writes a caption for each image and each clip of a video."""
 
 import argparse
+import json
 import sys
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmvllm.captioning.context import MODES as CONTEXT_MODES
 from mmvllm.captioning.errors import explained
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 PASSED_ON = (
     *("system", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels", "prefix", "suffix", "trigger_word"),
     *("video_fps", "video_frames", "video_max_pixels", "clip_seconds", "animations_as_clips"),
-    *("context_from", "context_mode", "caption_extension", "allow_special_tokens", "chat_template_kwargs"),
+    *("context_from", "context_mode", "caption_extension", "n", "allow_special_tokens", "chat_template_kwargs"),
     *("dtype", "quantization", "output", "format", "output_dir", "overwrite", "append_anyway", "skip_existing"),
     *("retry_failed", "fail_fast", "limit", "shard", "workers", "worker_processes", "ordered", "data_parallel_size"),
 )
@@ -78,7 +79,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_prompt(group: argparse._ArgumentGroup) -> None:
     prompt = group.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help=f"default: {DEFAULT_PROMPT!r}")
+    prompt.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help=f"given several times, each image has a caption for each (default: {DEFAULT_PROMPT!r})",
+    )
+    prompt.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE.json",
+        help='read several prompts from a list of texts, or of {"name": ..., "prompt": ...}',
+    )
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="read the prompt from a file")
     prompt.add_argument("--preset", choices=PRESETS, help="use a predefined prompt")
     group.add_argument("--list-presets", action=_ListPresets, nargs=0, help="print the prompts of the presets")
@@ -92,6 +104,13 @@ def _add_prompt(group: argparse._ArgumentGroup) -> None:
         default=0.0,
         metavar="T",
         help="sampling temperature; 0 is greedy (default: %(default)s)",
+    )
+    group.add_argument(
+        "--n",
+        type=at_least_one,
+        default=1,
+        metavar="N",
+        help="captions to make with each prompt; more than one needs --temperature (default: %(default)s)",
     )
     group.add_argument("--seed", type=int, metavar="N", help="seed that makes sampled captions reproducible")
     group.add_argument("--min-pixels", type=at_least_one, metavar="N", help="enlarge smaller images to this area")
@@ -217,8 +236,8 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    prompt, ray = _prompt(args), _ray_options(args)
-    _check(args, prompt)
+    prompts, ray = _prompts(args), _ray_options(args)
+    _check(args, prompts)
     tell_if_bundled(args)
     from mmvllm.captioning.errors import JobError
     from mmvllm.captioning.run import caption_images
@@ -227,8 +246,8 @@ def run(args: argparse.Namespace) -> int:
         args.paths,
         model=args.model,
         engine_args=engine_arguments(args, exclude=SETTINGS),
-        prompt=prompt,
         ray=ray,
+        **prompts,
         **{name: getattr(args, name) for name in PASSED_ON},
     )
     try:
@@ -257,12 +276,12 @@ def run(args: argparse.Namespace) -> int:
     return 3 if job.num_failed else 0
 
 
-def _check(args: argparse.Namespace, prompt: str) -> None:
+def _check(args: argparse.Namespace, prompts: dict[str, Any]) -> None:
     """Refuse what can be refused before torch is imported."""
     check(args)
     find_items(args.paths)  # refuses paths that do not exist
     names = {field.name for field in fields(CaptionSettings)}.intersection(PASSED_ON)
-    settings = CaptionSettings(prompt=prompt, **{name: getattr(args, name) for name in names})
+    settings = CaptionSettings(**prompts, **{name: getattr(args, name) for name in names})
     check_output(settings, args.output, **{name: getattr(args, name) for name in OUTPUT_OPTIONS})
     if args.report is not None:
         from mmvllm.captioning.report import check_place
@@ -289,15 +308,34 @@ def _ray_options(args: argparse.Namespace) -> "RayOptions | None":
     return None
 
 
-def _prompt(args: argparse.Namespace) -> str:
+def _prompts(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings `prompt` or `prompts` that the options give."""
     if args.prompt_file is not None:
-        try:
-            return args.prompt_file.read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise ValueError(f"--prompt-file {args.prompt_file} cannot be read: {explained(error)}") from error
+        return {"prompt": _text_of("--prompt-file", args.prompt_file)}
     if args.preset is not None:
-        return PRESETS[args.preset]
-    return DEFAULT_PROMPT if args.prompt is None else args.prompt
+        return {"prompt": PRESETS[args.preset]}
+    if args.prompts is not None:
+        return {"prompts": _list_of(args.prompts)}
+    given = args.prompt or [DEFAULT_PROMPT]
+    return {"prompt": given[0]} if len(given) == 1 else {"prompts": given}
+
+
+def _list_of(path: Path) -> list:
+    text = _text_of("--prompts", path)
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--prompts {path} is not JSON: {error}") from error
+    if not isinstance(given, list):
+        raise ValueError(f"--prompts {path} must be a JSON list, not {type(given).__name__}")
+    return given
+
+
+def _text_of(option: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be read: {explained(error)}") from error
 
 
 def _positive(text: str) -> float:
