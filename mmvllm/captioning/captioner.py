@@ -17,10 +17,12 @@ from mmvllm.captioning.record import COLUMNS, SEEN
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.captioning.several import LIST, captions_of, first_error
 from mmvllm.errors import MediaFileError, RequestError
-from mmvllm.intake import Prefetcher, Prepared, pinning
+from mmvllm.intake import Prefetcher, Prepare, Prepared, pinning
 from mmvllm.llm import LLM
 from mmvllm.outputs import RequestOutput
 from mmvllm.workers import NUM_WORKERS, WorkersUnusable
+
+Select = Callable[[Prepared], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +43,16 @@ class Captioner:
 
     With `ordered`, records come in the order of their tasks; an image that takes long holds up those after it.
 
+    A subclass without an engine says itself how images are prepared and where the outputs come from.
+
     Raises ArgumentError if the engine's processor cannot be sent to worker processes.
     """
 
+    noun = "the engine"  # what messages call what writes the captions
+
     def __init__(
         self,
-        llm: LLM,
+        llm: LLM | None,
         settings: CaptionSettings,
         num_workers: int | None = None,
         in_processes: bool = False,
@@ -63,6 +69,11 @@ class Captioner:
     def engine_wait_share(self) -> float:
         """Share of the time since the first image was prepared in which the engine had none to process, in [0, 1]."""
         return 0.0 if self._prefetcher is None else self._prefetcher.wait_share
+
+    @property
+    def max_requests(self) -> int:
+        """How many requests keep the engine busy."""
+        return self.llm.admission.max_requests
 
     def stop(self) -> None:
         """Finish the requests that the engine has begun, and drop the rest; may be called from a signal handler."""
@@ -87,32 +98,39 @@ class Captioner:
         """The records with the numbers of their tasks, as they finish."""
         jobs = _TasksInFlight(self.settings, index, lambda: self._is_stopped)
         self._prefetcher = self._prefetch(jobs.requests(tasks))
-        params, num_failures = self.settings.sampling_params, 0
-        stream = self.llm.stream_prepared(self._prefetcher, params, "return", jobs.select, lambda: self._is_stopped)
+        num_failures = 0
         try:
-            for number, output in stream:
+            for number, output in self._outputs(jobs.select):
                 yield from jobs.finish(number, output)
                 if output is not None and output.arrival_time is not None:  # it reached the engine
                     num_failures = num_failures + 1 if output.error is not None else 0
-                    if num_failures > 2 * self.llm.admission.max_requests:  # more than any few steps can have
-                        raise JobError(f"the engine fails every time, now with: {output.error}")
+                    if num_failures > 2 * self.max_requests:  # more than any few steps can have
+                        raise JobError(f"{self.noun} fails every time, now with: {output.error}")
         except WorkersUnusable as error:
             raise JobError(f"{error}; run the same job again without worker processes") from error
         finally:
+            self._prefetcher.close()
             if self._processes is not None:
                 self._processes.close()
 
     def _prefetch(self, requests: Iterator[dict]) -> Prefetcher | PromptPrefetcher:
         prefetcher = Prefetcher(
             requests,
-            pinning(self._processes or CaptionPreparer(self.llm.processor), self.llm.device),
-            max_requests=self.llm.admission.max_requests,
+            self._preparer(),
+            max_requests=self.max_requests,
             num_workers=self._num_workers,
             in_order=self._ordered,
         )
         if self.settings.prompts is None:
             return prefetcher
         return PromptPrefetcher(prefetcher, self.settings.num_prompts, self._is_computed)
+
+    def _preparer(self) -> Prepare:
+        return pinning(self._processes or CaptionPreparer(self.llm.processor), self.llm.device)
+
+    def _outputs(self, select: Select) -> Iterator[tuple[int, RequestOutput | None]]:
+        params = self.settings.sampling_params
+        return self.llm.stream_prepared(self._prefetcher, params, "return", select, lambda: self._is_stopped)
 
     def _is_computed(self, request_id: str) -> bool:
         group = self.llm.engine.scheduler.groups.get(request_id)
@@ -181,7 +199,9 @@ class _TasksInFlight:
         """The numbered records that an output leads to; None is that of a task that was not selected."""
         number, place = divmod(index, self._settings.num_prompts)
         if output is not None:
-            work = self._works[number]
+            work = self._works.get(number)
+            if work is None:  # of another prompt, that was dropped when the job was stopped
+                return
             work.outputs[place] = output
             if len(work.outputs) < work.num_prompts:
                 return

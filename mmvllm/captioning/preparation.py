@@ -52,7 +52,7 @@ class CaptionPreparer:
 
         def image(item: Item) -> Image:
             image = load_image(item.read(), reserve=self._reserve_image)
-            seen.update(_seen_of_image(image))
+            seen.update(seen_of_image(image))
             return image
 
         def video(item: Item, plan: ClipPlan) -> Clip:
@@ -94,7 +94,7 @@ def _with_media_of(first: EngineInput, other: EngineInput) -> EngineInput:
     return dataclasses.replace(other, items=tuple(same))
 
 
-def _seen_of_image(image: Image) -> dict[str, Any]:
+def seen_of_image(image: Image) -> dict[str, Any]:
     """The digest is of the decoded pixels, 32 hex digits, and the size that of the upright image."""
     digest = xxhash.xxh3_128(f"{image.size}".encode())
     digest.update(image.tobytes())

@@ -17,12 +17,20 @@ from mmvllm.captioning.settings import DEFAULT_PROMPT, PRESETS, CaptionSettings
 from mmvllm.cli.caption_records import Printer, own_stdout
 from mmvllm.cli.caption_summary import as_lines, summarize
 from mmvllm.cli.checks import check, tell_if_bundled
-from mmvllm.cli.common import add_model_argument, add_template_argument, at_least_one, seconds
+from mmvllm.cli.common import (
+    add_model_argument,
+    add_template_argument,
+    at_least_one,
+    option_name,
+    seconds,
+    whole_number,
+)
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 from mmvllm.cli.progress import MODES, Display
 from mmvllm.cli.stopping import stopping
 
 if TYPE_CHECKING:
+    from mmvllm.captioning.endpoint_options import EndpointOptions
     from mmvllm.captioning.ray_source import RayOptions
 
 # Arguments that are passed to `caption_images` under the same names.
@@ -223,6 +231,25 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         "--engine", choices=executors, dest="executor", default=argparse.SUPPRESS, help=argparse.SUPPRESS
     )
     group.add_argument(
+        "--endpoint",
+        metavar="URL",
+        help="have a server with OpenAI's API write the captions, such as http://localhost:8000/v1, and load no model; "
+        "its API key is read from the environment variable OPENAI_API_KEY",
+    )
+    group.add_argument(
+        "--endpoint-model", metavar="NAME", help="name of the model there (default: the first of /v1/models)"
+    )
+    group.add_argument("--concurrency", type=at_least_one, metavar="N", help="requests to it at a time (default: 8)")
+    group.add_argument(
+        "--endpoint-timeout", type=seconds, metavar="S", help="seconds to wait for its answer (default: 300)"
+    )
+    group.add_argument(
+        "--endpoint-retries",
+        type=whole_number,
+        metavar="N",
+        help="how often a request that failed is sent again, with growing pauses (default: 5)",
+    )
+    group.add_argument(
         "--address", help="address of a Ray cluster: auto, HOST:PORT or ray://...; by default Ray is started locally"
     )
     group.add_argument("--actors", type=at_least_one, metavar="N", dest="num_actors", help="Ray actors (default: 1)")
@@ -236,9 +263,10 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    prompts, ray = _prompts(args), _ray_options(args)
+    prompts, ray, endpoint = _prompts(args), _ray_options(args), _endpoint_options(args)
     _check(args, prompts)
-    tell_if_bundled(args)
+    if endpoint is None:
+        tell_if_bundled(args)
     from mmvllm.captioning.errors import JobError
     from mmvllm.captioning.run import caption_images
 
@@ -247,6 +275,7 @@ def run(args: argparse.Namespace) -> int:
         model=args.model,
         engine_args=engine_arguments(args, exclude=SETTINGS),
         ray=ray,
+        endpoint=endpoint,
         **prompts,
         **{name: getattr(args, name) for name in PASSED_ON},
     )
@@ -278,7 +307,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace, prompts: dict[str, Any]) -> None:
     """Refuse what can be refused before torch is imported."""
-    check(args)
+    if args.endpoint is None:
+        check(args)
     find_items(args.paths)  # refuses paths that do not exist
     names = {field.name for field in fields(CaptionSettings)}.intersection(PASSED_ON)
     settings = CaptionSettings(**prompts, **{name: getattr(args, name) for name in names})
@@ -289,6 +319,25 @@ def _check(args: argparse.Namespace, prompts: dict[str, Any]) -> None:
         check_place(args.report)
         if args.output is None and args.format not in FILE_FORMATS:
             raise ValueError("--report shows the records; give --output too")
+
+
+def _endpoint_options(args: argparse.Namespace) -> "EndpointOptions | None":
+    names = {"endpoint_model": "model", "endpoint_timeout": "timeout", "endpoint_retries": "max_retries"}
+    names |= {"concurrency": "concurrency"}
+    given = {own: getattr(args, name) for name, own in names.items() if getattr(args, name) is not None}
+    if args.endpoint is None:
+        if given:
+            options = ", ".join(option_name(name) for name, own in names.items() if own in given)
+            raise ValueError(f"{options} needs --endpoint")
+        return None
+    from mmvllm.captioning.endpoint_options import EndpointOptions, check_endpoint
+
+    if args.executor == "ray":
+        raise ValueError("--executor ray makes engines of its own; leave it out with --endpoint")
+    size = None if args.data_parallel_size == 1 else args.data_parallel_size
+    check_endpoint({"model": args.model, "worker_processes": args.worker_processes or None, "data_parallel_size": size})
+    check_endpoint(engine_arguments(args) | {"min_pixels": args.min_pixels})
+    return EndpointOptions(args.endpoint, **given)
 
 
 def _ray_options(args: argparse.Namespace) -> "RayOptions | None":
