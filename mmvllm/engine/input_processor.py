@@ -41,6 +41,10 @@ class InputProcessor:
         self._encoder_cache, self._seed = encoder_cache, seed
         self._unseeded = count()
 
+    def go_on_from(self, other: "InputProcessor") -> None:
+        """Give requests without a seed those that the other one would have given them."""
+        self._unseeded = other._unseeded
+
     def engine_input(
         self, prompt: Prompt, pixel_values: Any = None, image_grid_thw: Any = None, **tensors: Any
     ) -> EngineInput:
