@@ -18,7 +18,9 @@ _EXPORTS_BY_MODULE = {
     "mmvllm.engine.llm_engine": ("LLMEngine",),
     "mmvllm.config": ("EngineConfig",),
     "mmvllm.sampling_params": ("SamplingParams",),
+    "mmvllm.structured": ("StructuredOutputsParams",),
     "mmvllm.outputs": ("RequestOutput", "CompletionOutput", "Delta"),
+    "mmvllm.grounding": ("Box", "Point"),
     "mmvllm.errors": (
         *("RequestError", "ParameterError", "ImageError", "VideoError", "PromptTooLong"),
         *("RequestFailed", "RequestsAborted", "EngineBusy", "EngineStopped", "EngineFailed"),

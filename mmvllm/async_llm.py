@@ -14,8 +14,9 @@ import time
 import uuid
 import weakref
 from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -57,6 +58,9 @@ from mmvllm.models.folder import model_name
 from mmvllm.outputs import Delta
 from mmvllm.processors.load_video import Load
 from mmvllm.sampling_params import SamplingParams
+from mmvllm.tracing import check_endpoint, ended_output, make_tracer
+
+Give = Callable[[Request, EngineInput], None]  # takes a request that has been prepared, in a worker thread
 
 
 class _Stream:
@@ -67,17 +71,19 @@ class _Stream:
         self.arrival_time = time.time()
         self.is_prepared = self.has_begun = False
         self.num_bytes = 0  # of its media, once prepared
+        self.trace_headers: Mapping[str, str] | None = None
+        self.prompt_token_ids: list[int] = []  # once prepared
         self.has_ended = False  # guarded by the engine's lock
         self.ended: Future[None] = Future()  # done then
-        self._items: deque[Delta | Exception] = deque()  # used in the event loop only, as is what follows
+        self._items: deque[Delta | EngineInput | Exception] = deque()  # used in the event loop only, as is what follows
         self._waiter: asyncio.Future[None] | None = None  # of the one task that gets the items
 
-    def put(self, item: Delta | Exception) -> None:
+    def put(self, item: Delta | EngineInput | Exception) -> None:
         self._items.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def get(self) -> Delta:
+    async def get(self) -> Any:
         if not self._items:
             self._waiter = self.loop.create_future()
             await self._waiter
@@ -95,6 +101,7 @@ class AsyncLLM:
 
     Args:
         model, processor, video_backend, engine_args: as for `LLM`.
+        otlp_traces_endpoint: as for `LLM`. Admitted requests that fail before an engine has them are traced, too.
         max_waiting: requests admitted beyond `max_num_seqs`; one more is refused with `EngineBusy`.
         data_parallel_size: number of engines, each in a process of its own and with the `engine_args`; each has
             `tensor_parallel_size` CUDA devices, from `device` on, or its part of the CPU's threads. A request goes
@@ -112,6 +119,7 @@ class AsyncLLM:
         *,
         processor: Any = None,
         video_backend: str = "pyav",
+        otlp_traces_endpoint: str | None = None,
         max_waiting: int = 256,
         data_parallel_size: int = 1,
         release_after: float | None = None,
@@ -120,6 +128,7 @@ class AsyncLLM:
         check_int("data_parallel_size", data_parallel_size)
         if release_after is not None and not 0 < release_after < threading.TIMEOUT_MAX:
             raise ParameterError("release_after", release_after, "a number of seconds above 0, or None")
+        check_endpoint(otlp_traces_endpoint)
         config = EngineConfig.from_arguments("AsyncLLM", **engine_args)
         several = data_parallel_size > 1
         engine = EngineFleet(model, config, data_parallel_size, release_after) if several else LLMEngine(model, config)
@@ -130,6 +139,7 @@ class AsyncLLM:
             engine.exit()
             raise
         self.model, self.tokenizer = model_name(model), engine.tokenizer
+        self._tracer = make_tracer(otlp_traces_endpoint, self.model)
         self.image_config, self.video_config = engine.image_config, engine.video_config
         rules = self.media_rules = engine.media_rules  # None for a text-only checkpoint
         self.takes_videos = rules is not None and rules.takes_videos
@@ -161,6 +171,7 @@ class AsyncLLM:
         *,
         timeout: float | None = None,
         load: Load | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Stream the completions of one request. Cancelling the task, or closing the generator, aborts the request.
 
@@ -171,6 +182,7 @@ class AsyncLLM:
             timeout: seconds from now until the request must be complete.
             load: reads the request's images and videos, in a thread; for untrusted media, a session's of
                 `mmvllm.decoding.MediaDecoder`.
+            trace_headers: of the trace that the request belongs to, by W3C Trace Context: `traceparent`, `tracestate`.
 
         Raises ValueError for a bad request, `EngineBusy`, `EngineStopped` or `EngineFailed` if it cannot be admitted or
         finished, `RequestFailed` if the device or the preparation fails, `DeadlineExceeded`, and whatever `request`
@@ -180,23 +192,44 @@ class AsyncLLM:
         check_lengths(sampling_params, 1)
         params = params_for(sampling_params, 0, own.get("sampling_params"))
         stream = self._admit(own.get("request_id") if request_id is None else request_id, params.n)
-        timer = fetching = None
+        stream.trace_headers = own.get("trace_headers") if trace_headers is None else trace_headers
+        output = error_type = None
+
+        def give(request: Request, prompt: EngineInput) -> None:
+            self._engine.grammars.check(params.structured)  # here, not in the engine's thread, which waits for nothing
+            self._hand_over(stream, params, request, prompt)
+
         try:
-            if timeout is not None:
-                timer = stream.loop.call_later(timeout, self._end, stream, _deadline_exceeded(timeout))
-            if callable(request):
-                fetching = asyncio.create_task(self._queue_when_fetched(stream, request, params, load))
-            else:
-                self._queue(stream, request, params, load)
-            while True:
-                delta = await stream.get()
-                yield delta
-                if delta.output is not None:
-                    return
+            with self._running(stream, request, give, timeout, load):
+                while output is None:
+                    delta = await stream.get()
+                    delta.prompt_token_ids, output = stream.prompt_token_ids, delta.output
+                    yield delta
+        except Exception as error:
+            error_type = type(error).__name__
+            raise
         finally:
-            for pending in filter(None, (timer, fetching)):
-                pending.cancel()
-            self._end(stream)
+            if self._tracer is not None:
+                output = output or ended_output(stream.request_id, stream.arrival_time, params.n, error_type)
+                self._tracer.record(params, stream.trace_headers, output, error_type)
+
+    async def tokenize(
+        self,
+        request: Request | Callable[[], Awaitable[Request]],
+        *,
+        timeout: float | None = None,
+        load: Load | None = None,
+    ) -> list[int]:
+        """The token ids that the engine would be given for a request: with its template applied and the placeholders
+        of images and videos expanded. Arguments and errors are those of `generate`; no token is generated.
+        """
+        stream = self._admit(None, 1)
+
+        def give(_: Request, prompt: EngineInput) -> None:
+            self._send(stream.loop, [(stream, prompt)])
+
+        with self._running(stream, request, give, timeout, load):
+            return (await stream.get()).token_ids
 
     async def abort(self, request_id: str) -> bool:
         """End a request; False if there is none with this id. On return its blocks and media are freed."""
@@ -270,6 +303,30 @@ class AsyncLLM:
         if not self.admission.has_room(len(self._streams), num_waiting_bytes=0):  # bytes are waited for, not refused
             raise EngineBusy(len(self._streams), self.admission.max_requests)
 
+    @contextmanager
+    def _running(
+        self,
+        stream: _Stream,
+        request: Request | Callable[[], Awaitable[Request]],
+        give: Give,
+        timeout: float | None,
+        load: Load | None,
+    ) -> Iterator[None]:
+        """Have an admitted request fetched, prepared and given on; it ends with the context."""
+        timer = fetching = None
+        try:
+            if timeout is not None:
+                timer = stream.loop.call_later(timeout, self._end, stream, _deadline_exceeded(timeout))
+            if callable(request):
+                fetching = asyncio.create_task(self._queue_when_fetched(stream, request, give, load))
+            else:
+                self._queue(stream, request, give, load)
+            yield
+        finally:
+            for pending in filter(None, (timer, fetching)):
+                pending.cancel()
+            self._end(stream)
+
     async def _queue_when_fetched(self, stream: _Stream, request: Callable[[], Awaitable[Request]], *rest: Any) -> None:
         try:
             fetched = await request()
@@ -281,9 +338,9 @@ class AsyncLLM:
             self._end(stream, RequestFailed(f"the request could not be fetched: {type(error).__name__}"))
             raise
 
-    def _queue(self, stream: _Stream, request: Request, params: SamplingParams, load: Load | None) -> None:
+    def _queue(self, stream: _Stream, request: Request, give: Give, load: Load | None) -> None:
         request = with_own_token_ids(request)
-        prepare, with_media = partial(self._prepare, stream, request, params, load), has_media(request)
+        prepare, with_media = partial(self._prepare, stream, request, give, load), has_media(request)
         with self._changed:
             if not stream.has_ended:  # else the pool may be shut down
                 self._preparation.submit(stream, prepare, with_media)
@@ -291,12 +348,10 @@ class AsyncLLM:
     def _num_waiting_bytes(self) -> int:
         return sum(stream.num_bytes for stream in self._streams.values() if not stream.has_begun)
 
-    def _prepare(self, stream: _Stream, request: Request, params: SamplingParams, load: Load | None) -> None:
-        """Prepare a request and give it to the engine; in a worker thread."""
+    def _prepare(self, stream: _Stream, request: Request, give: Give, load: Load | None) -> None:
+        """Prepare a request and give it on; in a worker thread."""
         try:
-            prompt = self._intake.prepare(request, load)
-            options = request_options(request) if isinstance(request, dict) else {}
-            self._hand_over(stream, prompt, params, options)
+            give(request, self._intake.prepare(request, load))
         except ValueError as error:
             self._end(stream, without_frames(error))
         except MemoryError:  # without its frames, which hold what filled the memory
@@ -304,7 +359,12 @@ class AsyncLLM:
         except Exception as error:  # a bug, ours or of the caller's `load`: other requests are not affected
             self._end(stream, RequestFailed(f"preparation failed: {type(error).__name__}: {error}"))
 
-    def _hand_over(self, stream: _Stream, prompt: EngineInput, params: SamplingParams, options: dict[str, Any]) -> None:
+    def _hand_over(self, stream: _Stream, params: SamplingParams, request: Request, prompt: EngineInput) -> None:
+        """Give a request to the engine."""
+        options = request_options(request) if isinstance(request, dict) else {}
+        if stream.trace_headers is not None:
+            options["trace_headers"] = stream.trace_headers
+        stream.prompt_token_ids = prompt.token_ids
         with self._changed:
             stream.is_prepared, stream.num_bytes = True, prompt.num_bytes
             if not stream.has_ended:
@@ -343,7 +403,9 @@ class AsyncLLM:
         stream.ended.set_result(None)
         self._changed.notify_all()
 
-    def _send(self, loop: asyncio.AbstractEventLoop, items: list[tuple[_Stream, Delta | Exception]]) -> None:
+    def _send(
+        self, loop: asyncio.AbstractEventLoop, items: list[tuple[_Stream, Delta | EngineInput | Exception]]
+    ) -> None:
         try:
             loop.call_soon_threadsafe(_put_all, items)
         except RuntimeError:  # the loop is closed
@@ -379,6 +441,8 @@ class AsyncLLM:
         with self._closing:
             self._thread.stop()
             self._engine.exit()
+            if self._tracer is not None:
+                self._tracer.shutdown()
         with self._changed:
             if self._status == "draining":
                 self._status = "stopped"
@@ -396,7 +460,7 @@ def _check_fetched(request: Request) -> None:
             )
 
 
-def _put_all(items: list[tuple[_Stream, Delta | Exception]]) -> None:
+def _put_all(items: list[tuple[_Stream, Delta | EngineInput | Exception]]) -> None:
     for stream, item in items:
         stream.put(item)
 

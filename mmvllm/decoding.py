@@ -14,6 +14,7 @@ from mmvllm.errors import ImageError, MediaFileError, VideoError
 from mmvllm.media import MediaPolicy
 from mmvllm.processors.budget import DECODING, VIDEO_DECODING
 from mmvllm.processors.clip import Clip
+from mmvllm.processors.pixels import orientation_of, with_orientation
 from mmvllm.worker_process import reserve_in_parent
 from mmvllm.workers import NUM_WORKERS, WorkerDied, WorkerPool, WorkerTimeout
 
@@ -72,8 +73,8 @@ class MediaDecoder:
     def _decode(self, data: bytes, is_cancelled: Callable[[], bool]) -> Image.Image:
         timeout = self._policy.image_timeout
         with _sentences(ImageError, "image", timeout, "shrink"):
-            size, pixels = self._pool.run(_decode, data, timeout=timeout, is_cancelled=is_cancelled)
-        return Image.frombytes("RGB", size, pixels)
+            size, pixels, orientation = self._pool.run(_decode, data, timeout=timeout, is_cancelled=is_cancelled)
+        return with_orientation(Image.frombytes("RGB", size, pixels), orientation)
 
     def _decode_video(self, data: bytes | list[bytes], plan: "ClipPlan", is_cancelled: Callable[[], bool]) -> Clip:
         self._policy.check("video", data)  # before it is copied to a process
@@ -114,10 +115,10 @@ def _start_video(policy: MediaPolicy) -> None:
             import_module(name)
 
 
-def _decode(data: bytes) -> tuple[tuple[int, int], pickle.PickleBuffer]:
-    """The size and the pixels, 3 bytes each."""
+def _decode(data: bytes) -> tuple[tuple[int, int], pickle.PickleBuffer, int]:
+    """The size, the pixels, 3 bytes each, and the orientation of what is encoded."""
     image = _policy.load(data, reserve_in_parent)
-    return image.size, pickle.PickleBuffer(image.tobytes())
+    return image.size, pickle.PickleBuffer(image.tobytes()), orientation_of(image)
 
 
 def _decode_video(data: bytes | list[bytes], plan: "ClipPlan") -> Clip:

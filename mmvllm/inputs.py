@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmvllm.grounding import BoxFormat, ImageGeometry
 from mmvllm.transfer import pinned
 
 Grid = tuple[int, int, int]  # (t, h, w) in patches
@@ -32,6 +33,7 @@ class Media:
             equal rows of the ViT, and for equal M-RoPE positions relative to the first token of the video.
         times: seconds from the start of the video, one for each temporal patch; empty for an image.
         seconds_per_patch: of a video, from one temporal patch to the next.
+        geometry: of an image whose sizes are known; None for a video, and for what came as tensors.
     """
 
     modality: str
@@ -40,6 +42,7 @@ class Media:
     digests: tuple[bytes, ...]
     times: tuple[float, ...] = ()
     seconds_per_patch: float | None = None
+    geometry: ImageGeometry | None = None
 
     def items(self, spans: Sequence[Span], index: int) -> "Iterator[MediaItem]":
         """An item for each temporal patch, given where its placeholder tokens stand in the prompt."""
@@ -47,7 +50,7 @@ class Media:
         patches = self.patches.view(t, h * w, -1)
         for i, (digest, span) in enumerate(zip(self.digests, spans, strict=True)):
             time = self.times[i] if self.times else None
-            yield MediaItem(self.modality, patches[i], (1, h, w), digest, span, index, time)
+            yield MediaItem(self.modality, patches[i], (1, h, w), digest, span, index, time, self.geometry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class MediaItem:
         span: the placeholder tokens in the prompt that the item's rows replace.
         index: which image or video of the prompt it is, or belongs to, from 0.
         time: seconds from the start of the video, in the middle of the temporal patch; None if it is not known.
+        geometry: as in `Media`.
     """
 
     modality: str
@@ -73,6 +77,7 @@ class MediaItem:
     span: Span
     index: int = 0
     time: float | None = None
+    geometry: ImageGeometry | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -100,7 +105,7 @@ class MediaItem:
     def __reduce__(self):
         # From worker processes as bytes: torch would use shared memory, which may be scarce, and a descriptor each.
         data, dtype = self.patches.view(torch.uint8).numpy(), self.patches.dtype  # numpy has no bfloat16
-        others = (self.modality, self.grid, self.digest, self.span, self.index, self.time)
+        others = (self.modality, self.grid, self.digest, self.span, self.index, self.time, self.geometry)
         return _item_from_bytes, (data, dtype, *others)
 
 
@@ -117,12 +122,14 @@ class EngineInput:
         items: in the order of their placeholders; those of a video follow each other.
         positions: (3, T) int64: time, height and width; None for text, whose tokens count up on all three axes.
         position_delta: what is added to the index of a generated token to get its position.
+        preparation: when it was begun and when it was done, in seconds since the epoch.
     """
 
     token_ids: list[int]
     items: tuple[MediaItem, ...] = ()
     positions: np.ndarray | None = None
     position_delta: int = 0
+    preparation: tuple[float, float] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -152,6 +159,7 @@ class MediaRules:
         tokens_per_second: of a video, on the time axis of M-RoPE; None where temporal patches are one position apart.
         timestamp: what stands before each temporal patch of a video, with a place for its time in seconds; each
             temporal patch is then enclosed in start and end tokens of its own.
+        boxes: how the family writes boxes and points; None if it writes none.
     """
 
     image_token_id: int
@@ -166,6 +174,7 @@ class MediaRules:
     patch_dim: int
     tokens_per_second: int | None = None
     timestamp: str | None = None
+    boxes: BoxFormat | None = None
 
     @property
     def takes_videos(self) -> bool:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any, Protocol
 
@@ -89,12 +89,22 @@ class Intake:
     def prepare(self, request: Request, load: Load | None = None) -> EngineInput:
         """A request of any form -> what the engine takes; raises RequestError for what is wrong with it."""
         processor = self.processor if isinstance(request, dict) else self._own  # a raw prompt needs no template
-        return pinning(processor, self._device)(as_request(request), load)
+        return timed(pinning(processor, self._device))(as_request(request), load)
 
 
 def pinning(prepare: Prepare, device: torch.device) -> Prepare:
     """The function, which for a GPU also moves patches to pinned memory: then a step copies them without waiting."""
     return prepare if device.type != "cuda" else lambda *args: in_pinned_memory(prepare(*args))
+
+
+def timed(prepare: Prepare) -> Prepare:
+    """The function, which also says when it began and ended."""
+
+    def prepare_timed(*args: Any) -> EngineInput:
+        start = time.time()
+        return replace(prepare(*args), preparation=(start, time.time()))
+
+    return prepare_timed
 
 
 def as_request(request: Request) -> Any:
@@ -134,8 +144,9 @@ def has_media(request: Request) -> bool:
 
 
 def request_options(request: dict) -> dict[str, Any]:
-    """A request's place in the queue and in the cache, for `LLMEngine.add`."""
-    return {"priority": request.get("priority") or 0, "cache_salt": request.get("cache_salt")}
+    """A request's place in the queue and in the cache, and its trace, for `LLMEngine.add`."""
+    options = {"priority": request.get("priority") or 0, "cache_salt": request.get("cache_salt")}
+    return options | ({"trace_headers": headers} if (headers := request.get("trace_headers")) is not None else {})
 
 
 def check_lengths(sampling_params: Params, num_requests: int) -> None:

@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from mmvllm.calls import Call, Event, output_of, without_errors
 from mmvllm.config import EngineConfig
 from mmvllm.engine.llm_engine import LLMEngine
+from mmvllm.engine.sequence import SequenceGroup
 from mmvllm.errors import RequestError, RequestsAborted
 from mmvllm.inputs import EngineInput
 from mmvllm.intake import (
@@ -28,11 +29,13 @@ from mmvllm.intake import (
     params_for,
     pinning,
     request_options,
+    timed,
 )
 from mmvllm.models.folder import model_name
 from mmvllm.outputs import Delta, RequestOutput
 from mmvllm.processors.requests import PROMPT_KEYS
 from mmvllm.sampling_params import SamplingParams
+from mmvllm.tracing import check_endpoint, make_tracer
 
 TURN_SECONDS = 1e-3  # in which a thread that waits for the lock gets it
 
@@ -47,20 +50,31 @@ class LLM:
         processor: None for mmvllm's own, or an object with the interface of transformers' processors.
         video_backend: "pyav", or "qwen-vl-utils" to have that package, where it is installed, read the videos that are
             named by a path or a URL.
+        otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a trace of each request (OTLP over HTTP).
         engine_args: fields of `mmvllm.EngineConfig`, which documents them.
 
     Use it in a `with`, or call `exit` to free its memory.
     """
 
     def __init__(
-        self, model: str | Path | None = None, *, processor: Any = None, video_backend: str = "pyav", **engine_args: Any
+        self,
+        model: str | Path | None = None,
+        *,
+        processor: Any = None,
+        video_backend: str = "pyav",
+        otlp_traces_endpoint: str | None = None,
+        **engine_args: Any,
     ):
+        check_endpoint(otlp_traces_endpoint)
         self.engine = LLMEngine(model, EngineConfig.from_arguments("LLM", **engine_args))
         self.model = model_name(model)
         self.tokenizer, self.device = self.engine.tokenizer, self.engine.model_runner.device
         self._intake = Intake(self.engine, processor, video_backend)
         # As many requests again wait in the engine as run, so that a step never lacks work.
         self.admission = AdmissionWindow(2 * self.engine.config.max_num_seqs)
+        self._tracer = make_tracer(otlp_traces_endpoint, self.model)
+        if self._tracer is not None:
+            self.engine.on_finished = self._trace
         self._lock = threading.RLock()
         self._callers: set[object] = set()  # that wait for the lock for a moment, while others run step after step
 
@@ -144,7 +158,8 @@ class LLM:
         Args:
             requests: dicts (or one) with `messages` (chat format, image parts anywhere), with `text` and `images`, or
                 prompts as `generate` takes them; optional `min_pixels`, `max_pixels`, `request_id`, `priority`,
-                `cache_salt`, `sampling_params`. They begin in the order of their priority, lower values first.
+                `cache_salt`, `trace_headers` (of W3C Trace Context), `sampling_params`. They begin in the order of
+                their priority, lower values first.
                 Special tokens in messages are text, unless the request has `allow_special_tokens`. Its
                 `chat_template_kwargs` are arguments of the chat template, such as {"enable_thinking": False}.
             sampling_params: for all, or a list with one per request; a request's own come first.
@@ -170,11 +185,14 @@ class LLM:
         on_error: str = "raise",
         allow_special_tokens: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several.
 
         Special tokens in the messages are text, unless `allow_special_tokens`. `chat_template_kwargs` are arguments of
-        the chat template, such as `enable_thinking`. The other arguments are those of `generate_multimodal`.
+        the chat template, such as `enable_thinking`. `tools` are the functions that the model may call, as in OpenAI's
+        API; `mmvllm.processors.tool_calls.read_tool_calls` finds the calls in a text. The other arguments are those of
+        `generate_multimodal`.
         """
         if not isinstance(messages, list | tuple):
             raise RequestError(
@@ -184,6 +202,7 @@ class LLM:
             )
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         keys = {"allow_special_tokens": allow_special_tokens, "chat_template_kwargs": chat_template_kwargs}
+        keys |= {"tools": tools}
         requests = [{"messages": conversation} | keys for conversation in conversations]
         return self.generate_multimodal(requests, sampling_params, processor, use_tqdm, on_error)
 
@@ -247,6 +266,11 @@ class LLM:
         self.engine.begin_exit()  # before the lock, which a thread that runs step after step may get first many times
         with self._lock:
             self.engine.exit()
+        if self._tracer is not None:
+            self._tracer.shutdown()
+
+    def _trace(self, group: SequenceGroup) -> None:
+        self._tracer.record(group.sampling_params, group.trace_headers, group.output)
 
     def stream_prepared(
         self,
@@ -321,7 +345,7 @@ class LLM:
         self, requests: Iterable[dict], processor: Any = None, indices: Iterable[int] | None = None
     ) -> Prefetcher:
         prepare = pinning(self.processor if processor is None else self._intake.adapt(processor), self.device)
-        return Prefetcher(requests, prepare, max_requests=self.admission.max_requests, indices=indices)
+        return Prefetcher(requests, timed(prepare), max_requests=self.admission.max_requests, indices=indices)
 
     def _prefetch_in_order(self, requests: Sequence[dict], processor: Any = None) -> Prefetcher:
         """Prepares requests in the order of their priority."""

@@ -1,21 +1,47 @@
 """What the engine returns: completions, finished requests, and the deltas of a stream."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from mmvllm.errors import RequestError
+from mmvllm.grounding import Box, Point
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion. `logprobs` has, per token, {token id: log-probability}: the chosen one, then the most likely."""
+    """One completion.
+
+    `logprobs` has, per token, {token id: log-probability}: the chosen one, then the most likely. `boxes` are the boxes
+    and points that the model wrote, in pixels of the request's images.
+    """
 
     text: str
     token_ids: list[int]
-    finish_reason: str  # "eos", "stop", "length", "aborted" or "error"
+    finish_reason: str  # "eos", "stop", "length", "repetition", "aborted" or "error"
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, float]] | None = None
+    boxes: tuple[Box | Point, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """The stages of a request: the times ending in `_time` that vLLM has are since the epoch, all others are seconds.
+
+    None where the request never reached that point. `arrival_time` is when it was admitted, or given to the engine.
+    """
+
+    arrival_time: float | None
+    first_scheduled_time: float | None
+    first_token_time: float | None
+    finished_time: float | None
+    preparation_time: float | None  # chat template, decoding, resizing
+    time_in_queue: float | None  # from when it was prepared and had arrived until it was first scheduled
+    encoding_time: float | None  # of the ViT in the steps that encoded its images; other requests may share them
+    prefill_time: float | None  # from when it was first scheduled until the first token, with the ViT
+    decode_time: float | None  # from the first token until the end
+    time_to_first_token: float | None  # from its arrival
+    e2e_time: float | None  # from its arrival
 
 
 @dataclass(slots=True)
@@ -37,6 +63,11 @@ class RequestOutput:
     finish_time: float | None = None
     prompt_token_ids: list[int] = field(default_factory=list)
     exception: RequestError | None = field(default=None, repr=False, compare=False)  # `error` with its facts
+    preparation_start_time: float | None = None
+    preparation_end_time: float | None = None
+    first_scheduled_time: float | None = None
+    encoding_start_time: float | None = None  # of the first step that encoded images of the request
+    encoding_time: float | None = None  # seconds of the ViT
 
     @property
     def outputs(self) -> list[CompletionOutput]:
@@ -63,6 +94,32 @@ class RequestOutput:
     def cumulative_logprob(self) -> float | None:
         return self.completions[0].cumulative_logprob if self.completions else None
 
+    @property
+    def boxes(self) -> tuple[Box | Point, ...]:
+        return self.completions[0].boxes if self.completions else ()
+
+    @property
+    def queue_start_time(self) -> float | None:
+        """When the request was prepared and had arrived."""
+        return max(filter(None, (self.arrival_time, self.preparation_end_time)), default=None)
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """The times of its stages."""
+        return RequestMetrics(
+            arrival_time=self.arrival_time,
+            first_scheduled_time=self.first_scheduled_time,
+            first_token_time=self.first_token_time,
+            finished_time=self.finish_time,
+            preparation_time=_between(self.preparation_start_time, self.preparation_end_time),
+            time_in_queue=_between(self.queue_start_time, self.first_scheduled_time),
+            encoding_time=self.encoding_time,
+            prefill_time=_between(self.first_scheduled_time, self.first_token_time),
+            decode_time=_between(self.first_token_time, self.finish_time),
+            time_to_first_token=_between(self.arrival_time, self.first_token_time),
+            e2e_time=_between(self.arrival_time, self.finish_time),
+        )
+
     def __getitem__(self, name: str) -> Any:
         if name not in self:
             raise KeyError(name)
@@ -84,14 +141,29 @@ class RequestOutput:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and those of the first completion, of types that `json.dumps` takes."""
-        made = {name: getattr(self, name) for name in _NAMES if name not in ("completions", "outputs", "exception")}
-        return made | {"completions": [asdict(completion) for completion in self.completions]}
+        others = ("completions", "outputs", "exception", "metrics", "boxes")
+        made = {name: getattr(self, name) for name in _NAMES if name not in others}
+        completions = [*map(_completion_dict, self.completions)]
+        return made | {"boxes": _as_dicts(self.boxes), "completions": completions, "metrics": asdict(self.metrics)}
+
+
+def _completion_dict(completion: CompletionOutput) -> dict[str, Any]:
+    return asdict(replace(completion, boxes=())) | {"boxes": _as_dicts(completion.boxes)}
+
+
+def _as_dicts(boxes: tuple[Box | Point, ...]) -> list[dict[str, Any]]:
+    return [box.to_dict() for box in boxes]
 
 
 _NAMES = (
     *(field.name for field in fields(RequestOutput)),
-    *("outputs", "text", "token_ids", "finish_reason", "logprobs", "cumulative_logprob"),
+    *("outputs", "text", "token_ids", "finish_reason", "logprobs", "cumulative_logprob", "boxes", "metrics"),
 )
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    """Seconds; the clock may have been set back."""
+    return None if start is None or end is None else max(0.0, end - start)
 
 
 @dataclass(slots=True)  # not frozen, which would make one of them for every token four times as slow
@@ -107,6 +179,8 @@ class Delta:
     text: str
     token_ids: list[int]
     logprobs: list[dict[int, float]] | None = None
-    finish_reason: str | None = None  # "eos", "stop", "length" or "aborted", in the completion's last delta
+    finish_reason: str | None = None  # of `CompletionOutput`, in the last delta of the completion
     output: RequestOutput | None = None  # in the last delta of the request: all of it
     num_prompt_tokens: int = 0
+    prompt_token_ids: list[int] | None = None  # in deltas of `AsyncLLM`: one list, which must not be changed
+    boxes: tuple[Box | Point, ...] = ()  # of `CompletionOutput`, in the last delta of the completion

@@ -1,13 +1,17 @@
 """The sampling parameters of a request."""
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmvllm.arguments import with_checked_arguments
 from mmvllm.errors import ParameterError, RequestError
+from mmvllm.structured import StructuredOutputsParams, as_structured
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Arguments of vLLM's SamplingParams that many programs pass, with the values that describe what mmvllm does anyway.
 ACCEPTED_VLLM_ARGUMENTS = {
@@ -21,10 +25,6 @@ ACCEPTED_VLLM_ARGUMENTS = {
     "include_stop_str_in_output": (False,),
     "prompt_logprobs": (None,),
     "truncate_prompt_tokens": (None,),
-    "logit_bias": (None, {}),
-    "logits_processors": (None, []),
-    "bad_words": (None, []),
-    "allowed_token_ids": (None,),
 }
 
 
@@ -47,10 +47,20 @@ class SamplingParams:
         stop: strings that stop generation; the returned text ends before them.
         stop_token_ids: token ids that stop generation, in addition to the checkpoint's own.
         ignore_eos: continue after the end-of-sequence token and the checkpoint's max_new_tokens, until max_tokens.
+        stop_on_repetition: end a completion, with the finish reason "repetition", whose last tokens are one pattern of
+            at most 64 tokens, at least 4 times in a row and at least 64 tokens in all.
         seed: seed of the request's own random generator: the completion does not depend on the rest of the batch.
+        structured: what the text must be: `StructuredOutputsParams`, or a dict of its fields, such as {"json": SCHEMA}.
         repetition_penalty: divides positive (multiplies negative) logits of tokens in prompt or completion, > 0.
         presence_penalty: subtracted from the logits of tokens in the completion, in [-2, 2].
         frequency_penalty: subtracted from the logits of tokens in the completion once per occurrence, in [-2, 2].
+        logit_bias: {token id: number in [-100, 100]} added to the logits of these tokens, after penalties.
+        allowed_token_ids: only these tokens follow; None allows all.
+        bad_words: texts that do not occur in the completion, as the tokenizer writes them at its beginning, or after a
+            space.
+        no_repeat_ngram_size: no sequence of so many tokens occurs twice in prompt and completion; 0 allows all.
+        logits_processors: functions of (completion's token ids, logits) or (prompt's token ids, completion's token ids,
+            logits) that return the logits (V,) float32 of the next token; slow, since each is called for each token.
         logprobs: return log-probabilities of each chosen token and of this many most likely tokens, 0 to 20.
         n: number of completions of the prompt.
     """
@@ -64,10 +74,17 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    stop_on_repetition: bool = False
     seed: int | None = None
+    structured: StructuredOutputsParams | None = None
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    no_repeat_ngram_size: int = 0
+    logits_processors: tuple[Callable[..., "Tensor"], ...] = ()
     logprobs: int | None = None
     n: int = 1
 
@@ -78,6 +95,14 @@ class SamplingParams:
         self._number("repetition_penalty", "above 0", lambda v: 0 < v < math.inf)
         self._number("presence_penalty", "in [-2, 2]", lambda v: -2 <= v <= 2)
         self._number("frequency_penalty", "in [-2, 2]", lambda v: -2 <= v <= 2)
+        self._set_logit_bias()
+        if self.allowed_token_ids is not None:
+            self._token_ids("allowed_token_ids")
+            if not self.allowed_token_ids:
+                raise ParameterError("allowed_token_ids", [], "token ids, at least one, or None")
+        self._tuple("bad_words", "strings that are not empty", lambda v: isinstance(v, str) and v)
+        self._integer("no_repeat_ngram_size", "of at least 0", lambda v: v >= 0)
+        self._tuple("logits_processors", "functions of token ids and logits", callable)
         self._integer("top_k", "of at least -1", lambda v: v >= -1)
         self._integer("max_tokens", "of at least 1", lambda v: v >= 1)
         self._integer("min_tokens", f"in [0, max_tokens={self.max_tokens}]", lambda v: 0 <= v <= self.max_tokens)
@@ -85,11 +110,18 @@ class SamplingParams:
         self._integer("seed", "or None", lambda v: True, optional=True)
         self._integer("logprobs", "in [0, 20] or None", lambda v: 0 <= v <= 20, optional=True)
         self._tuple("stop", "strings that are not empty", lambda v: isinstance(v, str) and v)
-        self._tuple("stop_token_ids", "integers of at least 0", lambda v: _is_integer(v) and v >= 0)
-        object.__setattr__(self, "stop_token_ids", tuple(map(int, self.stop_token_ids)))
-        if self.ignore_eos not in (True, False):
-            raise ParameterError("ignore_eos", self.ignore_eos, "True or False")
-        object.__setattr__(self, "ignore_eos", bool(self.ignore_eos))
+        self._token_ids("stop_token_ids")
+        self._flag("ignore_eos")
+        self._flag("stop_on_repetition")
+        object.__setattr__(self, "structured", as_structured(self.structured))
+        self._check_structured()
+
+    def _check_structured(self) -> None:
+        """A completion ends where its grammar does, which these contradict."""
+        for name in ("ignore_eos", "min_tokens"):
+            if self.structured is not None and (value := getattr(self, name)):
+                reason = f"{name} is {value}, which contradicts structured: a completion ends where its grammar ends"
+                raise RequestError(reason, param=name, value=value)
 
     def _number(self, name: str, required: str, accept: Callable[[float], bool]) -> None:
         value = getattr(self, name)
@@ -105,6 +137,30 @@ class SamplingParams:
         if not _is_integer(value) or not accept(value):
             raise ParameterError(name, value, f"an integer {required}")
         object.__setattr__(self, name, int(value))
+
+    def _flag(self, name: str) -> None:
+        value = getattr(self, name)
+        if value not in (True, False):
+            raise ParameterError(name, value, "True or False")
+        object.__setattr__(self, name, bool(value))
+
+    def _token_ids(self, name: str) -> None:
+        self._tuple(name, "integers of at least 0", lambda v: _is_integer(v) and v >= 0)
+        object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
+
+    def _set_logit_bias(self) -> None:
+        """A copy, with ids that may have been strings, as in JSON; None for one without entries."""
+        given = self.logit_bias
+        if given is not None and not isinstance(given, Mapping):
+            raise ParameterError("logit_bias", given, "a mapping of token ids to numbers in [-100, 100]")
+        biases = {}
+        for token_id, bias in (given or {}).items():
+            number = _as_float(bias)
+            if not _is_token_id(token_id) or not -100 <= number <= 100:
+                message = f"logit_bias has {token_id!r}: {bias!r}, must be token ids with numbers in [-100, 100]"
+                raise RequestError(message, param="logit_bias", value=bias)
+            biases[int(token_id)] = number
+        object.__setattr__(self, "logit_bias", biases or None)
 
     def _tuple(self, name: str, required: str, accept: Callable[[Any], bool]) -> None:
         """Convert any iterable to a tuple; a single string or integer becomes a tuple of one, None an empty tuple."""
@@ -125,6 +181,10 @@ def _as_float(value: Any) -> float:
         return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     except OverflowError:
         return math.nan
+
+
+def _is_token_id(value: Any) -> bool:
+    return (_is_integer(value) and value >= 0) or (isinstance(value, str) and value.isascii() and value.isdecimal())
 
 
 def _is_integer(value: Any) -> bool:

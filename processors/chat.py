@@ -1,19 +1,21 @@
 """Requests -> `EngineInput`: chat template, images and videos, and their placeholders expanded."""
 
 import threading
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput, Media, MediaRules
 from mmvllm.processors.clip import Clip
-from mmvllm.processors.image import ImageProcessor, resize_for_part
+from mmvllm.processors.image import ImageProcessor, SourceGeometry, resize_for_part
 from mmvllm.processors.load_video import DIRECT, Load
 from mmvllm.processors.parts import naming_media
 from mmvllm.processors.placeholders import place_media
 from mmvllm.processors.requests import ParsedRequest, parse_request
 from mmvllm.processors.special_tokens import SpecialTokens, check_unicode
 from mmvllm.processors.tensors import own_token_ids
+from mmvllm.processors.tools import for_template
 from mmvllm.processors.video import ClipPlan, VideoProcessor, VideoProcessorConfig
 
 
@@ -101,8 +103,9 @@ class Processor:
 
     def _image(self, i: int, part: dict, parsed: ParsedRequest, load: Load) -> Media:
         with naming_media(image_index=i):
-            image = resize_for_part(load.image(part["image"]), part, self.image_processor.config.factor)
-            return self.image_processor(image, *parsed.image_bounds)
+            image, config = load.image(part["image"]), self.image_processor.config
+            made = self.image_processor(resize_for_part(image, part, config.factor), *parsed.image_bounds)
+            return replace(made, geometry=SourceGeometry.of(image).resized_to(made.grid, config.patch_size))
 
     def _video(self, i: int, part: dict, parsed: ParsedRequest, load: Load) -> Media:
         with naming_media(video_index=i):
@@ -136,7 +139,8 @@ def rendered(parsed: ParsedRequest, owner, special_tokens: SpecialTokens) -> tup
     """The text to tokenize; and, if special tokens of messages are to be encoded as text, the text that marks them."""
     if parsed.messages is None:
         return parsed.text, None
-    given = [parsed.messages, parsed.template_kwargs]
+    messages, tools = for_template(parsed.messages, parsed.tools, owner)
+    given = [messages, {**parsed.template_kwargs, **tools}]
     if parsed.allow_special_tokens:
         return _apply_template(owner, *given), None
     return special_tokens.render(lambda values: _apply_template(owner, *values), given)

@@ -11,7 +11,7 @@ from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput, Media, MediaRules
 from mmvllm.processors.chat import check_takes_media, load_clip, rendered, tokenize
 from mmvllm.processors.clip import Clip
-from mmvllm.processors.image import resize_for_part
+from mmvllm.processors.image import SourceGeometry, resize_for_part
 from mmvllm.processors.load_video import DIRECT, Load
 from mmvllm.processors.parts import naming_media
 from mmvllm.processors.placeholders import expand_placeholders, place_media
@@ -62,7 +62,8 @@ class ForeignProcessor:
         load = load or self.load
         parsed = parse_request(request)
         check_takes_media(parsed, self.rules)
-        images = [self._image(i, part, parsed, load) for i, part in enumerate(parsed.images)]
+        given = [self._image(i, part, parsed, load) for i, part in enumerate(parsed.images)]
+        images = [image for image, _ in given]
         clips = [self._clip(i, part, parsed, load) for i, part in enumerate(parsed.videos)]
         if parsed.token_ids is not None:
             return self._without_media(parsed)
@@ -75,7 +76,7 @@ class ForeignProcessor:
                     param="messages",
                 )
             made = self.processor(text=[text], images=images or None, return_tensors="pt", **_videos(clips))
-            return self._engine_input(made, len(images), clips)
+            return self._engine_input(made, [source for _, source in given], clips)
 
     def together(self, requests: list[dict], load: Load | None = None) -> list[EngineInput]:
         """As `Processor.together`; the caller's processor is given the images and videos each time."""
@@ -88,24 +89,30 @@ class ForeignProcessor:
         token_ids = own_token_ids(parsed.token_ids)
         return EngineInput(token_ids if self.rules is None else expand_placeholders(token_ids, [], self.rules)[0])
 
-    def _image(self, i: int, part: dict, parsed: ParsedRequest, load: Load) -> Image:
+    def _image(self, i: int, part: dict, parsed: ParsedRequest, load: Load) -> tuple[Image, SourceGeometry]:
         bounds = dict(zip(("min_pixels", "max_pixels"), parsed.image_bounds, strict=True))
         with naming_media(image_index=i):
-            image = resize_for_part(load.image(part["image"]), part, self.video_config.factor)
-            return resize_for_part(image, bounds, self.video_config.factor)
+            loaded = load.image(part["image"])
+            image = resize_for_part(loaded, part, self.video_config.factor)
+            return resize_for_part(image, bounds, self.video_config.factor), SourceGeometry.of(loaded)
 
     def _clip(self, i: int, part: dict, parsed: ParsedRequest, load: Load) -> Clip:
         with naming_media(video_index=i):
             return load_clip(load, part, parsed, self.video_config, self.max_tokens)
 
-    def _engine_input(self, made, num_images: int, clips: list[Clip]) -> EngineInput:
+    def _engine_input(self, made, sources: list[SourceGeometry], clips: list[Clip]) -> EngineInput:
         token_ids = own_token_ids(_returned(made, "input_ids")[0])
         if self.rules is None:
             return EngineInput(token_ids)
         size = self.video_config.temporal_patch_size
         videos = self._media("video", made, len(clips), seconds=[clip.seconds_per_patch(size) for clip in clips])
         videos = [replace(video, times=clip.patch_times(size)) for video, clip in zip(videos, clips, strict=True)]
-        media = self._media("image", made, num_images) + videos
+        patch_size = self.video_config.patch_size
+        images = [
+            replace(one, geometry=source.resized_to(one.grid, patch_size))
+            for one, source in zip(self._media("image", made, len(sources)), sources, strict=True)
+        ]
+        media = images + videos
         return place_media(token_ids, media, self.rules, partial(tokenize, self.tokenizer))
 
     def _media(self, modality: str, made, number: int, **keys: Any) -> list[Media]:

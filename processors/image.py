@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,8 +19,10 @@ from PIL import Image
 
 from mmvllm.arguments import check_int
 from mmvllm.errors import ParameterError, RequestError
-from mmvllm.inputs import Media
+from mmvllm.grounding import ImageGeometry
+from mmvllm.inputs import Grid, Media
 from mmvllm.processors.bounds import check_bounds, pixel_bounds
+from mmvllm.processors.pixels import orientation_of
 
 Config = TypeVar("Config", bound="ImageProcessorConfig")
 
@@ -212,6 +214,23 @@ def resize_for_part(image: Image.Image, part: dict, factor: int) -> Image.Image:
         low, high = pixel_bounds(part.get("min_pixels"), part.get("max_pixels"), low, high)
     height, width = smart_resize(height, width, factor, low, high, min_side=factor)
     return image.resize((width, height), Image.Resampling.BICUBIC)
+
+
+class SourceGeometry(NamedTuple):
+    """The size of an upright image before it is resized, and the EXIF orientation in which it is stored."""
+
+    width: int
+    height: int
+    orientation: int
+
+    @classmethod
+    def of(cls, image: Image.Image) -> "SourceGeometry":
+        return cls(image.width, image.height, orientation_of(image))
+
+    def resized_to(self, grid: Grid, patch_size: int) -> ImageGeometry:
+        """With the size of what the model sees, a grid of patches."""
+        _, h, w = grid
+        return ImageGeometry(self.width, self.height, w * patch_size, h * patch_size, self.orientation)
 
 
 class ImageProcessor:

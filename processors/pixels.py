@@ -19,17 +19,27 @@ _UPRIGHT = {
 }
 
 
+_KEY = "mmvllm.orientation"  # in `Image.info` of what `upright_rgb` has turned
+
+
+def orientation_of(image: Image.Image) -> int:
+    """The EXIF orientation, from 1 to 8, that `upright_rgb` has undone; 1 for any other image."""
+    return image.info.get(_KEY, 1)
+
+
+def with_orientation(image: Image.Image, orientation: int) -> Image.Image:
+    """The image, marked as turned from this orientation."""
+    image.info[_KEY] = orientation
+    return image
+
+
 def upright_rgb(image: Image.Image) -> Image.Image:
     """A new upright 8-bit RGB image of a loaded image; raises RefusedImage for a hostile EXIF block."""
-    turned = _upright(image)
+    orientation = _orientation(image)
+    method = _UPRIGHT.get(orientation)
+    turned = image if method is None else image.transpose(method)
     is_done = turned is not image and turned.mode == "RGB" and not turned.has_transparency_data
-    return turned if is_done else _to_rgb(turned)
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    """The image turned by its EXIF orientation, or the image itself."""
-    method = _UPRIGHT.get(_orientation(image))
-    return image if method is None else image.transpose(method)
+    return with_orientation(turned if is_done else _to_rgb(turned), 1 if method is None else orientation)
 
 
 def _orientation(image: Image.Image) -> int | None:

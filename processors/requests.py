@@ -1,6 +1,6 @@
 """The forms of a request: chat messages, text with images and videos, and prompts as vLLM's users write them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import count
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from mmvllm.processors.parts import (
     without_nulls,
 )
 from mmvllm.processors.template_kwargs import check_template_kwargs
+from mmvllm.processors.tools import check_calls, check_tools
 from mmvllm.text import listed
 
 FORMS = ("messages", "text", "prompt", "prompt_token_ids")
@@ -25,8 +26,8 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data")
 REQUEST_KEYS = frozenset(
     (
         *("messages", "text", "images", "videos", "min_pixels", "max_pixels", *PROMPT_KEYS),
-        *("allow_special_tokens", "chat_template_kwargs", "mm_processor_kwargs"),
-        *("request_id", "priority", "cache_salt", "sampling_params"),
+        *("allow_special_tokens", "chat_template_kwargs", "mm_processor_kwargs", "tools"),
+        *("request_id", "priority", "cache_salt", "trace_headers", "sampling_params"),
     )
 )
 TEXT_KEYS = frozenset(("type", "text"))
@@ -38,7 +39,8 @@ class ParsedRequest(NamedTuple):
     Each of `images` is a dict with what to load under "image", and perhaps sizes of its own; each of `videos` one with
     what to load under "video", and perhaps keys of `qwen_vl_utils`. `processor_kwargs` are the request's own arguments
     for videos, `image_bounds` its `min_pixels` and `max_pixels` for images. Special tokens in messages are text, unless
-    `allow_special_tokens`. `template_kwargs` are arguments for the chat template.
+    `allow_special_tokens`. `template_kwargs` are arguments for the chat template, `tools` the functions that the model
+    may call.
     """
 
     messages: list[dict] | None
@@ -50,6 +52,7 @@ class ParsedRequest(NamedTuple):
     token_ids: Any = None
     allow_special_tokens: bool = False
     template_kwargs: Mapping[str, Any] = MappingProxyType({})
+    tools: Sequence[dict] = ()
 
 
 def parse_request(request: Any) -> ParsedRequest:
@@ -60,13 +63,16 @@ def parse_request(request: Any) -> ParsedRequest:
     check_numbers(request)
     form, content = _form(request)
     allow_special_tokens, template_kwargs = _allows_special_tokens(request, form), _template_kwargs(request, form)
+    tools = check_tools(request.get("tools"))
+    if tools and form != "messages":
+        raise RequestError(f"tools goes with 'messages'; no template is applied to {form!r}", param="tools")
     images, videos = _given_media(request)
     kwargs = _processor_kwargs(request)
     bounds = tuple(request.get(name) or kwargs.get(name) for name in ("min_pixels", "max_pixels"))
     if form == "messages":
         if images or videos:
             raise RequestError("images and videos go with 'text'; with 'messages', put each into its message as a part")
-        keys = {"allow_special_tokens": allow_special_tokens, "template_kwargs": template_kwargs}
+        keys = {"allow_special_tokens": allow_special_tokens, "template_kwargs": template_kwargs, "tools": tools}
         return ParsedRequest(*_parse_messages(content), kwargs, bounds, **keys)
     images = [image if isinstance(image, dict) else {"image": image} for image in images]
     videos = [video if isinstance(video, dict) else {"video": video} for video in videos]
@@ -149,7 +155,10 @@ def _parse_messages(messages: Any) -> tuple[list[dict], list[dict], list[dict]]:
             f"'messages' must be a list of at least one {{'role', 'content'}} dict, not {messages!r:.100}"
         )
     parsed, images, videos = [], [], []
-    for message in messages:
+    for i, message in enumerate(messages):
+        calls = check_calls(message, f"messages[{i}]") if isinstance(message, dict) else []
+        if calls and message.get("content") is None:
+            message = {**message, "content": ""}
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise RequestError(f"a message must be a dict with 'role' and 'content', not {message!r:.100}")
         content = message["content"]
@@ -157,7 +166,7 @@ def _parse_messages(messages: Any) -> tuple[list[dict], list[dict], list[dict]]:
             content = [_parse_part(part, images, videos) for part in content]
         elif not isinstance(content, str):
             raise RequestError(f"message content must be a string or a list of parts, not {type(content).__name__}")
-        parsed.append({**message, "content": content})
+        parsed.append({**message, "content": content} | ({"tool_calls": calls} if calls else {}))
     return parsed, images, videos
 
 

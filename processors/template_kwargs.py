@@ -1,7 +1,7 @@
 """Checks of the arguments that a request gives to its chat template, such as `enable_thinking`."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mmvllm.errors import RequestError
@@ -32,19 +32,24 @@ def check_template_kwargs(kwargs: Any) -> dict[str, Any]:
             raise _error(f"has the name {name!r:.50}, which is not a string")
         if name in RESERVED or name.startswith("return_"):
             raise _error(f"may not have {name!r}, an argument of apply_chat_template, not of templates; leave it out")
-    return {name: _json_copy(name, value, 1) for name, value in kwargs.items()}
+    return json_object_copy(kwargs, _error)
 
 
-def _json_copy(name: str, value: Any, depth: int) -> Any:
+def json_object_copy(given: Mapping[str, Any], error: Callable[[str], RequestError]) -> dict[str, Any]:
+    """A copy of a JSON object; raises `error(reason)` for what JSON does not have."""
+    return {name: _json_copy(name, value, error, 1) for name, value in given.items()}
+
+
+def _json_copy(name: str, value: Any, error: Callable[[str], RequestError], depth: int) -> Any:
     if depth > MAX_DEPTH:
-        raise _error(f"has lists and dicts that are nested more than {MAX_DEPTH} deep, in {name!r:.50}")
+        raise error(f"has lists and dicts that are nested more than {MAX_DEPTH} deep, in {name!r:.50}")
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _json_copy(name, item, depth + 1) for key, item in value.items()}
+        return {key: _json_copy(name, item, error, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_json_copy(name, item, depth + 1) for item in value]
+        return [_json_copy(name, item, error, depth + 1) for item in value]
     if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    raise _error(f"has {name!r:.50} with {value!r:.50}, which is not a JSON value")
+    raise error(f"has {name!r:.50} with {value!r:.50}, which is not a JSON value")
 
 
 def _error(reason: str) -> RequestError:

@@ -15,9 +15,15 @@ from mmvllm.models.folder import BUNDLED
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import assert_idle
 from tests.helpers.reference import Reference
+from tests.helpers.thinning import thin
 
 # The models are tiny: a second thread would cost more than it computes, above all on a busy machine.
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)  # before cases are selected by their markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    thin(items)
 
 
 @pytest.fixture(scope="session")

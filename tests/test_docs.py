@@ -9,20 +9,31 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from mmvllm.captioning.output import FORMATS
+from mmvllm.captioning.presets import PRESETS
 from mmvllm.captioning.record import COLUMNS
-from mmvllm.captioning.settings import PRESETS
 from mmvllm.server.protocol import ChatRequest, CompletionRequest
+from mmvllm.server.responses_request import ResponsesRequest
 from mmvllm.server.run import SEND_SECONDS
 from tests.helpers.documents import DOCUMENTS, ROOT, Block, blocks_of, check_command, commands_of, prose_of
 from tests.helpers.option_tables import with_tables
 
 BLOCKS = [block for path in DOCUMENTS for block in blocks_of(path)]
 SERVER = "http://127.0.0.1:8000"
+
+LONG = ("docs/captioning.md", "docs/performance.md")  # each takes half a minute
+
+
+def document(path: Path) -> Any:
+    """A parameter of a test that runs a document."""
+    name = str(path.relative_to(ROOT))
+    return pytest.param(path, id=name, marks=[pytest.mark.slow] if name in LONG else [])
+
 
 by_name = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
@@ -58,7 +69,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-@by_name
+@pytest.mark.parametrize("path", [document(path) for path in DOCUMENTS])
 def test_blocks_run(path, folder, monkeypatch, request):
     names = {"__name__": "__main__"}
     for block in blocks_of(path):
@@ -196,7 +207,7 @@ def test_formats_presets_and_records_are_documented():
     assert [name for name in (*FORMATS, *PRESETS, *COLUMNS) if f"`{name}`" not in text] == []
 
 
-@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest])
+@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest, ResponsesRequest])
 def test_fields_of_requests_are_documented(model):
     text = (ROOT / "docs" / "serving.md").read_text()
     assert [name for name in model.model_fields if f"`{name}`" not in text] == []

@@ -104,6 +104,7 @@ def test_errors_of_failed_streams_hold_no_image(async_engine, num_images, bad):
     assert len(kept) == 8 and live_images() == num_images
 
 
+@pytest.mark.slow
 def test_large_failed_images_leave_memory_where_it_was(async_engine, num_images):
     request, process = ask("Look", truncated_png(8000)), psutil.Process(os.getpid())
     asyncio.run(failures(async_engine, request, 2))

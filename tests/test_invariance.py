@@ -11,7 +11,7 @@ from tests.helpers.rank_threads import use_rank_threads
 from tests.helpers.requests import ask, grids_of, noise_image, patches_of, spans_of
 from tests.helpers.shapes import every_family
 
-pytestmark = every_family
+pytestmark = [every_family, pytest.mark.thinned]
 WAYS = [
     pytest.param({"async_scheduling": False}, id="plain"),
     pytest.param({"async_scheduling": True}, id="ahead"),
@@ -114,6 +114,7 @@ def test_prefix_cold_and_hit(block_size, checkpoint, make_llm, expected):
         assert len(encoded) == cold, "an image inside a prefix hit must not be encoded"
 
 
+@pytest.mark.thinned(1)
 def test_prefix_hits_of_every_length(checkpoint, make_llm, expected):
     """One block per token; the cache holds the first k tokens, so hits end before, inside, between and after images."""
     llm = make_llm(checkpoint, kvcache_block_size=1)

@@ -10,7 +10,7 @@ from tests.helpers.engines import assert_idle
 from tests.helpers.requests import ask, digests_of, frames, noise_image, spans_of
 from tests.helpers.shapes import every_family
 
-pytestmark = every_family
+pytestmark = [every_family, pytest.mark.thinned]
 both_ways = pytest.mark.parametrize("make_llm", [False, True], ids=["plain", "ahead"], indirect=True)
 
 GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -74,6 +74,7 @@ def test_batches(order, options, checkpoint, make_llm, expected):
         assert run(llm, tuple(REQUESTS)[::order]) == expected
 
 
+@pytest.mark.thinned(2)
 def test_every_token_budget(checkpoint, make_llm, expected):
     """Chunks end at every position of the prompt, inside each temporal patch and between them."""
     llm = make_llm(checkpoint, enable_prefix_caching=False, kvcache_block_size=4)
@@ -82,6 +83,7 @@ def test_every_token_budget(checkpoint, make_llm, expected):
         assert run(llm, ("clip",))["clip"] == expected["clip"], f"budget {budget}"
 
 
+@pytest.mark.thinned(1)
 def test_prefix_hits_of_every_length(checkpoint, make_llm, expected):
     """One block per token; the cache holds the first k tokens, so hits end inside and between temporal patches."""
     llm = make_llm(checkpoint, kvcache_block_size=1)
@@ -98,6 +100,7 @@ def test_prefix_hits_of_every_length(checkpoint, make_llm, expected):
     assert inside >= 6
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("caching", [True, False])
 def test_preemption_at_each_step(caching, checkpoint, make_llm, expected):
     llm = make_llm(checkpoint, enable_prefix_caching=caching, kvcache_block_size=4, max_num_batched_tokens=4)

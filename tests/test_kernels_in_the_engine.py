@@ -60,24 +60,27 @@ def interpreted(monkeypatch) -> set[str]:
     return ran
 
 
-# Those of the last shape are among the kernels of the two before it, which run with the slow tests.
-SLOW = [pytest.param(13, shape, marks=pytest.mark.slow) for shape in RICHEST[1:-1]]
+# One request of one shape; the slow tests have all.
+CASES = [(4096, RICHEST[0], 3), *((13, shape, 3) for shape in RICHEST)]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 
 
-@pytest.mark.parametrize(("budget", "shape"), [(4096, RICHEST[0]), (13, RICHEST[0]), *SLOW, (13, RICHEST[-1])], ids=str)
-def test_same_tokens_as_with_the_references(budget, shape, checkpoints, make_llm, request):
+@pytest.mark.parametrize(("budget", "shape", "number"), [(4096, RICHEST[0], 1), *SLOW], ids=str)
+def test_same_tokens_as_with_the_references(budget, shape, number, checkpoints, make_llm, request):
+    requests = REQUESTS[:number]
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     drawn = replace(params, max_tokens=3, temperature=0.8, top_k=50, top_p=0.9, seed=3, presence_penalty=1.5)
     options = {"kvcache_block_size": 4, "max_num_batched_tokens": budget}
     plain = make_llm(checkpoints(shape), **options)
-    want = run_at_once(plain, REQUESTS, params), run_at_once(plain, REQUESTS, drawn)
+    want = run_at_once(plain, requests, params), run_at_once(plain, requests, drawn)
     ran = request.getfixturevalue("interpreted")
     llm = make_llm(checkpoints(shape), attention_backend="triton", **options)
     assert llm.engine.attention.name == "triton"
-    assert (run_at_once(llm, REQUESTS, params), run_at_once(llm, REQUESTS, drawn)) == want
+    assert (run_at_once(llm, requests, params), run_at_once(llm, requests, drawn)) == want
     assert ran >= ALWAYS | PENALTIES | ALSO[shape]
 
 
+@pytest.mark.slow
 def test_same_tokens_in_8_bit_floats(checkpoints, make_llm, monkeypatch, request):
     """The products are those of the reference, because only GPUs have others."""
     round_to_e4m3_exactly(monkeypatch)

@@ -13,6 +13,7 @@ from tests.helpers.requests import grids_of, patches_of, spans_of
 from tests.helpers.shapes import IMAGE_SHAPES, RICHEST
 
 
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("shape", [None, *IMAGE_SHAPES], ids=lambda shape: shape or "bundled")
 def test_greedy_tokens_equal_transformers(shape, checkpoints, reference, make_llm):
     llm = make_llm(BUNDLED if shape is None else checkpoints(shape))

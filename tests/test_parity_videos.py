@@ -11,6 +11,8 @@ from tests.helpers.reference import assert_no_worse, first_logits
 from tests.helpers.requests import ask, frames
 from tests.helpers.shapes import IMAGE_SHAPES, RICHEST
 
+pytestmark = pytest.mark.thinned
+
 every_shape = pytest.mark.parametrize("shape", RICHEST)
 
 

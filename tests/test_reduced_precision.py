@@ -9,6 +9,8 @@ from tests.helpers.parity import REQUESTS, VIDEOS
 from tests.helpers.reference import EightBitFloats, EightBits, ExpertsOf, Reference, assert_no_worse, first_logits
 from tests.helpers.shapes import IMAGE_SHAPES, RICHEST, SHAPES
 
+pytestmark = pytest.mark.thinned
+
 EIGHT = SamplingParams(max_tokens=8, ignore_eos=True)
 FORMATS = {
     "bfloat16": {"dtype": "bfloat16"},

@@ -23,7 +23,17 @@ from tests.helpers.server import chat, completion
 
 DEFAULTS = SamplingParams()
 FIELDS = [field.name for field in fields(SamplingParams)]
-VALUES = (0.5, 1, 2, 3, True, "x")  # the first that a field accepts and that is not its default is tried
+VALUES = (
+    0.5,
+    1,
+    2,
+    3,
+    True,
+    "x",
+    {1: 2.0},
+    [len],
+    {"json_object": True},
+)  # the first that a field accepts and that is not its default is tried
 DOCUMENTS = Path(__file__).parents[1] / "docs"
 GUIDE = 'docs/extending.md, "A sampling option", has the whole list'
 
@@ -34,26 +44,45 @@ NOT_DRAWN = {
     "stop": ENDS,
     "stop_token_ids": ENDS,
     "ignore_eos": ENDS,
+    "stop_on_repetition": ENDS,
     "seed": "the seeds of sequences are made from it",
     "logprobs": "sampler.Logprobs",
     "n": "sequences of the engine",
+    "logit_bias": "SamplingRows.biases",
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "no_repeat_ngram_size"), "engine/constraints.py"),
+    "logits_processors": "engine/logits_processors.py",
+    "structured": "engine/grammar.py",
 }
-NOT_WARMED_UP = dict.fromkeys(("stop", "stop_token_ids", "n"), "takes no path of the sampler")
-NOT_IN_CHATS = {"logprobs": "chats have logprobs: true, and top_logprobs for the number"}
+NOT_WARMED_UP = {
+    **dict.fromkeys(("stop", "stop_token_ids", "stop_on_repetition", "n"), "takes no path of the sampler"),
+    **dict.fromkeys(("allowed_token_ids", "bad_words"), "takes the path of no_repeat_ngram_size"),
+    "structured": "takes the path of no_repeat_ngram_size",
+    "logits_processors": "are the caller's own functions",
+}
+OTHER_NAMES = {"structured": "structured_outputs"}  # those of vLLM's server
+NOT_OVER_HTTP = {"logits_processors": "functions cannot be sent"}
+NOT_IN_CHATS = NOT_OVER_HTTP | {"logprobs": "chats have logprobs: true, and top_logprobs for the number"}
 FOR_CAPTIONS = "captions are greedy, or sampled at a temperature from the whole distribution"
 ONE_CAPTION = "an image has one caption, which ends where the model ends it"
 NOT_ON_THE_COMMAND_LINE = {
     **dict.fromkeys(("top_p", "top_k", "min_p"), FOR_CAPTIONS),
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), FOR_CAPTIONS),
     **dict.fromkeys(("min_tokens", "stop", "stop_token_ids", "ignore_eos", "n"), ONE_CAPTION),
+    **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "no_repeat_ngram_size"), FOR_CAPTIONS),
+    "logits_processors": FOR_CAPTIONS,
     "logprobs": "records have no column for them",
+    "structured": "--schema makes it",
 }
 FEW_CONTROLS = "the page has few controls"
 NOT_ON_THE_PAGE = {
     **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), FEW_CONTROLS),
     **dict.fromkeys(("min_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "logprobs"), FEW_CONTROLS),
+    **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "no_repeat_ngram_size"), FEW_CONTROLS),
+    "logits_processors": FEW_CONTROLS,
+    "structured": FEW_CONTROLS,
+    "stop_on_repetition": FEW_CONTROLS,
 }
-EXCEPTIONS = [NOT_DRAWN, NOT_WARMED_UP, NOT_IN_CHATS, NOT_ON_THE_COMMAND_LINE, NOT_ON_THE_PAGE]
+EXCEPTIONS = [NOT_DRAWN, NOT_WARMED_UP, NOT_OVER_HTTP, NOT_IN_CHATS, NOT_ON_THE_COMMAND_LINE, NOT_ON_THE_PAGE]
 
 
 def missing(name: str, file: str, what: str, exceptions: str | None = None) -> str:
@@ -94,7 +123,9 @@ def test_a_field_is_documented(name):
     table = "the table of SamplingParams, with `python -m tests.helpers.option_tables`"
     assert f"| `{name}` | `{getattr(DEFAULTS, name)!r}` |" in in_python, missing(name, "docs/python.md", table)
     requests = in_serving.partition("### Requests\n")[2].partition("Fields of other clients")[0]
-    assert f"`{name}`" in requests, missing(name, "docs/serving.md", 'the table of fields in "Requests"')
+    assert f"`{OTHER_NAMES.get(name, name)}`" in requests or name in NOT_OVER_HTTP, missing(
+        name, "docs/serving.md", 'the table of fields in "Requests"'
+    )
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -117,21 +148,21 @@ def test_the_warm_up_takes_the_path_of_a_field(name):
 
 
 def in_chat(name: str, value) -> SamplingParams:
-    return chat_params(ChatRequest(**chat("Hi", **{name: value})), 100)
+    return chat_params(ChatRequest(**chat("Hi", **{OTHER_NAMES.get(name, name): value})), 100)
 
 
 def in_completion(name: str, value) -> SamplingParams:
-    return completion_params(CompletionRequest(**completion(**{name: value})))
+    return completion_params(CompletionRequest(**completion(**{OTHER_NAMES.get(name, name): value})))
 
 
 @pytest.mark.parametrize("request_", [in_chat, in_completion])
 @pytest.mark.parametrize("name", FIELDS)
 def test_the_server_takes_a_field(name, request_):
-    if request_ is in_chat and name in NOT_IN_CHATS:
+    if name in (NOT_IN_CHATS if request_ is in_chat else NOT_OVER_HTTP):
         return
     value = getattr(changed(name), name)
-    given = list(value) if isinstance(value, tuple) else value
-    exceptions = "NOT_IN_CHATS" if request_ is in_chat else None
+    given = list(value) if isinstance(value, tuple) else {"json_object": True} if name == "structured" else value
+    exceptions = "NOT_IN_CHATS" if request_ is in_chat else "NOT_OVER_HTTP"
     try:
         params = request_(name, given)
     except ValidationError:

@@ -124,6 +124,7 @@ def test_the_page_gives_its_own(kwargs, engine, numbered, tmp_path):
     assert numbered == [bool(kwargs)]
 
 
+@pytest.mark.thinned(1)
 @GIVEN
 def test_captions(kwargs, want, llm, numbered, tmp_path):
     noise_image(60, 60).save(tmp_path / "a.png")

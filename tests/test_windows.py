@@ -74,6 +74,7 @@ def test_a_job_writes_records_and_retries_failures(images, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "out.jsonl", "out.jsonl.settings"]
 
 
+@pytest.mark.slow
 def test_a_job_writes_caption_files_with_worker_processes(images, tmp_path):
     out = tmp_path / "out"
     caption(images, "--format", "txt", "--output-dir", out, "--worker-processes", "--workers", "1")
@@ -83,6 +84,7 @@ def test_a_job_writes_caption_files_with_worker_processes(images, tmp_path):
         assert path.read_bytes() == f"{captions[path.stem]}\n".encode()
 
 
+@pytest.mark.slow
 def test_a_table_is_written_and_a_job_without_images_leaves_nothing(images, tmp_path):
     caption(images, "--output", tmp_path / "out.csv")
     assert len((tmp_path / "out.csv").read_text().splitlines()) == 4
@@ -92,6 +94,7 @@ def test_a_table_is_written_and_a_job_without_images_leaves_nothing(images, tmp_
     assert not (tmp_path / "none.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_second_job_is_refused_and_ctrl_c_ends_a_wait(images, tmp_path):
     out = tmp_path / "out.jsonl"
     first = start(*CAPTION, "-", "--output", out, stdin=subprocess.PIPE)
@@ -108,6 +111,7 @@ def test_a_second_job_is_refused_and_ctrl_c_ends_a_wait(images, tmp_path):
     assert json.loads(out.read_text())["error"] is None
 
 
+@pytest.mark.slow
 def test_a_list_that_is_not_utf_8_is_a_failed_line(images, tmp_path):
     (tmp_path / "list.txt").write_bytes(b"caf\xe9.png\r\n" + os.fsencode(images / "a.png") + b"\r\n")
     caption(tmp_path / "list.txt", "--output", tmp_path / "out.jsonl", code=3)

@@ -120,6 +120,7 @@ def held_by_this_process() -> tuple[int, int]:
     return psutil.Process().num_fds(), maps.count("memfd:mmvllm-worker")
 
 
+@pytest.mark.slow
 @linux
 def test_processes_killed_at_any_moment_leave_no_memory_behind():
     before, outcomes = held_by_this_process(), []

@@ -14,8 +14,8 @@ from torch import Tensor
 from mmvllm.engine import sampler
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.model_runner import ModelRunner
-from mmvllm.engine.stats import Stopwatch
 from mmvllm.engine.step_inputs import StepInputs
+from mmvllm.engine.stopwatch import Stopwatch
 from mmvllm.inputs import EngineInput
 from mmvllm.models.folder import BUNDLED
 from mmvllm.sampling_params import SamplingParams

@@ -8,7 +8,8 @@ _EXPORTS = {
     "CaptionSettings": "mmvllm.captioning.settings",
     "EndpointOptions": "mmvllm.captioning.endpoint_options",
     "JobError": "mmvllm.captioning.errors",
-    "PRESETS": "mmvllm.captioning.settings",
+    "PRESETS": "mmvllm.captioning.presets",
+    "PRESET_SCHEMAS": "mmvllm.captioning.presets",
     "RayOptions": "mmvllm.captioning.ray_options",
 }
 __all__ = [*_EXPORTS]

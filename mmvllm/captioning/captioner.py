@@ -10,14 +10,15 @@ from typing import Any
 from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.index import Index, keep_caption
 from mmvllm.captioning.items import Item
+from mmvllm.captioning.objects import with_object
 from mmvllm.captioning.ordering import in_order
 from mmvllm.captioning.preparation import CaptionPreparer, WorkerProcesses
 from mmvllm.captioning.prompts import PromptPrefetcher
 from mmvllm.captioning.record import COLUMNS, SEEN
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.captioning.several import LIST, captions_of, first_error
-from mmvllm.errors import MediaFileError, RequestError
-from mmvllm.intake import Prefetcher, Prepare, Prepared, pinning
+from mmvllm.errors import ArgumentError, MediaFileError, RequestError
+from mmvllm.intake import Prefetcher, Prepare, Prepared, pinning, timed
 from mmvllm.llm import LLM
 from mmvllm.outputs import RequestOutput
 from mmvllm.workers import NUM_WORKERS, WorkersUnusable
@@ -45,7 +46,8 @@ class Captioner:
 
     A subclass without an engine says itself how images are prepared and where the outputs come from.
 
-    Raises ArgumentError if the engine's processor cannot be sent to worker processes.
+    Raises ArgumentError if the engine's processor cannot be sent to worker processes, or if the schema of captions
+    cannot be enforced.
     """
 
     noun = "the engine"  # what messages call what writes the captions
@@ -59,6 +61,8 @@ class Captioner:
         ordered: bool = False,
     ):
         self.llm, self.settings = llm, settings
+        if llm is not None:
+            _check_schema(llm, settings)
         self._ordered = ordered
         self._num_workers = num_workers or NUM_WORKERS
         self._processes = WorkerProcesses(llm.processor, self._num_workers) if in_processes else None
@@ -126,7 +130,7 @@ class Captioner:
         return PromptPrefetcher(prefetcher, self.settings.num_prompts, self._is_computed)
 
     def _preparer(self) -> Prepare:
-        return pinning(self._processes or CaptionPreparer(self.llm.processor), self.llm.device)
+        return timed(pinning(self._processes or CaptionPreparer(self.llm.processor), self.llm.device))
 
     def _outputs(self, select: Select) -> Iterator[tuple[int, RequestOutput | None]]:
         params = self.settings.sampling_params
@@ -135,6 +139,13 @@ class Captioner:
     def _is_computed(self, request_id: str) -> bool:
         group = self.llm.engine.scheduler.groups.get(request_id)
         return group is None or group.first_seq.first_token_time is not None
+
+
+def _check_schema(llm: LLM, settings: CaptionSettings) -> None:
+    try:
+        llm.engine.grammars.check(settings.sampling_params.structured)
+    except RequestError as error:
+        raise ArgumentError("{schema}: {reason}", reason=error.reason.removeprefix("structured.json ")) from None
 
 
 @dataclass(slots=True)
@@ -221,7 +232,7 @@ class _TasksInFlight:
     def _copy(self, work: _Work, original: dict) -> dict:
         """The original's caption or error for a duplicate."""
         own = {"duplicate_of": original["path"], "seconds": 0.0}
-        return original | _describe(self._settings, work, original["error"]) | own
+        return dict.fromkeys(COLUMNS) | original | _describe(self._settings, work, original["error"]) | own
 
 
 def failure(settings: CaptionSettings, task: Task, reason: str) -> dict:
@@ -236,6 +247,7 @@ def _record(settings: CaptionSettings, work: _Work, outputs: list[RequestOutput]
     error = None if reason is None else f"{which}{reason}"
     made = {
         "caption": settings.caption(output.text) if error is None else None,
+        "boxes": None if error is not None else [box.to_dict() for box in output.boxes] or None,
         "prompt_tokens": sum(output.num_prompt_tokens for output in outputs),
         "image_tokens": min(work.num_media_tokens, output.num_prompt_tokens),
         "completion_tokens": sum(len(one.token_ids) for output in outputs for one in output.completions),
@@ -243,8 +255,9 @@ def _record(settings: CaptionSettings, work: _Work, outputs: list[RequestOutput]
         "seconds": None if error is not None else _seconds(outputs),
     }
     if settings.makes_several:
-        made[LIST] = captions_of(prompts, outputs, settings.caption)
-    return dict.fromkeys(COLUMNS) | _describe(settings, work, error) | made
+        made[LIST] = captions_of(prompts, outputs, settings.caption, settings.schema is not None)
+    record = dict.fromkeys(COLUMNS) | _describe(settings, work, error) | made
+    return record if settings.schema is None else with_object(record)
 
 
 def _seconds(outputs: list[RequestOutput]) -> float:

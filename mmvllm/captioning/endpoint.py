@@ -66,6 +66,7 @@ class Endpoint:
         body |= {"temperature": params.temperature} | fields
         body |= {} if params.seed is None else {"seed": params.seed}
         body |= {} if params.n == 1 else {"n": params.n}
+        body |= {"stop_on_repetition": True} if params.stop_on_repetition and self._is_own else {}
         begun = time.time()
         try:
             output = self._with_retries(lambda: _output(self._post(body), params.n))
@@ -95,7 +96,7 @@ class Endpoint:
                 reason=_refusal(response),
                 variable=KEY_VARIABLE,
             )
-        names = _model_names(response)
+        names, self._is_own = _model_names(response), _is_own(response)
         if model is None and not names:
             raise ArgumentError("{endpoint} does not list its models; give {endpoint_model}")
         if model is not None and names and model not in names:
@@ -148,6 +149,14 @@ def _model_names(response: httpx.Response) -> list[str]:
         return [str(model["id"]) for model in response.json()["data"]] if response.status_code == 200 else []
     except (ValueError, KeyError, TypeError):
         return []
+
+
+def _is_own(response: httpx.Response) -> bool:
+    """Whether the server is mmvllm's, which takes fields that others refuse."""
+    try:
+        return any(model["owned_by"] == "mmvllm" for model in response.json()["data"])
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def _output(answer: Any, n: int) -> RequestOutput:

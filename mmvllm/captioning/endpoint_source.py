@@ -2,11 +2,12 @@
 
 import base64
 import io
+import json
 import math
 import threading
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from PIL import Image
 from mmvllm.captioning.captioner import Captioner, Select
 from mmvllm.captioning.endpoint import Endpoint
 from mmvllm.captioning.items import Item
+from mmvllm.captioning.objects import parsed
 from mmvllm.captioning.preparation import seen_of_image
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.errors import RequestError
@@ -116,12 +118,13 @@ class EndpointSource(Captioner):
         threading.Thread(target=run, name="mmvllm-endpoint", daemon=True).start()
 
     def _complete(self, index: int, request_id: str, prompt: EndpointInput) -> None:
-        kwargs = self.settings.chat_template_kwargs
-        fields = {"chat_template_kwargs": kwargs} if kwargs else {}
         try:
-            output = self._endpoint.complete(prompt.messages, self.settings.sampling_params, **fields)
+            output = self._endpoint.complete(prompt.messages, self.settings.sampling_params, **_fields(self.settings))
         except Exception as error:  # a bug: other images are not affected
             output = RequestOutput("", error=f"the request failed: {type(error).__name__}: {error}")
+        if output is not None and self.settings.schema is not None and _is_other_text(output):
+            error = "the endpoint's answer is not JSON: its server may not support response_format"
+            output = replace(output, completions=[], error=error)
         with self._changed:
             self._answers.append((index, output))
             self._in_flight.discard(request_id)
@@ -133,6 +136,21 @@ class EndpointSource(Captioner):
             answers = [self._answers.popleft() for _ in range(len(self._answers))]
         self._num_in_flight -= len(answers)
         yield from answers
+
+
+def _fields(settings: CaptionSettings) -> dict[str, Any]:
+    """What a request has beyond messages and sampling parameters."""
+    fields = {"chat_template_kwargs": settings.chat_template_kwargs} if settings.chat_template_kwargs else {}
+    if settings.schema is None:
+        return fields
+    schema = {"name": "caption", "schema": json.loads(settings.schema), "strict": True}
+    return fields | {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+def _is_other_text(output: RequestOutput) -> bool:
+    """Whether a complete answer is not JSON."""
+    whole = [one.text for one in output.completions if one.finish_reason == "eos"]
+    return any(parsed(text) is None and text.strip() != "null" for text in whole)
 
 
 def data_uri(image: Image.Image, max_pixels: int) -> str:

@@ -13,6 +13,7 @@ import torch
 from mmvllm.captioning.captioner import Captioner, Task, asked_of
 from mmvllm.captioning.index import Index, keep_caption
 from mmvllm.captioning.items import Item
+from mmvllm.captioning.objects import OBJECT
 from mmvllm.captioning.record import SEEN
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.captioning.several import LIST
@@ -97,17 +98,20 @@ def finalized(task: Task, record: dict, settings: CaptionSettings, index: Index)
     if not task.is_image:
         return record | {"finish_reason": None}
     if task.item.error is not None and record["error"] is None:  # its caption file cannot be written
-        nothing = dict.fromkeys((*SEEN, "caption", "duplicate_of", "seconds"))
+        nothing = dict.fromkeys((*SEEN, "caption", "boxes", "duplicate_of", "seconds"))
         counts = dict.fromkeys(("prompt_tokens", "image_tokens", "completion_tokens"), 0)
-        nothing |= {name: [] for name in {LIST} & record.keys()}
+        nothing |= {name: [] for name in {LIST} & record.keys()} | dict.fromkeys({OBJECT} & record.keys())
         return record | nothing | asked_of(task.item) | counts | {"error": task.item.error, "finish_reason": "error"}
     if record["error"] is not None or not settings.is_repeatable:
         return record
     original = index.caption(settings.content_key(record["digest"], record["prompt"]))
-    several = {LIST} & record.keys()
     if original is None:
         record |= {"duplicate_of": None}
         keep_caption(settings, index, record)
         return record
-    same = ("caption", "prompt_tokens", "image_tokens", "completion_tokens", "finish_reason", *several)
-    return record | {name: original[name] for name in same} | {"duplicate_of": original["path"], "seconds": 0.0}
+    same = ("caption", "boxes", "prompt_tokens", "image_tokens", "completion_tokens", "finish_reason", OBJECT, LIST)
+    return (
+        record
+        | {name: original[name] for name in same if name in original}
+        | {"duplicate_of": original["path"], "seconds": 0.0}
+    )

@@ -18,7 +18,7 @@ from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.index import Index, keep_caption
 from mmvllm.captioning.items import part_of_key, real_name
 from mmvllm.captioning.locked_file import LockedFile
-from mmvllm.captioning.record import COLUMNS, OF_CLIPS, as_line, is_clip
+from mmvllm.captioning.record import ADDED, COLUMNS, as_line, is_clip
 from mmvllm.captioning.settings import CaptionSettings, task_key
 from mmvllm.captioning.settings_file import SettingsFile
 from mmvllm.captioning.several import caption_columns
@@ -251,7 +251,7 @@ def _parse(line: bytes) -> dict | None:
         record = json.loads(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) and record.keys() >= COLUMNS.keys() - set(OF_CLIPS) else None
+    return record if isinstance(record, dict) and record.keys() >= COLUMNS.keys() - set(ADDED) else None
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from mmvllm.captioning.files import FILE_FORMATS, CaptionFiles
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.journal import Journal
+from mmvllm.captioning.objects import object_columns
 from mmvllm.captioning.output_folder import OutputFolder
 from mmvllm.captioning.restoring import Restorer
 from mmvllm.captioning.settings import CaptionSettings, EarlierRuns
@@ -131,7 +132,8 @@ class Output:
             self._restorer.finish()
         if self.format in TABLES and self.journal.has_records:  # otherwise the journal is deleted
             try:
-                TABLES[self.format](self.path, self.journal.records(), self.journal.caption_columns())
+                columns = self.journal.caption_columns(), object_columns(self._settings.schema)
+                TABLES[self.format](self.path, self.journal.records(), *columns)
             except OSError as error:
                 hint = f"; all records are in {self.journal.path}"
                 raise JobError.cannot_write(self.path, error, hint) from error

@@ -6,7 +6,9 @@ import time
 from typing import Any
 
 from mmvllm.captioning.counts import Counts
+from mmvllm.captioning.objects import is_cut
 from mmvllm.captioning.record import is_clip
+from mmvllm.captioning.several import entries_of
 
 _OF_THE_WALK = ("num_skipped", "num_failed_before", "num_further_clips")
 
@@ -23,7 +25,9 @@ class Progress:
         self.num_failed_before = 0
         self.passed_over = Counts()  # files that are neither images nor videos, by suffix
         self.reasons = Counts()  # of the failures
+        self.num_repetitions = 0  # captions that were ended because they repeated themselves
         self.num_tokens = 0  # of captions that the model wrote
+        self.num_cut = 0  # captions, with those of duplicates, whose object is not complete
         self.num_clips = 0  # with a caption; a part of the above
         self.video_seconds = 0.0  # of these clips
         self.num_further_clips = 0  # that were found, beyond one for each video
@@ -54,6 +58,7 @@ class Progress:
         return (self._end or time.perf_counter()) - self._start
 
     def add(self, record: dict) -> None:
+        self.num_cut += sum(map(is_cut, entries_of(record)))
         if is_clip(record) and record["error"] is None:
             self.num_clips += 1
             self.video_seconds += record["end"] - record["start"]
@@ -65,6 +70,7 @@ class Progress:
         else:
             self.num_captioned += 1
             self.num_tokens += record["completion_tokens"]
+            self.num_repetitions += sum(one["finish_reason"] == "repetition" for one in entries_of(record))
 
     def skip(self, has_failed: bool) -> None:
         self.num_skipped += 1

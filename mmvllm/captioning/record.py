@@ -7,6 +7,7 @@ COLUMNS = {
     "id": str,  # from a list
     "digest": str,  # 32 hex digits, of the decoded pixels; of a clip, of the sampled frames and their times
     "caption": str,
+    "boxes": list,  # and points that the model wrote, as `Box.to_dict` and `Point.to_dict`; JSON text in tables
     "error": str,  # why there is no caption
     "duplicate_of": str,  # path of the image or video with the same content, from which the caption is copied
     "width": int,
@@ -19,7 +20,7 @@ COLUMNS = {
     "prompt_tokens": int,
     "image_tokens": int,  # of the image or clip; part of prompt_tokens
     "completion_tokens": int,
-    "finish_reason": str,  # "eos", "length" or "error"; None for a folder, tar or line that could not be read
+    "finish_reason": str,  # "eos", "length", "repetition" or "error"; None for what could not be read
     "seconds": float,  # in the engine
     "time": float,  # when it was recorded, in seconds since the epoch
     "model": str,
@@ -29,7 +30,8 @@ COLUMNS = {
     "key": str,  # of this image or clip, prompt and settings
 }
 SEEN = ("digest", "width", "height", "duration", "start", "end", "num_frames", "fps")  # what preparation finds out
-OF_CLIPS = ("duration", "start", "end", "num_frames", "fps")  # outputs of earlier versions do not have them
+OF_CLIPS = ("duration", "start", "end", "num_frames", "fps")
+ADDED = ("boxes", *OF_CLIPS)  # outputs of earlier versions do not have them
 
 
 def as_line(record: dict) -> str:

@@ -91,8 +91,20 @@
     image.decoding = "async";
     image.alt = `${isClip(record) ? "Frames" : "Thumbnail"} of ${baseName(record.path)}`;
     image.src = `data:image/webp;base64,${data}`;
-    box.append(image);
+    box.append(record.boxes ? drawn(image, record.boxes) : image);
     return box;
+  };
+
+  // An image with boxes and points over it, whose places are in per cent.
+  const drawn = (image, boxes) => {
+    const frame = make("span", "drawn");
+    frame.append(image, ...boxes.map(([left, top, width, height, label]) => {
+      const mark = make("span", width || height ? "box" : "box point");
+      Object.assign(mark.style, {left: `${left}%`, top: `${top}%`, width: `${width}%`, height: `${height}%`});
+      if (label) mark.append(make("span", "label", label));
+      return mark;
+    }));
+    return frame;
   };
 
   const button = (name, label, act) => {
@@ -190,6 +202,7 @@
     r.seconds !== undefined && `${number.format(r.seconds)} s in the engine`,
     r.prompt_tokens && `${count.format(r.prompt_tokens)} tokens in, ${count.format(r.completion_tokens ?? 0)} out`,
     r.finish_reason === "length" && "cut off at the token limit",
+    r.finish_reason === "repetition" && "ended where it repeated itself",
     r.time !== undefined && Math.abs(r.time) < 8e12 && date.format(new Date(r.time * 1000)),
     r.id !== undefined && `id ${r.id}`,
   ].filter(Boolean).map((part) => part.replaceAll(" ", "\u00a0")).join("\u00a0· ");

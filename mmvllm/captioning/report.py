@@ -9,7 +9,6 @@ only as JSON or escaped, and the page's content security policy allows no other 
 import base64
 import hashlib
 import html
-import itertools
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -33,6 +33,7 @@ from mmvllm.captioning.thumbnails import Source, thumbnail
 GENERATOR = b'<meta name="generator" content="mmvllm caption">'
 MAX_IMAGES = 10_000  # shown with a caption
 MAX_FAILURES = 2_000  # shown with a reason
+MAX_BOXES = 100  # drawn on one image
 BLOCK = 100  # records in one piece of JSON
 NUM_WORKERS = min(4, os.cpu_count() or 1)
 LOOKAHEAD = 8 * NUM_WORKERS
@@ -187,6 +188,8 @@ def _card(record: dict, home: Path) -> dict[str, Any]:
     card |= {"path": _clean(path)}
     if more := [_clean(f"{name}: {text}" if name else text) for name, text in _further(record)]:
         card["more"] = more
+    if drawn := list(islice(_drawn(record.get("boxes"), card.get("width"), card.get("height")), MAX_BOXES)):
+        card["boxes"] = drawn
     if _URL.match(path):
         return card | {"link": _clean(path), "web": True}
     return card | ({"link": _link(path, home)} if os.path.isfile(path) else {})
@@ -196,6 +199,19 @@ def _further(record: dict) -> list[tuple[str | None, str]]:
     """The captions of a record with several, but for the one that its card shows first."""
     captions = shown_captions(record) if isinstance(record.get(LIST), list) else []
     return captions if record.get("caption") is None else captions[1:]
+
+
+def _drawn(boxes: Any, width: float | None, height: float | None) -> Iterator[list]:
+    """Of each box or point its place in per cent of the image, left, top, width and height, and its label."""
+    if not (isinstance(boxes, list) and width and height):
+        return
+    for box in boxes:
+        place, point = (box.get("box"), box.get("point")) if isinstance(box, dict) else (None, None)
+        place = place or (point * 2 if isinstance(point, list) else None)
+        if isinstance(place, list) and len(place) == 4 and None not in map(_number, place):
+            x1, y1, x2, y2 = (100 * value / side for value, side in zip(place, (width, height) * 2, strict=True))
+            edges = [round(value, 2) for value in (x1, y1, x2 - x1, y2 - y1)]
+            yield [*edges, _clean(label) if (label := box.get("label")) is not None else ""]
 
 
 def _link(path: str, home: Path) -> str:
@@ -228,7 +244,7 @@ def _tar_index(tar: str) -> dict[str, TarMember]:
 
 
 def _write_blocks(file: TextIO, cards: Iterator[tuple[dict, str, str | None]]) -> None:
-    while block := list(itertools.islice(cards, BLOCK)):
+    while block := list(islice(cards, BLOCK)):
         records, lines, thumbnails = zip(*block, strict=True)
         file.write(f'<script type="application/json" class="records">{_json(records)}</script>\n')
         file.write(f'<script type="application/json" class="lines">{_json(lines)}</script>\n')

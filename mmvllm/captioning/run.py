@@ -86,9 +86,9 @@ def caption_images(
         endpoint: the URL of a server with OpenAI's API that writes the captions, or `EndpointOptions`; no model is
             loaded here then.
         settings: fields of `CaptionSettings`: prompt, prompts, n, system, max_tokens, temperature, seed, min_pixels,
-            max_pixels, video_fps, video_frames, video_max_pixels, clip_seconds, animations_as_clips, prefix, suffix,
-            trigger_word, context_from, context_mode, allow_special_tokens, chat_template_kwargs, and dtype and
-            quantization of the engine that is made.
+            max_pixels, stop_on_repetition, video_fps, video_frames, video_max_pixels, clip_seconds,
+            animations_as_clips, prefix, suffix, trigger_word, context_from, context_mode, schema,
+            allow_special_tokens, chat_template_kwargs, and dtype and quantization of the engine that is made.
 
     Raises ValueError for arguments that do not fit together, and if another run is writing to the output.
     """

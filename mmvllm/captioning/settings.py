@@ -12,6 +12,8 @@ import xxhash
 
 from mmvllm.captioning.context import check_context
 from mmvllm.captioning.items import Item
+from mmvllm.captioning.objects import schema_text
+from mmvllm.captioning.presets import DEFAULT_PROMPT, PRESETS
 from mmvllm.captioning.several import NamedPrompt, named_prompts
 from mmvllm.captioning.video_sampling import VideoSampling
 from mmvllm.errors import ArgumentError
@@ -27,16 +29,6 @@ FIRST_SETTINGS = (
     *("model", "dtype", "system", "prompt", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels"),
     *("prefix", "suffix", "trigger_word", "caption_files"),
 )
-DEFAULT_PROMPT = "Describe this image."
-PRESETS = {
-    "short": "Describe this image in one short sentence.",
-    "detailed": "Describe this image in detail: the subject, the setting, colors, positions, actions and the style.",
-    "alt-text": "Write alt text for this image for people who cannot see it: one or two plain sentences, at most 125 "
-    "characters, without opening words such as 'image of'.",
-    "tags": "List tags for this image: lowercase keywords for subject, setting, colors, style and mood, separated by "
-    "commas, and nothing else.",
-    "ocr": "Write out all text in this image exactly as it stands, line by line, and nothing else.",
-}
 _VIDEO_PROMPTS = {prompt: prompt.replace("image", "video") for prompt in (DEFAULT_PROMPT, *PRESETS.values())}
 
 
@@ -48,7 +40,8 @@ class CaptionSettings:
     `context_from` is the suffix of files beside the images, whose text is added to the prompt as context;
     `context_mode`, "prepend" or "append", is where any context goes. `caption_files` describes the caption files of the
     job. Special tokens in prompt, system message and contexts are text, unless `allow_special_tokens`.
-    `chat_template_kwargs` are arguments of the chat template.
+    `chat_template_kwargs` are arguments of the chat template. With a `schema`, a JSON schema as a dict, as text or as a
+    pydantic model, captions are JSON of this schema, and records have the parsed `object`.
 
     `prompts` has several prompts, whose captions of an image are one record: a list of texts, or of dicts with `name`
     and `prompt`; `prompt` is then the first of them. `n` captions are made of each prompt, which needs a temperature.
@@ -56,6 +49,9 @@ class CaptionSettings:
     Of a video `video_fps` frames per second are sampled, 2 by default, or `video_frames`, with at most
     `video_max_pixels` each. With `clip_seconds`, longer videos are captioned as clips of this length. With
     `animations_as_clips`, GIF, WebP, AVIF, APNG and TIFF files of several frames are videos.
+
+    Captions that repeat themselves are ended, unless `stop_on_repetition` is false. Earlier versions did not end them;
+    nevertheless their outputs are resumed by runs that do.
 
     Existing outputs are resumed by names, values and defaults of the fields: a new field needs a default that stands
     for what was done before it, and keeps it. To rename or remove a field, raise `VERSION` in settings_file.py and
@@ -85,11 +81,15 @@ class CaptionSettings:
     video_max_pixels: int | None = None
     clip_seconds: float | None = None
     animations_as_clips: bool = False
+    schema: str | None = None
+    stop_on_repetition: bool = True
     prompts: list[dict[str, str]] | None = None
     n: int = 1
 
     def __post_init__(self):
         self._set_prompts()
+        texts = {name: getattr(self, name) for name in ("prefix", "suffix", "trigger_word")}
+        object.__setattr__(self, "schema", schema_text(self.schema, **texts))
         object.__setattr__(self, "chat_template_kwargs", check_template_kwargs(self.chat_template_kwargs) or None)
         _ = self.sampling_params  # checks the values
         self._check_n()
@@ -120,7 +120,15 @@ class CaptionSettings:
 
     @property
     def sampling_params(self) -> SamplingParams:
-        return SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed, n=self.n)
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            n=self.n,
+            seed=self.seed,
+            stop_on_repetition=self.stop_on_repetition,
+            # Line breaks and indents would cost tokens, and the object does not have them.
+            structured=None if self.schema is None else {"json": self.schema, "whitespace_pattern": " ?"},
+        )
 
     @property
     def video_sampling(self) -> VideoSampling:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mmvllm.captioning.objects import with_object
 from mmvllm.errors import ArgumentError
 from mmvllm.outputs import RequestOutput
 
@@ -57,14 +58,18 @@ def _named(number: int, given: Any) -> dict[str, str]:
 
 
 def captions_of(
-    prompts: Sequence[NamedPrompt], outputs: Sequence[RequestOutput], finished: Callable[[str], str]
+    prompts: Sequence[NamedPrompt],
+    outputs: Sequence[RequestOutput],
+    finished: Callable[[str], str],
+    are_objects: bool = False,
 ) -> list[dict[str, Any]]:
     """The field `captions` of a record: one after the other, those of the first prompt first.
 
-    A prompt that failed has one entry, with `error`. `finished` makes the caption from the model's text.
+    A prompt that failed has one entry, with `error`. `finished` makes the caption from the model's text. Of captions
+    that are objects, an entry has the parsed `object`.
     """
     return [
-        entry
+        with_object(entry) if are_objects else entry
         for prompt, output in zip(prompts, outputs, strict=False)  # of an image that cannot be read there is one output
         for entry in _entries(prompt, output, finished)
     ]
@@ -74,11 +79,13 @@ def _entries(prompt: NamedPrompt, output: RequestOutput, finished: Callable[[str
     asked = {"name": prompt.name, "prompt": prompt.text}
     if output.error is not None:
         error = output.error if output.exception is None else output.exception.reason
-        yield asked | {"caption": None, "error": error, "completion_tokens": 0, "finish_reason": "error"}
+        nothing = {"caption": None, "boxes": None, "error": error}
+        yield asked | nothing | {"completion_tokens": 0, "finish_reason": "error"}
         return
     for completion in output.completions:
         yield asked | {
             "caption": finished(completion.text),
+            "boxes": [box.to_dict() for box in completion.boxes] or None,
             "error": None,
             "completion_tokens": len(completion.token_ids),
             "finish_reason": completion.finish_reason,
@@ -101,6 +108,11 @@ def caption_lines(record: dict) -> str:
     return "\n".join(" ".join(caption.split()) for _, caption in shown_captions(record))
 
 
+def entries_of(record: dict) -> list[dict]:
+    """The captions of a record with what is said of each; a record with one caption is that itself."""
+    return record.get(LIST) or [record]
+
+
 def shown_captions(record: dict) -> list[tuple[str | None, str]]:
     """The captions that a record has, each with the name of its prompt; None for one that needs none."""
     if LIST not in record:
@@ -118,7 +130,7 @@ def caption_columns(names: Sequence[str | None], n: int) -> list[str]:
     ]
 
 
-def with_columns(record: dict) -> dict:
+def with_caption_columns(record: dict) -> dict:
     """The record with `captions` as columns; a record with one caption as it is."""
     entries = record.get(LIST)
     if not entries:

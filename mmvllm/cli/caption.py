@@ -13,7 +13,8 @@ from mmvllm.captioning.errors import explained
 from mmvllm.captioning.files import FILE_FORMATS
 from mmvllm.captioning.find import find_items
 from mmvllm.captioning.output import FORMATS, check_output
-from mmvllm.captioning.settings import DEFAULT_PROMPT, PRESETS, CaptionSettings
+from mmvllm.captioning.presets import DEFAULT_PROMPT, PRESET_SCHEMAS, PRESETS
+from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.cli.caption_records import Printer, own_stdout
 from mmvllm.cli.caption_summary import as_lines, summarize
 from mmvllm.cli.checks import check, tell_if_bundled
@@ -36,8 +37,10 @@ if TYPE_CHECKING:
 # Arguments that are passed to `caption_images` under the same names.
 PASSED_ON = (
     *("system", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels", "prefix", "suffix", "trigger_word"),
+    "stop_on_repetition",
     *("video_fps", "video_frames", "video_max_pixels", "clip_seconds", "animations_as_clips"),
-    *("context_from", "context_mode", "caption_extension", "n", "allow_special_tokens", "chat_template_kwargs"),
+    *("context_from", "context_mode", "caption_extension", "schema", "n", "allow_special_tokens"),
+    "chat_template_kwargs",
     *("dtype", "quantization", "output", "format", "output_dir", "overwrite", "append_anyway", "skip_existing"),
     *("retry_failed", "fail_fast", "limit", "shard", "workers", "worker_processes", "ordered", "data_parallel_size"),
 )
@@ -102,6 +105,12 @@ def _add_prompt(group: argparse._ArgumentGroup) -> None:
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="read the prompt from a file")
     prompt.add_argument("--preset", choices=PRESETS, help="use a predefined prompt")
     group.add_argument("--list-presets", action=_ListPresets, nargs=0, help="print the prompts of the presets")
+    group.add_argument(
+        "--schema",
+        type=Path,
+        metavar="FILE",
+        help="captions are JSON of the JSON schema in this file, and records have the parsed object",
+    )
     group.add_argument("--system", metavar="TEXT", help="system message")
     group.add_argument(
         "--max-tokens", type=int, default=256, metavar="N", help="maximum length of a caption (default: %(default)s)"
@@ -121,6 +130,12 @@ def _add_prompt(group: argparse._ArgumentGroup) -> None:
         help="captions to make with each prompt; more than one needs --temperature (default: %(default)s)",
     )
     group.add_argument("--seed", type=int, metavar="N", help="seed that makes sampled captions reproducible")
+    group.add_argument(
+        "--stop-on-repetition",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="end captions that repeat themselves; their finish_reason is repetition (default: %(default)s)",
+    )
     group.add_argument("--min-pixels", type=at_least_one, metavar="N", help="enlarge smaller images to this area")
     group.add_argument(
         "--max-pixels", type=at_least_one, metavar="N", help="shrink larger images to this area, which is faster"
@@ -264,6 +279,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     prompts, ray, endpoint = _prompts(args), _ray_options(args), _endpoint_options(args)
+    args.schema = _schema(args)
     _check(args, prompts)
     if endpoint is None:
         tell_if_bundled(args)
@@ -385,6 +401,20 @@ def _text_of(option: str, path: Path) -> str:
         return path.read_text(encoding="utf-8").strip()
     except OSError as error:
         raise ValueError(f"{option} {path} cannot be read: {explained(error)}") from error
+
+
+def _schema(args: argparse.Namespace) -> str | None:
+    """The JSON schema of the captions, as text."""
+    if args.schema is None:
+        own = PRESET_SCHEMAS.get(args.preset)
+        return None if own is None else json.dumps(own)
+    if args.preset in PRESET_SCHEMAS:
+        raise ValueError(f"--preset {args.preset} has a schema of its own; give --schema with a --prompt")
+    try:
+        return args.schema.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = explained(error) if isinstance(error, OSError) else "it is not UTF-8"
+        raise ValueError(f"--schema {args.schema} cannot be read: {reason}") from error
 
 
 def _positive(text: str) -> float:

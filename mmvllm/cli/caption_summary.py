@@ -17,10 +17,12 @@ def summarize(job: "CaptionRun") -> dict[str, str]:
         "captioned": f"{p.num_captioned:,}",
         "clips": f"{p.num_clips:,} with a caption, {p.video_seconds:,.1f} s of video",
         "duplicates": f"{p.num_duplicates:,} (caption copied from an equal {_noun(p)})",
+        "cut short": f"{p.num_cut:,} (no object; a larger --max-tokens lets them be completed)",
         "failed": f"{p.num_failed:,}{again}",
         "failed before": f"{failed_before:,} (recorded by an earlier run){again}",
         "skipped": f"{p.num_skipped - p.num_failed_before:,} {_skipped(job)}",
     }
+    rows |= {"repetitions": f"{p.num_repetitions:,} (the caption was ended where it repeated itself)"}
     rows = {label: text for label, text in rows.items() if label == "captioned" or text[0] != "0"}
     if p.reasons:
         rows["reasons"] = "\n".join(f"{number:,} {name}" for name, number in p.reasons.shown(MOST))

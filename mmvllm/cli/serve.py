@@ -23,6 +23,7 @@ from mmvllm.cli.serve_ray import add_ray_arguments, ray_options, run_on_ray
 from mmvllm.media import MediaPolicy
 from mmvllm.models.folder import model_name
 from mmvllm.server.settings import ServerSettings
+from mmvllm.tracing import check_endpoint
 
 DEFAULTS = ServerSettings(model_names=())
 KEY_VARIABLE = "MMVLLM_API_KEY"
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     _add_http(parser.add_argument_group("HTTP server"))
     _add_limits(parser.add_argument_group("limits of requests"))
+    _add_observability(parser.add_argument_group("observability"))
     add_ray_arguments(parser.add_argument_group("where to run"))
     add_completion_arguments(parser.add_argument_group("completions"), "temperature 1, as OpenAI's")
     media = parser.add_argument_group("untrusted media")
@@ -77,13 +79,30 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
         help="allow requests of web pages from this origin, such as https://example.org, or * for all; may be repeated",
     )
     group.add_argument("--demo", action="store_true", help="also serve the demo page at /demo, which requires no key")
-    group.add_argument("--access-log", action="store_true", help="log a line per request to standard error")
     group.add_argument(
         "--drain-timeout",
         type=seconds,
         default=30.0,
         metavar="S",
         help="seconds to finish requests in flight after a signal to stop (default: %(default)g)",
+    )
+
+
+def _add_observability(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--access-log", action="store_true", help="log a line per HTTP request to standard error")
+    group.add_argument(
+        "--log-requests",
+        nargs="?",
+        const="facts",
+        choices=("facts", "full"),
+        help="log a line per completion request when it ends, to standard error: its id, tokens, times and finish "
+        "reasons as JSON; with full, also the beginning of its texts, which are otherwise never logged",
+    )
+    group.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send a trace of each request to this OpenTelemetry collector, such as http://localhost:4318 (OTLP over "
+        "HTTP; needs the extra otel)",
     )
 
 
@@ -147,6 +166,7 @@ def run(args: argparse.Namespace) -> int:
     _check_installed(args)
     media, keys = media_policy(args), _api_keys(args)
     _check_origins(args.cors_origin)
+    check_endpoint(args.otlp_traces_endpoint)
     ray = ray_options(args)
     if ray is not None:
         return run_on_ray(args, ray, _settings(args, model_name(args.model), keys, media))
@@ -161,6 +181,7 @@ def run(args: argparse.Namespace) -> int:
 
         engine = AsyncLLM(
             args.model,
+            otlp_traces_endpoint=args.otlp_traces_endpoint,
             max_waiting=args.max_waiting,
             data_parallel_size=args.data_parallel_size,
             release_after=args.release_after,
@@ -197,6 +218,7 @@ def _settings(args: argparse.Namespace, model: str, keys: tuple[str, ...], media
         allow_special_tokens=args.allow_special_tokens,
         chat_template_kwargs=args.chat_template_kwargs or {},
         uses_generation_config=args.generation_config == "auto",
+        log_requests=args.log_requests,
         has_demo=args.demo,
     )
 

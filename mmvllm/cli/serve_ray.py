@@ -97,6 +97,7 @@ def run_on_ray(args: argparse.Namespace, options: RayServeOptions, settings: Ser
         engine_args=engine_arguments(args),
         max_waiting=args.max_waiting,
         settings=settings,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
         num_threads=options.cpus_per_replica,
         folder=os.getcwd(),
     )

@@ -3,11 +3,12 @@
 import html
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.videos import ClipOptions, ClipRules, UploadedVideo
+from mmvllm.grounding import Box, Point
 from mmvllm.outputs import RequestOutput
 from mmvllm.processors.clip import DEFAULT_FPS
 from mmvllm.sampling_params import SamplingParams
@@ -17,12 +18,16 @@ Uploaded = UploadedImage | UploadedVideo
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A question with its media, and the answer generated so far; `note` is shown in small print below it."""
+    """A question with its media, and the answer generated so far; `note` is shown in small print below it.
+
+    `boxes` are drawn over the images that they are in, by the names of their files.
+    """
 
     question: str
     media: tuple[Uploaded, ...] = ()
     answer: str = ""
     note: str = ""
+    boxes: dict[str, list[Box | Point]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +113,15 @@ def without_tags(answer: str) -> str:
     return "".join(pieces)
 
 
+def boxes_by_file(boxes: Sequence[Box | Point], media: Sequence[Uploaded]) -> dict[str, list[Box | Point]]:
+    """The boxes of an answer by the names of the files of the images that it is about."""
+    files = [str(one.path) for one in media if isinstance(one, UploadedImage)]
+    found: dict[str, list[Box | Point]] = {}
+    for box in boxes:
+        found.setdefault(files[box.image], []).append(box)
+    return found
+
+
 def turn_at(turns: Sequence[Turn], message: int) -> int:
     """The index of the turn that a message of `to_chat` belongs to; raises ValueError if there is none."""
     owners = [place for place, turn in enumerate(turns) for _ in range(len(turn.media) + 2)]
@@ -140,7 +154,7 @@ def _sum(tokens: Sequence[int]) -> str:
 
 def answer_note(output: RequestOutput, counts: TokenCounts) -> str:
     """The statistics of an answer: time to first token, tokens per second, cached prompt tokens, tokens of media."""
-    ends = {"length": "cut at the longest answer", "aborted": "stopped"}
+    ends = {"length": "cut at the longest answer", "repetition": "stopped in a repetition", "aborted": "stopped"}
     parts = [ends[output.finish_reason]] if output.finish_reason in ends else []
     if output.first_token_time is not None:
         parts.append(f"first token after {output.first_token_time - output.arrival_time:.2f} s")

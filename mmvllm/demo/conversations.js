@@ -188,8 +188,9 @@ function show() {
 
 let saving = Promise.resolve();
 watch("value", () => {
-  const { turns, missing, strips } = JSON.parse(props.value);
+  const { turns, missing, strips, boxes } = JSON.parse(props.value);
   window.mmvllmStrips(strips);
+  window.mmvllmBoxes(boxes);
   saving = saving.then(() => (missing.length ? sendCopies(missing) : keep(turns, strips))).then(show, console.warn);
 });
 window.addEventListener("storage", show); // of another tab

@@ -51,8 +51,49 @@
     dialog.addEventListener("click", () => dialog.close());
     dialog.addEventListener("close", () => dialog.remove());
     document.body.append(dialog);
+    if (boxesOf(image.src)) large.after(drawing(document.documentElement, boxesOf(image.src)));
     dialog.showModal(); // Escape closes it, and the focus returns to the image
   }
+
+  // The record of the conversation has boxes and points in pixels of images, by their paths. An SVG of the image's
+  // proportions is fitted into the image's element as the image itself is (object-fit: contain).
+  let boxes = {};
+  const boxesOf = (src) => Object.entries(boxes).find(([path]) => decodeURIComponent(src).endsWith(path))?.[1];
+  const svg = (name, attributes, text) => {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+    if (text !== undefined) element.textContent = text;
+    return element;
+  };
+  function drawing(image, { width, height, boxes }) {
+    const pixel = Math.max(width / (image.clientWidth || 128), height / (image.clientHeight || 128)); // of the screen
+    const drawn = svg("svg", { viewBox: `0 0 ${width} ${height}`, class: "boxes" });
+    for (const { box, point, label } of boxes) {
+      const [x1, y1, x2, y2] = box ?? [...point, ...point];
+      const shape = { x: x1, y: y1, width: x2 - x1, height: y2 - y1 };
+      drawn.append(box ? svg("rect", shape) : svg("circle", { cx: x1, cy: y1, r: 4 * pixel }));
+      if (!label) continue;
+      const text = svg("text", { x: x1 + 3 * pixel, y: y1 + 13 * pixel, "stroke-width": 2.5 * pixel }, label);
+      text.style.fontSize = `${11 * pixel}px`;
+      drawn.append(text);
+    }
+    return drawn;
+  }
+  function draw(image) {
+    const found = boxesOf(image.src), known = image.parentElement.querySelector(":scope > .boxes");
+    const key = found && JSON.stringify(found);
+    if (known?.dataset.key === key) return;
+    known?.remove();
+    if (!found) return;
+    const drawn = drawing(image, found);
+    drawn.dataset.key = key;
+    image.after(drawn);
+  }
+  const drawAll = () => document.querySelectorAll("#chat .component button img").forEach(draw);
+  window.mmvllmBoxes = (found) => {
+    boxes = found;
+    drawAll();
+  };
   document.addEventListener("click", (event) => {
     const image = event.target.closest?.("#chat .component button:has(img)")?.querySelector("img");
     if (image) enlarge(image);
@@ -133,6 +174,7 @@
       }
     document.querySelectorAll("#chat .user-row [data-testid=user]").forEach(showAsTyped);
     showStills();
+    drawAll();
   }
   const watched = { subtree: true, childList: true, attributeFilter: ["aria-label", "src"] };
   new MutationObserver(name).observe(document.documentElement, watched);

@@ -14,6 +14,7 @@ from mmvllm.demo.events import RELOAD
 from mmvllm.demo.videos import UploadedVideo
 
 MAX_TURNS = 500
+MAX_BOXES = 100  # drawn on one image
 INTERRUPTED = "Stopped"  # the note of an answer that was still being written when the page was left
 
 
@@ -36,7 +37,8 @@ def to_record(turns: Sequence[Turn], missing: Sequence[str] = ()) -> str:
     """JSON without `<`, since gradio inserts it into a page; `missing` names files that the browser has to send.
 
     The files of a turn are under "images", as browsers have kept them since there were images only. Frames of videos
-    are shown where a browser cannot play them.
+    are shown where a browser cannot play them. Boxes are those of the last answer that has some about the image; the
+    browser does not keep them.
     """
     kept = [
         {
@@ -48,7 +50,21 @@ def to_record(turns: Sequence[Turn], missing: Sequence[str] = ()) -> str:
         for turn in turns
     ]
     strips = {str(one.path): [*map(list, one.strip)] for one in media_in(turns) if isinstance(one, UploadedVideo)}
-    return json.dumps({"turns": kept, "missing": [*missing], "strips": strips}).replace("<", "\\u003c")
+    record = {"turns": kept, "missing": [*missing], "strips": strips, "boxes": _drawn(turns)}
+    return json.dumps(record).replace("<", "\\u003c")
+
+
+def _drawn(turns: Sequence[Turn]) -> dict[str, dict[str, Any]]:
+    """By the name of a file the size of its image, and its boxes and points."""
+    latest = {name: boxes[:MAX_BOXES] for turn in turns for name, boxes in turn.boxes.items()}
+    return {
+        name: {
+            "width": boxes[0].geometry.width,
+            "height": boxes[0].geometry.height,
+            "boxes": [box.to_dict() for box in boxes],
+        }
+        for name, boxes in latest.items()
+    }
 
 
 def read_turns(value: Any, max_files: int) -> list[KeptTurn]:

@@ -18,6 +18,7 @@ from mmvllm.demo.conversation import (
     Turn,
     Uploaded,
     answer_note,
+    boxes_by_file,
     media_in,
     queue_note,
     to_request,
@@ -273,6 +274,7 @@ class Sessions:
         # After a stop, the next question may have been added already.
         media = media_in(session.turns[: session.turns.index(turn) + 1])
         turn.note = answer_note(output, self.counts(media, options))
+        turn.boxes = boxes_by_file(output.boxes, media)
         session.show(turn, media)
 
 

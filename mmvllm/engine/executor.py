@@ -9,8 +9,8 @@ from mmvllm.engine.sampled import SampledTokens
 from mmvllm.engine.sampler import Sampled, Sampler
 from mmvllm.engine.schedule import Schedule
 from mmvllm.engine.scheduler import Scheduler
-from mmvllm.engine.stats import Stopwatch
 from mmvllm.engine.step_inputs import pack_step
+from mmvllm.engine.stopwatch import Stopwatch
 from mmvllm.signals import signals_deferred
 
 
@@ -68,8 +68,15 @@ class Executor:
             self.sampler.enter(seq.row, seq)
         inputs = pack_step(scheduled, self.runner.ranks.size)
         watch.mark("pack")
-        logits = self.runner.run(inputs, watch)
-        sampled = self.sampler(logits, *inputs.samples, self.runner.samples)
+        pending = self.sampler.begin_masks(inputs.samples[0], scheduled)
+        try:
+            logits = self.runner.run(inputs, watch)
+        finally:  # also after an error: threads read the sequences, which change then
+            masks = None if pending is None else pending.wait()
+        if watch.encoding is not None:
+            for seq in scheduled.encoded_sequences():
+                seq.encodings.append(watch.encoding)
+        sampled = self.sampler(logits, *inputs.samples, self.runner.samples, masks)
         watch.mark("sample")
         self.runner.append(sampled.input_ids)
         watch.mark("append")

@@ -14,9 +14,10 @@ from mmvllm.config import EngineConfig
 from mmvllm.engine.checkpoint import read_checkpoint
 from mmvllm.engine.engine_host import AddCommand, EngineFacts, News
 from mmvllm.engine.engine_keeper import EngineKeeper, EngineListener
+from mmvllm.engine.grammar import GrammarCompiler
 from mmvllm.engine.placement import place_engines
 from mmvllm.engine.remote_engine import STOP_SECONDS, Command
-from mmvllm.engine.tokenizer import load_tokenizer
+from mmvllm.engine.tokenizer import eos_token_ids_of, load_tokenizer
 from mmvllm.errors import EngineFailed
 from mmvllm.models.splitting import rank_config
 from mmvllm.signals import wait_until
@@ -47,6 +48,8 @@ class EngineFleet:
         self.model_config, self.media_rules = checkpoint.model_config, checkpoint.media_rules
         self.image_config, self.video_config = checkpoint.image_config, checkpoint.video_config
         self.tokenizer = load_tokenizer(checkpoint.folder)
+        eos_token_ids = eos_token_ids_of(self.model_config, self.tokenizer)
+        self.grammars = GrammarCompiler(self.tokenizer, eos_token_ids, self.model_config.vocab_size)
         self._changed = threading.Condition()
         self._facts: list[EngineFacts | None] = [None] * size  # of engines that are up
         self._reasons = ["it is being started"] * size  # why the others are not

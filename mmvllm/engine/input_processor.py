@@ -10,8 +10,10 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from mmvllm.config import ModelConfig
+from mmvllm.engine.constraints import check_in_vocabulary, constraints_of
 from mmvllm.engine.detokenizer import CompletionText
 from mmvllm.engine.encoder_cache import EncoderCache
+from mmvllm.engine.grammar import GrammarCompiler
 from mmvllm.engine.sequence import Sequence, SequenceGroup
 from mmvllm.errors import ParameterError, PromptTooLong, RequestError
 from mmvllm.inputs import EngineInput, MediaRules
@@ -31,6 +33,7 @@ class InputProcessor:
         rules: MediaRules | None,
         tokenizer: PreTrainedTokenizerBase,
         encoder_cache: EncoderCache,
+        grammars: GrammarCompiler,
         *,
         max_model_len: int,
         block_size: int,
@@ -38,12 +41,12 @@ class InputProcessor:
     ):
         self._config, self._rules, self._tokenizer = config, rules, tokenizer
         self._max_model_len, self._block_size = max_model_len, block_size
-        self._encoder_cache, self._seed = encoder_cache, seed
+        self._encoder_cache, self._grammars, self._seed = encoder_cache, grammars, seed
         self._unseeded = count()
 
     def go_on_from(self, other: "InputProcessor") -> None:
-        """Give requests without a seed those that the other one would have given them."""
-        self._unseeded = other._unseeded
+        """Give requests without a seed those that the other one would have given them, and take its grammars."""
+        self._unseeded, self._grammars = other._unseeded, other._grammars
 
     def engine_input(
         self, prompt: Prompt, pixel_values: Any = None, image_grid_thw: Any = None, **tensors: Any
@@ -86,13 +89,21 @@ class InputProcessor:
             cache_salt=(cache_salt, str | None),
             priority=(priority, int),
             arrival_time=(arrival_time, float | int | None),
+            trace_headers=(trace_headers or {}, Mapping),
         )
         self._check_token_ids(prompt.token_ids)
         self._check_fits(prompt)
+        if params.logit_bias:
+            check_in_vocabulary("logit_bias", params.logit_bias, self._config.vocab_size)
         seed = f"{self._seed}:{next(self._unseeded)}" if params.seed is None else str(params.seed)
         arrival_time = time.time() if arrival_time is None else arrival_time
-        seqs = [
-            Sequence(
+        seqs = []
+        for i in range(params.n):
+            constraints = constraints_of(params, self._tokenizer, self._config.vocab_size)
+            if params.structured is not None:
+                constraints += (self._grammars.constraint(params.structured),)
+            depends_on_text = params.logits_processors or any(own.depends_on_text for own in constraints)
+            seq = Sequence(
                 prompt.token_ids,
                 params,
                 request_id=request_id,
@@ -106,10 +117,11 @@ class InputProcessor:
                 cache_salt=cache_salt,
                 arrival_time=arrival_time,
                 completion_text=CompletionText(self._tokenizer, params.stop) if params.stop else None,
+                constraints=constraints,
+                waits_for_tokens=bool(depends_on_text),
             )
-            for i in range(params.n)
-        ]
-        return SequenceGroup(seqs, trace_headers)
+            seqs.append(seq)
+        return SequenceGroup(seqs, trace_headers, prompt.preparation)
 
     def _max_num_tokens(self, prompt: EngineInput, params: SamplingParams) -> int:
         """Of prompt and completion. The checkpoint's own limit applies as its end-of-sequence token does."""

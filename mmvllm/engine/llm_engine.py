@@ -19,6 +19,7 @@ from mmvllm.engine.checkpoint import read_checkpoint
 from mmvllm.engine.device_errors import is_fatal
 from mmvllm.engine.encoder_cache import EncoderCache
 from mmvllm.engine.executor import Executor, Launched
+from mmvllm.engine.grammar import GrammarCompiler
 from mmvllm.engine.input_processor import InputProcessor, Prompt
 from mmvllm.engine.output_processor import DeltaStream, OutputProcessor
 from mmvllm.engine.peer_processes import start_runner
@@ -28,7 +29,7 @@ from mmvllm.engine.sampler import Sampler
 from mmvllm.engine.scheduler import Scheduler
 from mmvllm.engine.sequence import FinishReason, SequenceGroup
 from mmvllm.engine.stats import StepStats, step_stats
-from mmvllm.engine.tokenizer import load_tokenizer
+from mmvllm.engine.tokenizer import eos_token_ids_of, load_tokenizer
 from mmvllm.engine.warmup import WARMUP_PARAMS
 from mmvllm.errors import EngineFailed, RequestError, first_line
 from mmvllm.inputs import EngineInput
@@ -64,7 +65,8 @@ class LLMEngine:
         self.model_config, self.media_rules = checkpoint.model_config, checkpoint.media_rules
         self.image_config, self.video_config = checkpoint.image_config, checkpoint.video_config
         self.tokenizer = tokenizer or load_tokenizer(checkpoint.folder)
-        eos_token_ids = self.model_config.eos_token_ids | {self.tokenizer.eos_token_id} - {None}
+        eos_token_ids = eos_token_ids_of(self.model_config, self.tokenizer)
+        self.grammars = GrammarCompiler(self.tokenizer, eos_token_ids, self.model_config.vocab_size)
         self.model_runner = start_runner(checkpoint)
         self.device = self.model_runner.device  # that prompts' patches are copied to; of rank 0, if there are several
         self.attention, self.max_model_len = self.model_runner.attention, self.model_runner.max_model_len
@@ -76,11 +78,14 @@ class LLMEngine:
             self.media_rules,
             self.tokenizer,
             self.encoder_cache,
+            self.grammars,
             max_model_len=self.max_model_len,
             block_size=self.block_size,
             seed=config.seed,
         )
-        self.output_processor = OutputProcessor(self.tokenizer, eos_token_ids)
+        self.output_processor = OutputProcessor(
+            self.tokenizer, eos_token_ids, self.media_rules and self.media_rules.boxes
+        )
         self.scheduler = Scheduler(
             BlockManager(self.model_runner.num_blocks, self.block_size, config.enable_prefix_caching),
             self.encoder_cache,
@@ -93,6 +98,7 @@ class LLMEngine:
         self.executor = Executor(self.model_runner, sampler, self.scheduler)
         self.recovery = Recovery(self.scheduler, self.model_runner)
         self.on_step: Callable[[StepStats], None] | None = None  # called after every step
+        self.on_finished: Callable[[SequenceGroup], None] | None = None  # called with each request that has an output
         # Nothing overlaps where a launch waits: for values, or on a CPU for the computation itself.
         overlaps = self.model_runner.device.type == "cuda" and self.attention.in_graphs
         self._schedules_ahead = overlaps if config.async_scheduling is None else config.async_scheduling
@@ -112,10 +118,11 @@ class LLMEngine:
         """Load the same model again, with the same config, after `exit`; raises what the constructor raises.
 
         The new engine goes on with this one's counts: of requests, whose own random generators would repeat
-        themselves, and of preemptions.
+        themselves, and of preemptions. It has this one's compiled grammars.
         """
         engine = LLMEngine(self._folder, self.config, tokenizer=self.tokenizer)
         engine.input_processor.go_on_from(self.input_processor)
+        engine.grammars = self.grammars
         engine._request_numbers = self._request_numbers
         engine.scheduler.num_preemptions = self.scheduler.num_preemptions
         return engine
@@ -327,6 +334,8 @@ class LLMEngine:
 
     def _finish(self, group: SequenceGroup) -> RequestOutput:
         group.output = self.output_processor.output(group)
+        if self.on_finished is not None:
+            self.on_finished(group)
         return group.output
 
     def _report(self, launched: Launched) -> None:

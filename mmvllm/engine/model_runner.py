@@ -14,8 +14,8 @@ from mmvllm.engine.graphs import Graphs
 from mmvllm.engine.memory import empty_kv_cache, num_graph_logits
 from mmvllm.engine.mixed_graphs import MixedGraphs
 from mmvllm.engine.peers import Peers
-from mmvllm.engine.stats import Stopwatch
 from mmvllm.engine.step_inputs import StepInputs
+from mmvllm.engine.stopwatch import Stopwatch
 from mmvllm.engine.vision_graphs import VisionGraphs
 from mmvllm.inputs import MediaItem
 from mmvllm.kernels.normalize import normalize
@@ -102,8 +102,8 @@ class ModelRunner:
         if inputs.block_copies:
             self._copy_blocks(inputs.block_copies)
         if inputs.new_items:
-            self._encode(inputs)
-            watch.mark("vision")
+            with watch.timing_vision():
+                self._encode(inputs)
         media_rows = self._media_rows(inputs)
         if graphs is not None:
             logits, self.samples = graphs.run(inputs, media_rows)

@@ -2,16 +2,20 @@
 
 import time
 
+from mmvllm.engine.boxes import BoxReader
 from mmvllm.engine.detokenizer import Pieces, TokenDecoder, pieces_of
+from mmvllm.engine.repetition import tokens_missing
 from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
+from mmvllm.grounding import BoxFormat
 from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
 
 
 class OutputProcessor:
     """Token ids -> text, finish reasons and outputs."""
 
-    def __init__(self, tokenizer, eos_token_ids: frozenset[int]):
+    def __init__(self, tokenizer, eos_token_ids: frozenset[int], box_format: BoxFormat | None = None):
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
+        self._boxes = BoxReader(tokenizer, box_format)
         self.num_tokens = 0  # that all sequences got so far
 
     def finish_reason(self, seq: Sequence) -> FinishReason | None:
@@ -20,14 +24,23 @@ class OutputProcessor:
         params, token_ids, text = seq.sampling_params, seq.token_ids, seq.completion_text
         token_id, is_longest = token_ids[-1], len(token_ids) >= seq.max_num_tokens
         if text is None and token_id not in self._eos_token_ids and not params.stop_token_ids:  # nearly always
-            return FinishReason.LENGTH if is_longest else None
+            return FinishReason.LENGTH if is_longest else self._repetition(seq)
         completes_stop_string = text is not None and text.append(token_id)
         if seq.num_completion_tokens >= params.min_tokens:
             if token_id in self._eos_token_ids and not params.ignore_eos:
                 return FinishReason.EOS
             if token_id in params.stop_token_ids or completes_stop_string:
                 return FinishReason.STOP
-        return FinishReason.LENGTH if is_longest else None
+        return FinishReason.LENGTH if is_longest else self._repetition(seq)
+
+    def _repetition(self, seq: Sequence) -> FinishReason | None:
+        """Whether a sequence that is to end for it repeats itself."""
+        num_tokens, params = seq.num_completion_tokens, seq.sampling_params
+        if not params.stop_on_repetition or num_tokens < max(seq.next_repetition_check, params.min_tokens):
+            return None
+        missing = tokens_missing(seq.token_ids, seq.num_prompt_tokens)
+        seq.next_repetition_check = num_tokens + missing
+        return None if missing else FinishReason.REPETITION
 
     def delta_stream(self, group: SequenceGroup) -> "DeltaStream":
         """Follows a request."""
@@ -38,15 +51,18 @@ class OutputProcessor:
         stop_at = (
             seq.completion_text.stop_at if seq.completion_text and seq.finish_reason is FinishReason.STOP else None
         )
-        wants_logprobs = seq.sampling_params.logprobs is not None
+        wants_logprobs, token_ids = seq.sampling_params.logprobs is not None, seq.completion_token_ids
+        if stop_at is None:
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        else:
+            text = seq.completion_text.text[:stop_at]
         return CompletionOutput(
-            text=self._tokenizer.decode(seq.completion_token_ids, skip_special_tokens=True)
-            if stop_at is None
-            else seq.completion_text.text[:stop_at],
-            token_ids=seq.completion_token_ids,
+            text=text,
+            token_ids=token_ids,
             finish_reason=seq.finish_reason.value,
             cumulative_logprob=seq.cumulative_logprob if wants_logprobs else None,
             logprobs=seq.logprobs if wants_logprobs else None,
+            boxes=self._boxes.read(text, token_ids, seq.items),
         )
 
     def output(self, group: SequenceGroup) -> RequestOutput:
@@ -64,7 +80,32 @@ class OutputProcessor:
             arrival_time=first.arrival_time,
             first_token_time=first.first_token_time,
             finish_time=time.time(),
+            **_stages(group),
         )
+
+
+def _stages(group: SequenceGroup) -> dict[str, float | None]:
+    """When a request reached the stages before its first token."""
+    first, (begun, prepared) = group.first_seq, group.preparation or (None, None)
+    encoding_start, encoding_time = _encoding(first)
+    return {
+        "preparation_start_time": begun,
+        "preparation_end_time": prepared,
+        "first_scheduled_time": first.first_scheduled_time,
+        "encoding_start_time": encoding_start,
+        "encoding_time": encoding_time,
+    }
+
+
+def _encoding(seq: Sequence) -> tuple[float | None, float | None]:
+    """When its items were first encoded, and the seconds of the ViT."""
+    try:
+        seconds = [encoding.seconds() for encoding in seq.encodings]
+    except RuntimeError:  # the device is lost
+        return None, None
+    if not seconds or None in seconds:
+        return None, None
+    return seq.encodings[0].start_time, sum(seconds)
 
 
 class DeltaStream:
@@ -116,7 +157,9 @@ class _Cursor:
 
     def last_delta(self, completion: CompletionOutput, output: RequestOutput | None) -> Delta:
         text = completion.text[self._num_chars :]
-        return self._delta(self.seq.token_ids[self._end :], text, completion.finish_reason, output)
+        delta = self._delta(self.seq.token_ids[self._end :], text, completion.finish_reason, output)
+        delta.boxes = completion.boxes
+        return delta
 
     def _delta(self, new: list[int], text: str, finish_reason: str | None, output: RequestOutput | None) -> Delta:
         """The delta of the tokens held so far and of new ones."""

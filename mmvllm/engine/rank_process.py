@@ -16,8 +16,8 @@ from mmvllm.engine.checkpoint import Checkpoint
 from mmvllm.engine.device_errors import is_out_of_memory
 from mmvllm.engine.loading import load_runner
 from mmvllm.engine.model_runner import ModelRunner
-from mmvllm.engine.stats import Stopwatch
 from mmvllm.engine.step_inputs import StepInputs
+from mmvllm.engine.stopwatch import Stopwatch
 from mmvllm.errors import first_line
 from mmvllm.ranks import ConnectedRanks, RanksFailed, RankUnable
 from mmvllm.transfer import current_device

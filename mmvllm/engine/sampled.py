@@ -19,7 +19,9 @@ class SampledTokens:
     Args:
         token_ids: -1 where the logits allow none.
         logprobs: by place in `token_ids`, of the requests that asked for them.
+        errors: why there is no token, by place, where more is known than that there is none.
     """
 
     token_ids: list[int]
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    errors: Mapping[int, str] = field(default_factory=dict)

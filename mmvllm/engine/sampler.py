@@ -5,33 +5,44 @@ function of the sequence's seed and the token's index, and put through the inver
 So a seeded request gives the same text in any batch, and after a preemption.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from mmvllm.engine.constraints import ConstraintFailed
+from mmvllm.engine.logits_processors import process
 from mmvllm.engine.sampled import SampledTokens, TokenLogprobs
-from mmvllm.engine.sampling_rows import LOGPROBS, MIN_TOKENS, PENALTIES, RANDOM, SamplingRows
+from mmvllm.engine.sampling_rows import BIAS, LOGPROBS, MIN_TOKENS, PENALTIES, RANDOM, RESTRICTED, SamplingRows
+from mmvllm.engine.schedule import Schedule
 from mmvllm.engine.sequence import Sequence
+from mmvllm.engine.token_masks import MaskThreads, PendingMasks, TokenMasks
 from mmvllm.kernels.argmax import argmax, argmax_logsumexp
 from mmvllm.kernels.penalties import count_tokens, penalize
 from mmvllm.kernels.sampling import sample
+from mmvllm.kernels.token_mask import mask_tokens
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.transfer import HostCopy, to_device
+
+_NO_ERRORS: Mapping[int, str] = MappingProxyType({})
 
 
 class Sampled:
     """One token per row: on the device once it is computed, on the host once `tokens` has waited for it."""
 
-    def __init__(self, token_ids: Tensor, input_ids: Tensor, logprobs: "Logprobs | None" = None):
-        """`token_ids` (R,) are -1 where the logits allow none."""
+    def __init__(self, token_ids: Tensor, input_ids: Tensor, logprobs: "Logprobs | None", errors: Mapping[int, str]):
+        """`token_ids` (R,) are -1 where the logits allow none; `errors` tell why, by row, where more is known."""
         self.input_ids = input_ids  # (R,), what the next step computes: any id where there is no token
-        self._logprobs = logprobs
+        self._logprobs, self._errors = logprobs, errors
         self._on_host = HostCopy(token_ids, *(logprobs.tensors if logprobs else ()))
 
     def tokens(self) -> SampledTokens:
         """Wait for the tokens; the host waits for nothing else in a step."""
         token_ids, *tensors = self._on_host.lists()
-        return SampledTokens(token_ids, self._logprobs.by_row(token_ids, *tensors) if self._logprobs else {})
+        logprobs = self._logprobs.by_row(token_ids, *tensors) if self._logprobs else {}
+        return SampledTokens(token_ids, logprobs, self._errors)
 
 
 class Sampler:
@@ -43,14 +54,28 @@ class Sampler:
     def __init__(self, eos_token_ids: frozenset[int], max_num_seqs: int, vocab_size: int, device: torch.device):
         self.eos_token_ids = eos_token_ids
         self._rows = SamplingRows(max_num_seqs, vocab_size, device)
+        self._mask_threads = MaskThreads(vocab_size)
 
     def enter(self, row: int, seq: Sequence) -> None:
         """A sequence starts in a row, or starts again after a preemption; whatever was there before is forgotten."""
         self._rows.enter(row, seq, self.eos_token_ids)
 
+    def begin_masks(self, rows: np.ndarray, step: Schedule) -> PendingMasks | None:
+        """Start to find out what may follow the sequences (R,) that get a token in a step; None if anything may."""
+        places = np.flatnonzero(self._rows.needs[rows] & RESTRICTED)
+        if not places.size:
+            return None
+        seqs = [chunk.seq for chunk in step.chunks if chunk.samples]
+        return self._mask_threads.begin(places, [seqs[place] for place in places])
+
     @torch.inference_mode()
     def __call__(
-        self, logits: Tensor, rows: np.ndarray, ends: np.ndarray, rows_on_device: Tensor | None = None
+        self,
+        logits: Tensor,
+        rows: np.ndarray,
+        ends: np.ndarray,
+        rows_on_device: Tensor | None = None,
+        masks: TokenMasks | None = None,
     ) -> Sampled:
         """One token for each row of logits (R, V), in any dtype of models.
 
@@ -58,34 +83,64 @@ class Sampler:
             rows: (R,) int32, of the sequences.
             ends: (R,) int32, the number of tokens that precede the sampled one in its sequence.
             rows_on_device: (2, R) int32, rows and ends on the device where they are there already.
+            masks: what may follow, of `begin_masks`.
         """
         needs = int(np.bitwise_or.reduce(self._rows.needs[rows])) if len(rows) else 0
         if rows_on_device is None and needs & (RANDOM | PENALTIES):
             rows_on_device = [to_device(torch.from_numpy(x), logits.device) for x in (rows, ends)]
         adjusted = self._adjusted(logits, rows, ends, rows_on_device, needs)
+        if masks is not None:
+            adjusted = _restricted(_own(adjusted, logits), masks)
         token_ids = sample(adjusted, self._rows.on_device(), *rows_on_device) if needs & RANDOM else argmax(adjusted)
         # A sequence whose row has no token is about to end: any id will do for the step that is launched meanwhile.
         input_ids = token_ids.clamp(min=0)
         if needs & PENALTIES:
             count_tokens(self._rows.counts.tensor, self._rows.on_device(), rows_on_device[0], input_ids)
-        return Sampled(token_ids, input_ids, self._logprobs(logits, rows, input_ids) if needs & LOGPROBS else None)
+        logprobs = self._logprobs(logits, rows, input_ids) if needs & LOGPROBS else None
+        return Sampled(token_ids, input_ids, logprobs, masks.errors if masks is not None else _NO_ERRORS)
 
     def _adjusted(
         self, logits: Tensor, rows: np.ndarray, ends: np.ndarray, rows_on_device: Tensor | None, needs: int
     ) -> Tensor:
-        """Logits after penalties, without the tokens that may not follow yet."""
+        """Logits after penalties and biases, without the tokens that may not end a sequence yet."""
         adjusted = logits
         if needs & PENALTIES:
             adjusted = penalize(logits, self._rows.counts.tensor, self._rows.on_device(), rows_on_device[0])
+        if needs & BIAS:
+            adjusted = _own(adjusted, logits)
+            pairs, values = self._rows.biases(rows)
+            places, ids = to_device(torch.from_numpy(pairs), logits.device)
+            adjusted[places, ids] += to_device(torch.from_numpy(values), logits.device)
         if needs & MIN_TOKENS and (pairs := self._rows.forbidden(rows, ends)).size:
             places, ids = to_device(torch.from_numpy(pairs), logits.device)
-            adjusted = logits.clone() if adjusted is logits else adjusted
+            adjusted = _own(adjusted, logits)
             adjusted[places, ids] = float("-inf")
         return adjusted
 
     def _logprobs(self, logits: Tensor, rows: np.ndarray, token_ids: Tensor) -> "Logprobs":
         places = np.flatnonzero(self._rows.needs[rows] & LOGPROBS)
         return Logprobs(logits, token_ids, places, self._rows.num_logprobs[rows[places]])
+
+
+def _own(adjusted: Tensor, logits: Tensor) -> Tensor:
+    """Logits in float32 that may be written to: not those of the model, which log-probabilities are taken of."""
+    return logits.to(torch.float32, copy=True) if adjusted is logits else adjusted
+
+
+def _restricted(logits: Tensor, masks: TokenMasks) -> Tensor:
+    """Logits after a caller's functions, of the tokens that may follow; written in place."""
+    for seq, place in zip(masks.seqs, masks.places.tolist(), strict=True):
+        if seq.sampling_params.logits_processors and place not in masks.errors:
+            try:
+                logits[place] = process(logits[place].clone(), seq)
+            except ConstraintFailed as error:
+                logits[place] = float("-inf")
+                masks.errors[place] = str(error)
+    allowed, places = (
+        to_device(torch.from_numpy(x), logits.device) for x in (masks.allowed.view(np.int32), masks.places)
+    )
+    mask_tokens(logits, allowed, places)
+    return logits
 
 
 class Logprobs:

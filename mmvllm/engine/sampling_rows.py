@@ -13,7 +13,7 @@ from mmvllm.transfer import to_device
 # Sampling at a lower temperature could only choose among tokens whose logits rounding has made equal.
 GREEDY_BELOW = 1e-5
 # What a row needs, as bits.
-RANDOM, PENALTIES, MIN_TOKENS, LOGPROBS = 1, 2, 4, 8
+RANDOM, PENALTIES, MIN_TOKENS, LOGPROBS, BIAS, RESTRICTED = 1, 2, 4, 8, 16, 32
 _IN_PROMPT, _LARGEST_COUNT = -(2**15), 2**15 - 1  # of an int16 of `PenaltyCounts`
 
 
@@ -26,6 +26,8 @@ class SamplingRows:
         self.num_logprobs = np.zeros(max_num_seqs, np.int32)
         self.min_ends = np.zeros(max_num_seqs, np.int32)  # tokens of prompt and completion before one may end it
         self.end_ids = [np.empty(0, np.int64)] * max_num_seqs  # forbidden before that
+        self._bias_ids = [np.empty(0, np.int64)] * max_num_seqs
+        self._bias_values = [np.empty(0, np.float32)] * max_num_seqs
         self.counts = PenaltyCounts(vocab_size, device)
         self._params = np.zeros(max_num_seqs, ROW_PARAMS)
         self._on_device = packed(self._params)
@@ -44,6 +46,12 @@ class SamplingRows:
             self.min_ends[row] = seq.num_prompt_tokens + p.min_tokens
             ids = {*p.stop_token_ids, *(() if p.ignore_eos else end_ids)}
             self.end_ids[row] = np.array([i for i in ids if i < self.vocab_size], np.int64)
+        if p.logit_bias:
+            needs |= BIAS
+            self._bias_ids[row] = np.array([*p.logit_bias.keys()], np.int64)
+            self._bias_values[row] = np.array([*p.logit_bias.values()], np.float32)
+        if seq.constraints or p.logits_processors:
+            needs |= RESTRICTED
         if p.logprobs is not None:
             needs |= LOGPROBS
             self.num_logprobs[row] = min(p.logprobs, self.vocab_size)
@@ -60,8 +68,18 @@ class SamplingRows:
     def forbidden(self, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """(2, pairs): places in `rows`, and ids that may not follow there yet."""
         early = np.flatnonzero((self.needs[rows] & MIN_TOKENS > 0) & (ends < self.min_ends[rows]))
-        ids = [self.end_ids[row] for row in rows[early]]
-        return np.stack([early.repeat([len(i) for i in ids]), np.concatenate([early[:0], *ids])])
+        return _pairs(early, [self.end_ids[row] for row in rows[early]])
+
+    def biases(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(2, pairs): places in `rows`, and ids with a bias there; and the biases (pairs,)."""
+        places = np.flatnonzero(self.needs[rows] & BIAS)
+        pairs = _pairs(places, [self._bias_ids[row] for row in rows[places]])
+        return pairs, np.concatenate([self._bias_values[row] for row in rows[places]])
+
+
+def _pairs(places: np.ndarray, ids: list[np.ndarray]) -> np.ndarray:
+    """(2, pairs): each place with each of its ids."""
+    return np.stack([places.repeat([len(i) for i in ids]), np.concatenate([places[:0], *ids])])
 
 
 class PenaltyCounts:

@@ -45,3 +45,13 @@ class Schedule:
     def chunks(self) -> list[ScheduledChunk]:
         """All chunks, in the order in which they are packed."""
         return self.decodes + self.prefills
+
+    def encoded_sequences(self) -> list[Sequence]:
+        """Those that need items which this step encodes."""
+        return [
+            chunk.seq
+            for chunk in self.prefills
+            if any(
+                chunk.seq.items[i].digest in self.items_to_encode for i in chunk.seq.items_in(chunk.start, chunk.end)
+            )
+        ]

@@ -165,6 +165,7 @@ class Scheduler:
                 self._release(seq)  # no room yet; later requests do not overtake
                 return
             if seq.num_preemptions == 0:
+                seq.first_scheduled_time = time.time()
                 seq.num_cached_tokens = step.prefills[-1].start // seq.block_size * seq.block_size
             del self.waiting[0]
             insort(self.running, seq)
@@ -267,7 +268,7 @@ class Scheduler:
                 if chunk.start < seq.media_end:
                     self._release_items(seq, chunk.start, chunk.end)
                 if chunk.samples:
-                    self._append(seq, tokens[at], sampled.logprobs.get(at))
+                    self._append(seq, tokens[at], sampled.logprobs.get(at), sampled.errors.get(at))
             at += chunk.samples
         return self._collect()
 
@@ -277,9 +278,9 @@ class Scheduler:
             if seq.items[i].end <= end:
                 self.encoder_cache.release(seq.items[i].digest, (seq.seq_id, i))
 
-    def _append(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+    def _append(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None, error: str | None) -> None:
         if token_id < 0:
-            error = "no token can follow: the model's logits are not numbers, or every token is forbidden"
+            error = error or "no token can follow: the model's logits are not numbers, or every token is forbidden"
             self._end(self.groups[seq.request_id], FinishReason.ERROR, error)
             return
         seq.token_ids.append(token_id)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from mmvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mmvllm.engine.detokenizer import CompletionText
+    from mmvllm.engine.stopwatch import Encoding
 
 
 class SequenceStatus(Enum):
@@ -31,9 +32,27 @@ class FinishReason(Enum):
     EOS = "eos"
     STOP = "stop"
     LENGTH = "length"
+    REPETITION = "repetition"
     ABORTED = "aborted"
     PREEMPTED = "preempted"
     ERROR = "error"
+
+
+class Constraint(Protocol):
+    """What may follow the tokens of one sequence.
+
+    `depends_on_text` tells whether that changes from token to token; then a token is sampled only when all tokens
+    before it have been seen.
+    """
+
+    depends_on_text: bool
+
+    def restrict(self, seq: "Sequence", allowed: np.ndarray) -> None:
+        """Clear the bits of tokens that may not follow `seq.token_ids`; raises ConstraintFailed.
+
+        `allowed` (ceil(V / 32),) uint32, as in `kernels/token_mask.py`, has those that other constraints allow. It is
+        called in a thread, and never twice at the same time.
+        """
 
 
 class Sequence:
@@ -61,6 +80,7 @@ class Sequence:
         cache_salt: str | None = None,
         arrival_time: float | None = None,
         completion_text: "CompletionText | None" = None,
+        constraints: tuple[Constraint, ...] = (),
         waits_for_tokens: bool = False,
     ):
         """`positions` (3, T) are those of the prompt; `max_num_tokens` counts prompt and completion."""
@@ -73,6 +93,7 @@ class Sequence:
         self.arrival_time = time.time() if arrival_time is None else arrival_time
         self.block_size = block_size
         self.completion_text = completion_text  # where there are stop strings
+        self.constraints = constraints
         self.waits_for_tokens = waits_for_tokens  # what may be sampled next depends on all tokens before it
 
         self.token_ids = list(token_ids)
@@ -93,9 +114,12 @@ class Sequence:
         self.row: int | None = None  # of the arrays of running sequences
         self._num_cached_tokens = 0
         self.num_preemptions = 0
+        self.first_scheduled_time: float | None = None
+        self.encodings: list[Encoding] = []  # runs of the ViT that had items of this sequence
         self.first_token_time: float | None = None
         self.logprobs: list[dict[int, float]] = []
         self.cumulative_logprob = 0.0
+        self.next_repetition_check = 0  # completion tokens before which none can be found
 
         # Written by the block manager.
         self.block_table: list[int] = []
@@ -223,6 +247,7 @@ class SequenceGroup:
 
     seqs: list[Sequence]
     trace_headers: Mapping[str, str] | None = None  # of the request that came over a network, for the caller's tracing
+    preparation: tuple[float, float] | None = None  # when it began and ended
     error: str | None = None
     output: RequestOutput | None = None  # written by the engine, once the request has finished
 

@@ -4,9 +4,6 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, fields
-from itertools import pairwise
-
-import torch
 
 from mmvllm.engine.schedule import Schedule
 from mmvllm.engine.scheduler import Scheduler
@@ -18,42 +15,6 @@ TOTALS = (
     *("num_finished", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens"),
     *("num_images", "num_encoded_images", "num_preemptions"),
 )
-
-
-class Stopwatch:
-    """Seconds between marks, of a clock.
-
-    Args:
-        clock: "device" for the time at which the device reaches a mark: on CUDA an event in the stream, so that reading
-            the time waits for nothing; "host" for the CPU time of the calling thread; None, which costs nothing.
-    """
-
-    def __init__(self, device: torch.device, clock: str | None):
-        self._clock, self._on_cuda = clock, device.type == "cuda" and clock == "device"
-        self._marks = []
-        self.mark("start")
-
-    def mark(self, name: str) -> None:
-        """End the part called `name`, which began at the last mark."""
-        if self._clock is not None:
-            self._marks.append((name, self._now()))
-
-    def seconds(self) -> dict[str, float]:
-        """By name; on CUDA the stream must have reached the last mark."""
-        return {name: self._between(begin, end) for (_, begin), (name, end) in pairwise(self._marks)}
-
-    def _now(self) -> "float | torch.cuda.Event":
-        if not self._on_cuda:
-            return time.thread_time() if self._clock == "host" else time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _between(self, begin, end) -> float:
-        if not self._on_cuda:
-            return end - begin
-        end.synchronize()
-        return begin.elapsed_time(end) / 1000
 
 
 @dataclass(frozen=True, slots=True)

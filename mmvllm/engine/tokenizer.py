@@ -5,6 +5,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from mmvllm.config import ModelConfig
+
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """With the chat template, which older checkpoints have in a file of its own; raises ValueError without one."""
@@ -19,3 +21,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{template} is damaged: {error!r}; download it again") from None
     return tokenizer
+
+
+def eos_token_ids_of(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The ids that end a completion: those of the model's configs, and the tokenizer's own."""
+    return config.eos_token_ids | {tokenizer.eos_token_id} - {None}

@@ -17,6 +17,8 @@ WARMUP_PARAMS = (
         repetition_penalty=1.1,
         presence_penalty=0.1,
         frequency_penalty=0.1,
+        logit_bias={0: 0.1},
+        no_repeat_ngram_size=2,
         logprobs=1,
     ),
 )

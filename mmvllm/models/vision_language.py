@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mmvllm.batch import Batch
 from mmvllm.config import ModelConfig, VisionConfig
+from mmvllm.grounding import BoxFormat
 from mmvllm.inputs import Grid, MediaRules
 from mmvllm.kernels.splice import splice
 from mmvllm.layers.attention import AttentionBackend
@@ -142,6 +143,7 @@ class QwenVLFamily(ModelFamily):
     """What the Qwen-VL families have in common: how images stand in a prompt, and the shape of the model."""
 
     vision_transformer: ClassVar[type[nn.Module]]
+    boxes: ClassVar[BoxFormat]  # how the models are trained to write boxes and points
     published: ClassVar[Mapping[str, str]] = MappingProxyType({"decoder.": "model."})  # see `VisionLanguageModel`
 
     video_defaults: ClassVar[VideoProcessorConfig] = VIDEO_DEFAULTS
@@ -166,6 +168,7 @@ class QwenVLFamily(ModelFamily):
             end="<|vision_end|>",
             merge_size=config.vision.spatial_merge_size,
             patch_dim=config.vision.patch_dim,
+            boxes=self.boxes,
         )
 
     def build(

@@ -23,16 +23,23 @@ from mmvllm.server.limits import AuthAndSizeLimitMiddleware, ByteBudget
 from mmvllm.server.metrics import CountingMiddleware, Metrics
 from mmvllm.server.protocol import ChatRequest, CompletionRequest
 from mmvllm.server.request_id import RequestIdMiddleware
+from mmvllm.server.request_log import RequestLog
 from mmvllm.server.responses import (
     ChatCompletion,
     Completion,
+    DetokenizeResponse,
     ErrorResponse,
     HealthResponse,
     ModelCard,
     ModelList,
+    ResponseObject,
+    TokenizeResponse,
     VersionResponse,
 )
+from mmvllm.server.responses_request import ResponsesRequest
 from mmvllm.server.settings import ServerSettings
+from mmvllm.server.token_counter import TokenCounter
+from mmvllm.server.tokens import DetokenizeRequest, TokenizeRequest
 
 ERRORS = {"default": {"model": ErrorResponse, "description": "An OpenAI error object"}}
 STREAMS = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}} | ERRORS
@@ -52,8 +59,9 @@ def build_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
 
     # FastAPI's documentation pages load scripts from a CDN.
     app = FastAPI(title="mmvllm", version=mmvllm.__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
-    metrics = Metrics(engine)
-    app.include_router(_completions(engine, settings, metrics, decoder))
+    metrics, jobs = Metrics(engine), JobFactory(engine, settings)
+    app.include_router(_completions(engine, settings, metrics, decoder, jobs))
+    app.include_router(_tokens(engine, settings, decoder, jobs))
     app.include_router(_models(engine, settings))
     app.include_router(_operations(engine, metrics))
     docs.add_page(app)
@@ -84,12 +92,14 @@ def _mount_demo(app: FastAPI, engine: AsyncLLM, settings: ServerSettings, decode
     return (f"{demo.PATH}/",)
 
 
-def _completions(engine: AsyncLLM, settings: ServerSettings, metrics: Metrics, decoder: MediaDecoder) -> APIRouter:
+def _completions(
+    engine: AsyncLLM, settings: ServerSettings, metrics: Metrics, decoder: MediaDecoder, jobs: JobFactory
+) -> APIRouter:
     router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["completions"])
-    jobs = JobFactory(engine, settings)
+    log = RequestLog(settings.log_requests)
 
     def response(job: CompletionJob) -> CompletionResponse:
-        return CompletionResponse(job, engine, settings, metrics, decoder)
+        return CompletionResponse(job, engine, settings, metrics, decoder, log)
 
     @router.post("/chat/completions", response_model=ChatCompletion, responses=STREAMS)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
@@ -100,6 +110,28 @@ def _completions(engine: AsyncLLM, settings: ServerSettings, metrics: Metrics, d
     async def completions(body: CompletionRequest) -> Response:
         """Create completions for one or several prompts, without a chat template."""
         return response(jobs.completion(body))
+
+    @router.post("/responses", response_model=ResponseObject, responses=STREAMS)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Create a response as OpenAI's Responses API has it; nothing is kept between requests."""
+        return response(jobs.response(body, request.state.reservation))
+
+    return router
+
+
+def _tokens(engine: AsyncLLM, settings: ServerSettings, decoder: MediaDecoder, jobs: JobFactory) -> APIRouter:
+    router = APIRouter(route_class=StrictRoute, tags=["tokens"], responses=ERRORS)
+    tokens = TokenCounter(engine, settings, decoder, jobs)
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
+        """The tokens of a text, or of a conversation with all tokens of its images and videos."""
+        return await tokens.tokenize(body, request.state.reservation)
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+        """The text of tokens."""
+        return tokens.detokenize(body)
 
     return router
 

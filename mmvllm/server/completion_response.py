@@ -4,21 +4,24 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
 
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mmvllm.async_llm import AsyncLLM
 from mmvllm.decoding import MediaDecoder
-from mmvllm.errors import DeadlineExceeded, EngineUnavailable, PromptTooLong, RequestFailed
+from mmvllm.errors import RequestFailed
 from mmvllm.outputs import Delta
 from mmvllm.processors.load_video import Load
-from mmvllm.server.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, from_engine, internal_error
+from mmvllm.server.errors import ApiError, engine_errors, internal_error
 from mmvllm.server.jobs import CompletionJob
 from mmvllm.server.limits import ClientDisconnected
 from mmvllm.server.metrics import Metrics
+from mmvllm.server.request_log import RequestLog, RequestRecord
 from mmvllm.server.response_builder import ChoiceBuffer, RunningUsage, usage_of
 from mmvllm.server.settings import ServerSettings
 from mmvllm.server.sse import EventStream
+from mmvllm.tracing import trace_headers_of
 
 
 class CompletionResponse(Response):
@@ -28,28 +31,39 @@ class CompletionResponse(Response):
     """
 
     def __init__(
-        self, job: CompletionJob, engine: AsyncLLM, settings: ServerSettings, metrics: Metrics, decoder: MediaDecoder
+        self,
+        job: CompletionJob,
+        engine: AsyncLLM,
+        settings: ServerSettings,
+        metrics: Metrics,
+        decoder: MediaDecoder,
+        log: RequestLog,
     ):
         super().__init__()
         self._job, self._engine, self._settings, self._metrics = job, engine, settings, metrics
-        self._decoder = decoder
+        self._decoder, self._log = decoder, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = self._stream if self._job.streams else self._whole
+        headers = trace_headers_of(Headers(scope=scope))
+        self._record = RequestRecord(self._job, scope["state"]["request_id"], headers)
         try:
             await _while_connected(receive, work(send))
         except ClientDisconnected:
-            return
+            self._record.is_disconnected = True
+        except Exception as error:
+            self._record.error = error if isinstance(error, ApiError) else internal_error()
+            raise
+        finally:
+            self._log.write(self._record)
 
     async def _whole(self, send: Send) -> None:
-        job, outputs = self._job, []
+        job = self._job
         choices = [ChoiceBuffer(index) for index in range(job.num_choices)]
         async with aclosing(self._deltas()) as deltas:
             async for index, delta in deltas:
                 choices[index].add(delta)
-                if delta.output is not None:
-                    outputs.append(delta.output)
-        content = job.builder.whole(choices, usage_of(outputs)).model_dump_json().encode()
+        content = job.builder.whole(choices, usage_of(self._record.outputs)).model_dump_json().encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": content})
@@ -61,16 +75,18 @@ class CompletionResponse(Response):
             except ApiError as error:
                 if not events.is_open:
                     raise
-                await events.data(error.body().decode())
+                self._record.error = error
+                await events.data(self._job.builder.error_chunk(error))
             except Exception:
                 if events.is_open:
-                    await events.data(internal_error().body().decode())
+                    await events.data(self._job.builder.error_chunk(internal_error()))
                 raise  # to be logged
             else:
-                await events.data("[DONE]")
+                if self._job.builder.end is not None:
+                    await events.data(self._job.builder.end)
 
     async def _send_all(self, events: EventStream, deltas: AsyncGenerator[tuple[int, Delta], None]) -> None:
-        job, outputs, has_started = self._job, [], False
+        job, has_started = self._job, False
         usage = {"usage": None} if job.includes_usage else {}
         running = RunningUsage(job.params.n)
         async for index, delta in deltas:
@@ -78,33 +94,30 @@ class CompletionResponse(Response):
                 usage = {"usage": running.add(index, delta)}
             if not has_started:  # only now, so that an error before the first delta still determines the status
                 has_started = True
-                for chunk in job.builder.first_chunks(job.num_choices):
+                for chunk in job.builder.first_chunks(job.num_choices, delta):
                     await events.data(chunk | usage)
-            await events.data(job.builder.chunk(index, delta) | usage)
-            if delta.output is not None:
-                outputs.append(delta.output)
-        if job.includes_usage:
-            await events.data(job.builder.usage_chunk(usage_of(outputs)))
+            for chunk in job.builder.chunks(index, delta):
+                await events.data(chunk | usage)
+        for chunk in job.builder.last_chunks(usage_of(self._record.outputs), job.includes_usage):
+            await events.data(chunk)
 
     async def _deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta) of all prompts in the order of their arrival; raises only ApiError."""
-        try:
-            with self._decoder.session() as load:  # given up when the client has hung up or the deadline has passed
-                async with aclosing(_merged(self._streams(load))) as deltas:
-                    async for prompt, delta in deltas:
-                        _check(delta)
-                        self._metrics.observe(delta)
-                        yield prompt * self._job.params.n + delta.index, delta
-        except (EngineUnavailable, RequestFailed, DeadlineExceeded, MemoryError) as error:
-            raise from_engine(error) from error
-        except ValueError as error:
-            code = CONTEXT_LENGTH_EXCEEDED if isinstance(error, PromptTooLong) else None
-            raise ApiError(400, str(error), param=self._job.param_of(error), code=code) from error
+        # The session's work is given up when the client has hung up or the deadline has passed.
+        with engine_errors(self._job.spelled), self._decoder.session() as load:
+            async with aclosing(_merged(self._streams(load))) as deltas:
+                async for prompt, delta in deltas:
+                    _check(delta)
+                    self._metrics.observe(delta)
+                    if delta.output is not None:
+                        self._record.outputs.append(delta.output)
+                    yield prompt * self._job.params.n + delta.index, delta
 
     def _streams(self, load: Load) -> list[AsyncGenerator[Delta, None]]:
         """The deltas of each prompt."""
-        job, timeout = self._job, self._settings.request_timeout
-        return [self._engine.generate(request, job.params, timeout=timeout, load=load) for request in job.requests]
+        job = self._job
+        keys = {"timeout": self._settings.request_timeout, "load": load, "trace_headers": self._record.trace_headers}
+        return [self._engine.generate(request, job.params, **keys) for request in job.requests]
 
 
 def _check(delta: Delta) -> None:

@@ -9,8 +9,17 @@ from mmvllm.errors import RequestError
 from mmvllm.processors.image import ImageProcessorConfig
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
-from mmvllm.server.messages import HistoryMessage, ImagePart, InputMessage, TextPart, VideoPart, parts_of
-from mmvllm.server.protocol import ChatRequest, CompletionRequest, SamplingRequest
+from mmvllm.server.messages import (
+    CallOfHistory,
+    HistoryMessage,
+    ImagePart,
+    InputMessage,
+    TextPart,
+    VideoPart,
+    parts_of,
+)
+from mmvllm.server.protocol import ChatPrompt, ChatRequest, CompletionRequest, SamplingRequest
+from mmvllm.server.structured import StructuredField, structured_field
 from mmvllm.server.videos import KWARGS
 
 LOW_TOKENS, AUTO_TOKENS = 256, 1280  # maximum image tokens of an image with detail low and auto
@@ -18,7 +27,8 @@ COMPLETION_TOKENS = 16
 
 PARAMS_OF_BOTH_APIS = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("n", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos"),
+    *("logit_bias", "allowed_token_ids", "bad_words", "no_repeat_ngram_size"),
+    *("n", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "stop_on_repetition"),
 )
 # The engine's default is greedy. The other defaults are the same in both APIs.
 OPENAI_DEFAULTS = MappingProxyType({"temperature": 1.0})
@@ -55,7 +65,7 @@ class ImageReference:
     detail: str | None
 
 
-def images_of(body: ChatRequest) -> list[ImageReference]:
+def images_of(body: ChatPrompt) -> list[ImageReference]:
     """All images of a request, in the order of the prompt."""
     return [
         ImageReference(f"{path}.image_url.url", part.image_url.url, part.image_url.detail)
@@ -63,7 +73,7 @@ def images_of(body: ChatRequest) -> list[ImageReference]:
     ]
 
 
-def max_pixels_of(body: ChatRequest, images: Sequence[ImageReference], limits: DetailLimits) -> list[int]:
+def max_pixels_of(body: ChatPrompt, images: Sequence[ImageReference], limits: DetailLimits) -> list[int]:
     """Maximum pixels of each image; raises ApiError for bounds that are too large or contradict each other."""
     bounds = [_bound_of(body, name, images) for name in ("min_pixels", "max_pixels")]
     for param, value in bounds:
@@ -77,7 +87,7 @@ def max_pixels_of(body: ChatRequest, images: Sequence[ImageReference], limits: D
     return found
 
 
-def _bound_of(body: ChatRequest, name: str, images: Sequence[ImageReference]) -> tuple[str, int | None]:
+def _bound_of(body: ChatPrompt, name: str, images: Sequence[ImageReference]) -> tuple[str, int | None]:
     """A bound of the request's images and its path: their own, else that of images and videos, if there are images."""
     own, shared = getattr(body, name), body.mm_processor_kwargs
     if own is None and images and shared is not None:
@@ -86,16 +96,17 @@ def _bound_of(body: ChatRequest, name: str, images: Sequence[ImageReference]) ->
 
 
 def chat_request(
-    body: ChatRequest,
+    body: ChatPrompt,
     data: Sequence[bytes],
     max_pixels: Sequence[int],
     template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     videos: Sequence[dict] = (),
+    tools: Sequence[dict] = (),
 ) -> dict:
     """The engine's request, given the encoded bytes of each image of `images_of(body)` and its `max_pixels`.
 
     `template_kwargs` are arguments of the chat template for requests that do not give these themselves; `videos` are
-    the parts of the request's videos (`VideoReference.part`).
+    the parts of the request's videos (`VideoReference.part`); `tools` are the functions that the prompt describes.
 
     The largest `max_pixels` becomes that of the request, as in `LLM.generate_multimodal`; images with a smaller limit
     carry it in their part.
@@ -107,6 +118,8 @@ def chat_request(
     )
     parts = {ImagePart: images, VideoPart: iter(videos)}
     request = {"messages": [_message(message, parts) for message in body.messages], "cache_salt": body.cache_salt}
+    if tools:
+        request["tools"] = tools
     if body.mm_processor_kwargs is not None:
         request["mm_processor_kwargs"] = body.mm_processor_kwargs.model_dump(exclude_none=True)
     if body.allow_special_tokens:
@@ -137,24 +150,31 @@ class LengthLimit:
                 raise ApiError(400, message, param=param, code=CONTEXT_LENGTH_EXCEEDED)
 
 
-def texts_of(body: ChatRequest) -> Iterator[str]:
+def texts_of(body: ChatPrompt) -> Iterator[str]:
     """All texts of a conversation."""
     for message in body.messages:
+        yield from (call.function.arguments for call in _calls_of(message))
         if isinstance(message.content, list):
             yield from (part.text for part in message.content if isinstance(part, TextPart))
         else:
             yield message.content or ""
 
 
-def _message(message: InputMessage | HistoryMessage, media: Mapping[type, Iterator[dict]]) -> dict:
-    role = "system" if message.role == "developer" else message.role
+def _calls_of(message: InputMessage) -> Sequence[CallOfHistory]:
+    return (message.tool_calls or ()) if isinstance(message, HistoryMessage) else ()
+
+
+def _message(message: InputMessage, media: Mapping[type, Iterator[dict]]) -> dict:
+    made: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    if calls := _calls_of(message):
+        made["tool_calls"] = [call.model_dump(include={"function"}) for call in calls]
     if not isinstance(message.content, list):
-        return {"role": role, "content": message.content or ""}
+        return made | {"content": message.content or ""}
     content = [
         {"type": "text", "text": part.text} if isinstance(part, TextPart) else next(media[type(part)])
         for part in message.content
     ]
-    return {"role": role, "content": content}
+    return made | {"content": content}
 
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
@@ -189,7 +209,11 @@ def _params(
     body: SamplingRequest, defaults: Mapping[str, Any], max_tokens: int, logprobs: int | None
 ) -> SamplingParams:
     given = {name: value for name in PARAMS_OF_BOTH_APIS if (value := getattr(body, name)) is not None}
+    field = StructuredField({}, {})
     try:
+        field = structured_field(body)
+        given["structured"] = field.params()
         return SamplingParams(**{**defaults, **given}, max_tokens=max_tokens, logprobs=logprobs)
-    except RequestError as error:  # for rules that involve two fields, which the schema cannot express
-        raise ApiError(400, str(error), param=error.param) from None
+    except RequestError as error:  # for rules that the schema of the request cannot express
+        message, param = field.spelled(error) or (str(error), error.param)
+        raise ApiError(400, message, param=param) from None

@@ -1,7 +1,8 @@
 """Every error as OpenAI's error object: {"error": {"message", "type", "param", "code"}}."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -16,6 +17,7 @@ from mmvllm.errors import (
     EngineFailed,
     EngineStopped,
     EngineUnavailable,
+    PromptTooLong,
     RequestFailed,
 )
 
@@ -53,10 +55,12 @@ class ApiError(HTTPException):
         super().__init__(status, message, headers)
         self.param, self.code = param, code
 
-    def body(self) -> bytes:
+    def content(self) -> dict:
         kind = TYPES.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
-        error = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
-        return json.dumps({"error": error}).encode()  # ASCII, since a message may quote a lone surrogate
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
+
+    def body(self) -> bytes:
+        return json.dumps(self.content()).encode()  # ASCII, since a message may quote a lone surrogate
 
     def response(self) -> Response:
         return Response(self.body(), self.status_code, self.headers, media_type="application/json")
@@ -80,6 +84,19 @@ def from_engine(error: Exception) -> ApiError:
         return ApiError(504, str(error), code="deadline_exceeded")
     assert isinstance(error, RequestFailed), error
     return ApiError(500, str(error), code="request_failed")
+
+
+@contextmanager
+def engine_errors(spelled: Callable[[ValueError], tuple[str, str]]) -> Iterator[None]:
+    """Raise what the engine raises as ApiError; `spelled` gives message and field of an error about a request."""
+    try:
+        yield
+    except (EngineUnavailable, RequestFailed, DeadlineExceeded, MemoryError) as error:
+        raise from_engine(error) from error
+    except ValueError as error:
+        code = CONTEXT_LENGTH_EXCEEDED if isinstance(error, PromptTooLong) else None
+        message, param = spelled(error)
+        raise ApiError(400, message, param=param, code=code) from error
 
 
 def internal_error() -> ApiError:

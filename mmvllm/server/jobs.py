@@ -1,9 +1,11 @@
 """Builds jobs from request bodies, and checks them as far as is possible before images and videos are fetched."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from mmvllm.async_llm import AsyncLLM, Request
@@ -12,15 +14,40 @@ from mmvllm.media import Kind, MediaError
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server import convert
 from mmvllm.server.convert import ImageReference
+from mmvllm.server.descriptions import described_chat, described_prompts
 from mmvllm.server.errors import ApiError, model_not_found
 from mmvllm.server.limits import ByteReservation
-from mmvllm.server.protocol import ChatRequest, CompletionRequest, ProcessorKwargs, SamplingRequest
-from mmvllm.server.response_builder import ChatResponseBuilder, CompletionResponseBuilder
+from mmvllm.server.protocol import ChatPrompt, ChatRequest, CompletionRequest, ProcessorKwargs, SamplingRequest
+from mmvllm.server.response_builder import ChatResponseBuilder, CompletionResponseBuilder, ResponseBuilder
+from mmvllm.server.response_object import ResponseObjectBuilder
+from mmvllm.server.responses_as_chat import as_chat, in_text_options, named_as_input
+from mmvllm.server.responses_request import ResponsesRequest
 from mmvllm.server.settings import ServerSettings
+from mmvllm.server.structured import StructuredField, structured_field
+from mmvllm.server.tokens import TokenizeChat, TokenizeText
+from mmvllm.server.tools import ToolUse, prompt_tools, use_of
 from mmvllm.server.videos import VideoOptionLimits, VideoReference, param_of, videos_of
 
 MAX_FETCHES = 16
 MAX_VIDEO_FETCHES = 4  # what they hold counts in the byte budget once it is complete
+
+
+@dataclass(frozen=True, slots=True)
+class PromptJob:
+    """A prompt that is made of a conversation once its images and videos have been fetched."""
+
+    request: Callable[[], Awaitable[Request]]
+    images: Sequence[ImageReference]
+    videos: Sequence[VideoReference]
+    processor_kwargs: ProcessorKwargs | None
+
+    def param_of(self, error: ValueError) -> str | None:
+        """The field of an image or a video to which an error of the engine refers."""
+        if (i := getattr(error, "image_index", None)) is not None:
+            return self.images[i].param
+        if (i := getattr(error, "video_index", None)) is not None:
+            return param_of(error, self.videos[i], self.processor_kwargs)
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,25 +56,35 @@ class CompletionJob:
 
     requests: Sequence[Request | Callable[[], Awaitable[Request]]]  # one per prompt, as for `AsyncLLM.generate`
     params: SamplingParams
-    builder: ChatResponseBuilder | CompletionResponseBuilder
-    images: Sequence[ImageReference] = ()
-    videos: Sequence[VideoReference] = ()
-    processor_kwargs: ProcessorKwargs | None = None
+    builder: ResponseBuilder | ResponseObjectBuilder
+    described: Callable[[], Any]  # the prompts, for the log
+    prompt: PromptJob | None = None  # of a conversation
+    structured: StructuredField | None = None
     streams: bool = False
     includes_usage: bool = False  # in the last chunk
     repeats_usage: bool = False  # in every chunk, as far as it is known
 
     @property
+    def num_images(self) -> int:
+        return len(self.prompt.images) if self.prompt else 0
+
+    @property
+    def num_videos(self) -> int:
+        return len(self.prompt.videos) if self.prompt else 0
+
+    @property
     def num_choices(self) -> int:
         return len(self.requests) * self.params.n
 
-    def param_of(self, error: ValueError) -> str:
-        """The field of the request to which an error of the engine refers."""
-        if (i := getattr(error, "image_index", None)) is not None:
-            return self.images[i].param
-        if (i := getattr(error, "video_index", None)) is not None:
-            return param_of(error, self.videos[i], self.processor_kwargs)
-        return self.builder.prompt_field
+    def spelled(self, error: ValueError) -> tuple[str, str]:
+        """The message of an error of the engine, and the field of the request to which it refers."""
+        return (self.structured and self.structured.spelled(error)) or (str(error), self._param_of(error))
+
+    def _param_of(self, error: ValueError) -> str:
+        if self.prompt is not None and (param := self.prompt.param_of(error)) is not None:
+            return param
+        own = getattr(error, "param", None)
+        return own if own in convert.PARAMS_OF_BOTH_APIS else self.builder.prompt_field
 
 
 class JobFactory:
@@ -65,12 +102,60 @@ class JobFactory:
 
     def chat(self, body: ChatRequest, reservation: ByteReservation) -> CompletionJob:
         """A job for a chat; the images and videos that it fetches are counted in `reservation`."""
-        self._check_model(body)
-        self._check_special_tokens(body)
+        self.check_model(body.model)
+        use = self._tool_use(body)
+        prompt = self.prompt(body, use.tools, reservation)
+        tokenizer, ids = self._engine.tokenizer, bool(body.return_token_ids)
+        boxes = body.mmvllm.boxes if body.mmvllm else None
+        options = {"functions": use.names, "boxes": boxes}
+        builder = ChatResponseBuilder(body.model, tokenizer, use.params.logprobs, ids, **options)
+        field = use.field or structured_field(body)
+        described = partial(described_chat, body)
+        return CompletionJob([prompt.request], use.params, builder, described, prompt, field, **_streaming(body))
+
+    def response(self, body: ResponsesRequest, reservation: ByteReservation) -> CompletionJob:
+        """A job for a request of OpenAI's Responses API."""
+        self.check_model(body.model)
+        with named_as_input():
+            chat, image_params = as_chat(body)
+            use = self._tool_use(chat)
+            prompt = self.prompt(chat, use.tools, reservation, image_params)
+        builder = ResponseObjectBuilder(body, use.params, use.names)
+        field = use.field or in_text_options(structured_field(chat))
+        described, streams = partial(described_chat, chat), bool(body.stream)
+        return CompletionJob([prompt.request], use.params, builder, described, prompt, field, streams)
+
+    def tokens(self, body: TokenizeChat | TokenizeText, reservation: ByteReservation) -> PromptJob | str:
+        """The prompt whose tokens are asked for."""
+        if body.model is not None:
+            self.check_model(body.model)
+        if isinstance(body, TokenizeChat):
+            return self.prompt(body, prompt_tools(body.tools), reservation)
+        self._length_limit.check("prompt", [body.prompt])
+        return body.prompt
+
+    def _tool_use(self, body: ChatRequest) -> ToolUse:
         params = convert.chat_params(body, self._engine.max_model_len, self._sampling_defaults)
+        return use_of(body.tools, body.tool_choice, body.parallel_tool_calls, params, self._engine.tokenizer)
+
+    def prompt(
+        self,
+        body: ChatPrompt,
+        tools: Sequence[dict],
+        reservation: ByteReservation,
+        image_params: Sequence[str] | None = None,
+    ) -> PromptJob:
+        """The prompt of a conversation; `image_params` are the paths of its images where they are not those of chats.
+
+        The images and videos that it fetches are counted in `reservation`.
+        """
+        self._check_special_tokens(body)
         num_messages = len(body.messages)  # the chat template starts each of them with at least one token
-        self._length_limit.check("messages", ["".join(convert.texts_of(body))], num_messages)
+        texts = [*convert.texts_of(body), *(json.dumps(tool) for tool in tools)]
+        self._length_limit.check("messages", ["".join(texts)], num_messages)
         images, videos = self._media(body)
+        if image_params is not None:
+            images = [replace(image, param=param) for image, param in zip(images, image_params, strict=True)]
         max_pixels = convert.max_pixels_of(body, images, self._detail_limits)
 
         async def request() -> Request:
@@ -79,34 +164,35 @@ class JobFactory:
             data = await _all(fetches)
             parts = [video.part(given) for video, given in zip(videos, data[len(images) :], strict=True)]
             kwargs = self._settings.chat_template_kwargs
-            return convert.chat_request(body, data[: len(images)], max_pixels, kwargs, parts)
+            return convert.chat_request(body, data[: len(images)], max_pixels, kwargs, parts, tools)
 
-        builder = ChatResponseBuilder(body.model, self._engine.tokenizer, params.logprobs)
-        media = {"images": images, "videos": videos, "processor_kwargs": body.mm_processor_kwargs}
-        return CompletionJob([request], params, builder, **media, **_streaming(body))
+        return PromptJob(request, images, videos, body.mm_processor_kwargs)
 
     def completion(self, body: CompletionRequest) -> CompletionJob:
         """A job for one or several prompts without a chat template."""
-        self._check_model(body)
+        self.check_model(body.model)
         params = convert.completion_params(body, self._sampling_defaults)
         prompts = convert.prompts_of(body)
         self._length_limit.check("prompt", prompts)
         if len(prompts) > self._engine.max_requests:
             message = f"{len(prompts)} prompts, at most {self._engine.max_requests} are accepted (max_waiting)"
             raise ApiError(400, message, param="prompt")
-        builder = CompletionResponseBuilder(body.model, self._engine.tokenizer, params.logprobs)
-        return CompletionJob(prompts, params, builder, **_streaming(body))
+        ids = bool(body.return_token_ids)
+        builder = CompletionResponseBuilder(body.model, self._engine.tokenizer, params.logprobs, ids)
+        described, field = partial(described_prompts, prompts), structured_field(body)
+        return CompletionJob(prompts, params, builder, described, structured=field, **_streaming(body))
 
-    def _check_model(self, body: SamplingRequest) -> None:
-        if body.model not in self._settings.model_names:
-            raise model_not_found(body.model, self._settings.model_names)
+    def check_model(self, name: str) -> None:
+        """Raises ApiError for a name under which the model is not served."""
+        if name not in self._settings.model_names:
+            raise model_not_found(name, self._settings.model_names)
 
-    def _check_special_tokens(self, body: ChatRequest) -> None:
+    def _check_special_tokens(self, body: ChatPrompt) -> None:
         if body.allow_special_tokens and not self._settings.allow_special_tokens:
             message = "allow_special_tokens is not allowed by this server (--allow-special-tokens); leave it out"
             raise ApiError(400, message, param="allow_special_tokens")
 
-    def _media(self, body: ChatRequest) -> tuple[list[ImageReference], list[VideoReference]]:
+    def _media(self, body: ChatPrompt) -> tuple[list[ImageReference], list[VideoReference]]:
         images, videos = convert.images_of(body), videos_of(body)
         self._check_number("images", images, self._settings.max_images)
         self._check_number("videos", videos, self._settings.max_videos)

@@ -1,5 +1,6 @@
 """Pydantic models of the messages of a chat and their parts."""
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -17,6 +18,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from mmvllm.processors.clip import MAX_FPS
+from mmvllm.processors.tools import MAX_TOOLS
 
 INT64 = 2**63
 
@@ -119,7 +121,7 @@ Parts = Annotated[list[Part], Field(fail_fast=True, min_length=1)]
 
 class InputMessage(StrictModel):
     role: Annotated[
-        Literal["system", "developer", "user", "assistant"],  # all of them, for the error message
+        Literal["system", "developer", "user", "assistant", "tool"],  # all of them, for the error message
         WithJsonSchema({"type": "string", "enum": ["system", "developer", "user"]}),
     ]
     content: str | Parts
@@ -133,6 +135,38 @@ class InputMessage(StrictModel):
     function_call: Unsupported = None
 
 
+class ToolMessage(InputMessage):
+    """The result of a call."""
+
+    role: Literal["tool"]
+    tool_call_id: str | None = None
+
+
+def _check_arguments(text: str) -> str:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise PydanticCustomError("arguments", "must be a JSON object, as text")
+    return text
+
+
+class CalledFunction(StrictModel):
+    model_config = ConfigDict(extra="ignore")
+
+    name: str
+    arguments: Annotated[str, AfterValidator(_check_arguments)]
+
+
+class CallOfHistory(StrictModel):
+    model_config = ConfigDict(extra="ignore")
+
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
 class HistoryMessage(InputMessage):
     """An assistant message in the history, to which clients and other servers add fields of their own."""
 
@@ -141,14 +175,16 @@ class HistoryMessage(InputMessage):
     role: Literal["assistant"]
     content: str | Parts | None = None
     annotations: Ignored = None
+    tool_calls: Annotated[list[CallOfHistory], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
 
 
 def _message_tag(message: Any) -> str:
     role = message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
-    return "history message" if role == "assistant" else "input message"
+    tags = {"assistant": "history message", "tool": "tool message"}
+    return tags.get(role, "input message") if isinstance(role, str) else "input message"
 
 
-def parts_of(messages: Sequence[InputMessage | HistoryMessage], kind: type[P]) -> Iterator[tuple[str, P]]:
+def parts_of(messages: Sequence[InputMessage], kind: type[P]) -> Iterator[tuple[str, P]]:
     """The parts of a kind with their paths in the request, in the order of the prompt."""
     for i, message in enumerate(messages):
         for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
@@ -157,6 +193,8 @@ def parts_of(messages: Sequence[InputMessage | HistoryMessage], kind: type[P]) -
 
 
 Message = Annotated[
-    Annotated[InputMessage, Tag("input message")] | Annotated[HistoryMessage, Tag("history message")],
+    Annotated[InputMessage, Tag("input message")]
+    | Annotated[HistoryMessage, Tag("history message")]
+    | Annotated[ToolMessage, Tag("tool message")],
     Discriminator(_message_tag),
 ]

@@ -9,6 +9,8 @@ from pydantic_core import PydanticCustomError
 from mmvllm.errors import RequestError
 from mmvllm.processors.template_kwargs import check_template_kwargs
 from mmvllm.server.messages import INT64, Ignored, Message, Rate, Size, StrictModel, Unsupported
+from mmvllm.server.structured import StructuredFields
+from mmvllm.server.tools import ToolChoice, Tools
 
 MAX_CHOICES = 16  # completions per prompt
 MAX_PROMPTS = 64  # prompts per request
@@ -37,12 +39,18 @@ def _check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 TokenId = Annotated[int, Field(ge=0, lt=INT64)]
+AllowedTokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+JsonTokenId = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]  # as a key of an object
+LogitBias = Annotated[
+    dict[JsonTokenId | TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_STOP_IDS)
+]
+BadWordList = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 StopTokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
 PromptTokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_check_template_kwargs)]
 
 
-def _check_number_of_parts(messages: Any) -> Any:
+def check_number_of_parts(messages: Any) -> Any:
     if isinstance(messages, list):
         contents = [message.get("content") for message in messages if isinstance(message, dict)]
         num_parts = len(messages) + sum(len(content) for content in contents if isinstance(content, list))
@@ -66,11 +74,7 @@ class ProcessorKwargs(StrictModel):
     max_pixels: Size | None = Field(None, description="As the checkpoint's, of videos and images.")
 
 
-class TextFormat(StrictModel):
-    type: Literal["text"]
-
-
-class SamplingRequest(StrictModel):
+class SamplingRequest(StructuredFields):
     """The fields that both endpoints share."""
 
     model: str
@@ -88,10 +92,16 @@ class SamplingRequest(StrictModel):
     stop_token_ids: StopTokenIds | None = None
     min_tokens: int | None = Field(None, ge=0, lt=INT64)
     ignore_eos: bool | None = None
+    stop_on_repetition: bool | None = Field(
+        None, description='End choices that repeat themselves, with finish_reason "repetition".'
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Ignored = None
-    logit_bias: Unsupported = None
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
+    bad_words: BadWordList | None = None
+    no_repeat_ngram_size: int | None = Field(None, ge=0, lt=INT64)
     echo: Unsupported = None
     # Extensions of vLLM, accepted with the values that describe what this server does anyway.
     skip_special_tokens: Literal[True] | None = None
@@ -102,15 +112,8 @@ class SamplingRequest(StrictModel):
     prompt_logprobs: Unsupported = None
     truncate_prompt_tokens: Unsupported = None
     return_tokens_as_token_ids: Unsupported = None
-    return_token_ids: Unsupported = None
-    allowed_token_ids: Unsupported = None
-    bad_words: Unsupported = None
+    return_token_ids: bool | None = Field(None, description="Add the token ids of the prompt and of each completion.")
     logits_processors: Unsupported = None
-    structured_outputs: Unsupported = None
-    guided_json: Unsupported = None
-    guided_regex: Unsupported = None
-    guided_choice: Unsupported = None
-    guided_grammar: Unsupported = None
     mm_processor_kwargs: Unsupported = None
     kv_transfer_params: Unsupported = None
     vllm_xargs: Unsupported = None
@@ -120,16 +123,21 @@ class SamplingRequest(StrictModel):
     request_id: Ignored = None
 
 
-class ChatRequest(SamplingRequest):
-    """POST /v1/chat/completions"""
+class Extras(StrictModel):
+    """What mmvllm returns beyond other servers."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1), BeforeValidator(_check_number_of_parts)]
-    max_completion_tokens: int | None = Field(
-        None, ge=1, lt=INT64, description="Default: as many tokens as max_model_len leaves for the completion."
+    boxes: bool | Literal["stored"] | None = Field(
+        None,
+        description="Return boxes and points as mmvllm.boxes of each choice: true in pixels of the upright image, "
+        '"stored" in pixels of the image before its EXIF rotation.',
     )
-    max_tokens: int | None = Field(None, ge=1, lt=INT64, description="The older name of max_completion_tokens.")
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+
+class ChatPrompt(StrictModel):
+    """The fields that make the prompt of a chat."""
+
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1), BeforeValidator(check_number_of_parts)]
+    tools: Tools | None = None
     cache_salt: str | None = Field(
         None, max_length=MAX_SALT, description="The prefix cache is shared only among requests with the same salt."
     )
@@ -142,9 +150,29 @@ class ChatRequest(SamplingRequest):
         description="Special tokens in messages are control tokens, not text; only if the server has "
         "--allow-special-tokens.",
     )
+    mm_processor_kwargs: ProcessorKwargs | None = None
+    chat_template_kwargs: TemplateKwargs | None = Field(
+        None, description="Arguments of the chat template, such as enable_thinking; they come before the server's own."
+    )
+    # Extensions of vLLM, accepted with the values that describe what this server does anyway.
+    add_generation_prompt: Literal[True] | None = None
+    continue_final_message: Unsupported = None
+    chat_template: Unsupported = None
+
+
+class ChatRequest(ChatPrompt, SamplingRequest):
+    """POST /v1/chat/completions"""
+
+    max_completion_tokens: int | None = Field(
+        None, ge=1, lt=INT64, description="Default: as many tokens as max_model_len leaves for the completion."
+    )
+    max_tokens: int | None = Field(None, ge=1, lt=INT64, description="The older name of max_completion_tokens.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    mmvllm: Extras | None = Field(None, description="Adds a field of this name to each choice.")
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
-    response_format: TextFormat | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: ToolChoice | None = Field(None, description="Default: auto.")
+    parallel_tool_calls: bool | None = Field(None, description="Whether several calls may come at once. Default: true.")
     metadata: Ignored = None
     store: Ignored = None
     service_tier: Ignored = None
@@ -152,22 +180,12 @@ class ChatRequest(SamplingRequest):
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
     prediction: Ignored = None
-    parallel_tool_calls: Ignored = None
-    tools: Unsupported = None
     functions: Unsupported = None
     function_call: Unsupported = None
     audio: Unsupported = None
     web_search_options: Unsupported = None
     reasoning_effort: Unsupported = None
     verbosity: Unsupported = None
-    # Extensions of vLLM, as above.
-    add_generation_prompt: Literal[True] | None = None
-    continue_final_message: Unsupported = None
-    chat_template: Unsupported = None
-    mm_processor_kwargs: ProcessorKwargs | None = None
-    chat_template_kwargs: TemplateKwargs | None = Field(
-        None, description="Arguments of the chat template, such as enable_thinking; they come before the server's own."
-    )
     documents: Unsupported = None
     include_reasoning: Ignored = None  # the models do not separate reasoning from the completion
 

@@ -1,5 +1,6 @@
 """A replica in Ray Serve: the application with its engine, in an actor that Ray watches, drains and replaces."""
 
+import logging
 import os
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ class ReplicaSpec:
     engine_args: dict[str, Any]
     max_waiting: int
     settings: ServerSettings
+    otlp_traces_endpoint: str | None = None
     num_threads: int
     folder: str
 
@@ -30,7 +32,9 @@ class ReplicaSpec:
         with suppress(OSError):  # another machine may not have the folder; absolute paths work without it
             os.chdir(self.folder)
         torch.set_num_threads(self.num_threads)
-        engine = AsyncLLM(self.model, max_waiting=self.max_waiting, **self.engine_args)
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+        endpoint = self.otlp_traces_endpoint
+        engine = AsyncLLM(self.model, otlp_traces_endpoint=endpoint, max_waiting=self.max_waiting, **self.engine_args)
         app = build_app(engine, self.settings)
         app.state.engine = engine
         return app

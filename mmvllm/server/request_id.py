@@ -14,7 +14,10 @@ def new_request_id() -> str:
 
 
 class RequestIdMiddleware:
-    """Adds the header `x-request-id` to every response, and logs the id of requests that raised an exception."""
+    """Adds the header `x-request-id` to every response, and logs the id of requests that raised an exception.
+
+    The app finds the id in `scope["state"]["request_id"]`.
+    """
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -23,6 +26,7 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         request_id = new_request_id()
+        scope.setdefault("state", {})["request_id"] = request_id
         header = (b"x-request-id", request_id.encode())
 
         async def send_with_id(message: Message) -> None:

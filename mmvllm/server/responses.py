@@ -1,8 +1,8 @@
 """Pydantic models of the responses."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, field_serializer
 
 
 class PromptTokensDetails(BaseModel):
@@ -18,7 +18,9 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls", "repetition"]  # the last one is vLLM's, for who asks for it
+# Fields that only some responses have: what a request does not ask for is left out.
+TokenIds = Annotated[list[int] | None, Field(None, exclude_if=lambda value: value is None)]
 
 
 class TopLogprob(BaseModel):
@@ -35,9 +37,39 @@ class ChatLogprobs(BaseModel):
     content: list[TokenLogprob]
 
 
+class CallOfFunction(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: CallOfFunction
+
+
 class ResponseMessage(BaseModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    tool_calls: Annotated[list[ToolCall] | None, Field(None, exclude_if=lambda value: value is None)]
+
+
+class BoxEntry(BaseModel):
+    """A box with corners x1, y1, x2 and y2, or a point x and y, in pixels of an image of the request."""
+
+    label: str | None
+    image: int
+    box: list[float] | None = None
+    point: list[float] | None = None
+    quad: list[list[float]] | None = None
+
+
+class ChoiceExtras(BaseModel):
+    boxes: list[BoxEntry]
+
+    @field_serializer("boxes")
+    def _given(self, boxes: list[BoxEntry]) -> list[dict]:
+        return [box.model_dump(exclude_unset=True) for box in boxes]
 
 
 class ChatChoice(BaseModel):
@@ -45,6 +77,8 @@ class ChatChoice(BaseModel):
     message: ResponseMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    token_ids: TokenIds
+    mmvllm: Annotated[ChoiceExtras | None, Field(None, exclude_if=lambda value: value is None)]
 
 
 class ChatCompletion(BaseModel):
@@ -54,6 +88,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: TokenIds
 
 
 class CompletionLogprobs(BaseModel):
@@ -68,6 +103,8 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
+    prompt_token_ids: TokenIds
+    token_ids: TokenIds
 
 
 class Completion(BaseModel):
@@ -77,6 +114,80 @@ class Completion(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+
+
+class OutputText(BaseModel):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[dict]
+    logprobs: list[dict]
+
+
+ItemStatus = Literal["completed", "incomplete", "in_progress"]
+
+
+class OutputMessage(BaseModel):
+    type: Literal["message"]
+    id: str
+    status: ItemStatus
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class OutputCall(BaseModel):
+    type: Literal["function_call"]
+    id: str
+    call_id: str
+    status: ItemStatus
+    name: str
+    arguments: str
+
+
+class OutputTokensDetails(BaseModel):
+    reasoning_tokens: int
+
+
+class ResponseUsage(BaseModel):
+    input_tokens: int
+    input_tokens_details: PromptTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseObject(BaseModel):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    error: None
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    output: list[OutputMessage | OutputCall]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    store: Literal[False]
+    temperature: float
+    text: dict
+    tool_choice: str | dict[str, str]
+    tools: list[dict]
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage
+
+
+class TokenizeResponse(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str
 
 
 class ModelCard(BaseModel):

@@ -16,7 +16,8 @@ class ServerSettings:
 
     Args:
         model_names: the names under which requests may address the model.
-        api_keys: keys that are accepted for /v1, /docs and /openapi.json; if empty, these need no key.
+        api_keys: keys that are accepted for /v1, /tokenize, /detokenize, /docs and /openapi.json; if empty, these need
+            no key.
         cors_origins: origins whose pages may call the server; "*" allows every origin.
         max_pixels: limit for images with detail "auto"; default: the checkpoint's limit, but at most 1280 tokens.
         max_images: images per request.
@@ -31,6 +32,7 @@ class ServerSettings:
         chat_template_kwargs: arguments of the chat template, for requests that do not give these themselves.
         uses_generation_config: sampling parameters that a request leaves out are those of the checkpoint's
             generation_config.json, where it has them; otherwise, and for the others, OpenAI's defaults.
+        log_requests: log a line per completion request when it ends: "facts", or "full" with texts; None logs none.
         has_demo: also serve the demo page at /demo, without API keys.
     """
 
@@ -49,6 +51,7 @@ class ServerSettings:
     allow_special_tokens: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     uses_generation_config: bool = True
+    log_requests: str | None = None
     has_demo: bool = False
 
     def body_bytes(self, takes_videos: bool) -> int:

@@ -35,9 +35,11 @@ class EventStream:
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def data(self, payload: dict | str) -> None:
-        """Send an event whose data is a JSON object or a plain string."""
-        text = payload if isinstance(payload, str) else json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
-        await self._write(f"data: {text}\n\n")
+        """Send an event whose data is a JSON object, which may have the name of the event as `type`, or a string."""
+        if isinstance(payload, str):
+            return await self._write(f"data: {payload}\n\n")
+        name = f"event: {payload['type']}\n" if "type" in payload else ""
+        await self._write(f"{name}data: {_json(payload)}\n\n")
 
     async def _ping_when_idle(self) -> None:
         loop = asyncio.get_running_loop()
@@ -52,3 +54,12 @@ class EventStream:
             self.is_open = True
             await self._send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
         await self._send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+
+
+def _json(payload: dict) -> str:
+    text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # an error's message may quote a lone surrogate
+        return json.dumps(payload, separators=(",", ":"))
+    return text

@@ -8,7 +8,7 @@ from mmvllm.processors import qwen_vl_utils
 from mmvllm.processors.video import VideoProcessorConfig
 from mmvllm.server.errors import ApiError
 from mmvllm.server.messages import VideoPart, parts_of
-from mmvllm.server.protocol import ChatRequest, ProcessorKwargs
+from mmvllm.server.protocol import ChatPrompt, ProcessorKwargs
 
 KWARGS = "mm_processor_kwargs"
 FRAMES_PREFIX = "data:video/jpeg;base64,"  # vLLM's format for frames as JPEGs, which a comma separates
@@ -42,7 +42,7 @@ class VideoReference:
         return {"type": "video", "video": data, **self.options}
 
 
-def videos_of(body: ChatRequest) -> list[VideoReference]:
+def videos_of(body: ChatPrompt) -> list[VideoReference]:
     """All videos of a request, in the order of the prompt."""
     return [
         VideoReference(path, part.video_url.url, _options(part)) for path, part in parts_of(body.messages, VideoPart)

@@ -119,6 +119,7 @@ async def test_a_request_that_an_engine_refuses_fails_alone(fleet, request_, key
     assert_nothing_left(fleet)
 
 
+@pytest.mark.slow
 @async_test
 async def test_an_engine_killed_under_load_loses_nothing_that_had_not_begun(fleet, checkpoint, make_llm):
     await all_up(fleet)
@@ -152,6 +153,7 @@ async def test_an_engine_killed_under_load_loses_nothing_that_had_not_begun(flee
     assert_nothing_left(fleet)
 
 
+@pytest.mark.slow
 @async_test
 async def test_while_no_engine_is_up_requests_are_refused_and_those_admitted_wait(fleet):
     await all_up(fleet)

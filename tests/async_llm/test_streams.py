@@ -161,6 +161,7 @@ def test_requests_of_a_closed_event_loop_are_aborted(engine):
     asyncio.run(stream.aclose())
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("seed", range(3))
 @async_test
 async def test_random_cancellations_and_errors_do_not_affect_other_requests(engine, checkpoint, make_llm, seed):

@@ -12,6 +12,8 @@ from mmvllm.models.folder import BUNDLED
 from mmvllm.models.registry import load_config
 from tests.helpers.shapes import IMAGE_SHAPES
 
+pytestmark = pytest.mark.thinned
+
 
 @pytest.fixture(params=[None, *IMAGE_SHAPES], ids=lambda shape: shape or "bundled")
 def shape(request) -> str | None:

@@ -127,4 +127,6 @@ def test_presets_are_listed(caption):
         "alt-text",
         "tags",
         "ocr",
+        "tags-json",
+        "product-json",
     ]

@@ -11,6 +11,7 @@ from tests.helpers.captioning import all_but_the_last, by_name, many, recorded, 
 from tests.helpers.requests import noise_image
 
 
+@pytest.mark.slow
 def test_after_twenty_kills_every_image_is_recorded_once(start, images, names, out):
     moments = random.Random(0)
     options = ("--output", out, "--progress", "none")

@@ -104,6 +104,7 @@ def test_two_signals_end_a_run_that_waits_for_standard_input(start, folder, out,
     assert len(records(out)) == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_terminal_leaves_worker_processes_to_finish(start, names, tmp_path, out):
     large = tmp_path / "large"
     large.mkdir()

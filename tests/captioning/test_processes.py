@@ -84,6 +84,7 @@ def test_a_killed_run_leaves_no_process_and_is_resumed(start, images, names, out
     assert len(by_name(out)) == 300
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_finishes_what_the_engines_have_begun(number, start, images, names, out):
     run = start(names, "--output", out, *TWO)
@@ -98,6 +99,7 @@ def test_a_signal_finishes_what_the_engines_have_begun(number, start, images, na
     assert psutil.wait_procs(processes, 30)[1] == []
 
 
+@pytest.mark.slow
 def test_the_second_ctrl_c_ends_the_engines_at_once(start, images, out):
     run = start(images, "--output", out, *TWO, "--max-tokens", "900", has_end=True)
     until(lambda: out.with_name("out.jsonl.settings").exists())
@@ -120,6 +122,7 @@ raise RuntimeError("the caller fails")
 """
 
 
+@pytest.mark.slow
 def test_an_error_of_the_caller_ends_the_engines(images):
     done = subprocess.run([sys.executable, "-c", UNHANDLED, images], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stderr.endswith("RuntimeError: the caller fails\n")
@@ -136,6 +139,7 @@ def test_an_image_that_ends_every_engine_fails_alone(checkpoint, tmp_path, monke
     assert len(errors) == 21 and {name: error for name, error in errors.items() if error} == {"004-poison.png": reason}
 
 
+@pytest.mark.slow
 def test_engines_that_never_begin_end_the_run(folder, checkpoint, monkeypatch, engines):
     monkeypatch.setattr(process_source, "start_engine", tasks.crash_on)
     monkeypatch.setattr(process_source, "MAX_DEATHS", 2)

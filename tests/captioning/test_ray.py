@@ -122,6 +122,7 @@ def test_actors_and_a_local_engine_make_the_same_records(joined, folder, checkpo
     assert 0 <= p.engine_wait_share <= 1
 
 
+@pytest.mark.slow
 def test_actors_caption_the_clips_of_videos(joined, tmp_path, checkpoint):
     folder = many(tmp_path / "media", 1)
     make_clip(folder / "long.mp4", 48)
@@ -137,6 +138,7 @@ def test_actors_caption_the_clips_of_videos(joined, tmp_path, checkpoint):
         assert list(again) == [] and again.progress.num_skipped == 5
 
 
+@pytest.mark.slow
 def test_records_of_several_actors_have_the_order_of_the_input(joined, tmp_path, checkpoint):
     folder = many(tmp_path / "images", 3 * CHUNK + 5)
     with run(folder, checkpoint, ray=TWO, ordered=True) as made:
@@ -167,6 +169,7 @@ def test_more_than_ray_has_is_refused(number, text, monkeypatch):
         source._check_resources()
 
 
+@pytest.mark.slow
 def test_stop_and_fail_fast_end_the_actors(joined, tmp_path, checkpoint):
     folder = many(tmp_path / "images", 6 * CHUNK)
     (folder / "000.png").write_bytes(b"nothing")
@@ -189,6 +192,7 @@ def test_a_wrong_model_is_reported_once(joined, folder):
         next(job)
 
 
+@pytest.mark.slow
 def test_the_command_records_every_image_once_if_an_actor_is_killed(tmp_path, checkpoint):
     folder, out = many(tmp_path / "images", 8 * CHUNK), tmp_path / "out.jsonl"
     (folder / "000.png").write_bytes((folder / "001.png").read_bytes())
@@ -362,6 +366,7 @@ def test_a_local_engine_cannot_be_combined_with_ray(folder, make_llm, checkpoint
         caption_images(folder, llm=make_llm(checkpoint), ray=TWO)
 
 
+@pytest.mark.slow
 def test_an_output_resumes_on_ray_only_with_its_quantization(folder, checkpoint, joined, tmp_path):
     ours, theirs = tmp_path / "bfloat16.jsonl", tmp_path / "int8.jsonl"
     assert len(list(run([folder], checkpoint, output=ours))) == 6

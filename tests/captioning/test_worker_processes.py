@@ -71,6 +71,7 @@ class CrashingProcessor(CallersProcessor):
         return super().__call__(text, images, return_tensors)
 
 
+@pytest.mark.slow
 def test_an_image_that_ends_its_process_fails_alone(folder, checkpoint):
     with LLM(checkpoint, processor=CrashingProcessor(checkpoint, width=61), **ENGINE) as llm:
         made = caption_images(folder, llm=llm, max_tokens=4, worker_processes=True, workers=1)
@@ -79,6 +80,7 @@ def test_an_image_that_ends_its_process_fails_alone(folder, checkpoint):
     assert errors == {"0.png": None, "1.png": reason, "2.png": None}
 
 
+@pytest.mark.slow
 def test_an_image_whose_process_is_killed_once_is_captioned(folder, checkpoint, processor, tmp_path):
     with LLM(checkpoint, processor=processor, **ENGINE) as llm:
         want = captions(folder, llm)

@@ -10,6 +10,7 @@ from mmvllm.demo.conversation import (
     TokenCounts,
     Turn,
     answer_note,
+    boxes_by_file,
     media_in,
     queue_note,
     to_chat,
@@ -18,6 +19,7 @@ from mmvllm.demo.conversation import (
     without_tags,
 )
 from mmvllm.demo.images import UploadedImage
+from mmvllm.grounding import Box, Point
 from mmvllm.outputs import CompletionOutput, RequestOutput
 from mmvllm.sampling_params import SamplingParams
 
@@ -155,3 +157,11 @@ def test_html_in_an_answer_is_shown_as_text(answer, shown):
 )
 def test_a_queued_request_shows_its_position(position, note):
     assert queue_note(position) == note
+
+
+def test_boxes_belong_to_the_files_of_images():
+    """A video has none, and does not count."""
+    video = object()
+    boxes = [Box("star", 1, 0, 0, 4, 4), Point(None, 0, 1, 1), Box(None, 1, 2, 2, 3, 3)]
+    found = boxes_by_file(boxes, [A, video, B])
+    assert found == {str(A.path): [boxes[1]], str(B.path): [boxes[0], boxes[2]]}

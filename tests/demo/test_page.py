@@ -207,6 +207,7 @@ def test_only_the_routes_of_gradio_that_the_page_needs_are_served(route, site):
     assert (answer.status_code, answer.text) == (404, "There is nothing here")
 
 
+@pytest.mark.slow
 def test_the_command_requires_a_login_and_leaves_no_file(tmp_path):
     (tmp_path / "users").write_text("ann:secret\n")
     command = [sys.executable, "-m", "mmvllm", "demo", "--device", "cpu", "--auth-file", str(tmp_path / "users")]

@@ -61,7 +61,7 @@ def test_images_that_are_gone_are_asked_for_and_then_left_out(tmp_path):
     gone = str(tmp_path / "hash" / "gone.png")
     kept = [{"question": "q", "answer": "a", "note": "n", "images": [str(here.path), gone]}]
     handlers = Handlers(SimpleNamespace(model="x"), DemoSettings(POLICY), uploads, [])
-    assert restored(handlers, kept) == ([], {"turns": [], "missing": [gone], "strips": {}})
+    assert restored(handlers, kept) == ([], {"turns": [], "missing": [gone], "strips": {}, "boxes": {}})
     (turn,), record = restored(handlers, kept, final=True)
     assert turn.media == (here,) and record["turns"][0]["images"] == [str(here.path)]
 

@@ -28,6 +28,8 @@ from tests.helpers.pages import elsewhere
 from tests.helpers.server import ENGINE
 from tests.helpers.videos import make_clip
 
+pytestmark = pytest.mark.thinned
+
 POLICY = MediaPolicy()
 FAMILIES = ("gqa2-tied", "windows4-tied", "deepstack3-tied")
 

@@ -8,6 +8,8 @@ from mmvllm.engine.mixed_graphs import MixedGraphs
 from tests.helpers.ahead import GREEDY, LATER, MIXED, PROMPTS, TOKENS, add, finish, record_events, run, step
 from tests.helpers.shapes import every_family
 
+pytestmark = pytest.mark.thinned
+
 
 def test_one_step_is_launched_ahead_and_none_beyond_max_tokens(ahead, monkeypatch):
     seen = record_events(ahead, monkeypatch)

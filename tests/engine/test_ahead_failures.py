@@ -8,6 +8,8 @@ from tests.helpers.ahead import GREEDY, PROMPTS, TOKENS, add, completions, finis
 from tests.helpers.engines import assert_idle
 from tests.helpers.shapes import every_family
 
+pytestmark = pytest.mark.thinned
+
 
 @every_family
 @pytest.mark.parametrize("n", [1, 3])

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from mmvllm import LLM, SamplingParams
 from tests.helpers.ahead import PROMPTS, add, completions, finish, run, step
-from tests.helpers.shapes import every_family
+from tests.helpers.shapes import one_family
 
 request = st.tuples(
     st.integers(0, len(PROMPTS) - 1),
@@ -37,7 +37,7 @@ def alone(checkpoint):
     llm.exit()
 
 
-@every_family
+@one_family
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     actions=st.lists(action, max_size=30),

@@ -9,6 +9,8 @@ from tests.helpers.engines import run_at_once
 from tests.helpers.parity import REQUESTS
 from tests.helpers.shapes import every_family
 
+pytestmark = pytest.mark.thinned
+
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 8, 100, 256, 1000])
 def test_graph_sizes_cover_every_step_with_little_padding(max_num_seqs):

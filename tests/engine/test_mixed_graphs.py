@@ -11,6 +11,8 @@ from tests.helpers.engines import GREEDY, run_at_once
 from tests.helpers.parity import REQUESTS
 from tests.helpers.shapes import every_family
 
+pytestmark = pytest.mark.thinned
+
 SHORT = SamplingParams(max_tokens=5, ignore_eos=True)
 
 

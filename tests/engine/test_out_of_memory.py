@@ -8,6 +8,8 @@ from mmvllm.engine.sampler import Sampled
 from tests.helpers.engines import assert_idle
 from tests.helpers.requests import ask, noise_image
 
+pytestmark = pytest.mark.thinned
+
 TOKENS = 8
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
 THREE = SamplingParams(max_tokens=TOKENS, ignore_eos=True, n=3)

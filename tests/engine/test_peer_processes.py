@@ -88,6 +88,7 @@ def test_three_processes(checkpoints, make):
     three.exit()
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("num_steps", [0, 1, 5], ids=["prefill", "first token", "decode"])
 def test_a_killed_process_ends_all_requests_with_the_reason(num_steps, make):
     """The process is stopped first, so that the step waits for it in an operation, and then killed."""
@@ -198,6 +199,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "number"),
     [
@@ -259,6 +261,7 @@ rank.wait()
 """
 
 
+@pytest.mark.slow
 def test_ranks_repeat_no_warning_and_leave_no_semaphore_when_killed(checkpoint):
     """Python warns at its end of semaphores that a process has created and not given up."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -148,6 +148,7 @@ def test_shared_memory_for_some_of_the_buffers_only_is_not_used(make, monkeypatc
     assert answers(llm, REQUESTS) == answers(make(1), REQUESTS)
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_complete_a_step_ends_all_requests(make, monkeypatch, limited_wait):
     llm = make()
     group = llm.engine.add(llm.processor(REQUESTS["one"]), GREEDY)

@@ -13,6 +13,8 @@ from tests.helpers.parity import REQUESTS
 from tests.helpers.rank_threads import FailingOnce, use_rank_threads
 from tests.helpers.requests import ask, noise_image
 
+pytestmark = pytest.mark.thinned
+
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 # Of each family, with both ways to split key-value heads over two ranks; over three; and dense layers among experts.
 SPLITS = [

@@ -10,6 +10,8 @@ from tests.helpers.engines import run_at_once
 from tests.helpers.parity import REQUESTS, VIDEOS
 from tests.helpers.shapes import IMAGE_SHAPES, every_family
 
+pytestmark = pytest.mark.thinned
+
 FEW_PATCHES_OF_WINDOWS = ("windows2-vit80-untied", "windows1-vit64-tied")
 
 

@@ -115,6 +115,7 @@ def test_a_negative_sample_is_refused(capsys):
     assert "--sample is -1, must be at least 0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_all_methods_give_the_same_captions(tmp_path, small_images, capsys):
     output = tmp_path / "results.jsonl"
     options = {"--images": NUM_IMAGES, "--sample": 12, "--max-tokens": 6, "--rounds": 2, "--json": output}

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "benchmarks" / "failed_images.py"
 
 
+@pytest.mark.slow
 def test_broken_images_leave_no_memory_behind():
     command = [sys.executable, "-W", "ignore", SCRIPT, "--count", "16", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

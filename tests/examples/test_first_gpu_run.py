@@ -72,6 +72,7 @@ def test_what_becomes_of_a_step_is_recorded(code, options, want, tmp_path):
         assert got["reason"] == "exit code 1: ValueError: no card" and "Traceback" in got["output"]
 
 
+@pytest.mark.slow
 def test_a_step_ends_with_its_children_when_its_time_is_over(tmp_path):
     code = (
         "import subprocess, sys, time\n"
@@ -204,6 +205,7 @@ def test_every_stage_of_a_gpu_has_valid_arguments(tmp_path):
     assert files and all(Path(first_gpu_run.__file__).parents[2].joinpath(part).exists() for part in files)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "chosen",
     [

@@ -9,6 +9,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "benchmarks"))
 import routing
 
+pytestmark = pytest.mark.thinned
+
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -17,6 +19,7 @@ def outcomes(workload: str, num_engines: int) -> dict[str, routing.Outcome]:
     return {one.policy: one for one in routing.simulate(workload, num_engines, options)}
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("num_engines", SIZES)
 @pytest.mark.parametrize(("workload", "hits"), [("conversations", "tokens"), ("shared images", "images")])
 def test_requests_find_their_caches(workload, hits, num_engines):
@@ -27,6 +30,7 @@ def test_requests_find_their_caches(workload, hits, num_engines):
     assert of["router"].in_flight < 1.8 and of["router"].work < 1.5
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("workload", ["captions", "hot image"])
 @pytest.mark.parametrize("num_engines", SIZES)
 def test_what_has_no_affinity_is_spread_evenly(workload, num_engines):

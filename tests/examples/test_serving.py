@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mmvllm.async_llm import AsyncLLM
+from tests.helpers.generation import bundled_with
 from tests.helpers.server import ENGINE, serving
 from tests.helpers.videos import make_clip
 
@@ -37,6 +38,19 @@ def test_the_client_sends_videos_as_videos(tmp_path):
         done = run("openai_client.py", clip, "What happens?", OPENAI_BASE_URL=f"{server.url}/v1")
     assert done.returncode == 0, done.stderr
     assert int(re.search(r"\((\d+) tokens in", done.stdout)[1]) > 100  # most of them of the video
+
+
+def test_a_function_is_called_and_its_result_sent_back(tmp_path):
+    model = bundled_with(tmp_path / "checkpoint", {"eos_token_id": 461})  # without the bundled limit of 48 tokens
+    arguments = ["What is 17 times 23?", "--image", str(EXAMPLES / "images" / "scene-04.png")]
+    with serving(AsyncLLM(model, **ENGINE)) as server:
+        url = {"OPENAI_BASE_URL": f"{server.url}/v1"}
+        free = run("tool_calls.py", *arguments, **url)
+        required = run("tool_calls.py", *arguments, "--tool-choice", "required", **url)
+    assert free.returncode == required.returncode == 0, free.stderr + required.stderr
+    call, *answer = required.stdout.splitlines()
+    assert re.fullmatch(r'(add|multiply)\({"a": \d{1,3}, "b": \d{1,3}}\) = \d+', call)
+    assert answer and free.stdout.strip() and "(" not in free.stdout
 
 
 def test_without_a_server_the_client_says_so():
@@ -68,6 +82,7 @@ def test_a_missing_package_is_one_sentence(script, package):
     assert f"needs the {package} package: pip install" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [(), pytest.param(("--data-parallel-size", "2", "--kill", "1"), marks=pytest.mark.slow)],

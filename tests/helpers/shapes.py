@@ -235,3 +235,5 @@ IMAGE_SHAPES = tuple(name for name in SHAPES if name not in TEXT_SHAPES)
 # Of each family that takes images, the shape that has most of what can go wrong.
 RICHEST = ("gqa2-tied", "windows4-tied", "deepstack3-tied", "experts8-top3")
 every_family = pytest.mark.parametrize("checkpoint", RICHEST, indirect=True)
+others_slow = [RICHEST[0], *(pytest.param(shape, marks=pytest.mark.slow) for shape in RICHEST[1:])]
+one_family = pytest.mark.parametrize("checkpoint", others_slow, indirect=True)  # and with the slow tests every one

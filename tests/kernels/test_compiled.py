@@ -40,6 +40,7 @@ def kernels() -> set[str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "dtype"),
     [

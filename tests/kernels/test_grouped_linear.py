@@ -6,6 +6,8 @@ from mmvllm.kernels.dispatch import ExpertShapes, KernelShapes
 from mmvllm.kernels.grouped_linear import grouped_linear, grouped_linear_torch, grouped_linear_triton
 from tests.helpers.kernels import assert_no_worse
 
+pytestmark = pytest.mark.thinned
+
 COUNTS = pytest.mark.parametrize(
     "counts",
     [

@@ -6,6 +6,8 @@ import torch
 from mmvllm.kernels.packed_attention import packed_attention, packed_attention_torch, packed_attention_triton
 from tests.helpers.kernels import assert_no_worse
 
+pytestmark = pytest.mark.thinned
+
 
 def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: list[int]) -> torch.Tensor:
     """The definition, in float64."""

@@ -9,6 +9,8 @@ from mmvllm.bench.accuracy import NUM_VALUES
 from mmvllm.kernels.paged_attention import paged_attention, paged_attention_torch, paged_attention_triton
 from tests.helpers.kernels import assert_no_worse
 
+pytestmark = pytest.mark.thinned
+
 
 class Step:
     """Random sequences in a shuffled cache of NaN: the arguments of a call, and the exact result in float64."""
@@ -76,18 +78,21 @@ SHAPES = [
 ]
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_decode(shape, device, dtype):
     """One key, the edges of tiles and blocks, and a short context batched with one of many splits."""
     check([1] * 5, [1, 64, 65, 17, 777], device, dtype, **shape)
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_prefill(shape, device, dtype):
     """Whole prompts, the last chunk of one, and decodes, mixed."""
     check([1, 25, 1, 3, 1, 45], [70, 25, 1, 66, 16, 50], device, dtype, **shape)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("shape", "chunks"),
     [(SHAPES[1], [25]), (SHAPES[3], [45, 1]), (SHAPES[4], [1, 33, 3]), (SHAPES[5], [9, 2])],

@@ -79,6 +79,7 @@ def define(
     return -1 if unclear else token, probs
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("V, block, count", [(1, 16, 10), (7, 16, 64), (1000, 512, 40), (5003, 2048, 24)])
 def test_tokens_equal_those_of_the_reference_and_of_the_definition(device, V, block, count):
     if device.type == "cuda":
@@ -103,6 +104,7 @@ def test_tokens_equal_those_of_the_reference_and_of_the_definition(device, V, bl
     assert torch.equal(got[clear], want[clear])
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("filters", [{}, {"min_p": 0.1}, {"top_k": 5}, {"top_p": 0.8}], ids=str)
 def test_evenly_spread_uniforms_give_the_distribution(device, filters):
     """Each token is drawn in proportion to its probability, up to one draw."""

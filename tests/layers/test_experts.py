@@ -13,6 +13,8 @@ from mmvllm.layers.experts import SparseMLP
 from mmvllm.layers.linear import Int8Weight, PackedWeight, pack_weights, packs_well
 from tests.helpers.kernels import assert_no_worse
 
+pytestmark = pytest.mark.thinned
+
 C, WIDTH = 48, 40
 SIZES = pytest.mark.parametrize("num_experts,top_k", [(4, 2), (8, 4), (16, 8), (4, 4)])
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["in a loop", "grouped"])

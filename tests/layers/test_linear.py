@@ -93,6 +93,7 @@ def test_unsupported_quantization_is_refused(checkpoint):
         LLM(checkpoint, quantization="int4")
 
 
+@pytest.mark.slow
 def test_int8_is_refused_where_sums_would_overflow():
     """oneDNN is limited to the instructions of CPUs without VNNI."""
     code = "from mmvllm import LLM; LLM(device='cpu', quantization='int8', skip_warmup=True)"

@@ -18,6 +18,8 @@ from mmvllm.ranks import SINGLE, Operation
 from tests.helpers.kernels import assert_no_worse
 from tests.helpers.ranks import on_ranks
 
+pytestmark = pytest.mark.thinned
+
 C = 48
 
 

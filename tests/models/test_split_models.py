@@ -21,6 +21,8 @@ from tests.helpers.ranks import on_ranks
 from tests.helpers.reference import Float64, assert_no_worse
 from tests.helpers.shapes import SHAPES
 
+pytestmark = pytest.mark.thinned
+
 CPU = torch.device("cpu")
 N, BLOCK = 23, 4
 SAMPLED = (0, 9, N - 1)

@@ -18,6 +18,8 @@ from mmvllm.processors.video_limits import VideoLimits
 from mmvllm.processors.video_stream import VideoStream
 from tests.helpers.videos import FramesAt, declare_seconds, frame_at, full_decode, make_clip, make_sound
 
+pytestmark = pytest.mark.thinned
+
 CLIPS = [
     ("h264.mp4", "libx264"),
     ("h264.mov", "libx264"),
@@ -52,6 +54,7 @@ def test_every_frame_is_that_of_a_full_decode(name, codec, tmp_path):
     np.testing.assert_array_equal(clip.frames, np.stack([pixels for _, pixels in full_decode(path)]))
 
 
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize(("name", "codec"), CLIPS, ids=lambda value: value)
 @pytest.mark.parametrize("indices", [(0, 17, 33, 39), (7, 8, 9, 15, 16, 31, 32), (38, 39), (20, 20, 21)])
 def test_a_few_frames_are_those_of_a_full_decode(name, codec, indices, tmp_path):

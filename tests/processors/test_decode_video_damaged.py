@@ -61,6 +61,7 @@ def test_the_frames_before_the_end_are_intact(name, tmp_path, caplog):
         assert (clip.frames[i] == full[i][1]).all()
 
 
+@pytest.mark.thinned(3)
 def test_flipped_bytes_do_no_harm(clip):
     rng = random.Random(0)
     for _ in range(25):

@@ -223,3 +223,12 @@ def test_the_server_takes_a_processor():
     assert response.status_code == 200, response.text
     assert len(calls) == 1 and "input_ids" in calls[0]
     asyncio.run(engine.shutdown())
+
+
+def test_sizes_of_images_are_known(checkpoint, make_llm):
+    """Boxes are placed by them."""
+    llm = make_llm(checkpoint)
+    own = [item.geometry for item in llm.processor(QUESTIONS[1]).items]
+    llm = make_llm(checkpoint, processor=real_processor(checkpoint))
+    assert [item.geometry for item in llm.processor(QUESTIONS[1]).items] == own
+    assert [(one.width, one.height) for one in own] == [A.size, B.size]

@@ -15,6 +15,7 @@ from schemathesis.specs.openapi.checks import response_schema_conformance
 from mmvllm.processors import qwen_vl_utils
 from mmvllm.server.app import build_app
 from mmvllm.server.protocol import ChatRequest, CompletionRequest
+from mmvllm.server.responses_request import ResponsesRequest
 from mmvllm.server.settings import ServerSettings
 from tests.helpers.images import encode
 from tests.helpers.server import (
@@ -33,6 +34,7 @@ from tests.helpers.server import (
     wait_for,
 )
 
+RESPONSES = "/v1/responses"
 BOUNDED = settings(
     max_examples=60,
     deadline=None,
@@ -77,6 +79,15 @@ video_options = st.dictionaries(
 prompts = st.text(max_size=20) | st.lists(st.integers(0, 800), max_size=9) | values
 
 
+SHORT = {"model": "bundled", "min_tokens": None}
+LIMITS = {  # so that what is generated is short
+    CHAT: SHORT | {"max_tokens": 2, "max_completion_tokens": None},
+    COMPLETIONS: SHORT | {"max_tokens": 2},
+    RESPONSES: SHORT | {"max_output_tokens": 2},
+    "/tokenize": {"model": "bundled"},
+    "/detokenize": {"model": "bundled"},
+}
+
 header_names = st.sampled_from(
     [
         *("Content-Length", "Transfer-Encoding", "Content-Type", "Content-Encoding", "Expect", "Connection", "Host"),
@@ -104,7 +115,7 @@ header_values = st.sampled_from(
 
 def fields(model) -> st.SearchStrategy[dict]:
     """Some fields of a request, with random values."""
-    names = sorted(set(model.model_fields) - {"model", "messages", "prompt", "max_tokens"})
+    names = sorted(set(model.model_fields) - {"model", "messages", "prompt", "input", "max_tokens"})
     likely = st.sampled_from([None, 0, 1, 2, 0.5, True, "stop", [], [3], {}])
     return st.dictionaries(st.sampled_from(names) | st.text(max_size=3), likely | values, max_size=3)
 
@@ -135,7 +146,13 @@ def test_any_completion_request_is_completed_or_refused(app, prompt, keys):
 
 
 @BOUNDED
-@given(body=values, path=st.sampled_from([CHAT, COMPLETIONS]))
+@given(given=values, keys=fields(ResponsesRequest))
+def test_any_request_for_a_response_is_completed_or_refused(app, given, keys):
+    check(app, RESPONSES, {"model": "bundled", "input": given, "max_output_tokens": 2} | keys)
+
+
+@BOUNDED
+@given(body=values, path=st.sampled_from([CHAT, COMPLETIONS, RESPONSES, "/tokenize", "/detokenize"]))
 def test_any_json_is_refused(app, body, path):
     check(app, path, body)
 
@@ -149,7 +166,19 @@ def test_any_bytes_are_refused(app, body):
 
 
 @pytest.mark.parametrize(
-    "path", [CHAT, COMPLETIONS, "/v1/models", "/v1/models/{model}", "/health", "/metrics", "/version"]
+    "path",
+    [
+        CHAT,
+        COMPLETIONS,
+        RESPONSES,
+        "/tokenize",
+        "/detokenize",
+        "/v1/models",
+        "/v1/models/{model}",
+        "/health",
+        "/metrics",
+        "/version",
+    ],
 )
 def test_responses_match_the_openapi_schema(running, path):
     operations = schemathesis.openapi.from_url(f"{running.url}/openapi.json")[path]
@@ -159,7 +188,7 @@ def test_responses_match_the_openapi_schema(running, path):
     @given(case=operation.as_strategy())
     def validate(case):
         if isinstance(case.body, dict):
-            case.body |= {"max_tokens": 2, "min_tokens": None, "max_completion_tokens": None, "model": "bundled"}
+            case.body |= LIMITS.get(path, {})
         case.call_and_validate(checks=[not_a_server_error, response_schema_conformance])
 
     validate()

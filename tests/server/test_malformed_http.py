@@ -17,6 +17,8 @@ from tests.helpers.server import (
     receive_until,
 )
 
+pytestmark = pytest.mark.thinned
+
 BODY = json.dumps(completion()).encode()
 WHOLE = post(COMPLETIONS, completion(), "X: a")
 CHUNKED = head(COMPLETIONS, None, "X: a") + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
@@ -186,13 +188,15 @@ def test_requests_may_arrive_while_an_earlier_one_is_served():
 
 
 @pytest.mark.parametrize(("_status", "request_bytes"), MALFORMED.values(), ids=MALFORMED)
-def test_malformed_requests_are_refused_however_they_are_split(_status, request_bytes):
-    step = max(1, len(request_bytes) // 200)
+@pytest.mark.parametrize(("places", "size"), [(20, 64), pytest.param(200, 1, marks=pytest.mark.slow)])
+def test_malformed_requests_are_refused_however_they_are_split(_status, request_bytes, places, size):
+    step = max(1, len(request_bytes) // places)
     for i in range(step, len(request_bytes), step):
         with pytest.raises(h11.RemoteProtocolError):
             events_of([GET, request_bytes[:i], request_bytes[i:]])
+    size = size if len(request_bytes) > 2000 else 1
     with pytest.raises(h11.RemoteProtocolError):
-        events_of([request_bytes[i : i + 1] for i in range(len(request_bytes))])
+        events_of([request_bytes[i : i + size] for i in range(0, len(request_bytes), size)])
 
 
 def test_an_unfinished_head_is_refused_at_its_first_bad_line():

@@ -93,6 +93,7 @@ def test_a_signal_drains_the_engines_and_ends_all_processes(number):
         server.kill()
 
 
+@pytest.mark.slow
 def test_requests_in_flight_on_every_engine_are_finished_before_shutdown(running):
     """The last test of the server: it is shut down."""
     wait_for(lambda: running.engine.health().engines[1].status == "ok")

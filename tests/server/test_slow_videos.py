@@ -65,11 +65,13 @@ def test_a_deadline_ends_fetching(engine, monkeypatch):
     assert answer.status_code == 504 and cancelled
 
 
+@pytest.mark.slow
 def test_clients_that_hang_up_do_not_delay_others(make_engine, slow):
     # The server shuts the engine down.
     check_that_hang_ups_delay_nobody(make_engine(), slow, PATIENT, WORK)
 
 
+@pytest.mark.slow
 def test_a_server_that_shuts_down_does_not_wait_for_a_video(make_engine, slow):
     engine, others = make_engine(), {*psutil.Process().children()}
     with serving(engine, drain_seconds=0.1, media=PATIENT) as running:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from mmvllm.config import ModelConfig
+from mmvllm.grounding import BoxFormat
 from mmvllm.inputs import MediaRules
 from mmvllm.models.qwen2_5_vl.config import parse_config
 from mmvllm.models.qwen2_5_vl.vision import Qwen25VLVisionTransformer
@@ -15,6 +16,7 @@ class Qwen25VLFamily(QwenVLFamily):
     architectures = ("Qwen2_5_VLForConditionalGeneration",)
     vision_transformer = Qwen25VLVisionTransformer
     parse_config = staticmethod(parse_config)
+    boxes = BoxFormat("json")
 
     def media_rules(self, config: ModelConfig) -> MediaRules | None:
         rules = super().media_rules(config)

@@ -1,5 +1,6 @@
 """Qwen2-VL as the rest of mmvllm sees it."""
 
+from mmvllm.grounding import BoxFormat
 from mmvllm.models.qwen2_vl.config import TEXT_ONLY, parse_config
 from mmvllm.models.qwen2_vl.vision import Qwen2VLVisionTransformer
 from mmvllm.models.vision_language import QwenVLFamily
@@ -11,6 +12,7 @@ class Qwen2VLFamily(QwenVLFamily):
     architectures = ("Qwen2VLForConditionalGeneration", TEXT_ONLY)
     vision_transformer = Qwen2VLVisionTransformer
     parse_config = staticmethod(parse_config)
+    boxes = BoxFormat("tokens", scale=1000)
 
 
 FAMILY = Qwen2VLFamily()

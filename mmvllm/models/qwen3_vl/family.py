@@ -4,6 +4,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from mmvllm.config import ModelConfig
+from mmvllm.grounding import BoxFormat
 from mmvllm.inputs import MediaRules
 from mmvllm.models.qwen3_vl.config import DENSE, SPARSE, TEXT_ONLY, parse_config
 from mmvllm.models.qwen3_vl.video import VIDEO_DEFAULTS
@@ -19,6 +20,7 @@ class Qwen3VLFamily(QwenVLFamily):
     published = MappingProxyType({"decoder.": "model.language_model.", "visual.": "model.visual.", ".fc": ".linear_fc"})
     video_defaults = VIDEO_DEFAULTS
     parse_config = staticmethod(parse_config)
+    boxes = BoxFormat("json", scale=1000)
 
     def media_rules(self, config: ModelConfig) -> MediaRules | None:
         rules = super().media_rules(config)

@@ -1,0 +1,59 @@
+"""Tokens that may not follow: their logits become -inf, by a bit mask per row."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
+
+
+def mask_tokens(logits: Tensor, allowed: Tensor, places: Tensor) -> None:
+    """Set logits (R, V) to -inf, in place, where a bit of `allowed` (M, ceil(V / 32)) int32 is 0.
+
+    Row m is of the logits in row `places[m]` (int32), no two of the same one. Bit i % 32, from the least significant
+    one, of word i // 32 is that of token i; the bits beyond V are ignored.
+    """
+    assert logits.stride(1) == 1 and allowed.is_contiguous() and places.is_contiguous()
+    (mask_tokens_triton if runs_triton(logits) else mask_tokens_torch)(logits, allowed, places)
+
+
+def mask_tokens_torch(logits: Tensor, allowed: Tensor, places: Tensor) -> None:
+    bits = allowed[:, :, None] >> torch.arange(32, dtype=torch.int32, device=allowed.device)
+    forbidden = (bits & 1 == 0).flatten(1)[:, : logits.shape[1]]  # (M, V)
+    logits[places.long()] = logits.index_select(0, places).masked_fill_(forbidden, float("-inf"))
+
+
+def mask_tokens_triton(logits: Tensor, allowed: Tensor, places: Tensor, block: int = 4096) -> None:
+    """`block` is the number of logits of a program, a power of two."""
+    V, (M, W) = logits.shape[1], allowed.shape
+    # As many logits per thread as `penalize` has; not tuned.
+    _mask_tokens_kernel[(triton.cdiv(V, block), M)](
+        *(logits, allowed, places, logits.stride(0)),
+        **{"V": V, "W": W, "BLOCK": block},
+        num_warps=16,
+        enable_fp_fusion=False,  # nothing is computed
+    )
+
+
+@triton.jit
+def _mask_tokens_kernel(
+    logits_ptr, allowed_ptr, places_ptr, row_stride, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program per block of a row."""
+    m = tl.program_id(1)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(allowed_ptr + m.to(tl.int64) * W + at // 32, mask=at < V, other=-1)
+    is_forbidden = ((word >> (at % 32)) & 1) == 0
+    row_ptr = logits_ptr + tl.load(places_ptr + m).to(tl.int64) * row_stride
+    tl.store(row_ptr + at, float("-inf"), mask=is_forbidden & (at < V))
+
+
+def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """Logits are float32 in any dtype; half of the tokens are allowed."""
+    V = shapes.vocab_size
+    for R in (1, 8, 64):
+        logits = torch.randn(R, V, device=device)
+        allowed = torch.randint(-(2**31), 2**31, (R, -(-V // 32)), dtype=torch.int32, device=device)
+        places = torch.arange(R, dtype=torch.int32, device=device)
+        yield Case("mask_tokens", f"R={R} V={V}", (logits, allowed, places), allowed.nbytes + logits.nbytes // 2)

@@ -1,0 +1,103 @@
+"""Captions that are JSON of a schema: the object of a record, and its keys as columns of a table."""
+
+import json
+import sys
+from typing import Any
+
+from mmvllm.errors import ArgumentError, RequestError
+from mmvllm.structured import StructuredOutputsParams
+
+OBJECT = "object"  # of a record whose job has a schema: the parsed caption, None if that was cut short
+TEXTS = list[str]  # the kind of a column of lists
+_KINDS = {"string": str, "integer": int, "number": float, "boolean": bool}
+_INT64 = 2**63
+
+
+def schema_text(schema: Any, **texts: str | None) -> str | None:
+    """A schema as a job's settings have it; raises ArgumentError for a wrong one, and with text around captions."""
+    if schema is None:
+        return None
+    if given := [name for name, text in texts.items() if text]:
+        raise ArgumentError(f"{{{given[0]}}} puts text around captions, which are JSON with a {{schema}}")
+    try:
+        return StructuredOutputsParams(json=schema).json
+    except RequestError as error:
+        raise ArgumentError("{schema} {reason}", reason=error.reason.removeprefix("structured.json ")) from None
+
+
+def with_object(record: dict) -> dict:
+    """The record with its object."""
+    return record | {OBJECT: None if record["caption"] is None else parsed(record["caption"])}
+
+
+def parsed(text: str) -> Any:
+    """What a complete caption says, with finite numbers; None for one that was cut short."""
+    try:
+        return json.loads(text, parse_float=_finite)
+    except ValueError:
+        return None
+
+
+def is_cut(record: dict) -> bool:
+    """Whether a caption ended before its object was complete."""
+    return OBJECT in record and record[OBJECT] is None and record["finish_reason"] == "length"
+
+
+def object_columns(schema: str | None) -> dict[str, Any]:
+    """Column -> kind: the object as JSON, and each of its keys that the schema names."""
+    if schema is None:
+        return {}
+    columns = {
+        f"{OBJECT}.{name}": _kind(part) for name, part in _resolved(json.loads(schema)).get("properties", {}).items()
+    }
+    return {OBJECT: str} | columns
+
+
+def with_object_columns(record: dict, columns: dict[str, Any]) -> dict:
+    """The record with the cells of `object_columns`."""
+    made = record.get(OBJECT)
+    keys = made if isinstance(made, dict) else {}
+    cells = {name: _cell(keys.get(name.removeprefix(f"{OBJECT}.")), kind) for name, kind in columns.items()}
+    return record | cells | ({OBJECT: _as_json(made)} if columns else {})
+
+
+def _finite(number: str) -> float:
+    return max(-sys.float_info.max, min(sys.float_info.max, float(number)))
+
+
+def _resolved(schema: dict) -> dict:
+    """The schema that one that is only a reference stands for."""
+    found = schema
+    for name in schema.get("$ref", "#").removeprefix("#").split("/")[1:]:
+        found = found[name.replace("~1", "/").replace("~0", "~")]
+    return found
+
+
+def _kind(part: Any) -> Any:
+    """What a column has: a type, or `TEXTS`; str, with JSON, for whatever has no type of its own."""
+    alternatives = part.get("anyOf") or part.get("oneOf") if isinstance(part, dict) else None
+    if alternatives:  # as pydantic writes what may be None
+        kinds = [_kind(one) for one in alternatives if one != {"type": "null"}]
+        return kinds[0] if len(kinds) == 1 else str
+    names = part.get("type") if isinstance(part, dict) else None
+    names = [name for name in names if name != "null"] if isinstance(names, list) else [names]
+    if names == ["array"] and isinstance(part.get("items"), dict) and _kind(part["items"]) is str:
+        return TEXTS
+    return _KINDS.get(names[0], str) if len(names) == 1 else str
+
+
+def _cell(value: Any, kind: Any) -> Any:
+    """A value as a column of this kind has it; None for an integer that is too large for one."""
+    if value is None:
+        return None
+    if kind is str:
+        return value if isinstance(value, str) else _as_json(value)
+    if kind == TEXTS:
+        return [each if isinstance(each, str) else _as_json(each) for each in value]
+    if kind is float:
+        return float(value)
+    return value if abs(value) < _INT64 else None
+
+
+def _as_json(value: Any) -> str | None:
+    return None if value is None else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,121 @@
+"""Finds the boxes and points in a completion, as the model's family writes them; what is malformed is passed over."""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mmvllm.grounding import Box, BoxFormat, ImageGeometry, Pair, Point, box_of
+from mmvllm.inputs import MediaItem
+
+KEYS = ("bbox_2d", "point_2d")
+LABELS = ("label", "text_content")  # the second where Qwen2.5-VL reads text
+MAX_FAILURES = 1000  # places that may begin an object and do not: each may cost a walk through the rest of the text
+
+_NUMBER = r"-?\d{1,6}(?:\.\d{1,6})?"
+_PAIR = rf"\(({_NUMBER}),({_NUMBER})\)"
+_PAIRS = re.compile(rf"{_PAIR}(?:,?{_PAIR})*")  # without white space
+_WITHIN = r"([^<]*(?:<(?!\|)[^<]*)*)"  # up to the next special token
+_SPANS = re.compile(
+    rf"<\|object_ref_start\|>(?P<label>{_WITHIN})<\|object_ref_end\|>"
+    rf"|<\|(?P<kind>box|quad)_start\|>(?P<pairs>{_WITHIN})<\|(?P=kind)_end\|>"
+)
+
+
+class Written(NamedTuple):
+    """What the model wrote: one pair of a point, two of a box, four of a quadrilateral, in its own coordinates."""
+
+    label: str | None
+    pairs: tuple[Pair, ...]
+    image: int | None = None
+
+
+class BoxReader:
+    """Boxes and points of completions; `box_format` is None for a model that writes none."""
+
+    def __init__(self, tokenizer: Any, box_format: BoxFormat | None):
+        self._tokenizer, self._format = tokenizer, box_format
+        self._starts: frozenset[int] = frozenset()
+        if box_format is not None and box_format.syntax == "tokens":
+            vocab = tokenizer.get_vocab()
+            self._starts = frozenset(vocab[name] for name in ("<|box_start|>", "<|quad_start|>") if name in vocab)
+
+    def read(self, text: str, token_ids: Sequence[int], items: Sequence[MediaItem]) -> tuple[Box | Point, ...]:
+        """The boxes and points of a completion, in its order; `text` is without special tokens."""
+        if self._format is None or not items:
+            return ()
+        written = self._written(text, token_ids)
+        geometries, is_single = _geometries(items)
+        return tuple(found for one in written if (found := _placed(one, self._format, geometries, is_single)))
+
+    def _written(self, text: str, token_ids: Sequence[int]) -> Sequence[Written]:
+        if self._format.syntax == "json":
+            return [*objects_in(text)] if any(f'"{key}"' in text for key in KEYS) else []
+        if self._starts.isdisjoint(token_ids):
+            return []
+        return [*spans_in(self._tokenizer.decode(token_ids, skip_special_tokens=False))]
+
+
+def spans_in(text: str) -> Iterator[Written]:
+    """What stands between special tokens; a label is that of all boxes that follow it without other text."""
+    label, end = None, 0
+    for match in _SPANS.finditer(text):
+        if text[end : match.start()].strip(" \n,;"):
+            label = None
+        end = match.end()
+        if match["kind"] is None:
+            label = match["label"].strip() or None
+        elif _PAIRS.fullmatch(written := "".join(match["pairs"].split())):
+            pairs = tuple((float(x), float(y)) for x, y in re.findall(_PAIR, written))
+            if len(pairs) in (1, 2, 4):
+                yield Written(label, pairs)
+
+
+def objects_in(text: str) -> Iterator[Written]:
+    """What JSON objects in a text say, within a fence of Markdown or not, nested or not, and also of a list cut off."""
+    decoder, at, num_failures = json.JSONDecoder(), text.find("{"), 0
+    while at >= 0 and num_failures < MAX_FAILURES:
+        try:
+            value, end = decoder.raw_decode(text, at)
+            found = [*_in_value(value)]
+        except (ValueError, RecursionError):
+            found, num_failures, end = [], num_failures + 1, at + 1
+        yield from found
+        at = text.find("{", end)
+
+
+def _in_value(value: Any) -> Iterator[Written]:
+    if isinstance(value, dict):
+        label = next((value[key] for key in LABELS if isinstance(value.get(key), str)), None)
+        image = value.get("image")
+        for key, size in zip(KEYS, (4, 2), strict=True):
+            numbers = value.get(key)
+            if isinstance(numbers, list) and len(numbers) == size and all(map(_is_coordinate, numbers)):
+                pairs = tuple(zip(map(float, numbers[::2]), map(float, numbers[1::2]), strict=True))
+                yield Written(label, pairs, image if type(image) is int else None)
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _in_value(inner)
+
+
+def _is_coordinate(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e6 and not math.isnan(value)
+
+
+def _geometries(items: Sequence[MediaItem]) -> tuple[Mapping[int, ImageGeometry], bool]:
+    """The geometry of each image by its index, and whether the request has one image and nothing else."""
+    known = {item.index: item.geometry for item in items if item.geometry is not None}
+    return known, len({(item.modality, item.index) for item in items}) == 1
+
+
+def _placed(
+    written: Written, box_format: BoxFormat, geometries: Mapping[int, ImageGeometry], is_single: bool
+) -> Box | Point | None:
+    """In pixels of its image; None if it is not known which image that is, or how large."""
+    image = 0 if is_single else written.image
+    if (geometry := geometries.get(image)) is None:
+        return None
+    pairs = tuple(geometry.place(*pair, box_format.scale) for pair in written.pairs)
+    if len(pairs) == 1:
+        return Point(written.label, image, *pairs[0], geometry)
+    return box_of(written.label, image, pairs, geometry)

@@ -1,0 +1,173 @@
+"""Grammars: which tokens may follow, so that a completion becomes what `SamplingParams.structured` asks for.
+
+llguidance (https://github.com/guidance-ai/llguidance) parses the text so far and says for each token of the vocabulary
+whether the text with it is still the beginning of one that the grammar describes.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from mmvllm.engine.constraints import ConstraintFailed
+from mmvllm.engine.sequence import Sequence
+from mmvllm.errors import RequestError
+from mmvllm.structured import StructuredOutputsParams
+
+MAX_COMPILED = 32  # grammars that are kept
+# What untrusted senders may take: about 0.1 s and 100 MB for a grammar, 0.02 s for a token.
+LIMITS = {
+    "initial_lexer_fuel": 100_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+# A \u escape could spell the name of a property, and an escaped slash a name with one, past what is said of it.
+ESCAPES = '"\\bfnrt'
+# As llama.cpp's: enough for what is indented, so little that no completion is nothing but white space.
+WHITESPACE = r" |\n{1,2}[ \t]{0,20}"
+
+
+class GrammarConstraint:
+    """The grammar of one sequence; see `mmvllm.engine.constraints.Constraint`."""
+
+    depends_on_text = True
+
+    def __init__(self, matcher: Any, width: int):
+        self._matcher, self._num_consumed = matcher, 0
+        self._mask = np.empty(-(-width // 32), np.uint32)
+
+    def restrict(self, seq: Sequence, allowed: np.ndarray) -> None:
+        """Clear the bits of tokens with which the text is no beginning of one that the grammar describes."""
+        matcher, first = self._matcher, seq.num_prompt_tokens + self._num_consumed
+        for token_id in seq.token_ids[first:]:
+            self._check(matcher.consume_token(token_id))
+            self._num_consumed += 1
+        matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        self._check(not matcher.is_error())
+        allowed &= self._mask[: len(allowed)]
+
+    def warm_up(self) -> None:
+        """Find out what may be first: that takes longest, and what it takes is kept for all sequences."""
+        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+
+    def _check(self, is_good: bool) -> None:
+        if not is_good:
+            raise ConstraintFailed(f"the grammar of structured failed: {_first_line(self._matcher.get_error())}")
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model, and keeps some; safe for several threads.
+
+    Args:
+        tokenizer: its own fast tokenizer; what llguidance needs of it is made with the first grammar, in 1 to 2 s for
+            150,000 tokens.
+        eos_token_ids: all of them end a completion that is complete.
+        vocab_size: width of the logits; tokens that the tokenizer does not have never follow.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Iterable[int], vocab_size: int):
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self.eos_token_ids = sorted(i for i in eos_token_ids if 0 <= i < vocab_size)
+        self._lock = threading.Lock()
+        self._ll_tokenizer: Any = None
+        self._compiled: OrderedDict[StructuredOutputsParams, Any] = OrderedDict()
+
+    def constraint(self, params: StructuredOutputsParams) -> GrammarConstraint:
+        """A constraint for one sequence from its first token on; raises RequestError if it cannot be enforced."""
+        return GrammarConstraint(self._matcher(params).deep_copy(), self._ll_tokenizer.vocab_size)
+
+    def check(self, params: StructuredOutputsParams | None) -> None:
+        """Raise RequestError for what cannot be enforced, with the keyword or place; what can is compiled and kept."""
+        if params is not None:
+            self._matcher(params)
+
+    def _matcher(self, params: StructuredOutputsParams) -> Any:
+        with self._lock:
+            if params not in self._compiled:
+                self._prepare()
+                self._compiled[params] = self._compile(params)
+                if len(self._compiled) > MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(params)
+            return self._compiled[params]
+
+    def _prepare(self) -> None:
+        """Make llguidance's tokenizer."""
+        if self._ll_tokenizer is not None:
+            return
+        if find_spec("llguidance") is None:
+            reason = "structured needs llguidance: pip install 'mmvllm[structured]'"
+            raise RequestError(reason, param="structured")
+        if not self.eos_token_ids:
+            reason = "structured needs an end-of-sequence token, and this checkpoint has none"
+            raise RequestError(reason, param="structured")
+        from llguidance import LLTokenizer
+
+        width = max(self._vocab_size, *(i + 1 for i in self._tokenizer.get_vocab().values()))
+        description = _without_names_of_control_tokens(self._tokenizer)
+        self._ll_tokenizer = LLTokenizer(description, n_vocab=width, eos_token=self.eos_token_ids)
+
+    def _compile(self, params: StructuredOutputsParams) -> Any:
+        from llguidance import LLMatcher, LLParserLimits
+
+        try:
+            grammar = _grammar(LLMatcher, params)
+        except ValueError as error:
+            raise _refused(params, str(error)) from None
+        matcher = LLMatcher(self._ll_tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+        GrammarConstraint(matcher.deep_copy(), self._ll_tokenizer.vocab_size).warm_up()
+        if matcher.is_error():
+            raise _refused(params, matcher.get_error())
+        return matcher
+
+
+def _without_names_of_control_tokens(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The JSON of a fast tokenizer in which control tokens have names that no text contains.
+
+    Where a grammar leaves only one text, "<|im_end|>" say, llguidance would write it with the control token.
+    """
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = content["model"].get("vocab")
+    for token in content["added_tokens"]:
+        if token["special"]:
+            name, token["content"] = token["content"], f"\ufdd0{token['content']}"
+            if isinstance(vocabulary, dict) and name in vocabulary:
+                vocabulary[token["content"]] = vocabulary.pop(name)
+    return json.dumps(content | {"padding": None, "truncation": None, "post_processor": None})
+
+
+def _grammar(matcher: Any, params: StructuredOutputsParams) -> str:
+    """In llguidance's own form."""
+    if params.regex is not None:
+        return matcher.grammar_from_regex(params.regex)
+    if params.choice is not None:
+        return matcher.grammar_from_lark("start: " + " | ".join(map(_literal, params.choice)))
+    if params.grammar is not None:
+        return matcher.grammar_from_lark(params.grammar)
+    whitespace = WHITESPACE if params.whitespace_pattern is None else params.whitespace_pattern
+    separators = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
+    options = {"json_allowed_escapes": ESCAPES, **separators}
+    return matcher.grammar_from_json_schema(params.json or '{"type":"object"}', overrides=options)
+
+
+def _literal(text: str) -> str:
+    """A string of Lark; its escapes are those of JSON."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _refused(params: StructuredOutputsParams, message: str) -> RequestError:
+    param = f"structured.{params.kind}"
+    return RequestError(f"{param} cannot be enforced: {_first_line(message)}", param=param)
+
+
+def _first_line(message: str) -> str:
+    """What is wrong, without the drawing of where."""
+    lines = [line.strip() for line in message.splitlines()]
+    errors = [line for line in lines if line.startswith("error: ")]
+    return f"{lines[0]} {errors[0].removeprefix('error: ') if errors else ''}".strip()[:500] if lines else "no reason"

@@ -1,0 +1,39 @@
+"""A caller's own functions on a row of logits, with the arguments that vLLM gives them."""
+
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mmvllm.engine.constraints import ConstraintFailed
+from mmvllm.engine.sequence import Sequence
+
+
+def process(logits: Tensor, seq: Sequence) -> Tensor:
+    """The logits (V,) float32 after all functions of a sequence; raises ConstraintFailed where one of them fails.
+
+    A function takes (completion's token ids, logits) or (prompt's token ids, completion's token ids, logits), and
+    returns logits (V,), which may be those that it got, changed.
+    """
+    for function in seq.sampling_params.logits_processors:
+        try:
+            made = function(*_arguments(function, seq), logits)
+        except Exception as error:
+            raise ConstraintFailed(f"logits_processors: {_name(function)} raised {error!r}") from None
+        if not isinstance(made, Tensor) or made.shape != logits.shape:
+            what = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
+            raise ConstraintFailed(
+                f"logits_processors: {_name(function)} returned {what}, must be a tensor {list(logits.shape)}"
+            )
+        logits = made.to(logits.device, torch.float32)
+    return logits
+
+
+def _arguments(function: Callable, seq: Sequence) -> list[list[int]]:
+    takes_prompt = len(inspect.signature(function).parameters) == 3
+    return [seq.prompt_token_ids, seq.completion_token_ids] if takes_prompt else [seq.completion_token_ids]
+
+
+def _name(function: Callable) -> str:
+    return getattr(function, "__name__", type(function).__name__)

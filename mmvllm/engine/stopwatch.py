@@ -1,0 +1,72 @@
+"""The times of the parts of a step, and of each run of the ViT."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+Mark = float | torch.cuda.Event
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """A run of the ViT, which was launched at `start_time`, in seconds since the epoch."""
+
+    start_time: float
+    begin: Mark
+    end: Mark
+
+    def seconds(self) -> float | None:
+        """Of the device; None if it has not reached the end."""
+        if isinstance(self.end, float):
+            return self.end - self.begin
+        return _seconds(self.begin, self.end) if self.end.query() else None
+
+
+class Stopwatch:
+    """Seconds between marks, of a clock.
+
+    Args:
+        clock: "device" for the time at which the device reaches a mark: on CUDA an event in the stream, so that reading
+            the time waits for nothing; "host" for the CPU time of the calling thread; None, which costs nothing.
+    """
+
+    def __init__(self, device: torch.device, clock: str | None):
+        self._clock, self._on_cuda = clock, device.type == "cuda"
+        self._marks = []
+        self.encoding: Encoding | None = None  # which is timed also without a clock: few steps have one
+        self.mark("start")
+
+    def mark(self, name: str) -> None:
+        """End the part called `name`, which began at the last mark."""
+        if self._clock is not None:
+            self._marks.append((name, time.thread_time() if self._clock == "host" else self._device_mark()))
+
+    def seconds(self) -> dict[str, float]:
+        """By name; on CUDA the stream must have reached the last mark."""
+        return {name: _seconds(begin, end) for (_, begin), (name, end) in pairwise(self._marks)}
+
+    @contextmanager
+    def timing_vision(self) -> Iterator[None]:
+        """Time the ViT as `encoding`, and as the part "vision"."""
+        start_time, begin = time.time(), self._device_mark()
+        yield
+        self.encoding = Encoding(start_time, begin, self._device_mark())
+        self.mark("vision")
+
+    def _device_mark(self) -> Mark:
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _seconds(begin: Mark, end: Mark) -> float:
+    if isinstance(end, float):
+        return end - begin
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000

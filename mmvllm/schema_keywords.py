@@ -1,0 +1,63 @@
+"""The keywords of JSON schemas that llguidance enforces. It ignores some of the others, so they are refused by name."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from mmvllm.errors import RequestError
+
+ENFORCED = frozenset(
+    (
+        *("type", "const", "enum", "anyOf", "oneOf", "allOf", "$ref", "$defs", "definitions"),
+        *("properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties"),
+        *("items", "prefixItems", "additionalItems", "minItems", "maxItems"),
+        *("minLength", "maxLength", "pattern", "format"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    )
+)
+ANNOTATIONS = frozenset(
+    (
+        *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"),
+        *("$schema", "$id", "$anchor", "$comment", "$vocabulary", "discriminator", "propertyOrdering"),
+        *("contentEncoding", "contentMediaType", "contentSchema"),
+    )
+)
+_OF_ONE, _OF_LISTS = ("additionalProperties", "items", "additionalItems"), ("anyOf", "oneOf", "allOf", "prefixItems")
+_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
+
+
+def check_keywords(schema: dict[str, Any]) -> None:
+    """Raise RequestError with the first keyword that cannot be enforced, and where it is."""
+    for place, part in _parts(schema):
+        for keyword in part:
+            if not (keyword in ENFORCED or keyword in ANNOTATIONS or str(keyword).startswith("x-")):
+                raise _refused(keyword, place, "cannot be enforced")
+        most, required = part.get("minProperties", 0), part.get("required")
+        # A text may have the same additional key twice, which is one property.
+        if isinstance(most, int) and most > (len(set(map(str, required))) if isinstance(required, list) else 0):
+            raise _refused("minProperties", place, "can be enforced only up to the number of required properties")
+
+
+def _refused(keyword: Any, place: str, reason: str) -> RequestError:
+    message = f"structured.json has the keyword {keyword!r:.100} at {place or '/':.200}, which {reason}"
+    return RequestError(message, param="structured.json", value=keyword)
+
+
+def _parts(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every schema in a schema, with its JSON pointer."""
+    waiting = [("", schema)]
+    while waiting:
+        place, part = waiting.pop(0)
+        if isinstance(part, dict):
+            yield place, part
+            waiting += _inner(place, part)
+
+
+def _inner(place: str, part: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for keyword, value in part.items():
+        here = f"{place}/{keyword}"
+        if keyword in _OF_ONE and isinstance(value, dict):
+            yield here, value
+        elif keyword in (*_OF_LISTS, "items") and isinstance(value, list):
+            yield from ((f"{here}/{i}", one) for i, one in enumerate(value))
+        elif keyword in _OF_NAMES and isinstance(value, dict):
+            yield from ((f"{here}/{name}", one) for name, one in value.items())

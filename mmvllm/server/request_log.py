@@ -1,0 +1,107 @@
+"""A line of JSON for each completion request when it ends, with `--log-requests`."""
+
+import json
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmvllm.outputs import RequestOutput
+from mmvllm.server.descriptions import shortened
+from mmvllm.server.errors import ApiError
+from mmvllm.server.jobs import CompletionJob
+from mmvllm.tracing import TRACE_HEADERS
+
+logger = logging.getLogger("mmvllm.requests")
+
+MAX_HEADER = 256  # characters of a `traceparent`, which has 55
+CLIENT_DISCONNECTED = 499
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What is known of a request while it is served."""
+
+    job: CompletionJob
+    request_id: str
+    trace_headers: dict[str, str] | None
+    begin: float = field(default_factory=time.perf_counter)
+    outputs: list[RequestOutput] = field(default_factory=list)
+    error: ApiError | None = None
+    is_disconnected: bool = False
+
+
+class RequestLog:
+    """Writes lines to the logger `mmvllm.requests`.
+
+    Args:
+        mode: "facts" for what tells nothing of a prompt, "full" for its texts and those of the completions, too.
+    """
+
+    def __init__(self, mode: str | None):
+        self._mode = mode
+        if mode is not None:
+            logger.setLevel(logging.INFO)
+
+    def write(self, record: RequestRecord) -> None:
+        """Log a request that has ended."""
+        if self._mode is None:
+            return
+        facts = _facts(record) | (_texts(record) if self._mode == "full" else {})
+        # ASCII: neither line breaks nor control characters of a terminal can come from a client.
+        line = json.dumps(facts).replace("\x7f", "\\u007f")
+        logger.info("request %s", line)
+
+
+def _facts(record: RequestRecord) -> dict[str, Any]:
+    job, outputs, error = record.job, record.outputs, record.error
+    status = CLIENT_DISCONNECTED if record.is_disconnected else 200 if error is None else error.status_code
+    facts = {
+        "request_id": record.request_id,
+        "id": job.builder.id,
+        "model": job.builder.model,
+        "status": status,
+        "error": None if error is None else error.code or "invalid_request",
+        "finish_reasons": [one.finish_reason for output in outputs for one in output.completions],
+        "stream": job.streams,
+        "images": job.num_images,
+        "videos": job.num_videos,
+    }
+    return facts | _tokens(outputs) | _seconds(record) | _trace(record.trace_headers)
+
+
+def _tokens(outputs: Sequence[RequestOutput]) -> dict[str, int]:
+    return {
+        "prompt_tokens": sum(output.num_prompt_tokens for output in outputs),
+        "cached_tokens": sum(output.num_cached_tokens for output in outputs),
+        "image_tokens": sum(output.num_image_tokens for output in outputs),
+        "video_tokens": sum(output.num_video_tokens for output in outputs),
+        "completion_tokens": sum(len(one.token_ids) for output in outputs for one in output.completions),
+    }
+
+
+def _seconds(record: RequestRecord) -> dict[str, float | None]:
+    """Of several prompts, the longest."""
+    metrics = [output.metrics for output in record.outputs]
+    return {
+        "preparation_s": _longest(each.preparation_time for each in metrics),
+        "queue_s": _longest(each.time_in_queue for each in metrics),
+        "vision_s": _longest(each.encoding_time for each in metrics),
+        "first_token_s": _longest(each.time_to_first_token for each in metrics),
+        "total_s": round(time.perf_counter() - record.begin, 6),
+    }
+
+
+def _longest(seconds: Iterable[float | None]) -> float | None:
+    longest = max((each for each in seconds if each is not None), default=None)
+    return None if longest is None else round(longest, 6)
+
+
+def _trace(headers: dict[str, str] | None) -> dict[str, str]:
+    return {} if headers is None else {"traceparent": headers[TRACE_HEADERS[0]][:MAX_HEADER]}
+
+
+def _texts(record: RequestRecord) -> dict[str, Any]:
+    completions = [shortened(one.text) for output in record.outputs for one in output.completions]
+    return {"prompt": record.job.described(), "completions": completions}

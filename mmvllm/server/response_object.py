@@ -1,0 +1,181 @@
+"""Builds the responses of OpenAI's Responses API, whole or as events, from the engine's deltas."""
+
+import time
+import uuid
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from mmvllm.outputs import Delta
+from mmvllm.processors.tool_calls import CallPiece, ToolCallParser, read_tool_calls
+from mmvllm.sampling_params import SamplingParams
+from mmvllm.server.errors import ApiError
+from mmvllm.server.response_builder import FINISH_REASONS, ChoiceBuffer, call_id
+from mmvllm.server.responses import ResponseObject, Usage
+from mmvllm.server.responses_request import ResponsesRequest
+
+
+class ResponseObjectBuilder:
+    """The response to one request; as a stream it is a sequence of events, each with its `type`."""
+
+    prompt_field = "input"
+    end = None  # the last event ends the stream
+
+    def __init__(self, body: ResponsesRequest, params: SamplingParams, functions: Collection[str]):
+        """`functions` are the names of those whose calls are looked for in the completion."""
+        self.model = body.model
+        self._head = _head(body, params)
+        self._functions = functions
+        self._parser = ToolCallParser(functions)
+        self._items: list[dict] = []
+        self._is_open = False  # whether more may come for the last item
+        self._finish_reason: str | None = None
+        self._num_events = 0
+
+    @property
+    def id(self) -> str:
+        return self._head["id"]
+
+    def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> ResponseObject:
+        """The response to a request that is not streamed."""
+        [choice] = choices
+        text, self._finish_reason = "".join(choice.text), choice.finish_reason
+        content, calls = read_tool_calls(text, self._functions) if self._functions else (text, [])
+        if content or not calls:
+            self._items.append(_message(content))
+        self._items += [_call(call.name, call.arguments) for call in calls]
+        self._items[-1]["status"] = self._status
+        return ResponseObject(**self._response(usage))
+
+    def first_chunks(self, _num_choices: int, _delta: Delta) -> list[dict]:
+        """The events that start a stream."""
+        response = self._head | {"status": "in_progress", "output": []}
+        return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
+
+    def chunks(self, _index: int, delta: Delta) -> list[dict]:
+        """The events for new tokens: none while their text may belong to the mark of a call."""
+        self._finish_reason = FINISH_REASONS[delta.finish_reason]
+        is_last = delta.finish_reason is not None
+        pieces = self._parser.feed(delta.text, is_last) if self._functions else filter(None, [delta.text])
+        return [event for piece in pieces for event in self._add(piece)]
+
+    def last_chunks(self, usage: Usage, _includes_usage: bool) -> list[dict]:
+        """The events that end a stream."""
+        events = [] if self._items else self._open(_message(""))
+        events += self._close(self._status)
+        return [*events, self._event(f"response.{self._status}", response=self._response(usage))]
+
+    def error_chunk(self, error: ApiError) -> dict:
+        """The event that ends a stream with an error."""
+        about = error.content()["error"]
+        return self._event("error", code=about["code"] or about["type"], message=about["message"], param=about["param"])
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._finish_reason == "length" else "completed"
+
+    def _response(self, usage: Usage) -> dict:
+        details = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
+        counts = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": usage.prompt_tokens_details.model_dump(),
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.total_tokens,
+        }
+        made = {"status": self._status, "incomplete_details": details, "output": self._items, "usage": counts}
+        return self._head | made
+
+    def _add(self, piece: str | CallPiece) -> list[dict]:
+        """The events for a piece of content or of a call."""
+        events = []
+        if isinstance(piece, str):
+            if not self._is_open or self._items[-1]["type"] != "message":
+                events = self._close("completed") + self._open(_message(""))
+            self._items[-1]["content"][0]["text"] += piece
+            return [*events, self._about_text("output_text.delta", delta=piece, logprobs=[])]
+        if piece.name is not None:
+            events = self._close("completed") + self._open(_call(piece.name, ""))
+        self._items[-1]["arguments"] += piece.arguments
+        delta = self._about("function_call_arguments.delta", delta=piece.arguments)
+        return [*events, delta] if piece.arguments else events
+
+    def _open(self, item: dict) -> list[dict]:
+        item["status"] = "in_progress"
+        self._items.append(item)
+        self._is_open = True
+        begun = item | ({"content": []} if item["type"] == "message" else {})
+        events = [self._event("response.output_item.added", output_index=len(self._items) - 1, item=begun)]
+        if item["type"] == "message":
+            events.append(self._about_text("content_part.added", part=dict(item["content"][0])))
+        return events
+
+    def _close(self, status: str) -> list[dict]:
+        """The events that end the last item, if it has not ended."""
+        if not self._is_open:
+            return []
+        item, self._is_open = self._items[-1], False
+        item["status"] = status
+        if item["type"] == "message":
+            part = item["content"][0]
+            events = [
+                self._about_text("output_text.done", text=part["text"], logprobs=[]),
+                self._about_text("content_part.done", part=part),
+            ]
+        else:
+            call = {"name": item["name"], "arguments": item["arguments"]}
+            events = [self._about("function_call_arguments.done", **call)]
+        return [*events, self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)]
+
+    def _about_text(self, kind: str, **fields: Any) -> dict:
+        return self._about(kind, content_index=0, **fields)
+
+    def _about(self, kind: str, **fields: Any) -> dict:
+        """An event about the last item."""
+        item_id, index = self._items[-1]["id"], len(self._items) - 1
+        return self._event(f"response.{kind}", item_id=item_id, output_index=index, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> dict:
+        self._num_events += 1
+        return {"type": kind, "sequence_number": self._num_events - 1, **fields}
+
+
+def _head(body: ResponsesRequest, params: SamplingParams) -> dict:
+    """What a response says of its request."""
+    return {
+        "id": f"resp_{uuid.uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": body.model,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "store": False,
+        "temperature": params.temperature,
+        "text": {"format": _dumped(body.text.format) if body.text and body.text.format else {"type": "text"}},
+        "tool_choice": _dumped(body.tool_choice) or "auto",
+        "tools": [_dumped(tool) for tool in body.tools or ()],
+        "top_p": params.top_p,
+        "truncation": "disabled",
+        "usage": None,
+    }
+
+
+def _dumped(value: Any) -> Any:
+    return value.model_dump(by_alias=True) if isinstance(value, BaseModel) else value
+
+
+def _message(text: str) -> dict:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    name = f"msg_{uuid.uuid4().hex}"
+    return {"type": "message", "id": name, "status": "completed", "role": "assistant", "content": [part]}
+
+
+def _call(name: str, arguments: str) -> dict:
+    made = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call_id(), "status": "completed"}
+    return made | {"name": name, "arguments": arguments}

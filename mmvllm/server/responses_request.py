@@ -1,0 +1,204 @@
+"""Pydantic models of requests of OpenAI's Responses API."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from mmvllm.processors.tools import MAX_TOOLS
+from mmvllm.server.messages import INT64, CalledFunction, Ignored, StrictModel, Unsupported
+from mmvllm.server.protocol import SamplingRequest, TemplateKwargs, check_number_of_parts
+from mmvllm.server.structured import NamedSchema
+from mmvllm.server.tools import FunctionDefinition, FunctionReference
+
+
+class InputText(StrictModel):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Ignored = None
+    logprobs: Ignored = None
+
+
+class InputImage(StrictModel):
+    type: Literal["input_image"]
+    image_url: str = Field(description="A data: URI, or an http(s): or file: URL that the media policy allows.")
+    detail: Literal["auto", "low", "high"] | None = None
+    file_id: Unsupported = None
+
+
+def _part_tag(part: Any) -> str | None:
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    tags = {"input_text": "text part", "output_text": "text part", "text": "text part", "input_image": "image part"}
+    return tags.get(kind, kind) if isinstance(kind, str) else None
+
+
+InputPart = Annotated[
+    Annotated[InputText, Tag("text part")] | Annotated[InputImage, Tag("image part")],
+    Discriminator(
+        _part_tag,
+        custom_error_type="input_part",
+        custom_error_message="must be a part of the type 'input_text', 'output_text' or 'input_image'",
+    ),
+]
+InputParts = Annotated[list[InputPart], Field(fail_fast=True, min_length=1)]
+
+
+class InputItem(StrictModel):
+    """A message."""
+
+    type: Literal["message"] | None = None
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | InputParts
+    id: Ignored = None
+    status: Ignored = None
+    phase: Ignored = None
+
+
+class FunctionCallItem(CalledFunction):
+    """A call of a function in an earlier response."""
+
+    type: Literal["function_call"]
+    call_id: str
+
+
+class FunctionOutputItem(StrictModel):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | InputParts
+    id: Ignored = None
+    status: Ignored = None
+
+
+def _item_tag(item: Any) -> str:
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    tags = {None: "a message", "message": "a message", "function_call": "a call", "function_call_output": "a result"}
+    return tags.get(kind, "unknown") if isinstance(kind, str | None) else "unknown"
+
+
+Item = Annotated[
+    Annotated[InputItem, Tag("a message")]
+    | Annotated[FunctionCallItem, Tag("a call")]
+    | Annotated[FunctionOutputItem, Tag("a result")],
+    Discriminator(
+        _item_tag,
+        custom_error_type="input_item",
+        custom_error_message="must be an item of the type 'message', 'function_call' or 'function_call_output'",
+    ),
+]
+
+
+def _input_tag(given: Any) -> str:
+    return "items" if isinstance(given, list) else "a string"
+
+
+class FunctionTool(FunctionDefinition):
+    """A function as the Responses API has it: without an object of its own."""
+
+    type: Literal["function"]
+
+
+def _require_function(tool: Any) -> Any:
+    if isinstance(tool, dict) and tool.get("type", "function") != "function":
+        raise PydanticCustomError("tool", "must be a function: this server has no tools of its own")
+    return tool
+
+
+class FunctionChoice(FunctionReference):
+    type: Literal["function"]
+
+
+def _choice_tag(choice: Any) -> str:
+    return "a function" if isinstance(choice, dict | FunctionChoice) else "a word"
+
+
+Tool = Annotated[FunctionTool, BeforeValidator(_require_function)]
+
+
+class PlainTextFormat(StrictModel):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(StrictModel):
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(NamedSchema):
+    """A schema as the Responses API has it: without an object of its own."""
+
+    type: Literal["json_schema"]
+
+
+def _format_tag(given: Any) -> str | None:
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    tags = {"text": "plain text", "json_object": "json object", "json_schema": "json schema"}
+    return tags.get(kind, kind) if isinstance(kind, str) else None
+
+
+class TextOptions(StrictModel):
+    format: (
+        Annotated[
+            Annotated[PlainTextFormat, Tag("plain text")]
+            | Annotated[JsonObjectFormat, Tag("json object")]
+            | Annotated[JsonSchemaFormat, Tag("json schema")],
+            Discriminator(
+                _format_tag,
+                custom_error_type="text_format",
+                custom_error_message="must be a format of the type 'text', 'json_object' or 'json_schema'",
+            ),
+        ]
+        | None
+    ) = None
+    verbosity: Literal["medium"] | None = None
+
+
+class EventOptions(StrictModel):
+    include_obfuscation: Ignored = None
+
+
+class ResponsesRequest(SamplingRequest):
+    """POST /v1/responses"""
+
+    input: Annotated[
+        Annotated[str, Tag("a string")]
+        | Annotated[
+            list[Item], Field(fail_fast=True, min_length=1), BeforeValidator(check_number_of_parts), Tag("items")
+        ],
+        Discriminator(_input_tag),
+    ]
+    instructions: str | None = Field(None, description="A system message before the input.")
+    max_output_tokens: int | None = Field(
+        None, ge=1, lt=INT64, description="Default: as many tokens as max_model_len leaves for the completion."
+    )
+    text: TextOptions | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag("a word")]
+            | Annotated[FunctionChoice, Tag("a function")],
+            Discriminator(_choice_tag),
+        ]
+        | None
+    ) = Field(None, description="Default: auto.")
+    parallel_tool_calls: bool | None = Field(None, description="Whether several calls may come at once. Default: true.")
+    metadata: dict[str, str] | None = None
+    store: Unsupported = None  # nothing is kept between requests
+    previous_response_id: Unsupported = None
+    conversation: Unsupported = None
+    background: Unsupported = None
+    include: Unsupported = None
+    prompt: Unsupported = None
+    reasoning: Unsupported = None
+    top_logprobs: Literal[0] | None = None
+    truncation: Literal["disabled"] | None = None
+    max_tool_calls: Ignored = None  # of tools that the server itself would call
+    safety_identifier: Ignored = None
+    service_tier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    chat_template_kwargs: TemplateKwargs | None = Field(None, description="As for chats.")
+    n: Literal[1] | None = None
+    stream_options: EventOptions | None = None
+    return_token_ids: Unsupported = None
+    response_format: Unsupported = None  # which is text.format here

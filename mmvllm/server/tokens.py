@@ -1,0 +1,41 @@
+"""Pydantic models of requests about tokens, with vLLM's names."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from mmvllm.server.messages import StrictModel
+from mmvllm.server.protocol import ChatPrompt, PromptTokenIds
+
+
+class TokenizeText(StrictModel):
+    """POST /tokenize, of a text"""
+
+    model: str | None = None
+    prompt: str = Field(min_length=1)
+    add_special_tokens: bool | None = Field(None, description="The tokenizers add none.")
+    return_token_strs: bool | None = None
+
+
+class TokenizeChat(ChatPrompt):
+    """POST /tokenize, of a conversation"""
+
+    model: str | None = None
+    add_special_tokens: Literal[False] | None = None
+    return_token_strs: bool | None = None
+
+
+def _tag(body: Any) -> str:
+    return "a chat" if isinstance(body, dict) and "messages" in body else "a text"
+
+
+TokenizeRequest = Annotated[
+    Annotated[TokenizeText, Tag("a text")] | Annotated[TokenizeChat, Tag("a chat")], Discriminator(_tag)
+]
+
+
+class DetokenizeRequest(StrictModel):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: PromptTokenIds

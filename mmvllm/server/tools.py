@@ -1,0 +1,175 @@
+"""Pydantic models of the tools of a chat, and how a request uses its tools."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from mmvllm.errors import RequestError
+from mmvllm.processors.tool_calls import END
+from mmvllm.processors.tool_grammar import calls_or_json_grammar, free_text_grammar, tool_call_grammar
+from mmvllm.processors.tools import MAX_TOOLS, NAME, check_names, check_parameters
+from mmvllm.sampling_params import SamplingParams
+from mmvllm.server.errors import ApiError
+from mmvllm.server.messages import StrictModel
+from mmvllm.server.structured import StructuredField
+from mmvllm.structured import StructuredOutputsParams
+
+
+def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return check_parameters(schema)
+    except RequestError as error:
+        reason = str(error).removeprefix(f"{error.param} ")
+        raise PydanticCustomError("parameters", "{reason}", {"reason": reason}) from None
+
+
+FunctionName = Annotated[str, Field(pattern=f"^{NAME}$")]
+Parameters = Annotated[dict[str, Any], AfterValidator(_check_parameters)]
+
+
+class FunctionDefinition(StrictModel):
+    name: FunctionName
+    description: str | None = None
+    parameters: Parameters | None = Field(None, description="A JSON schema of an object.")
+    strict: bool | None = Field(None, description="Calls of this function always fit its parameters.")
+
+
+class ToolDefinition(StrictModel):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionReference(StrictModel):
+    name: str
+
+
+class NamedToolChoice(StrictModel):
+    type: Literal["function"]
+    function: FunctionReference
+
+
+def _choice_tag(choice: Any) -> str:
+    return "a function" if isinstance(choice, dict | NamedToolChoice) else "a word"
+
+
+Tools = Annotated[list[ToolDefinition], Field(fail_fast=True, max_length=MAX_TOOLS)]
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("a word")] | Annotated[NamedToolChoice, Tag("a function")],
+    Discriminator(_choice_tag),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """How a request uses its tools.
+
+    Args:
+        tools: those that the prompt describes.
+        names: of the functions whose calls are looked for in a completion.
+        params: the request's sampling parameters, with what its tools demand of the completion.
+        field: where that comes from, if there is such a demand.
+    """
+
+    params: SamplingParams
+    tools: Sequence[dict] = ()
+    names: frozenset[str] = frozenset()
+    field: StructuredField | None = None
+
+
+def use_of(
+    tools: Sequence[ToolDefinition] | None,
+    choice: str | NamedToolChoice | None,
+    parallel_tool_calls: bool | None,
+    params: SamplingParams,
+    tokenizer: Any,
+) -> ToolUse:
+    """Raises ApiError for a choice that the tools do not allow, and for schemas that cannot be enforced."""
+    given = prompt_tools(tools)
+    names = [tool["function"]["name"] for tool in given]
+    _check_choice(choice, names)
+    if not given or choice == "none":
+        return ToolUse(params)
+    is_parallel = parallel_tool_calls is not False
+    if isinstance(choice, NamedToolChoice):
+        names = [choice.function.name]
+        is_parallel = False
+    enforced = [is_demanded(choice, tool) for tool in tools]
+    grammar = None
+    if choice in (None, "auto"):
+        grammar = _free_grammar(given, enforced, params.structured, is_parallel, tokenizer)
+    elif params.structured is not None:
+        message = "tool_choice says what the completion must be, and so does another field; give one of them"
+        raise ApiError(400, message, param="tool_choice")
+    else:
+        chosen = [tool for tool in given if tool["function"]["name"] in names]
+        grammar = tool_call_grammar(chosen, tokenizer, is_parallel)
+    if grammar is None:
+        # With a single call allowed, the completion ends with it.
+        params = params if is_parallel else replace(params, stop=(*params.stop, END))
+        return ToolUse(params, given, frozenset(names))
+    _check_schemas(given, enforced)
+    field = StructuredField({"grammar": grammar}, {"grammar": "tools"})
+    return ToolUse(replace(params, structured=field.params()), given, frozenset(names), field)
+
+
+def prompt_tools(tools: Sequence[ToolDefinition] | None) -> list[dict]:
+    """The tools as a prompt describes them; raises ApiError for two with one name."""
+    given = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools or ()]
+    try:
+        check_names([tool["function"]["name"] for tool in given])
+    except RequestError as error:
+        raise ApiError(400, str(error), param=error.param) from None
+    return given
+
+
+def is_demanded(choice: str | NamedToolChoice | None, tool: ToolDefinition) -> bool:
+    """Whether calls of a function always fit its parameters."""
+    if isinstance(choice, NamedToolChoice):
+        return choice.function.name == tool.function.name
+    return choice == "required" or bool(tool.function.strict)
+
+
+def _check_choice(choice: str | NamedToolChoice | None, names: Sequence[str]) -> None:
+    if not names and choice not in (None, "none", "auto"):
+        raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+    if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
+        message = f"tool_choice.function.name is {choice.function.name!r:.100}, which is not the name of a tool"
+        raise ApiError(400, message, param="tool_choice.function.name")
+
+
+def _check_schemas(tools: Sequence[dict], enforced: Sequence[bool]) -> None:
+    for i, tool in enumerate(tools):
+        schema = tool["function"].get("parameters") if enforced[i] else None
+        field = StructuredField({"json": schema} if schema else {}, {"json": f"tools[{i}].function.parameters"})
+        try:
+            field.params()
+        except RequestError as error:
+            message, param = field.spelled(error)
+            raise ApiError(400, message, param=param) from None
+
+
+def _free_grammar(
+    tools: Sequence[dict],
+    enforced: Sequence[bool],
+    structured: StructuredOutputsParams | None,
+    is_parallel: bool,
+    tokenizer: Any,
+) -> str | None:
+    """Of a completion that may have calls; None where it may be anything."""
+    if structured is None and not any(enforced):
+        return None
+    functions = [
+        tool if is_strict else {"function": {"name": tool["function"]["name"]}}
+        for tool, is_strict in zip(tools, enforced, strict=True)
+    ]
+    if structured is None:
+        return free_text_grammar(functions, tokenizer)
+    if not structured.is_json:
+        message = "tools and a regular expression, a choice or a grammar exclude each other, unless tool_choice is none"
+        raise ApiError(400, message, param="tools")
+    schema = json.loads(structured.json or '{"type": "object"}')
+    return calls_or_json_grammar(functions, tokenizer, schema, is_parallel)

@@ -1,0 +1,173 @@
+"""What the text of a completion must be: JSON of a schema, a regular expression, one of several texts, a grammar.
+
+Names are those of vLLM's StructuredOutputsParams. `mmvllm/engine/grammar.py` enforces it.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from mmvllm.errors import RequestError
+from mmvllm.schema_keywords import check_keywords
+
+KINDS = ("json", "json_object", "regex", "choice", "grammar")
+MAX_CHARACTERS = 65536  # of a schema, expression, grammar, or all choices: what compiles in a second at most
+MAX_DEPTH = 32  # of objects and lists in a schema
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the text of a completion must be; exactly one of the first five.
+
+    Raises RequestError whose `param` is "structured", or "structured.json" for a wrong value of `json`.
+
+    Args:
+        json: a JSON schema, as a dict, as text, or as a pydantic model class; kept as text.
+        json_object: True for a JSON object of any content.
+        regex: a regular expression in the syntax of Rust's regex crate, without look-around and back-references, that
+            the whole text matches.
+        choice: texts, of which the completion is one.
+        grammar: a context-free grammar in llguidance's variant of Lark, whose first rule is `start`.
+        whitespace_pattern: a regular expression of the white space that may stand between the tokens of JSON; by
+            default a space, or line breaks and an indent of at most 20 characters. "" allows none.
+    """
+
+    json: str | dict[str, Any] | type | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        self._set("json_object", _flag(self.json_object))
+        given = [name for name in KINDS if getattr(self, name) is not None]
+        if len(given) != 1:
+            came = f"has {' and '.join(given)}" if given else "is empty"
+            raise RequestError(f"structured {came}; give exactly one of {', '.join(KINDS)}", param="structured")
+        if self.json is not None:
+            self._set("json", _schema_text(self.json))
+        if self.choice is not None:
+            self._set("choice", _choices(self.choice))
+        for name in ("regex", "grammar"):
+            _check_text(name, getattr(self, name))
+        if self.whitespace_pattern is not None:
+            self._check_whitespace()
+
+    @property
+    def kind(self) -> str:
+        """Which of `KINDS` is given."""
+        return next(name for name in KINDS if getattr(self, name) is not None)
+
+    @property
+    def is_json(self) -> bool:
+        """Whether the text is JSON."""
+        return self.kind in ("json", "json_object")
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_whitespace(self) -> None:
+        _check_text("whitespace_pattern", self.whitespace_pattern, may_be_empty=True)
+        if not self.is_json:
+            raise _wrong("whitespace_pattern", f"is for json and json_object; it came with {self.kind}")
+
+
+def as_structured(value: Any) -> StructuredOutputsParams | None:
+    """The parameters that a caller gave as such, as a dict of their fields, or as None."""
+    if value is None or isinstance(value, StructuredOutputsParams):
+        return value
+    if not isinstance(value, dict):
+        required = f"StructuredOutputsParams, a dict with one of {', '.join(KINDS)}, or None"
+        raise RequestError(f"structured is {value!r:.200}, must be {required}", param="structured", value=value)
+    known = (*KINDS, "whitespace_pattern")
+    if unknown := [name for name in value if name not in known]:
+        raise RequestError(
+            f"structured has no field {unknown[0]!r:.100}; known: {', '.join(known)}", param="structured"
+        )
+    return StructuredOutputsParams(**value)
+
+
+def _wrong(name: str, problem: str) -> RequestError:
+    return RequestError(f"structured.{name} {problem}", param=f"structured.{name}")
+
+
+def _flag(value: Any) -> bool | None:
+    if value not in (True, False, None):
+        raise _wrong("json_object", f"is {value!r:.200}, must be True")
+    return True if value else None
+
+
+def _check_text(name: str, value: Any, may_be_empty: bool = False) -> None:
+    if value is None:
+        return
+    if not isinstance(value, str):
+        raise _wrong(name, f"is {value!r:.200}, must be a string")
+    if not value and not may_be_empty:
+        raise _wrong(name, "is empty")
+    _check_size(name, value)
+
+
+def _check_size(name: str, text: str) -> None:
+    if len(text) > MAX_CHARACTERS:
+        raise _wrong(name, f"has {len(text)} characters, at most {MAX_CHARACTERS} are accepted")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _wrong(name, "has a lone surrogate, which is no text") from None
+
+
+def _choices(value: Any) -> tuple[str, ...]:
+    choices = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else None
+    if not choices or not all(isinstance(choice, str) and choice for choice in choices):
+        raise _wrong("choice", f"is {value!r:.200}, must be a list of strings that are not empty")
+    _check_size("choice", "".join(choices))
+    return tuple(dict.fromkeys(choices))
+
+
+def _schema_text(given: Any) -> str:
+    """The schema as compact JSON, in the order of its keys; raises RequestError if it is none, or has no effect."""
+    schema = _parsed(given)
+    if not isinstance(schema, dict):
+        raise _wrong("json", f"is {schema!r:.200}, must be a JSON schema that is an object")
+    if not schema:
+        raise _wrong("json", "is an empty schema; give one with a type, or json_object for any object")
+    try:
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except RecursionError:
+        raise _too_deep() from None
+    except (TypeError, ValueError) as error:
+        raise _wrong("json", f"is not JSON: {error}") from None
+    _check_size("json", text)
+    if _depth(schema) > MAX_DEPTH:
+        raise _too_deep()
+    check_keywords(schema)
+    return text
+
+
+def _too_deep() -> RequestError:
+    return _wrong("json", f"is nested more than {MAX_DEPTH} deep")
+
+
+def _parsed(given: Any) -> Any:
+    if hasattr(given, "model_json_schema"):  # of pydantic
+        return given.model_json_schema()
+    if not isinstance(given, str):
+        return given
+    _check_size("json", given)
+    try:
+        return json.loads(given)
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:
+        raise _wrong("json", f"is not JSON: {error}") from None
+
+
+def _depth(value: Any) -> int:
+    """How many objects and lists are inside one another, counted no further than needed."""
+    level, depth = [value], 0
+    while depth <= MAX_DEPTH and (level := [one for one in level if isinstance(one, dict | list)]):
+        level = [each for one in level for each in (one.values() if isinstance(one, dict) else one)]
+        depth += 1
+    return depth

@@ -1,0 +1,168 @@
+"""Captions that are JSON of a schema: the object in records, its keys as columns, and what contradicts it."""
+
+import csv
+import json
+from itertools import islice
+
+import jsonschema
+import pytest
+
+from mmvllm import ArgumentError
+from mmvllm.captioning import PRESET_SCHEMAS, CaptionSettings, caption_images
+from mmvllm.captioning.objects import object_columns, parsed, with_object_columns
+from tests.helpers.captioning import many, records
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "colour": {"enum": ["red", "green"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 9},
+        "share": {"anyOf": [{"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.5}, {"type": "null"}]},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2},
+    },
+    "required": ["colour", "count", "share", "tags"],
+    "additionalProperties": False,
+}
+COLUMNS = ["object", "object.colour", "object.count", "object.share", "object.tags"]
+
+
+@pytest.fixture
+def images(tmp_path):
+    """Two images, and one that cannot be read."""
+    folder = many(tmp_path / "images", 2)
+    (folder / "broken.png").write_bytes(b"no image")
+    return folder
+
+
+def run(llm, images, **settings) -> list[dict]:
+    return list(caption_images(images, llm=llm, **{"schema": SCHEMA, "max_tokens": 200} | settings))
+
+
+def test_records_have_the_object(llm, images, tmp_path):
+    made = run(llm, images, output=tmp_path / "out.jsonl", ordered=True)
+    assert records(tmp_path / "out.jsonl") == made and [bool(record["error"]) for record in made] == [
+        False,
+        False,
+        True,
+    ]
+    for record in made[:2]:
+        jsonschema.validate(record["object"], SCHEMA)
+        assert json.loads(record["caption"]) == record["object"] and record["finish_reason"] == "eos"
+    assert made[2]["object"] is None
+
+
+def test_a_caption_that_is_cut_short_is_counted(llm, images):
+    job = caption_images(images, llm=llm, schema=SCHEMA, max_tokens=2)
+    made = [record for record in job if not record["error"]]
+    assert [(record["object"], record["finish_reason"]) for record in made] == [(None, "length")] * 2
+    assert job.progress.num_cut == 2
+
+
+def test_keys_are_columns_of_csv(llm, images, tmp_path):
+    made = run(llm, images, output=tmp_path / "out.csv")
+    with (tmp_path / "out.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0])[-5:] == COLUMNS
+    for row, record in zip(rows, made, strict=True):
+        if record["object"] is None:
+            assert [row[name] for name in COLUMNS] == [""] * 5
+        else:
+            assert json.loads(row["object"]) == record["object"] and row["object.colour"] == record["object"]["colour"]
+            assert json.loads(row["object.tags"]) == record["object"]["tags"]
+
+
+def test_keys_are_typed_columns_of_parquet(llm, images, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    made = run(llm, images, output=tmp_path / "out.parquet")
+    table = parquet.read_table(tmp_path / "out.parquet")
+    kinds = [str(table.schema.field(name).type) for name in COLUMNS]
+    assert kinds == ["string", "string", "int64", "double", "list<element: string>"]
+    for row, record in zip(table.to_pylist(), made, strict=True):
+        cells = {name: row[f"object.{name}"] for name in SCHEMA["properties"]}
+        assert cells == (record["object"] or dict.fromkeys(SCHEMA["properties"]))
+
+
+def test_the_same_job_resumes_and_another_schema_is_refused(llm, images, tmp_path):
+    made = run(llm, images, output=tmp_path / "out.jsonl", limit=1)
+    made += run(llm, images, output=tmp_path / "out.jsonl")
+    assert records(tmp_path / "out.jsonl") == made and len(made) == 3
+    with pytest.raises(ArgumentError, match=r"schema was '\{"):
+        run(llm, images, output=tmp_path / "out.jsonl", schema={"type": "null"})
+
+
+def test_duplicates_have_the_object_of_their_original(llm, tmp_path):
+    folder = many(tmp_path / "images", 1)
+    (folder / "copy.png").write_bytes(next(folder.iterdir()).read_bytes())
+    first, second = run(llm, folder)
+    assert second["duplicate_of"] == first["path"] and first["object"] == second["object"] is not None
+
+
+@pytest.mark.slow
+def test_several_engines_make_the_same_records(checkpoint, images):
+    options = {"schema": SCHEMA, "max_tokens": 200, "ordered": True, "model": checkpoint}
+    engine = {"device": "cpu", "num_kvcache_blocks": 64, "skip_warmup": True}
+    alone, both = (
+        [record["object"] for record in caption_images(images, engine_args=engine, data_parallel_size=n, **options)]
+        for n in (1, 2)
+    )
+    assert alone == both and sum(made is not None for made in alone) == 2
+
+
+@pytest.mark.parametrize("name", PRESET_SCHEMAS)
+def test_presets_have_schemas_that_can_be_enforced(llm, images, name):
+    job = caption_images(images, llm=llm, schema=PRESET_SCHEMAS[name], max_tokens=900)
+    made = next(record for record in job if not record["error"])
+    job.close()
+    jsonschema.validate(made["object"], PRESET_SCHEMAS[name])
+
+
+REFUSED = [
+    ({"schema": {}}, "schema is an empty schema"),
+    ({"schema": {"type": "array", "uniqueItems": True}}, "schema has the keyword 'uniqueItems' at /"),
+    ({"schema": SCHEMA, "prefix": "A "}, "prefix puts text around captions, which are JSON with a schema"),
+    ({"schema": {"type": "string", "format": "zip"}}, "schema: cannot be enforced: Unknown format: zip"),
+]
+
+
+@pytest.mark.parametrize("settings, message", REFUSED)
+def test_a_schema_that_cannot_be_enforced_is_refused_before_any_image(llm, images, settings, message):
+    with pytest.raises(ArgumentError, match=message):
+        run(llm, images, **settings)
+
+
+def test_the_fingerprint_of_settings_without_a_schema_stays():
+    assert CaptionSettings().fingerprint == CaptionSettings(schema=None).fingerprint
+    assert CaptionSettings().fingerprint != CaptionSettings(schema=SCHEMA).fingerprint
+
+
+def test_the_command_takes_a_schema_or_a_preset(caption, folder, out, tmp_path):
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    done = caption(folder / "000.png", "--output", out, "--schema", tmp_path / "schema.json", "--max-tokens", 2)
+    assert done.code == 0 and "cut short 1 (no object" in " ".join(done.err.split())
+    done = caption(folder / "000.png", "--output", out, "--overwrite", "--preset", "tags-json", "--max-tokens", 900)
+    assert done.code == 0 and "cut short" not in done.err
+    [record] = records(out)
+    jsonschema.validate(record["object"], PRESET_SCHEMAS["tags-json"])
+
+
+def test_the_command_names_its_options_in_errors(caption, folder, tmp_path):
+    (tmp_path / "schema.json").write_text('{"type": "array", "contains": {}}')
+    wrong = {
+        "--schema has the keyword 'contains' at /": ["--schema", tmp_path / "schema.json"],
+        "--schema absent.json cannot be read": ["--schema", "absent.json"],
+        "--preset tags-json has a schema of its own": ["--preset", "tags-json", "--schema", tmp_path / "schema.json"],
+    }
+    for message, options in wrong.items():
+        done = caption(folder, *options)
+        assert done.code == 2 and message in done.err
+
+
+def test_cells_hold_what_their_columns_can():
+    columns = object_columns(json.dumps({"$ref": "#/$defs/a~1b", "$defs": {"a/b": SCHEMA}}))
+    assert [*columns] == COLUMNS
+    record = {"object": parsed('{"colour": "red", "count": 1' + "0" * 30 + ', "share": 1e999, "tags": ["é"]}')}
+    cells = with_object_columns(record, columns)
+    assert cells["object.count"] is None and cells["object.share"] > 1e308 and cells["object.tags"] == ["é"]
+    assert with_object_columns({"object": [1, None]}, object_columns('{"type":"array"}')) == {"object": "[1, null]"}
+    assert parsed('{"a": ') is None
+    assert [*islice(object_columns(None), 1)] == []

@@ -1,0 +1,169 @@
+"""Grammars for tokenizers: what may follow, what is refused, and random schemas whose completions all validate."""
+
+import json
+import sys
+
+import jsonschema
+import numpy as np
+import pytest
+
+from mmvllm import SamplingParams
+from mmvllm.engine.constraints import ConstraintFailed
+from mmvllm.engine.grammar import MAX_COMPILED, GrammarCompiler
+from mmvllm.engine.sequence import Sequence
+from mmvllm.errors import RequestError
+from mmvllm.structured import StructuredOutputsParams
+from tests.helpers.schemas import SchemaMaker, write
+from tests.helpers.tokenizers import NAMES, tokenizer_of
+
+WIDTH = 768  # of the logits, more than the tokenizer has
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tokenizer_of("bundled")
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer):
+    return GrammarCompiler(tokenizer, {tokenizer.eos_token_id}, WIDTH)
+
+
+def following(compiler: GrammarCompiler, text_ids: list[int], width: int = WIDTH, **fields) -> set[int]:
+    """The tokens that may follow."""
+    seq = Sequence([0], SamplingParams(structured=fields), request_id="", block_size=4)
+    constraint = compiler.constraint(seq.sampling_params.structured)
+    for token_id in text_ids:
+        seq.append_token(token_id)
+    allowed = np.full(-(-width // 32), 0xFFFFFFFF, np.uint32)
+    constraint.restrict(seq, allowed)
+    return {*np.flatnonzero(np.unpackbits(allowed.view(np.uint8), bitorder="little")).tolist()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_tokenizer_writes_json_and_ends_with_any_of_its_ends(name):
+    tokenizer = tokenizer_of(name)
+    ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|endoftext|>")}
+    width = -(-len(tokenizer) // 128) * 128 + 128
+    compiler = GrammarCompiler(tokenizer, ends, width)
+    schema = {"type": "object", "properties": {"größe": {"enum": ["日本", "<|im_end|>"]}}, "required": ["größe"]}
+    for value in ("日本", "<|im_end|>"):
+        ids = tokenizer.encode(json.dumps({"größe": value}, ensure_ascii=False), split_special_tokens=True)
+        assert ids[0] in following(compiler, [], width, json=schema)
+        assert following(compiler, ids, width, json=schema | {"additionalProperties": False}) == ends
+    assert max(following(compiler, [], width, regex=".+")) < len(tokenizer)
+
+
+def test_no_control_token_is_text(compiler, tokenizer):
+    special = {*tokenizer.all_special_ids}
+    for fields in (
+        {"regex": ".*"},
+        {"regex": r"<\|im_end\|>"},
+        {"choice": ["<|im_start|>"]},
+        {"json": {"type": "string"}},
+    ):
+        assert not following(compiler, [], **fields) & special - {tokenizer.eos_token_id}
+    assert following(compiler, [], regex=r"<\|im_end\|>") == {tokenizer.encode("<")[0]}
+
+
+def test_a_tokenizer_may_have_more_tokens_than_the_logits(tokenizer):
+    compiler = GrammarCompiler(tokenizer, {5}, 64)
+    assert following(compiler, tokenizer.encode("a"), 64, regex="a") == {5}
+
+
+def test_constraints_of_one_grammar_are_independent(compiler, tokenizer):
+    first, second = tokenizer.encode("a"), tokenizer.encode("b")
+    grammar = 'start: "a" "1" | "b" "2"'
+    assert following(compiler, first, grammar=grammar) == {*tokenizer.encode("1")}
+    assert following(compiler, second, grammar=grammar) == {*tokenizer.encode("2")}
+
+
+def test_what_others_forbid_stays_forbidden(compiler, tokenizer):
+    seq = Sequence([0], SamplingParams(structured={"regex": "[0-9]"}), request_id="", block_size=4)
+    allowed = np.zeros(WIDTH // 32, np.uint32)
+    compiler.constraint(seq.sampling_params.structured).restrict(seq, allowed)
+    assert not allowed.any()
+
+
+def test_a_text_that_left_the_grammar_fails(compiler, tokenizer):
+    with pytest.raises(ConstraintFailed, match="the grammar of structured failed"):
+        following(compiler, tokenizer.encode("b"), regex="a")
+
+
+def test_a_grammar_that_grows_too_large_fails_alone(compiler, tokenizer):
+    with pytest.raises(ConstraintFailed, match="too many"):
+        following(compiler, tokenizer.encode("a") * 400, regex="(a{1000}){1000}")
+
+
+def test_grammars_are_compiled_once_and_the_oldest_are_dropped(tokenizer):
+    compiler = GrammarCompiler(tokenizer, {tokenizer.eos_token_id}, WIDTH)
+    all_params = [StructuredOutputsParams(regex=f"a{{{i + 1}}}") for i in range(MAX_COMPILED + 1)]
+    first = compiler._matcher(all_params[0])
+    assert compiler._matcher(StructuredOutputsParams(regex="a{1}")) is first
+    for params in all_params:
+        compiler.check(params)
+    assert len(compiler._compiled) == MAX_COMPILED and all_params[0] not in compiler._compiled
+
+
+REFUSED = [
+    ({"json": {"type": "string", "format": "zip"}}, "structured.json cannot be enforced: Unknown format: zip"),
+    ({"json": {"type": "strin"}}, "Invalid type: strin"),
+    ({"json": {"type": "integer", "minimum": 2, "maximum": 1}}, "minimum (2) is greater than maximum (1)"),
+    ({"json": {"$ref": "http://a.b/c"}}, "http://a.b/c"),
+    ({"json": {"$ref": "#/$defs/no"}}, "Pointer '/$defs/no' does not exist"),
+    ({"json": {"enum": []}}, "Unsatisfiable schema"),
+    ({"json": {"type": "string", "pattern": "(?=a)"}}, "look-around"),
+    ({"json": {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 2}]}}, "oneOf"),
+    ({"regex": "("}, "structured.regex cannot be enforced"),
+    ({"regex": r"(a)\1"}, "backreferences are not supported"),
+    ({"grammar": "start: missing"}, 'unknown name: "missing"'),
+    ({"grammar": "nothing"}, "structured.grammar cannot be enforced"),
+    ({"json": {"type": "null"}, "whitespace_pattern": "("}, "structured.json cannot be enforced"),
+]
+
+
+@pytest.mark.parametrize("fields, message", REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_be_enforced_is_refused_with_the_reason(compiler, fields, message):
+    with pytest.raises(RequestError) as caught:
+        compiler.check(StructuredOutputsParams(**fields))
+    assert message in str(caught.value) and caught.value.param.startswith("structured."), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_llguidance_the_command_that_installs_it_is_named(tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    compiler = GrammarCompiler(tokenizer, {1}, WIDTH)
+    with pytest.raises(RequestError, match=r"pip install 'mmvllm\[structured\]'"):
+        compiler.check(StructuredOutputsParams(regex="a"))
+    compiler.check(None)
+
+
+def test_a_checkpoint_without_an_end_is_told_so(tokenizer):
+    with pytest.raises(RequestError, match="needs an end-of-sequence token"):
+        GrammarCompiler(tokenizer, {WIDTH}, WIDTH).check(StructuredOutputsParams(regex="a"))
+
+
+def write_and_validate(compiler, tokenizer, width: int, seeds: range) -> int:
+    """Write a completion of a random schema for each seed; returns how many were finished."""
+    num_finished = 0
+    for seed in seeds:
+        schema = SchemaMaker(seed).schema()
+        text, is_finished = write(compiler, StructuredOutputsParams(json=schema), tokenizer, width, seed)
+        if is_finished:
+            jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+            num_finished += 1
+    return num_finished
+
+
+def test_what_is_finished_validates(compiler, tokenizer):
+    assert write_and_validate(compiler, tokenizer, WIDTH, range(100)) > 90
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_finished_validates_for_a_thousand_schemas(name):
+    tokenizer = tokenizer_of(name)
+    width = len(tokenizer) + 100
+    seeds = range(1000) if name == "bundled" else range(1000, 1100)
+    compiler = GrammarCompiler(tokenizer, {tokenizer.eos_token_id}, width)
+    assert write_and_validate(compiler, tokenizer, width, seeds) > 0.9 * len(seeds)

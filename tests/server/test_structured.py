@@ -1,0 +1,125 @@
+"""`response_format`, `structured_outputs` and vLLM's `guided_*` fields: what comes back, and what is refused."""
+
+import json
+from typing import Literal
+
+import jsonschema
+import pytest
+from pydantic import BaseModel
+
+from tests.helpers.server import CHAT, COMPLETIONS, call, chat, completion
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "blue"]}, "count": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["colour", "count"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "scene", "strict": True, "schema": SCHEMA}}
+JSON_FIELDS = [
+    {"response_format": FORMAT},
+    {"structured_outputs": {"json": SCHEMA}},
+    {"guided_json": SCHEMA},
+    {"guided_json": json.dumps(SCHEMA), "guided_whitespace_pattern": "", "guided_decoding_backend": "auto"},
+]
+OTHER_FIELDS = [
+    ({"structured_outputs": {"choice": ["red", "blue"]}}, ("red", "blue")),
+    ({"guided_choice": ["red", "blue"]}, ("red", "blue")),
+    ({"guided_regex": "(ab){2}"}, ("abab",)),
+    ({"guided_grammar": 'start: "x" y\ny: "1" | "2"'}, ("x1", "x2")),
+]
+
+
+def refusal(app, body: dict, path: str = CHAT) -> tuple[str, str]:
+    """The field and the message of a request that is refused."""
+    response = call(app, "POST", path, json=body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    return error["param"], error["message"]
+
+
+@pytest.mark.parametrize("fields", JSON_FIELDS)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_completion_is_json_of_the_schema(app, path, fields):
+    body = chat("Which colour?", **fields) if path == CHAT else completion(max_tokens=60, **fields)
+    choice = call(app, "POST", path, json=body | {"temperature": 1, "seed": 3}).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    jsonschema.validate(json.loads(choice["message"]["content"] if path == CHAT else choice["text"]), SCHEMA)
+
+
+@pytest.mark.parametrize("fields, texts", OTHER_FIELDS)
+def test_a_completion_is_what_vllms_fields_say(app, fields, texts):
+    choice = call(app, "POST", CHAT, json=chat("Which?", **fields)).json()["choices"][0]
+    assert choice["message"]["content"] in texts and choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("fields", [{"response_format": {"type": "json_object"}}, {"guided_json_object": True}])
+def test_any_object(app, fields):
+    body = chat("Which?", **fields, temperature=1, seed=1, max_tokens=400)
+    choice = call(app, "POST", CHAT, json=body).json()["choices"][0]
+    text = choice["message"]["content"]
+    assert text.startswith("{") and (choice["finish_reason"] == "length" or isinstance(json.loads(text), dict))
+
+
+def test_a_completion_cut_by_its_length_says_so(app):
+    choice = call(app, "POST", CHAT, json=chat("Which?", **JSON_FIELDS[0], max_tokens=3)).json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+
+
+class Scene(BaseModel):
+    """What a client asks for."""
+
+    colour: Literal["red", "blue"]
+    count: Literal[1, 2, 3] | None
+
+
+def test_the_openai_client_parses_a_pydantic_model(running):
+    with running.client() as client:
+        done = client.chat.completions.parse(
+            **chat("Which colour?", max_tokens=200, temperature=1, seed=5), response_format=Scene
+        )
+    assert isinstance(done.choices[0].message.parsed, Scene)
+
+
+def test_the_openai_client_streams_a_pydantic_model(running):
+    body = chat("Which colour?", max_tokens=200, temperature=1, seed=5)
+    with running.client() as client, client.chat.completions.stream(**body, response_format=Scene) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion()
+    assert "content.delta" in kinds and isinstance(final.choices[0].message.parsed, Scene)
+
+
+REFUSED = [
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needs json_schema"),
+    ({"response_format": {"type": "json_object", "json_schema": FORMAT["json_schema"]}}, "response_format", "not take"),
+    ({"response_format": {"type": "yaml"}}, "response_format.type", "must be 'text', 'json_object' or 'json_schema'"),
+    ({"guided_json": {}}, "guided_json", "not empty"),
+    ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json", "'uniqueItems' at /"),
+    ({"guided_json": {"type": "string", "format": "zip"}}, "guided_json", "Unknown format: zip"),
+    ({"guided_json": "{"}, "guided_json", "is not JSON"),
+    ({"guided_regex": "a(?=b)"}, "guided_regex", "look-around"),
+    ({"guided_choice": []}, "guided_choice", "at least 1 item"),
+    ({"guided_choice": ["a"] * 2 + ["b" * 65536]}, "guided_choice", "at most 65536"),
+    ({"guided_grammar": "start: nothing"}, "guided_grammar", "unknown name"),
+    ({"structured_outputs": {}}, "structured_outputs", "structured_outputs is empty; give exactly one of"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "has regex and choice"),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not supported"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed group"),
+    ({"guided_regex": "a", "guided_json": {"type": "null"}}, "guided_json", "has json and regex"),
+    ({"guided_regex": "a", "response_format": FORMAT}, "guided_regex", "response_format and guided_regex both say"),
+    ({"guided_regex": "a", "guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "it came with regex"),
+    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "contradicts"),
+    ({"guided_regex": "a", "min_tokens": 1}, "min_tokens", "contradicts"),
+]
+
+
+@pytest.mark.parametrize("fields, param, message", REFUSED)
+def test_what_cannot_be_enforced_is_refused_with_its_field(app, fields, param, message):
+    for path, body in ((CHAT, chat("Hi", **fields)), (COMPLETIONS, completion(**fields))):
+        found, text = refusal(app, body, path)
+        assert found.startswith(param) and message in text, (found, text)
+
+
+def test_text_is_the_format_of_any_completion(app):
+    choice = call(app, "POST", CHAT, json=chat("Hi", response_format={"type": "text"}, max_tokens=3)).json()["choices"]
+    assert choice[0]["message"]["content"]

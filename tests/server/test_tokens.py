@@ -1,0 +1,138 @@
+"""Tokens of prompts and texts, by vLLM's names: /tokenize, /detokenize and `return_token_ids`."""
+
+import json
+
+import pytest
+
+from tests.helpers.server import (
+    CHAT,
+    COMPLETIONS,
+    call,
+    chat,
+    completion,
+    data_uri,
+    error_of,
+    image_part,
+    is_idle,
+    make_app,
+    png,
+    user,
+    wait_for,
+)
+
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+
+
+def tokens_of(app, **body) -> dict:
+    answer = call(app, "POST", TOKENIZE, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_the_tokens_of_a_text(app, engine):
+    got = tokens_of(app, model="bundled", prompt="How many<|im_end|>", return_token_strs=True)
+    want = engine.tokenizer("How many<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert (got["tokens"], got["count"], got["max_model_len"]) == (want, len(want), 2048)
+    assert got["token_strs"] == engine.tokenizer.convert_ids_to_tokens(want)
+    assert tokens_of(app, prompt="Hi", add_special_tokens=True)["token_strs"] is None
+
+
+@pytest.mark.parametrize("keys", [{}, {"max_pixels": 3136}, {"chat_template_kwargs": {"add_vision_id": True}}])
+def test_the_tokens_of_a_conversation_are_those_that_it_is_charged_for(app, keys):
+    messages = [user(image_part(data_uri()), "Compare", image_part(data_uri(png(100, 60)), detail="low"))]
+    count = tokens_of(app, messages=messages, **keys)["count"]
+    usage = call(app, "POST", CHAT, json=chat(messages=messages, max_tokens=1, **keys)).json()["usage"]
+    assert count == usage["prompt_tokens"] > usage["prompt_tokens_details"]["image_tokens"] > 0
+
+
+def test_text_and_tokens_are_inverse(app):
+    text = "How many 🦊<|im_end|>\n are  there?"
+    tokens = tokens_of(app, prompt=text)["tokens"]
+    answer = call(app, "POST", DETOKENIZE, json={"model": "bundled", "tokens": tokens})
+    assert answer.json() == {"prompt": text}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        (TOKENIZE, {}, "prompt", "is missing"),
+        (TOKENIZE, {"prompt": ""}, "prompt", "at least 1 character"),
+        (TOKENIZE, {"prompt": [1]}, "prompt", "must be a string"),
+        (TOKENIZE, {"prompt": "Hi", "model": "other"}, "model", "does not exist"),
+        (TOKENIZE, {"prompt": "Hi " * 30000}, "prompt", "max_model_len is 2048"),
+        (TOKENIZE, {"prompt": "<|image_pad|>"}, "prompt", "image"),
+        (TOKENIZE, {"messages": []}, "messages", "at least 1 item"),
+        (TOKENIZE, {"messages": [user("Hi")], "prompt": "Hi"}, "prompt", "is not a field"),
+        (TOKENIZE, {"messages": [user("Hi")], "add_generation_prompt": False}, "add_generation_prompt", "must be True"),
+        (
+            TOKENIZE,
+            {"messages": [user(image_part("data:image/png;base64,AAAA"))]},
+            "messages[0].content[0].image_url.url",
+            "not an image",
+        ),
+        (TOKENIZE, {"messages": [user("Hi")], "tools": [{"type": "function"}]}, "tools[0].function", "is missing"),
+        (DETOKENIZE, {}, "tokens", "is missing"),
+        (DETOKENIZE, {"tokens": []}, "tokens", "at least 1 item"),
+        (DETOKENIZE, {"tokens": [5, -1]}, "tokens[1]", "greater than or equal to 0"),
+        (DETOKENIZE, {"tokens": [5, 10**6]}, "tokens[1]", "the tokenizer has 473 tokens"),
+        (DETOKENIZE, {"tokens": [5] * 2049}, "tokens", "at most 2048"),
+    ],
+)
+def test_an_error_names_the_field(app, path, body, param, words):
+    answer = call(app, "POST", path, json=body)
+    assert answer.status_code in (400, 404) and error_of(answer)["param"] == param, answer.text
+    assert words in answer.text
+
+
+@pytest.mark.parametrize("path", [TOKENIZE, DETOKENIZE])
+def test_tokens_need_the_key(engine, path):
+    app = make_app(engine, api_keys=("secret",))
+    assert call(app, "POST", path, json={"prompt": "Hi"}).status_code == 401
+
+
+def test_nothing_is_left_of_a_request_for_tokens(app, engine):
+    tokens_of(app, messages=[user(image_part(data_uri()), "Hi")])
+    call(app, "POST", TOKENIZE, json={"messages": [user(image_part("data:image/png;base64,AAAA"))]})
+    wait_for(lambda: is_idle(engine))
+
+
+def chunks_of(app, path: str, body: dict) -> list[dict]:
+    events = call(app, "POST", path, json=body | {"stream": True}).text.strip().split("\n\n")
+    assert events.pop() == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+IDS = {"return_token_ids": True, "max_tokens": 5}
+
+
+def test_a_chat_returns_token_ids(app, engine):
+    body = chat("Hi", image_part(data_uri()), n=2, temperature=1, seed=1, **IDS)
+    whole = call(app, "POST", CHAT, json=body).json()
+    assert whole["prompt_token_ids"] == tokens_of(app, messages=body["messages"])["tokens"]
+    for choice in whole["choices"]:
+        assert engine.tokenizer.decode(choice["token_ids"], skip_special_tokens=True) == choice["message"]["content"]
+    chunks = chunks_of(app, CHAT, body)
+    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    for choice in whole["choices"]:
+        own = [one for chunk in chunks for one in chunk["choices"] if one["index"] == choice["index"]]
+        assert [i for one in own for i in one.get("token_ids", ())] == choice["token_ids"]
+
+
+def test_a_completion_returns_token_ids(app):
+    body = completion(prompt=["How many", "What"], temperature=0, **IDS)
+    whole = call(app, "POST", COMPLETIONS, json=body).json()["choices"]
+    assert [choice["prompt_token_ids"] for choice in whole] == [
+        tokens_of(app, prompt=prompt)["tokens"] for prompt in body["prompt"]
+    ]
+    choices = [choice for chunk in chunks_of(app, COMPLETIONS, body) for choice in chunk["choices"]]
+    for want in whole:
+        own = [choice for choice in choices if choice["index"] == want["index"]]
+        assert [own[0]["prompt_token_ids"]] == [one["prompt_token_ids"] for one in own if "prompt_token_ids" in one]
+        assert own[0]["prompt_token_ids"] == want["prompt_token_ids"]
+        assert [i for choice in own for i in choice["token_ids"]] == want["token_ids"]
+
+
+@pytest.mark.parametrize("value", [None, False])
+def test_token_ids_are_left_out_otherwise(app, value):
+    answer = call(app, "POST", CHAT, json=chat("Hi", max_tokens=1, return_token_ids=value))
+    assert "token_ids" not in answer.text and "tool_calls" not in answer.text
