@@ -147,6 +147,29 @@ def test_equal_images_are_sent_once_and_no_more_requests_at_a_time_than_asked_fo
     assert sum(record["duplicate_of"] is not None for record in made) == 1
 
 
+def test_the_schema_is_sent_and_an_answer_of_another_form_is_an_error(folder):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    answers = {0: said('{"a": 1}'), 1: said('{"a": ', finish_reason="length"), 2: said("one")}
+    with fake_endpoint(lambda _, number: answers[number]) as fake:
+        job = caption_images(folder, limit=3, endpoint=EndpointOptions(fake.url, concurrency=1), schema=schema)
+        made = list(job)
+    sent = {"name": "caption", "schema": schema, "strict": True}
+    assert all(body["response_format"] == {"type": "json_schema", "json_schema": sent} for body in fake.bodies)
+    assert [record["object"] for record in made] == [{"a": 1}, None, None]
+    assert [record["finish_reason"] for record in made] == ["eos", "length", "error"]
+    assert "is not JSON" in made[2]["error"] and job.progress.num_cut == 1
+
+
+@pytest.mark.parametrize(("owner", "stops", "sent"), [("mmvllm", True, [True]), ("mmvllm", False, []), ("a", True, [])])
+def test_only_servers_of_mmvllm_are_asked_to_end_repetitions(folder, owner, stops, sent):
+    models = as_json(200, {"data": [{"id": "fake-vl", "owned_by": owner}]})
+    with fake_endpoint(lambda *_: said("a a a", finish_reason="repetition"), models) as fake:
+        job = caption_images(folder / "000.png", endpoint=fake.url, stop_on_repetition=stops)
+        (record,) = job
+    assert [body["stop_on_repetition"] for body in fake.bodies if "stop_on_repetition" in body] == sent
+    assert record["finish_reason"] == "repetition" and job.progress.num_repetitions == 1
+
+
 def test_several_captions_are_one_request(folder):
     choices = [{"message": {"content": text}, "finish_reason": "length"} for text in "abc"]
     with fake_endpoint(lambda body, _: as_json(200, {"choices": choices, "usage": {"completion_tokens": 6}})) as fake:

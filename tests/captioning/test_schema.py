@@ -51,6 +51,22 @@ def test_records_have_the_object(llm, images, tmp_path):
     assert made[2]["object"] is None
 
 
+def test_each_of_several_captions_has_its_object(llm, images, tmp_path):
+    made = run(llm, images, prompts=["One.", "Two."], output=tmp_path / "out.parquet", ordered=True)
+    for record in made[:2]:
+        assert [one["object"] for one in record["captions"]] == [
+            json.loads(one["caption"]) for one in record["captions"]
+        ]
+        assert record["object"] == record["captions"][0]["object"] is not None
+    assert made[2]["object"] is made[2]["captions"][0]["object"] is None
+    table = pytest.importorskip("pyarrow.parquet").read_table(tmp_path / "out.parquet")
+    assert {"caption_1", "caption_2", *COLUMNS} <= set(table.column_names)
+    assert table["caption_2"].to_pylist()[0] == made[0]["captions"][1]["caption"]
+    assert table["object.tags"].to_pylist()[0] == made[0]["object"]["tags"]
+    job = caption_images(images, llm=llm, schema=SCHEMA, max_tokens=2, prompts=["One.", "Two."])
+    assert len(list(job)) == 3 and job.progress.num_cut == 4
+
+
 def test_a_caption_that_is_cut_short_is_counted(llm, images):
     job = caption_images(images, llm=llm, schema=SCHEMA, max_tokens=2)
     made = [record for record in job if not record["error"]]
