@@ -127,6 +127,7 @@ def test_presets_are_listed(caption):
         "alt-text",
         "tags",
         "ocr",
+        "boxes",
         "tags-json",
         "product-json",
     ]
