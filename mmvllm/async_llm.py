@@ -111,6 +111,8 @@ class AsyncLLM:
             `tensor_parallel_size` CUDA devices, from `device` on, or its part of the CPU's threads. A request goes
             to the engine that has much of it cached, within a bound on the load. An engine that ends is started again:
             its requests that have no token yet are computed by another, others end with `RequestFailed`.
+        release_after: seconds without requests after which the weights and caches are freed. The next request waits
+            until the model is loaded again, from its files; a random completion is what it would have been.
 
     Use it as `async with AsyncLLM(...) as engine`, or call `shutdown` in the end.
     """
@@ -124,13 +126,16 @@ class AsyncLLM:
         otlp_traces_endpoint: str | None = None,
         max_waiting: int = 256,
         data_parallel_size: int = 1,
+        release_after: float | None = None,
         **engine_args: Any,
     ):
         check_int("data_parallel_size", data_parallel_size)
+        if release_after is not None and not 0 < release_after < threading.TIMEOUT_MAX:
+            raise ParameterError("release_after", release_after, "a number of seconds above 0, or None")
         check_endpoint(otlp_traces_endpoint)
         config = EngineConfig.from_arguments("AsyncLLM", **engine_args)
         several = data_parallel_size > 1
-        engine = EngineFleet(model, config, data_parallel_size) if several else LLMEngine(model, config)
+        engine = EngineFleet(model, config, data_parallel_size, release_after) if several else LLMEngine(model, config)
         self._engine = engine
         try:
             self._intake = Intake(engine, processor, video_backend)
@@ -151,7 +156,10 @@ class AsyncLLM:
         self._streams: dict[str, _Stream] = {}  # those that have not ended, in order of arrival
         self._preparation = PreparationQueue(self._changed, self._num_waiting_bytes)
         self._status, self._reason = "ok", None
-        self._thread = (Dispatcher if several else EngineThread)(engine, self._deliver, self._fail)
+        connections = self._deliver, self._fail
+        self._thread = (
+            Dispatcher(engine, *connections) if several else EngineThread(engine, *connections, release_after)
+        )
         self._closing = threading.Lock()
         # Registered after the engine's own exit handler, so run before it: the thread still uses the engine.
         atexit.register(_close_if_alive, weakref.ref(self))

@@ -67,15 +67,28 @@ class Processor:
 
     def __call__(self, request: dict, load: Load | None = None) -> EngineInput:
         """Prepare one request; raises RequestError that says what is wrong, and where."""
-        load = load or self.load
+        return self.together([request], load)[0]
+
+    def together(self, requests: list[dict], load: Load | None = None) -> list[EngineInput]:
+        """Prepare requests with the same images and videos, which are those of the first and are read once."""
+        first, *others = [self._parsed(request) for request in requests]
+        media = self._media(first, load or self.load)
+        return [self._placed(parsed, media) for parsed in (first, *others)]
+
+    def _parsed(self, request: dict) -> ParsedRequest:
         parsed = parse_request(request)
         check_takes_media(parsed, self.rules)
         if parsed.videos and self.video_processor is None:
             raise RequestError("this processor was made without a video_processor, it cannot take videos")
         if self.rules is None and parsed.messages:
             parsed = parsed._replace(messages=[_as_string(message) for message in parsed.messages])
+        return parsed
+
+    def _media(self, parsed: ParsedRequest, load: Load) -> list[Media]:
         media = [self._image(i, part, parsed, load) for i, part in enumerate(parsed.images)]
-        media += [self._video(i, part, parsed, load) for i, part in enumerate(parsed.videos)]
+        return media + [self._video(i, part, parsed, load) for i, part in enumerate(parsed.videos)]
+
+    def _placed(self, parsed: ParsedRequest, media: list[Media]) -> EngineInput:
         with self._lock:
             token_ids = self._token_ids(parsed)
             if self.rules is None:

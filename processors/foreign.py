@@ -78,6 +78,10 @@ class ForeignProcessor:
             made = self.processor(text=[text], images=images or None, return_tensors="pt", **_videos(clips))
             return self._engine_input(made, [source for _, source in given], clips)
 
+    def together(self, requests: list[dict], load: Load | None = None) -> list[EngineInput]:
+        """As `Processor.together`; the caller's processor is given the images and videos each time."""
+        return [self(request, load) for request in requests]
+
     def _without_media(self, parsed: ParsedRequest) -> EngineInput:
         """Token ids, which the interface does not take, need no processor unless there are images or videos."""
         if parsed.images or parsed.videos:

@@ -6,6 +6,7 @@ _EXPORTS = {
     "caption_images": "mmvllm.captioning.run",
     "CaptionRun": "mmvllm.captioning.run",
     "CaptionSettings": "mmvllm.captioning.settings",
+    "EndpointOptions": "mmvllm.captioning.endpoint_options",
     "JobError": "mmvllm.captioning.errors",
     "PRESETS": "mmvllm.captioning.presets",
     "PRESET_SCHEMAS": "mmvllm.captioning.presets",

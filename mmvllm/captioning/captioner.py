@@ -1,6 +1,7 @@
 """Tasks -> records: images and clips prepared by workers ahead of the engine, and duplicates captioned once."""
 
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,13 +13,17 @@ from mmvllm.captioning.items import Item
 from mmvllm.captioning.objects import with_object
 from mmvllm.captioning.ordering import in_order
 from mmvllm.captioning.preparation import CaptionPreparer, WorkerProcesses
+from mmvllm.captioning.prompts import PromptPrefetcher
 from mmvllm.captioning.record import COLUMNS, SEEN
 from mmvllm.captioning.settings import CaptionSettings
+from mmvllm.captioning.several import LIST, captions_of, first_error
 from mmvllm.errors import ArgumentError, MediaFileError, RequestError
-from mmvllm.intake import Prefetcher, Prepared, pinning, timed
+from mmvllm.intake import Prefetcher, Prepare, Prepared, pinning, timed
 from mmvllm.llm import LLM
 from mmvllm.outputs import RequestOutput
 from mmvllm.workers import NUM_WORKERS, WorkersUnusable
+
+Select = Callable[[Prepared], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,30 +44,40 @@ class Captioner:
 
     With `ordered`, records come in the order of their tasks; an image that takes long holds up those after it.
 
+    A subclass without an engine says itself how images are prepared and where the outputs come from.
+
     Raises ArgumentError if the engine's processor cannot be sent to worker processes, or if the schema of captions
     cannot be enforced.
     """
 
+    noun = "the engine"  # what messages call what writes the captions
+
     def __init__(
         self,
-        llm: LLM,
+        llm: LLM | None,
         settings: CaptionSettings,
         num_workers: int | None = None,
         in_processes: bool = False,
         ordered: bool = False,
     ):
         self.llm, self.settings = llm, settings
-        _check_schema(llm, settings)
+        if llm is not None:
+            _check_schema(llm, settings)
         self._ordered = ordered
         self._num_workers = num_workers or NUM_WORKERS
         self._processes = WorkerProcesses(llm.processor, self._num_workers) if in_processes else None
-        self._prefetcher: Prefetcher | None = None
+        self._prefetcher: Prefetcher | PromptPrefetcher | None = None
         self._is_stopped = False
 
     @property
     def engine_wait_share(self) -> float:
         """Share of the time since the first image was prepared in which the engine had none to process, in [0, 1]."""
         return 0.0 if self._prefetcher is None else self._prefetcher.wait_share
+
+    @property
+    def max_requests(self) -> int:
+        """How many requests keep the engine busy."""
+        return self.llm.admission.max_requests
 
     def stop(self) -> None:
         """Finish the requests that the engine has begun, and drop the rest; may be called from a signal handler."""
@@ -87,29 +102,43 @@ class Captioner:
         """The records with the numbers of their tasks, as they finish."""
         jobs = _TasksInFlight(self.settings, index, lambda: self._is_stopped)
         self._prefetcher = self._prefetch(jobs.requests(tasks))
-        params, num_failures = self.settings.sampling_params, 0
-        stream = self.llm.stream_prepared(self._prefetcher, params, "return", jobs.select, lambda: self._is_stopped)
+        num_failures = 0
         try:
-            for number, output in stream:
+            for number, output in self._outputs(jobs.select):
                 yield from jobs.finish(number, output)
                 if output is not None and output.arrival_time is not None:  # it reached the engine
                     num_failures = num_failures + 1 if output.error is not None else 0
-                    if num_failures > 2 * self.llm.admission.max_requests:  # more than any few steps can have
-                        raise JobError(f"the engine fails every time, now with: {output.error}")
+                    if num_failures > 2 * self.max_requests:  # more than any few steps can have
+                        raise JobError(f"{self.noun} fails every time, now with: {output.error}")
         except WorkersUnusable as error:
             raise JobError(f"{error}; run the same job again without worker processes") from error
         finally:
+            self._prefetcher.close()
             if self._processes is not None:
                 self._processes.close()
 
-    def _prefetch(self, requests: Iterator[dict]) -> Prefetcher:
-        return Prefetcher(
+    def _prefetch(self, requests: Iterator[dict]) -> Prefetcher | PromptPrefetcher:
+        prefetcher = Prefetcher(
             requests,
-            timed(pinning(self._processes or CaptionPreparer(self.llm.processor), self.llm.device)),
-            max_requests=self.llm.admission.max_requests,
+            self._preparer(),
+            max_requests=self.max_requests,
             num_workers=self._num_workers,
             in_order=self._ordered,
         )
+        if self.settings.prompts is None:
+            return prefetcher
+        return PromptPrefetcher(prefetcher, self.settings.num_prompts, self._is_computed)
+
+    def _preparer(self) -> Prepare:
+        return timed(pinning(self._processes or CaptionPreparer(self.llm.processor), self.llm.device))
+
+    def _outputs(self, select: Select) -> Iterator[tuple[int, RequestOutput | None]]:
+        params = self.settings.sampling_params
+        return self.llm.stream_prepared(self._prefetcher, params, "return", select, lambda: self._is_stopped)
+
+    def _is_computed(self, request_id: str) -> bool:
+        group = self.llm.engine.scheduler.groups.get(request_id)
+        return group is None or group.first_seq.first_token_time is not None
 
 
 def _check_schema(llm: LLM, settings: CaptionSettings) -> None:
@@ -129,6 +158,8 @@ class _Work:
     num_media_tokens: int = 0
     content: str | None = None  # the same for duplicates with the same prompt
     is_duplicate: bool = False
+    num_prompts: int = 1  # that the engine gets
+    outputs: dict[int, RequestOutput] = field(default_factory=dict)  # by the number of the prompt
 
 
 class _TasksInFlight:
@@ -136,6 +167,7 @@ class _TasksInFlight:
 
     def __init__(self, settings: CaptionSettings, index: Index, is_stopped: Callable[[], bool]):
         self._settings, self._index, self._is_stopped = settings, index, is_stopped
+        self._name = uuid.uuid4().hex  # in the ids of requests: an engine may have several jobs
         self._works: dict[int, _Work] = {}
         self._duplicates: dict[str, list[_Work]] = {}  # by the content of one whose caption is being generated
 
@@ -144,11 +176,19 @@ class _TasksInFlight:
             if self._is_stopped():
                 return
             self._works[number] = _Work(number, task)
-            yield self._settings.request(task.item)
+            yield self._request(number, task)
+
+    def _request(self, number: int, task: Task) -> dict:
+        request = self._settings.request(task.item)
+        return request if "more" not in request else request | {"request_id": f"caption-{self._name}-{number}"}
 
     def select(self, prepared: Prepared) -> bool:
         """Whether the engine is to caption it: not when the job is stopped, and duplicates once only."""
-        work, prompt = self._works[prepared.index], prepared.prompt.result()
+        number, place = divmod(prepared.index, self._settings.num_prompts)
+        if place:
+            return number in self._works  # as its first prompt was
+        work, prompt = self._works[number], prepared.prompt.result()
+        work.num_prompts = 1 + len(prompt.others)
         work.seen, work.num_media_tokens = prompt.seen, prompt.num_media_tokens
         if self._is_stopped():
             return False
@@ -166,16 +206,27 @@ class _TasksInFlight:
         self._duplicates[work.content] = []
         return False
 
-    def finish(self, number: int, output: RequestOutput | None) -> Iterator[tuple[int, dict]]:
+    def finish(self, index: int, output: RequestOutput | None) -> Iterator[tuple[int, dict]]:
         """The numbered records that an output leads to; None is that of a task that was not selected."""
-        work = self._works.pop(number)
+        number, place = divmod(index, self._settings.num_prompts)
         if output is not None:
-            record = _record(self._settings, work, output)
+            work = self._works.get(number)
+            if work is None:  # of another prompt, that was dropped when the job was stopped
+                return
+            work.outputs[place] = output
+            if len(work.outputs) < work.num_prompts:
+                return
+            del self._works[number]
+            record = _record(self._settings, work, [work.outputs[i] for i in range(work.num_prompts)])
             keep_caption(self._settings, self._index, record)
             yield number, record
             for duplicate in self._duplicates.pop(work.content, ()):
                 yield duplicate.number, self._copy(duplicate, record)
-        elif work.is_duplicate and (original := self._index.caption(work.content)) is not None:
+        elif (
+            (work := self._works.pop(number, None))
+            and work.is_duplicate
+            and (original := self._index.caption(work.content)) is not None
+        ):
             yield number, self._copy(work, original)  # one whose original is in flight is yielded with that
 
     def _copy(self, work: _Work, original: dict) -> dict:
@@ -186,22 +237,33 @@ class _TasksInFlight:
 
 def failure(settings: CaptionSettings, task: Task, reason: str) -> dict:
     """The record of a task that no engine could finish."""
-    return _record(settings, _Work(0, task), RequestOutput("", error=reason))
+    return _record(settings, _Work(0, task), [RequestOutput("", error=reason)])
 
 
-def _record(settings: CaptionSettings, work: _Work, output: RequestOutput) -> dict:
-    error = _reason(work.task.item, output)
+def _record(settings: CaptionSettings, work: _Work, outputs: list[RequestOutput]) -> dict:
+    prompts, output = settings.prompts_for(work.task.item), outputs[0]
+    which, failed = first_error(prompts, outputs) or ("", output)
+    reason = _reason(work.task.item, failed)
+    error = None if reason is None else f"{which}{reason}"
     made = {
         "caption": settings.caption(output.text) if error is None else None,
-        "boxes": [box.to_dict() for box in output.boxes] or None,
-        "prompt_tokens": output.num_prompt_tokens,
+        "boxes": None if error is not None else [box.to_dict() for box in output.boxes] or None,
+        "prompt_tokens": sum(output.num_prompt_tokens for output in outputs),
         "image_tokens": min(work.num_media_tokens, output.num_prompt_tokens),
-        "completion_tokens": len(output.token_ids),
-        "finish_reason": output.finish_reason if work.task.is_image else None,
-        "seconds": None if error is not None else round(output.finish_time - output.arrival_time, 3),
+        "completion_tokens": sum(len(one.token_ids) for output in outputs for one in output.completions),
+        "finish_reason": failed.finish_reason if work.task.is_image else None,
+        "seconds": None if error is not None else _seconds(outputs),
     }
+    if settings.makes_several:
+        made[LIST] = captions_of(prompts, outputs, settings.caption, settings.schema is not None)
     record = dict.fromkeys(COLUMNS) | _describe(settings, work, error) | made
     return record if settings.schema is None else with_object(record)
+
+
+def _seconds(outputs: list[RequestOutput]) -> float:
+    """In the engine, from the first prompt to the last caption."""
+    begin, end = min(output.arrival_time for output in outputs), max(output.finish_time for output in outputs)
+    return round(end - begin, 3)
 
 
 def _describe(settings: CaptionSettings, work: _Work, error: str | None) -> dict:

@@ -16,6 +16,7 @@ from mmvllm.captioning.items import Item
 from mmvllm.captioning.objects import OBJECT
 from mmvllm.captioning.record import SEEN
 from mmvllm.captioning.settings import CaptionSettings
+from mmvllm.captioning.several import LIST
 from mmvllm.llm import LLM
 
 
@@ -99,7 +100,7 @@ def finalized(task: Task, record: dict, settings: CaptionSettings, index: Index)
     if task.item.error is not None and record["error"] is None:  # its caption file cannot be written
         nothing = dict.fromkeys((*SEEN, "caption", "boxes", "duplicate_of", "seconds"))
         counts = dict.fromkeys(("prompt_tokens", "image_tokens", "completion_tokens"), 0)
-        nothing |= dict.fromkeys({OBJECT} & record.keys())
+        nothing |= {name: [] for name in {LIST} & record.keys()} | dict.fromkeys({OBJECT} & record.keys())
         return record | nothing | asked_of(task.item) | counts | {"error": task.item.error, "finish_reason": "error"}
     if record["error"] is not None or not settings.is_repeatable:
         return record
@@ -108,7 +109,7 @@ def finalized(task: Task, record: dict, settings: CaptionSettings, index: Index)
         record |= {"duplicate_of": None}
         keep_caption(settings, index, record)
         return record
-    same = ("caption", "boxes", "prompt_tokens", "image_tokens", "completion_tokens", "finish_reason", OBJECT)
+    same = ("caption", "boxes", "prompt_tokens", "image_tokens", "completion_tokens", "finish_reason", OBJECT, LIST)
     return (
         record
         | {name: original[name] for name in same if name in original}

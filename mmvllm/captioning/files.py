@@ -12,10 +12,7 @@ from mmvllm.captioning.errors import JobError, explained
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item, real_name
 from mmvllm.captioning.replacing import replacing
-
-
-def _as_text(record: dict) -> str:
-    return record["caption"]
+from mmvllm.captioning.several import caption_lines
 
 
 def _as_json(record: dict) -> str:
@@ -24,7 +21,7 @@ def _as_json(record: dict) -> str:
 
 # Format -> suffix, and the function from a record to the text of its file.
 FILE_FORMATS: dict[str, tuple[str, Callable[[dict], str]]] = {
-    "txt": (".txt", _as_text),  # as training tools expect it
+    "txt": (".txt", caption_lines),  # as training tools expect it
     "webdataset-json": (".json", _as_json),  # as in webdataset shards
 }
 

@@ -5,6 +5,7 @@ process is killed, only the last line can be incomplete, and the next run remove
 has the settings that the records were made with.
 """
 
+import itertools
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from mmvllm.captioning.locked_file import LockedFile
 from mmvllm.captioning.record import ADDED, COLUMNS, as_line, is_clip
 from mmvllm.captioning.settings import CaptionSettings, task_key
 from mmvllm.captioning.settings_file import SettingsFile
+from mmvllm.captioning.several import caption_columns
 from mmvllm.errors import ArgumentError
 from mmvllm.text import counted
 
@@ -123,6 +125,14 @@ class Journal:
             record = json.loads(line)
             if self.index.line(record["key"]) == number:
                 yield record
+
+    def caption_columns(self) -> list[str]:
+        """The columns of a table for the captions of jobs with several."""
+        of_jobs = ((values.get("prompts"), values.get("n", 1)) for values in self.made_with.known.values())
+        columns = (
+            caption_columns([one["name"] for one in prompts] if prompts else [None], n) for prompts, n in of_jobs
+        )
+        return list(dict.fromkeys(itertools.chain(*columns)))
 
     def close(self) -> None:
         """Close and unlock the file; an empty one is deleted."""

@@ -53,7 +53,7 @@ def object_columns(schema: str | None) -> dict[str, Any]:
     return {OBJECT: str} | columns
 
 
-def with_columns(record: dict, columns: dict[str, Any]) -> dict:
+def with_object_columns(record: dict, columns: dict[str, Any]) -> dict:
     """The record with the cells of `object_columns`."""
     made = record.get(OBJECT)
     keys = made if isinstance(made, dict) else {}

@@ -132,7 +132,8 @@ class Output:
             self._restorer.finish()
         if self.format in TABLES and self.journal.has_records:  # otherwise the journal is deleted
             try:
-                TABLES[self.format](self.path, self.journal.records(), object_columns(self._settings.schema))
+                columns = self.journal.caption_columns(), object_columns(self._settings.schema)
+                TABLES[self.format](self.path, self.journal.records(), *columns)
             except OSError as error:
                 hint = f"; all records are in {self.journal.path}"
                 raise JobError.cannot_write(self.path, error, hint) from error

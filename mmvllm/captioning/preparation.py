@@ -1,6 +1,7 @@
 """Requests for an item -> engine inputs with what records say of the image or clip; in threads or processes."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +28,13 @@ CONTEXT_SHARE = 0.75  # of the model's longest sequence, for the frames of a cli
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptionInput(EngineInput):
-    """An image's or a clip's prompt; `seen` is what its record says of it, by the names in `record.SEEN`."""
+    """An image's or a clip's prompt; `seen` is what its record says of it, by the names in `record.SEEN`.
+
+    `others` are those with the job's further prompts, and the same image or clip.
+    """
 
     seen: dict[str, Any]
+    others: tuple[EngineInput, ...] = ()
 
 
 class CaptionPreparer:
@@ -47,7 +52,7 @@ class CaptionPreparer:
 
         def image(item: Item) -> Image:
             image = load_image(item.read(), reserve=self._reserve_image)
-            seen.update(_seen_of_image(image))
+            seen.update(seen_of_image(image))
             return image
 
         def video(item: Item, plan: ClipPlan) -> Clip:
@@ -55,11 +60,41 @@ class CaptionPreparer:
             seen.update(_seen_of_clip(item, clip))
             return clip
 
-        made = self._processor(request, Load(image, video))
-        return CaptionInput(made.token_ids, made.items, made.positions, made.position_delta, seen=seen)
+        load = Load(_once(image), _once(video))
+        if "more" not in request:
+            return _caption_input(self._processor(request, load), seen)
+        shared = {key: value for key, value in request.items() if key != "more"}
+        requests = [shared, *(shared | {"messages": messages} for messages in request["more"])]
+        first, *others = self._processor.together(requests, load)
+        return _caption_input(first, seen, tuple(_with_media_of(first, other) for other in others))
 
 
-def _seen_of_image(image: Image) -> dict[str, Any]:
+def _caption_input(made: EngineInput, seen: dict[str, Any], others: tuple[EngineInput, ...] = ()) -> CaptionInput:
+    return CaptionInput(made.token_ids, made.items, made.positions, made.position_delta, seen=seen, others=others)
+
+
+def _once(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Reads what a request has once, although a processor of the caller's asks for each prompt."""
+    made: list[Any] = []
+
+    def read_once(*args: Any) -> Any:
+        if not made:
+            made.append(read(*args))
+        return made[0]
+
+    return read_once
+
+
+def _with_media_of(first: EngineInput, other: EngineInput) -> EngineInput:
+    """The other prompt with the very items of the first, which take memory once."""
+    if [one.digest for one in first.items] != [one.digest for one in other.items]:
+        return other  # a processor of the caller's may treat an image in another way, for another prompt
+    items = zip(first.items, other.items, strict=True)
+    same = (dataclasses.replace(own, patches=one.patches) for one, own in items)
+    return dataclasses.replace(other, items=tuple(same))
+
+
+def seen_of_image(image: Image) -> dict[str, Any]:
     """The digest is of the decoded pixels, 32 hex digits, and the size that of the upright image."""
     digest = xxhash.xxh3_128(f"{image.size}".encode())
     digest.update(image.tobytes())

@@ -8,6 +8,7 @@ from typing import Any
 from mmvllm.captioning.counts import Counts
 from mmvllm.captioning.objects import is_cut
 from mmvllm.captioning.record import is_clip
+from mmvllm.captioning.several import entries_of
 
 _OF_THE_WALK = ("num_skipped", "num_failed_before", "num_further_clips")
 
@@ -57,7 +58,7 @@ class Progress:
         return (self._end or time.perf_counter()) - self._start
 
     def add(self, record: dict) -> None:
-        self.num_cut += is_cut(record)
+        self.num_cut += sum(map(is_cut, entries_of(record)))
         if is_clip(record) and record["error"] is None:
             self.num_clips += 1
             self.video_seconds += record["end"] - record["start"]
@@ -69,7 +70,7 @@ class Progress:
         else:
             self.num_captioned += 1
             self.num_tokens += record["completion_tokens"]
-            self.num_repetitions += record["finish_reason"] == "repetition"
+            self.num_repetitions += sum(one["finish_reason"] == "repetition" for one in entries_of(record))
 
     def skip(self, has_failed: bool) -> None:
         self.num_skipped += 1

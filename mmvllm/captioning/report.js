@@ -9,7 +9,7 @@
   const parsed = new Map();
   const fold = (text) => text.normalize("NFC").toLowerCase();
   const edits = new Map();  // index of a record -> its changed caption
-  const haystack = (index) => fold([records[index].path, text(index), records[index].error].filter(Boolean).join("\n"));
+  const haystack = (index) => fold([records[index].path, text(index), ...(records[index].more ?? []), records[index].error].filter(Boolean).join("\n"));
   const text = (index) => edits.get(index) ?? records[index].caption ?? "";
   const kinds = {
     all: () => true,
@@ -180,7 +180,11 @@
   // The records as they are in the output; those with another caption are marked.
   const download = () => {
     const lines = [...document.querySelectorAll("script.lines")].flatMap((block) => JSON.parse(block.textContent));
-    const changed = (line, caption) => JSON.stringify({...JSON.parse(line), caption, edited: true});
+    const changed = (line, caption) => {
+      const record = {...JSON.parse(line), caption, edited: true};
+      if (record.captions?.length) record.captions[0].caption = caption;
+      return JSON.stringify(record);
+    };
     const parts = lines.map((line, index) => `${edits.has(index) ? changed(line, edits.get(index)) : line}\n`);
     const link = document.createElement("a");
     link.href = URL.createObjectURL(new Blob(parts, {type: "application/jsonl"}));
@@ -219,6 +223,7 @@
       words.append(box);
       foot.append(acts);
     }
+    for (const each of record.more ?? []) words.append(...caption(each));
     if (record.duplicate_of !== undefined) {
       const duplicate = make("p", "duplicate", `Same ${isClip(record) ? "clip" : "image"} as ${baseName(record.duplicate_of)}`);
       duplicate.title = record.duplicate_of;

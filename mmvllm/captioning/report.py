@@ -25,6 +25,7 @@ from typing import Any, TextIO
 
 from mmvllm.captioning.record import as_line, is_clip
 from mmvllm.captioning.replacing import replacing
+from mmvllm.captioning.several import LIST, shown_captions
 from mmvllm.captioning.tars import TarMember, tar_members
 from mmvllm.captioning.throughput import draw_throughput, measure_throughput
 from mmvllm.captioning.thumbnails import Source, thumbnail
@@ -185,11 +186,19 @@ def _card(record: dict, home: Path) -> dict[str, Any]:
     card = {key: _clean(record[key]) for key in _TEXTS if record.get(key) is not None}
     card |= {key: number for key in _NUMBERS if (number := _number(record.get(key))) is not None}
     card |= {"path": _clean(path)}
+    if more := [_clean(f"{name}: {text}" if name else text) for name, text in _further(record)]:
+        card["more"] = more
     if drawn := list(islice(_drawn(record.get("boxes"), card.get("width"), card.get("height")), MAX_BOXES)):
         card["boxes"] = drawn
     if _URL.match(path):
         return card | {"link": _clean(path), "web": True}
     return card | ({"link": _link(path, home)} if os.path.isfile(path) else {})
+
+
+def _further(record: dict) -> list[tuple[str | None, str]]:
+    """The captions of a record with several, but for the one that its card shows first."""
+    captions = shown_captions(record) if isinstance(record.get(LIST), list) else []
+    return captions if record.get("caption") is None else captions[1:]
 
 
 def _drawn(boxes: Any, width: float | None, height: float | None) -> Iterator[list]:

@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from mmvllm.arguments import check_int
 from mmvllm.captioning.captioner import Captioner
+from mmvllm.captioning.endpoint_options import EndpointOptions, check_endpoint
 from mmvllm.captioning.engine_worker import EngineSpec
 from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.files import FILE_FORMATS
@@ -25,6 +26,9 @@ from mmvllm.engine.placement import Placement, place_engines
 from mmvllm.errors import ArgumentError
 from mmvllm.llm import LLM
 from mmvllm.models.folder import model_name
+
+if TYPE_CHECKING:
+    from mmvllm.captioning.endpoint import Endpoint
 
 
 def caption_images(
@@ -49,6 +53,7 @@ def caption_images(
     ordered: bool = False,
     data_parallel_size: int | Literal["auto"] = 1,
     ray: RayOptions | None = None,
+    endpoint: str | EndpointOptions | None = None,
     **settings: Any,
 ) -> "CaptionRun":
     """Caption images and videos as `mmvllm caption` does.
@@ -78,10 +83,12 @@ def caption_images(
             with `tensor_parallel_size` CUDA devices or a part of the CPU's threads; "auto" is as many as there are CUDA
             devices for, or one on a CPU. `cpu_kvcache_bytes`, `workers` and all other limits are those of each.
         ray: caption on Ray Data, with engines made from `model` and `engine_args` in the actors.
-        settings: fields of `CaptionSettings`: prompt, system, max_tokens, temperature, seed, min_pixels, max_pixels,
-            stop_on_repetition, beam_width, video_fps, video_frames, video_max_pixels, clip_seconds,
-            animations_as_clips, prefix, suffix, trigger_word, context_from, context_mode, schema, allow_special_tokens,
-            chat_template_kwargs, and dtype, quantization and lora of the engine that is made.
+        endpoint: the URL of a server with OpenAI's API that writes the captions, or `EndpointOptions`; no model is
+            loaded here then.
+        settings: fields of `CaptionSettings`: prompt, prompts, n, system, max_tokens, temperature, seed, min_pixels,
+            max_pixels, stop_on_repetition, beam_width, video_fps, video_frames, video_max_pixels, clip_seconds,
+            animations_as_clips, prefix, suffix, trigger_word, context_from, context_mode, schema,
+            allow_special_tokens, chat_template_kwargs, and dtype, quantization and lora of the engine that is made.
 
     Raises ValueError for arguments that do not fit together, and if another run is writing to the output.
     """
@@ -90,15 +97,21 @@ def caption_images(
     engine_args = dict(engine_args or {})
     _check_engine(llm, model, engine_args, ray, settings)
     _check_size(data_parallel_size, llm, ray)
+    endpoint = EndpointOptions(endpoint) if isinstance(endpoint, str) else endpoint
+    if endpoint is not None:
+        given = {"llm": llm, "model": model, "ray": ray, "worker_processes": worker_processes or None}
+        check_endpoint(given | {"data_parallel_size": None if data_parallel_size == 1 else data_parallel_size})
+        check_endpoint(engine_args | settings)
     _check_paths(paths, output)
-    settings |= {"model": model_name(model)} if llm is None else _settings_of(llm)
-    if settings.get("lora") is not None:
-        settings["lora"] = os.fspath(settings["lora"])  # as it is recorded
-    job = CaptionSettings(caption_files=_caption_files(format, output_dir, caption_extension), **settings)
-    _check_beam_width(job, engine_args.get("max_num_seqs") if llm is None else llm.engine.max_num_seqs)
-    engine_args |= {"dtype": job.dtype, "quantization": job.quantization, "lora": job.lora}
     selection = Selection(paths, retry_failed, limit, shard)
     with ExitStack() as stack:
+        server = None if endpoint is None else stack.enter_context(closing(endpoint.connect()))
+        settings |= _settings_of(llm, model, server)
+        if settings.get("lora") is not None:
+            settings["lora"] = os.fspath(settings["lora"])  # as it is recorded
+        job = CaptionSettings(caption_files=_caption_files(format, output_dir, caption_extension), **settings)
+        _check_beam_width(job, engine_args.get("max_num_seqs") if llm is None else llm.engine.max_num_seqs)
+        engine_args |= {"dtype": job.dtype, "quantization": job.quantization, "lora": job.lora}
         resuming = (overwrite, append_anyway, skip_existing, retry_failed)
         out = Output(job, output, format, output_dir, *resuming, caption_extension)
         stack.callback(out.close)
@@ -110,6 +123,10 @@ def caption_images(
 
             source = RaySource(spec, selection, out.files, ordered, ray, out.earlier)
             stack.callback(source.close)
+        elif server is not None:
+            from mmvllm.captioning.endpoint_source import EndpointSource  # here, because httpx is optional
+
+            source = EndpointSource(server, job, endpoint.concurrency, workers, ordered)
         elif len(places) > 1:
             source = ProcessSource(spec, places, ordered)
             stack.callback(source.close)
@@ -121,8 +138,10 @@ def caption_images(
         return CaptionRun(job, selection, source, out, fail_fast, stack.pop_all().close)
 
 
-def _settings_of(llm: LLM) -> dict[str, Any]:
+def _settings_of(llm: LLM | None, model: str | PathLike | None, server: "Endpoint | None") -> dict[str, Any]:
     """The settings that an engine has, as they were given to it: "auto" stays "auto", as in a run without `llm`."""
+    if llm is None:
+        return {"model": model_name(model) if server is None else server.model}
     config = llm.engine.config
     return {
         "model": llm.model,
@@ -194,7 +213,7 @@ def _check_paths(paths: list[str | PathLike], output: Path | None) -> None:
 
 
 class Source(Protocol):
-    """What makes the records of a worklist: one engine here, several in processes of this machine, or on Ray."""
+    """What makes the records of a worklist: engines here, in processes of this machine or on Ray, or an endpoint."""
 
     engine_wait_share: float
 

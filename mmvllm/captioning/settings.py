@@ -14,7 +14,9 @@ from mmvllm.captioning.context import check_context
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.objects import schema_text
 from mmvllm.captioning.presets import DEFAULT_PROMPT, PRESETS
+from mmvllm.captioning.several import NamedPrompt, named_prompts
 from mmvllm.captioning.video_sampling import VideoSampling
+from mmvllm.errors import ArgumentError
 from mmvllm.processors.bounds import pixel_bounds
 from mmvllm.processors.load import MAX_SOURCE_PIXELS
 from mmvllm.processors.template_kwargs import check_template_kwargs
@@ -41,6 +43,9 @@ class CaptionSettings:
     `chat_template_kwargs` are arguments of the chat template. With a `schema`, a JSON schema as a dict, as text or as a
     pydantic model, captions are JSON of this schema, and records have the parsed `object`. `beam_width` captions by
     beam search with so many beams, which does not look for repetitions.
+
+    `prompts` has several prompts, whose captions of an image are one record: a list of texts, or of dicts with `name`
+    and `prompt`; `prompt` is then the first of them. `n` captions are made of each prompt, which needs a temperature.
 
     Of a video `video_fps` frames per second are sampled, 2 by default, or `video_frames`, with at most
     `video_max_pixels` each. With `clip_seconds`, longer videos are captioned as clips of this length. With
@@ -81,17 +86,37 @@ class CaptionSettings:
     schema: str | None = None
     stop_on_repetition: bool = True
     beam_width: int | None = None
+    prompts: list[dict[str, str]] | None = None
+    n: int = 1
 
     def __post_init__(self):
+        self._set_prompts()
         texts = {name: getattr(self, name) for name in ("prefix", "suffix", "trigger_word")}
         object.__setattr__(self, "schema", schema_text(self.schema, **texts))
         object.__setattr__(self, "chat_template_kwargs", check_template_kwargs(self.chat_template_kwargs) or None)
         _ = self.sampling_params  # checks the values
+        self._check_n()
         if not self.prompt.strip():
             raise ValueError("the prompt is empty; give a question or an instruction")
         check_context(self.context_from, self.context_mode)
         pixel_bounds(self.min_pixels, self.max_pixels, 1, MAX_SOURCE_PIXELS)
         _ = self.video_sampling  # checks the values, too
+
+    def _set_prompts(self) -> None:
+        """Give every prompt a name; one that is alone is `prompt`."""
+        if self.prompts is None:
+            return
+        prompts = named_prompts(self.prompts)
+        if self.prompt not in (DEFAULT_PROMPT, prompts[0]["prompt"]):
+            raise ArgumentError("give either {prompt} or {prompts}")
+        object.__setattr__(self, "prompt", prompts[0]["prompt"])
+        object.__setattr__(self, "prompts", prompts if len(prompts) > 1 else None)
+
+    def _check_n(self) -> None:
+        if self.n > 1 and self.temperature == 0 and self.beam_width is None:
+            raise ArgumentError(
+                "{n} is {value}, but greedy captions would all be equal: give a {temperature}", value=self.n
+            )
 
     def __hash__(self) -> int:
         return hash((self.model, self.prompt))  # a dict, as among the other fields, has no hash
@@ -101,6 +126,7 @@ class CaptionSettings:
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
+            n=self.n,
             seed=self.seed,
             beam_width=self.beam_width,
             stop_on_repetition=self.stop_on_repetition and self.beam_width is None,
@@ -149,12 +175,45 @@ class CaptionSettings:
         """The job's prompt for videos: those of presets, and the default, speak of a video instead of an image."""
         return _VIDEO_PROMPTS.get(self.prompt, self.prompt)
 
+    @property
+    def makes_several(self) -> bool:
+        """Whether a record has a list of captions."""
+        return self.prompts is not None or self.n > 1
+
+    @property
+    def num_prompts(self) -> int:
+        """The number of the job's prompts."""
+        return len(self.prompt_names)
+
+    @property
+    def prompt_names(self) -> list[str | None]:
+        """The names of the job's prompts; None for one that is alone."""
+        return [None] if self.prompts is None else [one["name"] for one in self.prompts]
+
     def prompt_for(self, item: Item) -> str:
-        """The item's prompt or else the job's, with the item's context if it has one."""
+        """The item's prompt or else the job's first, with the item's context if it has one."""
         return self._prompt(item, item.beside if item.context is None else item.context)
 
+    def prompts_for(self, item: Item) -> list[NamedPrompt]:
+        """All prompts of an item: its own alone, unless it is the job's first one, or else those of the job."""
+        first = NamedPrompt(self.prompt_names[0], self.prompt_for(item))
+        if self.prompts is None or item.prompt not in (None, "", self._own_prompt(item)):
+            return [NamedPrompt(None, first.text) if item.prompt else first]
+        context = item.beside if item.context is None else item.context
+        texts = [
+            _VIDEO_PROMPTS.get(one["prompt"], one["prompt"]) if item.is_video else one["prompt"] for one in self.prompts
+        ]
+        return [
+            NamedPrompt(name, self._with(text, context)) for name, text in zip(self.prompt_names, texts, strict=True)
+        ]
+
+    def _own_prompt(self, item: Item) -> str:
+        return self.video_prompt if item.is_video else self.prompt
+
     def _prompt(self, item: Item, context: str | None) -> str:
-        prompt = item.prompt or (self.video_prompt if item.is_video else self.prompt)
+        return self._with(item.prompt or self._own_prompt(item), context)
+
+    def _with(self, prompt: str, context: str | None) -> str:
         parts = [f"Context: {context}", prompt] if context else [prompt]
         return "\n\n".join(parts if self.context_mode == "prepend" else reversed(parts))
 
@@ -174,15 +233,21 @@ class CaptionSettings:
         return _digest("\0".join((self.fingerprint, digest, prompt)))
 
     def request(self, item: Item) -> dict:
-        """The chat request, with the item itself in place of the image or video."""
-        media = self.video_sampling.part(item) if item.is_video else {"type": "image", "image": item}
-        content = [media, {"type": "text", "text": self.prompt_for(item)}]
-        messages = [{"role": "user", "content": content}]
-        if self.system is not None:
-            messages.insert(0, {"role": "system", "content": self.system})
+        """The chat request, with the item itself in place of the image or video.
+
+        If there are several prompts, `more` has the messages of the others.
+        """
+        messages, *more = [self._messages(item, prompt.text) for prompt in self.prompts_for(item)]
         names = ("allow_special_tokens", "chat_template_kwargs", "min_pixels", "max_pixels")
         kwargs = self.video_sampling.processor_kwargs if item.is_video else {}
-        return {"messages": messages, "mm_processor_kwargs": kwargs, **{name: getattr(self, name) for name in names}}
+        request = {"messages": messages, "mm_processor_kwargs": kwargs, **{name: getattr(self, name) for name in names}}
+        return request | ({"more": more} if more else {})
+
+    def _messages(self, item: Item, prompt: str) -> list[dict]:
+        """The image comes before the prompt, so that all prompts share the KV of the system message and the image."""
+        media = self.video_sampling.part(item) if item.is_video else {"type": "image", "image": item}
+        messages = [{"role": "user", "content": [media, {"type": "text", "text": prompt}]}]
+        return messages if self.system is None else [{"role": "system", "content": self.system}, *messages]
 
     def caption(self, text: str) -> str:
         """The caption that is recorded for the model's text."""

@@ -2,44 +2,51 @@
 
 import csv
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mmvllm.captioning.objects import TEXTS, with_columns
+from mmvllm.captioning.objects import TEXTS, with_object_columns
 from mmvllm.captioning.record import COLUMNS
 from mmvllm.captioning.replacing import replacing, sync
+from mmvllm.captioning.several import with_caption_columns
 
 ROWS_PER_GROUP = 8192
 
 
-def write_csv(path: Path, records: Iterable[dict], of_objects: dict[str, Any]) -> None:
+def write_csv(path: Path, records: Iterable[dict], of_captions: Sequence[str], of_objects: dict[str, Any]) -> None:
     """Write a header and a row per record, UTF-8, with lists as JSON; the file is replaced atomically."""
     with replacing(path) as temporary:
         with temporary.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-            table = csv.DictWriter(file, COLUMNS | of_objects, extrasaction="ignore")  # edited records have one more
+            names = [*COLUMNS, *of_captions, *of_objects]
+            table = csv.DictWriter(file, names, extrasaction="ignore")  # edited records have one more
             table.writeheader()
-            columns = dict.fromkeys(of_objects, str)
-            table.writerows(_as_cells(with_columns(record, columns)) for record in records)
+            table.writerows(_as_row(record, dict.fromkeys(of_objects, str)) for record in records)
         sync(temporary)
 
 
-def write_parquet(path: Path, records: Iterable[dict], of_objects: dict[str, Any]) -> None:
+def write_parquet(path: Path, records: Iterable[dict], of_captions: Sequence[str], of_objects: dict[str, Any]) -> None:
     """Write typed columns in row groups; the file is replaced atomically. Needs pyarrow."""
     import pyarrow as pa
     from pyarrow import parquet
 
     types = {str: pa.string(), list: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
     types[TEXTS] = pa.list_(pa.string())
-    schema = pa.schema([(name, types[kind]) for name, kind in (COLUMNS | of_objects).items()])
+    kinds = COLUMNS | dict.fromkeys(of_captions, str) | of_objects
+    schema = pa.schema([(name, types[kind]) for name, kind in kinds.items()])
 
     with replacing(path) as temporary:
         with parquet.ParquetWriter(temporary, schema) as table:
-            rows = (_as_unicode(with_columns(_as_cells(record), of_objects)) for record in records)
+            rows = (_as_unicode(_as_row(record, of_objects)) for record in records)
             while group := list(islice(rows, ROWS_PER_GROUP)):
                 table.write_table(pa.Table.from_pylist(group, schema))
         sync(temporary)
+
+
+def _as_row(record: dict, of_objects: dict[str, Any]) -> dict:
+    """The record with the cells of all columns; the objects' with a list stay lists."""
+    return with_object_columns(_as_cells(with_caption_columns(record)), of_objects)
 
 
 def _as_cells(record: dict) -> dict:

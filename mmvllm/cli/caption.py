@@ -6,7 +6,7 @@ import sys
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmvllm.captioning.context import MODES as CONTEXT_MODES
 from mmvllm.captioning.errors import explained
@@ -18,12 +18,20 @@ from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.cli.caption_records import Printer, own_stdout
 from mmvllm.cli.caption_summary import as_lines, summarize
 from mmvllm.cli.checks import check, tell_if_bundled
-from mmvllm.cli.common import add_model_argument, add_template_argument, at_least_one, seconds
+from mmvllm.cli.common import (
+    add_model_argument,
+    add_template_argument,
+    at_least_one,
+    option_name,
+    seconds,
+    whole_number,
+)
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 from mmvllm.cli.progress import MODES, Display
 from mmvllm.cli.stopping import stopping
 
 if TYPE_CHECKING:
+    from mmvllm.captioning.endpoint_options import EndpointOptions
     from mmvllm.captioning.ray_source import RayOptions
 
 # Arguments that are passed to `caption_images` under the same names.
@@ -31,7 +39,8 @@ PASSED_ON = (
     *("system", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels", "prefix", "suffix", "trigger_word"),
     "stop_on_repetition",
     *("video_fps", "video_frames", "video_max_pixels", "clip_seconds", "animations_as_clips"),
-    *("context_from", "context_mode", "caption_extension", "schema", "allow_special_tokens", "chat_template_kwargs"),
+    *("context_from", "context_mode", "caption_extension", "schema", "n", "allow_special_tokens"),
+    "chat_template_kwargs",
     *("beam_width", "dtype", "quantization", "lora", "output", "format", "output_dir", "overwrite", "append_anyway"),
     "skip_existing",
     *("retry_failed", "fail_fast", "limit", "shard", "workers", "worker_processes", "ordered", "data_parallel_size"),
@@ -82,7 +91,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_prompt(group: argparse._ArgumentGroup) -> None:
     prompt = group.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help=f"default: {DEFAULT_PROMPT!r}")
+    prompt.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help=f"given several times, each image has a caption for each (default: {DEFAULT_PROMPT!r})",
+    )
+    prompt.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE.json",
+        help='read several prompts from a list of texts, or of {"name": ..., "prompt": ...}',
+    )
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="read the prompt from a file")
     prompt.add_argument("--preset", choices=PRESETS, help="use a predefined prompt")
     group.add_argument("--list-presets", action=_ListPresets, nargs=0, help="print the prompts of the presets")
@@ -108,6 +128,13 @@ def _add_prompt(group: argparse._ArgumentGroup) -> None:
         type=at_least_one,
         metavar="N",
         help="beam search with this many beams, instead of greedy decoding",
+    )
+    group.add_argument(
+        "--n",
+        type=at_least_one,
+        default=1,
+        metavar="N",
+        help="captions to make with each prompt; more than one needs --temperature or --beam-width (default: %(default)s)",
     )
     group.add_argument("--seed", type=int, metavar="N", help="seed that makes sampled captions reproducible")
     group.add_argument(
@@ -226,6 +253,25 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         "--engine", choices=executors, dest="executor", default=argparse.SUPPRESS, help=argparse.SUPPRESS
     )
     group.add_argument(
+        "--endpoint",
+        metavar="URL",
+        help="have a server with OpenAI's API write the captions, such as http://localhost:8000/v1, and load no model; "
+        "its API key is read from the environment variable OPENAI_API_KEY",
+    )
+    group.add_argument(
+        "--endpoint-model", metavar="NAME", help="name of the model there (default: the first of /v1/models)"
+    )
+    group.add_argument("--concurrency", type=at_least_one, metavar="N", help="requests to it at a time (default: 8)")
+    group.add_argument(
+        "--endpoint-timeout", type=seconds, metavar="S", help="seconds to wait for its answer (default: 300)"
+    )
+    group.add_argument(
+        "--endpoint-retries",
+        type=whole_number,
+        metavar="N",
+        help="how often a request that failed is sent again, with growing pauses (default: 5)",
+    )
+    group.add_argument(
         "--address", help="address of a Ray cluster: auto, HOST:PORT or ray://...; by default Ray is started locally"
     )
     group.add_argument("--actors", type=at_least_one, metavar="N", dest="num_actors", help="Ray actors (default: 1)")
@@ -239,10 +285,11 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    prompt, ray = _prompt(args), _ray_options(args)
+    prompts, ray, endpoint = _prompts(args), _ray_options(args), _endpoint_options(args)
     args.schema = _schema(args)
-    _check(args, prompt)
-    tell_if_bundled(args)
+    _check(args, prompts)
+    if endpoint is None:
+        tell_if_bundled(args)
     from mmvllm.captioning.errors import JobError
     from mmvllm.captioning.run import caption_images
 
@@ -250,8 +297,9 @@ def run(args: argparse.Namespace) -> int:
         args.paths,
         model=args.model,
         engine_args=engine_arguments(args, exclude=SETTINGS),
-        prompt=prompt,
         ray=ray,
+        endpoint=endpoint,
+        **prompts,
         **{name: getattr(args, name) for name in PASSED_ON},
     )
     try:
@@ -280,12 +328,13 @@ def run(args: argparse.Namespace) -> int:
     return 3 if job.num_failed else 0
 
 
-def _check(args: argparse.Namespace, prompt: str) -> None:
+def _check(args: argparse.Namespace, prompts: dict[str, Any]) -> None:
     """Refuse what can be refused before torch is imported."""
-    check(args)
+    if args.endpoint is None:
+        check(args)
     find_items(args.paths)  # refuses paths that do not exist
     names = {field.name for field in fields(CaptionSettings)}.intersection(PASSED_ON)
-    settings = CaptionSettings(prompt=prompt, **{name: getattr(args, name) for name in names})
+    settings = CaptionSettings(**prompts, **{name: getattr(args, name) for name in names})
     check_output(settings, args.output, **{name: getattr(args, name) for name in OUTPUT_OPTIONS})
     if args.report is not None:
         from mmvllm.captioning.report import check_place
@@ -293,6 +342,25 @@ def _check(args: argparse.Namespace, prompt: str) -> None:
         check_place(args.report)
         if args.output is None and args.format not in FILE_FORMATS:
             raise ValueError("--report shows the records; give --output too")
+
+
+def _endpoint_options(args: argparse.Namespace) -> "EndpointOptions | None":
+    names = {"endpoint_model": "model", "endpoint_timeout": "timeout", "endpoint_retries": "max_retries"}
+    names |= {"concurrency": "concurrency"}
+    given = {own: getattr(args, name) for name, own in names.items() if getattr(args, name) is not None}
+    if args.endpoint is None:
+        if given:
+            options = ", ".join(option_name(name) for name, own in names.items() if own in given)
+            raise ValueError(f"{options} needs --endpoint")
+        return None
+    from mmvllm.captioning.endpoint_options import EndpointOptions, check_endpoint
+
+    if args.executor == "ray":
+        raise ValueError("--executor ray makes engines of its own; leave it out with --endpoint")
+    size = None if args.data_parallel_size == 1 else args.data_parallel_size
+    check_endpoint({"model": args.model, "worker_processes": args.worker_processes or None, "data_parallel_size": size})
+    check_endpoint(engine_arguments(args) | {"min_pixels": args.min_pixels})
+    return EndpointOptions(args.endpoint, **given)
 
 
 def _ray_options(args: argparse.Namespace) -> "RayOptions | None":
@@ -312,15 +380,34 @@ def _ray_options(args: argparse.Namespace) -> "RayOptions | None":
     return None
 
 
-def _prompt(args: argparse.Namespace) -> str:
+def _prompts(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings `prompt` or `prompts` that the options give."""
     if args.prompt_file is not None:
-        try:
-            return args.prompt_file.read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise ValueError(f"--prompt-file {args.prompt_file} cannot be read: {explained(error)}") from error
+        return {"prompt": _text_of("--prompt-file", args.prompt_file)}
     if args.preset is not None:
-        return PRESETS[args.preset]
-    return DEFAULT_PROMPT if args.prompt is None else args.prompt
+        return {"prompt": PRESETS[args.preset]}
+    if args.prompts is not None:
+        return {"prompts": _list_of(args.prompts)}
+    given = args.prompt or [DEFAULT_PROMPT]
+    return {"prompt": given[0]} if len(given) == 1 else {"prompts": given}
+
+
+def _list_of(path: Path) -> list:
+    text = _text_of("--prompts", path)
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--prompts {path} is not JSON: {error}") from error
+    if not isinstance(given, list):
+        raise ValueError(f"--prompts {path} must be a JSON list, not {type(given).__name__}")
+    return given
+
+
+def _text_of(option: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be read: {explained(error)}") from error
 
 
 def _schema(args: argparse.Namespace) -> str | None:

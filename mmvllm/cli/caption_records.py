@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import TextIO
 
+from mmvllm.captioning.several import shown_captions
+
 MAX_FAILURES = 10  # printed while captions are recorded
 
 
@@ -36,7 +38,8 @@ class Printer:
         elif record["error"] is not None:
             self._fail(record)
         elif self._prints_all:
-            _write(f"{_name(record)}: {record['caption']}", self._out)
+            for name, caption in shown_captions(record):
+                _write(f"{_name(record)}{f' [{name}]' if name else ''}: {caption}", self._out)
 
     def _fail(self, record: dict) -> None:
         self._num_failed += 1

@@ -51,8 +51,10 @@ def _noun(progress: "Progress") -> str:
 
 
 def _prompts(job: "CaptionRun") -> list[str]:
-    """The prompt, or the two of a preset for images and for clips."""
+    """The prompt, or the two of a preset for images and for clips; several with their names."""
     has_clips, settings = job.progress.num_clips > 0, job.settings
+    if settings.prompts is not None:
+        return [f"{one['name']}: {one['prompt']}" for one in settings.prompts]
     prompts = [settings.prompt] * (job.progress.unit != "clips") + [settings.video_prompt] * has_clips
     return list(dict.fromkeys(prompts))
 

@@ -47,6 +47,16 @@ def add_max_waiting_argument(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def add_release_argument(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--release-after",
+        type=seconds,
+        metavar="S",
+        help="free the memory of weights and caches after so many seconds without a request; the next one waits until "
+        "the model is loaded again (default: never)",
+    )
+
+
 def add_data_parallel_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument_group("engines").add_argument(
         "--data-parallel-size",

@@ -14,6 +14,7 @@ from mmvllm.cli.common import (
     add_data_parallel_argument,
     add_max_waiting_argument,
     add_model_argument,
+    add_release_argument,
     at_least_one,
     tell_sampling_defaults,
 )
@@ -58,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="maximum number of videos in a question (default: %(default)s)",
     )
     add_max_waiting_argument(limits)
+    add_release_argument(limits)
     limits.add_argument(
         "--allow-special-tokens",
         action="store_true",
@@ -86,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
         args.model,
         max_waiting=args.max_waiting,
         data_parallel_size=args.data_parallel_size,
+        release_after=args.release_after,
         **engine_arguments(args),
     )
     tell_sampling_defaults(args, engine.sampling_defaults)

@@ -11,6 +11,7 @@ from mmvllm.cli.common import (
     add_data_parallel_argument,
     add_max_waiting_argument,
     add_model_argument,
+    add_release_argument,
     at_least_one,
     seconds,
     tell_sampling_defaults,
@@ -123,6 +124,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "--request-timeout", type=seconds, metavar="S", help="timeout of a request in seconds (default: none)"
     )
     add_max_waiting_argument(group)
+    add_release_argument(group)
     group.add_argument(
         "--max-images",
         type=at_least_one,
@@ -196,6 +198,7 @@ def run(args: argparse.Namespace) -> int:
             otlp_traces_endpoint=args.otlp_traces_endpoint,
             max_waiting=args.max_waiting,
             data_parallel_size=args.data_parallel_size,
+            release_after=args.release_after,
             **engine_arguments(args),
         )
         tell_sampling_defaults(args, engine.sampling_defaults)

@@ -65,6 +65,8 @@ def ray_options(args: argparse.Namespace) -> RayServeOptions | None:
         raise ValueError(f'--executor ray needs {", ".join(missing)}; pip install "mmvllm[serve,ray]"')
     if args.demo:
         raise ValueError("--demo needs --executor local: the page keeps its conversations in one process")
+    if args.release_after is not None:
+        raise ValueError("--release-after needs --executor local: Ray Serve itself ends replicas that have no requests")
     return RayServeOptions(**_bounds(given))
 
 

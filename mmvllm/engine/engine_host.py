@@ -93,11 +93,11 @@ class _RemoteReceiver:
 class EngineHost:
     """Serves the requests of the front process."""
 
-    def __init__(self, engine: LLMEngine, channel: Channel, events: Connection):
+    def __init__(self, engine: LLMEngine, channel: Channel, events: Connection, release_after: float | None):
         self._engine, self._channel, self._events = engine, channel, events
         self._sending = threading.Lock()
         self._receivers: dict[int, _RemoteReceiver] = {}
-        self._thread = EngineThread(engine, self._deliver, self._fail)
+        self._thread = EngineThread(engine, self._deliver, self._fail, release_after)
 
     def run(self) -> None:
         """Until the front process says so, or ends."""
@@ -110,7 +110,6 @@ class EngineHost:
         except (EOFError, OSError):  # the front process has ended
             pass
         self._thread.stop()
-        self._engine.exit()
 
     def _run_commands(self) -> bool:
         while not self._channel.pipe.poll(REPORT_SECONDS):
@@ -161,12 +160,13 @@ class EngineHost:
 def host_engine(channel: Channel, events: Connection) -> None:
     """Load the engine and serve its requests."""
     try:
-        engine = LLMEngine(*channel.receive())
+        folder, config, release_after = channel.receive()
+        engine = LLMEngine(folder, config)
     except Exception as error:
         events.send(Refusal(_sendable(error)))
         sys.exit(1)
     with without_old_objects():
-        EngineHost(engine, channel, events).run()
+        EngineHost(engine, channel, events, release_after).run()
 
 
 def _sendable(error: Exception) -> Exception:

@@ -33,7 +33,7 @@ class EngineKeeper:
     """One engine of several: its process, and the thread that starts it and reads what it sends.
 
     Args:
-        setup: the model's folder and the `EngineConfig`.
+        setup: the model's folder, the `EngineConfig`, and `EngineThread`'s `release_after`.
         env: environment variables of each process, of the engine's `Placement`.
     """
 

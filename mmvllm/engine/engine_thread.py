@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 from mmvllm.engine.health import EngineHealth
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.output_processor import DeltaStream
+from mmvllm.engine.releasing import ReleasableEngine
 from mmvllm.engine.sequence import SequenceStatus
 from mmvllm.engine.stats import EngineStats, Meter
 from mmvllm.errors import EngineFailed, RequestFailed
@@ -75,6 +77,7 @@ class EngineThread:
     Args:
         deliver: called in the thread with what is new after a step.
         on_failure: called with the error that ended the engine, or the thread; nothing is delivered after it.
+        release_after: seconds without requests after which the engine's memory is freed, until the next one.
     """
 
     def __init__(
@@ -82,21 +85,19 @@ class EngineThread:
         engine: LLMEngine,
         deliver: Callable[[list[Event]], None],
         on_failure: Callable[[BaseException], None],
+        release_after: float | None = None,
     ):
         self.is_up = True  # while it accepts requests
         self.failing: str | None = None  # why requests failed in the last step
-        self._engine, self._deliver, self._on_failure = engine, deliver, on_failure
+        self._deliver, self._on_failure = deliver, on_failure
         self._tracked: dict[Receiver, _Tracked] = {}
         self._meter = Meter()
-        engine.on_step = self._meter.add_step
-        peers = engine.model_runner.peers
-        peers.on_failure = lambda: self._post(peers.check)  # also while nothing runs
         self._changed = threading.Condition()
         self._commands: list[Callable[[], None]] = []
         self._stopped = False
+        self._held = ReleasableEngine(engine, release_after, self._watch)
         self._thread = threading.Thread(target=self._run, name="mmvllm-engine", daemon=True)
         self._thread.start()
-        self._post(peers.check)  # a process may have ended before `on_failure` was set
 
     @property
     def num_tracked(self) -> int:
@@ -112,21 +113,39 @@ class EngineThread:
         self._post(partial(self._abort, receiver))
 
     def stop(self) -> None:
-        """End the thread after the step that runs."""
+        """End the thread after the step that runs, and then the engine."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
         self._thread.join()
+        self._engine.exit()
 
     def stats(self, num_preparing: int) -> EngineStats:
-        return self._meter.stats(self._engine.scheduler, num_preparing)
+        stats = self._meter.stats(self._engine.scheduler, num_preparing)
+        return replace(stats, num_released=int(self._held.is_released))
 
     def engine_stats(self) -> list[EngineStats]:
         """Those of each engine; requests that are being prepared belong to none."""
         return [self.stats(0)]
 
     def health(self) -> EngineHealth:
-        return EngineHealth("ok" if self.failing is None else "failing", self.failing)
+        reason = self.failing or self._held.failure
+        return EngineHealth("ok" if reason is None else "failing", reason)
+
+    @property
+    def _engine(self) -> LLMEngine:
+        return self._held.engine
+
+    def _watch(self, engine: LLMEngine) -> None:
+        """Count an engine's steps, and learn of the end of its processes, also while nothing runs."""
+        engine.on_step = self._meter.add_step
+        peers = engine.model_runner.peers
+        peers.on_failure = lambda: self._post(partial(self._check, engine))
+        self._post(partial(self._check, engine))  # a process may have ended before `on_failure` was set
+
+    def _check(self, engine: LLMEngine) -> None:
+        if engine is self._engine and not self._held.is_released:  # else its processes were ended
+            engine.model_runner.peers.check()
 
     def _post(self, command: Callable[[], None]) -> None:
         with self._changed:
@@ -150,9 +169,13 @@ class EngineThread:
     def _run_commands(self) -> bool:
         """Wait for commands or work, and run the commands; False once the thread is to stop."""
         with self._changed:
-            self._changed.wait_for(lambda: self._commands or self._stopped or not self._engine.is_finished())
+            has_work = self._changed.wait_for(
+                lambda: self._commands or self._stopped or not self._engine.is_finished(), self._held.seconds_to_wait
+            )
             commands, self._commands = self._commands, []
             stopped = self._stopped
+        if not has_work:
+            self._held.release()
         for command in commands:
             command()
         return not stopped
@@ -161,8 +184,9 @@ class EngineThread:
         if receiver.ended.done():  # aborted while the command was queued
             return
         try:
+            self._held.load()
             group = self._engine.add(prompt, params, receiver.request_id, **options)
-        except ValueError as error:
+        except (ValueError, RequestFailed) as error:
             self._deliver([(receiver, error)])
         except Exception as error:  # a bug: other requests are not affected
             self._deliver([(receiver, RequestFailed(f"preparation failed: {type(error).__name__}: {error}"))])

@@ -38,11 +38,12 @@ class EngineFleet:
     Args:
         config: of each engine, but for the device, which `place_engines` chooses.
         size: number of engines.
+        release_after: as for `EngineThread`, of each.
 
     The constructor waits until all are ready. Raises what an engine and `place_engines` raise.
     """
 
-    def __init__(self, model: str | Path | None, config: EngineConfig, size: int):
+    def __init__(self, model: str | Path | None, config: EngineConfig, size: int, release_after: float | None = None):
         placements = place_engines(size, config)
         # What is read here does not depend on the device, and this process must take no memory of a GPU.
         checkpoint = read_checkpoint(model, replace(config, device="cpu", tensor_parallel_size=1))
@@ -60,7 +61,7 @@ class EngineFleet:
         self._reasons = ["it is being started"] * size  # why the others are not
         self._refusals: list[Exception] = []
         self._listener: EngineListener | None = None
-        setup = checkpoint.folder, replace(config, device=placements[0].device)
+        setup = checkpoint.folder, replace(config, device=placements[0].device), release_after
         self._keepers = [EngineKeeper(i, setup, placement.env, self) for i, placement in enumerate(placements)]
         # At exit this must run before multiprocessing's own handler, which was registered first and would wait.
         atexit.register(_exit_if_alive, weakref.ref(self))

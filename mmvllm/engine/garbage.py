@@ -1,8 +1,12 @@
 """Python's garbage collection in processes that serve for long."""
 
+import ctypes
 import gc
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+import torch
 
 
 @contextmanager
@@ -16,3 +20,18 @@ def without_old_objects() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def collect_everything(device: torch.device) -> None:
+    """Free what nothing refers to, old objects included, and give the memory back to the system and the device."""
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if is_frozen:
+        gc.freeze()
+    if device.type == "cuda":
+        with suppress(RuntimeError):  # of a device that is lost
+            torch.cuda.empty_cache()
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # another C library than glibc, which keeps what small tensors had
+            ctypes.CDLL(None).malloc_trim(0)

@@ -53,6 +53,10 @@ class InputProcessor:
         self._encoder_cache, self._grammars, self._seed = encoder_cache, grammars, seed
         self._unseeded = count()
 
+    def go_on_from(self, other: "InputProcessor") -> None:
+        """Give requests without a seed those that the other one would have given them, and take its grammars."""
+        self._unseeded, self._grammars = other._unseeded, other._grammars
+
     def engine_input(
         self, prompt: Prompt, pixel_values: Any = None, image_grid_thw: Any = None, **tensors: Any
     ) -> EngineInput:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from mmvllm.config import EngineConfig
 from mmvllm.engine.adapters import Adapter, AdapterStore
@@ -47,18 +48,30 @@ logger = logging.getLogger(__name__)
 class LLMEngine:
     """Continuous batching over one model on one device; not thread-safe: one thread owns it."""
 
-    def __init__(self, model: str | Path | None = None, config: EngineConfig | None = None, **engine_args: Any):
-        """Load a checkpoint, with a `config` or with the fields of one as `engine_args`."""
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **engine_args: Any,
+    ):
+        """Load a checkpoint, with a `config` or with the fields of one as `engine_args`.
+
+        `tokenizer` is that of an engine with the same model, which takes its time and memory once.
+        """
         if config is not None and engine_args:
             raise TypeError(f"LLMEngine was given a config and {', '.join(engine_args)}; give one or the other")
         checkpoint = read_checkpoint(model, config or EngineConfig.from_arguments("LLMEngine", **engine_args))
+        self._folder = checkpoint.folder
         self.config = config = checkpoint.config
         self.model_config, self.media_rules = checkpoint.model_config, checkpoint.media_rules
         self.image_config, self.video_config = checkpoint.image_config, checkpoint.video_config
-        self.tokenizer = load_tokenizer(checkpoint.folder)
+        self.tokenizer = tokenizer or load_tokenizer(checkpoint.folder)
         eos_token_ids = eos_token_ids_of(self.model_config, self.tokenizer)
         self.grammars = GrammarCompiler(self.tokenizer, eos_token_ids, self.model_config.vocab_size)
         self.model_runner = start_runner(checkpoint)
+        self.device = self.model_runner.device  # that prompts' patches are copied to; of rank 0, if there are several
         self.attention, self.max_model_len = self.model_runner.attention, self.model_runner.max_model_len
         self.block_size = self.model_runner.block_size
         bytes_per_row = self.model_config.row_size * self.model_runner.dtype.itemsize
@@ -108,10 +121,18 @@ class LLMEngine:
                 self.exit()
                 raise
 
-    @property
-    def device(self) -> torch.device:
-        """Where prompts' patches are copied to; of rank 0, if there are several."""
-        return self.model_runner.device
+    def made_again(self) -> "LLMEngine":
+        """Load the same model again, with the same config, after `exit`; raises what the constructor raises.
+
+        The new engine goes on with this one's counts: of requests, whose own random generators would repeat
+        themselves, and of preemptions. It has this one's compiled grammars.
+        """
+        engine = LLMEngine(self._folder, self.config, tokenizer=self.tokenizer)
+        engine.input_processor.go_on_from(self.input_processor)
+        engine.grammars = self.grammars
+        engine._request_numbers = self._request_numbers
+        engine.scheduler.num_preemptions = self.scheduler.num_preemptions
+        return engine
 
     @property
     def max_num_seqs(self) -> int:

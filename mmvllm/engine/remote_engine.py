@@ -18,7 +18,7 @@ STOP_SECONDS = 5.0  # for the step that runs, and for further ranks to end
 BATCH_COMMANDS = 64  # sent together
 BATCH_BYTES = 64 << 20  # of their patches: what does not fit the shared memory goes through the pipe
 
-Setup = tuple[Path, EngineConfig]
+Setup = tuple[Path, EngineConfig, float | None]
 Command = AddCommand | AbortCommand | StopCommand
 
 
@@ -26,7 +26,7 @@ class RemoteEngine:
     """Starts the process of an engine, which ends with this one.
 
     Args:
-        setup: the model's folder and the `EngineConfig`.
+        setup: the model's folder, the `EngineConfig`, and `EngineThread`'s `release_after`.
         env: environment variables of the process, of its `Placement`.
         on_unsendable: called in a thread with a request that cannot be pickled, and why.
     """

@@ -61,6 +61,7 @@ class EngineStats:
     num_running: int = 0
     num_used_blocks: int = 0
     num_blocks: int = 0
+    num_released: int = 0  # engines that have freed their memory, until the next request
     prompt_tokens_per_s: float = 0.0  # computed, over the last seconds
     output_tokens_per_s: float = 0.0
     num_finished: int = 0  # requests

@@ -72,6 +72,10 @@ def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple
 GAUGES = {
     "sequences_waiting": (lambda stats: stats.num_waiting, "Sequences waiting in the engine."),
     "sequences_running": (lambda stats: stats.num_running, "Sequences running in the engine."),
+    "engine_released": (
+        lambda stats: stats.num_released,
+        "1 while the engine has freed its memory, until the next request.",
+    ),
     "kv_cache_usage_ratio": (lambda stats: stats.kv_usage, "Fraction of the KV cache blocks in use."),
     "prefix_hit_ratio": (
         lambda stats: stats.prefix_hit_rate or 0.0,

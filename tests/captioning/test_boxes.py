@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from mmvllm.captioning import caption_images
-from mmvllm.captioning.presets import PRESETS
+from mmvllm.captioning.presets import DEFAULT_PROMPT, PRESETS
 from mmvllm.captioning.report import write_report
 from mmvllm.cli.caption_summary import summarize
 from tests.helpers.captioning import many, records
@@ -45,6 +45,14 @@ def test_records_have_boxes_in_pixels_of_the_image(run, tmp_path):
         assert record["boxes"] == expected(record["width"], record["height"])
         assert record["caption"] == "a <b>kite</b>(100,200),(500,750)(500,500)"
     assert sum(record["duplicate_of"] is not None for record in made) == 1
+
+
+def test_each_of_several_captions_has_its_boxes(run):
+    job, made = run("out.jsonl", prompt=DEFAULT_PROMPT, prompts=["One.", "Two."])
+    for record in made:
+        boxes = expected(record["width"], record["height"])
+        assert record["boxes"] == boxes and [one["boxes"] for one in record["captions"]] == [boxes, boxes]
+    assert summarize(job)["captioned"] == "3"
 
 
 def test_tables_have_them_as_json(run, tmp_path):

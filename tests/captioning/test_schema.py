@@ -9,7 +9,7 @@ import pytest
 
 from mmvllm import ArgumentError
 from mmvllm.captioning import PRESET_SCHEMAS, CaptionSettings, caption_images
-from mmvllm.captioning.objects import object_columns, parsed, with_columns
+from mmvllm.captioning.objects import object_columns, parsed, with_object_columns
 from tests.helpers.captioning import many, records
 
 SCHEMA = {
@@ -49,6 +49,22 @@ def test_records_have_the_object(llm, images, tmp_path):
         jsonschema.validate(record["object"], SCHEMA)
         assert json.loads(record["caption"]) == record["object"] and record["finish_reason"] == "eos"
     assert made[2]["object"] is None
+
+
+def test_each_of_several_captions_has_its_object(llm, images, tmp_path):
+    made = run(llm, images, prompts=["One.", "Two."], output=tmp_path / "out.parquet", ordered=True)
+    for record in made[:2]:
+        assert [one["object"] for one in record["captions"]] == [
+            json.loads(one["caption"]) for one in record["captions"]
+        ]
+        assert record["object"] == record["captions"][0]["object"] is not None
+    assert made[2]["object"] is made[2]["captions"][0]["object"] is None
+    table = pytest.importorskip("pyarrow.parquet").read_table(tmp_path / "out.parquet")
+    assert {"caption_1", "caption_2", *COLUMNS} <= set(table.column_names)
+    assert table["caption_2"].to_pylist()[0] == made[0]["captions"][1]["caption"]
+    assert table["object.tags"].to_pylist()[0] == made[0]["object"]["tags"]
+    job = caption_images(images, llm=llm, schema=SCHEMA, max_tokens=2, prompts=["One.", "Two."])
+    assert len(list(job)) == 3 and job.progress.num_cut == 4
 
 
 def test_a_caption_that_is_cut_short_is_counted(llm, images):
@@ -161,8 +177,8 @@ def test_cells_hold_what_their_columns_can():
     columns = object_columns(json.dumps({"$ref": "#/$defs/a~1b", "$defs": {"a/b": SCHEMA}}))
     assert [*columns] == COLUMNS
     record = {"object": parsed('{"colour": "red", "count": 1' + "0" * 30 + ', "share": 1e999, "tags": ["é"]}')}
-    cells = with_columns(record, columns)
+    cells = with_object_columns(record, columns)
     assert cells["object.count"] is None and cells["object.share"] > 1e308 and cells["object.tags"] == ["é"]
-    assert with_columns({"object": [1, None]}, object_columns('{"type":"array"}')) == {"object": "[1, null]"}
+    assert with_object_columns({"object": [1, None]}, object_columns('{"type":"array"}')) == {"object": "[1, null]"}
     assert parsed('{"a": ') is None
     assert [*islice(object_columns(None), 1)] == []

@@ -68,7 +68,7 @@ def keep(monkeypatch):
     def start(*lives) -> tuple[EngineKeeper, Listener]:
         monkeypatch.setattr(FakeEngine, "lives", iter(lives))
         listener = Listener()
-        made.append(EngineKeeper(0, (Path(), EngineConfig()), 1, listener))
+        made.append(EngineKeeper(0, (Path(), EngineConfig(), None), 1, listener))
         made[-1].start()
         return made[-1], listener
 

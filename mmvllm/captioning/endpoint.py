@@ -1,0 +1,217 @@
+"""A server with OpenAI's API as the source of captions: a request for each prompt, tried again where that may help."""
+
+import email.utils
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+from mmvllm.errors import ArgumentError, RequestError
+from mmvllm.outputs import CompletionOutput, RequestOutput
+from mmvllm.sampling_params import SamplingParams
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds before another try; each is about twice as long as the one before
+LONGEST_RETRY_AFTER = 300.0  # seconds that a server may ask for
+CONNECT_SECONDS = 10.0
+_AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+_FINISH_REASONS = {"stop": "eos"}  # by the name that a record gives them; others are the same
+
+
+class _TryAgain(Exception):
+    """Why a try failed, where another one may not; `seconds` is the pause that the server asks for."""
+
+    def __init__(self, reason: str, seconds: float | None = None):
+        super().__init__(reason)
+        self.seconds = seconds
+
+
+class Endpoint:
+    """A model behind an OpenAI-compatible server; may be used by several threads.
+
+    The API key is read from the environment variable OPENAI_API_KEY; it is sent to the server, and written nowhere.
+
+    Args:
+        url: of the server, with or without /v1.
+        model: its name on the server; None is the first of its /v1/models.
+        timeout: seconds without an answer, or a part of one, after which a try has failed.
+        max_retries: tries of a request after the first one.
+
+    Raises ArgumentError if the URL cannot be used, and if the server cannot be reached or does not have the model.
+    """
+
+    def __init__(self, url: str, model: str | None = None, timeout: float = 300.0, max_retries: int = 5):
+        key = os.environ.get(KEY_VARIABLE)
+        self._max_retries = max_retries
+        self._is_stopped = threading.Event()
+        self._client = httpx.Client(
+            base_url=_base_url(url),
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),
+            limits=httpx.Limits(max_connections=None),  # the caller begins so many requests as it wants
+        )
+        try:
+            self.model = self._chosen_model(model)
+        except BaseException:
+            self.close()
+            raise
+
+    def complete(self, messages: list[dict], params: SamplingParams, **fields: Any) -> RequestOutput | None:
+        """The answer to a conversation, or an output with the error; None if `stop` came before it was begun."""
+        body = {"model": self.model, "messages": messages, "max_tokens": params.max_tokens}
+        body |= {"temperature": params.temperature} | fields
+        body |= {} if params.seed is None else {"seed": params.seed}
+        body |= {} if params.n == 1 else {"n": params.n}
+        body |= {"stop_on_repetition": True} if params.stop_on_repetition and self._is_own else {}
+        begun = time.time()
+        try:
+            output = self._with_retries(lambda: _output(self._post(body), params.n))
+        except RequestError as error:
+            output = RequestOutput("", error=str(error), exception=error.detached())
+        if output is not None:
+            output.arrival_time, output.finish_time = begun, time.time()
+        return output
+
+    def stop(self) -> None:
+        """Begin no request and no further try; may be called from a signal handler."""
+        self._is_stopped.set()
+
+    def close(self) -> None:
+        """Drop the connections."""
+        self._is_stopped.set()
+        self._client.close()
+
+    def _chosen_model(self, model: str | None) -> str:
+        try:
+            response = self._client.get("models", timeout=CONNECT_SECONDS)
+        except httpx.HTTPError as error:
+            raise ArgumentError("{endpoint} cannot be reached: {reason}", reason=_reason(error)) from None
+        if response.status_code in (401, 403):
+            raise ArgumentError(
+                "{endpoint} refuses the request ({reason}); set the environment variable {variable} to an API key",
+                reason=_refusal(response),
+                variable=KEY_VARIABLE,
+            )
+        names, self._is_own = _model_names(response), _is_own(response)
+        if model is None and not names:
+            raise ArgumentError("{endpoint} does not list its models; give {endpoint_model}")
+        if model is not None and names and model not in names:
+            raise ArgumentError(
+                "{endpoint} has no model {model!r}; it has {names}", model=model, names=", ".join(names[:20])
+            )
+        return model or names[0]
+
+    def _with_retries(self, attempt: Callable[[], RequestOutput]) -> RequestOutput | None:
+        for number in range(self._max_retries + 1):
+            if self._is_stopped.is_set():
+                return None
+            try:
+                return attempt()
+            except _TryAgain as error:
+                if number == self._max_retries:
+                    tries = f" ({number + 1} times)" if number else ""
+                    raise RequestError(f"the endpoint failed{tries}: {error}") from None
+                self._is_stopped.wait(_pause(number) if error.seconds is None else error.seconds)
+        raise AssertionError("unreachable: the last try returns or raises")
+
+    def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+        try:
+            response = self._client.post("chat/completions", json=body)
+        except httpx.HTTPError as error:
+            raise _TryAgain(_reason(error)) from None
+        if response.status_code in _AGAIN:
+            raise _TryAgain(_refusal(response), _retry_after(response))
+        if response.status_code != 200:
+            raise RequestError(f"the endpoint refuses the request: {_refusal(response)}")
+        try:
+            return response.json()
+        except ValueError:
+            raise _TryAgain("its answer is not JSON") from None
+
+
+def _base_url(url: str) -> httpx.URL:
+    try:
+        parsed = httpx.URL(url)
+    except (httpx.InvalidURL, TypeError):
+        parsed = None
+    if parsed is None or parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ArgumentError("{endpoint} must be an http:// or https:// URL, such as http://localhost:8000/v1")
+    path = parsed.path.rstrip("/").removesuffix("/chat/completions")
+    return parsed.copy_with(path=f"{path or '/v1'}/", query=None, fragment=None)
+
+
+def _model_names(response: httpx.Response) -> list[str]:
+    try:
+        return [str(model["id"]) for model in response.json()["data"]] if response.status_code == 200 else []
+    except (ValueError, KeyError, TypeError):
+        return []
+
+
+def _is_own(response: httpx.Response) -> bool:
+    """Whether the server is mmvllm's, which takes fields that others refuse."""
+    try:
+        return any(model["owned_by"] == "mmvllm" for model in response.json()["data"])
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _output(answer: Any, n: int) -> RequestOutput:
+    try:
+        choices, usage = answer["choices"], answer.get("usage") or {}
+        texts = [choice["message"].get("content") for choice in choices]
+        reasons = [choice.get("finish_reason") or "stop" for choice in choices]
+        num_tokens = int(usage.get("completion_tokens") or 0)
+        num_prompt_tokens = int(usage.get("prompt_tokens") or 0)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise _TryAgain("its answer is not a chat completion") from None
+    if len(choices) != n:
+        raise RequestError(f"the endpoint gave {len(choices)} completions, {n} were asked for")
+    for text, reason in zip(texts, reasons, strict=True):
+        if not isinstance(text, str):
+            raise RequestError(f"the endpoint gave no text; the reason is {str(reason)[:100]!r}")
+    # The server gives the number of tokens of all completions together; which ones they are is not known.
+    completions = [
+        CompletionOutput(text, [0] * num_tokens if i == 0 else [], _FINISH_REASONS.get(reason, str(reason)))
+        for i, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+    ]
+    return RequestOutput("", completions, num_prompt_tokens=num_prompt_tokens)
+
+
+def _pause(number: int) -> float:
+    """Seconds after try `number`, with jitter: clients that failed together must not come back together."""
+    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**number) * random.uniform(0.5, 1.0)
+
+
+def _retry_after(response: httpx.Response) -> float | None:
+    """The header's seconds, or those until its date; None without one that can be read."""
+    text = response.headers.get("Retry-After")
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(text).timestamp() - time.time()
+        except ValueError:
+            return None
+    return min(LONGEST_RETRY_AFTER, max(0.0, seconds)) if seconds == seconds else None
+
+
+def _refusal(response: httpx.Response) -> str:
+    """The status, and the message of the server's error where it has OpenAI's form."""
+    try:
+        error = response.json()["error"]
+        message = error["message"] if isinstance(error, dict) else error
+    except (ValueError, KeyError, TypeError):
+        message = response.reason_phrase
+    return f"HTTP {response.status_code}, {str(message)[:300]}"
+
+
+def _reason(error: httpx.HTTPError) -> str:
+    if isinstance(error, httpx.TimeoutException):
+        return "it did not answer in time"
+    return str(error) or type(error).__name__
