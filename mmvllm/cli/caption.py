@@ -134,7 +134,8 @@ def _add_prompt(group: argparse._ArgumentGroup) -> None:
         type=at_least_one,
         default=1,
         metavar="N",
-        help="captions to make with each prompt; more than one needs --temperature or --beam-width (default: %(default)s)",
+        help="captions to make with each prompt; more than one needs --temperature or --beam-width "
+        "(default: %(default)s)",
     )
     group.add_argument("--seed", type=int, metavar="N", help="seed that makes sampled captions reproducible")
     group.add_argument(
