@@ -6,6 +6,7 @@ import pytest
 
 from mmvllm import SamplingParams
 from mmvllm.outputs import RequestOutput
+from tests.helpers.engines import begin_together
 from tests.helpers.requests import ask, noise_image
 
 PARAMS = SamplingParams(max_tokens=30, ignore_eos=True)
@@ -18,8 +19,9 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_stages_follow_each_other(checkpoint, make_llm, way):
+def test_stages_follow_each_other(checkpoint, make_llm, way, monkeypatch):
     llm = make_llm(checkpoint, **WAYS[way])
+    begin_together(monkeypatch, llm, 4)
     requests = [ask(noise_image(80, 60, seed), f"Question {seed}?") for seed in range(4)]
     for output in llm.generate_multimodal(requests, PARAMS):
         assert output.preparation_start_time <= output.preparation_end_time <= output.arrival_time

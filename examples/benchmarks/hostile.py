@@ -120,7 +120,7 @@ def bodies() -> dict[str, bytes]:
         "many parts": chat([{"type": "text", "text": ""}] * 40_000),
         "long text": chat("a" * 3_000_000),
         "bias": chat("Hi", logit_bias={str(i): 100 for i in range(5000)}),
-        "pattern": chat("Hi", guided_regex="(a+)+$"),
+        "pattern": chat("Hi", guided_regex="(" * 70_000),
         "file": chat([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]),
         "private address": chat([{"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}]),
         "escaped data": chat([{"type": "image_url", "image_url": {"url": "data:;base64," + "%41" * 300_000}}]),

@@ -22,7 +22,7 @@ def parsed(command: str, *words: str) -> argparse.Namespace:
 @pytest.mark.parametrize(("words", "wanted"), [([], True), (["auto"], True), (["none"], False)])
 def test_the_server_is_told_which_defaults_to_use(words, wanted):
     args = parsed("serve", *(["--generation-config", *words] if words else []))
-    settings = serve._settings(args, "m", (), MediaPolicy())
+    settings = serve._settings(args, "m", (), MediaPolicy(), {})
     assert settings.uses_generation_config is wanted
 
 

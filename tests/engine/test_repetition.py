@@ -10,7 +10,7 @@ from mmvllm.engine.output_processor import OutputProcessor
 from mmvllm.engine.repetition import MAX_PERIOD, MIN_REPEATS, MIN_TOKENS, length_of, tokens_missing
 from mmvllm.engine.sequence import FinishReason, Sequence
 from tests.helpers.ahead import PROMPTS
-from tests.helpers.engines import assert_idle
+from tests.helpers.engines import assert_idle, begin_together
 
 LONG = {"max_tokens": 300, "ignore_eos": True, "frequency_penalty": -2.0}  # the penalty makes loops
 
@@ -96,7 +96,7 @@ def test_few_tokens_are_searched():
 
 @pytest.mark.parametrize("checkpoint", ["gqa3-untied"], indirect=True)
 @pytest.mark.parametrize("which", range(len(PROMPTS)))
-def test_engines_end_loops_in_every_way(which, checkpoint, make_llm):
+def test_engines_end_loops_in_every_way(which, checkpoint, make_llm, monkeypatch):
     """Chunked, preempted and launched ahead, alone and among others, a completion ends at the same token."""
     plain = make_llm(checkpoint, async_scheduling=False)
     whole = plain.generate_multimodal([PROMPTS[which]], SamplingParams(**LONG))[0]
@@ -110,6 +110,7 @@ def test_engines_end_loops_in_every_way(which, checkpoint, make_llm):
         for is_ahead in (False, True):
             llm = make_llm(checkpoint, async_scheduling=is_ahead, **options)
             params = SamplingParams(**LONG, stop_on_repetition=True)
+            begin_together(monkeypatch, llm, 4)
             outputs = llm.generate_multimodal([PROMPTS[which]] * 4, params)
             assert [(one.token_ids, one.finish_reason, one.text) for one in outputs] == [want] * 4
             assert_idle(llm)

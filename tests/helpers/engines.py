@@ -2,7 +2,7 @@
 
 import time
 
-from mmvllm import AsyncLLM, SamplingParams
+from mmvllm import LLM, AsyncLLM, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 
@@ -39,3 +39,17 @@ def assert_engine_idle(engine) -> None:
     scheduler.check()
     assert not scheduler.groups and not scheduler.running and not scheduler.waiting
     assert scheduler.block_manager.num_free_blocks == scheduler.block_manager.num_blocks
+
+
+def begin_together(monkeypatch, llm: LLM, number: int) -> None:
+    """Let a call compute nothing until all of its requests are in the engine, however long their preparation takes."""
+    step = llm.engine.step
+
+    def step_with_all() -> tuple[list, int]:
+        if len(llm.engine.scheduler.groups) < number:
+            time.sleep(0.001)
+            return [], 0
+        monkeypatch.setattr(llm.engine, "step", step)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", step_with_all)

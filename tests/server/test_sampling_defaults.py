@@ -7,6 +7,7 @@ import pytest
 
 from mmvllm import AsyncLLM, SamplingParams
 from mmvllm.server.jobs import JobFactory
+from mmvllm.server.models import ServedModels
 from mmvllm.server.protocol import ChatRequest, CompletionRequest
 from mmvllm.server.settings import ServerSettings
 from tests.helpers.generation import QWEN2_5_VL, QWEN3_VL, bundled_with
@@ -36,7 +37,8 @@ def engine_with(tmp_path_factory):
 
 def both(engine: AsyncLLM, uses_generation_config: bool = True, **given) -> SamplingParams:
     """The parameters of a chat and of a completion with these fields, which are equal."""
-    jobs = JobFactory(engine, ServerSettings(model_names=("m",), uses_generation_config=uses_generation_config))
+    settings = ServerSettings(model_names=("m",), uses_generation_config=uses_generation_config)
+    jobs = JobFactory(engine, settings, ServedModels(engine, settings))
     chat = jobs.chat(ChatRequest(**CHAT_BODY, **given), reservation=None).params
     assert jobs.completion(CompletionRequest(**COMPLETION_BODY, **given)).params == chat
     return chat
@@ -62,7 +64,8 @@ def test_one_field_leaves_the_others_to_the_checkpoint(name, engine_with):
 
 def test_the_limit_of_a_completion_does_not_follow_the_checkpoint(engine_with):
     engine = engine_with({"max_new_tokens": 7, "temperature": 0.5})
-    jobs = JobFactory(engine, ServerSettings(model_names=("m",)))
+    settings = ServerSettings(model_names=("m",))
+    jobs = JobFactory(engine, settings, ServedModels(engine, settings))
     chat, completion = ChatRequest(**CHAT_BODY | {"max_tokens": None}), CompletionRequest(model="m", prompt="Hi")
     assert jobs.chat(chat, reservation=None).params.max_tokens == engine.max_model_len
     assert jobs.completion(completion).params.max_tokens == 16

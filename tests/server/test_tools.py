@@ -8,6 +8,7 @@ import pytest
 from mmvllm.async_llm import AsyncLLM
 from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
 from mmvllm.server.jobs import JobFactory
+from mmvllm.server.models import ServedModels
 from mmvllm.server.protocol import ChatRequest
 from mmvllm.server.settings import ServerSettings
 from tests.helpers.generation import bundled_with
@@ -169,7 +170,8 @@ def test_a_strict_function_restricts_free_text(client, engine):
 
 
 def make_params(engine, **keys):
-    jobs = JobFactory(engine, ServerSettings(model_names=("bundled",)))
+    settings = ServerSettings(model_names=("bundled",))
+    jobs = JobFactory(engine, settings, ServedModels(engine, settings))
     return jobs.chat(ChatRequest(**chat("Hi", **keys)), reservation=None).params
 
 
