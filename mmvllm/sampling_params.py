@@ -182,8 +182,8 @@ class SamplingParams:
         for own in fields(self):
             value = getattr(self, own.name)
             if own.name in names and value != own.default:
-                message = f"{own.name} is {value!r:.100}, but it {reason}; leave it out"
-                raise RequestError(message, param=own.name, value=value)
+                shown = f" is {value!r}, but it" if len(repr(value)) <= 100 else ""  # a schema would hide the reason
+                raise RequestError(f"{own.name}{shown} {reason}; leave it out", param=own.name, value=value)
 
     def _check_structured(self) -> None:
         """A completion ends where its grammar does, which these contradict."""

@@ -12,6 +12,7 @@ from mmvllm.errors import RequestError
 from mmvllm.schema_keywords import check_keywords
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
+NAMES = (*KINDS, "whitespace_pattern")  # of all fields
 MAX_CHARACTERS = 65536  # of a schema, expression, grammar, or all choices: what compiles in a second at most
 MAX_DEPTH = 32  # of objects and lists in a schema
 
@@ -81,10 +82,9 @@ def as_structured(value: Any) -> StructuredOutputsParams | None:
     if not isinstance(value, dict):
         required = f"StructuredOutputsParams, a dict with one of {', '.join(KINDS)}, or None"
         raise RequestError(f"structured is {value!r:.200}, must be {required}", param="structured", value=value)
-    known = (*KINDS, "whitespace_pattern")
-    if unknown := [name for name in value if name not in known]:
+    if unknown := [name for name in value if name not in NAMES]:
         raise RequestError(
-            f"structured has no field {unknown[0]!r:.100}; known: {', '.join(known)}", param="structured"
+            f"structured has no field {unknown[0]!r:.100}; known: {', '.join(NAMES)}", param="structured"
         )
     return StructuredOutputsParams(**value)
 

@@ -1,6 +1,7 @@
 """A server with OpenAI's API as the source of captions: a request for each prompt, tried again where that may help."""
 
 import email.utils
+import json
 import os
 import random
 import threading
@@ -13,6 +14,7 @@ import httpx
 from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.outputs import CompletionOutput, RequestOutput
 from mmvllm.sampling_params import SamplingParams
+from mmvllm.structured import StructuredOutputsParams
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds before another try; each is about twice as long as the one before
@@ -67,6 +69,7 @@ class Endpoint:
         body |= {} if params.seed is None else {"seed": params.seed}
         body |= {} if params.n == 1 else {"n": params.n}
         body |= {"stop_on_repetition": True} if params.stop_on_repetition and self._is_own else {}
+        body |= {} if params.structured is None else _schema_field(params.structured, self._is_own)
         begun = time.time()
         try:
             output = self._with_retries(lambda: _output(self._post(body), params.n))
@@ -157,6 +160,14 @@ def _is_own(response: httpx.Response) -> bool:
         return any(model["owned_by"] == "mmvllm" for model in response.json()["data"])
     except (ValueError, KeyError, TypeError):
         return False
+
+
+def _schema_field(structured: StructuredOutputsParams, is_own: bool) -> dict[str, Any]:
+    """OpenAI's field; or vLLM's, for a server of mmvllm, which has the white space between tokens, too."""
+    if is_own:
+        return {"structured_outputs": {"json": structured.json, "whitespace_pattern": structured.whitespace_pattern}}
+    schema = {"name": "caption", "schema": json.loads(structured.json), "strict": True}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
 def _output(answer: Any, n: int) -> RequestOutput:

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import json
 import math
 import threading
 from collections import deque
@@ -123,7 +122,7 @@ class EndpointSource(Captioner):
         except Exception as error:  # a bug: other images are not affected
             output = RequestOutput("", error=f"the request failed: {type(error).__name__}: {error}")
         if output is not None and self.settings.schema is not None and _is_other_text(output):
-            error = "the endpoint's answer is not JSON: its server may not support response_format"
+            error = "the endpoint's answer is not JSON: its server may not enforce schemas"
             output = replace(output, completions=[], error=error)
         with self._changed:
             self._answers.append((index, output))
@@ -140,11 +139,7 @@ class EndpointSource(Captioner):
 
 def _fields(settings: CaptionSettings) -> dict[str, Any]:
     """What a request has beyond messages and sampling parameters."""
-    fields = {"chat_template_kwargs": settings.chat_template_kwargs} if settings.chat_template_kwargs else {}
-    if settings.schema is None:
-        return fields
-    schema = {"name": "caption", "schema": json.loads(settings.schema), "strict": True}
-    return fields | {"response_format": {"type": "json_schema", "json_schema": schema}}
+    return {"chat_template_kwargs": settings.chat_template_kwargs} if settings.chat_template_kwargs else {}
 
 
 def _is_other_text(output: RequestOutput) -> bool:

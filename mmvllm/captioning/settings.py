@@ -94,6 +94,8 @@ class CaptionSettings:
         texts = {name: getattr(self, name) for name in ("prefix", "suffix", "trigger_word")}
         object.__setattr__(self, "schema", schema_text(self.schema, **texts))
         object.__setattr__(self, "chat_template_kwargs", check_template_kwargs(self.chat_template_kwargs) or None)
+        if self.schema is not None and self.beam_width is not None:
+            raise ArgumentError("{beam_width} cannot be used with a {schema}, which some presets have, too")
         _ = self.sampling_params  # checks the values
         self._check_n()
         if not self.prompt.strip():

@@ -122,12 +122,9 @@ def shown_captions(record: dict) -> list[tuple[str | None, str]]:
 
 def caption_columns(names: Sequence[str | None], n: int) -> list[str]:
     """The columns of a table for the captions of a job with these prompts, and `n` captions of each."""
-    return [
-        "_".join(("caption", *filter(None, (name, str(i) if n > 1 else None))))
-        for name in names
-        for i in range(1, n + 1)
-        if len(names) > 1 or n > 1
-    ]
+    if len(names) == 1 and n == 1:
+        return []
+    return [_column(name, i, n) for name in names for i in range(1, n + 1)]
 
 
 def with_caption_columns(record: dict) -> dict:
@@ -138,8 +135,13 @@ def with_caption_columns(record: dict) -> dict:
     names = list(dict.fromkeys(one["name"] for one in entries))
     of_name = {name: [one["caption"] for one in entries if one["name"] == name] for name in names}
     columns = {
-        "_".join(("caption", *filter(None, (name, str(i) if len(captions) > 1 else None)))): caption
+        _column(name, i, len(captions)): caption
         for name, captions in of_name.items()
         for i, caption in enumerate(captions, 1)
     }
     return record | columns
+
+
+def _column(name: str | None, i: int, n: int) -> str:
+    """Of the i-th of n captions, from 1 on, with the prompt of this name."""
+    return "_".join(("caption", *filter(None, (name, str(i) if n > 1 else None))))

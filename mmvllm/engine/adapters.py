@@ -1,4 +1,4 @@
-"""The LoRA adapters of requests, in host memory: read at the door, never in a step."""
+"""The LoRA adapters of requests, in host memory: read where requests are prepared, never in a step."""
 
 import os
 import threading

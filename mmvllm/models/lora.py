@@ -28,7 +28,7 @@ _UNSUPPORTED = (
     *("layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config"),
     *("monteclora_config", "velora_config", "megatron_config"),
 )
-_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")  # others change the base model's weights
+_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")  # others change the base model's weights
 _TYPES = {"target_modules": str | list | None, "rank_pattern": dict | None, "alpha_pattern": dict | None}
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
@@ -93,9 +93,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{path} has {name} {config[name]!r:.100}, which PEFT does not write")
     if config.get("bias", "none") != "none":
         raise ValueError(f"{path} has bias {config['bias']!r}; only 'none' is supported")
-    if (beginning := config.get("init_lora_weights")) not in _BEGINNINGS:
+    if (initialization := config.get("init_lora_weights")) not in _INITIALIZATIONS:
         raise ValueError(
-            f"{path} has init_lora_weights {beginning!r:.100}, which changed the base model's weights; "
+            f"{path} has init_lora_weights {initialization!r:.100}, which changed the base model's weights; "
             "convert the adapter with PEFT's path_initial_model_for_weight_conversion"
         )
     return config

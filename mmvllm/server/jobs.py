@@ -16,6 +16,8 @@ from mmvllm.media import Kind, MediaError
 from mmvllm.pooling_params import PoolingParams
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server import convert
+from mmvllm.server.chat_builder import ChatResponseBuilder
+from mmvllm.server.completion_builder import CompletionResponseBuilder
 from mmvllm.server.convert import ImageReference
 from mmvllm.server.descriptions import described_chat, described_prompts
 from mmvllm.server.embedding_response import EmbeddingResponseBuilder
@@ -30,7 +32,7 @@ from mmvllm.server.protocol import (
     ProcessorKwargs,
     SamplingRequest,
 )
-from mmvllm.server.response_builder import ChatResponseBuilder, CompletionResponseBuilder, ResponseBuilder
+from mmvllm.server.response_builder import ResponseBuilder
 from mmvllm.server.response_object import ResponseObjectBuilder
 from mmvllm.server.responses_as_chat import as_chat, in_text_options, named_as_input
 from mmvllm.server.responses_request import ResponsesRequest

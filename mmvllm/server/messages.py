@@ -1,7 +1,7 @@
 """Pydantic models of the messages of a chat and their parts."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -104,17 +104,21 @@ class VideoPart(StrictModel):
 
 
 # Tags of unions appear in pydantic's error locations. With a space in them, they are not mistaken for fields.
-def _part_tag(part: Any) -> str | None:
-    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-    tags = {"text": "text part", "image_url": "image part", "video_url": "video part"}
-    return tags.get(kind, kind) if isinstance(kind, str) else None
+def tag_by(key: str, tags: Mapping[str | None, str], other: str | None = None) -> Callable[[Any], str | None]:
+    """What a discriminator calls: the tag of the value of `key`, or else `other`, or else the value, for the error."""
+
+    def tag(given: Any) -> str | None:
+        value = given.get(key) if isinstance(given, dict) else getattr(given, key, None)
+        return tags.get(value, other or value) if isinstance(value, str | None) else other
+
+    return tag
 
 
 Part = Annotated[
     Annotated[TextPart, Tag("text part")]
     | Annotated[ImagePart, Tag("image part")]
     | Annotated[VideoPart, Tag("video part")],
-    Discriminator(_part_tag),
+    Discriminator(tag_by("type", {"text": "text part", "image_url": "image part", "video_url": "video part"})),
 ]
 Parts = Annotated[list[Part], Field(fail_fast=True, min_length=1)]
 
@@ -178,12 +182,6 @@ class HistoryMessage(InputMessage):
     tool_calls: Annotated[list[CallOfHistory], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
 
 
-def _message_tag(message: Any) -> str:
-    role = message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
-    tags = {"assistant": "history message", "tool": "tool message"}
-    return tags.get(role, "input message") if isinstance(role, str) else "input message"
-
-
 def parts_of(messages: Sequence[InputMessage], kind: type[P]) -> Iterator[tuple[str, P]]:
     """The parts of a kind with their paths in the request, in the order of the prompt."""
     for i, message in enumerate(messages):
@@ -196,5 +194,5 @@ Message = Annotated[
     Annotated[InputMessage, Tag("input message")]
     | Annotated[HistoryMessage, Tag("history message")]
     | Annotated[ToolMessage, Tag("tool message")],
-    Discriminator(_message_tag),
+    Discriminator(tag_by("role", {"assistant": "history message", "tool": "tool message"}, "input message")),
 ]

@@ -11,6 +11,7 @@ from mmvllm.outputs import CompletionOutput, RequestOutput
 from mmvllm.server.descriptions import shortened
 from mmvllm.server.errors import ApiError
 from mmvllm.server.jobs import CompletionJob
+from mmvllm.server.response_builder import usage_of
 from mmvllm.tracing import TRACE_HEADERS
 
 logger = logging.getLogger("mmvllm.requests")
@@ -78,13 +79,9 @@ def _facts(record: RequestRecord) -> dict[str, Any]:
 
 
 def _tokens(outputs: Sequence[RequestOutput]) -> dict[str, int]:
-    return {
-        "prompt_tokens": sum(output.num_prompt_tokens for output in outputs),
-        "cached_tokens": sum(output.num_cached_tokens for output in outputs),
-        "image_tokens": sum(output.num_image_tokens for output in outputs),
-        "video_tokens": sum(output.num_video_tokens for output in outputs),
-        "completion_tokens": sum(len(one.token_ids) for output in outputs for one in output.completions),
-    }
+    usage = usage_of(outputs)
+    details = usage.prompt_tokens_details.model_dump()
+    return {"prompt_tokens": usage.prompt_tokens, **details, "completion_tokens": usage.completion_tokens}
 
 
 def _seconds(record: RequestRecord) -> dict[str, float | None]:

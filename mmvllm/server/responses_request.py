@@ -6,10 +6,10 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from mmvllm.processors.tools import MAX_TOOLS
-from mmvllm.server.messages import INT64, CalledFunction, Ignored, StrictModel, Unsupported
+from mmvllm.server.messages import INT64, CalledFunction, Ignored, StrictModel, Unsupported, tag_by
 from mmvllm.server.protocol import SamplingRequest, TemplateKwargs, check_number_of_parts
 from mmvllm.server.structured import NamedSchema
-from mmvllm.server.tools import FunctionDefinition, FunctionReference
+from mmvllm.server.tools import FunctionDefinition, FunctionReference, choice_tag
 
 
 class InputText(StrictModel):
@@ -26,16 +26,11 @@ class InputImage(StrictModel):
     file_id: Unsupported = None
 
 
-def _part_tag(part: Any) -> str | None:
-    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-    tags = {"input_text": "text part", "output_text": "text part", "text": "text part", "input_image": "image part"}
-    return tags.get(kind, kind) if isinstance(kind, str) else None
-
-
+PART_TAGS = {"input_text": "text part", "output_text": "text part", "text": "text part", "input_image": "image part"}
 InputPart = Annotated[
     Annotated[InputText, Tag("text part")] | Annotated[InputImage, Tag("image part")],
     Discriminator(
-        _part_tag,
+        tag_by("type", PART_TAGS),
         custom_error_type="input_part",
         custom_error_message="must be a part of the type 'input_text', 'output_text' or 'input_image'",
     ),
@@ -71,18 +66,13 @@ class FunctionOutputItem(StrictModel):
     status: Ignored = None
 
 
-def _item_tag(item: Any) -> str:
-    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    tags = {None: "a message", "message": "a message", "function_call": "a call", "function_call_output": "a result"}
-    return tags.get(kind, "unknown") if isinstance(kind, str | None) else "unknown"
-
-
+ITEM_TAGS = {None: "a message", "message": "a message", "function_call": "a call", "function_call_output": "a result"}
 Item = Annotated[
     Annotated[InputItem, Tag("a message")]
     | Annotated[FunctionCallItem, Tag("a call")]
     | Annotated[FunctionOutputItem, Tag("a result")],
     Discriminator(
-        _item_tag,
+        tag_by("type", ITEM_TAGS, "unknown"),
         custom_error_type="input_item",
         custom_error_message="must be an item of the type 'message', 'function_call' or 'function_call_output'",
     ),
@@ -109,10 +99,6 @@ class FunctionChoice(FunctionReference):
     type: Literal["function"]
 
 
-def _choice_tag(choice: Any) -> str:
-    return "a function" if isinstance(choice, dict | FunctionChoice) else "a word"
-
-
 Tool = Annotated[FunctionTool, BeforeValidator(_require_function)]
 
 
@@ -130,10 +116,7 @@ class JsonSchemaFormat(NamedSchema):
     type: Literal["json_schema"]
 
 
-def _format_tag(given: Any) -> str | None:
-    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
-    tags = {"text": "plain text", "json_object": "json object", "json_schema": "json schema"}
-    return tags.get(kind, kind) if isinstance(kind, str) else None
+FORMAT_TAGS = {"text": "plain text", "json_object": "json object", "json_schema": "json schema"}
 
 
 class TextOptions(StrictModel):
@@ -143,7 +126,7 @@ class TextOptions(StrictModel):
             | Annotated[JsonObjectFormat, Tag("json object")]
             | Annotated[JsonSchemaFormat, Tag("json schema")],
             Discriminator(
-                _format_tag,
+                tag_by("type", FORMAT_TAGS),
                 custom_error_type="text_format",
                 custom_error_message="must be a format of the type 'text', 'json_object' or 'json_schema'",
             ),
@@ -177,7 +160,7 @@ class ResponsesRequest(SamplingRequest):
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("a word")]
             | Annotated[FunctionChoice, Tag("a function")],
-            Discriminator(_choice_tag),
+            Discriminator(choice_tag),
         ]
         | None
     ) = Field(None, description="Default: auto.")

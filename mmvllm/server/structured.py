@@ -8,9 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from mmvllm.errors import RequestError
 from mmvllm.server.messages import Ignored, StrictModel, Unsupported
-from mmvllm.structured import StructuredOutputsParams, as_structured
-
-_NAMES = ("json_object", "regex", "choice", "grammar", "whitespace_pattern")  # and json
+from mmvllm.structured import NAMES, StructuredOutputsParams, as_structured
 
 Text = Annotated[str, Field(min_length=1)]
 Choices = Annotated[list[Text], Field(fail_fast=True, min_length=1)]
@@ -120,12 +118,12 @@ def _of_outputs(body: StructuredFields) -> StructuredField | None:
     given = body.structured_outputs
     if given is None:
         return None
-    values = given.model_dump(by_alias=True, include={*_NAMES, "json_"}, exclude_none=True)
-    paths = {name: f"structured_outputs.{name}" for name in ("json", *_NAMES)}
+    values = given.model_dump(by_alias=True, include={*NAMES, "json_"}, exclude_none=True)  # json_ has the alias json
+    paths = {name: f"structured_outputs.{name}" for name in NAMES}
     return StructuredField(values or {"json_object": None}, paths)
 
 
 def _of_guided(body: StructuredFields) -> StructuredField | None:
-    paths = {name: f"guided_{name}" for name in ("json", *_NAMES)}
+    paths = {name: f"guided_{name}" for name in NAMES}
     values = {name: value for name, path in paths.items() if (value := getattr(body, path)) not in (None, False)}
     return StructuredField(values, {name: paths[name] for name in values}) if values else None

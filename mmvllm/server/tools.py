@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from mmvllm.errors import RequestError
@@ -52,14 +52,15 @@ class NamedToolChoice(StrictModel):
     function: FunctionReference
 
 
-def _choice_tag(choice: Any) -> str:
-    return "a function" if isinstance(choice, dict | NamedToolChoice) else "a word"
+def choice_tag(choice: Any) -> str:
+    """Which form of `tool_choice` a client meant, so that the error refers to that one."""
+    return "a function" if isinstance(choice, dict | BaseModel) else "a word"
 
 
 Tools = Annotated[list[ToolDefinition], Field(fail_fast=True, max_length=MAX_TOOLS)]
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("a word")] | Annotated[NamedToolChoice, Tag("a function")],
-    Discriminator(_choice_tag),
+    Discriminator(choice_tag),
 ]
 
 

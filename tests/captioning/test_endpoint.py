@@ -160,6 +160,17 @@ def test_the_schema_is_sent_and_an_answer_of_another_form_is_an_error(folder):
     assert "is not JSON" in made[2]["error"] and job.progress.num_cut == 1
 
 
+def test_servers_of_mmvllm_get_the_white_space_of_json_with_the_schema(folder):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    models = as_json(200, {"data": [{"id": "fake-vl", "owned_by": "mmvllm"}]})
+    with fake_endpoint(lambda *_: said('{"a": 1}'), models) as fake:
+        (record,) = caption_images(folder / "000.png", endpoint=fake.url, schema=schema)
+    [body] = fake.bodies
+    assert "response_format" not in body and record["object"] == {"a": 1}
+    assert json.loads(body["structured_outputs"]["json"]) == schema
+    assert body["structured_outputs"]["whitespace_pattern"] == " ?"
+
+
 @pytest.mark.parametrize(("owner", "stops", "sent"), [("mmvllm", True, [True]), ("mmvllm", False, []), ("a", True, [])])
 def test_only_servers_of_mmvllm_are_asked_to_end_repetitions(folder, owner, stops, sent):
     models = as_json(200, {"data": [{"id": "fake-vl", "owned_by": owner}]})

@@ -111,6 +111,7 @@ def nested(depth: int) -> list:
         (completion(beam_width=2, echo=True, logprobs=1), "logprobs", "cannot be used with beam search (beam_width=2)"),
         (completion(beam_width=2, echo=True, max_tokens=0), "max_tokens", "of at least 1"),
         (completion(use_beam_search=True, echo=True, stream=True), "stream", "known only at the end"),
+        (completion(beam_width=2, guided_regex="a"), "guided_regex", "guided_regex cannot be used with beam search"),
         (completion(length_penalty=2.0), "length_penalty", "is of beam search, which needs beam_width"),
         (completion(logprobs=True), "logprobs", "valid integer"),
         (

@@ -1,0 +1,120 @@
+"""Builds the responses of /v1/chat/completions, whole or in chunks, from the engine's deltas."""
+
+from collections.abc import Collection, Sequence
+from typing import Any, Literal
+
+from mmvllm.engine.detokenizer import token_bytes
+from mmvllm.grounding import Box, Point
+from mmvllm.outputs import Delta, LogprobsById
+from mmvllm.processors.tool_calls import CallPiece, ToolCallParser, read_tool_calls
+from mmvllm.server.response_builder import (
+    FINISH_REASONS,
+    NO_LOGPROB,
+    ChoiceBuffer,
+    ResponseBuilder,
+    call_id,
+    token_text,
+)
+from mmvllm.server.responses import ChatCompletion, Usage
+
+
+class ChatResponseBuilder(ResponseBuilder):
+    """Responses of /v1/chat/completions."""
+
+    kind, chunk_kind, id_prefix, prompt_field = "chat.completion", "chat.completion.chunk", "chatcmpl", "messages"
+
+    def __init__(self, *args: Any, functions: Collection[str] = (), boxes: bool | Literal["stored"] | None = None):
+        """`functions` are the names of those whose calls are looked for in completions; with `boxes`, each choice has
+        those that the model wrote: "stored" in pixels of the image as it is stored. Others are as of the base.
+        """
+        super().__init__(*args)
+        self._functions, self._with_boxes = functions, boxes
+        self._parsers: dict[int, ToolCallParser] = {}  # by choice
+
+    def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> ChatCompletion:
+        """The response to a request that is not streamed."""
+        made = [self._choice(choice) for choice in choices]
+        return ChatCompletion(**self._head, choices=made, usage=usage, **self._of_prompt(choices[0].output))
+
+    def _choice(self, choice: ChoiceBuffer) -> dict:
+        text, message = "".join(choice.text), {"role": "assistant"}
+        content, calls = read_tool_calls(text, self._functions) if self._functions else (text, [])
+        if calls:
+            message["tool_calls"] = [
+                {"id": call_id(), "function": {"name": call.name, "arguments": call.arguments}} for call in calls
+            ]
+        return {
+            "index": choice.index,
+            "message": message | {"content": content or None if calls else content},
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": _reason(choice.finish_reason, bool(calls)),
+            **self._token_ids(choice.token_ids),
+            **self._extras(choice.boxes),
+        }
+
+    def first_chunks(self, num_choices: int, delta: Delta) -> list[dict]:
+        """The chunks that start a stream, before the first delta: the role of each choice."""
+        first = {"role": "assistant", "content": ""}
+        ids = self._prompt_token_ids(delta.prompt_token_ids)
+        return [
+            self._chunk({"index": index, "delta": first, "logprobs": None, "finish_reason": None}) | ids
+            for index in range(num_choices)
+        ]
+
+    def chunks(self, index: int, delta: Delta) -> list[dict]:
+        """The chunks for the new tokens of one choice: none while their text may belong to the mark of a call."""
+        parts, has_calls = self._parts(index, delta)
+        others = {"logprobs": self._logprobs(delta.logprobs or []), **self._token_ids(delta.token_ids)}
+        reason = _reason(FINISH_REASONS[delta.finish_reason], has_calls)
+        if not parts and reason is None and not any(others.values()):
+            return []
+        *first, last = parts or [{}]
+        made = [{"index": index, "delta": part, "logprobs": None, "finish_reason": None} for part in first]
+        if delta.finish_reason is not None:
+            others |= self._extras(delta.boxes)
+        return [
+            *map(self._chunk, made),
+            self._chunk({"index": index, "delta": last, **others, "finish_reason": reason}),
+        ]
+
+    def _parts(self, index: int, delta: Delta) -> tuple[list[dict], bool]:
+        """What is new of the message, and whether it has calls."""
+        if not self._functions:
+            return [{"content": delta.text}] if delta.text else [], False
+        parser = self._parsers.setdefault(index, ToolCallParser(self._functions))
+        pieces = parser.feed(delta.text, is_last=delta.finish_reason is not None)
+        parts = [{"content": one} if isinstance(one, str) else {"tool_calls": [_call_part(one)]} for one in pieces]
+        return parts, parser.num_calls > 0
+
+    def _extras(self, boxes: Sequence[Box | Point]) -> dict[str, Any]:
+        """The field of a whole choice that only mmvllm has, if the request asks for it."""
+        if not self._with_boxes:
+            return {}
+        shown = (box.in_stored_pixels() for box in boxes) if self._with_boxes == "stored" else boxes
+        return {"mmvllm": {"boxes": [box.to_dict() for box in shown]}}
+
+    def _logprobs(self, entries: Sequence[LogprobsById]) -> dict | None:
+        if self._top_logprobs is None:
+            return None
+        made = []
+        for logprobs in entries:
+            sampled, logprob = next(iter(logprobs.items()))
+            top = [self._entry(*item) for item in self._top(logprobs)]
+            made.append(self._entry(sampled, logprob) | {"top_logprobs": top})
+        return {"content": made}
+
+    def _entry(self, token_id: int, logprob: float) -> dict:
+        data = token_bytes(self._tokenizer, token_id)
+        return {"token": token_text(data), "logprob": max(logprob, NO_LOGPROB), "bytes": list(data)}
+
+
+def _call_part(piece: CallPiece) -> dict:
+    """A piece of a call as OpenAI's chunks have it: with the id and the name first."""
+    if piece.name is None:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {"index": piece.index, "id": call_id(), "type": "function", "function": function}
+
+
+def _reason(finish_reason: str | None, has_calls: bool) -> str | None:
+    return "tool_calls" if has_calls and finish_reason == "stop" else finish_reason
