@@ -129,7 +129,20 @@ def test_a_kept_grammar_does_not_wait_for_another_that_is_compiled(tokenizer):
         other.result()
 
 
+def test_many_patterns_apart_from_each_other_are_enforced(compiler):
+    apart = {"type": "object", "properties": {str(i): one for i, one in enumerate(texts_of(13))}}
+    within = {"$defs": {"a": apart}, "allOf": [{"$ref": "#/$defs/a"}], "description": "as pydantic writes it"}
+    for schema in (apart, within):
+        compiler.check(StructuredOutputsParams(json=schema))
+
+
+def texts_of(number: int) -> list[dict]:
+    return [{"type": "string", "pattern": f".*{chr(97 + i)}.{{{i}}}z"} for i in range(number)]
+
+
 REFUSED = [
+    ({"json": {"allOf": texts_of(20)}}, "has the keyword 'pattern' at /allOf/12, which is one of 20; beside allOf"),
+    ({"json": {"allOf": [{"$ref": "#/$defs/a"}, {}], "$defs": {"a": {"allOf": texts_of(20)}}}}, "is one of 20"),
     ({"json": {"$ref": "#"}}, "structured.json cannot be enforced"),
     ({"json": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}, "structured.json cannot be enforced"),
     ({"json": {"type": "string", "format": "zip"}}, "structured.json cannot be enforced: Unknown format: zip"),
