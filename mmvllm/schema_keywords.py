@@ -21,6 +21,7 @@ ANNOTATIONS = frozenset(
         *("contentEncoding", "contentMediaType", "contentSchema"),
     )
 )
+MAX_PATTERNS = 12  # where schemas are combined: compiling a conjunction of n expressions takes 2^n steps
 _OF_ONE, _OF_LISTS = ("additionalProperties", "items", "additionalItems"), ("anyOf", "oneOf", "allOf", "prefixItems")
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
 
@@ -35,6 +36,25 @@ def check_keywords(schema: dict[str, Any]) -> None:
         # A text may have the same additional key twice, which is one property.
         if isinstance(most, int) and most > (len(set(map(str, required))) if isinstance(required, list) else 0):
             raise _refused("minProperties", place, "can be enforced only up to the number of required properties")
+    _check_conjunctions(schema)
+
+
+def _check_conjunctions(schema: dict[str, Any]) -> None:
+    parts = list(_parts(schema))
+    patterns = [(name, place) for place, part in parts for name in ("pattern", "format") if name in part]
+    if len(patterns) > MAX_PATTERNS and any(_is_conjunction(part) for _, part in parts):
+        reason = (
+            f"is one of {len(patterns)}; beside allOf, or a $ref with other keywords, {MAX_PATTERNS} can be enforced"
+        )
+        raise _refused(*patterns[MAX_PATTERNS], reason)
+
+
+def _is_conjunction(part: dict[str, Any]) -> bool:
+    """Whether a text must fit several schemas at once."""
+    both = part.get("allOf")
+    num_schemas = (len(both) if isinstance(both, list) else 0) + ("$ref" in part)
+    has_others = any(keyword in ENFORCED - {"allOf", "$ref", "$defs", "definitions"} for keyword in part)
+    return num_schemas + has_others > 1 and num_schemas > 0
 
 
 def _refused(keyword: Any, place: str, reason: str) -> RequestError:

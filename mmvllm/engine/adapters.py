@@ -11,11 +11,14 @@ import torch
 import xxhash
 from torch import Tensor
 
+from mmvllm.config import ModelConfig
 from mmvllm.errors import RequestError
+from mmvllm.layers.attention import TorchAttention
 from mmvllm.layers.lora import Matrices, Region
 from mmvllm.lora import LoRARequest
 from mmvllm.models.interface import Model
 from mmvllm.models.lora import CONFIG, WEIGHTS, LoraPair, Target, place_adapter, read_adapter
+from mmvllm.models.registry import family_of
 from mmvllm.transfer import pinned
 
 KEPT = 16  # adapters in host memory beyond those that requests in flight use
@@ -40,10 +43,17 @@ class Adapter:
         return xxhash.xxh3_128_digest(self.digest + digest) if self.adapts_vision else digest
 
 
+def model_without_weights(model_config: ModelConfig) -> Model:
+    """A model that knows the names and shapes of its weights, and takes no memory for them."""
+    with torch.device("meta"):
+        return family_of(model_config.architecture).build(model_config, TorchAttention)
+
+
 class AdapterStore:
     """Reads adapters for one model and keeps those that were used last; any thread may call it.
 
-    For the device "meta" it keeps no values, only that an adapter can be used.
+    For the device "meta" it keeps no values, only that an adapter can be used. It outlives an engine that has released
+    its memory, so `model` is one without weights.
     """
 
     def __init__(

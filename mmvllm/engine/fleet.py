@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from mmvllm.config import EngineConfig, ModelConfig
-from mmvllm.engine.adapters import AdapterStore
+from mmvllm.engine.adapters import AdapterStore, model_without_weights
 from mmvllm.engine.checkpoint import read_checkpoint
 from mmvllm.engine.engine_host import AddCommand, EngineFacts, News
 from mmvllm.engine.engine_keeper import EngineKeeper, EngineListener
@@ -20,10 +20,8 @@ from mmvllm.engine.placement import place_engines
 from mmvllm.engine.remote_engine import STOP_SECONDS, Command
 from mmvllm.engine.tokenizer import eos_token_ids_of, load_tokenizer
 from mmvllm.errors import EngineFailed, RequestError
-from mmvllm.layers.attention import TorchAttention
 from mmvllm.lora import LoRARequest
 from mmvllm.models.lora import linear_regions
-from mmvllm.models.registry import family_of
 from mmvllm.models.splitting import rank_config
 from mmvllm.signals import wait_until
 
@@ -159,8 +157,7 @@ class EngineFleet:
 
 def _adapter_checks(model_config: ModelConfig, config: EngineConfig) -> AdapterStore:
     """Reads adapters for a model without weights, and keeps nothing but that they can be used."""
-    with torch.device("meta"):
-        model = family_of(model_config.architecture).build(model_config, TorchAttention)
+    model = model_without_weights(model_config)
     return AdapterStore(model, linear_regions(model), config.max_lora_rank, torch.float32, torch.device("meta"))
 
 

@@ -74,7 +74,8 @@ class GrammarCompiler:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Iterable[int], vocab_size: int):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self.eos_token_ids = sorted(i for i in eos_token_ids if 0 <= i < vocab_size)
-        self._lock = threading.Lock()
+        # Of what is kept, and of making more: the engine's thread must not wait for another request's grammar.
+        self._lock, self._compiling = threading.Lock(), threading.Lock()
         self._ll_tokenizer: Any = None
         self._compiled: OrderedDict[StructuredOutputsParams, Any] = OrderedDict()
 
@@ -88,14 +89,27 @@ class GrammarCompiler:
             self._matcher(params)
 
     def _matcher(self, params: StructuredOutputsParams) -> Any:
+        matcher = self._kept(params)
+        if matcher is None:
+            with self._compiling:
+                matcher = self._kept(params)
+                if matcher is None:
+                    self._prepare()
+                    matcher = self._compile(params)
+                    self._keep(params, matcher)
+        return matcher
+
+    def _kept(self, params: StructuredOutputsParams) -> Any | None:
         with self._lock:
-            if params not in self._compiled:
-                self._prepare()
-                self._compiled[params] = self._compile(params)
-                if len(self._compiled) > MAX_COMPILED:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(params)
-            return self._compiled[params]
+            if params in self._compiled:
+                self._compiled.move_to_end(params)
+            return self._compiled.get(params)
+
+    def _keep(self, params: StructuredOutputsParams, matcher: Any) -> None:
+        with self._lock:
+            self._compiled[params] = matcher
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
 
     def _prepare(self) -> None:
         """Make llguidance's tokenizer."""
@@ -121,9 +135,11 @@ class GrammarCompiler:
         except ValueError as error:
             raise _refused(params, str(error)) from None
         matcher = LLMatcher(self._ll_tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
-        GrammarConstraint(matcher.deep_copy(), self._ll_tokenizer.vocab_size).warm_up()
-        if matcher.is_error():
-            raise _refused(params, matcher.get_error())
+        first = matcher.deep_copy()
+        GrammarConstraint(first, self._ll_tokenizer.vocab_size).warm_up()
+        for one in (matcher, first):  # the copy fails where no text can be the beginning
+            if one.is_error():
+                raise _refused(params, one.get_error())
         return matcher
 
 

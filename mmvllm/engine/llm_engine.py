@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mmvllm.config import EngineConfig
-from mmvllm.engine.adapters import Adapter, AdapterStore
+from mmvllm.engine.adapters import Adapter, AdapterStore, model_without_weights
 from mmvllm.engine.block_manager import BlockManager
 from mmvllm.engine.checkpoint import read_checkpoint
 from mmvllm.engine.device_errors import is_fatal
@@ -125,11 +125,12 @@ class LLMEngine:
         """Load the same model again, with the same config, after `exit`; raises what the constructor raises.
 
         The new engine goes on with this one's counts: of requests, whose own random generators would repeat
-        themselves, and of preemptions. It has this one's compiled grammars.
+        themselves, and of preemptions. It has this one's compiled grammars, and the adapters that this one has read:
+        requests are prepared with this one.
         """
         engine = LLMEngine(self._folder, self.config, tokenizer=self.tokenizer)
         engine.input_processor.go_on_from(self.input_processor)
-        engine.grammars = self.grammars
+        engine.grammars, engine.adapters = self.grammars, self.adapters
         engine._request_numbers = self._request_numbers
         engine.scheduler.num_preemptions = self.scheduler.num_preemptions
         return engine
@@ -237,17 +238,14 @@ class LLMEngine:
             return None
         if not self.config.enable_lora:
             raise RequestError("lora_request needs an engine with enable_lora=True", param="lora_request")
-        adapters = self.adapters
-        if adapters is None:
-            raise RuntimeError("the engine has exited; make a new one")
-        return adapters.load(lora_request)
+        return self.adapters.load(lora_request)
 
     def _adapter_store(self) -> AdapterStore | None:
         runner = self.model_runner
         if runner.adapters is None:
             return None
-        regions, max_rank = runner.adapters.regions, self.config.max_lora_rank
-        return AdapterStore(runner.model, regions, max_rank, runner.dtype, runner.device)
+        model, regions = model_without_weights(self.model_config), runner.adapters.regions
+        return AdapterStore(model, regions, self.config.max_lora_rank, runner.dtype, runner.device)
 
     def new_request_id(self) -> str:
         """An id that no request in flight has."""
@@ -350,7 +348,6 @@ class LLMEngine:
                 torch.cuda.synchronize(device)
         self.model_runner.peers.exit()
         del self.model_runner, self.executor, self.recovery
-        self.adapters = None  # which has the model
         with suppress(RuntimeError):
             if device.type == "cuda":
                 torch.cuda.empty_cache()

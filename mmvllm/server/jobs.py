@@ -167,6 +167,7 @@ class JobFactory:
             described = partial(described_chat, body)
             return CompletionJob([prompt.request], SamplingParams(), builder, described, prompt, pooling=pooling)
         self._check_special_tokens(body)
+        _check_chat_fields(body)
         prompts = convert.prompts_of(body)
         self._length_limit.check("input", prompts)
         described = partial(described_prompts, prompts)
@@ -257,6 +258,13 @@ class JobFactory:
                 raise ApiError(400, error.spelled(self._settings.media_names), param=param) from None
         reservation.take(len(data))
         return data
+
+
+def _check_chat_fields(body: EmbeddingRequest) -> None:
+    """Fields of conversations have no effect on `input`; one that isolates, such as cache_salt, must not be lost."""
+    for name in ChatPrompt.model_fields:
+        if getattr(body, name):
+            raise ApiError(400, f"{name} is for messages, and the request has input; leave it out", param=name)
 
 
 def _with_adapter(prompts: list[str | list[int]], adapter: LoRARequest | None) -> list[Request]:

@@ -115,7 +115,15 @@ def use_of(
         return ToolUse(params, given, frozenset(names))
     _check_schemas(given, enforced)
     field = StructuredField({"grammar": grammar}, {"grammar": "tools"})
-    return ToolUse(replace(params, structured=field.params()), given, frozenset(names), field)
+    return ToolUse(_structured(params, field), given, frozenset(names), field)
+
+
+def _structured(params: SamplingParams, field: StructuredField) -> SamplingParams:
+    try:
+        return replace(params, structured=field.params())
+    except RequestError as error:  # another parameter contradicts it
+        message, param = field.spelled(error) or (str(error).replace("structured", "tools", 1), error.param)
+        raise ApiError(400, message, param=param) from None
 
 
 def prompt_tools(tools: Sequence[ToolDefinition] | None) -> list[dict]:

@@ -2,6 +2,8 @@
 
 import json
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
 import numpy as np
@@ -105,7 +107,44 @@ def test_grammars_are_compiled_once_and_the_oldest_are_dropped(tokenizer):
     assert len(compiler._compiled) == MAX_COMPILED and all_params[0] not in compiler._compiled
 
 
+def test_a_kept_grammar_does_not_wait_for_another_that_is_compiled(tokenizer):
+    compiler = GrammarCompiler(tokenizer, {tokenizer.eos_token_id}, WIDTH)
+    params = StructuredOutputsParams(regex="a")
+    compiler.check(params)
+    is_compiling, may_end, compile_ = threading.Event(), threading.Event(), compiler._compile
+
+    def slow(params):
+        is_compiling.set()
+        assert may_end.wait(60)
+        return compile_(params)
+
+    compiler._compile = slow
+    with ThreadPoolExecutor(2) as threads:
+        other = threads.submit(compiler.check, StructuredOutputsParams(regex="b"))
+        try:
+            assert is_compiling.wait(60)
+            threads.submit(compiler.constraint, params).result(timeout=10)
+        finally:
+            may_end.set()
+        other.result()
+
+
+def test_many_patterns_apart_from_each_other_are_enforced(compiler):
+    apart = {"type": "object", "properties": {str(i): one for i, one in enumerate(texts_of(13))}}
+    within = {"$defs": {"a": apart}, "allOf": [{"$ref": "#/$defs/a"}], "description": "as pydantic writes it"}
+    for schema in (apart, within):
+        compiler.check(StructuredOutputsParams(json=schema))
+
+
+def texts_of(number: int) -> list[dict]:
+    return [{"type": "string", "pattern": f".*{chr(97 + i)}.{{{i}}}z"} for i in range(number)]
+
+
 REFUSED = [
+    ({"json": {"allOf": texts_of(20)}}, "has the keyword 'pattern' at /allOf/12, which is one of 20; beside allOf"),
+    ({"json": {"allOf": [{"$ref": "#/$defs/a"}, {}], "$defs": {"a": {"allOf": texts_of(20)}}}}, "is one of 20"),
+    ({"json": {"$ref": "#"}}, "structured.json cannot be enforced"),
+    ({"json": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}, "structured.json cannot be enforced"),
     ({"json": {"type": "string", "format": "zip"}}, "structured.json cannot be enforced: Unknown format: zip"),
     ({"json": {"type": "strin"}}, "Invalid type: strin"),
     ({"json": {"type": "integer", "minimum": 2, "maximum": 1}}, "minimum (2) is greater than maximum (1)"),

@@ -94,6 +94,8 @@ def test_embeddings_are_no_completions_in_the_metrics(app):
         ({"input": "a", "temperature": 0}, "temperature", "is not a field"),
         ({"input": "a", "allow_special_tokens": True}, "allow_special_tokens", "not allowed by this server"),
         ({"messages": [user(image_part("data:,x"))]}, "messages[0].content[0].image_url.url", "image"),
+        ({"input": "a", "cache_salt": "x"}, "cache_salt", "cache_salt is for messages"),
+        ({"input": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "is for messages"),
         ({"input": "a", "model": "x"}, "model", "does not exist"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else None,

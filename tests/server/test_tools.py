@@ -22,7 +22,7 @@ def tool(name: str, strict: bool | None = None, **properties) -> dict:
 
 COUNT = tool("count", shape={"enum": ["star", "circle"]}, most={"type": "integer", "minimum": 1, "maximum": 9})
 FIND = tool("find", color={"enum": ["red", "green"]})
-NAMED = {"type": "function", "function": {"name": "find"}}
+NAMED, NAMED_COUNT = ({"type": "function", "function": {"name": name}} for name in ("find", "count"))
 CALL = '<tool_call>\n{"name": "count", "arguments": {"shape": "star", "most": 5}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "find", "arguments": {"color": "red"}}\n</tool_call>'
 
@@ -215,6 +215,7 @@ def function(**fields) -> list[dict]:
 
 PARAMETERS = "tools[0].function.parameters"
 CALLS = "messages[0].tool_calls"
+LONG = {f"a{i}": {"const": "\n" * 400} for i in range(45)}
 HISTORY = [{"type": "function", "function": {"name": "f", "arguments": "{"}}]
 
 
@@ -243,6 +244,9 @@ HISTORY = [{"type": "function", "function": {"name": "f", "arguments": "{"}}]
         ({"tools": [COUNT], "guided_choice": ["a"]}, "tools", "exclude each other"),
         ({"tools": [COUNT], "tool_choice": "required", "beam_width": 2}, "tools", "cannot be used with beam search"),
         ({"tools": [COUNT], "parallel_tool_calls": False, "beam_width": 2}, "tools", "leave out strict, parallel_tool"),
+        ({"tools": [COUNT], "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "contradicts tools"),
+        ({"tools": [COUNT], "tool_choice": NAMED_COUNT, "min_tokens": 2}, "min_tokens", "contradicts tools"),
+        ({"tools": [tool("f", True, **LONG), tool("g", True, **LONG)]}, "tools", "at most 65536 are accepted"),
         ({"messages": [{"role": "assistant", "tool_calls": HISTORY}]}, f"{CALLS}[0].function.arguments", "JSON object"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, f"{CALLS}[0].function", "is missing"),
         ({"messages": [{"role": "tool"}]}, "messages[0].content", "is missing"),
