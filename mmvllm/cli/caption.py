@@ -139,10 +139,10 @@ def _add_prompt(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--seed", type=int, metavar="N", help="seed that makes sampled captions reproducible")
     group.add_argument(
-        "--stop-on-repetition",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="end captions that repeat themselves; their finish_reason is repetition (default: %(default)s)",
+        "--no-stop-on-repetition",
+        dest="stop_on_repetition",
+        action="store_false",
+        help="write captions that repeat themselves to their end; otherwise they end with finish_reason repetition",
     )
     group.add_argument("--min-pixels", type=at_least_one, metavar="N", help="enlarge smaller images to this area")
     group.add_argument(
