@@ -138,7 +138,7 @@ class AsyncLLM:
         engine = EngineFleet(model, config, data_parallel_size, release_after) if several else LLMEngine(model, config)
         self._engine = engine
         try:
-            self._intake = Intake(engine, processor, video_backend)
+            self._intake = Intake(engine, processor, video_backend, self.load_adapter)
         except BaseException:
             engine.exit()
             raise
@@ -241,7 +241,7 @@ class AsyncLLM:
 
     def load_adapter(self, lora_request: LoRARequest) -> None:
         """Read an adapter ahead of its first request, in any thread; raises RequestError if it cannot be used."""
-        self._engine.load_adapter(lora_request)
+        self._thread.load_adapter(lora_request)
 
     async def embed(
         self,

@@ -63,9 +63,6 @@ class Destination(Protocol):
     max_model_len: int
     device: torch.device  # that patches are copied to from this process
 
-    def load_adapter(self, lora_request: Any) -> Any:
-        """Read the adapter of a request, or refuse it."""
-
 
 class Intake:
     """Prepares requests for an engine.
@@ -73,10 +70,11 @@ class Intake:
     Args:
         processor: None for mmvllm's own, or an object with the interface of transformers' processors.
         video_backend: what reads videos (`processors.video_backends`).
+        load_adapter: reads the adapter of a request, or refuses it.
     """
 
-    def __init__(self, engine: Destination, processor: Any = None, video_backend: str = "pyav"):
-        self._engine, self._load = engine, load_with(video_backend)
+    def __init__(self, engine: Destination, processor: Any, video_backend: str, load_adapter: Callable[[Any], object]):
+        self._engine, self._load, self._load_adapter = engine, load_with(video_backend), load_adapter
         image_processor, video_processor = ImageProcessor(engine.image_config), VideoProcessor(engine.video_config)
         rules, max_tokens = engine.media_rules, engine.max_model_len
         self._own = Processor(engine.tokenizer, image_processor, rules, video_processor, max_tokens, self._load)
@@ -100,7 +98,7 @@ class Intake:
 
         def prepared(request: dict, *rest: Any) -> EngineInput:
             if isinstance(request, dict):
-                self._engine.load_adapter(request.get("lora_request"))
+                self._load_adapter(request.get("lora_request"))
             return pinned(request, *rest)
 
         return timed(prepared)

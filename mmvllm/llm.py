@@ -72,7 +72,7 @@ class LLM:
         self.engine = LLMEngine(model, EngineConfig.from_arguments("LLM", **engine_args))
         self.model = model_name(model)
         self.tokenizer, self.device = self.engine.tokenizer, self.engine.model_runner.device
-        self._intake = Intake(self.engine, processor, video_backend)
+        self._intake = Intake(self.engine, processor, video_backend, self.engine.load_adapter)
         # As many requests again wait in the engine as run, so that a step never lacks work.
         self.admission = AdmissionWindow(2 * self.engine.config.max_num_seqs)
         self._tracer = make_tracer(otlp_traces_endpoint, self.model)

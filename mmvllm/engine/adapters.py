@@ -11,11 +11,14 @@ import torch
 import xxhash
 from torch import Tensor
 
+from mmvllm.config import ModelConfig
 from mmvllm.errors import RequestError
+from mmvllm.layers.attention import TorchAttention
 from mmvllm.layers.lora import Matrices, Region
 from mmvllm.lora import LoRARequest
 from mmvllm.models.interface import Model
-from mmvllm.models.lora import CONFIG, WEIGHTS, LoraPair, Target, place_adapter, read_adapter
+from mmvllm.models.lora import CONFIG, WEIGHTS, LoraPair, Target, linear_regions, place_adapter, read_adapter
+from mmvllm.models.registry import family_of
 from mmvllm.transfer import pinned
 
 KEPT = 16  # adapters in host memory beyond those that requests in flight use
@@ -100,6 +103,13 @@ class AdapterStore:
     def _ready(self, matrix: Tensor) -> Tensor:
         made = matrix.to("meta" if self._device.type == "meta" else "cpu", self._dtype).contiguous()
         return pinned(made) if self._device.type == "cuda" else made
+
+
+def adapter_checks(config: ModelConfig, max_rank: int) -> AdapterStore:
+    """Reads adapters for a model without weights, and keeps nothing but that they can be used."""
+    with torch.device("meta"):
+        model = family_of(config.architecture).build(config, TorchAttention)
+    return AdapterStore(model, linear_regions(model), max_rank, torch.float32, torch.device("meta"))
 
 
 def _state(folder: Path) -> tuple:

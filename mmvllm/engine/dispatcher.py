@@ -18,6 +18,7 @@ from mmvllm.engine.health import EngineHealth, health_of
 from mmvllm.engine.stats import EngineStats
 from mmvllm.errors import RequestFailed
 from mmvllm.inputs import EngineInput
+from mmvllm.lora import LoRARequest
 from mmvllm.routing import BLOCK_TOKENS, Fingerprint, Router, fingerprint
 from mmvllm.sampling_params import SamplingParams
 
@@ -86,6 +87,10 @@ class Dispatcher:
     def is_up(self) -> bool:
         """Whether one of the engines accepts requests."""
         return not all(self._fleet.reasons_down())
+
+    def load_adapter(self, lora_request: LoRARequest | None) -> None:
+        """Refuse an adapter that cannot be used, in any thread; each engine reads those of its requests itself."""
+        self._fleet.load_adapter(lora_request)
 
     def add(self, receiver: Receiver, prompt: EngineInput, params: SamplingParams, **options: Any) -> None:
         """Give an engine a request; a refusal is delivered."""

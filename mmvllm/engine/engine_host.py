@@ -130,9 +130,12 @@ class EngineHost:
         receiver = _RemoteReceiver(command.key, command.request_id, options["arrival_time"], command.num_completions)
         self._receivers[command.key] = receiver
         try:  # here, so that the engine's thread need not
-            self._engine.load_adapter(options.get("lora_request"))
+            self._thread.load_adapter(options.get("lora_request"))
         except ValueError as error:
             self._deliver([(receiver, error)])
+            return
+        except Exception as error:  # too little memory for it, for example: other requests are not affected
+            self._deliver([(receiver, RequestFailed(f"preparation failed: {type(error).__name__}: {error}"))])
             return
         on_gpu = self._engine.device.type == "cuda"
         prompt = in_pinned_memory(command.prompt) if on_gpu else command.prompt

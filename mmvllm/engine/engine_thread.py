@@ -18,6 +18,7 @@ from mmvllm.engine.sequence import SequenceStatus
 from mmvllm.engine.stats import EngineStats, Meter
 from mmvllm.errors import EngineFailed, RequestFailed
 from mmvllm.inputs import EngineInput
+from mmvllm.lora import LoRARequest
 from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
 from mmvllm.ranks import RanksFailed
 from mmvllm.sampling_params import SamplingParams
@@ -103,6 +104,10 @@ class EngineThread:
     def num_tracked(self) -> int:
         """Requests in the engine."""
         return len(self._tracked)
+
+    def load_adapter(self, lora_request: LoRARequest | None) -> None:
+        """Read an adapter ahead of its request, in any thread; raises RequestError if it cannot be used."""
+        self._held.load_adapter(lora_request)
 
     def add(self, receiver: Receiver, prompt: EngineInput, params: SamplingParams, **options: Any) -> None:
         """Give the engine a request; a refusal is delivered."""

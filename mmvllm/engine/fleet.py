@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from mmvllm.config import EngineConfig, ModelConfig
-from mmvllm.engine.adapters import AdapterStore
+from mmvllm.config import EngineConfig
+from mmvllm.engine.adapters import adapter_checks
 from mmvllm.engine.checkpoint import read_checkpoint
 from mmvllm.engine.engine_host import AddCommand, EngineFacts, News
 from mmvllm.engine.engine_keeper import EngineKeeper, EngineListener
@@ -20,10 +20,7 @@ from mmvllm.engine.placement import place_engines
 from mmvllm.engine.remote_engine import STOP_SECONDS, Command
 from mmvllm.engine.tokenizer import eos_token_ids_of, load_tokenizer
 from mmvllm.errors import EngineFailed, RequestError
-from mmvllm.layers.attention import TorchAttention
 from mmvllm.lora import LoRARequest
-from mmvllm.models.lora import linear_regions
-from mmvllm.models.registry import family_of
 from mmvllm.models.splitting import rank_config
 from mmvllm.signals import wait_until
 
@@ -50,7 +47,7 @@ class EngineFleet:
         rank_config(checkpoint.model_config, config.tensor_parallel_size)  # refuses sizes before anything is started
         self.size, self.device = size, torch.device("cpu")
         self.seed = config.seed
-        self._adapters = _adapter_checks(checkpoint.model_config, config) if config.enable_lora else None
+        self._adapters = adapter_checks(checkpoint.model_config, config.max_lora_rank) if config.enable_lora else None
         self.model_config, self.media_rules = checkpoint.model_config, checkpoint.media_rules
         self.image_config, self.video_config = checkpoint.image_config, checkpoint.video_config
         self.tokenizer = load_tokenizer(checkpoint.folder)
@@ -155,13 +152,6 @@ class EngineFleet:
             if self._refusals:
                 raise self._refusals[0]
             return [*self._facts]
-
-
-def _adapter_checks(model_config: ModelConfig, config: EngineConfig) -> AdapterStore:
-    """Reads adapters for a model without weights, and keeps nothing but that they can be used."""
-    with torch.device("meta"):
-        model = family_of(model_config.architecture).build(model_config, TorchAttention)
-    return AdapterStore(model, linear_regions(model), config.max_lora_rank, torch.float32, torch.device("meta"))
 
 
 def _exit_if_alive(ref: "weakref.ref[EngineFleet]") -> None:

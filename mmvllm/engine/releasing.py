@@ -3,10 +3,13 @@
 import logging
 import time
 from collections.abc import Callable
+from functools import cached_property
 
+from mmvllm.engine.adapters import AdapterStore, adapter_checks
 from mmvllm.engine.garbage import collect_everything
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.errors import RequestFailed, first_line
+from mmvllm.lora import LoRARequest
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,23 @@ class ReleasableEngine:
         self.engine.exit()
         collect_everything(self.engine.device)
         logger.info("the engine has had no request for %g s and has released its memory", self._after)
+
+    def load_adapter(self, lora_request: LoRARequest | None) -> None:
+        """Read an adapter ahead of its request, in any thread; raises RequestError if it cannot be used.
+
+        While the engine is released, nothing is kept of it: it is read again with its request.
+        """
+        engine = self.engine
+        try:
+            engine.load_adapter(lora_request)
+        except RuntimeError:  # it has exited
+            if engine is self.engine and not self.is_released:
+                raise
+            self._adapter_checks.load(lora_request)
+
+    @cached_property
+    def _adapter_checks(self) -> AdapterStore:
+        return adapter_checks(self.engine.model_config, self.engine.config.max_lora_rank)
 
     def load(self) -> None:
         """Make the engine anew if it is released; raises RequestFailed if that fails, and may be called again."""
