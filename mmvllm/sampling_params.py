@@ -128,7 +128,7 @@ class SamplingParams:
             self._token_ids("allowed_token_ids")
             if not self.allowed_token_ids:
                 raise ParameterError("allowed_token_ids", [], "token ids, at least one, or None")
-        self._tuple("bad_words", "strings that are not empty", lambda v: isinstance(v, str) and v)
+        self._tuple("bad_words", "strings that are not empty, without lone surrogates", _is_text)
         self._integer("no_repeat_ngram_size", "of at least 0", lambda v: v >= 0)
         self._tuple("logits_processors", "functions of token ids and logits", callable)
         self._integer("top_k", "of at least -1", lambda v: v >= -1)
@@ -250,6 +250,11 @@ def _as_float(value: Any) -> float:
         return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     except OverflowError:
         return math.nan
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a tokenizer takes it, which needs UTF-8, and makes something of it."""
+    return isinstance(value, str) and value != "" and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _is_token_id(value: Any) -> bool:

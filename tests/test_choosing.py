@@ -34,6 +34,14 @@ def test_best_of_returns_the_most_likely_completions(llm):
     assert best.num_prompt_tokens == all_six.num_prompt_tokens and best.first_token_time is not None
 
 
+def test_the_stages_of_best_of_are_those_of_the_completion_that_computed_the_prompt(llm):
+    for seed in range(8):  # the prompt is computed once, and its completion is seldom the best
+        params = SamplingParams(temperature=1.5, seed=seed, max_tokens=4, best_of=4)
+        output = llm.generate_multimodal([{**REQUEST, "cache_salt": str(seed)}], params)[0]
+        assert output.first_scheduled_time <= output.first_token_time
+        assert seed > 0 or output.encoding_time > 0
+
+
 def test_best_of_as_many_as_are_returned_is_n(llm):
     plain, same = (
         llm.generate_multimodal([REQUEST], SamplingParams(**SAMPLED, n=3, best_of=best_of))[0] for best_of in (None, 3)

@@ -100,6 +100,13 @@ def test_stop_strings_become_a_tuple(stop, want):
     assert SamplingParams(stop=stop).stop == want
 
 
+@pytest.mark.parametrize("word", ["", 5, "a\ud800"])
+def test_bad_words_that_no_tokenizer_takes_are_refused(word):
+    with pytest.raises(ValueError, match=r"^bad_words has .*, must be strings that are not empty") as caught:
+        SamplingParams(bad_words=["a", word])
+    assert caught.value.param == "bad_words"
+
+
 @pytest.mark.parametrize(
     ("stop", "shown"), [("", "''"), (["a", ""], "''"), ([1], "1"), (5, "5"), ([None], "None"), (b"a", "97"), (0, "0")]
 )

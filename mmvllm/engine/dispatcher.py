@@ -3,6 +3,7 @@
 It has the interface of `EngineThread`. The lock is never held while something is delivered.
 """
 
+import pickle
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from mmvllm.engine.engine_host import AbortCommand, AddCommand, EngineFacts, News
+from mmvllm.engine.engine_host import AbortCommand, AddCommand, EngineFacts, News, not_sendable
 from mmvllm.engine.engine_thread import BEGUN, Event, Receiver, aborted, is_last
 from mmvllm.engine.fleet import EngineFleet
 from mmvllm.engine.health import EngineHealth, health_of
@@ -32,6 +33,7 @@ class _Assignment:
     receiver: Receiver
     prompt: EngineInput | None  # until the first delta: then it cannot be computed again
     params: SamplingParams
+    functions: bytes
     options: dict[str, Any]
     fingerprint: Fingerprint
     engine: int | None = None  # while no engine is up
@@ -41,9 +43,8 @@ class _Assignment:
 
     def command(self) -> AddCommand:
         receiver = self.receiver
-        return AddCommand(
-            self.key, receiver.request_id, receiver.num_completions, self.prompt, self.params, self.options
-        )
+        own = self.params, self.functions, self.options
+        return AddCommand(self.key, receiver.request_id, receiver.num_completions, self.prompt, *own)
 
     def fails_with_engine(self) -> bool:
         """Whether the request ends with the engine that is lost."""
@@ -89,14 +90,19 @@ class Dispatcher:
 
     def add(self, receiver: Receiver, prompt: EngineInput, params: SamplingParams, **options: Any) -> None:
         """Give an engine a request; a refusal is delivered."""
-        key = next(self._keys)
+        try:
+            functions = pickle.dumps(params.logits_processors)
+        except Exception as error:
+            self._deliver([(receiver, not_sendable(error))])
+            return
+        key, params = next(self._keys), replace(params, logits_processors=())
         if params.seed is None:  # an engine's own would be those of the others, too
             params = replace(params, seed=xxhash.xxh64_intdigest(f"{self._fleet.seed}:{key}".encode()))
         items = [(item.offset, item.digest) for item in prompt.items]
         adapter = options.get("lora_request")
         salt = options.get("cache_salt") if adapter is None else f"{adapter.lora_path}\0{options.get('cache_salt')}"
         known = fingerprint(prompt.token_ids, items, salt, params.max_tokens)
-        request = _Assignment(key, receiver, prompt, params, options, known)
+        request = _Assignment(key, receiver, prompt, params, functions, options, known)
         with self._lock:
             self._assigned[key] = self._by_receiver[receiver] = request
             self._assign(request)

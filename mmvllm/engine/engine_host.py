@@ -3,10 +3,11 @@
 commands ──> EngineHost.run, the main thread ──> EngineThread ──> events
 """
 
+import pickle
 import sys
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,7 +15,7 @@ from mmvllm.engine.engine_thread import EngineThread, Event, Item, is_last
 from mmvllm.engine.garbage import without_old_objects
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.stats import EngineStats
-from mmvllm.errors import RequestFailed, first_line, without_frames
+from mmvllm.errors import RequestError, RequestFailed, first_line, without_frames
 from mmvllm.inputs import EngineInput, in_pinned_memory
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.worker_channel import Channel, can_be_sent
@@ -34,13 +35,17 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class AddCommand:
-    """A request; `key` stands for it in what comes back."""
+    """A request; `key` stands for it in what comes back.
+
+    `functions` are the pickled `logits_processors`, which `params` is without: an engine may be unable to import them.
+    """
 
     key: int
     request_id: str
     num_completions: int
     prompt: EngineInput
     params: SamplingParams
+    functions: bytes
     options: dict[str, Any]
 
 
@@ -130,13 +135,17 @@ class EngineHost:
         receiver = _RemoteReceiver(command.key, command.request_id, options["arrival_time"], command.num_completions)
         self._receivers[command.key] = receiver
         try:  # here, so that the engine's thread need not
+            params = _with_functions(command)
             self._engine.load_adapter(options.get("lora_request"))
         except ValueError as error:
             self._deliver([(receiver, error)])
             return
+        except Exception as error:  # too little memory for it, for example: other requests are not affected
+            self._deliver([(receiver, RequestFailed(f"preparation failed: {type(error).__name__}: {error}"))])
+            return
         on_gpu = self._engine.device.type == "cuda"
         prompt = in_pinned_memory(command.prompt) if on_gpu else command.prompt
-        self._thread.add(receiver, prompt, command.params, **options)
+        self._thread.add(receiver, prompt, params, **options)
 
     def _deliver(self, events: list[Event]) -> None:
         items = []
@@ -155,6 +164,20 @@ class EngineHost:
     def _send(self, message: Any) -> None:
         with self._sending:
             self._events.send(message)
+
+
+def not_sendable(error: Exception) -> RequestError:
+    """For functions that cannot be pickled, or not be made again by an engine's process."""
+    reason = f"logits_processors cannot be sent to the process of an engine: {first_line(error)}"
+    return RequestError(f"{reason}; give functions of modules that it can import", param="logits_processors")
+
+
+def _with_functions(command: AddCommand) -> SamplingParams:
+    try:
+        functions = pickle.loads(command.functions)
+    except Exception as error:  # of the caller's module, too
+        raise not_sendable(error) from None
+    return replace(command.params, logits_processors=functions)
 
 
 def host_engine(channel: Channel, events: Connection) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +22,20 @@ def process(logits: Tensor, seq: Sequence) -> Tensor:
             made = function(*_arguments(function, seq), logits)
         except Exception as error:
             raise ConstraintFailed(f"logits_processors: {_name(function)} raised {error!r}") from None
-        if not isinstance(made, Tensor) or made.shape != logits.shape:
+        if not _is_row(made, logits):
             what = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
             raise ConstraintFailed(
-                f"logits_processors: {_name(function)} returned {what}, must be a tensor {list(logits.shape)}"
+                f"logits_processors: {_name(function)} returned {what}, must be a tensor {list(logits.shape)}, "
+                "dense and of real numbers"
             )
         logits = made.to(logits.device, torch.float32)
     return logits
+
+
+def _is_row(made: Any, logits: Tensor) -> bool:
+    """Whether it can stand for the logits; not a tensor without values, a sparse one, or one of complex numbers."""
+    is_dense = isinstance(made, Tensor) and made.layout is torch.strided and not made.is_meta
+    return is_dense and made.shape == logits.shape and not made.is_complex()
 
 
 def _arguments(function: Callable, seq: Sequence) -> list[list[int]]:

@@ -102,13 +102,13 @@ class OutputProcessor:
             arrival_time=first.arrival_time,
             first_token_time=first.first_token_time,
             finish_time=time.time(),
-            **_stages(group),
+            **_stages(first, group.preparation),
         )
 
 
-def _stages(group: SequenceGroup) -> dict[str, float | None]:
-    """When a request reached the stages before its first token."""
-    first, (begun, prepared) = group.first_seq, group.preparation or (None, None)
+def _stages(first: Sequence, preparation: tuple[float, float] | None) -> dict[str, float | None]:
+    """When a request reached the stages before its first token; `first` has computed the prompt."""
+    begun, prepared = preparation or (None, None)
     encoding_start, encoding_time = _encoding(first)
     return {
         "preparation_start_time": begun,

@@ -11,7 +11,9 @@ import pytest
 
 from mmvllm import AsyncLLM, SamplingParams
 from mmvllm.engine.llm_engine import LLMEngine
-from mmvllm.errors import EngineStopped, ParameterError, RequestFailed
+from mmvllm.errors import EngineStopped, ParameterError, RequestError, RequestFailed
+from mmvllm.lora import LoRARequest
+from tests.helpers.adapters import DECODER, make_adapter
 from tests.helpers.async_engines import OPTIONS, QUESTION, REQUESTS, SHORT, async_test, collect, reached
 from tests.helpers.requests import ask
 
@@ -157,6 +159,23 @@ async def test_each_of_several_engines_is_released_by_itself(make):
         assert engine.health().status == "ok"
         assert (await collect(engine, QUESTION, SHORT))[1] == expected
         assert engine.stats().num_released < 2
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@async_test
+async def test_requests_with_adapters_use_a_released_engine(make, checkpoint, tmp_path, size):
+    adapter = LoRARequest("own", 1, str(make_adapter(tmp_path / "own", checkpoint, target_modules=DECODER)))
+    engine = make(0.3, data_parallel_size=size, enable_lora=True)
+    requests = [ask("Count the shapes.", lora_request=own) for own in (adapter, None)]
+    first, plain = [(await collect(engine, request, SHORT))[1] for request in requests]
+    assert first != plain
+    for _ in range(2):
+        await reached(lambda: engine.stats().num_released == size, "released")
+        engine.load_adapter(adapter)
+        with pytest.raises(RequestError, match="nowhere is not a LoRA adapter"):
+            await collect(engine, ask("x", lora_request=LoRARequest("bad", 1, "/nowhere")), SHORT)
+        assert engine.stats().num_released == size
+        assert (await collect(engine, requests[0], SHORT))[1] == first
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])

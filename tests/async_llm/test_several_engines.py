@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from mmvllm import LLM, AsyncLLM, SamplingParams
-from mmvllm.errors import ArgumentError, EngineUnavailable, RequestFailed
+from mmvllm.errors import ArgumentError, EngineUnavailable, RequestError, RequestFailed
 from tests.helpers.async_engines import LONG, REQUESTS, SHORT, async_test, collect, reached
-from tests.helpers.fleets import FLEET, kill, pids
+from tests.helpers.fleets import FLEET, kill, only_seven, pids
 from tests.helpers.processes import spawned, wait_until_gone
 from tests.helpers.requests import ask, noise_image
 
@@ -65,6 +65,26 @@ async def test_several_engines_serve_embeddings(fleet, checkpoint, make_llm):
         np.testing.assert_allclose(output.embedding, alone.embedding, atol=1e-5)
     with pytest.raises(ValueError, match="dimensions is 4000, must be at most"):
         await fleet.embed("Hello", dimensions=4000)
+    assert_nothing_left(fleet)
+
+
+@async_test
+async def test_logits_processors_that_an_engine_cannot_import_are_refused(fleet, monkeypatch):
+    def in_main(token_ids, logits):
+        return logits
+
+    in_main.__module__, in_main.__qualname__ = "__main__", "in_main"
+    monkeypatch.setattr(sys.modules["__main__"], "in_main", in_main, raising=False)
+    before = pids(fleet)
+    for function in (in_main, lambda token_ids, logits: logits):
+        with pytest.raises(
+            RequestError, match="logits_processors cannot be sent to the process of an engine"
+        ) as caught:
+            await collect(fleet, ask("a"), SamplingParams(logits_processors=[function]))
+        assert caught.value.param == "logits_processors"
+    deltas, _ = await collect(fleet, ask("a"), SamplingParams(max_tokens=3, logits_processors=[only_seven]))
+    assert deltas[-1].output.token_ids == [7, 7, 7]
+    assert pids(fleet) == before
     assert_nothing_left(fleet)
 
 

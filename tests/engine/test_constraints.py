@@ -143,6 +143,14 @@ def fails(token_ids, logits):
             {"logits_processors": [lambda ids, logits: logits[1:]]},
             r"<lambda> returned \[767\], must be a tensor \[768\]",
         ),
+        (
+            {"logits_processors": [lambda ids, logits: logits.to("meta")]},
+            "dense and of real numbers",
+        ),
+        (
+            {"logits_processors": [lambda ids, logits: logits.to_sparse()]},
+            "dense and of real numbers",
+        ),
         ({"allowed_token_ids": [5], "no_repeat_ngram_size": 1}, "no token can follow"),
     ],
 )

@@ -5,6 +5,8 @@ import signal
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import torch
+
 from mmvllm import AsyncLLM, SamplingParams
 from mmvllm.engine.dispatcher import Dispatcher
 from mmvllm.engine.engine_host import AddCommand, EngineFacts, News
@@ -23,6 +25,11 @@ def pids(engine: AsyncLLM) -> list[int]:
 
 def kill(engine: AsyncLLM, index: int) -> None:
     os.kill(pids(engine)[index], signal.SIGKILL)
+
+
+def only_seven(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """A logits processor that the process of an engine can import."""
+    return torch.full_like(logits, -torch.inf).index_fill_(0, torch.tensor([7]), 0.0)
 
 
 @dataclass(eq=False)
