@@ -96,6 +96,16 @@ class PackedMessage:
         self.sizes = [view.nbytes for view in self.views]
 
 
+def pickled(part: Any) -> bytes:
+    """A part of a message that its receiver makes again by itself, with `unpickled`, because it may be unable to."""
+    return pickle.dumps(part)
+
+
+def unpickled(data: bytes) -> Any:
+    """Raises whatever making it raises."""
+    return pickle.loads(data)
+
+
 def can_be_sent(message: Any) -> bool:
     """Whether it can be pickled and made again from its pickle, which some errors cannot."""
     try:

@@ -3,7 +3,6 @@
 It has the interface of `EngineThread`. The lock is never held while something is delivered.
 """
 
-import pickle
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from mmvllm.errors import RequestFailed
 from mmvllm.inputs import EngineInput
 from mmvllm.routing import BLOCK_TOKENS, Fingerprint, Router, fingerprint
 from mmvllm.sampling_params import SamplingParams
+from mmvllm.worker_channel import pickled
 
 MAX_LOST_ENGINES = 2  # under a request that was being computed: it may be what ends them
 
@@ -91,7 +91,7 @@ class Dispatcher:
     def add(self, receiver: Receiver, prompt: EngineInput, params: SamplingParams, **options: Any) -> None:
         """Give an engine a request; a refusal is delivered."""
         try:
-            functions = pickle.dumps(params.logits_processors)
+            functions = pickled(params.logits_processors)
         except Exception as error:
             self._deliver([(receiver, not_sendable(error))])
             return

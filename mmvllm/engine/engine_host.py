@@ -3,7 +3,6 @@
 commands ──> EngineHost.run, the main thread ──> EngineThread ──> events
 """
 
-import pickle
 import sys
 import threading
 from concurrent.futures import Future
@@ -18,7 +17,7 @@ from mmvllm.engine.stats import EngineStats
 from mmvllm.errors import RequestError, RequestFailed, first_line, without_frames
 from mmvllm.inputs import EngineInput, in_pinned_memory
 from mmvllm.sampling_params import SamplingParams
-from mmvllm.worker_channel import Channel, can_be_sent
+from mmvllm.worker_channel import Channel, can_be_sent, unpickled
 
 REPORT_SECONDS = 1.0  # after which an engine without work reports: its rates go down
 
@@ -174,7 +173,7 @@ def not_sendable(error: Exception) -> RequestError:
 
 def _with_functions(command: AddCommand) -> SamplingParams:
     try:
-        functions = pickle.loads(command.functions)
+        functions = unpickled(command.functions)
     except Exception as error:  # of the caller's module, too
         raise not_sendable(error) from None
     return replace(command.params, logits_processors=functions)
