@@ -16,6 +16,7 @@ from mmvllm.outputs import RequestOutput
 from mmvllm.tracing import RequestTracer, trace_headers_of, traces_url
 from tests.helpers.adapters import make_adapter
 from tests.helpers.async_engines import LONG, OPTIONS, SHORT, async_test, collect
+from tests.helpers.engines import slow_steps
 from tests.helpers.fleets import FLEET
 from tests.helpers.requests import ask, noise_image
 from tests.helpers.traces import PARENT, STAGES, TRACE, collector, headers, requests_of
@@ -89,6 +90,7 @@ async def test_requests_of_async_llm_end_in_a_span_however_they_end(checkpoint, 
         deltas, _ = await collect(engine, ask(IMAGE, "What?"), SHORT, request_id="whole", trace_headers=headers())
         with pytest.raises(RequestError):
             await collect(engine, ask(b"secret", "?"), SHORT, request_id="bad", trace_headers=headers())
+        slow_steps(engine)  # so that the others do not end by themselves
         async with aclosing(engine.generate("x", LONG, request_id="closed")) as stream:
             await anext(stream)
         aborted = asyncio.create_task(collect(engine, "x", LONG, request_id="aborted"))
@@ -134,7 +136,7 @@ async def test_the_name_of_an_adapter_stands_for_the_model_of_fetched_requests(c
 @async_test
 async def test_the_headers_reach_the_sequences(checkpoint):
     async with (
-        AsyncLLM(checkpoint, **OPTIONS) as engine,
+        slow_steps(AsyncLLM(checkpoint, **OPTIONS)) as engine,
         aclosing(engine.generate("x", LONG, trace_headers=headers())) as stream,
     ):
         await anext(stream)
