@@ -18,7 +18,7 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
-FinishReason = Literal["stop", "length", "tool_calls", "repetition"]  # the last one is vLLM's, for who asks for it
+FinishReason = Literal["stop", "length", "tool_calls", "repetition"]  # "repetition" as in vLLM, on request
 # Fields that only some responses have: what a request does not ask for is left out.
 TokenIds = Annotated[list[int] | None, Field(None, exclude_if=lambda value: value is None)]
 
