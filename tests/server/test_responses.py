@@ -1,15 +1,12 @@
 """OpenAI's Responses API with the `openai` client."""
 
-import asyncio
 from enum import StrEnum
 
 import openai
 import pytest
 from pydantic import BaseModel
 
-from mmvllm.async_llm import AsyncLLM
-from tests.helpers.generation import bundled_with
-from tests.helpers.server import CHAT, ENGINE, call, chat, data_uri, error_of, image_part, serving, user
+from tests.helpers.server import CHAT, call, chat, data_uri, error_of, image_part, serving, user
 
 PATH = "/v1/responses"
 QUESTION = "Describe this image."
@@ -27,17 +24,8 @@ COUNT = {
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    """With the bundled model, whose own limit of 48 tokens is too short for most calls."""
-    engine = AsyncLLM(bundled_with(tmp_path_factory.mktemp("model") / "checkpoint", {"eos_token_id": 461}), **ENGINE)
-    yield engine
-    asyncio.run(engine.shutdown(drain=False))
-
-
-@pytest.fixture(scope="module")
-def client(running):
-    with running.client() as client:
-        yield client
+def engine(engine_without_limit):
+    return engine_without_limit
 
 
 def image_input(**fields) -> dict:

@@ -1,18 +1,15 @@
 """Tools of chats: the `openai` client, a real server, and completions that a script writes."""
 
-import asyncio
 import json
 
 import pytest
 
-from mmvllm.async_llm import AsyncLLM
 from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
 from mmvllm.server.jobs import JobFactory
 from mmvllm.server.models import ServedModels
 from mmvllm.server.protocol import ChatRequest
 from mmvllm.server.settings import ServerSettings
-from tests.helpers.generation import bundled_with
-from tests.helpers.server import CHAT, ENGINE, call, chat, data_uri, error_of, image_part, make_app, user
+from tests.helpers.server import CHAT, call, chat, data_uri, error_of, image_part, make_app, user
 
 
 def tool(name: str, strict: bool | None = None, **properties) -> dict:
@@ -28,17 +25,8 @@ OTHER = '<tool_call>\n{"name": "find", "arguments": {"color": "red"}}\n</tool_ca
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    """With the bundled model, whose own limit of 48 tokens is too short for most calls."""
-    engine = AsyncLLM(bundled_with(tmp_path_factory.mktemp("model") / "checkpoint", {"eos_token_id": 461}), **ENGINE)
-    yield engine
-    asyncio.run(engine.shutdown(drain=False))
-
-
-@pytest.fixture(scope="module")
-def client(running):
-    with running.client() as client:
-        yield client
+def engine(engine_without_limit):
+    return engine_without_limit
 
 
 @pytest.fixture
