@@ -18,6 +18,7 @@ MODULES = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SO
 MODULES = [name if name.startswith("mmvllm.") else f"mmvllm.{name}" for name in MODULES]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 OF_EXTRAS = (  # modules that need an optional extra; `.ci/run` has the same list
+    "mmvllm.captioning.endpoint",
     "mmvllm.captioning.ray_source",
     "mmvllm.captioning.ray_worker",
     "mmvllm.demo.",

@@ -17,12 +17,6 @@ QUESTION = "Describe this image."
 
 
 @pytest.fixture(scope="module")
-def client(running):
-    with running.client() as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
 def offline():
     """Greedy outputs of `LLM`."""
     llm = LLM(**ENGINE)

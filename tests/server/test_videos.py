@@ -57,12 +57,6 @@ def offline(llm: LLM, *parts: str | dict, params: dict | None = None, **keys):
     return llm.generate_multimodal([request], SamplingParams(**(params or {})), use_tqdm=False)[0]
 
 
-@pytest.fixture(scope="module")
-def client(running):
-    with running.client() as client:
-        yield client
-
-
 def create(client, *parts: str | dict, **keys):
     body = chat(*parts, **keys)
     extras = {name: body.pop(name) for name in ("mm_processor_kwargs", "max_pixels", "ignore_eos") if name in body}
