@@ -14,7 +14,8 @@ from mmvllm.kernels.dispatch import runs_triton
 from mmvllm.kernels.grouped_linear import grouped_linear
 from mmvllm.kernels.silu_mul import silu_mul
 from mmvllm.kernels.splice import splice_add
-from mmvllm.layers.linear import AssembledModule, Int8Weight, PackableModule, PackedWeight, by_rows
+from mmvllm.layers.linear import AssembledModule, PackableModule, by_rows
+from mmvllm.layers.packed import Int8Weight, PackedWeight
 from mmvllm.layers.sharding import CheckpointView, Shard
 from mmvllm.ranks import SINGLE, Ranks
 

@@ -10,7 +10,8 @@ from mmvllm.config import ExpertsConfig
 from mmvllm.kernels import grouped_linear, silu_mul
 from mmvllm.layers import experts as file
 from mmvllm.layers.experts import SparseMLP
-from mmvllm.layers.linear import Int8Weight, PackedWeight, pack_weights, packs_well
+from mmvllm.layers.linear import pack_weights, packs_well
+from mmvllm.layers.packed import Int8Weight, PackedWeight
 from tests.helpers.kernels import assert_no_worse
 
 pytestmark = pytest.mark.thinned

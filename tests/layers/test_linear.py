@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from mmvllm import LLM, SamplingParams
-from mmvllm.layers.linear import Int8Weight, Linear, MergedLinear, SiluGate, by_rows, pack_weights
+from mmvllm.layers.linear import Linear, MergedLinear, SiluGate, by_rows, pack_weights
+from mmvllm.layers.packed import Int8Weight
 
 ROWS = (1, 2, 5, 6, 7, 64, 300)
 

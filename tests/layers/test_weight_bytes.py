@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from mmvllm.layers.attention import TorchAttention
-from mmvllm.layers.linear import Int8Weight, Linear, PackedGate, PackedWeight, pack_weights, weight_bytes
+from mmvllm.layers.linear import Linear, pack_weights, weight_bytes
+from mmvllm.layers.packed import Int8Weight, PackedGate, PackedWeight
 from mmvllm.models.registry import family_of, load_config
 from mmvllm.models.splitting import PlannedRank
 from mmvllm.models.weights import load_model
