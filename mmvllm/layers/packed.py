@@ -8,11 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmvllm.layers.coded import CodedWeight, round_to_codes
+from mmvllm.layers.form import WeightForm
+
 # Products of five or six rows read a weight at 30 GB/s, of one row at 22 (bfloat16, AVX512-BF16, 2 cores).
 _MIN_ROWS = 6
 
 
-class PackedWeight:
+class PackedWeight(WeightForm):
     """A weight (out, in) in oneDNN's layout, and its bias; fewer than `min_rows` rows are padded."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, min_rows: int = _MIN_ROWS):
@@ -24,8 +27,12 @@ class PackedWeight:
         rows = _pad_rows(x, self.min_rows)
         return torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")[: len(x)]
 
+    @staticmethod
+    def num_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
+        return shape.numel() * dtype.itemsize
 
-class PackedGate:
+
+class PackedGate(WeightForm):
     """Two weights (I, in), gate and up, in oneDNN's layout; SiLU and the product are fused into the matrix products."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
@@ -39,8 +46,10 @@ class PackedGate:
         gate = torch.ops.mkldnn._linear_pointwise(rows, self.gate, self.gate_bias, "swish", [], "")
         return torch.ops.mkldnn._linear_pointwise.binary(rows, gate, self.up, self.up_bias, "mul")[: len(x)]
 
+    num_bytes = PackedWeight.num_bytes
 
-class Int8Weight:
+
+class Int8Weight(WeightForm):
     """A weight (out, in) in 8 bits with a scale per output; inputs are quantized dynamically, with a scale per row.
 
     Symmetric and round-to-nearest, as in LLM.int8() (arXiv 2208.07339) without its outliers. A row's scale depends on
@@ -50,13 +59,13 @@ class Int8Weight:
 
     _CHUNK = 256  # rows quantized at a time: intermediate results stay in the CPU cache, and take little memory
 
-    def __init__(self, weight: Tensor, bias: Tensor | None):
-        self.scale, quantized = torch.empty(len(weight)), torch.empty(weight.shape, dtype=torch.int8)
-        for rows, scale, out in zip(*(t.split(self._CHUNK) for t in (weight, self.scale, quantized)), strict=True):
-            scale.copy_(rows.float().abs().amax(dim=1).clamp(min=1e-12) / 127)
-            out.copy_((rows.float() / scale[:, None]).round())
-        self.weight = torch.ops.onednn.qlinear_prepack(quantized, None)
-        self.zero_point, self.bias = torch.zeros(len(weight), dtype=torch.int64), bias
+    def __init__(self, weight: Tensor | CodedWeight, bias: Tensor | None):
+        coded = weight if isinstance(weight, CodedWeight) else round_to_codes(weight, bits=8)
+        if coded.zeros is not None or coded.scales.shape[1] > 1:  # codes in groups are rounded again
+            coded = round_to_codes(coded.dequantized(), bits=8)
+        self.scale = coded.scales.flatten()
+        self.weight = torch.ops.onednn.qlinear_prepack(coded.codes, None)
+        self.zero_point, self.bias = torch.zeros(len(self.scale), dtype=torch.int64), bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (N, in) -> x Wᵀ + b (N, out), both in x's dtype."""
@@ -65,6 +74,10 @@ class Int8Weight:
             quantized, 1.0, 128, self.weight, self.scale, self.zero_point, None, 1.0, 0, x.dtype, "none", [], ""
         )
         return y.mul_(scale) if self.bias is None else torch.addcmul(self.bias, y, scale)
+
+    @staticmethod
+    def num_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
+        return shape.numel() + 12 * shape[0]
 
     def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (N, in) -> uint8 around 128 (N, in), and the scale of each row (N, 1) in x's dtype."""
