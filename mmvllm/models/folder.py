@@ -41,7 +41,11 @@ def check_model(model: str | Path | None, with_weights: bool) -> None:
     folder = _local_folder(model)
     raw = read_config(_hub_config(model) if folder is None else folder)[1]
     if with_weights:
-        check_not_quantized(folder or model, quantization_of(raw))
+        try:
+            quantization = quantization_of(raw)
+        except ValueError as error:
+            raise ValueError(f"{folder or model}: {error}") from None
+        check_not_quantized(folder or model, quantization)
         if folder is not None:
             weight_files(folder)
 
