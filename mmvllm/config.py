@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from mmvllm.arguments import check_arguments, check_int
 from mmvllm.devices import auto_device
+from mmvllm.quantized_config import CheckpointQuantization
 from mmvllm.text import counted, listed
 
 if TYPE_CHECKING:  # `mmvllm --help` reads EngineConfig and must not load torch
@@ -107,6 +108,7 @@ class ModelConfig:
         mrope_section: frequencies that rotate with time, height and width; None in a text-only model.
         mrope_interleaved: whether the axes take turns along the frequencies, instead of one run for each.
         experts: None for a dense model.
+        quantization: how the weights are stored in few bits; None if they are not.
     """
 
     architecture: str
@@ -128,7 +130,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: "torch.dtype"
     eos_token_ids: frozenset[int]
-    quantization: str | None
+    quantization: CheckpointQuantization | None
     max_new_tokens: int | None = None  # of a completion, whatever a request asks for
     sampling_defaults: tuple[tuple[str, float], ...] = ()  # the checkpoint's own values of fields of SamplingParams
     vision: VisionConfig | None = None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mmvllm.models.hf_config import quantization_of
 from mmvllm.models.registry import read_config
+from mmvllm.quantized_config import CheckpointQuantization
 
 BUNDLED = Path(__file__).parent.parent / "assets" / "demo"
 BUNDLED_NAME = "bundled"
@@ -40,7 +41,11 @@ def check_model(model: str | Path | None, with_weights: bool) -> None:
     folder = _local_folder(model)
     raw = read_config(_hub_config(model) if folder is None else folder)[1]
     if with_weights:
-        check_not_quantized(folder or model, quantization_of(raw))
+        try:
+            quantization = quantization_of(raw)
+        except ValueError as error:
+            raise ValueError(f"{folder or model}: {error}") from None
+        check_not_quantized(folder or model, quantization)
         if folder is not None:
             weight_files(folder)
 
@@ -80,10 +85,10 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def check_not_quantized(name: str | Path, quantization: str | None) -> None:
+def check_not_quantized(name: str | Path, quantization: CheckpointQuantization | None) -> None:
     """Raise ValueError for the checkpoint `name` if its config names a method of quantization."""
     if quantization:
-        raise ValueError(f"{name} is {quantization}-quantized, which is not supported; use the original weights")
+        raise ValueError(f"{name} is {quantization.method}-quantized, which is not supported; use the original weights")
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from mmvllm.arguments import check_int
 from mmvllm.config import torch_dtype
+from mmvllm.quantized_config import CheckpointQuantization, parse_quantization
 from mmvllm.sampling_params import SamplingParams
 
 # Fields of SamplingParams that generation_config.json has under the same names.
@@ -114,10 +115,12 @@ def special_token_ids(raw: dict) -> dict[str, int]:
     return ids
 
 
-def quantization_of(raw: dict) -> str | None:
-    """The method that `config.json` names, for quantized weights."""
-    quantization = json_object("quantization_config", raw.get("quantization_config", {}))
-    return quantization.get("quant_method", "unknown") if quantization else None
+def quantization_of(raw: dict) -> CheckpointQuantization | None:
+    """How `config.json` says that weights are quantized; raises ValueError for a way that is not supported."""
+    given = text_config(raw)  # `compression_config` is the older name of compressed-tensors' config
+    quantization = given.get("quantization_config") or given.get("compression_config") or {}
+    quantization = json_object("quantization_config", quantization)
+    return parse_quantization(quantization) if quantization else None
 
 
 def _max_new_tokens(generation: dict) -> int | None:

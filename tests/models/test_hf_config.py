@@ -178,7 +178,7 @@ def test_a_vision_model_without_a_vision_config_has_the_default_vit(folder_of):
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 def test_the_quantization_method_is_recorded(method, folder_of):
     config = {**FLAT, "quantization_config": {"quant_method": method, "bits": 4}}
-    assert load_config(folder_of(config)).quantization == method
+    assert load_config(folder_of(config)).quantization.method == method
     assert load_config(folder_of(FLAT)).quantization is None
 
 

@@ -1,0 +1,135 @@
+"""Quantized layers in every published layout are read to exactly the values that they stand for."""
+
+from itertools import permutations
+
+import pytest
+import torch
+
+from mmvllm.models.quantized_tensors import QuantizedTensor, assembled
+from mmvllm.quantized_config import parse_quantization
+from tests.helpers.packers import pack_awq, pack_compressed, pack_fp8, pack_gptq, pack_int8
+
+LAYER = "model.layers.3.mlp.down_proj"
+AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
+GPTQ = {"quant_method": "gptq", "desc_act": False}
+
+
+def compressed(layout: str, **weights) -> dict:
+    group = {"targets": ["Linear"], "weights": weights}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
+
+
+class Stored:
+    """A tensor of a file."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def __getitem__(self, index) -> torch.Tensor:
+        return self.tensor[index]
+
+
+def read(tensors: dict, config: dict) -> dict:
+    stored = ((name, Stored(tensor)) for name, tensor in tensors.items())
+    return dict(assembled(stored, parse_quantization(config)))
+
+
+def weight_of(out: int = 48, columns: int = 96) -> torch.Tensor:
+    return torch.randn(out, columns, generator=torch.Generator().manual_seed(out)) * 0.3 + 0.02
+
+
+def named(packed: dict) -> dict:
+    return {f"{LAYER}.{name}": tensor for name, tensor in packed.items()}
+
+
+CASES = {
+    "awq": (pack_awq, {"group_size": 32}, AWQ | {"group_size": 32}),
+    "awq, one group": (pack_awq, {"group_size": -1}, AWQ | {"group_size": -1}),
+    **{
+        f"gptq {bits} {size} {symmetric} {version}": (
+            pack_gptq,
+            {"bits": bits, "group_size": size, "symmetric": symmetric, "version": version},
+            GPTQ
+            | {"bits": bits, "group_size": size, "sym": symmetric}
+            | ({"checkpoint_format": "gptq_v2"} if version == 2 else {}),
+        )
+        for bits in (4, 8)
+        for size in (32, -1)
+        for symmetric in (True, False)
+        for version in (1, 2)
+    },
+    **{
+        f"packed {bits} {size} {symmetric}": (
+            pack_compressed,
+            {"bits": bits, "group_size": size, "symmetric": symmetric},
+            compressed("pack-quantized", num_bits=bits, type="int", group_size=size, symmetric=symmetric),
+        )
+        for bits in (4, 8)
+        for size in (32, -1)
+        for symmetric in (True, False)
+    },
+    **{
+        f"int8 {symmetric}": (
+            pack_int8,
+            {"symmetric": symmetric},
+            compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=symmetric),
+        )
+        for symmetric in (True, False)
+    },
+    "fp8 in blocks": (
+        pack_fp8,
+        {"block": (32, 16)},
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 16]},
+    ),
+    "fp8 in blocks that do not fit": (
+        pack_fp8,
+        {"block": (32, 64)},
+        {"quant_method": "fp8", "weight_block_size": [32, 64]},
+    ),
+    "fp8 with one scale": (
+        pack_fp8,
+        {"block": None, "scale_name": "weight_scale"},
+        {"quant_method": "fp8", "activation_scheme": "static"},
+    ),
+    "fp8 by rows": (
+        pack_fp8,
+        {"block": (1, 96), "scale_name": "weight_scale"},
+        compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
+    ),
+    "fp8 with one scale, naive": (
+        pack_fp8,
+        {"block": None, "scale_name": "weight_scale"},
+        compressed("naive-quantized", num_bits=8, type="float", strategy="tensor"),
+    ),
+    "fp8 in blocks, compressed": (
+        pack_fp8,
+        {"block": (16, 32), "scale_name": "weight_scale"},
+        compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[16, 32]),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer_is_read_to_the_values_that_were_packed(case):
+    pack, options, config = CASES[case]
+    packed = pack(weight_of(), **options)
+    got = read(named(packed.tensors), config)
+    assert got.keys() == {f"{LAYER}.weight"}
+    tensor = got[f"{LAYER}.weight"]
+    assert isinstance(tensor, QuantizedTensor) and tensor.get_shape() == [48, 96]
+    assert torch.equal(tensor.weight.dequantized(), packed.values)
+    part = tensor[slice(8, 24), slice(32, 80)]
+    assert torch.equal(part.dequantized(), packed.values[8:24, 32:80])
+
+
+def test_tensors_of_a_layer_may_come_in_any_order_among_others():
+    packed, plain = pack_gptq(weight_of(), group_size=32), torch.ones(3)
+    config = GPTQ | {"bits": 4, "group_size": 32}
+    for order in permutations(packed.tensors):
+        tensors = {"first": plain, **named({name: packed.tensors[name] for name in order}), f"{LAYER}.bias": plain}
+        got = read(tensors, config)
+        assert got.keys() == {"first", f"{LAYER}.weight", f"{LAYER}.bias"} and got["first"].tensor is plain
+        assert torch.equal(got[f"{LAYER}.weight"].weight.dequantized(), packed.values)
