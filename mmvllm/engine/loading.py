@@ -12,7 +12,7 @@ from mmvllm.engine.model_runner import ModelRunner
 from mmvllm.engine.peers import Peers
 from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.attention_choice import choose_attention, choose_vision_attention, warm_up_attention
-from mmvllm.models.forms import check_quantization, choose_forms
+from mmvllm.models.forms import check_quantization, choose_forms, keep_codes
 from mmvllm.models.interface import Model
 from mmvllm.models.weights import load_model
 from mmvllm.ranks import Ranks
@@ -27,7 +27,7 @@ def load_runner(checkpoint: Checkpoint, device: torch.device, ranks: Ranks, peer
     Raises ValueError for what cannot be served.
     """
     config, model_config, dtype = checkpoint.config, checkpoint.model_config, checkpoint.dtype
-    check_quantization(config.quantization, device, dtype)
+    check_quantization(config.quantization, device, dtype, model_config.quantization)
     if config.quantization == "fp8" and device.type == "cpu":
         logger.warning("quantization='fp8' is slow on a CPU: only a reference for GPUs; 'int8' is fast")
     attention, vision_attention = _attention(config, model_config, device, dtype)
@@ -37,6 +37,8 @@ def load_runner(checkpoint: Checkpoint, device: torch.device, ranks: Ranks, peer
         """Before the weights are loaded, because slots for adapters keep weights from some forms."""
         nonlocal adapters
         choose_forms(model, device, dtype, config.quantization)
+        if model_config.quantization is not None and config.quantization is None and config.load_format != "dummy":
+            keep_codes(model, device, dtype)
         adapters = _adapters(config, model, dtype, device)
 
     model = load_model(

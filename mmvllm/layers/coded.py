@@ -29,6 +29,10 @@ class CodedWeight:
     def group_size(self) -> int:
         return self.codes.shape[1] // self.scales.shape[1]
 
+    def to(self, device: torch.device) -> "CodedWeight":
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return CodedWeight(self.codes.to(device), self.scales.to(device), zeros)
+
     def dequantized(self) -> Tensor:
         """The weight (out, in) in float32."""
         values = self.codes.float().unflatten(1, (-1, self.group_size))
@@ -106,6 +110,11 @@ class CodesView:
         assert coded.shape == self.shape, (coded.shape, self.shape)
         if self.numel():
             self._parts.add(self._rows, coded)
+
+
+def int4_group_size(num_columns: int) -> int | None:
+    """Columns in a group that weights are rounded to 4 bits in; None for a number that has no such groups."""
+    return next((size for size in (128, 64, 32) if num_columns % size == 0), None)
 
 
 def round_to_codes(weight: Tensor, bits: int, group_size: int | None = None) -> CodedWeight:

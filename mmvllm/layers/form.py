@@ -19,7 +19,10 @@ class WeightForm(ABC):
     def __call__(self, x: Tensor | Fp8Rows) -> Tensor:
         """x (N, in) -> x Wᵀ + b (N, out)."""
 
-    @staticmethod
+    @classmethod
     @abstractmethod
-    def num_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
-        """Of a weight of this shape in a model of this dtype, without the bias."""
+    def num_bytes(cls, shape: torch.Size, dtype: torch.dtype, group_size: int | None = None) -> int:
+        """Of a weight of this shape in a model of this dtype, without the bias.
+
+        `group_size` is that of a checkpoint's own codes.
+        """

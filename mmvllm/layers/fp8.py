@@ -34,8 +34,8 @@ class Fp8Weight(WeightForm):
         rows = x if isinstance(x, Fp8Rows) else quantize_rows(x)
         return scaled_linear(rows, self.values, self.scale, self.bias)
 
-    @staticmethod
-    def num_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
+    @classmethod
+    def num_bytes(cls, shape: torch.Size, dtype: torch.dtype, group_size: int | None = None) -> int:
         return shape.numel() + 4 * shape[0]
 
 

@@ -54,7 +54,8 @@ class Linear(nn.Linear, ConvertedModule):
     """
 
     converted: WeightForm | None = None
-    codes: CodedParts | None = None  # a checkpoint's own codes, until they are converted
+    codes: CodedParts | None = None  # a checkpoint's own, until they are converted
+    group_size: int | None = None  # of these
     adapters: AdapterStack | None = None  # where requests may have adapters of their own
 
     def __init__(self, in_size: int | Shard, out_size: int | Shard, bias: bool = True):
@@ -70,9 +71,9 @@ class Linear(nn.Linear, ConvertedModule):
     def weight_shapes(self) -> Sequence[torch.Size]:
         return (torch.Size((self.out_features, self.in_features)),)
 
-    def keep_codes(self) -> None:
-        """Before weights are loaded: take the checkpoint's codes, which the form keeps as they are."""
-        self.codes, self.weight = CodedParts(*self.weight_shapes()), None
+    def keep_codes(self, group_size: int) -> None:
+        """Before weights are loaded: take the checkpoint's codes, in groups of this size, as they are."""
+        self.codes, self.group_size, self.weight = CodedParts(*self.weight_shapes()), group_size, None
 
     def convert(self) -> None:
         if self.form is not None:
@@ -189,7 +190,8 @@ def weight_bytes(model: nn.Module, dtype: torch.dtype) -> int:
     for module in model.modules():
         own = module.named_parameters(recurse=False)
         if isinstance(module, ConvertedModule) and module.form is not None:
-            total += sum(module.form.num_bytes(shape, dtype) for shape in module.weight_shapes())
+            group_size = getattr(module, "group_size", None)
+            total += sum(module.form.num_bytes(shape, dtype, group_size) for shape in module.weight_shapes())
             own = [(name, parameter) for name, parameter in own if parameter.dim() == 1]
         for _, parameter in own:
             if parameter not in shared:

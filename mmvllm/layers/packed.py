@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmvllm.layers.coded import CodedWeight, round_to_codes
+from mmvllm.layers.coded import CodedWeight, int4_group_size, round_to_codes
 from mmvllm.layers.form import WeightForm
 
 # Products of five or six rows read a weight at 30 GB/s, of one row at 22 (bfloat16, AVX512-BF16, 2 cores).
@@ -29,8 +29,8 @@ class PackedWeight(WeightForm):
         rows = _pad_rows(x, self.min_rows)
         return torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")[: len(x)]
 
-    @staticmethod
-    def num_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
+    @classmethod
+    def num_bytes(cls, shape: torch.Size, dtype: torch.dtype, group_size: int | None = None) -> int:
         return shape.numel() * dtype.itemsize
 
 
@@ -48,7 +48,9 @@ class PackedGate(WeightForm):
         gate = torch.ops.mkldnn._linear_pointwise(rows, self.gate, self.gate_bias, "swish", [], "")
         return torch.ops.mkldnn._linear_pointwise.binary(rows, gate, self.up, self.up_bias, "mul")[: len(x)]
 
-    num_bytes = PackedWeight.num_bytes
+    @classmethod
+    def num_bytes(cls, shape: torch.Size, dtype: torch.dtype, group_size: int | None = None) -> int:
+        return PackedWeight.num_bytes(shape, dtype)
 
 
 class Int8Weight(WeightForm):
@@ -77,8 +79,8 @@ class Int8Weight(WeightForm):
         )
         return y.mul_(scale) if self.bias is None else torch.addcmul(self.bias, y, scale)
 
-    @staticmethod
-    def num_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
+    @classmethod
+    def num_bytes(cls, shape: torch.Size, dtype: torch.dtype, group_size: int | None = None) -> int:
         return shape.numel() + 12 * shape[0]
 
     def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +93,7 @@ class Int8Weight(WeightForm):
         return quantized, scale
 
 
-class Int4Weight:
+class Int4Weight(WeightForm):
     """A weight (out, in) in 4 bits with a scale and a zero per group of columns; inputs and outputs are bfloat16.
 
     Scales, and zeros times scales, are rounded to bfloat16. A row's result does not depend on other rows but for their
@@ -104,7 +106,9 @@ class Int4Weight:
     # Dequantizing takes 1.2 ns a weight, and then a row 0.011 to 0.02 instead of 0.027 to 0.03 (AVX512-BF16, one core).
     _MANY_ROWS = 128
 
-    def __init__(self, weight: CodedWeight, bias: Tensor | None):
+    def __init__(self, weight: Tensor | CodedWeight, bias: Tensor | None):
+        if not isinstance(weight, CodedWeight):
+            weight = round_to_codes(weight, 4, int4_group_size(weight.shape[1]))
         self.group_size = next((size for size in self._GROUPS if weight.group_size % size == 0), None)
         if self.group_size is None:
             raise ValueError(f"groups of {weight.group_size} columns are not a multiple of 32")
@@ -126,6 +130,12 @@ class Int4Weight:
             y = self._multiply_dequantized(x)
         y = y[:, : self.out_size].contiguous()
         return y if self.bias is None else y.add_(self.bias)
+
+    @classmethod
+    def num_bytes(cls, shape: torch.Size, dtype: torch.dtype, group_size: int | None = None) -> int:
+        rows, size = -(-shape[0] // cls._BLOCK) * cls._BLOCK, group_size or int4_group_size(shape[1])
+        operator_size = next(own for own in cls._GROUPS if size % own == 0)
+        return rows * (shape[1] // 2 + shape[1] // operator_size * 4)
 
     def _multiply_dequantized(self, x: Tensor) -> Tensor:
         y = x.new_empty(len(x), len(self.codes))

@@ -16,11 +16,13 @@ from tqdm.auto import tqdm
 
 from mmvllm.config import ModelConfig
 from mmvllm.layers.attention import AttentionBackend, TorchAttention
+from mmvllm.layers.coded import CodedWeight, CodesView
 from mmvllm.layers.linear import AssembledModule, ConvertedModule
 from mmvllm.layers.sharding import CheckpointView, Shard
-from mmvllm.models.folder import check_not_quantized, weight_files
+from mmvllm.models.folder import weight_files
 from mmvllm.models.interface import Model
 from mmvllm.models.lora import LoraPair, Target, linear_regions, place_adapter, read_adapter
+from mmvllm.models.quantized_tensors import assembled
 from mmvllm.models.registry import family_of
 from mmvllm.ranks import SINGLE, Ranks
 
@@ -49,13 +51,12 @@ def load_model(
     Raises ValueError for damaged weights, for tensors that do not match the config, which it names, for an adapter that
     is not for this model, and for a number of ranks that the model cannot be split over.
     """
-    if load_format != "dummy":
-        check_not_quantized(folder, config.quantization)
     with torch.device("meta"):
         model = family_of(config.architecture).build(config, attention, vision_attention, ranks).to(dtype)
     model.eval().requires_grad_(False)
     pairs = {} if lora is None else place_adapter(lora, read_adapter(lora), model, linear_regions(model))
     prepare(model)
+    _check_merges(model, pairs)
     files = [] if load_format == "dummy" else weight_files(folder)
     places = Places(model, device)
     if load_format == "dummy":
@@ -143,7 +144,8 @@ def _tensors(files: list[Path], progress: bool) -> Iterator[tuple[str, StoredTen
 
 def _fill(places: Places, files: list[Path], folder: Path, pairs: Mapping[Target, LoraPair], progress: bool) -> None:
     model, missing, extra, misshapen, tied = places.model, set(places), [], [], {}
-    for name, stored in _tensors(files, progress):
+    tensors, quantization = _tensors(files, progress), model.config.quantization
+    for name, stored in tensors if quantization is None else assembled(tensors, quantization):
         target = model.parameter_for(name)
         if target is None:
             continue
@@ -171,9 +173,26 @@ def _fill(places: Places, files: list[Path], folder: Path, pairs: Mapping[Target
         raise ValueError(f"{folder} does not match its config.json: {'; '.join(found)}")
 
 
-def _merged(part: Tensor, place: CheckpointView, pair: LoraPair | None, device: torch.device) -> Tensor:
+def _merged(
+    part: Tensor | CodedWeight, place: CheckpointView, pair: LoraPair | None, device: torch.device
+) -> Tensor | CodedWeight:
     """The values of a view, with what an adapter adds to them; rounded once, when they are copied."""
+    if isinstance(place.view, CodesView):
+        if not isinstance(part, CodedWeight):
+            raise ValueError(f"{place.parameter} is not quantized, but quantization_config says that it is")
+        return part.to(device)
+    if isinstance(part, CodedWeight):
+        part = part.to(device).dequantized()
     return part if pair is None else part.to(device).float() + pair.delta(place, device)
+
+
+def _check_merges(model: Model, pairs: Mapping[Target, LoraPair]) -> None:
+    for place in checkpoint_views(model):
+        if (place.parameter, place.part) in pairs and isinstance(place.view, CodesView):
+            raise ValueError(
+                "lora: an adapter cannot be merged into quantized weights, which stay as they are stored; "
+                "give dtype='float32', or enable_lora=True and the adapter with each request"
+            )
 
 
 def _listed(what: str, names: list[str]) -> str:
