@@ -63,6 +63,17 @@ class CheckpointQuantization:
             return None
         return next((scheme for pattern, scheme in self.layers if _matches(names, (pattern,))), None)
 
+    def scheme_for(self, layer: str) -> WeightScheme:
+        """The scheme of a layer that is stored in codes, also of an ignored one if all others have the same scheme.
+
+        Names of layers that are ignored are not reliable: writers of checkpoints disagree on what a name stands for.
+        Raises ValueError for a layer of which it is not known.
+        """
+        scheme = self.scheme_of(layer)
+        if scheme is None and len(self.schemes) != 1:
+            raise ValueError(f"{layer} is quantized, but quantization_config does not say how")
+        return scheme or next(iter(self.schemes))
+
     @property
     def schemes(self) -> frozenset[WeightScheme]:
         return frozenset(scheme for _, scheme in self.layers)

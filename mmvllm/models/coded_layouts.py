@@ -6,6 +6,7 @@ AutoAWQ's layout (awq/modules/linear/gemm.py), AutoGPTQ's (auto_gptq/nn_modules/
 
 from collections.abc import Mapping
 from math import gcd, prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +17,27 @@ from mmvllm.quantized_config import WeightScheme
 # The nibble of each of eight outputs; the nibbles, from the lowest, have the outputs 0, 2, 4, 6, 1, 3, 5 and 7.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
+
+
+class TensorInFile(Protocol):
+    """A tensor of a file, not read yet."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor: ...
+
+
+class QuantizedTensor:
+    """A weight (out, in) of a checkpoint in codes; an index, rows and columns, gives this part of it."""
+
+    def __init__(self, weight: CodedWeight):
+        self.weight = weight
+
+    def get_shape(self) -> list[int]:
+        return list(self.weight.shape)
+
+    def __getitem__(self, index: tuple[slice, slice]) -> CodedWeight:
+        return self.weight.part(*index)
 
 
 def coded_weight(layer: str, tensors: Mapping[str, Tensor], scheme: WeightScheme) -> CodedWeight:

@@ -1,13 +1,12 @@
 """Tensors of a checkpoint with quantized layers: those of each such layer become one weight in codes."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mmvllm.layers.coded import CodedWeight
-from mmvllm.models.coded_layouts import check_order, coded_weight
+from mmvllm.models.coded_layouts import QuantizedTensor, TensorInFile, check_order, coded_weight
+from mmvllm.models.quantized_experts import StackedTensor, dequantized_experts, stacked_experts
 from mmvllm.quantized_config import CheckpointQuantization, WeightScheme
 
 # The tensors of a layer in each layout, and those that there may be besides.
@@ -30,36 +29,22 @@ _ACTIVATIONS = {
 _CODE_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
 
-class TensorInFile(Protocol):
-    """A tensor of a file, not read yet."""
-
-    def get_shape(self) -> list[int]: ...
-
-    def __getitem__(self, index: tuple[slice, ...]) -> Tensor: ...
-
-
-class QuantizedTensor:
-    """A weight (out, in) of a checkpoint in codes; an index, rows and columns, gives this part of it."""
-
-    def __init__(self, weight: CodedWeight):
-        self.weight = weight
-
-    def get_shape(self) -> list[int]:
-        return list(self.weight.shape)
-
-    def __getitem__(self, index: tuple[slice, slice]) -> CodedWeight:
-        return self.weight.part(*index)
-
-
 def assembled(
-    tensors: Iterable[tuple[str, TensorInFile]], quantization: CheckpointQuantization
-) -> Iterator[tuple[str, TensorInFile | QuantizedTensor]]:
+    tensors: Iterable[tuple[str, TensorInFile]], quantization: CheckpointQuantization, num_experts: int = 0
+) -> Iterator[tuple[str, TensorInFile | QuantizedTensor | StackedTensor]]:
     """Names and tensors of a checkpoint, with one weight in place of all tensors of each quantized layer.
 
     The tensors tell which layers are quantized, `quantization` how. Those of a layer may come in any order, with others
-    between them; only layers that are not complete yet are held. Raises ValueError, which names the layer, for tensors
-    that are missing, have the wrong shape or dtype, or are stored in a way that is not supported.
+    between them; only layers that are not complete yet are held. Quantized experts are dequantized when they are read,
+    and stacked if there is a layer for each of them. Raises ValueError, which names the layer, for tensors that are
+    missing, have the wrong shape or dtype, or are stored in a way that is not supported.
     """
+    return stacked_experts(_layers(dequantized_experts(tensors, quantization), quantization), num_experts)
+
+
+def _layers(
+    tensors: Iterable[tuple[str, TensorInFile]], quantization: CheckpointQuantization
+) -> Iterator[tuple[str, TensorInFile | QuantizedTensor]]:
     layers: dict[str, dict[str, Tensor]] = {}
     for name, stored in tensors:
         layer, _, part = name.rpartition(".")
@@ -68,7 +53,7 @@ def assembled(
             if part not in _ACTIVATIONS:
                 yield name, stored
             continue
-        scheme = _scheme_of(layer, quantization)
+        scheme = quantization.scheme_for(layer)
         _check_part(layer, part, scheme)
         if part == _ORDER.get(scheme.layout):
             check_order(layer, stored[...], scheme)
@@ -82,14 +67,6 @@ def assembled(
 
 def _has_codes(part: str, stored: TensorInFile) -> bool:
     return part == "weight" and len(stored.get_shape()) == 2 and stored[:1].dtype in _CODE_DTYPES
-
-
-def _scheme_of(layer: str, quantization: CheckpointQuantization) -> WeightScheme:
-    """Also of a layer that the config leaves out, if there is only one scheme: lists of names are not reliable."""
-    scheme = quantization.scheme_of(layer)
-    if scheme is None and len(quantization.schemes) != 1:
-        raise ValueError(f"{layer} is quantized, but quantization_config does not say how")
-    return scheme or next(iter(quantization.schemes))
 
 
 def _check_part(layer: str, part: str, scheme: WeightScheme) -> None:
@@ -108,7 +85,7 @@ def _needed(scheme: WeightScheme) -> list[str]:
 def _check_complete(layers: Mapping[str, Mapping[str, Tensor]], quantization: CheckpointQuantization) -> None:
     lacking = []
     for layer, parts in layers.items():
-        missing = [name for name in _needed(_scheme_of(layer, quantization)) if name not in parts]
+        missing = [name for name in _needed(quantization.scheme_for(layer)) if name not in parts]
         lacking.append(f"{layer} has {', '.join(sorted(parts))} but no {', '.join(missing)}")
     if lacking:
         raise ValueError(f"quantized layers are not complete ({len(lacking)}): {'; '.join(lacking[:5])}")

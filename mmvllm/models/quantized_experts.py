@@ -1,0 +1,94 @@
+"""Quantized experts of a checkpoint: dequantized, and stacked where it has a layer for each expert."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from mmvllm.models.coded_layouts import QuantizedTensor, TensorInFile, coded_weight
+from mmvllm.quantized_config import CheckpointQuantization
+
+_SCALE = "_scale_inv"  # transformers' and vLLM's name of the scales of `experts.gate_up_proj` and `experts.down_proj`
+_OF_ONE = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_STACKS = {"gate": ("gate_up_proj", 0), "up": ("gate_up_proj", 1), "down": ("down_proj", 0)}
+
+
+class StackedTensor:
+    """The weights of experts, each of several weights above each other; an index gives a part of it, dequantized.
+
+    Args:
+        experts: of each expert, the weights with the same number of columns.
+    """
+
+    def __init__(self, experts: Sequence[Sequence[TensorInFile | QuantizedTensor]]):
+        self.experts = experts
+
+    def get_shape(self) -> list[int]:
+        shapes = [weight.get_shape() for weight in self.experts[0]]
+        return [len(self.experts), sum(rows for rows, _ in shapes), shapes[0][1]]
+
+    def __getitem__(self, index: tuple[slice, slice, slice]) -> Tensor:
+        experts, rows, columns = index
+        return torch.stack([torch.cat([*map(_values, one)])[rows, columns] for one in self.experts[experts]])
+
+
+def _values(weight: TensorInFile | QuantizedTensor) -> Tensor:
+    return weight.weight.dequantized() if isinstance(weight, QuantizedTensor) else weight[...]
+
+
+def dequantized_experts(
+    tensors: Iterable[tuple[str, TensorInFile]], quantization: CheckpointQuantization
+) -> Iterator[tuple[str, TensorInFile | StackedTensor]]:
+    """Tensors of all experts of a layer (E, rows, columns) in 8-bit floats, with their scales; others as they come."""
+    halves: dict[str, dict[str, TensorInFile]] = {}
+    for name, stored in tensors:
+        is_scale = name.endswith(_SCALE) and not name.endswith("weight" + _SCALE)
+        if not is_scale and (len(stored.get_shape()) != 3 or stored[:1].dtype != torch.float8_e4m3fn):
+            yield name, stored
+            continue
+        weight = name.removesuffix(_SCALE)
+        half = halves.setdefault(weight, {})
+        half["weight_scale" if is_scale else "weight"] = stored
+        if len(half) == 2:
+            yield weight, _all_experts(weight, quantization, **halves.pop(weight))
+    if halves:
+        lacking = [f"{name} has no {'scale' if 'weight' in half else 'weight'}" for name, half in halves.items()]
+        raise ValueError(f"quantized experts are not complete ({len(lacking)}): {'; '.join(lacking[:5])}")
+
+
+def _all_experts(
+    name: str, quantization: CheckpointQuantization, weight: TensorInFile, weight_scale: TensorInFile
+) -> StackedTensor:
+    codes, scales = weight[...], weight_scale[...]
+    if scales.numel() == 1:
+        scales = scales.reshape(1).expand(len(codes))
+    if len(scales) != len(codes):
+        raise ValueError(f"{name}{_SCALE} is {tuple(scales.shape)}, needs {len(codes)} experts")
+    scheme = quantization.scheme_for(name)
+    pairs = zip(codes, scales, strict=True)
+    parts = [{"weight": code, "weight_scale": scale} for code, scale in pairs]
+    return StackedTensor([[QuantizedTensor(coded_weight(name, part, scheme))] for part in parts])
+
+
+def stacked_experts(
+    tensors: Iterable[tuple[str, TensorInFile | QuantizedTensor]], num_experts: int
+) -> Iterator[tuple[str, TensorInFile | QuantizedTensor | StackedTensor]]:
+    """One tensor for all experts of a layer, `experts.gate_up_proj` and `experts.down_proj`; others as they come."""
+    stacks: dict[str, dict[tuple[int, int], TensorInFile | QuantizedTensor]] = {}
+    for name, stored in tensors:
+        if not (match := _OF_ONE.fullmatch(name)):
+            yield name, stored
+            continue
+        stack, part = _STACKS[match[3]]
+        key, width = f"{match[1]}.{stack}", 2 if stack == "gate_up_proj" else 1
+        weights = stacks.setdefault(key, {})
+        weights[int(match[2]), part] = stored
+        if len(weights) == num_experts * width:
+            del stacks[key]
+            yield key, StackedTensor([[weights[i, j] for j in range(width)] for i in range(num_experts)])
+    if stacks:
+        lacking = [f"{key} has {len(weights)}" for key, weights in stacks.items()]
+        raise ValueError(
+            f"weights of {num_experts} experts are not complete ({len(lacking)}): {'; '.join(lacking[:5])}"
+        )
