@@ -85,7 +85,7 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def tie_head(self) -> None:
-        """Let a tied head share the embedding's weight, once that is loaded."""
+        """Let a tied head share the embedding's weight, once that is loaded, or have it in a form of its own."""
 
 
 class ModelFamily(ABC):

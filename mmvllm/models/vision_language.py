@@ -89,6 +89,7 @@ class VisionLanguageModel(Model):
     def tie_head(self) -> None:
         if self.tied:
             self.lm_head.weight = self.decoder.embed_tokens.weight
+            self.lm_head.convert()
 
     def layout(self, grids: Sequence[Grid]) -> PatchLayout:
         return self.visual.layout(grids)

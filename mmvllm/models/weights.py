@@ -19,6 +19,7 @@ from mmvllm.layers.attention import AttentionBackend, TorchAttention
 from mmvllm.layers.coded import CodedWeight, CodesView
 from mmvllm.layers.linear import AssembledModule, ConvertedModule
 from mmvllm.layers.sharding import CheckpointView, Shard
+from mmvllm.models.coded_layouts import QuantizedTensor
 from mmvllm.models.folder import weight_files
 from mmvllm.models.interface import Model
 from mmvllm.models.lora import LoraPair, Target, linear_regions, place_adapter, read_adapter
@@ -64,7 +65,6 @@ def load_model(
     else:
         _fill(places, files, folder, pairs, progress=ranks.rank == 0)
     model.tie_head()
-    places.complete("lm_head")
     return model
 
 
@@ -97,15 +97,10 @@ class Places:
 
     def filled(self, target: Target) -> None:
         """To be called when a place has its values."""
-        module = target[0].rpartition(".")[0]
-        self._missing[module].discard(target)
-        if not self._missing[module]:
-            self.complete(module)
-
-    def complete(self, name: str) -> None:
-        """Bring the weights of a module into their forms."""
+        name = target[0].rpartition(".")[0]
+        self._missing[name].discard(target)
         module = self.model.get_submodule(name)
-        if isinstance(module, ConvertedModule) and any(True for _ in module.parameters(recurse=False)):
+        if isinstance(module, ConvertedModule) and not self._missing[name]:
             module.convert()
             _return_freed_memory()
 
@@ -144,8 +139,7 @@ def _tensors(files: list[Path], progress: bool) -> Iterator[tuple[str, StoredTen
 
 def _fill(places: Places, files: list[Path], folder: Path, pairs: Mapping[Target, LoraPair], progress: bool) -> None:
     model, missing, extra, misshapen, tied = places.model, set(places), [], [], {}
-    tensors, quantization = _tensors(files, progress), model.config.quantization
-    for name, stored in tensors if quantization is None else assembled(tensors, quantization):
+    for name, stored in _assembled(files, model.config, progress):
         target = model.parameter_for(name)
         if target is None:
             continue
@@ -171,6 +165,16 @@ def _fill(places: Places, files: list[Path], folder: Path, pairs: Mapping[Target
     if any(problems.values()):
         found = (_listed(what, names) for what, names in problems.items() if names)
         raise ValueError(f"{folder} does not match its config.json: {'; '.join(found)}")
+
+
+def _assembled(
+    files: list[Path], config: ModelConfig, progress: bool
+) -> Iterator[tuple[str, StoredTensor | QuantizedTensor]]:
+    """With one tensor for each weight, also where it is quantized."""
+    tensors = _tensors(files, progress)
+    if config.quantization is None:
+        return tensors
+    return assembled(tensors, config.quantization, config.experts.num_experts if config.experts else 0)
 
 
 def _merged(

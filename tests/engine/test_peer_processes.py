@@ -178,6 +178,7 @@ def tell():
     print("ready", flush=True)
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in what a shell runs in the background
     how = sys.argv[2]
     if how == "an exception while it starts":
         LLMEngine.warmup_model = lambda self: (tell(), 1 / 0)
@@ -243,8 +244,10 @@ def test_no_process_stays_after_any_end(how, number, checkpoint):
         assert "leaked" not in errors
         if how == "interpreter exit":
             assert process.returncode == 0 and "Traceback" not in errors
-    finally:
         wait_until(lambda: not group_of(process.pid), "empty")
+    finally:
+        for left in group_of(process.pid):
+            left.kill()
 
 
 KILLING_SCRIPT = """
