@@ -14,6 +14,7 @@ from torch import Tensor
 from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
 from mmvllm.kernels.paged_attention import done_counts, num_splits
 
+_MAX_SPLIT_TILES = 1024  # only fewer tiles than two for each multiprocessor are split
 PACKED_COLUMNS = 32  # of 4 bits: 16 bytes, in each of which are column i, the low bits, and column i + 16
 
 
@@ -71,7 +72,7 @@ def coded_linear_triton(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor 
     split_steps = triton.cdiv(steps, num_splits(number, in_size, block_k, x.device))
     splits = triton.cdiv(steps, split_steps)
     parts = x.new_empty(splits if splits > 1 else 0, N, out_size, dtype=torch.float32)
-    done = done_counts(triton.next_power_of_2(max(number, 1024)), x.device)
+    done = done_counts(_MAX_SPLIT_TILES, x.device)
     _coded_linear_kernel[(*tiles, splits)](
         *(x, codes, scales, zeros, bias, out, parts, done),
         *(N, out_size, in_size, *scales.stride(), steps, split_steps),
@@ -167,7 +168,8 @@ def _coded_linear_kernel(
         is_last = tl.atomic_add(done, 1, sem="acq_rel") == splits - 1
         if is_last:
             acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for split in range(splits):  # in this order, whichever program is the last
+            UNROLL: tl.constexpr = 4 if BLOCK_M <= 32 else 1  # parts of small tiles that are read at once
+            for split in tl.range(0, splits, loop_unroll_factor=UNROLL):  # in this order, whichever program is last
                 acc += tl.load(parts_ptr + split * size + place, mask=exists, other=0.0)
             tl.store(done, 0)
     if is_last:
@@ -210,7 +212,7 @@ def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Ite
             codes = pack_int4(codes) if bits == 4 else codes.to(torch.int8)
             scales = torch.rand(groups, out_size, device=device).to(torch.float16).t()
             zeros = torch.randint_like(scales, 16).to(torch.uint8) if bits == 4 else None
-            for N in (1, 16, 64, 1024):
+            for N in (1, 32, 64, 1024):
                 x = torch.randn(N, in_size, device=device, dtype=dtype)
                 moved = x.nbytes + codes.nbytes + scales.nbytes + N * out_size * x.itemsize
                 moved += 0 if zeros is None else zeros.nbytes
