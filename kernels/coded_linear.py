@@ -14,6 +14,7 @@ from torch import Tensor
 from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
 from mmvllm.kernels.paged_attention import done_counts, num_splits
 
+_MAX_SPLIT_TILES = 1024  # only fewer tiles than two for each multiprocessor are split
 PACKED_COLUMNS = 32  # of 4 bits: 16 bytes, in each of which are column i, the low bits, and column i + 16
 
 
@@ -22,15 +23,25 @@ def coded_linear(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None,
 
     codes are contiguous: int8 or e4m3 (out, in), or 4 bits as `pack_int4` has them. scales (out, groups) may have any
     float dtype and any strides; (groups, out) in memory is read with the fewest accesses. zeros have the shape and the
-    strides of scales, and the dtype of codes; None if all are 0. Groups have a multiple of 16 columns, of 32 in 4 bits,
-    or there is one group. e4m3 needs compute capability 8.9.
+    strides of scales, and the dtype of codes; None if all are 0. `supports_groups` says of how many columns groups are.
+    e4m3 needs compute capability 8.9.
 
     On CUDA nothing is read on the host, so that the call can be captured in a CUDA graph, if it is not the first. A row
     of the result depends on the other rows through their number alone, by which tiles and splits are chosen.
     """
     assert x.is_contiguous() and codes.is_contiguous()
+    assert supports_groups(_bits(codes), x.shape[1], scales.shape[1])
     assert zeros is None or (zeros.shape, zeros.stride()) == (scales.shape, scales.stride())
     return (coded_linear_triton if runs_triton(x) else coded_linear_torch)(x, codes, scales, zeros, bias)
+
+
+def supports_groups(bits: int, in_size: int, groups: int) -> bool:
+    """Whether codes of so many bits can be in so many groups: of 32 columns or a multiple, in 8 bits of 16, or one."""
+    return groups == 1 or in_size % (groups * (PACKED_COLUMNS if bits == 4 else 16)) == 0
+
+
+def _bits(codes: Tensor) -> int:
+    return 4 if codes.dtype == torch.uint8 else 8
 
 
 def pack_int4(codes: Tensor) -> Tensor:
@@ -52,7 +63,7 @@ def unpack_int4(packed: Tensor, in_size: int) -> Tensor:
 
 def coded_linear_torch(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None) -> Tensor:
     """The weight is rounded to x's dtype, which the kernel does not do."""
-    codes = unpack_int4(codes, x.shape[1]) if codes.dtype == torch.uint8 else codes
+    codes = unpack_int4(codes, x.shape[1]) if _bits(codes) == 4 else codes
     values = codes.float().unflatten(1, (scales.shape[1], -1))
     values = values if zeros is None else values - zeros.float()[..., None]
     return F.linear(x, (values * scales.float()[..., None]).flatten(1).to(x.dtype), bias)
@@ -71,11 +82,11 @@ def coded_linear_triton(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor 
     split_steps = triton.cdiv(steps, num_splits(number, in_size, block_k, x.device))
     splits = triton.cdiv(steps, split_steps)
     parts = x.new_empty(splits if splits > 1 else 0, N, out_size, dtype=torch.float32)
-    done = done_counts(triton.next_power_of_2(max(number, 1024)), x.device)
+    done = done_counts(_MAX_SPLIT_TILES, x.device)
     _coded_linear_kernel[(*tiles, splits)](
         *(x, codes, scales, zeros, bias, out, parts, done),
         *(N, out_size, in_size, *scales.stride(), steps, split_steps),
-        *(group, 4 if codes.dtype == torch.uint8 else 8, block_m, block_n, block_k),
+        *(group, _bits(codes), block_m, block_n, block_k),
         num_warps=num_warps,
         num_stages=num_stages,
         enable_fp_fusion=True,  # sums of scaled tiles are rounded once
@@ -167,7 +178,8 @@ def _coded_linear_kernel(
         is_last = tl.atomic_add(done, 1, sem="acq_rel") == splits - 1
         if is_last:
             acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for split in range(splits):  # in this order, whichever program is the last
+            UNROLL: tl.constexpr = 4 if BLOCK_M <= 32 else 1  # parts of small tiles that are read at once
+            for split in tl.range(0, splits, loop_unroll_factor=UNROLL):  # in this order, whichever program is last
                 acc += tl.load(parts_ptr + split * size + place, mask=exists, other=0.0)
             tl.store(done, 0)
     if is_last:
@@ -210,7 +222,7 @@ def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Ite
             codes = pack_int4(codes) if bits == 4 else codes.to(torch.int8)
             scales = torch.rand(groups, out_size, device=device).to(torch.float16).t()
             zeros = torch.randint_like(scales, 16).to(torch.uint8) if bits == 4 else None
-            for N in (1, 16, 64, 1024):
+            for N in (1, 32, 64, 1024):
                 x = torch.randn(N, in_size, device=device, dtype=dtype)
                 moved = x.nbytes + codes.nbytes + scales.nbytes + N * out_size * x.itemsize
                 moved += 0 if zeros is None else zeros.nbytes

@@ -9,6 +9,7 @@ from mmvllm.kernels.coded_linear import (
     coded_linear_torch,
     coded_linear_triton,
     pack_int4,
+    supports_groups,
     unpack_int4,
 )
 from mmvllm.kernels.dispatch import KernelShapes
@@ -69,6 +70,13 @@ def test_error_is_bounded_by_that_of_a_product_in_float32(N, out_size, in_size, 
 @pytest.mark.parametrize("N", [33, 64, 129, 200])
 def test_larger_tiles(N, bits, device):
     assert_accurate(arguments(N, 130, 256, 128, bits, device, torch.float16))
+
+
+def test_groups_of_a_tile_at_least(device, dtype):
+    """Sharding may leave smaller groups than the checkpoint has."""
+    assert_accurate(arguments(3, 40, 80, 16, 8, device, dtype))
+    possible = {(bits, group) for bits in (4, 8) for group in (8, 16, 32, 96) if supports_groups(bits, 96, 96 // group)}
+    assert possible == {(8, 16), (4, 32), (8, 32), (4, 96), (8, 96)}
 
 
 @WIDTHS
