@@ -1,32 +1,58 @@
-"""Accuracy with 8-bit weights and activations: error of the logits, agreement of tokens, and correct answers.
+"""What quantization costs and saves: error of the logits, agreement of tokens, right answers, memory and speed.
 
     python examples/quantization_loss.py --scenes 100
 
-Asks the same questions about held-out scenes in float32, in bfloat16, and in bfloat16 with `quantization="int8"` and
-`quantization="fp8"`, on a CPU: the products of fp8 are those of its reference. Logits are those of an answer's first
-token.
+Asks the same questions about held-out scenes in float32, in bfloat16, with each kind of quantization of the weights and
+of the KV cache, on a CPU: the products of fp8 are those of its reference, which is slow. Further checkpoints, say
+quantized ones of the same model, are compared with `--checkpoint FOLDER`. Logits are those of an answer's first token.
 """
 
 import argparse
+import time
+from typing import NamedTuple
 
 import torch
 from evaluate_demo_model import held_out
+from torch import Tensor
 
 from mmvllm import LLM, SamplingParams
 from mmvllm.cli.common import at_least_one
+from mmvllm.layers.linear import weight_bytes
+
+METHODS = {
+    "bfloat16": {},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    "fp8": {"quantization": "fp8"},
+    "KV cache in int8": {"kv_cache_dtype": "int8"},
+    "KV cache in fp8": {"kv_cache_dtype": "fp8"},
+}
 
 
-def answers(model: str | None, requests: list[dict], **engine_args) -> tuple[torch.Tensor, list[list[int]], list[str]]:
-    """First-token logits (R, V), and token ids and text of whole answers."""
+class Run(NamedTuple):
+    """First-token logits (R, V), token ids and text of whole answers, and what they took."""
+
+    logits: Tensor
+    tokens: list[list[int]]
+    texts: list[str]
+    weight_bytes: int
+    tokens_per_second: float
+
+
+def run(model: str | None, requests: list[dict], **engine_args) -> Run:
     llm = LLM(model, device="cpu", **engine_args)
-    logits = []
-    hook = llm.engine.model_runner.model.register_forward_hook(lambda module, inputs, output: logits.append(output))
+    runner, logits = llm.engine.model_runner, []
+    hook = runner.model.register_forward_hook(lambda module, inputs, output: logits.append(output))
     for request in requests:  # one at a time, so that rows come in order
         llm.generate_multimodal([request], SamplingParams(max_tokens=1), use_tqdm=False)
     hook.remove()
+    start = time.perf_counter()
     outputs = llm.generate_multimodal(requests, SamplingParams(max_tokens=128))
+    seconds = time.perf_counter() - start
+    tokens, texts = [output.token_ids for output in outputs], [output.text for output in outputs]
+    size = weight_bytes(runner.model, runner.dtype)
     llm.exit()
-    return torch.cat(logits).double(), [o.token_ids for o in outputs], [o.text for o in outputs]
+    return Run(torch.cat(logits).double(), tokens, texts, size, sum(map(len, tokens)) / seconds)
 
 
 def agreement(tokens: list[list[int]], others: list[list[int]]) -> float:
@@ -43,27 +69,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="checkpoint folder (default: the bundled one)")
     parser.add_argument("--scenes", type=at_least_one, default=100)
+    parser.add_argument("--checkpoint", action="append", default=[], help="folder of another checkpoint to compare")
     args = parser.parse_args()
 
     asked, requests = held_out(args.scenes)
     expected = [answer for *_, answer in asked]
-    exact, exact_tokens, exact_texts = answers(args.model, requests, dtype="float32")
-    spread = (exact - exact.mean(dim=1, keepdim=True)).square().mean().sqrt()
+    exact = run(args.model, requests, dtype="float32")
+    spread = (exact.logits - exact.logits.mean(dim=1, keepdim=True)).square().mean().sqrt()
     print(f"{len(requests)} questions; logits spread {spread:.3g} around their mean")
-    print(f"{'':<16}{'logit error':>12}{'largest':>10}{'first token':>13}{'tokens':>9}{'answers':>9}{'right':>9}")
-    rows = {"float32": (exact, exact_tokens, exact_texts)}
-    rows["bfloat16"] = answers(args.model, requests, dtype="bfloat16")
-    for quantization in ("int8", "fp8"):
-        rows[f"bfloat16 {quantization}"] = answers(args.model, requests, dtype="bfloat16", quantization=quantization)
-    for name, (logits, tokens, texts) in rows.items():
-        error = logits - exact
-        first = (logits.argmax(dim=1) == exact.argmax(dim=1)).double().mean()
-        same = sum(text == other for text, other in zip(texts, exact_texts, strict=True)) / len(texts)
-        right = sum(text == answer for text, answer in zip(texts, expected, strict=True)) / len(texts)
-        print(
-            f"{name:<16}{error.square().mean().sqrt() / spread:>12.2%}{error.abs().max():>10.3f}{first:>13.2%}"
-            f"{agreement(exact_tokens, tokens):>9.2%}{same:>9.2%}{right:>9.2%}"
-        )
+    print(
+        f"{'':<18}{'logit error':>12}{'largest':>9}{'tokens':>9}{'answers':>9}{'right':>9}{'weights':>11}{'tokens/s':>10}"
+    )
+    print_row("float32", exact, exact, spread, expected)
+    for name, engine_args in METHODS.items():
+        print_row(name, run(args.model, requests, dtype="bfloat16", **engine_args), exact, spread, expected)
+    for folder in args.checkpoint:
+        print_row(folder, run(folder, requests), exact, spread, expected)
+
+
+def print_row(name: str, run: Run, exact: Run, spread: Tensor, expected: list[str]) -> None:
+    error = run.logits - exact.logits
+    same = sum(text == other for text, other in zip(run.texts, exact.texts, strict=True)) / len(run.texts)
+    right = sum(text == answer for text, answer in zip(run.texts, expected, strict=True)) / len(run.texts)
+    print(
+        f"{name:<18}{error.square().mean().sqrt() / spread:>12.2%}{error.abs().max():>9.3f}"
+        f"{agreement(exact.tokens, run.tokens):>9.2%}{same:>9.2%}{right:>9.2%}"
+        f"{run.weight_bytes / 2**20:>7.1f} MiB{run.tokens_per_second:>10.0f}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ class Experts(nn.Module, ConvertedModule):
         num_experts = self.shard.length
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+        self._shapes = [self.gate_up_proj.shape[1:], self.down_proj.shape[1:]]
 
     def checkpoint_views(self) -> Iterator[CheckpointView]:
         for name, parameter in self.named_parameters():
@@ -63,7 +64,7 @@ class Experts(nn.Module, ConvertedModule):
             yield CheckpointView(name, None, parameter.data, region)
 
     def weight_shapes(self) -> Sequence[torch.Size]:
-        return [weight.shape[1:] for weight in (self.gate_up_proj, self.down_proj) for _ in range(len(weight))]
+        return self._shapes * self.shard.length
 
     def convert(self) -> None:
         if self.form is not None:
