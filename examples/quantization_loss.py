@@ -77,9 +77,8 @@ def main() -> None:
     exact = run(args.model, requests, dtype="float32")
     spread = (exact.logits - exact.logits.mean(dim=1, keepdim=True)).square().mean().sqrt()
     print(f"{len(requests)} questions; logits spread {spread:.3g} around their mean")
-    print(
-        f"{'':<18}{'logit error':>12}{'largest':>9}{'tokens':>9}{'answers':>9}{'right':>9}{'weights':>11}{'tokens/s':>10}"
-    )
+    titles = "".join(f"{title:>9}" for title in ("largest", "tokens", "answers", "right"))
+    print(f"{'':<18}{'logit error':>12}{titles}{'weights':>11}{'tokens/s':>10}")
     print_row("float32", exact, exact, spread, expected)
     for name, engine_args in METHODS.items():
         print_row(name, run(args.model, requests, dtype="bfloat16", **engine_args), exact, spread, expected)
