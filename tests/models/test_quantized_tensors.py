@@ -5,45 +5,9 @@ from itertools import permutations
 import pytest
 import torch
 
-from mmvllm.models.quantized_tensors import QuantizedTensor, assembled
-from mmvllm.quantized_config import parse_quantization
+from mmvllm.models.coded_layouts import QuantizedTensor
 from tests.helpers.packers import pack_awq, pack_compressed, pack_fp8, pack_gptq, pack_int8
-
-LAYER = "model.layers.3.mlp.down_proj"
-AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
-GPTQ = {"quant_method": "gptq", "desc_act": False}
-
-
-def compressed(layout: str, **weights) -> dict:
-    group = {"targets": ["Linear"], "weights": weights}
-    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
-
-
-class Stored:
-    """A tensor of a file."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self.tensor.shape)
-
-    def __getitem__(self, index) -> torch.Tensor:
-        return self.tensor[index]
-
-
-def read(tensors: dict, config: dict) -> dict:
-    stored = ((name, Stored(tensor)) for name, tensor in tensors.items())
-    return dict(assembled(stored, parse_quantization(config)))
-
-
-def weight_of(out: int = 48, columns: int = 96) -> torch.Tensor:
-    return torch.randn(out, columns, generator=torch.Generator().manual_seed(out)) * 0.3 + 0.02
-
-
-def named(packed: dict) -> dict:
-    return {f"{LAYER}.{name}": tensor for name, tensor in packed.items()}
-
+from tests.helpers.quantized_tensors import AWQ, GPTQ, LAYER, compressed, named, read, weight_of
 
 CASES = {
     "awq": (pack_awq, {"group_size": 32}, AWQ | {"group_size": 32}),
