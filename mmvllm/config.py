@@ -224,9 +224,11 @@ class EngineConfig:
             it gives right results on a small input when the engine starts.
         vision_attention_backend: the same for the ViT; "auto" takes what `attention_backend` names if that can run the
             ViT, otherwise the first of flash-attn, flash-attn-4, the kernels in torch, Triton and plain torch.
-        quantization: "int8" quantizes weights when they are loaded and activations dynamically, on a CPU only; "fp8"
-            does so with 8-bit floats in the decoder's layers, for GPUs of compute capability 8.9 or above and dtype
-            bfloat16; completions change slightly; by default weights keep the dtype.
+        quantization: "int8" quantizes weights while they are loaded, and activations dynamically, on a CPU only; "int4"
+            rounds the decoder's weights to 4 bits in groups, and on a CPU the others to 8 bits; "fp8" rounds the
+            decoder's weights and activations to 8-bit floats, for GPUs of compute capability 8.9 or above and dtype
+            bfloat16; completions change slightly. By default weights keep the dtype, and those of a quantized
+            checkpoint their own codes.
         lora: folder of a LoRA adapter, as PEFT saves it, that is merged into the weights when they are loaded.
         enable_lora: allow requests to name a LoRA adapter of their own (`lora_request`); takes memory for max_loras
             adapters. Steps with adapters run without CUDA graphs.
@@ -255,7 +257,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     attention_backend: Literal["auto", "flash", "flash4", "triton", "torch"] = "auto"
     vision_attention_backend: Literal["auto", "flash", "flash4", "triton", "torch"] = "auto"
-    quantization: Literal["int8", "fp8"] | None = None
+    quantization: Literal["int8", "int4", "fp8"] | None = None
     lora: str | None = None
     enable_lora: bool = False
     max_loras: int = 4
@@ -332,16 +334,21 @@ class EngineConfig:
             limits = LARGE_STEPS if usable >= LARGE_GPU_BYTES else SMALL_STEPS
         return replace(self, **{name: value for name, value in limits.items() if getattr(self, name) is None})
 
-    def resolve_dtype(self, checkpoint_dtype: "torch.dtype", device: "torch.device") -> "torch.dtype":
-        """The dtype of weights and KV cache: "auto" is the checkpoint's, but float32 for a float16 checkpoint on a CPU.
+    def resolve_dtype(
+        self, checkpoint_dtype: "torch.dtype", device: "torch.device", is_quantized: bool = False
+    ) -> "torch.dtype":
+        """The dtype of weights and KV cache: "auto" is the checkpoint's, but not float16 on a CPU.
 
-        On a CPU float16 products of 64 rows took 3 to 6 times as long as float32 ones (torch 2.13, AVX512).
+        On a CPU float16 products of 64 rows took 3 to 6 times as long as float32 ones (torch 2.13, AVX512). There, a
+        float16 checkpoint is in float32, which has all its values, but in bfloat16 if it is quantized, because products
+        with codes are in bfloat16.
         """
         import torch
 
         if self.dtype == "auto":
-            is_slow = device.type == "cpu" and checkpoint_dtype == torch.float16
-            return torch.float32 if is_slow else checkpoint_dtype
+            if device.type == "cpu" and checkpoint_dtype == torch.float16:
+                return torch.bfloat16 if is_quantized else torch.float32
+            return checkpoint_dtype
         return torch_dtype(str(self.dtype).removeprefix("torch."))
 
 

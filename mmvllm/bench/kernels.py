@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> dict:
     engine_config = EngineConfig(device=args.device, dtype=args.dtype)
     config = load_config(resolve_folder(args.model, with_weights=False))
     device = engine_config.resolve_device()
-    dtype = engine_config.resolve_dtype(config.dtype, device)
+    dtype = engine_config.resolve_dtype(config.dtype, device, config.quantization is not None)
     bandwidth = bytes_per_second(device) if device.type == "cuda" else None
     shapes = kernel_shapes(config)
     with current_device(device):

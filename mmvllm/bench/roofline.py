@@ -7,12 +7,14 @@ large matrices, so they are bound by arithmetic.
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from mmvllm.bench.costs import ModelCosts, keys_seen
 from mmvllm.bench.runs import Run, is_prefill, now
 from mmvllm.engine.memory import kv_block_bytes
-from mmvllm.layers.linear import Linear, pack_weights
+from mmvllm.layers.linear import Linear
 from mmvllm.llm import LLM
+from mmvllm.models.forms import choose_forms
 from mmvllm.outputs import RequestOutput
 
 READ_BYTES = {"cpu": 1 << 30, "cuda": 1 << 30}  # far larger than any cache
@@ -46,11 +48,8 @@ def flops_per_second(device: torch.device, dtype: torch.dtype, quantization: str
     """Measured with `Linear`, the layer that the models use."""
     size = MATRIX_SIZES[device.type]
     x, linear = torch.randn(size, size, device=device).to(dtype), Linear(size, size, bias=False).to(device, dtype)
-    if quantization == "fp8":
-        linear.use_fp8()
-        next(linear.checkpoint_views()).view.copy_(x)
-    elif device.type == "cpu":
-        pack_weights(linear, dtype, int8=quantization == "int8")
+    choose_forms(nn.ModuleDict({"decoder": nn.ModuleDict({"layers": linear})}), device, dtype, quantization)
+    linear.requires_grad_(False).convert()
     return 2 * size**3 / _best_seconds(lambda: linear(x), device)
 
 

@@ -38,7 +38,7 @@ class Bench:
         engine_config = EngineConfig(**options)
         folder = resolve_folder(args.model, with_weights=engine_config.load_format != "dummy")
         config, device = load_config(folder), engine_config.resolve_device()
-        dtype = engine_config.resolve_dtype(config.dtype, device)
+        dtype = engine_config.resolve_dtype(config.dtype, device, config.quantization is not None)
         machine = _measured_machine(device, dtype, engine_config.quantization)
         llm = LLM(folder, **options)
         stack.callback(llm.exit)

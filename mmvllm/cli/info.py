@@ -32,15 +32,14 @@ def run(args: argparse.Namespace) -> int:
     from mmvllm.cli.info_memory import Memory
     from mmvllm.config import EngineConfig
     from mmvllm.layers.attention_choice import choose_attention
-    from mmvllm.models.folder import check_not_quantized, resolve_folder
+    from mmvllm.models.folder import resolve_folder
     from mmvllm.models.registry import load_config
 
     engine_config = EngineConfig(**engine_arguments(args))
     device = engine_config.resolve_device()
     folder = resolve_folder(args.model, with_weights=False)
     config = load_config(folder)
-    check_not_quantized(folder, config.quantization)
-    dtype = engine_config.resolve_dtype(config.dtype, device)
+    dtype = engine_config.resolve_dtype(config.dtype, device, config.quantization is not None)
     attention, reason = choose_attention(
         engine_config.attention_backend, config.head_dim, device, dtype, engine_config.kvcache_block_size
     )

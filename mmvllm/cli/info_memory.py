@@ -9,6 +9,7 @@ from mmvllm.config import EngineConfig, ModelConfig, torch_dtype
 from mmvllm.engine.memory import affordable_blocks, kv_block_bytes
 from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.linear import weight_bytes
+from mmvllm.models.forms import choose_forms, keep_codes
 from mmvllm.models.interface import Model
 from mmvllm.models.registry import family_of
 from mmvllm.models.splitting import PlannedRank, rank_config
@@ -37,7 +38,7 @@ class Memory:
         self.ranks = PlannedRank(0, engine_config.tensor_parallel_size)
         self.whole_config, self.config = config, rank_config(config, self.ranks.size)
         self.block_size = engine_config.kvcache_block_size or attention.block_size
-        self.attention, self.model = attention, without_weights(config, attention, self.ranks)
+        self.attention = attention
         self.encoder_cache_bytes = engine_config.encoder_cache_bytes if config.vision else 0
 
     def sections(self, dtype: torch.dtype) -> dict[str, dict[str, str]]:
@@ -68,39 +69,36 @@ class Memory:
         """What every device has whole."""
         if self.ranks.size == 1 or self.config.vision is None:
             return ""
-        return f", {weight_bytes(self.model.visual, dtype, self.device) / 2**20:.1f} MiB of them the ViT"
+        return f", {weight_bytes(self._model(dtype).visual, dtype) / 2**20:.1f} MiB of them the ViT"
 
     def by_dtype(self) -> dict[str, str]:
         """What a process needs with full caches; on a GPU without the KV cache, which takes what is left."""
-        rows = {name: _sum_text(self._needed(self.model, torch_dtype(name))) for name in SHOWN_DTYPES}
-        if self.device.type == "cpu":
-            # The weights are loaded in bfloat16, and then quantized one layer after the other.
-            loading = 2 * sum(parameter.numel() for parameter in self.model.parameters()) + PROCESS_BYTES
-            needed = self._needed(self.model, torch.bfloat16, int8=True)
-            rows["int8"] = f"{_sum_text(needed)}; {_gib(loading)} while it loads"
-        else:
-            rows["fp8"] = self._in_fp8()
-        return rows
+        rows = {name: self._needed(torch_dtype(name)) for name in SHOWN_DTYPES}
+        kinds = ("int8", "int4") if self.device.type == "cpu" else ("fp8", "int4")
+        return rows | {kind: self._needed(torch.bfloat16, kind) for kind in kinds}
 
-    def _in_fp8(self) -> str:
-        """Of the GPU's kind of quantization, or why this model does not support it."""
-        model = without_weights(self.whole_config, self.attention, self.ranks)
+    def _needed(self, dtype: torch.dtype, quantization: str | None = None) -> str:
+        """The sum, or why this kind of quantization is not supported."""
         try:
-            model.use_fp8()
+            model = self._model(dtype, quantization)
         except ValueError as error:
             return str(error)
-        return _sum_text(self._needed(model, torch.bfloat16))
-
-    def _needed(self, model: Model, dtype: torch.dtype, int8: bool = False) -> dict[str, int]:
-        parts = {"weights": weight_bytes(model, dtype, self.device, int8)}
+        parts = {"weights": weight_bytes(model, dtype)}
         if self.device.type == "cpu":
             parts["KV cache"] = self._num_blocks(dtype) * kv_block_bytes(self.config, self.block_size, dtype)
         if self.config.vision:
             parts["encoder cache"] = self.encoder_cache_bytes
-        return parts | ({"the process itself": PROCESS_BYTES} if self.device.type == "cpu" else {})
+        return _sum_text(parts | ({"the process itself": PROCESS_BYTES} if self.device.type == "cpu" else {}))
 
     def _weights(self, dtype: torch.dtype) -> int:
-        return weight_bytes(self.model, dtype, self.device)
+        return weight_bytes(self._model(dtype), dtype)
+
+    def _model(self, dtype: torch.dtype, quantization: str | None = None) -> Model:
+        model = without_weights(self.whole_config, self.attention, self.ranks)
+        choose_forms(model, self.device, dtype, quantization)
+        if self.whole_config.quantization is not None and quantization is None:
+            keep_codes(model, self.device, dtype)
+        return model
 
     def _num_blocks(self, dtype: torch.dtype) -> int:
         if self.device.type == "cpu":

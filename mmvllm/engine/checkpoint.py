@@ -45,7 +45,7 @@ def read_checkpoint(model: str | Path | None, config: EngineConfig) -> Checkpoin
         folder=folder,
         config=config.with_limits(device),
         device=device,
-        dtype=config.resolve_dtype(model_config.dtype, device),
+        dtype=config.resolve_dtype(model_config.dtype, device, model_config.quantization is not None),
         model_config=model_config,
         image_config=image_config,
         video_config=video_config,

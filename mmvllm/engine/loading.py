@@ -12,8 +12,7 @@ from mmvllm.engine.model_runner import ModelRunner
 from mmvllm.engine.peers import Peers
 from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.attention_choice import choose_attention, choose_vision_attention, warm_up_attention
-from mmvllm.layers.fp8 import fp8_unusable
-from mmvllm.layers.linear import pack_weights
+from mmvllm.models.forms import check_quantization, choose_forms, keep_codes
 from mmvllm.models.interface import Model
 from mmvllm.models.weights import load_model
 from mmvllm.ranks import Ranks
@@ -28,17 +27,26 @@ def load_runner(checkpoint: Checkpoint, device: torch.device, ranks: Ranks, peer
     Raises ValueError for what cannot be served.
     """
     config, model_config, dtype = checkpoint.config, checkpoint.model_config, checkpoint.dtype
-    _check_quantization(config.quantization, device, dtype)
+    check_quantization(config.quantization, device, dtype, model_config.quantization)
+    if config.quantization == "fp8" and device.type == "cpu":
+        logger.warning("quantization='fp8' is slow on a CPU: only a reference for GPUs; 'int8' is fast")
     attention, vision_attention = _attention(config, model_config, device, dtype)
+    adapters: DeviceAdapters | None = None
+
+    def prepare(model: Model) -> None:
+        """Before the weights are loaded, because slots for adapters keep weights from some forms."""
+        nonlocal adapters
+        choose_forms(model, device, dtype, config.quantization)
+        if model_config.quantization is not None and config.quantization is None and config.load_format != "dummy":
+            keep_codes(model, device, dtype)
+        adapters = _adapters(config, model, dtype, device)
+
     model = load_model(
         *(checkpoint.folder, model_config, device, dtype, config.load_format, config.seed, attention, vision_attention),
-        fp8=config.quantization == "fp8",
         ranks=ranks,
         lora=config.lora,
+        prepare=prepare,
     )
-    adapters = _adapters(config, model, dtype, device)
-    if device.type == "cpu":
-        pack_weights(model, dtype, int8=config.quantization == "int8")
     block_size = config.kvcache_block_size or attention.block_size
     use_graphs = _uses_graphs(config, device, attention)
     num_blocks = ranks.least(num_kv_blocks(model, config, block_size, dtype, device, use_graphs))
@@ -91,19 +99,6 @@ def _attention(
         )
     logger.info("attention backend of the ViT: %s (%s)", vision.name, reason)
     return decoder, vision
-
-
-def _check_quantization(quantization: str | None, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ValueError if this kind does not run on the device; a CPU's products of 8-bit floats are only a reference.
-
-    What int8 needs of a CPU, `pack_weights` checks.
-    """
-    if quantization == "int8" and device.type != "cpu":
-        raise ValueError(f"quantization='int8' runs on a CPU only; this is {device.type}, where 'fp8' may run")
-    if quantization == "fp8" and (reason := fp8_unusable(device, dtype)):
-        raise ValueError(f"quantization='fp8' {reason}")
-    if quantization == "fp8" and device.type == "cpu":
-        logger.warning("quantization='fp8' is slow on a CPU: only a reference for GPUs; 'int8' is fast")
 
 
 def _uses_graphs(config: EngineConfig, device: torch.device, attention: type[AttentionBackend]) -> bool:

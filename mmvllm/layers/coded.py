@@ -29,6 +29,10 @@ class CodedWeight:
     def group_size(self) -> int:
         return self.codes.shape[1] // self.scales.shape[1]
 
+    def to(self, device: torch.device) -> "CodedWeight":
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return CodedWeight(self.codes.to(device), self.scales.to(device), zeros)
+
     def dequantized(self) -> Tensor:
         """The weight (out, in) in float32."""
         values = self.codes.float().unflatten(1, (-1, self.group_size))
@@ -40,9 +44,103 @@ class CodedWeight:
         """Some rows and columns; in smaller groups where columns begin or end inside a group."""
         size = gcd(self.group_size, columns.start, columns.stop)
         groups = slice(columns.start // size, columns.stop // size)
+        if self.scales.shape[1] == 1:  # a scale per row is one for any columns
+            size, groups = self.group_size, slice(None)
+        whole = self.in_groups_of(size)
+        zeros = None if whole.zeros is None else whole.zeros[rows, groups]
+        return CodedWeight(self.codes[rows, columns], whole.scales[rows, groups], zeros)
 
-        def of_groups(values: Tensor) -> Tensor:
-            return values[rows].repeat_interleave(self.group_size // size, dim=1)[:, groups]
+    def in_groups_of(self, size: int) -> "CodedWeight":
+        """The same weight in groups whose size divides that of its own."""
+        times = self.group_size // size
+        if times == 1:
+            return self
+        zeros = None if self.zeros is None else self.zeros.repeat_interleave(times, dim=1)
+        return CodedWeight(self.codes, self.scales.repeat_interleave(times, dim=1), zeros)
 
-        zeros = None if self.zeros is None else of_groups(self.zeros)
-        return CodedWeight(self.codes[rows, columns], of_groups(self.scales), zeros)
+
+class CodedParts:
+    """The rows of a weight `shape` as codes that come one part after another; what no part covers is zero."""
+
+    def __init__(self, shape: torch.Size):
+        self.shape = shape
+        self._parts: list[tuple[slice, CodedWeight]] = []
+
+    def view(self, rows: slice, columns: slice) -> "CodesView":
+        """Some rows, and the columns that are not padding, which follows them."""
+        return CodesView(self, rows, columns)
+
+    def add(self, rows: slice, coded: CodedWeight) -> None:
+        self._parts.append((rows, coded))
+
+    def joined(self) -> CodedWeight:
+        """All of it, in groups that fit those of every part."""
+        (_, first), (num_rows, num_columns) = self._parts[0], self.shape
+        size = gcd(num_columns, *(part.group_size for _, part in self._parts))
+        if num_columns == first.shape[1] and all(part.scales.shape[1] == 1 for _, part in self._parts):
+            size = num_columns
+        has_zeros = any(part.zeros is not None for _, part in self._parts)
+        codes = first.codes.new_zeros(self.shape)
+        scales = first.scales.new_zeros(num_rows, num_columns // size)
+        zeros = codes.new_zeros(scales.shape) if has_zeros else None
+        for rows, part in self._parts:
+            part = part.in_groups_of(size)
+            groups = slice(part.scales.shape[1])
+            codes[rows, : part.shape[1]] = part.codes
+            scales[rows, groups] = part.scales
+            if part.zeros is not None:
+                zeros[rows, groups] = part.zeros
+        return CodedWeight(codes, scales, zeros)
+
+
+class CodesView:
+    """A part of `CodedParts`, used as the tensor that a part of a checkpoint is copied to."""
+
+    def __init__(self, parts: CodedParts, rows: slice, columns: slice):
+        self._parts, self._rows = parts, rows
+        self.shape = torch.Size((rows.stop - rows.start, columns.stop))
+
+    def dim(self) -> int:
+        return 2
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def copy_(self, coded: CodedWeight) -> None:
+        assert coded.shape == self.shape, (coded.shape, self.shape)
+        if self.numel():
+            self._parts.add(self._rows, coded)
+
+
+def int4_group_size(num_columns: int) -> int | None:
+    """Columns in a group that weights are rounded to 4 bits in; None for a number that has no such groups."""
+    return next((size for size in (128, 64, 32) if num_columns % size == 0), None)
+
+
+def round_to_codes(weight: Tensor, bits: int, group_size: int | None = None) -> CodedWeight:
+    """Round a weight (out, in) to the nearest codes; a group is a row by default.
+
+    4 bits: 0 to 15 from a group's least to its largest value, and 0 is among the values. 8 bits: symmetric, -127 to
+    127, as in LLM.int8() (arXiv 2208.07339) without its outliers.
+    """
+    coded = _rounded_4 if bits == 4 else _rounded_8
+    parts = [coded(rows.float().unflatten(1, (-1, group_size or weight.shape[1]))) for rows in weight.split(_CHUNK)]
+    codes, scales, zeros = zip(*parts, strict=True)
+    return CodedWeight(torch.cat(codes).flatten(1), torch.cat(scales), torch.cat(zeros) if bits == 4 else None)
+
+
+_CHUNK = 256  # rows that are rounded at a time: intermediate results stay in a CPU's cache, and take little memory
+_Rounded = tuple[Tensor, Tensor, Tensor | None]  # codes (R, groups, size), scales and zeros (R, groups)
+
+
+def _rounded_8(groups: Tensor) -> _Rounded:
+    scales = groups.abs().amax(dim=2).clamp_(min=1e-12) / 127
+    return (groups / scales[..., None]).round_().to(torch.int8), scales, None
+
+
+def _rounded_4(groups: Tensor) -> _Rounded:
+    least, largest = groups.amin(dim=2).clamp_(max=0), groups.amax(dim=2).clamp_(min=0)
+    scales = (largest - least).clamp_(min=1e-12) / 15
+    zeros = (-least / scales).round_()
+    codes = (groups / scales[..., None] + zeros[..., None]).round_().clamp_(0, 15)
+    return codes.to(torch.uint8), scales, zeros.to(torch.uint8)

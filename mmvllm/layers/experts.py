@@ -1,6 +1,6 @@
 """A mixture of experts: each token goes through the MLPs that its router chooses (arXiv 1701.06538)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -14,8 +14,9 @@ from mmvllm.kernels.dispatch import runs_triton
 from mmvllm.kernels.grouped_linear import grouped_linear
 from mmvllm.kernels.silu_mul import silu_mul
 from mmvllm.kernels.splice import splice_add
-from mmvllm.layers.linear import AssembledModule, PackableModule, by_rows
-from mmvllm.layers.packed import Int8Weight, PackedWeight
+from mmvllm.layers.form import WeightForm
+from mmvllm.layers.linear import ConvertedModule, by_rows
+from mmvllm.layers.packed import PackedWeight
 from mmvllm.layers.sharding import CheckpointView, Shard
 from mmvllm.ranks import SINGLE, Ranks
 
@@ -40,15 +41,14 @@ class SparseMLP(nn.Module):
         return self.experts(x, chosen, weights.to(x.dtype))  # rounded, as transformers does
 
 
-class Experts(nn.Module, PackableModule, AssembledModule):
+class Experts(nn.Module, ConvertedModule):
     """Gated MLPs (arXiv 2002.05202): `gate_up_proj` (E, 2 I, C), gate first, and `down_proj` (E, C, I).
 
     Of a shard of the experts, E is its length; choices of other experts add nothing. A token's results are added in an
     order that depends on this token alone: that of its experts on a CPU, that of their probabilities with Triton.
-    Packing discards the plain weights.
     """
 
-    packed: list[tuple[PackedWeight | Int8Weight, ...]] | None = None
+    converted: list[tuple[WeightForm, WeightForm]] | None = None
 
     def __init__(self, hidden_size: int, experts: int | Shard, intermediate_size: int):
         super().__init__()
@@ -62,12 +62,16 @@ class Experts(nn.Module, PackableModule, AssembledModule):
             region = self.shard, *map(Shard.of, parameter.shape[1:])
             yield CheckpointView(name, None, parameter.data, region)
 
-    def pack(self, int8: bool = False) -> None:
-        # Unlike in a Linear, few rows are not padded: a weight of 1536 x 2048 is read at 23 GB/s, with padding at 18.
-        pack = partial(Int8Weight, bias=None) if int8 else partial(PackedWeight, bias=None, min_rows=1)
-        experts = zip(self.gate_up_proj.data, self.down_proj.data, strict=True)
-        self.packed = [(pack(gate_up), pack(down)) for gate_up, down in experts]
-        self.gate_up_proj = self.down_proj = None
+    def weight_shapes(self) -> Sequence[torch.Size]:
+        return [weight.shape[1:] for weight in (self.gate_up_proj, self.down_proj) for _ in range(len(weight))]
+
+    def convert(self) -> None:
+        if self.form is not None:
+            # Unlike in a Linear, few rows are not padded: a weight of 1536 x 2048 is read at 23 GB/s, padded at 18.
+            form = partial(PackedWeight, min_rows=1) if self.form is PackedWeight else self.form
+            experts = zip(self.gate_up_proj.data, self.down_proj.data, strict=True)
+            self.converted = [(form(gate_up, bias=None), form(down, bias=None)) for gate_up, down in experts]
+            self.gate_up_proj = self.down_proj = None
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """x (N, C), the experts chosen for each token and their weights (N, k) -> (N, C)."""
@@ -101,8 +105,8 @@ class Experts(nn.Module, PackableModule, AssembledModule):
         return total.to(x.dtype)
 
     def _mlp(self, expert: int, rows: Tensor) -> Tensor:
-        if self.packed is None:
+        if self.converted is None:
             gate_up_proj, down_proj = (partial(F.linear, weight=w[expert]) for w in (self.gate_up_proj, self.down_proj))
         else:
-            gate_up_proj, down_proj = self.packed[expert]
+            gate_up_proj, down_proj = self.converted[expert]
         return by_rows(lambda some: down_proj(silu_mul(gate_up_proj(some))), rows)

@@ -1,43 +1,48 @@
-"""Weights of 8-bit floats: where they can be multiplied, and how they are filled while a checkpoint is read."""
+"""Weights of 8-bit floats, and where they can be multiplied."""
 
 import torch
 from torch import Tensor
 
-from mmvllm.kernels.fp8 import CAPABILITY, quantize_rows_torch, scaled_linear
+from mmvllm.kernels.fp8 import CAPABILITY, E4M3, Fp8Rows, quantize_rows, quantize_rows_torch, scaled_linear
+from mmvllm.layers.coded import CodedWeight
+from mmvllm.layers.form import WeightForm
 
 _MULTIPLE = 16  # of both sizes of a weight, for torch._scaled_mm on CUDA
 
 
-class Fp8View:
-    """A part (out, in) of an e4m3 weight and the scales (out,) of its rows, used as the tensor that is copied to it.
+class Fp8Weight(WeightForm):
+    """A weight in e4m3 with a scale per row; inputs are rounded to 8 bits as well, unless they are already.
 
     On a rank that has some columns of a weight, a scale is that of these columns.
     """
 
-    dtype = torch.bfloat16  # of random values
     _CHUNK = 1024  # rows that are rounded at a time: intermediate results take little memory
 
-    def __init__(self, values: Tensor, scale: Tensor):
-        self.values, self.scale, self.shape = values, scale, values.shape
-
-    def dim(self) -> int:
-        return self.values.dim()
-
-    def numel(self) -> int:
-        return self.values.numel()
-
-    def copy_(self, tensor: Tensor) -> None:
-        """Round a tensor of any float dtype to 8 bits, on the device of the weight."""
-        for values, scale, rows in zip(*(t.split(self._CHUNK) for t in (self.values, self.scale, tensor)), strict=True):
-            quantized = quantize_rows_torch(rows.to(values.device))
+    def __init__(self, weight: Tensor | CodedWeight, bias: Tensor | None):
+        self.bias = bias
+        if isinstance(weight, CodedWeight):
+            self.values, self.scale = weight.codes, weight.scales.flatten()
+            return
+        self.values = torch.empty_like(weight, dtype=E4M3)
+        self.scale = torch.empty_like(weight[:, 0], dtype=torch.float32)
+        for values, scale, rows in zip(*(t.split(self._CHUNK) for t in (self.values, self.scale, weight)), strict=True):
+            quantized = quantize_rows_torch(rows)
             values.copy_(quantized.values)
             scale.copy_(quantized.scale)
 
+    def __call__(self, x: Tensor | Fp8Rows) -> Tensor:
+        rows = x if isinstance(x, Fp8Rows) else quantize_rows(x)
+        return scaled_linear(rows, self.values, self.scale, self.bias)
 
-def check_sizes(weight: Tensor) -> None:
-    """Raise ValueError for a weight (out, in) that GPUs do not multiply in 8 bits."""
-    if any(size % _MULTIPLE for size in weight.shape):
-        sizes = " x ".join(map(str, weight.shape))
+    @classmethod
+    def num_bytes(cls, shape: torch.Size, dtype: torch.dtype, group_size: int | None = None) -> int:
+        return shape.numel() + 4 * shape[0]
+
+
+def check_sizes(shape: torch.Size) -> None:
+    """Raise ValueError for a weight (out, in) of a shape that GPUs do not multiply in 8 bits."""
+    if any(size % _MULTIPLE for size in shape):
+        sizes = " x ".join(map(str, shape))
         raise ValueError(f"quantization='fp8' needs weights whose sizes are multiples of {_MULTIPLE}; one is {sizes}")
 
 

@@ -1,7 +1,5 @@
-"""Linear layers, and which of their weights are packed for a CPU."""
+"""Linear layers, whose weights may take another form once they are loaded."""
 
-import ctypes
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
@@ -9,22 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from mmvllm.batch import AdapterRows
-from mmvllm.kernels.fp8 import E4M3, Fp8Rows, quantize_rows, scaled_linear
+from mmvllm.kernels.fp8 import Fp8Rows
 from mmvllm.kernels.silu_mul import silu_mul, silu_mul_fp8
-from mmvllm.layers.fp8 import Fp8View, check_sizes
+from mmvllm.layers.coded import CodedParts, CodedWeight
+from mmvllm.layers.form import WeightForm
+from mmvllm.layers.fp8 import Fp8Weight
 from mmvllm.layers.lora import AdapterStack
-from mmvllm.layers.packed import Int8Weight, PackedGate, PackedWeight
+from mmvllm.layers.packed import PackedGate, PackedWeight
 from mmvllm.layers.sharding import CheckpointView, Shard
 
 _CACHED_ROWS = 1024
-
-
-class PackableModule(ABC):
-    """A module whose weights can be packed for CPUs."""
-
-    @abstractmethod
-    def pack(self, int8: bool = False) -> None:
-        """Replace the plain weights by packed ones, or by weights of 8 bits."""
 
 
 class AssembledModule(ABC):
@@ -35,16 +27,35 @@ class AssembledModule(ABC):
         """Of each tensor of the checkpoint; what no view covers is padding, and is zero."""
 
 
-class Linear(nn.Linear, PackableModule, AssembledModule):
-    """x (N, in) -> x Wᵀ + b; packing discards the plain weight.
+class ConvertedModule(AssembledModule):
+    """A module whose weights take another form once they are loaded.
+
+    Args:
+        form: how the weights are kept and multiplied; None keeps them as parameters.
+    """
+
+    form: type[WeightForm] | None = None
+
+    @abstractmethod
+    def weight_shapes(self) -> Sequence[torch.Size]:
+        """Of each weight (out, in)."""
+
+    @abstractmethod
+    def convert(self) -> None:
+        """Bring the weights into the form; called once, when all values have been copied."""
+
+
+class Linear(nn.Linear, ConvertedModule):
+    """x (N, in) -> x Wᵀ + b.
 
     A size that is a shard is that of the rank: with a part of the inputs, which allows no bias, the result is to be
     added to those of the other ranks. With a weight of 8-bit floats, inputs are rounded to 8 bits as well, unless they
     are already. Scales of 8 bits are those of the rank's part of a row.
     """
 
-    packed: PackedWeight | Int8Weight | PackedGate | None = None
-    is_fp8 = False
+    converted: WeightForm | None = None
+    codes: CodedParts | None = None  # a checkpoint's own, until they are converted
+    group_size: int | None = None  # of these
     adapters: AdapterStack | None = None  # where requests may have adapters of their own
 
     def __init__(self, in_size: int | Shard, out_size: int | Shard, bias: bool = True):
@@ -53,19 +64,25 @@ class Linear(nn.Linear, PackableModule, AssembledModule):
         super().__init__(columns.length, rows.length, bias=bias)
         self.rows, self.columns = rows, columns
 
-    def pack(self, int8: bool = False) -> None:
-        self.packed = (Int8Weight if int8 else PackedWeight)(self.weight, self.bias)
-        self.weight = None
+    @property
+    def is_fp8(self) -> bool:
+        return self.form is Fp8Weight
 
-    def use_fp8(self) -> None:
-        """Replace the weight by one in e4m3, without values, and the scales (out,) of its rows.
+    def weight_shapes(self) -> Sequence[torch.Size]:
+        return (torch.Size((self.out_features, self.in_features)),)
 
-        Raises ValueError for a weight of sizes that GPUs do not multiply.
-        """
-        check_sizes(self.weight)
-        self.weight = nn.Parameter(torch.empty_like(self.weight, dtype=E4M3), requires_grad=False)
-        self.register_buffer("scale", torch.empty_like(self.weight[:, 0], dtype=torch.float32))
-        self.is_fp8 = True
+    def keep_codes(self, group_size: int) -> None:
+        """Before weights are loaded: take the checkpoint's codes, in groups of this size, as they are."""
+        self.codes, self.group_size, self.weight = CodedParts(*self.weight_shapes()), group_size, None
+
+    def convert(self) -> None:
+        if self.form is not None:
+            weight = self.weight if self.codes is None else self.codes.joined()
+            self.converted = self._converted(weight)
+            self.weight = self.codes = None
+
+    def _converted(self, weight: Tensor | CodedWeight) -> WeightForm:
+        return self.form(weight, self.bias)
 
     def checkpoint_views(self) -> Iterator[CheckpointView]:
         yield from self._views(self.rows)
@@ -73,13 +90,13 @@ class Linear(nn.Linear, PackableModule, AssembledModule):
     def _views(self, rows: Shard, start: int = 0, part: int | None = None) -> Iterator[CheckpointView]:
         """Of tensors whose `rows` follow each other from row `start` on."""
         at = slice(start, start + rows.length)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 1:
-                yield CheckpointView(name, part, parameter.data[at], (rows,))
-            else:
-                view = parameter.data[at, : self.columns.length]
-                view = Fp8View(view, self.scale[at]) if self.is_fp8 else view
-                yield CheckpointView(name, part, view, (rows, self.columns))
+        columns = slice(self.columns.length)
+        if self.codes is not None:
+            yield CheckpointView("weight", part, self.codes.view(at, columns), (rows, self.columns))
+        elif self.weight is not None:
+            yield CheckpointView("weight", part, self.weight.data[at, columns], (rows, self.columns))
+        if self.bias is not None:
+            yield CheckpointView("bias", part, self.bias.data[at], (rows,))
 
     def part_widths(self) -> Sequence[int]:
         """Outputs of each layer of the checkpoint."""
@@ -92,10 +109,7 @@ class Linear(nn.Linear, PackableModule, AssembledModule):
         return y
 
     def _product(self, x: Tensor | Fp8Rows) -> Tensor:
-        if self.is_fp8:
-            rows = x if isinstance(x, Fp8Rows) else quantize_rows(x)
-            return scaled_linear(rows, self.weight, self.scale, self.bias)
-        return nn.Linear.forward(self, x) if self.packed is None else self.packed(x)
+        return nn.Linear.forward(self, x) if self.converted is None else self.converted(x)
 
 
 class MergedLinear(Linear):
@@ -129,16 +143,15 @@ class SiluGate(MergedLinear):
     def __init__(self, in_size: int, intermediate_size: int | Shard, bias: bool = False, padding: int = 0):
         super().__init__(in_size, [intermediate_size] * 2, bias=bias, padding=padding)
 
-    def pack(self, int8: bool = False) -> None:
-        if int8 or self.adapters is not None:  # which add to what the activation is applied to
-            super().pack(int8)
-        else:
-            self.packed, self.weight = PackedGate(self.weight, self.bias), None
+    def _converted(self, weight: Tensor | CodedWeight) -> WeightForm:
+        if self.form is PackedWeight and self.adapters is None:  # which add to what the activation is applied to
+            return PackedGate(weight, self.bias)
+        return super()._converted(weight)
 
     def forward(self, x: Tensor | Fp8Rows, adapters: AdapterRows | None = None) -> Tensor | Fp8Rows:
         """With a weight of 8-bit floats, the result is rounded to 8 bits too."""
-        if isinstance(self.packed, PackedGate):
-            return self.packed(x)
+        if isinstance(self.converted, PackedGate):
+            return self.converted(x)
         gate_up = Linear.forward(self, x, adapters)
         return silu_mul_fp8(gate_up) if self.is_fp8 else silu_mul(gate_up)
 
@@ -168,63 +181,20 @@ def by_rows(layers: Callable[..., Tensor], x: Tensor | Fp8Rows, adapters: Adapte
     return torch.cat([layers(x[i : i + _CACHED_ROWS], adapters.among(i, i + _CACHED_ROWS)) for i in starts])
 
 
-def pack_weights(model: nn.Module, dtype: torch.dtype, int8: bool) -> None:
-    """Pack the weights of linear layers and experts for fast products on a CPU, or quantize them to 8 bits.
+def weight_bytes(model: nn.Module, dtype: torch.dtype) -> int:
+    """Bytes of a model's weights in `dtype`, or in the forms that were chosen for them; the model may be a meta one.
 
-    Float32 weights are not packed, because packed products have about twice the rounding error, nor are weights of a
-    dtype that oneDNN does not support on this CPU, nor weights of 8-bit floats. Raises ValueError if int8 is not
-    supported here.
+    A head in another form is a copy, also if it is tied to the embedding.
     """
-    if int8 and not torch.backends.mkldnn.is_available():
-        raise ValueError("quantization='int8' needs a torch with oneDNN, which this torch lacks")
-    if int8 and dtype == torch.float16:
-        raise ValueError("quantization='int8' needs dtype float32 or bfloat16; this is float16")
-    if int8 and not _sums_8_bits():
-        raise ValueError("quantization='int8' needs a CPU that adds 8-bit products in 32 bits (VNNI or AMX)")
-    if int8 or packs_well(dtype):
-        for module in model.modules():
-            if isinstance(module, PackableModule) and not getattr(module, "is_fp8", False):
-                module.pack(int8)
-                _return_freed_memory()
-
-
-def weight_bytes(model: nn.Module, dtype: torch.dtype, device: torch.device, int8: bool = False) -> int:
-    """Bytes of a model's weights in `dtype`, packed as `pack_weights` does on a CPU; the model may be a meta one.
-
-    A packed head is a copy, also if it is tied to the embedding; int8 weights have 12 more bytes per output, weights of
-    8-bit floats 4.
-    """
-    is_packed, total, shared = int8 or (device.type == "cpu" and packs_well(dtype)), 0, set()
+    total, shared = 0, set()
     for module in model.modules():
-        total += sum(scale.nbytes for scale in module.buffers(recurse=False))
-        for parameter in module.parameters(recurse=False):
-            if parameter.dtype == E4M3:
-                total += parameter.numel()
-            elif is_packed and isinstance(module, PackableModule) and parameter.dim() > 1:
-                num_outputs = parameter.shape[:-1].numel()
-                total += parameter.numel() + 12 * num_outputs if int8 else parameter.numel() * dtype.itemsize
-            elif parameter not in shared:
+        own = module.named_parameters(recurse=False)
+        if isinstance(module, ConvertedModule) and module.form is not None:
+            group_size = getattr(module, "group_size", None)
+            total += sum(module.form.num_bytes(shape, dtype, group_size) for shape in module.weight_shapes())
+            own = [(name, parameter) for name, parameter in own if parameter.dim() == 1]
+        for _, parameter in own:
+            if parameter not in shared:
                 shared.add(parameter)
                 total += parameter.numel() * dtype.itemsize
     return total
-
-
-def _return_freed_memory() -> None:
-    """To the system, which the C library does not do by itself: it would keep as much as a fifth of the weights."""
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # glibc
-        trim(0)
-
-
-def packs_well(dtype: torch.dtype) -> bool:
-    """Whether oneDNN supports packed weights of this dtype on this CPU."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    ops = torch.ops.mkldnn
-    supported = {torch.bfloat16: ops._is_mkldnn_bf16_supported, torch.float16: ops._is_mkldnn_fp16_supported}
-    return dtype in supported and supported[dtype]()
-
-
-def _sums_8_bits() -> bool:
-    """Whether int8 products are exact: without VNNI, oneDNN adds pairs of them in 16 bits, which overflow."""
-    ones = torch.ones(16, 64)
-    return bool((Int8Weight(ones, None)(ones) - 64).abs().max() < 1)

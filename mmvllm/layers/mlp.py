@@ -26,10 +26,9 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = SiluGate(size, intermediate_size, bias, padding)
         self.down_proj = PaddedLinear(intermediate_size, size, bias, padding)
 
-    def use_fp8(self) -> None:
-        """Replace both weights by weights of 8-bit floats, without values; raises ValueError for their sizes."""
-        self.gate_up_proj.use_fp8()
-        self.down_proj.use_fp8()
+    @property
+    def is_fp8(self) -> bool:
+        return self.gate_up_proj.is_fp8
 
     def forward(self, x: Tensor | Fp8Rows, adapters: AdapterRows | None = None) -> Tensor:
         return by_rows(lambda rows, own=None: self.down_proj(self.gate_up_proj(rows, own), own), x, adapters)

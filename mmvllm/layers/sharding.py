@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from mmvllm.layers.fp8 import Fp8View
+from mmvllm.layers.coded import CodesView
 from mmvllm.ranks import Ranks
 
 
@@ -54,7 +54,7 @@ class CheckpointView(NamedTuple):
 
     parameter: str
     part: int | None
-    view: Tensor | Fp8View
+    view: Tensor | CodesView
     region: tuple[Shard, ...]
 
     @property

@@ -39,7 +39,8 @@ class VocabularyHead(Linear):
         self.ranks, self.shard = ranks, Shard.cut(vocab_size, ranks)
 
     def checkpoint_views(self) -> Iterator[CheckpointView]:
-        yield _view(self.weight, self.shard)
+        if self.weight is not None:  # as it is in a head that is tied to the embedding
+            yield _view(self.weight, self.shard)
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) == 0:

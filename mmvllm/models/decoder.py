@@ -37,10 +37,6 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.o_proj = Linear(q_size, config.hidden_size, bias=False)
 
-    def use_fp8(self) -> None:
-        self.qkv_proj.use_fp8()
-        self.o_proj.use_fp8()
-
     def forward(self, x: Tensor | Fp8Rows, cos: Tensor, sin: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
         qkv = self.qkv_proj(x, batch.adapters)
         q, k, v = (part.unflatten(1, (-1, self.head_dim)) for part in qkv)  # (N, H, D), twice (N, K, D)
@@ -58,13 +54,6 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(config, backend, ranks)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = _mlp(config, index, ranks)
-        self.is_fp8 = False
-
-    def use_fp8(self) -> None:
-        """Weights of 8-bit floats, whose inputs the norms and the MLP's activation round."""
-        self.self_attn.use_fp8()
-        self.mlp.use_fp8()
-        self.is_fp8 = True
 
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, kv_cache: Tensor, batch: Batch
@@ -77,6 +66,11 @@ class DecoderLayer(nn.Module):
 
     def _normalised(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor | Fp8Rows, Tensor]:
         return norm.add_fp8(x, residual) if self.is_fp8 else norm.add(x, residual)
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the weights are 8-bit floats, whose inputs the norms and the MLP's activation round."""
+        return self.self_attn.qkv_proj.is_fp8
 
 
 def _mlp(config: ModelConfig, index: int, ranks: Ranks) -> GatedMLP | SparseMLP:
@@ -98,13 +92,6 @@ class Decoder(nn.Module):
         self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, ranks)
         self.layers = nn.ModuleList(DecoderLayer(config, i, backend, ranks) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def use_fp8(self) -> None:
-        """Weights of 8-bit floats in all layers, without values; raises ValueError for a model with experts."""
-        if self.config.experts is not None:
-            raise ValueError(f"quantization='fp8' does not support mixtures of experts ({self.config.architecture})")
-        for layer in self.layers:
-            layer.use_fp8()
 
     def forward(self, x: Tensor, kv_cache: Tensor, batch: Batch, deepstack: Sequence[Tensor]) -> Tensor:
         """x (N, C), kv_cache (layers, 2, num_blocks, block_size, K, D), written in place -> (R, C) that sample.

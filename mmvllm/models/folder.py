@@ -8,7 +8,6 @@ from pathlib import Path
 
 from mmvllm.models.hf_config import quantization_of
 from mmvllm.models.registry import read_config
-from mmvllm.quantized_config import CheckpointQuantization
 
 BUNDLED = Path(__file__).parent.parent / "assets" / "demo"
 BUNDLED_NAME = "bundled"
@@ -42,10 +41,9 @@ def check_model(model: str | Path | None, with_weights: bool) -> None:
     raw = read_config(_hub_config(model) if folder is None else folder)[1]
     if with_weights:
         try:
-            quantization = quantization_of(raw)
+            quantization_of(raw)
         except ValueError as error:
             raise ValueError(f"{folder or model}: {error}") from None
-        check_not_quantized(folder or model, quantization)
         if folder is not None:
             weight_files(folder)
 
@@ -83,12 +81,6 @@ def weight_files(folder: Path) -> list[Path]:
     if missing := [path.name for path in files if not path.is_file()]:
         raise ValueError(f"{folder} lacks {', '.join(missing)}, which {index.name} names; download it again")
     return files
-
-
-def check_not_quantized(name: str | Path, quantization: CheckpointQuantization | None) -> None:
-    """Raise ValueError for the checkpoint `name` if its config names a method of quantization."""
-    if quantization:
-        raise ValueError(f"{name} is {quantization.method}-quantized, which is not supported; use the original weights")
 
 
 def _weight_map(index: Path) -> dict[str, str]:

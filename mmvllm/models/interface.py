@@ -84,13 +84,6 @@ class Model(nn.Module, ABC):
         """The published name of the tensor that `parameter_for` sends to this place."""
 
     @abstractmethod
-    def use_fp8(self) -> None:
-        """Before weights are loaded: replace those of the decoder's linear layers by 8-bit floats with scales.
-
-        Raises ValueError for a model that does not support it.
-        """
-
-    @abstractmethod
     def tie_head(self) -> None:
         """Let a tied head share the embedding's weight, once that is loaded."""
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from mmvllm.batch import Batch
@@ -79,19 +78,16 @@ class VisionLanguageModel(Model):
         self.config, self.published, self.ranks = rank_config(config, ranks.size), published, ranks
         self.visual = make_vit(config.vision) if config.vision else None
         self.decoder = Decoder(config, backend, ranks)
-        self.lm_head = None if config.tie_word_embeddings else self._head()
-        self.tied = {"lm_head.weight": "decoder.embed_tokens.weight"} if config.tie_word_embeddings else {}
+        self.lm_head = VocabularyHead(self.config.hidden_size, self.config.vocab_size, ranks)
+        self.tied = {}
+        if config.tie_word_embeddings:
+            self.tied, self.lm_head.weight = {"lm_head.weight": "decoder.embed_tokens.weight"}, None
 
     def _head(self) -> VocabularyHead:
         return VocabularyHead(self.config.hidden_size, self.config.vocab_size, self.ranks)
 
-    def use_fp8(self) -> None:
-        self.decoder.use_fp8()
-
     def tie_head(self) -> None:
-        if self.lm_head is None:
-            with torch.device("meta"):
-                self.lm_head = self._head()
+        if self.tied:
             self.lm_head.weight = self.decoder.embed_tokens.weight
 
     def layout(self, grids: Sequence[Grid]) -> PatchLayout:

@@ -1,8 +1,10 @@
 """Checkpoint folder -> model: safetensors through memory maps, or random weights; a rank reads its part of each."""
 
+import ctypes
 import logging
+import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Protocol
@@ -14,11 +16,13 @@ from tqdm.auto import tqdm
 
 from mmvllm.config import ModelConfig
 from mmvllm.layers.attention import AttentionBackend, TorchAttention
-from mmvllm.layers.linear import AssembledModule
+from mmvllm.layers.coded import CodedWeight, CodesView
+from mmvllm.layers.linear import AssembledModule, ConvertedModule
 from mmvllm.layers.sharding import CheckpointView, Shard
-from mmvllm.models.folder import check_not_quantized, weight_files
+from mmvllm.models.folder import weight_files
 from mmvllm.models.interface import Model
 from mmvllm.models.lora import LoraPair, Target, linear_regions, place_adapter, read_adapter
+from mmvllm.models.quantized_tensors import assembled
 from mmvllm.models.registry import family_of
 from mmvllm.ranks import SINGLE, Ranks
 
@@ -34,33 +38,88 @@ def load_model(
     seed: int = 0,
     attention: type[AttentionBackend] = TorchAttention,
     vision_attention: type[AttentionBackend] | None = None,
-    fp8: bool = False,
     ranks: Ranks = SINGLE,
     lora: str | Path | None = None,
+    prepare: Callable[[Model], None] = lambda model: None,
 ) -> Model:
     """Build the model on `device` in `dtype` with the folder's weights, or with random ones for "dummy".
 
-    Of several ranks, each builds and reads its own part only. With `fp8`, the decoder's weights are rounded to 8 bits
-    as they are read; they are never there in `dtype`. What the adapter in the folder `lora` adds is merged before.
-    Raises ValueError for quantized or damaged weights, for tensors that do not match the config, which it names, for an
-    adapter that is not for this model, and for a number of ranks that the model cannot be split over.
+    Of several ranks, each builds and reads its own part only. A module is allocated when the first of its tensors is
+    read, and takes the forms of its weights when the last one is, so that there are never two copies of the model.
+    `prepare` is called with the model before it has values; what it adds to modules is not loaded. What the adapter in
+    the folder `lora` adds is merged.
+    Raises ValueError for damaged weights, for tensors that do not match the config, which it names, for an adapter that
+    is not for this model, and for a number of ranks that the model cannot be split over.
     """
-    if load_format != "dummy":
-        check_not_quantized(folder, config.quantization)
     with torch.device("meta"):
         model = family_of(config.architecture).build(config, attention, vision_attention, ranks).to(dtype)
-        if fp8:
-            model.use_fp8()
+    model.eval().requires_grad_(False)
     pairs = {} if lora is None else place_adapter(lora, read_adapter(lora), model, linear_regions(model))
+    prepare(model)
+    _check_merges(model, pairs)
     files = [] if load_format == "dummy" else weight_files(folder)
-    model = model.to_empty(device=device).eval().requires_grad_(False)
-    _clear_padding(model)
+    places = Places(model, device)
     if load_format == "dummy":
-        _fill_randomly(model, seed, pairs)
+        _fill_randomly(places, seed, pairs)
     else:
-        _fill(model, files, folder, pairs, progress=ranks.rank == 0)
+        _fill(places, files, folder, pairs, progress=ranks.rank == 0)
     model.tie_head()
+    places.complete("lm_head")
     return model
+
+
+class Places:
+    """Where the tensors of a checkpoint belong; modules are allocated and converted as they are filled."""
+
+    def __init__(self, model: Model, device: torch.device):
+        self.model, self.device = model, device
+        self._views: dict[Target, CheckpointView] = {}
+        self._missing: dict[str, set[Target]] = {}  # of each module
+        self._allocated: set[str] = set()
+        for module, views in _views_by_module(model):
+            self._missing[module] = {(view.parameter, view.part) for view in views}
+            self._views |= {(view.parameter, view.part): view for view in views}
+            if not views:
+                self._allocate(module)
+
+    def __iter__(self) -> Iterator[Target]:
+        return iter(self._views)
+
+    def __getitem__(self, target: Target) -> CheckpointView:
+        """On the device."""
+        module = target[0].rpartition(".")[0]
+        if module not in self._allocated:
+            self._allocate(module)
+        return self._views[target]
+
+    def get(self, target: Target) -> CheckpointView | None:
+        return self[target] if target in self._views else None
+
+    def filled(self, target: Target) -> None:
+        """To be called when a place has its values."""
+        module = target[0].rpartition(".")[0]
+        self._missing[module].discard(target)
+        if not self._missing[module]:
+            self.complete(module)
+
+    def complete(self, name: str) -> None:
+        """Bring the weights of a module into their forms."""
+        module = self.model.get_submodule(name)
+        if isinstance(module, ConvertedModule) and any(True for _ in module.parameters(recurse=False)):
+            module.convert()
+            _return_freed_memory()
+
+    def _allocate(self, name: str) -> None:
+        self._allocated.add(name)
+        module = self.model.get_submodule(name).to_empty(device=self.device, recurse=False)
+        views = list(_views_of(name, module))
+        self._views |= {(view.parameter, view.part): view for view in views}
+        covered = Counter()
+        for view in views:
+            covered[view.parameter] += view.view.numel()
+        for parameter_name, parameter in module.named_parameters(prefix=name, recurse=False):
+            if covered[parameter_name] < parameter.numel():  # the rest is padding
+                parameter.zero_()
 
 
 class StoredTensor(Protocol):
@@ -83,27 +142,28 @@ def _tensors(files: list[Path], progress: bool) -> Iterator[tuple[str, StoredTen
             raise ValueError(f"{path} is damaged: {error}; download it again") from None
 
 
-def _fill(model: Model, files: list[Path], folder: Path, pairs: Mapping[Target, LoraPair], progress: bool) -> None:
-    places = {(place.parameter, place.part): place for place in checkpoint_views(model)}
-    missing, extra, misshapen, tied = dict(places), [], [], {}
-    device = next(model.parameters()).device
-    for name, stored in _tensors(files, progress):
+def _fill(places: Places, files: list[Path], folder: Path, pairs: Mapping[Target, LoraPair], progress: bool) -> None:
+    model, missing, extra, misshapen, tied = places.model, set(places), [], [], {}
+    tensors, quantization = _tensors(files, progress), model.config.quantization
+    for name, stored in tensors if quantization is None else assembled(tensors, quantization):
         target = model.parameter_for(name)
         if target is None:
             continue
-        place = missing.pop(target, None)
         if target[0] in model.tied:
             place = places[model.tied[target[0]], None]
             tied[name] = _part(stored, place), place.view
-        elif place is None:
+        elif target not in missing:
             extra.append(name)
-        elif (part := _part(stored, place)) is not None:
-            place.view.copy_(_merged(part, place, pairs.get(target), device))
+        elif (part := _part(stored, place := places[target])) is not None:
+            place.view.copy_(_merged(part, place, pairs.get(target), places.device))
+            missing.discard(target)
+            places.filled(target)
         else:
+            missing.discard(target)
             misshapen.append(f"{name} is {tuple(stored.get_shape())}, needs {place.whole_shape}")
     unequal = [name for name, (part, own) in tied.items() if part is None or not torch.equal(part.to(own), own)]
     problems = {
-        "missing tensors": [model.checkpoint_name(*target) for target in missing],
+        "missing tensors": [model.checkpoint_name(*target) for target in places if target in missing],
         "tensors that belong to no parameter or come twice": extra,
         "tensors of the wrong shape": misshapen,
         "tensors that differ from those they are tied to": unequal,
@@ -113,9 +173,26 @@ def _fill(model: Model, files: list[Path], folder: Path, pairs: Mapping[Target, 
         raise ValueError(f"{folder} does not match its config.json: {'; '.join(found)}")
 
 
-def _merged(part: Tensor, place: CheckpointView, pair: LoraPair | None, device: torch.device) -> Tensor:
+def _merged(
+    part: Tensor | CodedWeight, place: CheckpointView, pair: LoraPair | None, device: torch.device
+) -> Tensor | CodedWeight:
     """The values of a view, with what an adapter adds to them; rounded once, when they are copied."""
+    if isinstance(place.view, CodesView):
+        if not isinstance(part, CodedWeight):
+            raise ValueError(f"{place.parameter} is not quantized, but quantization_config says that it is")
+        return part.to(device)
+    if isinstance(part, CodedWeight):
+        part = part.to(device).dequantized()
     return part if pair is None else part.to(device).float() + pair.delta(place, device)
+
+
+def _check_merges(model: Model, pairs: Mapping[Target, LoraPair]) -> None:
+    for place in checkpoint_views(model):
+        if (place.parameter, place.part) in pairs and isinstance(place.view, CodesView):
+            raise ValueError(
+                "lora: an adapter cannot be merged into quantized weights, which stay as they are stored; "
+                "give dtype='float32', or enable_lora=True and the adapter with each request"
+            )
 
 
 def _listed(what: str, names: list[str]) -> str:
@@ -124,25 +201,30 @@ def _listed(what: str, names: list[str]) -> str:
 
 def checkpoint_views(model: nn.Module) -> Iterator[CheckpointView]:
     """Of every tensor that a checkpoint has for the model."""
-    for prefix, module in model.named_modules():
-        if isinstance(module, AssembledModule):
-            for place in module.checkpoint_views():
-                yield place._replace(parameter=f"{prefix}.{place.parameter}")
-        else:
-            for name, parameter in module.named_parameters(prefix=prefix, recurse=False):
-                yield CheckpointView(name, None, parameter.data, tuple(map(Shard.of, parameter.shape)))
+    for _, views in _views_by_module(model):
+        yield from views
 
 
-def _clear_padding(model: nn.Module) -> None:
-    """Fill with zeros the parameters that have values which no tensor of a checkpoint is copied to, and all scales."""
-    covered = Counter()
-    for place in checkpoint_views(model):
-        covered[place.parameter] += place.view.numel()
-    for name, parameter in model.named_parameters():
-        if covered[name] < parameter.numel():
-            parameter.data.zero_()
-    for scale in model.buffers():
-        scale.zero_()
+def _views_by_module(model: nn.Module) -> Iterator[tuple[str, list[CheckpointView]]]:
+    """Of each module with parameters of its own."""
+    for name, module in model.named_modules():
+        if isinstance(module, AssembledModule) or any(True for _ in module.parameters(recurse=False)):
+            yield name, list(_views_of(name, module))
+
+
+def _views_of(name: str, module: nn.Module) -> Iterator[CheckpointView]:
+    if isinstance(module, AssembledModule):
+        for place in module.checkpoint_views():
+            yield place._replace(parameter=f"{name}.{place.parameter}")
+    else:
+        for parameter_name, parameter in module.named_parameters(prefix=name, recurse=False):
+            yield CheckpointView(parameter_name, None, parameter.data, tuple(map(Shard.of, parameter.shape)))
+
+
+def _return_freed_memory() -> None:
+    """To the system, which the C library does not do by itself: it would keep as much as a fifth of the weights."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # glibc
+        trim(0)
 
 
 def _part(stored: StoredTensor, place: CheckpointView) -> Tensor | None:
@@ -162,16 +244,17 @@ def _part(stored: StoredTensor, place: CheckpointView) -> Tensor | None:
     return None
 
 
-def _fill_randomly(model: Model, seed: int, pairs: Mapping[Target, LoraPair]) -> None:
+def _fill_randomly(places: Places, seed: int, pairs: Mapping[Target, LoraPair]) -> None:
     """With the values that the whole model would have, one tensor at a time."""
     logger.info("random weights (load_format='dummy'): the text will make no sense")
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed % 2**64)
-    for place in checkpoint_views(model):
+    generator = torch.Generator(places.device).manual_seed(seed % 2**64)
+    for target in list(places):
+        place = places[target]
         view = place.view
         if view.dim() > 1:
-            whole = torch.empty(place.whole_shape, dtype=view.dtype, device=device)
+            whole = torch.empty(place.whole_shape, dtype=view.dtype, device=places.device)
             part = whole.normal_(0.0, 0.02, generator=generator)[place.index]
-            view.copy_(_merged(part, place, pairs.get((place.parameter, place.part)), device))
+            view.copy_(_merged(part, place, pairs.get(target), places.device))
         else:
             view.fill_(0.0 if place.parameter.endswith("bias") else 1.0)
+        places.filled(target)

@@ -16,8 +16,14 @@ from tests.helpers.compiling import SHARED_MEMORY, WRITE_E4M3
 KERNELS = Path(__file__).parents[2] / "kernels"
 SPILLED = {"bfloat16": 64, "float32": 4096}  # bytes per thread, stored and loaded
 # Accesses of 16 bits: a token's few KV heads and its angles have less than 16 bytes for each thread of the program, a
-# table is read at each pixel's own level, and one count of a row is changed.
-NARROW = {"_rotary_kernel": 12, "_rotary_write_kv_kernel": 12, "_normalize_kernel": 16, "_count_tokens_kernel": 2}
+# table is read at each pixel's own level, one count of a row is changed, and a tile of a weight has a scale per output.
+NARROW = {
+    "_rotary_kernel": 12,
+    "_rotary_write_kv_kernel": 12,
+    "_normalize_kernel": 16,
+    "_count_tokens_kernel": 2,
+    "_coded_linear_kernel": 4,
+}
 
 
 def run(tmp_path: Path, *args: str) -> list:

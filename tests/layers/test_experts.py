@@ -10,9 +10,10 @@ from mmvllm.config import ExpertsConfig
 from mmvllm.kernels import grouped_linear, silu_mul
 from mmvllm.layers import experts as file
 from mmvllm.layers.experts import SparseMLP
-from mmvllm.layers.linear import pack_weights, packs_well
 from mmvllm.layers.packed import Int8Weight, PackedWeight
+from mmvllm.models.forms import packs_well
 from tests.helpers.kernels import assert_no_worse
+from tests.helpers.packing import pack_weights
 
 pytestmark = pytest.mark.thinned
 
@@ -123,8 +124,8 @@ def test_packed_experts_have_at_most_twice_the_error_of_plain_ones(number):
     assert packs_well(dtype)
     mlp, x = sparse_mlp(4, 2, dtype), tokens(number, dtype)
     reference, exact = mlp(x), in_float64(mlp, x)
-    pack_weights(mlp, dtype, int8=False)
-    assert isinstance(mlp.experts.packed[3][0], PackedWeight)
+    pack_weights(mlp, dtype)
+    assert isinstance(mlp.experts.converted[3][0], PackedWeight)
     assert [name for name, _ in mlp.named_parameters()] == ["gate.weight"]
     assert_no_worse(mlp(x), reference, exact)
 
@@ -133,8 +134,8 @@ def test_packed_experts_have_at_most_twice_the_error_of_plain_ones(number):
 def test_int8_experts_are_as_accurate_as_8_bits_allow(dtype):
     mlp, x = sparse_mlp(4, 2, dtype), tokens(100, dtype)
     plain = mlp(x).double()
-    pack_weights(mlp, dtype, int8=True)
-    assert isinstance(mlp.experts.packed[0][1], Int8Weight)
+    pack_weights(mlp, dtype, "int8")
+    assert isinstance(mlp.experts.converted[0][1], Int8Weight)
     assert [name for name, _ in mlp.named_parameters()] == ["gate.weight"]
     assert (mlp(x).double() - plain).square().mean().sqrt() / plain.square().mean().sqrt() < 0.03
 
@@ -142,6 +143,6 @@ def test_int8_experts_are_as_accurate_as_8_bits_allow(dtype):
 def test_int8_rows_are_independent():
     mlp, x = sparse_mlp(8, 4), tokens(30)
     probs = mlp.gate(x).softmax(-1).topk(4)
-    pack_weights(mlp, torch.float32, int8=True)
+    pack_weights(mlp, torch.float32, "int8")
     alone = [mlp.experts(x[i : i + 1], probs.indices[i : i + 1], probs.values[i : i + 1]) for i in range(30)]
     assert torch.equal(mlp.experts(x, probs.indices, probs.values), torch.cat(alone))

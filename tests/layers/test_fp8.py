@@ -1,6 +1,7 @@
 """Linear layers in 8-bit floats: their accuracy, how they are loaded, and where they are refused."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -8,11 +9,12 @@ import torch.nn.functional as F
 
 from mmvllm import LLM, SamplingParams
 from mmvllm.kernels import fp8 as kernels
-from mmvllm.kernels.fp8 import E4M3, Fp8Rows, quantize_rows
-from mmvllm.layers.fp8 import Fp8View, fp8_unusable
-from mmvllm.layers.linear import Linear, MergedLinear, PaddedLinear, SiluGate, pack_weights
+from mmvllm.kernels.fp8 import Fp8Rows, quantize_rows
+from mmvllm.layers.fp8 import Fp8Weight, check_sizes, fp8_unusable
+from mmvllm.layers.linear import Linear, MergedLinear, PaddedLinear
 from mmvllm.layers.mlp import GatedMLP
 from mmvllm.layers.norm import RMSNorm
+from mmvllm.models.forms import choose_forms
 from mmvllm.models.registry import load_config
 from mmvllm.models.weights import load_model
 
@@ -22,12 +24,12 @@ BFLOAT16 = torch.bfloat16
 
 def in_fp8(layer: torch.nn.Module, tensors: dict[tuple[str, int | None], torch.Tensor]) -> torch.nn.Module:
     """The layer with its tensors rounded to 8 bits; what they do not cover is zero."""
-    layer.use_fp8()
-    layer.requires_grad_(False)
-    layer.weight.zero_()
-    layer.scale.zero_()
+    layer.form = Fp8Weight
+    for parameter in layer.requires_grad_(False).parameters():
+        parameter.zero_()
     for name, part, view, _ in layer.checkpoint_views():
         view.copy_(tensors[name, part])
+    layer.convert()
     return layer
 
 
@@ -62,19 +64,18 @@ def test_parts_of_merged_and_padded_weights_are_rounded_by_row():
     biases = {("bias", i): rows(1, size)[0] for i, size in enumerate((16, 8, 8))}
     merged = in_fp8(MergedLinear(32, [16, 8, 8], bias=True).to(BFLOAT16), parts | biases)
     whole = quantize_rows(torch.cat(list(parts.values())))
-    assert torch.equal(merged.weight.float(), whole.values.float()) and torch.equal(merged.scale, whole.scale)
+    assert torch.equal(merged.converted.values.float(), whole.values.float())
+    assert torch.equal(merged.converted.scale, whole.scale)
     assert torch.equal(merged.bias, torch.cat(list(biases.values())))
     padded = in_fp8(PaddedLinear(30, 16, bias=False, padding=2).to(BFLOAT16), {("weight", None): rows(16, 30)})
-    assert torch.equal(padded.weight[:, :30].float(), quantize_rows(rows(16, 30)).values.float())
-    assert not padded.weight[:, 30:].float().any()
+    assert torch.equal(padded.converted.values[:, :30].float(), quantize_rows(rows(16, 30)).values.float())
+    assert not padded.converted.values[:, 30:].float().any()
 
 
 def test_many_rows_are_rounded_in_chunks():
     weight = rows(2500, 16)
-    values, scale = torch.empty(2500, 16, dtype=E4M3), torch.empty(2500)
-    Fp8View(values, scale).copy_(weight)
-    want = quantize_rows(weight)
-    assert torch.equal(values.float(), want.values.float()) and torch.equal(scale, want.scale)
+    got, want = Fp8Weight(weight, None), quantize_rows(weight)
+    assert torch.equal(got.values.float(), want.values.float()) and torch.equal(got.scale, want.scale)
 
 
 def test_the_gated_mlp_rounds_what_it_multiplies():
@@ -101,20 +102,21 @@ def test_norms_round_after_the_first_layer_and_in_it():
 @pytest.mark.parametrize(("load_format", "dtype"), [("auto", torch.float32), ("dummy", BFLOAT16)])
 def test_only_linear_layers_of_the_decoder_are_rounded(load_format, dtype, checkpoint):
     config = load_config(checkpoint)
-    plain, loaded = (load_model(checkpoint, config, CPU, dtype, load_format, fp8=fp8) for fp8 in (False, True))
-    rounded, want = set(), plain.state_dict()
-    for name, tensor in loaded.state_dict().items():
-        if tensor.dtype == E4M3:
-            rows = quantize_rows(want[name])
-            rounded.add(name.rpartition(".layers.")[2].partition(".")[2])
-            assert torch.equal(tensor.float(), rows.values.float())
-            assert torch.equal(loaded.get_buffer(name.replace("weight", "scale")), rows.scale)
-        elif not name.endswith(".scale"):
-            assert torch.equal(tensor, want[name])
-    layers = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
-    assert rounded == {f"{layer}.weight" for layer in layers}
-    pack_weights(loaded, dtype, int8=False)
-    assert loaded.decoder.layers[0].mlp.down_proj.packed is None
+    plain = load_model(checkpoint, config, CPU, dtype, load_format)
+    in_8_bits = partial(choose_forms, device=CPU, dtype=dtype, quantization="fp8")
+    loaded = load_model(checkpoint, config, CPU, dtype, load_format, prepare=in_8_bits)
+    layers = "self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"
+    rounded, modules = set(), dict(plain.named_modules())
+    for name, module in loaded.named_modules():
+        if isinstance(module, Linear) and isinstance(module.converted, Fp8Weight):
+            want = quantize_rows(modules[name].weight)
+            rounded.add(name)
+            assert torch.equal(module.converted.values.float(), want.values.float())
+            assert torch.equal(module.converted.scale, want.scale)
+    numbers = range(config.num_hidden_layers)
+    assert rounded == {f"decoder.layers.{number}.{layer}" for number in numbers for layer in layers}
+    for name, tensor in loaded.named_parameters():
+        assert torch.equal(tensor, plain.get_parameter(name))
 
 
 def test_completions_do_not_depend_on_the_batch(checkpoint, make_llm):
@@ -134,13 +136,12 @@ def test_a_cpu_is_a_slow_reference(checkpoint, make_llm, caplog):
 
 def test_mixtures_of_experts_and_odd_sizes_are_refused(checkpoints):
     options = {"device": "cpu", "quantization": "fp8"}
-    message = r"quantization='fp8' does not support mixtures of experts \(Qwen3VLMoeForConditionalGeneration\)"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="quantization='fp8' does not support mixtures of experts"):
         LLM(checkpoints("experts8-top3"), **options)
     with pytest.raises(ValueError, match="needs weights whose sizes are multiples of 16; one is 160 x 56"):
         LLM(checkpoints("deepstack1-vit72-untied"), **options)
     with pytest.raises(ValueError, match="one is 48 x 24"):
-        SiluGate(24, 24).use_fp8()
+        check_sizes(torch.Size((48, 24)))
 
 
 @pytest.mark.parametrize(

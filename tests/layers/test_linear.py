@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from mmvllm import LLM, SamplingParams
-from mmvllm.layers.linear import Linear, MergedLinear, SiluGate, by_rows, pack_weights
+from mmvllm.layers.linear import Linear, MergedLinear, SiluGate, by_rows
 from mmvllm.layers.packed import Int8Weight
+from tests.helpers.packing import pack_weights
 
 ROWS = (1, 2, 5, 6, 7, 64, 300)
 
@@ -35,8 +36,8 @@ def worst(got: torch.Tensor, exact: torch.Tensor) -> float:
 def test_packed_layers_have_at_most_twice_the_error_of_plain_ones(make, number):
     dtype = torch.bfloat16
     plain, packed = filled(make(), dtype), filled(make(), dtype)
-    pack_weights(packed, dtype, int8=False)
-    assert packed.packed is not None and packed.weight is None
+    pack_weights(packed, dtype)
+    assert packed.converted is not None and packed.weight is None
     x = rows(number, 96, dtype)
     exact = filled(make(), dtype).double()(x.double())
     got, expected = packed(x), plain(x)
@@ -46,16 +47,16 @@ def test_packed_layers_have_at_most_twice_the_error_of_plain_ones(make, number):
 
 def test_float32_weights_are_not_packed():
     layer = filled(Linear(96, 72), torch.float32)
-    pack_weights(layer, torch.float32, int8=False)
+    pack_weights(layer, torch.float32)
     x = rows(3, 96, torch.float32)
-    assert layer.packed is None and torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+    assert layer.converted is None and torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
 
 
 def test_merged_layers_split_their_output():
     layer = filled(MergedLinear(32, [16, 8, 8], bias=True), torch.bfloat16)
     x = rows(9, 32, torch.bfloat16)
     whole = F.linear(x, layer.weight, layer.bias)
-    pack_weights(layer, torch.bfloat16, int8=False)
+    pack_weights(layer, torch.bfloat16)
     for part, expected in zip(layer(x), whole.split([16, 8, 8], dim=1), strict=True):
         torch.testing.assert_close(part, expected)
 
@@ -107,10 +108,10 @@ def test_weights_are_not_packed_without_onednn(monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     monkeypatch.setattr(torch.ops, "mkldnn", None)  # its operators do not exist then either
     layer = filled(Linear(96, 72), torch.bfloat16)
-    pack_weights(layer, torch.bfloat16, int8=False)
-    assert layer.packed is None
+    pack_weights(layer, torch.bfloat16)
+    assert layer.converted is None
     with pytest.raises(ValueError, match="needs a torch with oneDNN"):
-        pack_weights(layer, torch.bfloat16, int8=True)
+        pack_weights(layer, torch.bfloat16, "int8")
 
 
 def test_int8_completions_do_not_depend_on_the_batch(checkpoint, make_llm):

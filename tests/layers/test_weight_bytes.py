@@ -1,22 +1,26 @@
 """The predicted bytes of weights are those of the tensors that a loaded and packed model holds."""
 
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from mmvllm.config import ModelConfig
 from mmvllm.layers.attention import TorchAttention
-from mmvllm.layers.linear import Linear, pack_weights, weight_bytes
-from mmvllm.layers.packed import Int8Weight, PackedGate, PackedWeight
+from mmvllm.layers.form import WeightForm
+from mmvllm.layers.linear import Linear, weight_bytes
+from mmvllm.models.forms import choose_forms
+from mmvllm.models.interface import Model
 from mmvllm.models.registry import family_of, load_config
 from mmvllm.models.splitting import PlannedRank
 from mmvllm.models.weights import load_model
-from mmvllm.ranks import SINGLE
+from mmvllm.ranks import SINGLE, Ranks
 from tests.helpers.shapes import RICHEST
 
 CPU = torch.device("cpu")
-PACKED = (PackedWeight, PackedGate, Int8Weight)
 
 
 def tensors_of(held: object) -> Iterator[Tensor]:
@@ -25,7 +29,7 @@ def tensors_of(held: object) -> Iterator[Tensor]:
         yield held
     elif isinstance(held, list | tuple):
         yield from (tensor for one in held for tensor in tensors_of(one))
-    elif isinstance(held, PACKED):
+    elif isinstance(held, WeightForm):
         yield from tensors_of(list(vars(held).values()))
 
 
@@ -33,7 +37,7 @@ def held_bytes(model: nn.Module) -> int:
     """Of all parameters and packed weights, each storage once."""
     sizes = {}
     held = [*model.parameters(), *model.buffers()]
-    for tensor in [*held, *tensors_of([getattr(module, "packed", None) for module in model.modules()])]:
+    for tensor in [*held, *tensors_of([getattr(module, "converted", None) for module in model.modules()])]:
         if tensor.is_mkldnn:
             sizes[id(tensor)] = tensor.numel() * tensor.element_size()
         else:
@@ -41,55 +45,75 @@ def held_bytes(model: nn.Module) -> int:
     return sum(sizes.values())
 
 
-@pytest.mark.parametrize("shape", RICHEST)
-@pytest.mark.parametrize(("dtype", "int8"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
-def test_bytes_after_packing(shape, dtype, int8, checkpoints):
-    config = load_config(checkpoints(shape))
+def weight_bytes_of(config: ModelConfig, dtype: torch.dtype, quantization: str | None, ranks: Ranks = SINGLE) -> int:
+    return weight_bytes(planned(config, dtype, quantization, ranks), dtype)
+
+
+def planned(config: ModelConfig, dtype: torch.dtype, quantization: str | None, ranks: Ranks = SINGLE) -> Model:
+    """A model without weights."""
     with torch.device("meta"):
-        model = family_of(config.architecture).build(config, TorchAttention)
+        model = family_of(config.architecture).build(config, TorchAttention, ranks=ranks)
     model.tie_head()
-    predicted = weight_bytes(model, dtype, CPU, int8)
-    loaded = load_model(checkpoints(shape), config, CPU, dtype)
-    pack_weights(loaded, dtype, int8)
+    choose_forms(model, CPU, dtype, quantization)
+    return model
+
+
+def load(folder: Path, dtype: torch.dtype, quantization: str | None, ranks: Ranks = SINGLE) -> Model:
+    prepare = partial(choose_forms, device=CPU, dtype=dtype, quantization=quantization)
+    return load_model(folder, load_config(folder), CPU, dtype, ranks=ranks, prepare=prepare)
+
+
+KINDS = [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8")]
+
+
+@pytest.mark.parametrize("shape", RICHEST)
+@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
+def test_bytes_of_a_loaded_model(shape, dtype, quantization, checkpoints):
+    loaded = load(checkpoints(shape), dtype, quantization)
+    predicted = weight_bytes_of(load_config(checkpoints(shape)), dtype, quantization)
     assert predicted == pytest.approx(held_bytes(loaded), rel=1e-3)
 
 
 @pytest.mark.parametrize("shape", ["gqa2-tied", "experts8-top3"])
-@pytest.mark.parametrize(("dtype", "int8"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
-def test_bytes_of_each_rank(shape, dtype, int8, checkpoints):
+@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
+def test_bytes_of_each_rank(shape, dtype, quantization, checkpoints):
     """Ranks have equal parts; together they hold the whole model once, except the ViT, norms and routers."""
     config = load_config(checkpoints(shape))
     held = []
     for ranks in (SINGLE, PlannedRank(0, 2), PlannedRank(1, 2)):
-        with torch.device("meta"):
-            model = family_of(config.architecture).build(config, TorchAttention, ranks=ranks)
-        model.tie_head()
-        loaded = load_model(checkpoints(shape), config, CPU, dtype, ranks=ranks)
-        pack_weights(loaded, dtype, int8)
-        held.append(held_bytes(loaded))
-        assert weight_bytes(model, dtype, CPU, int8) == pytest.approx(held[-1], rel=1e-3)
+        held.append(held_bytes(load(checkpoints(shape), dtype, quantization, ranks)))
+        assert weight_bytes_of(config, dtype, quantization, ranks) == pytest.approx(held[-1], rel=1e-3)
     whole, first, second = held
-    vision = weight_bytes(model.visual, dtype, CPU, int8)
+    vision = weight_bytes(planned(config, dtype, quantization).visual, dtype)
     assert first == second and whole == pytest.approx(first + second - vision, rel=0.02)
 
 
 @pytest.mark.parametrize("shape", RICHEST[:-1])
-def test_bytes_of_8_bit_floats_while_loading_and_afterwards(shape, checkpoints, monkeypatch):
-    """The memory of the model is allocated once, with the decoder's weights in 8 bits."""
+def test_bytes_of_8_bit_floats(shape, checkpoints):
     config, dtype = load_config(checkpoints(shape)), torch.float32
-    with torch.device("meta"):
-        model = family_of(config.architecture).build(config, TorchAttention)
-    plain = weight_bytes(model, dtype, CPU)
-    model.use_fp8()
-    predicted = weight_bytes(model, dtype, CPU)
-    layers = [module for module in model.decoder.modules() if isinstance(module, Linear)]
+    plain, predicted = (weight_bytes_of(config, dtype, quantization) for quantization in (None, "fp8"))
+    layers = [m for m in planned(config, dtype, None).decoder.modules() if isinstance(m, Linear)]
     assert plain - predicted == sum(3 * layer.weight.numel() - 4 * len(layer.weight) for layer in layers)
-    allocated, to_empty = [], nn.Module.to_empty
+    assert predicted == held_bytes(load(checkpoints(shape), dtype, "fp8"))
 
-    def watched(module, **options):
-        allocated.append(sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers())))
-        return to_empty(module, **options)
 
-    monkeypatch.setattr(nn.Module, "to_empty", watched)
-    loaded = load_model(checkpoints(shape), config, CPU, dtype, fp8=True)
-    assert allocated == [predicted] == [held_bytes(loaded)]
+@pytest.mark.parametrize(("shape", "quantization"), [("gqa2-tied", "int8"), ("gqa2-tied", "fp8"), ("gqa2-tied", None)])
+def test_a_weight_is_converted_before_the_next_is_read(shape, quantization, checkpoints, monkeypatch):
+    """Beside the converted weights, at most one module has its weight in the model's dtype."""
+    unconverted, convert = [], Linear.convert
+
+    def watched(module: Linear) -> None:
+        convert(module)
+        layers = [m for m in models[0].modules() if isinstance(m, Linear)]
+        waiting = [m for m in layers if m.weight is not None and not m.weight.is_meta and m.form is not None]
+        unconverted.append(len(waiting))
+
+    models = []
+    monkeypatch.setattr(Linear, "convert", watched)
+
+    def prepare(model: Model) -> None:
+        models.append(model)
+        choose_forms(model, CPU, torch.bfloat16, quantization)
+
+    load_model(checkpoints(shape), load_config(checkpoints(shape)), CPU, torch.bfloat16, prepare=prepare)
+    assert len(unconverted) > 5 and max(unconverted) <= 1

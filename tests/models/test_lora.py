@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mmvllm.layers.linear import pack_weights, packs_well
+from mmvllm.models.forms import packs_well
 from tests.helpers.adapters import DECODER, MLP, VISION, make_adapter, merged_checkpoint, rename_tensors
+from tests.helpers.packing import pack_weights
 from tests.helpers.ranks import on_ranks
 from tests.helpers.shapes import RICHEST
 from tests.helpers.weights import assert_same, load, state
@@ -81,8 +82,8 @@ def test_weights_are_merged_before_they_are_quantized(quantization, checkpoint, 
     assert packs_well(torch.bfloat16)
     models = []
     for folder, lora in ((checkpoint, adapter), (merged, None)):
-        models.append(load(folder, torch.bfloat16, fp8=quantization == "fp8", lora=lora))
-        pack_weights(models[-1], torch.bfloat16, int8=quantization == "int8")
+        models.append(load(folder, torch.bfloat16, lora=lora))
+        pack_weights(models[-1], torch.bfloat16, quantization)
     x = torch.randn(7, 64, dtype=torch.bfloat16)
     got, want = (model.decoder.layers[0].self_attn.qkv_proj(x)[0] for model in models)
     assert torch.equal(got, want)

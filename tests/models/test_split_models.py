@@ -10,13 +10,14 @@ from mmvllm.batch import Batch, prompt_batch
 from mmvllm.config import EngineConfig
 from mmvllm.engine.memory import empty_kv_cache, num_kv_blocks
 from mmvllm.layers.attention import TorchAttention
-from mmvllm.layers.linear import pack_weights, packs_well
+from mmvllm.models.forms import packs_well
 from mmvllm.models.interface import Model
 from mmvllm.models.registry import load_config
 from mmvllm.models.rotary import inverse_frequencies
 from mmvllm.models.splitting import PlannedRank, possible_sizes
 from mmvllm.models.weights import load_model
 from mmvllm.ranks import SINGLE, ConnectedRanks, Operation, Ranks
+from tests.helpers.packing import pack_weights
 from tests.helpers.ranks import on_ranks
 from tests.helpers.reference import Float64, assert_no_worse
 from tests.helpers.shapes import SHAPES
@@ -157,8 +158,8 @@ def test_packed_and_quantized_weights_of_ranks(shape, size, quantization, checkp
     assert packs_well(dtype)
 
     def run(ranks: Ranks) -> torch.Tensor:
-        model = loaded(folder, ranks, dtype, fp8=quantization == "fp8")
-        pack_weights(model, dtype, int8=quantization == "int8")
+        model = loaded(folder, ranks, dtype)
+        pack_weights(model, dtype, quantization)
         return logits_of(model)
 
     (got, *_), alone, exact = on_ranks(size, run), run(SINGLE), logits_of(loaded(folder)).double()

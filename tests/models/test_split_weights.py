@@ -1,22 +1,26 @@
 """Each rank reads or makes only its part of the weights, which together are those of one process."""
 
 from collections import defaultdict
+from functools import partial
 from math import prod
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
-from mmvllm.kernels.fp8 import E4M3, quantize_rows
+from mmvllm.kernels.fp8 import quantize_rows
+from mmvllm.layers.fp8 import Fp8Weight
 from mmvllm.layers.sharding import Shard
 from mmvllm.models import weights
+from mmvllm.models.forms import choose_forms
 from mmvllm.models.interface import Model
 from mmvllm.models.registry import load_config
 from mmvllm.models.splitting import PlannedRank, key_value_heads, possible_sizes, query_heads, rank_config
 from mmvllm.models.weights import checkpoint_views
 from mmvllm.ranks import SINGLE
 from tests.helpers.shapes import RICHEST, SHAPES, TEXT_SHAPES
-from tests.helpers.weights import assert_same, load
+from tests.helpers.weights import CPU, assert_same, load
 
 EVERY = (*RICHEST, *TEXT_SHAPES, "experts16-top8-tied")
 
@@ -108,13 +112,19 @@ def test_dummy_weights_are_those_of_one_process(shape, checkpoints):
 @pytest.mark.parametrize(("load_format", "dtype"), [("auto", torch.float32), ("dummy", torch.bfloat16)])
 def test_8_bit_floats_of_a_rank_are_rounded_with_the_scales_of_its_own_parts(load_format, dtype, checkpoints):
     folder, options = checkpoints("gqa2-tied"), {"load_format": load_format, "dtype": dtype}
-    for plain, rounded in zip(split(folder, 2, **options), split(folder, 2, fp8=True, **options), strict=True):
-        weights = {name: weight for name, weight in rounded.named_parameters() if weight.dtype == E4M3}
+    in_8_bits = partial(choose_forms, device=CPU, dtype=dtype, quantization="fp8")
+    models = zip(split(folder, 2, **options), split(folder, 2, prepare=in_8_bits, **options), strict=True)
+    for plain, rounded in models:
+        weights = {name: layer.converted for name, layer in rounded.decoder.layers.named_modules() if has_form(layer)}
         assert len(weights) == 4 * plain.config.num_hidden_layers
         for name, weight in weights.items():
-            want = quantize_rows(plain.get_parameter(name))
-            assert torch.equal(weight.float(), want.values.float())
-            assert torch.equal(rounded.get_buffer(name.replace("weight", "scale")), want.scale)
+            want = quantize_rows(plain.decoder.layers.get_submodule(name).weight)
+            assert torch.equal(weight.values.float(), want.values.float())
+            assert torch.equal(weight.scale, want.scale)
+
+
+def has_form(module: nn.Module) -> bool:
+    return getattr(module, "form", None) is Fp8Weight
 
 
 def test_padding_of_ranks_is_zero(checkpoints):

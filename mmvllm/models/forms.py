@@ -1,0 +1,192 @@
+"""Which form each weight of a model takes on a device."""
+
+from math import gcd
+
+import torch
+from torch import nn
+
+from mmvllm.layers.coded import int4_group_size
+from mmvllm.layers.experts import Experts
+from mmvllm.layers.form import WeightForm
+from mmvllm.layers.fp8 import Fp8Weight, check_sizes, fp8_unusable
+from mmvllm.layers.grouped import GroupedInt4Weight, GroupedWeight
+from mmvllm.layers.linear import ConvertedModule, Linear
+from mmvllm.layers.packed import Int4Weight, Int8Weight, PackedWeight
+from mmvllm.layers.vocabulary import VocabularyHead
+from mmvllm.models.interface import Model
+from mmvllm.quantized_config import CheckpointQuantization, WeightScheme
+
+_DECODER = "decoder.layers."
+_HALF = (torch.float16, torch.bfloat16)
+_GPU_FLOATS = (8, 9)  # the first compute capability whose GPUs convert e4m3
+
+
+def choose_forms(model: nn.Module, device: torch.device, dtype: torch.dtype, quantization: str | None = None) -> None:
+    """Set the forms of all weights, before they are loaded.
+
+    On a CPU, weights are packed for fast products. Float32 weights are not, because packed products have about twice
+    the rounding error, nor are weights of a dtype that oneDNN does not support on this CPU.
+    Raises ValueError for a kind of quantization that the model does not support; what the device supports,
+    `check_quantization` says.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, ConvertedModule):
+            module.form = _form(name.startswith(_DECODER), module, device, dtype, quantization)
+
+
+def _form(
+    in_decoder: bool, module: ConvertedModule, device: torch.device, dtype: torch.dtype, quantization: str | None
+) -> type[WeightForm] | None:
+    is_cpu = device.type == "cpu"
+    if quantization == "fp8" and in_decoder:
+        return _fp8(module)
+    if quantization == "int4" and in_decoder and _in_groups(module) and (is_cpu or isinstance(module, Linear)):
+        return Int4Weight if is_cpu else GroupedInt4Weight
+    if is_cpu and quantization in ("int8", "int4"):
+        return Int8Weight
+    return PackedWeight if is_cpu and packs_well(dtype) else None
+
+
+def _in_groups(module: ConvertedModule) -> bool:
+    return all(int4_group_size(shape[1]) for shape in module.weight_shapes())
+
+
+def _fp8(module: ConvertedModule) -> type[WeightForm]:
+    if isinstance(module, Experts):
+        raise ValueError("quantization='fp8' does not support mixtures of experts")
+    for shape in module.weight_shapes():
+        check_sizes(shape)
+    return Fp8Weight
+
+
+def keep_codes(model: Model, device: torch.device, dtype: torch.dtype) -> None:
+    """After `choose_forms`: let layers whose weights a checkpoint has in codes keep these, where the device can.
+
+    Other layers are loaded with the values that the codes stand for.
+    """
+    quantization = model.config.quantization
+    layers = {
+        name: m for name, m in model.named_modules() if isinstance(m, Linear) and not isinstance(m, VocabularyHead)
+    }
+    chosen = {name: _coded_form(model, name, layer, quantization, device, dtype) for name, layer in layers.items()}
+    for name, form in chosen.items():
+        if form is Fp8Weight and any(chosen[other] is not form for other in chosen if _block(other) == _block(name)):
+            form = None  # a layer of the decoder rounds the inputs of all its products, or of none
+        if form is not None:
+            layers[name].form = form
+            layers[name].keep_codes(_group_size(layers[name], _scheme(model, name, layers[name], quantization)))
+
+
+def _block(name: str) -> str:
+    """The layer of the decoder that a linear layer belongs to."""
+    return ".".join(name.split(".")[:3])
+
+
+def _coded_form(
+    model: Model,
+    name: str,
+    layer: Linear,
+    quantization: CheckpointQuantization,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> type[WeightForm] | None:
+    scheme = _scheme(model, name, layer, quantization)
+    if scheme is None:
+        return None
+    in_groups = _group_size(layer, scheme) % 32 == 0
+    if device.type == "cpu":
+        if scheme.codes == "int4":
+            return Int4Weight if dtype == torch.bfloat16 and in_groups else None
+        return Int8Weight if scheme.codes == "int8" and dtype == torch.bfloat16 and sums_8_bits() else None
+    if device.type != "cuda" or dtype not in _HALF or not in_groups:
+        return None
+    if scheme.codes == "int4":
+        return GroupedInt4Weight
+    if scheme.codes == "int8":
+        return GroupedWeight
+    has_row_scales = scheme.block[0] in (None, 1) and scheme.block[1] is None
+    fits = name.startswith(_DECODER) and layer.in_features % 16 == layer.out_features % 16 == 0
+    if has_row_scales and fits and fp8_unusable(device, dtype) is None:
+        return Fp8Weight
+    return GroupedWeight if torch.cuda.get_device_capability(device) >= _GPU_FLOATS else None
+
+
+def _scheme(model: Model, name: str, layer: Linear, quantization: CheckpointQuantization) -> WeightScheme | None:
+    """That of all tensors of a layer; None if they are not in codes, or differ."""
+    parts = [view.part for view in layer.checkpoint_views() if view.parameter == "weight"]
+    names = [model.checkpoint_name(f"{name}.weight", part).removesuffix(".weight") for part in parts]
+    schemes = {quantization.scheme_of(published) for published in names}
+    return schemes.pop() if len(schemes) == 1 else None
+
+
+def _group_size(layer: Linear, scheme: WeightScheme) -> int:
+    """Of the rank's part of a layer, in which groups begin and end where the checkpoint's do."""
+    columns, size = layer.columns, scheme.block[1]
+    if size is None:
+        return layer.in_features if columns.length == layer.in_features else gcd(columns.length, layer.in_features)
+    return gcd(size, columns.start, columns.length, layer.in_features)
+
+
+def check_quantization(
+    quantization: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    published: CheckpointQuantization | None = None,
+) -> None:
+    """Raise ValueError for a kind that this device, this dtype on it, or a quantized checkpoint does not support."""
+    if quantization is not None:
+        _CHECKS[quantization](device, dtype)
+    if quantization == "int4" and published is not None and any(scheme.bits == 4 for scheme in published.schemes):
+        raise ValueError(f"quantization is 'int4', but the checkpoint has weights in 4 bits, {published}; leave it out")
+
+
+def _check_int8(device: torch.device, dtype: torch.dtype) -> None:
+    if device.type != "cpu":
+        raise ValueError(
+            f"quantization='int8' runs on a CPU only; this is {device.type}, where 'fp8' and 'int4' may run"
+        )
+    _check_cpu("int8", (torch.float32, torch.bfloat16), dtype)
+
+
+def _check_int4(device: torch.device, dtype: torch.dtype) -> None:
+    if device.type == "cpu":
+        _check_cpu("int4", (torch.bfloat16,), dtype)
+    elif dtype not in _HALF:
+        raise ValueError(f"quantization='int4' needs dtype float16 or bfloat16; this is {_name(dtype)}")
+
+
+def _check_cpu(kind: str, dtypes: tuple[torch.dtype, ...], dtype: torch.dtype) -> None:
+    if not torch.backends.mkldnn.is_available():
+        raise ValueError(f"quantization='{kind}' needs a torch with oneDNN, which this torch lacks")
+    if dtype not in dtypes:
+        names = " or ".join(map(_name, dtypes))
+        raise ValueError(f"quantization='{kind}' needs dtype {names} on a CPU; this is {_name(dtype)}")
+    if not sums_8_bits():
+        raise ValueError(f"quantization='{kind}' needs a CPU that adds 8-bit products in 32 bits (VNNI or AMX)")
+
+
+def _check_fp8(device: torch.device, dtype: torch.dtype) -> None:
+    if reason := fp8_unusable(device, dtype):
+        raise ValueError(f"quantization='fp8' {reason}")
+
+
+_CHECKS = {"int8": _check_int8, "int4": _check_int4, "fp8": _check_fp8}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def packs_well(dtype: torch.dtype) -> bool:
+    """Whether oneDNN supports packed weights of this dtype on this CPU."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    ops = torch.ops.mkldnn
+    supported = {torch.bfloat16: ops._is_mkldnn_bf16_supported, torch.float16: ops._is_mkldnn_fp16_supported}
+    return dtype in supported and supported[dtype]()
+
+
+def sums_8_bits() -> bool:
+    """Whether int8 products are exact: without VNNI, oneDNN adds pairs of them in 16 bits, which overflow."""
+    ones = torch.ones(16, 64)
+    return bool((Int8Weight(ones, None)(ones) - 64).abs().max() < 1)
