@@ -22,7 +22,7 @@ from mmvllm.layers.sharding import CheckpointView, Shard
 from mmvllm.models.folder import weight_files
 from mmvllm.models.interface import Model
 from mmvllm.models.lora import LoraPair, Target, linear_regions, place_adapter, read_adapter
-from mmvllm.models.quantized_tensors import assembled
+from mmvllm.models.quantized_tensors import adds_nothing, assembled
 from mmvllm.models.registry import family_of
 from mmvllm.ranks import SINGLE, Ranks
 
@@ -144,8 +144,10 @@ def _tensors(files: list[Path], progress: bool) -> Iterator[tuple[str, StoredTen
 
 def _fill(places: Places, files: list[Path], folder: Path, pairs: Mapping[Target, LoraPair], progress: bool) -> None:
     model, missing, extra, misshapen, tied = places.model, set(places), [], [], {}
-    tensors, quantization = _tensors(files, progress), model.config.quantization
-    for name, stored in tensors if quantization is None else assembled(tensors, quantization):
+    tensors, quantization, experts = _tensors(files, progress), model.config.quantization, model.config.experts
+    if quantization is not None:
+        tensors = assembled(tensors, quantization, experts.num_experts if experts else 0)
+    for name, stored in tensors:
         target = model.parameter_for(name)
         if target is None:
             continue
@@ -153,7 +155,8 @@ def _fill(places: Places, files: list[Path], folder: Path, pairs: Mapping[Target
             place = places[model.tied[target[0]], None]
             tied[name] = _part(stored, place), place.view
         elif target not in missing:
-            extra.append(name)
+            if quantization is None or not adds_nothing(name, stored):
+                extra.append(name)
         elif (part := _part(stored, place := places[target])) is not None:
             place.view.copy_(_merged(part, place, pairs.get(target), places.device))
             missing.discard(target)
