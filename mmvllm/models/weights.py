@@ -19,6 +19,7 @@ from mmvllm.layers.attention import AttentionBackend, TorchAttention
 from mmvllm.layers.coded import CodedWeight, CodesView
 from mmvllm.layers.linear import AssembledModule, ConvertedModule
 from mmvllm.layers.sharding import CheckpointView, Shard
+from mmvllm.models.coded_layouts import QuantizedTensor
 from mmvllm.models.folder import weight_files
 from mmvllm.models.interface import Model
 from mmvllm.models.lora import LoraPair, Target, linear_regions, place_adapter, read_adapter
@@ -144,10 +145,7 @@ def _tensors(files: list[Path], progress: bool) -> Iterator[tuple[str, StoredTen
 
 def _fill(places: Places, files: list[Path], folder: Path, pairs: Mapping[Target, LoraPair], progress: bool) -> None:
     model, missing, extra, misshapen, tied = places.model, set(places), [], [], {}
-    tensors, quantization, experts = _tensors(files, progress), model.config.quantization, model.config.experts
-    if quantization is not None:
-        tensors = assembled(tensors, quantization, experts.num_experts if experts else 0)
-    for name, stored in tensors:
+    for name, stored in _assembled(files, model.config, progress):
         target = model.parameter_for(name)
         if target is None:
             continue
@@ -155,7 +153,7 @@ def _fill(places: Places, files: list[Path], folder: Path, pairs: Mapping[Target
             place = places[model.tied[target[0]], None]
             tied[name] = _part(stored, place), place.view
         elif target not in missing:
-            if quantization is None or not adds_nothing(name, stored):
+            if model.config.quantization is None or not adds_nothing(name, stored):
                 extra.append(name)
         elif (part := _part(stored, place := places[target])) is not None:
             place.view.copy_(_merged(part, place, pairs.get(target), places.device))
@@ -174,6 +172,16 @@ def _fill(places: Places, files: list[Path], folder: Path, pairs: Mapping[Target
     if any(problems.values()):
         found = (_listed(what, names) for what, names in problems.items() if names)
         raise ValueError(f"{folder} does not match its config.json: {'; '.join(found)}")
+
+
+def _assembled(
+    files: list[Path], config: ModelConfig, progress: bool
+) -> Iterator[tuple[str, StoredTensor | QuantizedTensor]]:
+    """With one tensor for each weight, also where it is quantized."""
+    tensors = _tensors(files, progress)
+    if config.quantization is None:
+        return tensors
+    return assembled(tensors, config.quantization, config.experts.num_experts if config.experts else 0)
 
 
 def _merged(
