@@ -10,9 +10,14 @@ from tests.helpers.reference import Reference
 from tests.helpers.shapes import RICHEST
 from tests.helpers.weights import assert_same, load, state
 
-# One family of each format; with the slow tests every one.
-PAIRS = [(shape, method) for method in FORMATS for shape in RICHEST]
-QUICK = {(RICHEST[i % len(RICHEST)], method) for i, method in enumerate(FORMATS)}
+SHAPES = (*RICHEST, "qwen2-gqa3-untied", "deepstack1-vit72-untied")
+QUICK = {(RICHEST[i % len(RICHEST)], method) for i, method in enumerate(FORMATS)}  # one family of each format
+PAIRS = [
+    pytest.param(shape, method, marks=() if (shape, method) in QUICK else pytest.mark.slow)
+    for method in FORMATS
+    for shape in SHAPES
+]
+WITH_IMAGES = [pair for pair in PAIRS if pair.values[0] in RICHEST]
 REQUEST = REQUESTS["two apart"]
 
 
@@ -22,10 +27,7 @@ def test_float32_weights_are_the_values_exactly(shape, method, checkpoints, tmp_
     assert_same(state(saved.quantized), state(saved.dequantized))
 
 
-@pytest.mark.parametrize(
-    ("shape", "method"),
-    [pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow) for pair in PAIRS],
-)
+@pytest.mark.parametrize(("shape", "method"), WITH_IMAGES)
 def test_greedy_tokens_equal_transformers_with_the_values(shape, method, checkpoints, make_llm, tmp_path):
     saved = quantized_checkpoint(checkpoints(shape), tmp_path, method)
     (output,) = make_llm(saved.quantized).generate_multimodal([REQUEST], GREEDY)
