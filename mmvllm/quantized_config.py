@@ -174,6 +174,8 @@ def _compressed_tensors(raw: dict) -> CheckpointQuantization:
     for name, group in groups.items():
         scheme = _group_scheme(raw.get("format"), _object(f"config_groups's {name}", group))
         ranked += [(*_target(target), scheme) for target in _names_of(group, "targets")]
+    if not ranked:
+        raise ValueError("quantization_config of compressed-tensors quantizes no layers: config_groups has no targets")
     ranked.sort(key=lambda target: target[0])
     ignored = tuple(_target(name)[1] for name in _names_of(raw, "ignore"))
     return CheckpointQuantization("compressed-tensors", tuple(target[1:] for target in ranked), ignored)

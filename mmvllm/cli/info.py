@@ -90,7 +90,7 @@ def _model(folder, config) -> dict[str, str]:
         "context": f"{config.max_position_embeddings} tokens at most in one sequence",
         "images": _images(folder, config),
         "videos": _videos(folder, config),
-        "not supported": "quantized weights (AWQ, GPTQ, FP8), LoRA adapters",
+        "weights": str(config.quantization or "not quantized"),
     }
 
 

@@ -15,7 +15,7 @@ CONFIGS = ("*.json", "*.txt", "*.jinja")
 
 # What the name of a repository on the hub tells, for a repository that cannot be fetched; the first match counts.
 NAMES = (
-    (r"awq|gptq|gguf|mlx|bnb|nf4|fp8|int[48]|[48]-?bit", "a quantized format, which is not supported"),
+    (r"gguf|mlx|bnb|nf4|nvfp4|mxfp4|exl[23]|(?<!gptq-)[48]-?bit", "a quantized format, which is not supported"),
     (r"qwen2-?vl", "Qwen2-VL, which is supported"),
     (r"qwen2[.-_]?5-?vl", "Qwen2.5-VL, which is supported"),
     (r"qwen3[.-_]?5", "Qwen3.5, which is not supported"),

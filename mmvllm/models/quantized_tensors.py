@@ -65,6 +65,11 @@ def _layers(
     _check_complete(layers, quantization)
 
 
+def adds_nothing(name: str, stored: TensorInFile) -> bool:
+    """Whether a tensor is a bias of zeros, which some tools give to every layer that they quantize."""
+    return name.endswith(".bias") and not stored[...].any()
+
+
 def _has_codes(part: str, stored: TensorInFile) -> bool:
     return part == "weight" and len(stored.get_shape()) == 2 and stored[:1].dtype in _CODE_DTYPES
 

@@ -23,7 +23,7 @@ from mmvllm.models.coded_layouts import QuantizedTensor
 from mmvllm.models.folder import weight_files
 from mmvllm.models.interface import Model
 from mmvllm.models.lora import LoraPair, Target, linear_regions, place_adapter, read_adapter
-from mmvllm.models.quantized_tensors import assembled
+from mmvllm.models.quantized_tensors import adds_nothing, assembled
 from mmvllm.models.registry import family_of
 from mmvllm.ranks import SINGLE, Ranks
 
@@ -147,7 +147,8 @@ def _fill(places: Places, files: list[Path], folder: Path, pairs: Mapping[Target
             place = places[model.tied[target[0]], None]
             tied[name] = _part(stored, place), place.view
         elif target not in missing:
-            extra.append(name)
+            if model.config.quantization is None or not adds_nothing(name, stored):
+                extra.append(name)
         elif (part := _part(stored, place := places[target])) is not None:
             place.view.copy_(_merged(part, place, pairs.get(target), places.device))
             missing.discard(target)

@@ -70,7 +70,7 @@ def test_what_a_model_is_and_supports(shape, family, side, tokens, info, checkpo
     assert model["images"] == f"one token per {side}x{side} pixels; {tokens} tokens each"
     assert model["context"] == "1024 tokens at most in one sequence"
     assert model["videos"].startswith("60 seconds of 1280x720 are 120 frames and ")
-    assert model["not supported"].startswith("quantized weights")
+    assert model["weights"] == "not quantized"
 
 
 def test_parameters_by_part(info, checkpoints):
@@ -94,11 +94,13 @@ def test_a_text_only_model_takes_no_images(info, checkpoints):
     assert "encoder cache" not in sections[BY_DTYPE]["float32"]
 
 
-def test_quantized_checkpoints_are_refused(info, checkpoint, tmp_path):
-    raw = json.loads((checkpoint / "config.json").read_text()) | {"quantization_config": {"quant_method": "awq"}}
-    (tmp_path / "config.json").write_text(json.dumps(raw))
+def test_quantized_checkpoints_are_described_or_refused(info, checkpoint, tmp_path):
+    raw = json.loads((checkpoint / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "awq"}}))
+    assert info(model=tmp_path)[1]["model"]["weights"] == "awq (4-bit integers)"
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "hqq"}}))
     code, sections, err = info(model=tmp_path)
-    assert (code, sections) == (2, {}) and "is awq-quantized, which is not supported" in err
+    assert (code, sections) == (2, {}) and "is quantized with 'hqq', which is not supported" in err
 
 
 def test_memory_by_dtype(info):

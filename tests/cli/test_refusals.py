@@ -25,12 +25,12 @@ sys.exit(main(sys.argv[1:]))
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     """The working folder: checkpoints that cannot be served, and an image."""
-    shutil.copytree(BUNDLED, tmp_path / "awq")
+    shutil.copytree(BUNDLED, tmp_path / "bnb")
     for name in ("qwen3.5", "no-weights", "no-config"):
         (tmp_path / name).mkdir()
     config = json.loads((BUNDLED / "config.json").read_text())
     (tmp_path / "no-weights" / "config.json").write_text(json.dumps(config))
-    (tmp_path / "awq" / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    (tmp_path / "bnb" / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "bnb"}}))
     unsupported = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
     (tmp_path / "qwen3.5" / "config.json").write_text(json.dumps(unsupported))
     shutil.copy(ROOT / "examples" / "images" / "scene-01.png", tmp_path / "x.png")
@@ -46,7 +46,10 @@ def folder(tmp_path, monkeypatch) -> Path:
         ("caption x.png --model no-config", "no-config: not a checkpoint folder, it has no config.json"),
         ("caption x.png --model no-weights", "no-weights has no *.safetensors weights"),
         ("caption x.png --model qwen3.5", "architecture 'Qwen3_5ForConditionalGeneration' is not supported"),
-        ("caption x.png --model awq", "awq is awq-quantized, which is not supported"),
+        (
+            "caption x.png --model bnb",
+            "is quantized with 'bnb', which is not supported; supported: 'awq', 'gptq', 'fp8'",
+        ),
         ("caption x.png --model Qwen/Qwen3.5-4B", "its name says Qwen3.5, which is not supported"),
         ("serve --model Qwen/Qwen2-VL-2B-Instruct", "its name says Qwen2-VL, which is supported"),
         ("demo --model nosuch", "model 'nosuch' is neither"),
@@ -115,7 +118,9 @@ def test_what_argparse_accepts_is_accepted(line, folder, capsys):
         ("Qwen/Qwen2.5-VL-3B-Instruct", "Qwen2.5-VL, which is supported"),
         ("Qwen/Qwen3-VL-8B-Instruct", "Qwen3-VL, which is supported"),
         ("Qwen/Qwen2.5-7B-Instruct", "text-only Qwen2, which is supported"),
-        ("Qwen/Qwen2-VL-7B-Instruct-GPTQ-Int4", "a quantized format, which is not supported"),
+        ("Qwen/Qwen2-VL-7B-Instruct-GPTQ-Int4", "Qwen2-VL, which is supported"),
+        ("Qwen/Qwen3-VL-8B-Instruct-FP8", "Qwen3-VL, which is supported"),
+        ("unsloth/Qwen2.5-VL-7B-Instruct-bnb-4bit", "a quantized format, which is not supported"),
         ("someone/Qwen2-VL-7B-GGUF", "a quantized format, which is not supported"),
         ("llava-hf/llava-1.5-7b-hf", "an architecture that is not supported"),
         ("Qwen/Qwen2-57B-A14B-Instruct", None),

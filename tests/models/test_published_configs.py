@@ -3,12 +3,10 @@
 import json
 
 import pytest
-import torch
 
 from mmvllm import LLM
-from mmvllm.models.folder import check_model
 from mmvllm.models.registry import FAMILIES, load_config
-from mmvllm.models.weights import load_model
+from mmvllm.quantized_config import WeightScheme
 from tests.helpers.configs import assert_equals_transformers
 from tests.helpers.metadata import ROOT, needs_metadata
 
@@ -89,14 +87,14 @@ def test_experts_equal_the_facts():
     assert all(load_config(ROOT / name).experts is None for name in DECODERS if "A3B" not in name)
 
 
-@pytest.mark.parametrize(("name", "method"), QUANTIZED.items())
-def test_quantized_weights_are_refused_with_their_method(name, method):
-    config = load_config(ROOT / name)
-    message = f"is {method}-quantized, which is not supported; use the original weights"
-    with pytest.raises(ValueError, match=message):
-        load_model(ROOT / name, config, torch.device("cpu"), torch.float32)
-    with pytest.raises(ValueError, match=message):
-        check_model(ROOT / name, with_weights=True)
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_layers_of_the_decoder_are_quantized_and_others_are_not(name):
+    quantization, layer = load_config(ROOT / name).quantization, "model.layers.3.mlp.gate_proj"
+    fp8 = WeightScheme("plain", "float8_e4m3fn", (1, None))
+    awq = WeightScheme("awq", "int4", (1, 128), has_zeros=True)
+    assert quantization.scheme_of(layer) == (fp8 if "FP8" in name else awq)
+    plain = ("visual.blocks.3.mlp.gate_proj", "visual.blocks.31.attn.qkv", "visual.merger.mlp.0", "lm_head")
+    assert not any(map(quantization.scheme_of, plain))
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)

@@ -5,45 +5,9 @@ from itertools import permutations
 import pytest
 import torch
 
-from mmvllm.models.quantized_tensors import QuantizedTensor, assembled
-from mmvllm.quantized_config import parse_quantization
+from mmvllm.models.coded_layouts import QuantizedTensor
 from tests.helpers.packers import pack_awq, pack_compressed, pack_fp8, pack_gptq, pack_int8
-
-LAYER = "model.layers.3.mlp.down_proj"
-AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
-GPTQ = {"quant_method": "gptq", "desc_act": False}
-
-
-def compressed(layout: str, **weights) -> dict:
-    group = {"targets": ["Linear"], "weights": weights}
-    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
-
-
-class Stored:
-    """A tensor of a file."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self.tensor.shape)
-
-    def __getitem__(self, index) -> torch.Tensor:
-        return self.tensor[index]
-
-
-def read(tensors: dict, config: dict) -> dict:
-    stored = ((name, Stored(tensor)) for name, tensor in tensors.items())
-    return dict(assembled(stored, parse_quantization(config)))
-
-
-def weight_of(out: int = 48, columns: int = 96) -> torch.Tensor:
-    return torch.randn(out, columns, generator=torch.Generator().manual_seed(out)) * 0.3 + 0.02
-
-
-def named(packed: dict) -> dict:
-    return {f"{LAYER}.{name}": tensor for name, tensor in packed.items()}
-
+from tests.helpers.quantized_tensors import AWQ, FP8, GPTQ, LAYER, compressed, named, read, weight_of
 
 CASES = {
     "awq": (pack_awq, {"group_size": 32}, AWQ | {"group_size": 32}),
@@ -133,3 +97,30 @@ def test_tensors_of_a_layer_may_come_in_any_order_among_others():
         got = read(tensors, config)
         assert got.keys() == {"first", f"{LAYER}.weight", f"{LAYER}.bias"} and got["first"].tensor is plain
         assert torch.equal(got[f"{LAYER}.weight"].weight.dequantized(), packed.values)
+
+
+def test_fused_experts_are_read_in_the_published_layout():
+    """(E, in, out), with the scales of blocks in the same order."""
+    name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    packed = [pack_fp8(weight_of(96, out), (32, 16)) for out in (48, 48, 48)]
+    codes, scales = (torch.stack([one.tensors[part] for one in packed]) for part in ("weight", "weight_scale_inv"))
+    config = FP8 | {"weight_block_size": [32, 16]}
+    got = read({f"{name}_scale_inv": scales, name: codes}, config, num_experts=3)[name]
+    assert got.get_shape() == [3, 96, 48]
+    want = torch.stack([one.values for one in packed])
+    assert torch.equal(got[slice(1, 3), slice(0, 96), slice(16, 48)], want[1:, :, 16:])
+
+
+def test_scales_of_activations_and_of_the_cache_are_left_out():
+    packed = pack_fp8(weight_of(), None, "weight_scale")
+    others = {f"{LAYER}.input_scale": torch.ones(1), "model.layers.3.self_attn.k_scale": torch.ones(1)}
+    got = read(named(packed.tensors) | others, FP8 | {"activation_scheme": "static"})
+    assert got.keys() == {f"{LAYER}.weight"}
+
+
+def test_zero_points_and_orders_that_say_nothing_may_come_late():
+    packed = pack_compressed(weight_of(), 4, 32)
+    extra = {"weight_zero_point": torch.zeros(48, 3, dtype=torch.int8), "weight_g_idx": torch.full((96,), -1)}
+    config = compressed("pack-quantized", num_bits=4, type="int", group_size=32, symmetric=True)
+    (got,) = read(named(packed.tensors | extra), config).values()
+    assert torch.equal(got.weight.dequantized(), packed.values)
