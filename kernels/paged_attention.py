@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
+from mmvllm.kernels.kv_cache import CodedCache, KVCache
 from mmvllm.kernels.packed_attention import (
     LOG2_E,
     attend,
@@ -27,8 +28,8 @@ PAGED_STAGES = 5  # a key's address depends on a block-table load: 5 stages keep
 
 def paged_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     cu_seqlens_q: Tensor,
     kv_lens: Tensor,
     block_table: Tensor,
@@ -38,7 +39,8 @@ def paged_attention(
     """Attention of q (N, H, D) over each sequence's cached keys and values -> (N, H, D).
 
     A sequence's queries are its last tokens: query i of n sees keys up to kv_len - n + i. q may be strided but for its
-    last dimension; caches (num_blocks, block_size, K, D) contiguous; cu_seqlens_q (S + 1,), kv_lens (S,) and
+    last dimension; caches (num_blocks, block_size, K, D) contiguous, in its
+    dtype or in codes; cu_seqlens_q (S + 1,), kv_lens (S,) and
     block_table (S, max_blocks) int32; no sequence has more queries than max_query_len. The first num_decodes sequences
     have one query each; others may have one too, but run fastest if they are among these, or none.
     """
@@ -48,8 +50,8 @@ def paged_attention(
 
 def paged_attention_torch(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     cu_seqlens_q: Tensor,
     kv_lens: Tensor,
     block_table: Tensor,
@@ -75,18 +77,18 @@ def paged_attention_torch(
         own = slice(starts[s], starts[s + 1])
         if own.stop - own.start > 1:
             blocks = block_table[s : s + 1, : -(-kv_len // k_cache.shape[1])]
-            k, v = (_gather(cache, blocks)[0, :, :kv_len] for cache in (k_cache, v_cache))
+            k, v = (_gather(cache, blocks, q.dtype)[0, :, :kv_len] for cache in (k_cache, v_cache))
             out[own] = attention_torch(q[own].transpose(0, 1), k, v, causal=True).transpose(0, 1)
     return out
 
 
-def _decode_torch(q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_lens: Tensor, block_table: Tensor) -> Tensor:
+def _decode_torch(q: Tensor, k_cache: KVCache, v_cache: KVCache, kv_lens: Tensor, block_table: Tensor) -> Tensor:
     """Attention of one query per sequence (S, H, D), padded to the longest context."""
     (S, H, D), (_, block_size, K, _) = q.shape, k_cache.shape
     lens = kv_lens.tolist()
     longest = max(lens)
     blocks = block_table[:, : -(-longest // block_size)]
-    k, v = (_gather(cache, blocks)[:, :, :longest] for cache in (k_cache, v_cache))  # (S, K, longest, D)
+    k, v = (_gather(cache, blocks, q.dtype)[:, :, :longest] for cache in (k_cache, v_cache))  # (S, K, longest, D)
     mask = None
     if min(lens) < longest:
         mask = torch.zeros(S, 1, H // K, longest, dtype=q.dtype, device=q.device)
@@ -99,16 +101,19 @@ def _decode_torch(q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_lens: Tensor, 
     return F.scaled_dot_product_attention(q.view(S, K, H // K, D), k, v, attn_mask=mask).reshape(S, H, D)
 
 
-def _gather(cache: Tensor, blocks: Tensor) -> Tensor:
+def _gather(cache: KVCache, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     """Cached keys or values of the blocks (S, B) of S sequences -> (S, K, B * block_size, D), a view of a copy."""
-    rows = cache.index_select(0, blocks.flatten())  # 5 times as fast as cache[blocks] on a CPU
+    if isinstance(cache, CodedCache):
+        rows = cache.blocks(blocks.flatten(), dtype)
+    else:
+        rows = cache.index_select(0, blocks.flatten())  # 5 times as fast as cache[blocks] on a CPU
     return rows.view(len(blocks), -1, *cache.shape[2:]).transpose(1, 2)
 
 
 def paged_attention_triton(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     cu_seqlens_q: Tensor,
     kv_lens: Tensor,
     block_table: Tensor,
@@ -128,8 +133,8 @@ def paged_attention_triton(
 
 def _prefill(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     out: Tensor,
     cu_seqlens_q: Tensor,
     kv_lens: Tensor,
@@ -152,7 +157,7 @@ def _prefill(
 
 
 def _decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, kv_lens: Tensor, block_table: Tensor, S: int
+    q: Tensor, k_cache: KVCache, v_cache: KVCache, out: Tensor, kv_lens: Tensor, block_table: Tensor, S: int
 ) -> None:
     """Write the first S rows of `out`: those of the first S sequences, which have one query each."""
     (_, H, D), (_, block_size, K, _) = q.shape, k_cache.shape

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
+from mmvllm.kernels.kv_cache import KVCache
 from mmvllm.kernels.rms_norm import rms_norm_torch
 from mmvllm.kernels.write_kv import write_kv_torch
 
@@ -29,8 +30,8 @@ def rotary_write_kv(
     v: Tensor,
     cos: Tensor,
     sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     slot_mapping: Tensor,
     qk_norm: QKNorm | None = None,
 ) -> Tensor:
@@ -64,8 +65,8 @@ def rotary_write_kv_torch(
     v: Tensor,
     cos: Tensor,
     sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     slot_mapping: Tensor,
     qk_norm: QKNorm | None = None,
 ) -> Tensor:
@@ -90,8 +91,8 @@ def rotary_write_kv_triton(
     v: Tensor,
     cos: Tensor,
     sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     slot_mapping: Tensor,
     qk_norm: QKNorm | None = None,
 ) -> Tensor:

@@ -193,7 +193,7 @@ def test_a_backend_with_wrong_results_fails_its_trial(monkeypatch):
 def test_warming_up_writes_nothing_to_the_cache():
     cache = torch.randn(2, 1, 16, 2, 32)
     before = cache.clone()
-    warm_up_attention(TritonAttention, 4, cache)
+    warm_up_attention(TritonAttention, 4, cache, cache.dtype)
     assert torch.equal(cache, before)
 
 
