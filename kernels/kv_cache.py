@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmvllm.kernels.fp8 import supports_fp8
+
 CODE_LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # the code of a head's largest magnitude
 
 
@@ -26,6 +28,13 @@ class CodedCache:
 
     codes: Tensor
     scales: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, dtype: torch.dtype) -> "CodedCache":
+        """The values x (num_blocks, block_size, K, D), rounded."""
+        cache = cls(torch.empty_like(x, dtype=dtype), torch.empty(x.shape[:-1], device=x.device))
+        cache.write(torch.arange(x.shape[:2].numel(), device=x.device), x.flatten(0, 1))
+        return cache
 
     @property
     def shape(self) -> torch.Size:
@@ -56,7 +65,7 @@ class CodedCache:
         """Round x (N, K, D) to its slots (N,): each head is divided by its largest magnitude, whatever is around it."""
         wide = x.float()
         largest, limit = wide.abs().amax(dim=-1).clamp_(min=1e-12), CODE_LIMITS[self.codes.dtype]
-        codes = wide.mul_((limit / largest)[..., None])
+        codes = wide * (limit / largest)[..., None]
         if self.codes.dtype == torch.int8:
             codes.round_()
         codes = codes.to(self.codes.dtype).view(torch.int8)  # torch has no such operation on 8-bit floats
@@ -70,3 +79,13 @@ class CodedCache:
 
 
 KVCache = Tensor | CodedCache
+
+
+def code_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    """Those that kernels can store and read on this device; the code of a CPU reads all."""
+    return (torch.int8, torch.float8_e4m3fn) if supports_fp8(device) else (torch.int8,)
+
+
+def codes_and_scales(cache: KVCache) -> tuple[Tensor, Tensor | None]:
+    """What kernels take of a cache: plain values have no scales."""
+    return (cache.codes, cache.scales) if isinstance(cache, CodedCache) else (cache, None)

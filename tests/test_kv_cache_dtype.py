@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: the same greedy tokens however steps are cut, in every family, and near the plain cache."""
+"""Keys and values in 8 bits: the same tokens however steps are cut, and logits near those of the plain cache."""
 
 from functools import partial
 
