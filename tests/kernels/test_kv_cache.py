@@ -63,6 +63,24 @@ def test_blocks_are_copied_with_their_scales(code_dtype):
 
 
 @CODES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_code_is_read_exactly(code_dtype, dtype):
+    """With a scale that is a power of two; NaN is no code that is written for a number."""
+    codes = torch.arange(-128, 128, dtype=torch.int8).view(code_dtype).view(1, 2, 2, 64)
+    cache = CodedCache(codes, torch.full((1, 2, 2), 2.0**-3))
+    got, want = cache.blocks(torch.tensor([0]), dtype), codes.double() / 8
+    assert got.dtype == dtype and torch.equal(got.double()[~want.isnan()], want[~want.isnan()])
+
+
+@CODES
+def test_what_is_not_a_number_is_read_as_such(code_dtype):
+    x = torch.randn(1, 1, 2, 16)
+    x[0, 0, 1, 3] = torch.nan
+    got = CodedCache.of(x, code_dtype).blocks(torch.tensor([0]), torch.float32)
+    assert got[0, 0, 1].isnan().all() and not got[0, 0, 0].isnan().any()
+
+
+@CODES
 @pytest.mark.parametrize("H,K,D", [(4, 2, 80), (3, 1, 24), (12, 2, 128)])
 def test_the_kernel_stores_what_the_reference_stores(H, K, D, code_dtype, device, dtype):
     """Keys are those of the rotary kernel, before they are rounded to the dtype."""
@@ -102,6 +120,7 @@ def step_over_codes(query_lens, kv_lens, code_dtype, device, dtype, H=4, K=2, D=
 
 
 @CODES
+@pytest.mark.thinned
 @pytest.mark.parametrize("D", [80, 16])
 @pytest.mark.parametrize(
     ("query_lens", "kv_lens"), [([1, 1, 1], [1, 300, 65]), ([1, 25, 1], [70, 25, 9]), ([33], [70])], ids=str
