@@ -141,11 +141,27 @@ def empty_state(ROWS: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr):
 
 
 @triton.jit
-def attend(q, q_tail, k_rows, v_rows, exists, visible, acc, acc_tail, top, total, scale, D: tl.constexpr):
+def attend(
+    q,
+    q_tail,
+    k_rows,
+    v_rows,
+    exists,
+    visible,
+    acc,
+    acc_tail,
+    top,
+    total,
+    scale,
+    D: tl.constexpr,
+    k_scales=None,
+    v_scales=None,
+):
     """Add one tile of keys and values to an online softmax in base 2 (FlashAttention-2, arXiv 2307.08691).
 
     q (R, D_MAIN) and q_tail (R, D_TAIL); pointers to the tile's rows, and which of them exist (BLOCK_N,); `visible`
-    (1 or R, BLOCK_N) must include at least one key of the first tile for each row.
+    (1 or R, BLOCK_N) must include at least one key of the first tile for each row. Rows of codes, which any dtype of q
+    holds exactly, have scales (BLOCK_N,): a multiplication for each key, instead of one for each of its values.
 
     Kernels that call it are compiled with enable_fp_fusion: the exponents scores * scale - top are then rounded once,
     and the rounding of `top`, common to all keys, cancels, however large the scores are.
@@ -153,19 +169,23 @@ def attend(q, q_tail, k_rows, v_rows, exists, visible, acc, acc_tail, top, total
     D_MAIN: tl.constexpr = q.shape[1]
     D_TAIL: tl.constexpr = q_tail.shape[1]
     k, k_tail = load_rows(k_rows, exists, D, D_MAIN, D_TAIL)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # (R, BLOCK_N)
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # (R, BLOCK_N)
     if D > D_MAIN:
-        scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
+        scores = tl.dot(q_tail, tl.trans(k_tail.to(q.dtype)), scores, input_precision="ieee")
+    if k_scales is not None:
+        scores *= k_scales[None, :]
     scores = tl.where(visible, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1) * scale)
     weights = tl.exp2(scores * scale - new_top[:, None])
     decay = tl.exp2(top - new_top)
     total = total * decay + tl.sum(weights, 1)
     v, v_tail = load_rows(v_rows, exists, D, D_MAIN, D_TAIL)
-    weights = weights.to(v.dtype)
-    acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
+    if v_scales is not None:
+        weights *= v_scales[None, :]
+    weights = weights.to(q.dtype)
+    acc = tl.dot(weights, v.to(q.dtype), acc * decay[:, None], input_precision="ieee")
     if D > D_MAIN:
-        acc_tail = tl.dot(weights, v_tail, acc_tail * decay[:, None], input_precision="ieee")
+        acc_tail = tl.dot(weights, v_tail.to(q.dtype), acc_tail * decay[:, None], input_precision="ieee")
     return acc, acc_tail, new_top, total
 
 

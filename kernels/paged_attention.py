@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Iterator
-from functools import cache
+from functools import cache as cached
+from itertools import product
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
+from mmvllm.kernels.kv_cache import CodedCache, KVCache, code_dtypes, codes_and_scales
 from mmvllm.kernels.packed_attention import (
     LOG2_E,
     attend,
@@ -27,8 +29,8 @@ PAGED_STAGES = 5  # a key's address depends on a block-table load: 5 stages keep
 
 def paged_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     cu_seqlens_q: Tensor,
     kv_lens: Tensor,
     block_table: Tensor,
@@ -38,7 +40,8 @@ def paged_attention(
     """Attention of q (N, H, D) over each sequence's cached keys and values -> (N, H, D).
 
     A sequence's queries are its last tokens: query i of n sees keys up to kv_len - n + i. q may be strided but for its
-    last dimension; caches (num_blocks, block_size, K, D) contiguous; cu_seqlens_q (S + 1,), kv_lens (S,) and
+    last dimension; caches (num_blocks, block_size, K, D) contiguous, in its
+    dtype or in codes; cu_seqlens_q (S + 1,), kv_lens (S,) and
     block_table (S, max_blocks) int32; no sequence has more queries than max_query_len. The first num_decodes sequences
     have one query each; others may have one too, but run fastest if they are among these, or none.
     """
@@ -48,8 +51,8 @@ def paged_attention(
 
 def paged_attention_torch(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     cu_seqlens_q: Tensor,
     kv_lens: Tensor,
     block_table: Tensor,
@@ -75,18 +78,18 @@ def paged_attention_torch(
         own = slice(starts[s], starts[s + 1])
         if own.stop - own.start > 1:
             blocks = block_table[s : s + 1, : -(-kv_len // k_cache.shape[1])]
-            k, v = (_gather(cache, blocks)[0, :, :kv_len] for cache in (k_cache, v_cache))
+            k, v = (_gather(cache, blocks, q.dtype)[0, :, :kv_len] for cache in (k_cache, v_cache))
             out[own] = attention_torch(q[own].transpose(0, 1), k, v, causal=True).transpose(0, 1)
     return out
 
 
-def _decode_torch(q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_lens: Tensor, block_table: Tensor) -> Tensor:
+def _decode_torch(q: Tensor, k_cache: KVCache, v_cache: KVCache, kv_lens: Tensor, block_table: Tensor) -> Tensor:
     """Attention of one query per sequence (S, H, D), padded to the longest context."""
     (S, H, D), (_, block_size, K, _) = q.shape, k_cache.shape
     lens = kv_lens.tolist()
     longest = max(lens)
     blocks = block_table[:, : -(-longest // block_size)]
-    k, v = (_gather(cache, blocks)[:, :, :longest] for cache in (k_cache, v_cache))  # (S, K, longest, D)
+    k, v = (_gather(cache, blocks, q.dtype)[:, :, :longest] for cache in (k_cache, v_cache))  # (S, K, longest, D)
     mask = None
     if min(lens) < longest:
         mask = torch.zeros(S, 1, H // K, longest, dtype=q.dtype, device=q.device)
@@ -99,16 +102,19 @@ def _decode_torch(q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_lens: Tensor, 
     return F.scaled_dot_product_attention(q.view(S, K, H // K, D), k, v, attn_mask=mask).reshape(S, H, D)
 
 
-def _gather(cache: Tensor, blocks: Tensor) -> Tensor:
+def _gather(cache: KVCache, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     """Cached keys or values of the blocks (S, B) of S sequences -> (S, K, B * block_size, D), a view of a copy."""
-    rows = cache.index_select(0, blocks.flatten())  # 5 times as fast as cache[blocks] on a CPU
+    if isinstance(cache, CodedCache):
+        rows = cache.blocks(blocks.flatten(), dtype)
+    else:
+        rows = cache.index_select(0, blocks.flatten())  # 5 times as fast as cache[blocks] on a CPU
     return rows.view(len(blocks), -1, *cache.shape[2:]).transpose(1, 2)
 
 
 def paged_attention_triton(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     cu_seqlens_q: Tensor,
     kv_lens: Tensor,
     block_table: Tensor,
@@ -128,8 +134,8 @@ def paged_attention_triton(
 
 def _prefill(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     out: Tensor,
     cu_seqlens_q: Tensor,
     kv_lens: Tensor,
@@ -139,10 +145,12 @@ def _prefill(
     """Write the rows of `out` from cu_seqlens_q[0] on; that many rows of q and out belong to other sequences."""
     (_, H, D), (_, block_size, K, _), S = q.shape, k_cache.shape, len(kv_lens)
     block_m, block_n, num_warps = tile_sizes(D, q.dtype)
+    if isinstance(k_cache, CodedCache):
+        block_n = max(16, block_n // 2)  # codes become operands in registers, which have no room for more
     block_m = max(block_m, triton.next_power_of_2(H // K))
     block_q = block_m // (H // K)
     _paged_attention_kernel[(num_queries // block_q + S, K)](
-        *(q, k_cache, v_cache, out, cu_seqlens_q, kv_lens, block_table),
+        *(q, *codes_and_scales(k_cache), *codes_and_scales(v_cache), out, cu_seqlens_q, kv_lens, block_table),
         *(S, block_table.stride(0), q.stride(0), q.stride(1), LOG2_E / math.sqrt(D)),
         *(H, K, D, *head_pieces(D), block_size, block_q, block_m, block_n),
         num_warps=num_warps,
@@ -152,7 +160,7 @@ def _prefill(
 
 
 def _decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, kv_lens: Tensor, block_table: Tensor, S: int
+    q: Tensor, k_cache: KVCache, v_cache: KVCache, out: Tensor, kv_lens: Tensor, block_table: Tensor, S: int
 ) -> None:
     """Write the first S rows of `out`: those of the first S sequences, which have one query each."""
     (_, H, D), (_, block_size, K, _) = q.shape, k_cache.shape
@@ -162,7 +170,8 @@ def _decode(
     part_weights = q.new_empty(S, K, splits, H // K, dtype=torch.float32)
     done = done_counts(triton.next_power_of_2(max(S * K, 1024)), q.device)
     _paged_attention_decode_kernel[(S, K, splits)](
-        *(q, k_cache, v_cache, out, kv_lens, block_table, parts, part_weights, done),
+        *(q, *codes_and_scales(k_cache), *codes_and_scales(v_cache)),
+        *(out, kv_lens, block_table, parts, part_weights, done),
         *(block_table.stride(0), q.stride(0), q.stride(1), LOG2_E / math.sqrt(D)),
         *(H, K, D, *head_pieces(D), triton.next_power_of_2(D), block_size),
         *(max(16, triton.next_power_of_2(H // K)), block_n, MIN_TILES),
@@ -186,22 +195,31 @@ def num_splits(groups: int, max_context: int, block_n: int, device: torch.device
     return min(triton.cdiv(2 * _multiprocessors(device), groups), useful, MAX_SPLITS)
 
 
-@cache
+@cached
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
 
 
-@cache
+@cached
 def done_counts(number: int, device: torch.device) -> Tensor:
     """Zeros (number,) int32, one per sequence and KV head; each kernel resets them for the next one on the stream."""
     return torch.zeros(number, dtype=torch.int32, device=device)
 
 
 @triton.jit
-def _slot_offsets(blocks, key, exists, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Cache offsets of a sequence's keys, given its block-table row `blocks` and a cache of ROW values per slot."""
+def _heads_at(blocks, key, exists, K: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Of a sequence's keys, the first of the K heads of their slots, given its block-table row `blocks`."""
     block = tl.load(blocks + key // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
-    return (block * BLOCK_SIZE + key % BLOCK_SIZE) * ROW
+    return (block * BLOCK_SIZE + key % BLOCK_SIZE) * K
+
+
+@triton.jit
+def _load_scales(scales, heads, exists):
+    """Of codes, the scales (BLOCK_N,) of these heads; None for plain values."""
+    if scales is None:
+        return None
+    else:
+        return tl.load(scales + heads, mask=exists, other=0.0)
 
 
 # Values that change from step to step compile no variants: without this, each would be compiled for 1, for multiples of
@@ -213,7 +231,9 @@ def _slot_offsets(blocks, key, exists, ROW: tl.constexpr, BLOCK_SIZE: tl.constex
 def _paged_attention_kernel(
     q,
     k_cache,
+    k_scales,
     v_cache,
+    v_scales,
     out,
     cu_seqlens_q,
     kv_lens,
@@ -266,16 +286,15 @@ def _paged_attention_kernel(
     unseen = context + query + 1  # (BLOCK_M,) the first key that is masked for a row
     end = context + tl.minimum(first + BLOCK_Q, query_len)
     blocks = block_table + sequence * max_blocks
-    k_cache += kv_head * D
-    v_cache += kv_head * D
     acc, acc_tail, top, total = empty_state(BLOCK_M, D_MAIN, D_TAIL)
     for start in range(0, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         key_exists, visible = key < end, key[None, :] < unseen[:, None]
-        offsets = _slot_offsets(blocks, key, key_exists, K * D, BLOCK_SIZE)
-        k_rows, v_rows = k_cache + offsets, v_cache + offsets
+        heads = _heads_at(blocks, key, key_exists, K, BLOCK_SIZE) + kv_head
+        k_rows, v_rows = k_cache + heads * D, v_cache + heads * D
+        k_scale, v_scale = _load_scales(k_scales, heads, key_exists), _load_scales(v_scales, heads, key_exists)
         acc, acc_tail, top, total = attend(
-            q_main, q_tail, k_rows, v_rows, key_exists, visible, acc, acc_tail, top, total, scale, D
+            q_main, q_tail, k_rows, v_rows, key_exists, visible, acc, acc_tail, top, total, scale, D, k_scale, v_scale
         )
     acc, acc_tail = acc / total[:, None], acc_tail / total[:, None]
     store_rows(out + (token * H + head) * D, exists, acc, acc_tail, D, D_MAIN, D_TAIL)
@@ -285,7 +304,9 @@ def _paged_attention_kernel(
 def _paged_attention_decode_kernel(
     q,
     k_cache,
+    k_scales,
     v_cache,
+    v_scales,
     out,
     kv_lens,
     block_table,
@@ -326,17 +347,29 @@ def _paged_attention_decode_kernel(
     q_rows = q + sequence.to(tl.int64) * q_token_stride + head * q_head_stride
     q_main, q_tail = load_rows(q_rows, row < GROUP, D, D_MAIN, D_TAIL)
     blocks = block_table + sequence * max_blocks
-    k_cache += kv_head * D
-    v_cache += kv_head * D
     acc, acc_tail, top, total = empty_state(ROWS, D_MAIN, D_TAIL)
     end = tl.minimum((split + 1) * split_tiles * BLOCK_N, kv_len)
     for start in range(split * split_tiles * BLOCK_N, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         exists = key < end
-        offsets = _slot_offsets(blocks, key, exists, K * D, BLOCK_SIZE)
-        k_rows, v_rows = k_cache + offsets, v_cache + offsets
+        heads = _heads_at(blocks, key, exists, K, BLOCK_SIZE) + kv_head
+        k_rows, v_rows = k_cache + heads * D, v_cache + heads * D
+        k_scale, v_scale = _load_scales(k_scales, heads, exists), _load_scales(v_scales, heads, exists)
         acc, acc_tail, top, total = attend(
-            q_main, q_tail, k_rows, v_rows, exists, exists[None, :], acc, acc_tail, top, total, scale, D
+            q_main,
+            q_tail,
+            k_rows,
+            v_rows,
+            exists,
+            exists[None, :],
+            acc,
+            acc_tail,
+            top,
+            total,
+            scale,
+            D,
+            k_scale,
+            v_scale,
         )
     total = tl.where(total > 0, total, 1.0)  # a padding row of a CUDA graph may have no keys
     acc, acc_tail = acc / total[:, None], acc_tail / total[:, None]
@@ -387,15 +420,19 @@ def _combine(
 
 
 def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """One decoding sequence, 64 of them, and a whole prompt, in blocks of 16."""
+    """One decoding sequence, 64 of them, and a whole prompt, in blocks of 16; with keys and values also in 8 bits."""
     H, K, D = shapes.num_heads, shapes.num_kv_heads, shapes.head_dim
-    for S, query_len, kv_len in ((1, 1, 4096), (64, 1, 1024), (1, 1024, 1024)):
+    steps = ((1, 1, 4096), (64, 1, 1024), (1, 1024, 1024))
+    for (S, query_len, kv_len), kv_dtype in product(steps, (dtype, *code_dtypes(device))):
         blocks = kv_len // 16
         cache = torch.randn(2, S * blocks, 16, K, D, device=device, dtype=dtype)
+        if kv_dtype != dtype:
+            cache = [CodedCache.of(x, kv_dtype) for x in cache]
         seen = S * (query_len * (kv_len - query_len) + query_len * (query_len + 1) // 2)  # (query, key) pairs
+        stored = "" if kv_dtype == dtype else f" {kv_dtype}".replace("torch.", "")
         yield Case(
             "paged_attention",
-            label=f"S={S} queries={query_len} keys={kv_len} H={H} K={K} D={D}",
+            label=f"S={S} queries={query_len} keys={kv_len} H={H} K={K} D={D}{stored}",
             args=(
                 torch.randn(S * query_len, H, D, device=device, dtype=dtype),
                 *cache,
@@ -404,6 +441,6 @@ def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Ite
                 torch.randperm(S * blocks, device=device).to(torch.int32).view(S, blocks),
                 query_len,
             ),
-            bytes=2 * S * (query_len * H + kv_len * K) * D * dtype.itemsize,
+            bytes=2 * S * query_len * H * D * dtype.itemsize + sum(x.nbytes for x in cache),
             flops=4 * H * D * seen,
         )

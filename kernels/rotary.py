@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
+from mmvllm.kernels.kv_cache import CodedCache, KVCache, code_dtypes, codes_and_scales
 from mmvllm.kernels.rms_norm import rms_norm_torch
 from mmvllm.kernels.write_kv import write_kv_torch
 
@@ -29,8 +30,8 @@ def rotary_write_kv(
     v: Tensor,
     cos: Tensor,
     sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     slot_mapping: Tensor,
     qk_norm: QKNorm | None = None,
 ) -> Tensor:
@@ -64,8 +65,8 @@ def rotary_write_kv_torch(
     v: Tensor,
     cos: Tensor,
     sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     slot_mapping: Tensor,
     qk_norm: QKNorm | None = None,
 ) -> Tensor:
@@ -90,13 +91,14 @@ def rotary_write_kv_triton(
     v: Tensor,
     cos: Tensor,
     sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     slot_mapping: Tensor,
     qk_norm: QKNorm | None = None,
 ) -> Tensor:
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    tensors = (q, k, v, cos, sin, q_out, k_cache, v_cache, slot_mapping)
+    caches = (*codes_and_scales(k_cache), *codes_and_scales(v_cache))
+    tensors = (q, k, v, cos, sin, q_out, *caches, slot_mapping)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     norm = (None, None, 0.0) if qk_norm is None else qk_norm
     _rotary_write_kv_kernel[(len(q),)](*tensors, *norm, *strides, NORM=qk_norm is not None, **_sizes(q, k))
@@ -159,7 +161,9 @@ def _rotary_write_kv_kernel(
     sin_ptr,
     q_out_ptr,
     k_cache_ptr,
+    k_scales_ptr,
     v_cache_ptr,
+    v_scales_ptr,
     slot_ptr,
     q_weight_ptr,
     k_weight_ptr,
@@ -192,8 +196,13 @@ def _rotary_write_kv_kernel(
     q1, q2 = _rotate(q1, q2, cos, sin)
     _store_pairs(q_out_ptr + token * (H * 2 * HALF), q1, q2, H, HALF, H_BLOCK, HALF_BLOCK)
     k1, k2 = _rotate(k1, k2, cos, sin)
-    _store_pairs(k_cache_ptr + slot * (K * 2 * HALF), k1, k2, K, HALF, K_BLOCK, HALF_BLOCK)
-    _store_pairs(v_cache_ptr + slot * (K * 2 * HALF), v1, v2, K, HALF, K_BLOCK, HALF_BLOCK)
+    k_at, v_at = k_cache_ptr + slot * (K * 2 * HALF), v_cache_ptr + slot * (K * 2 * HALF)
+    if k_scales_ptr is None:
+        _store_pairs(k_at, k1, k2, K, HALF, K_BLOCK, HALF_BLOCK)
+        _store_pairs(v_at, v1, v2, K, HALF, K_BLOCK, HALF_BLOCK)
+    else:
+        _store_codes(k_at, k_scales_ptr + slot * K, k1, k2, K, HALF, K_BLOCK, HALF_BLOCK)
+        _store_codes(v_at, v_scales_ptr + slot * K, v1, v2, K, HALF, K_BLOCK, HALF_BLOCK)
 
 
 @triton.jit
@@ -253,6 +262,32 @@ def _store_pairs(
     tl.store(at + HALF, second, mask=mask)
 
 
+@triton.jit
+def _store_codes(
+    ptr,
+    scale_ptr,
+    first,
+    second,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+):
+    """Store the halves of a token's heads as codes of `ptr`'s dtype, and their scales, as `CodedCache.write` does."""
+    IS_INT: tl.constexpr = ptr.dtype.element_ty == tl.int8
+    LIMIT: tl.constexpr = 127.0 if IS_INT else 448.0
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    largest = tl.maximum(tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1)), 1e-12)
+    heads = tl.arange(0, HEADS_BLOCK)
+    tl.store(scale_ptr + heads, tl.div_rn(largest, LIMIT), mask=heads < HEADS)
+    inverse = tl.div_rn(LIMIT, largest)[:, None]
+    first, second = first * inverse, second * inverse
+    if IS_INT:  # adding and subtracting 1.5 * 2**23 rounds to the nearest integer, ties to even
+        first, second = first + 12582912.0 - 12582912.0, second + 12582912.0 - 12582912.0
+    first, second = first.to(ptr.dtype.element_ty), second.to(ptr.dtype.element_ty)
+    _store_pairs(ptr, first, second, HEADS, HALF, HEADS_BLOCK, HALF_BLOCK)
+
+
 def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     """The decoder's heads at 1 to 4096 tokens, and the ViT's, whose angles are float32, at the patches of an image."""
     for N in (1, 64, 1024, 4096):
@@ -265,6 +300,10 @@ def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Ite
         arguments, norm = (q, k, v, cos, sin, *caches, slots), (*torch.randn(2, D, device=device, dtype=dtype), 1e-6)
         yield Case("rotary_write_kv", shape, arguments, moved)
         yield Case("rotary_write_kv", f"{shape} normalised", (*arguments, norm), moved + 2 * norm[0].nbytes)
+        for code_dtype in code_dtypes(device):
+            coded = [CodedCache.of(cache, code_dtype) for cache in caches]
+            arguments, less = (q, k, v, cos, sin, *coded, slots), caches.nbytes - 2 * coded[0].nbytes
+            yield Case("rotary_write_kv", f"{shape} {code_dtype}".replace("torch.", ""), arguments, moved - less)
     for P in (1024, 16384) if shapes.vision else ():
         H, D = shapes.vision.num_heads, shapes.vision.head_dim
         q, k, _, cos, sin = _arguments(P, H, H, D, torch.float32, device, dtype)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
+from mmvllm.kernels.kv_cache import CodedCache, KVCache
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -19,9 +20,13 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     write(k, v, k_cache, v_cache, slot_mapping)
 
 
-def write_kv_torch(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    k_cache.view(-1, *k.shape[1:]).index_copy_(0, slot_mapping, k)
-    v_cache.view(-1, *v.shape[1:]).index_copy_(0, slot_mapping, v)
+def write_kv_torch(k: Tensor, v: Tensor, k_cache: KVCache, v_cache: KVCache, slot_mapping: Tensor) -> None:
+    """As `write_kv`; caches may hold codes."""
+    for x, cache in ((k, k_cache), (v, v_cache)):
+        if isinstance(cache, CodedCache):
+            cache.write(slot_mapping, x)
+        else:
+            cache.view(-1, *x.shape[1:]).index_copy_(0, slot_mapping, x)
 
 
 def write_kv_triton(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:

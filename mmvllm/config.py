@@ -183,7 +183,6 @@ ACCEPTED_VLLM_ARGUMENTS = {
     "tokenizer": (None,),
     "tokenizer_mode": ("auto",),
     "revision": (None,),
-    "kv_cache_dtype": ("auto",),
     "enable_chunked_prefill": (True, None),  # prompts are always chunked
     "mm_processor_kwargs": (None, {}),
     "swap_space": None,  # preempted sequences are recomputed, never swapped
@@ -229,6 +228,9 @@ class EngineConfig:
             decoder's weights and activations to 8-bit floats, for GPUs of compute capability 8.9 or above and dtype
             bfloat16; completions change slightly. By default weights keep the dtype, and those of a quantized
             checkpoint their own codes.
+        kv_cache_dtype: "int8" and "fp8" (e4m3) store keys and values in 8 bits with a scale for each token and KV head,
+            in about half the memory of 16 bits; completions change slightly; by plain torch and Triton only, "fp8" on
+            GPUs of compute capability 8.9 or above; "auto" stores them in the dtype of the weights.
         lora: folder of a LoRA adapter, as PEFT saves it, that is merged into the weights when they are loaded.
         enable_lora: allow requests to name a LoRA adapter of their own (`lora_request`); takes memory for max_loras
             adapters. Steps with adapters run without CUDA graphs.
@@ -258,6 +260,7 @@ class EngineConfig:
     attention_backend: Literal["auto", "flash", "flash4", "triton", "torch"] = "auto"
     vision_attention_backend: Literal["auto", "flash", "flash4", "triton", "torch"] = "auto"
     quantization: Literal["int8", "int4", "fp8"] | None = None
+    kv_cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
     lora: str | None = None
     enable_lora: bool = False
     max_loras: int = 4
@@ -350,6 +353,12 @@ class EngineConfig:
                 return torch.bfloat16 if is_quantized else torch.float32
             return checkpoint_dtype
         return torch_dtype(str(self.dtype).removeprefix("torch."))
+
+    def resolve_kv_dtype(self, dtype: "torch.dtype") -> "torch.dtype":
+        """What keys and values are stored in, where weights have this dtype."""
+        import torch
+
+        return {"auto": dtype, "fp8": torch.float8_e4m3fn, "int8": torch.int8}[self.kv_cache_dtype]
 
 
 def given_engine_args(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class Roofline:
         self.machine, self.costs = machine, ModelCosts(runner.model_config)
         self.value_bytes = 1 if quantization else runner.dtype.itemsize  # of a weight of the decoder
         self.head_bytes = 1 if quantization == "int8" else runner.dtype.itemsize  # of a weight of the head
-        self.key_bytes = kv_block_bytes(runner.model_config, 1, runner.dtype)  # of a key and its value in all layers
+        self.key_bytes = kv_block_bytes(runner.model_config, 1, runner.kv_dtype)  # of a key and its value in all layers
 
     def shares(self, run: Run) -> dict[str, float | None]:
         """Share of bandwidth reached in decode, and of arithmetic in prefill and in the ViT; None without such work.

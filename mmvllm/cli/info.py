@@ -9,7 +9,8 @@ from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 PACKAGES = ("torch", "transformers", "triton", "flash-attn", "flash-attn-4", "torchvision", "av")
 SHOWN = (
     *("device", "tensor_parallel_size", "dtype", "max_model_len", "max_num_seqs", "gpu_memory_utilization"),
-    *("cpu_kvcache_bytes", "encoder_cache_bytes", "attention_backend", "vision_attention_backend"),
+    *("cpu_kvcache_bytes", "kv_cache_dtype", "encoder_cache_bytes"),
+    *("attention_backend", "vision_attention_backend"),
 )
 
 
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from mmvllm.bench.report import versions
     from mmvllm.cli.info_memory import Memory
     from mmvllm.config import EngineConfig
-    from mmvllm.layers.attention_choice import choose_attention
+    from mmvllm.layers.attention_choice import choose_attention, unusable_backends
     from mmvllm.models.folder import resolve_folder
     from mmvllm.models.registry import load_config
 
@@ -40,16 +41,15 @@ def run(args: argparse.Namespace) -> int:
     folder = resolve_folder(args.model, with_weights=False)
     config = load_config(folder)
     dtype = engine_config.resolve_dtype(config.dtype, device, config.quantization is not None)
-    attention, reason = choose_attention(
-        engine_config.attention_backend, config.head_dim, device, dtype, engine_config.kvcache_block_size
-    )
+    options = (config.head_dim, device, dtype, engine_config.kvcache_block_size, engine_config.resolve_kv_dtype(dtype))
+    attention, reason = choose_attention(engine_config.attention_backend, *options)
     memory = Memory(config, engine_config.with_limits(device), attention, device)
     sections = {
         "versions": {name: text or "not installed" for name, text in versions(*PACKAGES).items()},
         "devices": _devices(engine_config.gpu_memory_utilization),
         "model": _model(folder, config) | {"runs in": f"{dtype} on {device}".replace("torch.", "")},
         "attention": {
-            **_attention_backends(config.head_dim, device, dtype, engine_config.kvcache_block_size),
+            **{name: reason or "usable" for name, reason in unusable_backends(*options).items()},
             "chosen": f"{attention.name} ({reason})",
             **_vision_attention(config, engine_config, device, dtype),
         },
@@ -153,10 +153,3 @@ def _vision_attention(config, engine_config, device, dtype) -> dict[str, str]:
     names = (engine_config.vision_attention_backend, engine_config.attention_backend)
     attention, reason = choose_vision_attention(*names, config.vision.head_dim, device, dtype)
     return {"chosen for ViT": f"{attention.name} ({reason})"}
-
-
-def _attention_backends(head_dim: int, device, dtype, block_size: int | None) -> dict[str, str]:
-    from mmvllm.layers.attention_choice import unusable_backends
-
-    reasons = unusable_backends(head_dim, device, dtype, block_size)
-    return {name: reason or "usable" for name, reason in reasons.items()}

@@ -54,7 +54,7 @@ class Memory:
 
     def rows(self, dtype: torch.dtype) -> dict[str, str]:
         """What the engine would use, at the dtype that it would run in."""
-        num_blocks, block_bytes = self._num_blocks(dtype), kv_block_bytes(self.config, self.block_size, dtype)
+        num_blocks, block_bytes = self._num_blocks(dtype), self._block_bytes(dtype)
         note = "" if self.device.type == "cpu" else " at most; the engine measures the exact number when it starts"
         size = f"{num_blocks * block_bytes / 2**20:.1f} MiB"
         return {
@@ -85,7 +85,7 @@ class Memory:
             return str(error)
         parts = {"weights": weight_bytes(model, dtype)}
         if self.device.type == "cpu":
-            parts["KV cache"] = self._num_blocks(dtype) * kv_block_bytes(self.config, self.block_size, dtype)
+            parts["KV cache"] = self._num_blocks(dtype) * self._block_bytes(dtype)
         if self.config.vision:
             parts["encoder cache"] = self.encoder_cache_bytes
         return _sum_text(parts | ({"the process itself": PROCESS_BYTES} if self.device.type == "cpu" else {}))
@@ -107,7 +107,11 @@ class Memory:
             free, total = torch.cuda.mem_get_info(self.device)
             budget = int(total * self.engine_config.gpu_memory_utilization) - (total - free)
             budget -= self._weights(dtype) + self.encoder_cache_bytes
-        return affordable_blocks(budget, self.engine_config, self.config, self.block_size, dtype)
+        kv_dtype = self.engine_config.resolve_kv_dtype(dtype)
+        return affordable_blocks(budget, self.engine_config, self.config, self.block_size, kv_dtype)
+
+    def _block_bytes(self, dtype: torch.dtype) -> int:
+        return kv_block_bytes(self.config, self.block_size, self.engine_config.resolve_kv_dtype(dtype))
 
 
 def slices(config: ModelConfig, size: int) -> dict[str, str]:

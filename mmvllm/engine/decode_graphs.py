@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from mmvllm.engine.device_rows import DeviceRows
 from mmvllm.engine.graphs import Graphs
 from mmvllm.engine.step_inputs import StepInputs
+from mmvllm.kernels.kv_cache import KVCache
 from mmvllm.models.interface import Model
 
 LARGEST = 256  # sequences; beyond, launching takes a small part of a step
@@ -36,7 +37,7 @@ class DecodeGraphs:
         self,
         graphs: Graphs,
         model: Model,
-        kv_cache: Tensor,
+        kv_cache: KVCache,
         rows: DeviceRows,
         logits: Tensor,
         max_num_seqs: int,
@@ -45,7 +46,7 @@ class DecodeGraphs:
         self.sizes = graph_sizes(max_num_seqs)
         self._model, self._kv_cache, self._rows, self._logits = model, kv_cache, rows, logits
         self._max_model_len = max_model_len
-        self._no_rows = kv_cache.new_empty(0, model.config.row_size)
+        self._no_rows = logits.new_empty(0, model.config.row_size)
         self._decodes = torch.empty(3 * self.sizes[-1], dtype=torch.int32, device=kv_cache.device)
         self._replays = {}
         for size in tqdm(self.sizes[::-1], "CUDA graphs of decode steps", disable=None, leave=False):
@@ -72,7 +73,7 @@ class DecodeGraphs:
 
     def _fill(self, decodes: np.ndarray, size: int) -> None:
         """Copy what sequences decode into the graph's input, with padding behind."""
-        padded = torch.empty(3, size, dtype=torch.int32, pin_memory=self._kv_cache.is_cuda)
+        padded = torch.empty(3, size, dtype=torch.int32, pin_memory=self._decodes.is_cuda)
         D = decodes.shape[1]
         padded[:, :D] = torch.from_numpy(decodes)
         padded[:, D:] = torch.tensor(self._rows.padding, dtype=torch.int32)[:, None]

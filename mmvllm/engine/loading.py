@@ -66,10 +66,11 @@ def load_runner(checkpoint: Checkpoint, device: torch.device, ranks: Ranks, peer
         ranks=ranks,
         peers=peers,
         adapters=adapters,
+        kv_dtype=config.resolve_kv_dtype(dtype),
     )
     if device.type == "cuda" and not config.skip_warmup:
         with current_device(device), torch.inference_mode():
-            warm_up_attention(attention, model.config.num_attention_heads, runner.kv_cache[0])
+            warm_up_attention(attention, model.config.num_attention_heads, runner.kv_cache[0], dtype)
             if adapters is not None:
                 adapters.warm_up()
     if use_graphs:
@@ -88,9 +89,8 @@ def _attention(
 ) -> tuple[type[AttentionBackend], type[AttentionBackend] | None]:
     """The backends of the decoder and of the ViT, if there is one."""
     with current_device(device):
-        decoder, reason = choose_attention(
-            config.attention_backend, model_config.head_dim, device, dtype, config.kvcache_block_size
-        )
+        options = (config.kvcache_block_size, config.resolve_kv_dtype(dtype))
+        decoder, reason = choose_attention(config.attention_backend, model_config.head_dim, device, dtype, *options)
         logger.info("attention backend: %s (%s)", decoder.name, reason)
         if model_config.vision is None:
             return decoder, None

@@ -11,30 +11,32 @@ from mmvllm.engine.decode_graphs import LARGEST
 from mmvllm.engine.mixed_graphs import MAX_PREFILLS, NUM_TOKENS
 from mmvllm.engine.sampler import trial
 from mmvllm.engine.vision_graphs import NUM_PATCHES
+from mmvllm.kernels.kv_cache import CODE_LIMITS, CodedCache, KVCache
 from mmvllm.models.interface import Model
 from mmvllm.transfer import current_device
 
 
-def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one KV block: keys and values of `block_size` tokens in all layers."""
-    return 2 * config.num_hidden_layers * block_size * config.num_key_value_heads * config.head_dim * dtype.itemsize
+def kv_block_bytes(config: ModelConfig, block_size: int, kv_dtype: torch.dtype) -> int:
+    """Bytes of one KV block: keys and values of `block_size` tokens in all layers, with the scales of codes."""
+    return empty_kv_cache(config, 1, block_size, kv_dtype, torch.device("meta")).nbytes
 
 
 def empty_kv_cache(
-    config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
+    config: ModelConfig, num_blocks: int, block_size: int, kv_dtype: torch.dtype, device: torch.device
+) -> KVCache:
     """(layers, 2, num_blocks, block_size, K, D), not initialised."""
-    shape = (config.num_hidden_layers, 2, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-    return torch.empty(shape, dtype=dtype, device=device)
+    slots = (config.num_hidden_layers, 2, num_blocks, block_size, config.num_key_value_heads)
+    values = torch.empty(*slots, config.head_dim, dtype=kv_dtype, device=device)
+    return CodedCache(values, torch.empty(slots, device=device)) if kv_dtype in CODE_LIMITS else values
 
 
 def affordable_blocks(
-    budget: int, engine_config: EngineConfig, config: ModelConfig, block_size: int, dtype: torch.dtype
+    budget: int, engine_config: EngineConfig, config: ModelConfig, block_size: int, kv_dtype: torch.dtype
 ) -> int:
     """KV blocks that `budget` bytes hold, but no more than all sequences at full length could use."""
     longest = engine_config.max_model_len or config.max_position_embeddings
     useful = engine_config.max_num_seqs * -(-longest // block_size)
-    return min(max(0, budget) // kv_block_bytes(config, block_size, dtype), useful)
+    return min(max(0, budget) // kv_block_bytes(config, block_size, kv_dtype), useful)
 
 
 def num_kv_blocks(
@@ -47,9 +49,10 @@ def num_kv_blocks(
         budget, source = engine_config.cpu_kvcache_bytes, "cpu_kvcache_bytes"
     else:
         budget, source = _gpu_budget(model, engine_config, block_size, dtype, device, graphs), "gpu_memory_utilization"
-    num_blocks = affordable_blocks(budget, engine_config, model.config, block_size, dtype)
+    kv_dtype = engine_config.resolve_kv_dtype(dtype)
+    num_blocks = affordable_blocks(budget, engine_config, model.config, block_size, kv_dtype)
     if num_blocks < 1:
-        block_bytes = kv_block_bytes(model.config, block_size, dtype)
+        block_bytes = kv_block_bytes(model.config, block_size, kv_dtype)
         raise ValueError(
             f"no room for the KV cache: a block takes {block_bytes} bytes, {budget} are left; raise {source}, "
             "or lower max_num_batched_tokens, max_vision_patches or encoder_cache_bytes"
@@ -63,7 +66,7 @@ def _gpu_budget(
     """Bytes of the allowed share that are left beside other processes, the largest step and the encoder cache."""
     with current_device(device):
         peak = peak_memory(model, engine_config, block_size, dtype, device)
-        captured = graphs_bytes(model, engine_config.max_num_seqs, block_size, dtype, device) if graphs else 0
+        captured = graphs_bytes(model, engine_config, block_size, dtype, device) if graphs else 0
     torch.cuda.empty_cache()  # else the largest step's memory stays reserved, in pieces that the KV cache cannot use
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)  # what could not be freed, because the weights use parts of it
@@ -77,7 +80,9 @@ def num_graph_logits(max_num_seqs: int) -> int:
 
 
 @torch.inference_mode()
-def graphs_bytes(model: Model, max_num_seqs: int, block_size: int, dtype: torch.dtype, device: torch.device) -> int:
+def graphs_bytes(
+    model: Model, engine_config: EngineConfig, block_size: int, dtype: torch.dtype, device: torch.device
+) -> int:
     """Bytes that CUDA graphs take: twice what the largest takes beside the weights.
 
     Graphs share memory, but they keep it, and have inputs and outputs of their own in addition.
@@ -85,8 +90,8 @@ def graphs_bytes(model: Model, max_num_seqs: int, block_size: int, dtype: torch.
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     _encode_image(model, NUM_PATCHES[-1], dtype, device)
-    num_tokens, num_logits = max(NUM_TOKENS), num_graph_logits(max_num_seqs)
-    model(*_full_step(model.config, num_tokens, num_logits, block_size, dtype, device))
+    cache = _full_cache(model.config, engine_config, max(NUM_TOKENS), block_size, dtype, device)
+    model(*_full_step(model.config, max(NUM_TOKENS), num_graph_logits(engine_config.max_num_seqs), dtype, cache))
     torch.cuda.synchronize(device)
     return 2 * (torch.cuda.max_memory_allocated(device) - before)
 
@@ -101,9 +106,9 @@ def peak_memory(
     """
     torch.cuda.reset_peak_memory_stats(device)
     _encode_image(model, engine_config.max_vision_patches, dtype, device)
-    config = model.config
     budget, max_logits = engine_config.max_num_batched_tokens, engine_config.max_num_seqs
-    trial(model(*_full_step(config, budget, max_logits, block_size, dtype, device)))
+    cache = _full_cache(model.config, engine_config, budget, block_size, dtype, device)
+    trial(model(*_full_step(model.config, budget, max_logits, dtype, cache)))
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device)
 
@@ -117,12 +122,26 @@ def _encode_image(model: Model, num_patches: int, dtype: torch.dtype, device: to
         model.encode(torch.zeros(grid[1] * grid[2], vision.patch_dim, dtype=dtype, device=device), [grid])
 
 
+def _full_cache(
+    config: ModelConfig,
+    engine_config: EngineConfig,
+    num_tokens: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> KVCache:
+    """With room for so many tokens of one sequence."""
+    kv_dtype = engine_config.resolve_kv_dtype(dtype)
+    return empty_kv_cache(config, -(-num_tokens // block_size), block_size, kv_dtype, device)
+
+
 def _full_step(
-    config: ModelConfig, num_tokens: int, num_logits: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Batch, Tensor, Tensor]:
+    config: ModelConfig, num_tokens: int, num_logits: int, dtype: torch.dtype, kv_cache: KVCache
+) -> tuple[Batch, Tensor, KVCache]:
     """The model's arguments for one prompt of so many tokens, all images, with as many logits as can be."""
-    batch = prompt_batch(num_tokens, num_logits, block_size, device)
+    device = kv_cache.device
+    batch = prompt_batch(num_tokens, num_logits, kv_cache.shape[3], device)
     if config.vision is not None:
         batch = replace(batch, image_at=torch.arange(num_tokens, device=device))
     media_rows = torch.zeros(len(batch.image_at), config.row_size, dtype=dtype, device=device)
-    return batch, media_rows, empty_kv_cache(config, -(-num_tokens // block_size), block_size, dtype, device)
+    return batch, media_rows, kv_cache

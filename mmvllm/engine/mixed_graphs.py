@@ -17,6 +17,7 @@ from mmvllm.engine.device_rows import DeviceRows
 from mmvllm.engine.graphs import Graphs
 from mmvllm.engine.mixed_step import MixedStep, MixedTensors
 from mmvllm.engine.step_inputs import StepInputs
+from mmvllm.kernels.kv_cache import KVCache
 from mmvllm.models.interface import Model
 from mmvllm.transfer import copy_together
 
@@ -52,7 +53,7 @@ class MixedGraphs:
         self,
         graphs: Graphs,
         model: Model,
-        kv_cache: Tensor,
+        kv_cache: KVCache,
         rows: DeviceRows,
         logits: Tensor,
         max_num_seqs: int,
@@ -63,7 +64,7 @@ class MixedGraphs:
         self._max_model_len = max_model_len
         largest = max((size.num_tokens for size in self.sizes), default=0)
         num_image_rows = largest if model.config.vision is not None else 0
-        self._media_rows = kv_cache.new_zeros(num_image_rows, model.config.row_size)
+        self._media_rows = logits.new_zeros(num_image_rows, model.config.row_size)
         self._inputs = self._make_inputs()
         self._replays, self._tensors = {}, {}
         for size in tqdm(self.sizes[::-1], "CUDA graphs of mixed steps", disable=None, leave=False):

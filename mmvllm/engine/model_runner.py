@@ -44,6 +44,7 @@ class ModelRunner:
         use_graphs: whether `capture_graphs` will be called: padding rows of graphs write to one more block.
         peers: what rank 0 lets run the same steps.
         adapters: the slots for adapters of requests; None where these may have none.
+        kv_dtype: what keys and values are stored in; by default `dtype`.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class ModelRunner:
         ranks: Ranks = SINGLE,
         peers: Peers | None = None,
         adapters: DeviceAdapters | None = None,
+        kv_dtype: torch.dtype | None = None,
     ):
         self.model, self.model_config = model, model.config
         self.device, self.dtype, self.attention, self.ranks = device, dtype, attention, ranks
@@ -72,7 +74,8 @@ class ModelRunner:
         self._tables = {modality: config.pixel_table().to(device, dtype) for modality, config in configs.items()}
         self._uploader = Uploader(device, CopyStream(device) if device.type == "cuda" else None)
         self.num_blocks, self.block_size, self.use_graphs = num_blocks, block_size, use_graphs
-        self.kv_cache = empty_kv_cache(model.config, num_blocks + use_graphs, block_size, dtype, device)
+        self.kv_dtype = kv_dtype or dtype
+        self.kv_cache = empty_kv_cache(model.config, num_blocks + use_graphs, block_size, self.kv_dtype, device)
         max_blocks = -(-max_model_len // block_size)
         self.rows = DeviceRows(max_num_seqs, max_blocks, block_size, self.kv_cache.shape[2] - 1, device)
         self.samples = torch.empty(2, 0, dtype=torch.int32, device=device)  # `StepInputs.samples` of the last step

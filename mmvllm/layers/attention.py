@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmvllm.batch import Batch
+from mmvllm.kernels.kv_cache import KVCache
 from mmvllm.kernels.packed_attention import packed_attention_torch, packed_attention_triton
 from mmvllm.kernels.paged_attention import paged_attention_torch, paged_attention_triton
 from mmvllm.transfer import to_device
@@ -43,7 +44,7 @@ class AttentionBackend(Protocol):
     in_graphs: ClassVar[bool]  # whether a step can be captured: it reads no device values on the host
 
     @staticmethod
-    def paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor: ...
+    def paged(q: Tensor, k_cache: KVCache, v_cache: KVCache, batch: Batch) -> Tensor: ...
 
     @staticmethod
     def packed(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor: ...
@@ -55,7 +56,7 @@ class TorchAttention:
     name, block_size, in_graphs = "torch", 16, False
 
     @staticmethod
-    def paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
+    def paged(q: Tensor, k_cache: KVCache, v_cache: KVCache, batch: Batch) -> Tensor:
         return paged_attention_torch(q, k_cache, v_cache, *_paged_arguments(batch))
 
     @staticmethod
@@ -69,7 +70,7 @@ class TritonAttention:
     name, block_size, in_graphs = "triton", 16, True
 
     @staticmethod
-    def paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
+    def paged(q: Tensor, k_cache: KVCache, v_cache: KVCache, batch: Batch) -> Tensor:
         return paged_attention_triton(q, k_cache, v_cache, *_paged_arguments(batch))
 
     @staticmethod

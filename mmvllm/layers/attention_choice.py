@@ -10,6 +10,8 @@ from torch import Tensor
 
 from mmvllm.batch import Batch
 from mmvllm.kernels.dispatch import triton_unusable
+from mmvllm.kernels.fp8 import E4M3, supports_fp8
+from mmvllm.kernels.kv_cache import CODE_LIMITS, KVCache
 from mmvllm.layers.attention import (
     FLASH_BLOCK_SIZE,
     AttentionBackend,
@@ -37,14 +39,22 @@ IMPORTS = {
 
 
 def choose_attention(
-    name: str, head_dim: int, device: torch.device, dtype: torch.dtype, block_size: int | None
+    name: str,
+    head_dim: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    block_size: int | None,
+    kv_dtype: torch.dtype | None = None,
 ) -> tuple[Backend, str]:
     """The decoder's backend called `name`, or the fastest usable one for "auto", and the reason for the choice.
 
-    `block_size` is None if the backend may choose it. Raises ValueError if `name` is unknown or cannot be used, with
-    the reason.
+    `block_size` is None if the backend may choose it, `kv_dtype` if keys and values are stored in `dtype`. Raises
+    ValueError if `name` is unknown or cannot be used, with the reason, and for 8-bit floats that the GPU does not have.
     """
-    why_not = partial(_why_not_paged, head_dim=head_dim, device=device, dtype=dtype, block_size=block_size)
+    if kv_dtype == E4M3 and not supports_fp8(device):
+        raise ValueError("kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or above; 'int8' runs on any")
+    options = {"device": device, "dtype": dtype, "block_size": block_size, "kv_dtype": kv_dtype}
+    why_not = partial(_why_not_paged, head_dim=head_dim, **options)
     return _choose("attention_backend", name, DECODER, why_not, device)
 
 
@@ -63,25 +73,29 @@ def choose_vision_attention(
 
 
 def unusable_backends(
-    head_dim: int, device: torch.device, dtype: torch.dtype, block_size: int | None
+    head_dim: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    block_size: int | None,
+    kv_dtype: torch.dtype | None = None,
 ) -> dict[str, str | None]:
     """Why the decoder cannot use each backend, or None if it can; the fastest first."""
     reasons = {
-        backend.name: _why_not_paged(backend, head_dim, device, dtype, block_size)
+        backend.name: _why_not_paged(backend, head_dim, device, dtype, block_size, kv_dtype)
         for backend in DECODER
         if backend is not TorchVarlenAttention
     }
     return reasons | {"torch": None}
 
 
-def warm_up_attention(backend: Backend, num_heads: int, kv_cache: Tensor) -> None:
-    """Compile what the decoder's attention needs, so that no request waits for it.
+def warm_up_attention(backend: Backend, num_heads: int, kv_cache: KVCache, dtype: torch.dtype) -> None:
+    """Compile what the decoder's attention needs for queries of this dtype, so that no request waits for it.
 
     kv_cache (2, num_blocks, block_size, K, D), of one layer, is read, whatever it holds, and not written.
     """
     k_cache, v_cache = kv_cache
     for batch in _small_steps(kv_cache.device):
-        q = k_cache.new_zeros(len(batch.input_ids), num_heads, k_cache.shape[-1])
+        q = torch.zeros(len(batch.input_ids), num_heads, k_cache.shape[-1], dtype=dtype, device=kv_cache.device)
         backend.paged(q, k_cache, v_cache, batch)
 
 
@@ -115,13 +129,20 @@ def _answering(name: str, candidates: tuple[Backend, ...], device: torch.device)
 
 
 def _why_not_paged(
-    backend: Backend, head_dim: int, device: torch.device, dtype: torch.dtype, block_size: int | None
+    backend: Backend,
+    head_dim: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    block_size: int | None,
+    kv_dtype: torch.dtype | None,
 ) -> str | None:
     """Why a backend cannot run the decoder, or None if it can."""
     if backend is TorchAttention:
         return None
     if backend is TritonAttention:
         return triton_unusable(device)
+    if device.type == "cuda" and kv_dtype in CODE_LIMITS:
+        return "does not read keys and values in 8 bits"
     reason = _why_not(backend, head_dim, device, dtype) or _wrong_block_size(backend, block_size)
     return reason or _failure(lambda: _try_paged(backend, head_dim, device, dtype, block_size))
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from mmvllm.batch import Batch
 from mmvllm.config import ModelConfig
 from mmvllm.kernels.fp8 import Fp8Rows
+from mmvllm.kernels.kv_cache import KVCache
 from mmvllm.kernels.rotary import rotary_write_kv
 from mmvllm.kernels.splice import splice_add
 from mmvllm.layers.attention import AttentionBackend
@@ -37,7 +38,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.o_proj = Linear(q_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor | Fp8Rows, cos: Tensor, sin: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Tensor | Fp8Rows, cos: Tensor, sin: Tensor, kv_cache: KVCache, batch: Batch) -> Tensor:
         qkv = self.qkv_proj(x, batch.adapters)
         q, k, v = (part.unflatten(1, (-1, self.head_dim)) for part in qkv)  # (N, H, D), twice (N, K, D)
         k_cache, v_cache = kv_cache
@@ -56,7 +57,7 @@ class DecoderLayer(nn.Module):
         self.mlp = _mlp(config, index, ranks)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, kv_cache: Tensor, batch: Batch
+        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, kv_cache: KVCache, batch: Batch
     ) -> tuple[Tensor, Tensor]:
         """The previous layer's output and the residual to add it to, both (N, C) -> the same of this layer."""
         x, residual = self._normalised(self.input_layernorm, x, residual)
@@ -93,7 +94,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, i, backend, ranks) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, kv_cache: Tensor, batch: Batch, deepstack: Sequence[Tensor]) -> Tensor:
+    def forward(self, x: Tensor, kv_cache: KVCache, batch: Batch, deepstack: Sequence[Tensor]) -> Tensor:
         """x (N, C), kv_cache (layers, 2, num_blocks, block_size, K, D), written in place -> (R, C) that sample.
 
         `deepstack` (arXiv 2406.04334) has image rows (M, C) for each of the first layers, to be added to its output;

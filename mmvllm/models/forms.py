@@ -106,7 +106,7 @@ def _coded_form(
         return GroupedWeight
     has_row_scales = scheme.block[0] in (None, 1) and scheme.block[1] is None
     fits = name.startswith(_DECODER) and layer.in_features % 16 == layer.out_features % 16 == 0
-    if has_row_scales and fits and fp8_unusable(device, dtype) is None:
+    if has_row_scales and fits and model.config.experts is None and fp8_unusable(device, dtype) is None:
         return Fp8Weight
     return GroupedWeight if torch.cuda.get_device_capability(device) >= _GPU_FLOATS else None
 

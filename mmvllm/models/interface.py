@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from mmvllm.batch import Batch
 from mmvllm.config import ModelConfig
 from mmvllm.inputs import Grid, MediaRules
+from mmvllm.kernels.kv_cache import KVCache
 from mmvllm.layers.attention import AttentionBackend
 from mmvllm.models.vision import PatchLayout
 from mmvllm.processors.image import ImageProcessorConfig
@@ -53,12 +54,12 @@ class Model(nn.Module, ABC):
         There, patches beyond those of the layout's items follow, in segments of their own, and are ignored.
         """
 
-    def forward(self, batch: Batch, media_rows: Tensor, kv_cache: Tensor) -> Tensor:
+    def forward(self, batch: Batch, media_rows: Tensor, kv_cache: KVCache) -> Tensor:
         """`logits` of `hidden_states`; it can be captured in a CUDA graph."""
         return self.logits(self.hidden_states(batch, media_rows, kv_cache))
 
     @abstractmethod
-    def hidden_states(self, batch: Batch, media_rows: Tensor, kv_cache: Tensor) -> Tensor:
+    def hidden_states(self, batch: Batch, media_rows: Tensor, kv_cache: KVCache) -> Tensor:
         """The decoder's last, normalised hidden states (R, C) of the tokens in `batch.sample_at`, on every rank.
 
         media_rows (M, row_size) belong at `batch.image_at`; kv_cache (layers, 2, num_blocks, block_size, K, D) is

@@ -15,6 +15,7 @@ from mmvllm.batch import Batch
 from mmvllm.config import ModelConfig, VisionConfig
 from mmvllm.grounding import BoxFormat
 from mmvllm.inputs import Grid, MediaRules
+from mmvllm.kernels.kv_cache import KVCache
 from mmvllm.kernels.splice import splice
 from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.vocabulary import VocabularyHead
@@ -97,7 +98,7 @@ class VisionLanguageModel(Model):
     def encode_patches(self, patches: Tensor, layout: PatchLayout) -> Tensor:
         return self.visual(patches, layout)
 
-    def hidden_states(self, batch: Batch, media_rows: Tensor, kv_cache: Tensor) -> Tensor:
+    def hidden_states(self, batch: Batch, media_rows: Tensor, kv_cache: KVCache) -> Tensor:
         x = self.decoder.embed_tokens(batch.input_ids)  # (N, C)
         embeddings, *deepstack = media_rows.split(self.config.hidden_size, dim=1)
         splice(x, embeddings, batch.image_at)

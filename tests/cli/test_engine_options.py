@@ -17,7 +17,14 @@ VALUES = {
     **{"max_num_batched_tokens": 64, "max_vision_patches": 128, "kvcache_block_size": 32, "num_kvcache_blocks": 10},
     **{"gpu_memory_utilization": 0.5, "cpu_kvcache_bytes": 2**20, "encoder_cache_bytes": 2**19},
     **{"enable_prefix_caching": False, "attention_backend": "torch", "vision_attention_backend": "flash4"},
-    **{"quantization": "int8", "lora": "adapter", "enable_lora": True, "max_loras": 2, "max_lora_rank": 8},
+    **{
+        "quantization": "int8",
+        "kv_cache_dtype": "fp8",
+        "lora": "adapter",
+        "enable_lora": True,
+        "max_loras": 2,
+        "max_lora_rank": 8,
+    },
     **{"enforce_eager": True, "async_scheduling": False, "skip_warmup": True, "seed": 7},
 }
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mmvllm import SamplingParams
+from mmvllm.config import EngineConfig
 from mmvllm.engine import memory, mixed_graphs
 from mmvllm.engine.memory import graphs_bytes
 from mmvllm.engine.mixed_graphs import MixedGraphs, step_sizes
@@ -90,6 +91,7 @@ def test_memory_of_graphs_is_measured_on_the_largest_step(checkpoint, make_llm, 
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 130)
-    assert graphs_bytes(runner.model, 20, runner.block_size, runner.dtype, runner.device) == 60
+    config = EngineConfig(max_num_seqs=20)
+    assert graphs_bytes(runner.model, config, runner.block_size, runner.dtype, runner.device) == 60
     assert steps == [((512, runner.model_config.row_size), memory.num_graph_logits(20))]
     assert memory.num_graph_logits(1000) == 264

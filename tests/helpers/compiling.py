@@ -72,7 +72,7 @@ def kernel_modules() -> Iterator:
             yield module
 
 
-# Compute capability 8.0 has no such floats; `quantization="fp8"` is refused there.
+# Compute capability 8.0 has no such floats; there, "fp8" is refused for weights and for the KV cache.
 WRITE_E4M3 = {"_quantize_rows_kernel", "_silu_mul_fp8_kernel", "_add_rms_norm_fp8_kernel"}
 
 
@@ -82,7 +82,8 @@ def compile_all(arch: int, dtype: torch.dtype) -> Iterator[dict]:
     found = []
 
     def launch(kernel: JITFunction, args: tuple, options: dict) -> None:
-        if arch >= 89 or kernel.__name__ not in WRITE_E4M3:
+        reads_e4m3 = any(isinstance(x, torch.Tensor) and x.dtype == torch.float8_e4m3fn for x in args)
+        if arch >= 89 or not (reads_e4m3 or kernel.__name__ in WRITE_E4M3):
             found.extend(compiled(kernel, args, options))
 
     replace_launches(arch, launch)

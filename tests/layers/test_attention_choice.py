@@ -82,6 +82,28 @@ def test_the_fastest_usable_backend_is_chosen_on_a_gpu(dtype, block_size, packag
     assert backend.block_size == (256 if chosen == "flash" else 16)  # the block size that flash-attn requires
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_packages_do_not_read_a_cache_of_codes(kv_dtype, gpu):
+    gpu("flash_attn", "flash_attn.cute", "torch.nn.attention.varlen")
+    arguments = (128, CUDA, torch.bfloat16, None, kv_dtype)
+    backend, why = choose_attention("auto", *arguments)
+    assert backend is TritonAttention and why.startswith("flash does not read keys and values in 8 bits; flash4 does")
+    assert choose_attention("torch", *arguments)[0] is TorchAttention
+    for name in ("flash", "flash4"):
+        with pytest.raises(ValueError, match=f"is '{name}', which does not read keys and values in 8 bits"):
+            choose_attention(name, *arguments)
+
+
+def test_8_bit_floats_in_the_cache_need_a_gpu_that_has_them(gpu):
+    gpu(capability=(8, 0))
+    arguments = ("auto", 128, CUDA, torch.bfloat16, None)
+    with pytest.raises(ValueError, match="kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or above; 'int8'"):
+        choose_attention(*arguments, torch.float8_e4m3fn)
+    assert choose_attention(*arguments, torch.int8)[0] is TritonAttention
+    gpu(capability=(8, 9))
+    assert choose_attention(*arguments, torch.float8_e4m3fn)[0] is TritonAttention
+
+
 @pytest.mark.parametrize(
     ("capability", "head_dim", "reason"),
     [
@@ -193,7 +215,7 @@ def test_a_backend_with_wrong_results_fails_its_trial(monkeypatch):
 def test_warming_up_writes_nothing_to_the_cache():
     cache = torch.randn(2, 1, 16, 2, 32)
     before = cache.clone()
-    warm_up_attention(TritonAttention, 4, cache)
+    warm_up_attention(TritonAttention, 4, cache, cache.dtype)
     assert torch.equal(cache, before)
 
 
