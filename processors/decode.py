@@ -78,7 +78,7 @@ def _decode_bytes(data: bytes, max_pixels: int, reserve: Reserve, formats: list[
             image.draft(None, (draft, draft))
         num_bytes = decoding_bytes(image, _area(image.size), num_encoded_pixels)
         with reserve(num_bytes), closing(image):  # closed before others may use its bytes
-            return _pixels(image, num_bytes)
+            return _pixels(image, num_bytes, is_own=True)
 
 
 def _decode_icon(data: bytes, max_pixels: int, reserve: Reserve, formats: list[str]) -> Image.Image:
@@ -87,7 +87,7 @@ def _decode_icon(data: bytes, max_pixels: int, reserve: Reserve, formats: list[s
     _check_size(size, max_pixels)
     num_bytes = 12 * _area(size)
     with reserve(num_bytes), closing(Image.open(io.BytesIO(data), formats=formats)) as image:
-        return _pixels(image, num_bytes)
+        return _pixels(image, num_bytes, is_own=True)
 
 
 def _decode_image(image: Image.Image, max_pixels: int, reserve: Reserve) -> Image.Image:
@@ -111,10 +111,10 @@ def decoding_bytes(image: Image.Image, num_pixels: int, num_encoded_pixels: int)
     return num_pixels * per_pixel + num_encoded_pixels * decoder
 
 
-def _pixels(image: Image.Image, num_bytes: int) -> Image.Image:
+def _pixels(image: Image.Image, num_bytes: int, is_own: bool = False) -> Image.Image:
     try:
         image.load()
-        return upright_rgb(image)
+        return upright_rgb(image, is_own)
     except MemoryError:
         size, num_mb = f"{image.width}x{image.height} pixels", max(1, round(num_bytes / 1e6))
     raise MemoryError(f"{size} need about {num_mb:,} MB")

@@ -34,6 +34,8 @@ PART_MIN_TOKENS = 4
 PART_MAX_TOKENS = 16384
 PART_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 
+STRIP_PIXELS = 224 * 1024  # that are cut at a time; 448x448 is one strip
+
 _SIZE_NAMES = {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}
 
 # Settings with one supported value.
@@ -246,14 +248,36 @@ class ImageProcessor:
         height, width = c.resized(image.height, image.width, min_pixels, max_pixels)
         if (width, height) != image.size:
             image = image.resize((width, height), Image.Resampling.BICUBIC)
-        patches = patchify(np.asarray(image)[None, None], c.patch_size, c.merge_size)[0]  # (P, C * p * p)
+        patches = patches_of(image, c.patch_size, c.merge_size, c.temporal_patch_size)
         grid = (1, height // c.patch_size, width // c.patch_size)
-        # A still image fills every frame of its temporal patch. np.repeat would hold the interpreter lock.
-        filled = np.empty((len(patches), 3, c.temporal_patch_size, c.patch_size**2), np.uint8)
-        filled[:] = patches.reshape(len(patches), 3, 1, -1)
         digest = xxhash.xxh3_128(patches.data)
         digest.update(repr(("image", grid, low, high, c)).encode())
-        return Media("image", torch.from_numpy(filled.reshape(len(patches), -1)), grid, (digest.digest(),))
+        return Media("image", torch.from_numpy(patches), grid, (digest.digest(),))
+
+
+def patches_of(image: Image.Image, patch_size: int, merge_size: int, frames: int) -> np.ndarray:
+    """RGB image -> (h * w, 3 * frames * patch_size**2) uint8, as `patchify` of equal frames.
+
+    Strips of an image are cut one after the other, so that what lies between the image and its patches stays in the
+    CPU's cache. A row of a patch is contiguous in the bytes of a channel, and copied as one element.
+    """
+    width, height = image.size
+    p, m = patch_size, merge_size
+    rows, columns = height // (m * p), width // (m * p)
+    patches = np.empty((rows, columns, m, m, 3, frames, p, p), np.uint8)
+    runs, squares = (
+        patches.view(f"V{p}")[..., 0],
+        patches.reshape(-1, p * p).view(f"V{p * p}").reshape(rows, -1, frames),
+    )
+    step = max(1, STRIP_PIXELS // (m * p * width))
+    for top in range(0, rows, step):
+        strip = image if step >= rows else image.crop((0, top * m * p, width, min(top + step, rows) * m * p))
+        for channel, name in enumerate("RGB"):
+            levels = np.frombuffer(strip.tobytes("raw", name), f"V{p}").reshape(-1, m, p, columns, m)
+            runs[top : top + step, ..., channel, 0, :] = levels.transpose(0, 3, 1, 4, 2)
+        for frame in range(1, frames):  # np.repeat would hold the interpreter lock
+            squares[top : top + step, :, frame] = squares[top : top + step, :, 0]
+    return patches.reshape(rows * columns * m * m, -1)
 
 
 def patchify(pixels: np.ndarray, patch_size: int, merge_size: int) -> np.ndarray:
