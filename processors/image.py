@@ -22,6 +22,7 @@ from mmvllm.errors import ParameterError, RequestError
 from mmvllm.grounding import ImageGeometry
 from mmvllm.inputs import Grid, Media
 from mmvllm.processors.bounds import check_bounds, pixel_bounds
+from mmvllm.processors.draft import Draft, source_size, with_source_size
 from mmvllm.processors.pixels import orientation_of
 
 Config = TypeVar("Config", bound="ImageProcessorConfig")
@@ -212,10 +213,23 @@ def resize_for_part(image: Image.Image, part: dict, factor: int) -> Image.Image:
     if part.get("resized_height") and part.get("resized_width"):
         height, width = part["resized_height"], part["resized_width"]
     else:
-        height, width = image.height, image.width
+        width, height = source_size(image)
         low, high = pixel_bounds(part.get("min_pixels"), part.get("max_pixels"), low, high)
     height, width = smart_resize(height, width, factor, low, high, min_side=factor)
-    return image.resize((width, height), Image.Resampling.BICUBIC)
+    return with_source_size(image.resize((width, height), Image.Resampling.BICUBIC), (width, height))
+
+
+def draft_for(
+    config: ImageProcessorConfig, part: dict, min_pixels: int | None = None, max_pixels: int | None = None
+) -> Draft | None:
+    """How small a JPEG may be decoded for an image part and a request's bounds; None for one with a size of its own."""
+    if part.get("resized_height") and part.get("resized_width"):
+        return None
+    _, high = pixel_bounds(min_pixels, max_pixels, config.min_pixels, config.max_pixels)
+    if any(part.get(key) for key in PART_SIZES):  # the image is resized to the part's bounds first
+        bounds = PART_MIN_TOKENS * config.factor**2, PART_MAX_TOKENS * config.factor**2
+        _, high = pixel_bounds(part.get("min_pixels"), part.get("max_pixels"), *bounds)
+    return Draft(high, config.factor)
 
 
 class SourceGeometry(NamedTuple):
@@ -227,7 +241,7 @@ class SourceGeometry(NamedTuple):
 
     @classmethod
     def of(cls, image: Image.Image) -> "SourceGeometry":
-        return cls(image.width, image.height, orientation_of(image))
+        return cls(*source_size(image), orientation_of(image))
 
     def resized_to(self, grid: Grid, patch_size: int) -> ImageGeometry:
         """With the size of what the model sees, a grid of patches."""
@@ -245,13 +259,16 @@ class ImageProcessor:
         """Resize, cut and digest one RGB image; `min_pixels` and `max_pixels` replace the checkpoint's bounds."""
         c = self.config
         low, high = pixel_bounds(min_pixels, max_pixels, c.min_pixels, c.max_pixels)
-        height, width = c.resized(image.height, image.width, min_pixels, max_pixels)
+        source, decoded = source_size(image), image.size
+        height, width = c.resized(source[1], source[0], min_pixels, max_pixels)
         if (width, height) != image.size:
             image = image.resize((width, height), Image.Resampling.BICUBIC)
         patches = patches_of(image, c.patch_size, c.merge_size, c.temporal_patch_size)
         grid = (1, height // c.patch_size, width // c.patch_size)
         digest = xxhash.xxh3_128(patches.data)
         digest.update(repr(("image", grid, low, high, c)).encode())
+        if source != decoded:
+            digest.update(repr(("jpeg_draft", source, decoded)).encode())
         return Media("image", torch.from_numpy(patches), grid, (digest.digest(),))
 
 
@@ -265,10 +282,8 @@ def patches_of(image: Image.Image, patch_size: int, merge_size: int, frames: int
     p, m = patch_size, merge_size
     rows, columns = height // (m * p), width // (m * p)
     patches = np.empty((rows, columns, m, m, 3, frames, p, p), np.uint8)
-    runs, squares = (
-        patches.view(f"V{p}")[..., 0],
-        patches.reshape(-1, p * p).view(f"V{p * p}").reshape(rows, -1, frames),
-    )
+    runs = patches.view(f"V{p}")[..., 0]
+    squares = patches.reshape(-1, p * p).view(f"V{p * p}").reshape(rows, -1, frames)
     step = max(1, STRIP_PIXELS // (m * p * width))
     for top in range(0, rows, step):
         strip = image if step >= rows else image.crop((0, top * m * p, width, min(top + step, rows) * m * p))

@@ -10,8 +10,8 @@ prints, for each format and size, the milliseconds of
 - transformers: from the same bytes to float32 patches, by its image processor with Pillow.
 
 All run in turns in one thread, twice in each round: the best second run counts, so that neither other load nor memory
-that another way has left unmapped matters much. Images are smooth noise; `--grain` adds noise
-to each pixel, as cameras do, which makes files larger and decoding slower.
+that another way has left unmapped matters much. Images are smooth noise; `--grain` adds noise to each pixel, as cameras
+do, which makes files larger and decoding slower.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from mmvllm.bench.workload import encoded, image_sizes, smooth_noise
 from mmvllm.models.folder import resolve_folder
 from mmvllm.models.registry import load_image_config
 from mmvllm.processors.bounds import pixel_bounds
-from mmvllm.processors.image import ImageProcessor
+from mmvllm.processors.image import ImageProcessor, draft_for
 from mmvllm.processors.load import load_image
 
 Way = Callable[[bytes], object]
@@ -68,9 +68,11 @@ def _ways(args: argparse.Namespace) -> dict[str, Way]:
         height, width = config.resized(image.height, image.width, *bounds)
         return image.resize((width, height), Image.Resampling.BICUBIC)
 
+    draft = draft_for(config, {}, *bounds)
     return {
         "Pillow": pillow,
         "mmvllm": lambda data: own(load_image(data), *bounds),
+        "draft": lambda data: own(load_image(data, draft), *bounds),
         "transformers": lambda data: theirs([decoded(data)], return_tensors="pt"),
     }
 
