@@ -38,7 +38,7 @@ class ParsedRequest(NamedTuple):
 
     Each of `images` is a dict with what to load under "image", and perhaps sizes of its own; each of `videos` one with
     what to load under "video", and perhaps keys of `qwen_vl_utils`. `processor_kwargs` are the request's own arguments
-    for videos, `image_bounds` its `min_pixels` and `max_pixels` for images; with `jpeg_draft`, JPEGs may be decoded at a
+    for videos, `image_bounds` its `min_pixels` and `max_pixels` for images; with `jpeg_draft` JPEGs may be decoded at a
     reduced scale. Special tokens in messages are text, unless `allow_special_tokens`. `template_kwargs` are arguments
     for the chat template, `tools` the functions that the model may call.
     """

@@ -1,4 +1,4 @@
-"""`jpeg_draft` decodes a JPEG at a reduced scale that has the pixels that the model is given, and keeps its full size."""
+"""`jpeg_draft` decodes a JPEG at a reduced scale that has the pixels the model is given, and keeps its full size."""
 
 import pytest
 from PIL import ExifTags, Image
