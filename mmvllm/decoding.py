@@ -14,6 +14,7 @@ from mmvllm.errors import ImageError, MediaFileError, VideoError
 from mmvllm.media import MediaPolicy
 from mmvllm.processors.budget import DECODING, VIDEO_DECODING
 from mmvllm.processors.clip import Clip
+from mmvllm.processors.draft import Draft, source_size, with_source_size
 from mmvllm.processors.pixels import orientation_of, with_orientation
 from mmvllm.worker_process import reserve_in_parent
 from mmvllm.workers import NUM_WORKERS, WorkerDied, WorkerPool, WorkerTimeout
@@ -64,17 +65,19 @@ class MediaDecoder:
         is_over = threading.Event()
         try:
             yield Load(
-                image=lambda data: self._decode(data, is_over.is_set),
+                image=lambda data, draft=None: self._decode(data, draft, is_over.is_set),
                 video=lambda data, plan: self._decode_video(data, plan, is_over.is_set),
             )
         finally:
             is_over.set()
 
-    def _decode(self, data: bytes, is_cancelled: Callable[[], bool]) -> Image.Image:
+    def _decode(self, data: bytes, draft: Draft | None, is_cancelled: Callable[[], bool]) -> Image.Image:
         timeout = self._policy.image_timeout
         with _sentences(ImageError, "image", timeout, "shrink"):
-            size, pixels, orientation = self._pool.run(_decode, data, timeout=timeout, is_cancelled=is_cancelled)
-        return with_orientation(Image.frombytes("RGB", size, pixels), orientation)
+            size, pixels, orientation, full = self._pool.run(
+                _decode, data, draft, timeout=timeout, is_cancelled=is_cancelled
+            )
+        return with_source_size(with_orientation(Image.frombytes("RGB", size, pixels), orientation), full)
 
     def _decode_video(self, data: bytes | list[bytes], plan: "ClipPlan", is_cancelled: Callable[[], bool]) -> Clip:
         self._policy.check("video", data)  # before it is copied to a process
@@ -115,10 +118,10 @@ def _start_video(policy: MediaPolicy) -> None:
             import_module(name)
 
 
-def _decode(data: bytes) -> tuple[tuple[int, int], pickle.PickleBuffer, int]:
-    """The size, the pixels, 3 bytes each, and the orientation of what is encoded."""
-    image = _policy.load(data, reserve_in_parent)
-    return image.size, pickle.PickleBuffer(image.tobytes()), orientation_of(image)
+def _decode(data: bytes, draft: Draft | None) -> tuple[tuple[int, int], pickle.PickleBuffer, int, tuple[int, int]]:
+    """The size, the pixels, 3 bytes each, the orientation and the full size of what is encoded."""
+    image = _policy.load(data, draft, reserve_in_parent)
+    return image.size, pickle.PickleBuffer(image.tobytes()), orientation_of(image), source_size(image)
 
 
 def _decode_video(data: bytes | list[bytes], plan: "ClipPlan") -> Clip:

@@ -14,6 +14,7 @@ from mmvllm.errors import ArgumentError
 from mmvllm.processors.budget import DECODING, VIDEO_DECODING
 from mmvllm.processors.clip import Clip
 from mmvllm.processors.decode import Reserve
+from mmvllm.processors.draft import Draft
 from mmvllm.processors.load import MAX_SOURCE_PIXELS, load_image
 from mmvllm.processors.video_limits import VideoLimits
 from mmvllm.text import with_article
@@ -118,14 +119,14 @@ class MediaPolicy:
                 "max_pixels", "is {value}, must be from 1 to {most}", value=self.max_pixels, most=MAX_SOURCE_PIXELS
             )
 
-    def load(self, data: bytes, reserve: Reserve = DECODING.reserve) -> Image.Image:
+    def load(self, data: bytes, draft: Draft | None = None, reserve: Reserve = DECODING.reserve) -> Image.Image:
         """Decode an encoded image to upright 8-bit RGB, in the calling thread; `MediaDecoder` has a time limit.
 
         Raises MediaError if `data` is not bytes (a path could have been chosen by a client) or exceeds the limits, and
         ValueError if it is not an image in one of `FORMATS`.
         """
         self.check("image", data)
-        return load_image(data, max_source_pixels=self.max_pixels, formats=FORMATS, reserve=reserve)
+        return load_image(data, draft, max_source_pixels=self.max_pixels, formats=FORMATS, reserve=reserve)
 
     def load_video(
         self, data: bytes | list[bytes], plan: "ClipPlan", reserve: Reserve = VIDEO_DECODING.reserve
@@ -140,7 +141,7 @@ class MediaPolicy:
 
         self.check("video", data)
         if isinstance(data, list):
-            return clip_of(data, plan, lambda frame: self.load(frame, reserve), self.video_limits)
+            return clip_of(data, plan, lambda frame: self.load(frame, reserve=reserve), self.video_limits)
         return load_video(data, plan, self.video_limits, reserve)
 
     @property

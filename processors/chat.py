@@ -8,7 +8,7 @@ from typing import Any
 from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput, Media, MediaRules
 from mmvllm.processors.clip import Clip
-from mmvllm.processors.image import ImageProcessor, SourceGeometry, resize_for_part
+from mmvllm.processors.image import ImageProcessor, SourceGeometry, draft_for, resize_for_part
 from mmvllm.processors.load_video import DIRECT, Load
 from mmvllm.processors.parts import naming_media
 from mmvllm.processors.placeholders import place_media
@@ -103,7 +103,9 @@ class Processor:
 
     def _image(self, i: int, part: dict, parsed: ParsedRequest, load: Load) -> Media:
         with naming_media(image_index=i):
-            image, config = load.image(part["image"]), self.image_processor.config
+            config = self.image_processor.config
+            draft = [draft_for(config, part, *parsed.image_bounds)] if parsed.jpeg_draft else []
+            image = load.image(part["image"], *draft)
             made = self.image_processor(resize_for_part(image, part, config.factor), *parsed.image_bounds)
             return replace(made, geometry=SourceGeometry.of(image).resized_to(made.grid, config.patch_size))
 

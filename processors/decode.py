@@ -9,7 +9,8 @@ from functools import cache
 from PIL import Image, UnidentifiedImageError
 
 from mmvllm.errors import ImageError
-from mmvllm.processors.pixels import upright_rgb
+from mmvllm.processors.draft import Draft, with_source_size
+from mmvllm.processors.pixels import orientation_of, upright_rgb
 from mmvllm.processors.scan import RefusedImage, embedded_size, scan
 
 Reserve = Callable[[int], AbstractContextManager]
@@ -35,7 +36,7 @@ def decode(
     max_pixels: int,
     reserve: Reserve,
     formats: Collection[str] | None = None,
-    draft: int | None = None,
+    draft: Draft | None = None,
 ) -> Image.Image:
     """A new upright RGB image; raises ImageError, which holds nothing of the image and no other exception."""
     try:
@@ -67,18 +68,23 @@ def _formats() -> list[str]:
     return [name for name in Image.OPEN if name != "EPS"]
 
 
-def _decode_bytes(data: bytes, max_pixels: int, reserve: Reserve, formats: list[str], draft: int | None) -> Image.Image:
+def _decode_bytes(
+    data: bytes, max_pixels: int, reserve: Reserve, formats: list[str], draft: Draft | None
+) -> Image.Image:
     scan(data)
     if data.startswith(_ICONS):
         return _decode_icon(data, max_pixels, reserve, formats)
     with closing(Image.open(io.BytesIO(data), formats=formats)) as image:
         _check_size(image.size, max_pixels)
-        num_encoded_pixels = _area(image.size)
+        size, num_encoded_pixels = image.size, _area(image.size)
         if draft is not None:
-            image.draft(None, (draft, draft))
+            draft.apply(image)
         num_bytes = decoding_bytes(image, _area(image.size), num_encoded_pixels)
         with reserve(num_bytes), closing(image):  # closed before others may use its bytes
-            return _pixels(image, num_bytes)
+            upright = _pixels(image, num_bytes, is_own=True)
+            if draft is None:
+                return upright
+            return with_source_size(upright, size[::-1] if orientation_of(upright) > 4 else size)
 
 
 def _decode_icon(data: bytes, max_pixels: int, reserve: Reserve, formats: list[str]) -> Image.Image:
@@ -87,7 +93,7 @@ def _decode_icon(data: bytes, max_pixels: int, reserve: Reserve, formats: list[s
     _check_size(size, max_pixels)
     num_bytes = 12 * _area(size)
     with reserve(num_bytes), closing(Image.open(io.BytesIO(data), formats=formats)) as image:
-        return _pixels(image, num_bytes)
+        return _pixels(image, num_bytes, is_own=True)
 
 
 def _decode_image(image: Image.Image, max_pixels: int, reserve: Reserve) -> Image.Image:
@@ -111,10 +117,10 @@ def decoding_bytes(image: Image.Image, num_pixels: int, num_encoded_pixels: int)
     return num_pixels * per_pixel + num_encoded_pixels * decoder
 
 
-def _pixels(image: Image.Image, num_bytes: int) -> Image.Image:
+def _pixels(image: Image.Image, num_bytes: int, is_own: bool = False) -> Image.Image:
     try:
         image.load()
-        return upright_rgb(image)
+        return upright_rgb(image, is_own)
     except MemoryError:
         size, num_mb = f"{image.width}x{image.height} pixels", max(1, round(num_bytes / 1e6))
     raise MemoryError(f"{size} need about {num_mb:,} MB")

@@ -62,6 +62,8 @@ class ForeignProcessor:
         load = load or self.load
         parsed = parse_request(request)
         check_takes_media(parsed, self.rules)
+        if parsed.jpeg_draft:
+            raise RequestError("jpeg_draft cannot be used with a processor of your own", param="jpeg_draft")
         given = [self._image(i, part, parsed, load) for i, part in enumerate(parsed.images)]
         images = [image for image, _ in given]
         clips = [self._clip(i, part, parsed, load) for i, part in enumerate(parsed.videos)]

@@ -22,6 +22,7 @@ from mmvllm.errors import ParameterError, RequestError
 from mmvllm.grounding import ImageGeometry
 from mmvllm.inputs import Grid, Media
 from mmvllm.processors.bounds import check_bounds, pixel_bounds
+from mmvllm.processors.draft import Draft, source_size, with_source_size
 from mmvllm.processors.pixels import orientation_of
 
 Config = TypeVar("Config", bound="ImageProcessorConfig")
@@ -33,6 +34,8 @@ FRAME = "a frame"  # what errors call what is resized, if it is no image
 PART_MIN_TOKENS = 4
 PART_MAX_TOKENS = 16384
 PART_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+
+STRIP_PIXELS = 224 * 1024  # that are cut at a time; 448x448 is one strip
 
 _SIZE_NAMES = {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}
 
@@ -210,10 +213,23 @@ def resize_for_part(image: Image.Image, part: dict, factor: int) -> Image.Image:
     if part.get("resized_height") and part.get("resized_width"):
         height, width = part["resized_height"], part["resized_width"]
     else:
-        height, width = image.height, image.width
+        width, height = source_size(image)
         low, high = pixel_bounds(part.get("min_pixels"), part.get("max_pixels"), low, high)
     height, width = smart_resize(height, width, factor, low, high, min_side=factor)
-    return image.resize((width, height), Image.Resampling.BICUBIC)
+    return with_source_size(image.resize((width, height), Image.Resampling.BICUBIC), (width, height))
+
+
+def draft_for(
+    config: ImageProcessorConfig, part: dict, min_pixels: int | None = None, max_pixels: int | None = None
+) -> Draft | None:
+    """How small a JPEG may be decoded for an image part and a request's bounds; None for one with a size of its own."""
+    if part.get("resized_height") and part.get("resized_width"):
+        return None
+    _, high = pixel_bounds(min_pixels, max_pixels, config.min_pixels, config.max_pixels)
+    if any(part.get(key) for key in PART_SIZES):  # the image is resized to the part's bounds first
+        bounds = PART_MIN_TOKENS * config.factor**2, PART_MAX_TOKENS * config.factor**2
+        _, high = pixel_bounds(part.get("min_pixels"), part.get("max_pixels"), *bounds)
+    return Draft(high, config.factor)
 
 
 class SourceGeometry(NamedTuple):
@@ -225,7 +241,7 @@ class SourceGeometry(NamedTuple):
 
     @classmethod
     def of(cls, image: Image.Image) -> "SourceGeometry":
-        return cls(image.width, image.height, orientation_of(image))
+        return cls(*source_size(image), orientation_of(image))
 
     def resized_to(self, grid: Grid, patch_size: int) -> ImageGeometry:
         """With the size of what the model sees, a grid of patches."""
@@ -243,17 +259,40 @@ class ImageProcessor:
         """Resize, cut and digest one RGB image; `min_pixels` and `max_pixels` replace the checkpoint's bounds."""
         c = self.config
         low, high = pixel_bounds(min_pixels, max_pixels, c.min_pixels, c.max_pixels)
-        height, width = c.resized(image.height, image.width, min_pixels, max_pixels)
+        source, decoded = source_size(image), image.size
+        height, width = c.resized(source[1], source[0], min_pixels, max_pixels)
         if (width, height) != image.size:
             image = image.resize((width, height), Image.Resampling.BICUBIC)
-        patches = patchify(np.asarray(image)[None, None], c.patch_size, c.merge_size)[0]  # (P, C * p * p)
+        patches = patches_of(image, c.patch_size, c.merge_size, c.temporal_patch_size)
         grid = (1, height // c.patch_size, width // c.patch_size)
-        # A still image fills every frame of its temporal patch. np.repeat would hold the interpreter lock.
-        filled = np.empty((len(patches), 3, c.temporal_patch_size, c.patch_size**2), np.uint8)
-        filled[:] = patches.reshape(len(patches), 3, 1, -1)
         digest = xxhash.xxh3_128(patches.data)
         digest.update(repr(("image", grid, low, high, c)).encode())
-        return Media("image", torch.from_numpy(filled.reshape(len(patches), -1)), grid, (digest.digest(),))
+        if source != decoded:
+            digest.update(repr(("jpeg_draft", source, decoded)).encode())
+        return Media("image", torch.from_numpy(patches), grid, (digest.digest(),))
+
+
+def patches_of(image: Image.Image, patch_size: int, merge_size: int, frames: int) -> np.ndarray:
+    """RGB image -> (h * w, 3 * frames * patch_size**2) uint8, as `patchify` of equal frames.
+
+    Strips of an image are cut one after the other, so that what lies between the image and its patches stays in the
+    CPU's cache. A row of a patch is contiguous in the bytes of a channel, and copied as one element.
+    """
+    width, height = image.size
+    p, m = patch_size, merge_size
+    rows, columns = height // (m * p), width // (m * p)
+    patches = np.empty((rows, columns, m, m, 3, frames, p, p), np.uint8)
+    runs = patches.view(f"V{p}")[..., 0]
+    squares = patches.reshape(-1, p * p).view(f"V{p * p}").reshape(rows, -1, frames)
+    step = max(1, STRIP_PIXELS // (m * p * width))
+    for top in range(0, rows, step):
+        strip = image if step >= rows else image.crop((0, top * m * p, width, min(top + step, rows) * m * p))
+        for channel, name in enumerate("RGB"):
+            levels = np.frombuffer(strip.tobytes("raw", name), f"V{p}").reshape(-1, m, p, columns, m)
+            runs[top : top + step, ..., channel, 0, :] = levels.transpose(0, 3, 1, 4, 2)
+        for frame in range(1, frames):  # np.repeat would hold the interpreter lock
+            squares[top : top + step, :, frame] = squares[top : top + step, :, 0]
+    return patches.reshape(rows * columns * m * m, -1)
 
 
 def patchify(pixels: np.ndarray, patch_size: int, merge_size: int) -> np.ndarray:

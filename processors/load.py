@@ -21,6 +21,7 @@ from PIL import Image
 from mmvllm.errors import ImageError, MediaFileError, RequestError, without_frames
 from mmvllm.processors.budget import DECODING
 from mmvllm.processors.decode import Reserve, decode
+from mmvllm.processors.draft import Draft
 from mmvllm.text import with_article
 
 # Larger images are refused before they are decoded. It is Pillow's own limit, which callers may have changed there.
@@ -37,7 +38,7 @@ _SHARED = threading.Lock()
 
 def load_image(
     source: Any,
-    draft: int | None = None,
+    draft: Draft | None = None,
     max_source_pixels: int | None = None,
     formats: Collection[str] | None = None,
     reserve: Reserve = DECODING.reserve,
@@ -52,8 +53,7 @@ def load_image(
         source: a PIL image; a path; encoded bytes or a binary file object; a file:// or http(s):// URL or a data URI;
             a numpy array or torch tensor of uint8 with shape (height, width, 3), (height, width, 4) with alpha, or
             (height, width) in grey.
-        draft: decode a JPEG at the smallest of its scales (1/8, 1/4, 1/2, 1) that has at least this many pixels on each
-            side, which is faster and gives other pixel values.
+        draft: decode a JPEG at a reduced scale, which is faster and gives other pixel values.
         max_source_pixels: an image with more pixels is refused before it is decoded (default: MAX_SOURCE_PIXELS).
         formats: Pillow's names of the accepted formats of encoded images (default: all that Pillow reads without
             external programs).
@@ -74,7 +74,7 @@ def load_image(
 
 def _load(
     source: Any,
-    draft: int | None,
+    draft: Draft | None,
     max_source_pixels: int | None,
     formats: Collection[str] | None,
     reserve: Reserve,

@@ -147,11 +147,11 @@ class Load:
     """How the media of a request are read: in the calling thread from any source, unless other functions do it.
 
     Args:
-        image: source -> RGB image.
+        image: source -> RGB image; with a request's `jpeg_draft`, it is also given a `Draft` or None.
         video: source, plan -> the frames that the plan takes.
     """
 
-    image: Callable[[Any], Image] = load_image
+    image: Callable[..., Image] = load_image
     video: Callable[[Any, ClipPlan], Clip] = load_video
 
 

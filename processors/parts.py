@@ -19,7 +19,7 @@ SOURCE_KEYS = ("image", "image_url", "url", "path", "base64")
 VIDEO_SOURCE_KEYS = ("video", "video_url", "url", "path", "base64")
 IMAGE_KEYS = frozenset(("type", *SOURCE_KEYS, *PART_SIZES))
 VIDEO_KEYS = frozenset(("type", *VIDEO_SOURCE_KEYS, *qwen_vl_utils.KEYS, "num_frames"))
-PROCESSOR_KEYS = frozenset(("fps", "num_frames", "min_pixels", "max_pixels"))
+PROCESSOR_KEYS = frozenset(("fps", "num_frames", "min_pixels", "max_pixels", "jpeg_draft"))
 _RATES = ("fps", "sample_fps", "raw_fps")
 _TIMES = ("video_start", "video_end")
 

@@ -33,13 +33,20 @@ def with_orientation(image: Image.Image, orientation: int) -> Image.Image:
     return image
 
 
-def upright_rgb(image: Image.Image) -> Image.Image:
-    """A new upright 8-bit RGB image of a loaded image; raises RefusedImage for a hostile EXIF block."""
+def upright_rgb(image: Image.Image, is_own: bool = False) -> Image.Image:
+    """A new upright 8-bit RGB image of a loaded image; raises RefusedImage for a hostile EXIF block.
+
+    Args:
+        is_own: nobody else uses the image, so that the new one may take over its pixels.
+    """
     orientation = _orientation(image)
     method = _UPRIGHT.get(orientation)
     turned = image if method is None else image.transpose(method)
-    is_done = turned is not image and turned.mode == "RGB" and not turned.has_transparency_data
-    return with_orientation(turned if is_done else _to_rgb(turned), 1 if method is None else orientation)
+    if turned.mode != "RGB" or turned.has_transparency_data:
+        turned = _to_rgb(turned)
+    elif turned is image:
+        turned = image._new(image.im) if is_own else image.copy()  # what `copy` does, without copying the pixels
+    return with_orientation(turned, 1 if method is None else orientation)
 
 
 def _orientation(image: Image.Image) -> int | None:

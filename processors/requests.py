@@ -38,9 +38,9 @@ class ParsedRequest(NamedTuple):
 
     Each of `images` is a dict with what to load under "image", and perhaps sizes of its own; each of `videos` one with
     what to load under "video", and perhaps keys of `qwen_vl_utils`. `processor_kwargs` are the request's own arguments
-    for videos, `image_bounds` its `min_pixels` and `max_pixels` for images. Special tokens in messages are text, unless
-    `allow_special_tokens`. `template_kwargs` are arguments for the chat template, `tools` the functions that the model
-    may call.
+    for videos, `image_bounds` its `min_pixels` and `max_pixels` for images; with `jpeg_draft` JPEGs may be decoded at a
+    reduced scale. Special tokens in messages are text, unless `allow_special_tokens`. `template_kwargs` are arguments
+    for the chat template, `tools` the functions that the model may call.
     """
 
     messages: list[dict] | None
@@ -53,6 +53,7 @@ class ParsedRequest(NamedTuple):
     allow_special_tokens: bool = False
     template_kwargs: Mapping[str, Any] = MappingProxyType({})
     tools: Sequence[dict] = ()
+    jpeg_draft: bool = False
 
 
 def parse_request(request: Any) -> ParsedRequest:
@@ -68,16 +69,17 @@ def parse_request(request: Any) -> ParsedRequest:
         raise RequestError(f"tools goes with 'messages'; no template is applied to {form!r}", param="tools")
     images, videos = _given_media(request)
     kwargs = _processor_kwargs(request)
+    draft = kwargs.pop("jpeg_draft", False)
     bounds = tuple(request.get(name) or kwargs.get(name) for name in ("min_pixels", "max_pixels"))
     if form == "messages":
         if images or videos:
             raise RequestError("images and videos go with 'text'; with 'messages', put each into its message as a part")
         keys = {"allow_special_tokens": allow_special_tokens, "template_kwargs": template_kwargs, "tools": tools}
-        return ParsedRequest(*_parse_messages(content), kwargs, bounds, **keys)
+        return ParsedRequest(*_parse_messages(content), kwargs, bounds, **keys, jpeg_draft=draft)
     images = [image if isinstance(image, dict) else {"image": image} for image in images]
     videos = [video if isinstance(video, dict) else {"video": video} for video in videos]
     images, videos = list(map(image_part, count(), images)), list(map(video_part, count(), videos))
-    parsed = ParsedRequest(None, images, videos, kwargs, bounds)
+    parsed = ParsedRequest(None, images, videos, kwargs, bounds, jpeg_draft=draft)
     if form == "prompt_token_ids":
         return parsed._replace(token_ids=content)
     if not isinstance(content, str):
@@ -144,6 +146,8 @@ def _processor_kwargs(request: dict) -> dict[str, Any]:
     kwargs = without_nulls(kwargs)
     check_keys("mm_processor_kwargs", kwargs, PROCESSOR_KEYS)
     check_numbers(kwargs)
+    if not isinstance(draft := kwargs.get("jpeg_draft", False), bool):
+        raise ParameterError("jpeg_draft", draft, "True or False")
     if "fps" in kwargs and "num_frames" in kwargs:
         raise RequestError("mm_processor_kwargs has both fps and num_frames; give one of them", param="num_frames")
     return kwargs

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from mmvllm.captioning.endpoint import Endpoint
 
 _ENGINE_FIELDS = frozenset(field.name for field in fields(EngineConfig))
-_NOT_SENT = ("min_pixels", "beam_width", "allow_special_tokens")
-_DEFAULTS = {"dtype": "auto", "allow_special_tokens": False}  # the others are None
+_NOT_SENT = ("min_pixels", "beam_width", "allow_special_tokens", "jpeg_draft")
+_DEFAULTS = {"dtype": "auto", "allow_special_tokens": False, "jpeg_draft": False}  # the others are None
 
 
 @dataclass(frozen=True, slots=True)

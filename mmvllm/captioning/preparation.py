@@ -15,6 +15,7 @@ from mmvllm.processors.budget import DECODING, VIDEO_DECODING
 from mmvllm.processors.chat import Processor
 from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.decode import Reserve
+from mmvllm.processors.draft import Draft, source_size
 from mmvllm.processors.foreign import ForeignProcessor
 from mmvllm.processors.load import load_image
 from mmvllm.processors.load_video import Load, load_video
@@ -50,8 +51,8 @@ class CaptionPreparer:
     def __call__(self, request: dict) -> CaptionInput:
         seen: dict[str, Any] = {}
 
-        def image(item: Item) -> Image:
-            image = load_image(item.read(), reserve=self._reserve_image)
+        def image(item: Item, draft: Draft | None = None) -> Image:
+            image = load_image(item.read(), draft, reserve=self._reserve_image)
             seen.update(seen_of_image(image))
             return image
 
@@ -98,7 +99,8 @@ def seen_of_image(image: Image) -> dict[str, Any]:
     """The digest is of the decoded pixels, 32 hex digits, and the size that of the upright image."""
     digest = xxhash.xxh3_128(f"{image.size}".encode())
     digest.update(image.tobytes())
-    return {"digest": digest.hexdigest(), "width": image.width, "height": image.height}
+    width, height = source_size(image)
+    return {"digest": digest.hexdigest(), "width": width, "height": height}
 
 
 def _seen_of_clip(item: Item, clip: Clip) -> dict[str, Any]:

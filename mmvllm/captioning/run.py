@@ -88,7 +88,8 @@ def caption_images(
         settings: fields of `CaptionSettings`: prompt, prompts, n, system, max_tokens, temperature, seed, min_pixels,
             max_pixels, stop_on_repetition, beam_width, video_fps, video_frames, video_max_pixels, clip_seconds,
             animations_as_clips, prefix, suffix, trigger_word, context_from, context_mode, schema,
-            allow_special_tokens, chat_template_kwargs, and dtype, quantization and lora of the engine that is made.
+            allow_special_tokens, chat_template_kwargs, jpeg_draft, and dtype, quantization and lora of the engine that
+            is made.
 
     Raises ValueError for arguments that do not fit together, and if another run is writing to the output.
     """

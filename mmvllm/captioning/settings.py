@@ -51,6 +51,8 @@ class CaptionSettings:
     `video_max_pixels` each. With `clip_seconds`, longer videos are captioned as clips of this length. With
     `animations_as_clips`, GIF, WebP, AVIF, APNG and TIFF files of several frames are videos.
 
+    With `jpeg_draft`, large JPEGs are decoded at a reduced scale, which changes pixel values.
+
     Captions that repeat themselves are ended, unless `stop_on_repetition` is false. Earlier versions did not end them;
     nevertheless their outputs are resumed by runs that do.
 
@@ -88,6 +90,7 @@ class CaptionSettings:
     beam_width: int | None = None
     prompts: list[dict[str, str]] | None = None
     n: int = 1
+    jpeg_draft: bool = False
 
     def __post_init__(self):
         self._set_prompts()
@@ -241,7 +244,8 @@ class CaptionSettings:
         """
         messages, *more = [self._messages(item, prompt.text) for prompt in self.prompts_for(item)]
         names = ("allow_special_tokens", "chat_template_kwargs", "min_pixels", "max_pixels")
-        kwargs = self.video_sampling.processor_kwargs if item.is_video else {}
+        own = {"jpeg_draft": True} if self.jpeg_draft else {}
+        kwargs = self.video_sampling.processor_kwargs if item.is_video else own
         request = {"messages": messages, "mm_processor_kwargs": kwargs, **{name: getattr(self, name) for name in names}}
         return request | ({"more": more} if more else {})
 

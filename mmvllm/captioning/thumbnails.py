@@ -7,6 +7,7 @@ from pathlib import Path
 from PIL import Image
 
 from mmvllm.captioning.tars import TarMember
+from mmvllm.processors.draft import Draft
 from mmvllm.processors.load import load_image
 
 SIDE = 160  # pixels, the longer side
@@ -19,7 +20,7 @@ def thumbnail(source: Source | None) -> str | None:
     if source is None:
         return None
     try:
-        image = load_image(read(source), draft=SIDE)
+        image = load_image(read(source), draft=Draft(1, SIDE))
     except ValueError:
         return None
     image.thumbnail((SIDE, SIDE))

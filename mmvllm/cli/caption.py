@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 # Arguments that are passed to `caption_images` under the same names.
 PASSED_ON = (
     *("system", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels", "prefix", "suffix", "trigger_word"),
+    "jpeg_draft",
     "stop_on_repetition",
     *("video_fps", "video_frames", "video_max_pixels", "clip_seconds", "animations_as_clips"),
     *("context_from", "context_mode", "caption_extension", "schema", "n", "allow_special_tokens"),
@@ -147,6 +148,11 @@ def _add_prompt(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--min-pixels", type=at_least_one, metavar="N", help="enlarge smaller images to this area")
     group.add_argument(
         "--max-pixels", type=at_least_one, metavar="N", help="shrink larger images to this area, which is faster"
+    )
+    group.add_argument(
+        "--jpeg-draft",
+        action="store_true",
+        help="decode large JPEGs at a reduced scale, which is faster and changes pixel values",
     )
     group.add_argument(
         "--allow-special-tokens",
@@ -360,7 +366,7 @@ def _endpoint_options(args: argparse.Namespace) -> "EndpointOptions | None":
         raise ValueError("--executor ray makes engines of its own; leave it out with --endpoint")
     size = None if args.data_parallel_size == 1 else args.data_parallel_size
     check_endpoint({"model": args.model, "worker_processes": args.worker_processes or None, "data_parallel_size": size})
-    check_endpoint(engine_arguments(args) | {"min_pixels": args.min_pixels})
+    check_endpoint(engine_arguments(args) | {"min_pixels": args.min_pixels, "jpeg_draft": args.jpeg_draft})
     return EndpointOptions(args.endpoint, **given)
 
 

@@ -76,6 +76,9 @@ class ProcessorKwargs(StrictModel):
     num_frames: Size | None = Field(None, description="Frames to take of a video, in place of fps.")
     min_pixels: Size | None = Field(None, description="As the checkpoint's, of videos and images.")
     max_pixels: Size | None = Field(None, description="As the checkpoint's, of videos and images.")
+    jpeg_draft: bool | None = Field(
+        None, description="Decode large JPEGs at a reduced scale, which is faster and changes pixel values."
+    )
 
 
 class SamplingRequest(StructuredFields):

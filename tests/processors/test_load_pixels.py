@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageSequence
 
+from mmvllm.processors.draft import Draft
 from mmvllm.processors.load import load_image
 from tests.helpers.images import RGB, encode, noise
 from tests.helpers.loading import UPRIGHT, exif, levels, png, rotated
@@ -210,7 +211,7 @@ LARGE_JPEG = encode(noise_image(640, 480, seed=6), "JPEG", quality=95)
     ],
 )
 def test_a_draft_is_the_smallest_jpeg_scale_that_is_large_enough(draft, size):
-    small = load_image(LARGE_JPEG, draft=draft)
+    small = load_image(LARGE_JPEG, draft=Draft(1, draft))
     assert small.size == size
     want = np.asarray(load_image(LARGE_JPEG).resize(size, Image.Resampling.BOX)).astype(int)
     assert np.abs(np.asarray(small) - want).mean() < 4
@@ -219,19 +220,19 @@ def test_a_draft_is_the_smallest_jpeg_scale_that_is_large_enough(draft, size):
 @pytest.mark.parametrize("orientation", UPRIGHT)
 def test_a_draft_is_upright(orientation):
     turned = encode(Image.open(io.BytesIO(LARGE_JPEG)), "JPEG", quality=95, exif=exif(rotated(orientation)))
-    stored = np.asarray(load_image(encode(Image.open(io.BytesIO(LARGE_JPEG)), "JPEG", quality=95), draft=100))
-    assert np.array_equal(np.asarray(load_image(turned, draft=100)), UPRIGHT[orientation](stored))
+    stored = np.asarray(load_image(encode(Image.open(io.BytesIO(LARGE_JPEG)), "JPEG", quality=95), draft=Draft(1, 100)))
+    assert np.array_equal(np.asarray(load_image(turned, draft=Draft(1, 100))), UPRIGHT[orientation](stored))
 
 
 @pytest.mark.parametrize("file_format", ["PNG", "GIF", "TIFF", "WEBP", "BMP"])
 def test_a_draft_changes_nothing_but_a_jpeg(file_format):
     data = encode(noise_image(320, 240, seed=7), file_format)
-    assert np.array_equal(np.asarray(load_image(data, draft=10)), levels(data))
+    assert np.array_equal(np.asarray(load_image(data, draft=Draft(1, 10))), levels(data))
 
 
 def test_a_draft_does_not_modify_the_callers_image():
     lazy = Image.open(io.BytesIO(LARGE_JPEG))
-    assert load_image(lazy, draft=10).size == lazy.size == (640, 480)
+    assert load_image(lazy, draft=Draft(1, 10)).size == lazy.size == (640, 480)
 
 
 @pytest.mark.parametrize("file_format", ["GIF", "WEBP", "PNG"])

@@ -197,7 +197,7 @@ BAD = {
     ),
     "processor arguments of another kind": (
         {"text": "x", "mm_processor_kwargs": {"size": {}}},
-        "mm_processor_kwargs has unknown keys size; known: fps, max_pixels, min_pixels, num_frames",
+        "mm_processor_kwargs has unknown keys size; known: fps, jpeg_draft, max_pixels, min_pixels, num_frames",
     ),
     "text without text": (user({"type": "text"}), "a text part needs 'text' with a string, not None"),
     "text of another type": (user({"type": "text", "text": 5}), "a text part needs 'text' with a string, not 5"),
