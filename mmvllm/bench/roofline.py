@@ -10,6 +10,7 @@ import torch
 
 from mmvllm.bench.costs import ModelCosts, keys_seen
 from mmvllm.bench.runs import Run, is_prefill, now
+from mmvllm.bench.stored import StoredBytes
 from mmvllm.engine.memory import kv_block_bytes
 from mmvllm.layers.linear import Linear, pack_weights
 from mmvllm.llm import LLM
@@ -50,7 +51,7 @@ def flops_per_second(device: torch.device, dtype: torch.dtype, quantization: str
         linear.use_fp8()
         next(linear.checkpoint_views()).view.copy_(x)
     elif device.type == "cpu":
-        pack_weights(linear, dtype, int8=quantization == "int8")
+        pack_weights(linear, dtype, int8=quantization in ("int8", "int4"))  # the fastest of products with 4-bit weights
     return 2 * size**3 / _best_seconds(lambda: linear(x), device)
 
 
@@ -68,10 +69,9 @@ class Roofline:
     """The limits of one model on one machine, for requests with at most one image each."""
 
     def __init__(self, machine: Machine, llm: LLM):
-        runner, quantization = llm.engine.model_runner, llm.engine.config.quantization
+        runner = llm.engine.model_runner
         self.machine, self.costs = machine, ModelCosts(runner.model_config)
-        self.value_bytes = 1 if quantization else runner.dtype.itemsize  # of a weight of the decoder
-        self.head_bytes = 1 if quantization == "int8" else runner.dtype.itemsize  # of a weight of the head
+        self.stored = StoredBytes.of(runner.model)
         self.key_bytes = kv_block_bytes(runner.model_config, 1, runner.dtype)  # of a key and its value in all layers
 
     def shares(self, run: Run) -> dict[str, float | None]:
@@ -97,9 +97,9 @@ class Roofline:
         }
 
     def weight_bytes(self, num_tokens: int) -> float:
-        """Read by a decode step of so many tokens."""
-        head = self.costs.num_head_weights
-        return (self.costs.weights_read_by_a_step(num_tokens) - head) * self.value_bytes + head * self.head_bytes
+        """Read by a decode step of so many tokens, each of which chooses experts of its own."""
+        unused = (1 - self.costs.active_share) ** num_tokens
+        return self.stored.decoder + self.stored.head - unused * self.stored.experts
 
     def limit(self, run: Run, concurrency: int) -> float:
         """Requests per second at the machine's peaks, with decode steps of `concurrency` requests each.

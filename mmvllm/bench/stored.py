@@ -1,0 +1,57 @@
+"""Bytes that a loaded model's weights take as they are stored, with the scales of weights in few bits."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from mmvllm.layers.linear import PackableModule
+from mmvllm.layers.lora import AdapterStack
+
+_OF_TORCH = set(vars(nn.Module()))  # attributes of every module, with its parameters and buffers
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """What a decode step reads: all layers of the decoder, of which `experts` are those of experts, and the head.
+
+    The embedding, of which a step reads a few rows, is left out; a head that is tied to it counts.
+    """
+
+    decoder: int
+    experts: int
+    head: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "StoredBytes":
+        sizes = {name: sum(map(_num_bytes, _own_tensors(module))) for name, module in model.named_modules()}
+
+        def total(prefix: str, part: str = "") -> int:
+            return sum(size for name, size in sizes.items() if name.startswith(prefix) and part in name)
+
+        return cls(total("decoder.") - total("decoder.embed_tokens"), total("decoder.", ".experts"), total("lm_head"))
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers, and tensors of the weights that a layer keeps in a layout of its own."""
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+    if isinstance(module, PackableModule):
+        yield from _tensors_in([value for name, value in vars(module).items() if name not in _OF_TORCH])
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors_in(part)
+    elif type(value).__module__.startswith("mmvllm.layers.") and not isinstance(value, AdapterStack):
+        names = getattr(value, "__slots__", None) or vars(value)
+        yield from _tensors_in([getattr(value, name) for name in names])
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """Also of a tensor in oneDNN's layout, which has no `nbytes` of its own."""
+    return tensor.numel() * tensor.element_size()
