@@ -25,12 +25,18 @@ class StoredBytes:
 
     @classmethod
     def of(cls, model: nn.Module) -> "StoredBytes":
-        sizes = {name: sum(map(_num_bytes, _own_tensors(module))) for name, module in model.named_modules()}
+        sizes = {name: _num_bytes(module) for name, module in model.named_modules()}
 
         def total(prefix: str, part: str = "") -> int:
             return sum(size for name, size in sizes.items() if name.startswith(prefix) and part in name)
 
         return cls(total("decoder.") - total("decoder.embed_tokens"), total("decoder.", ".experts"), total("lm_head"))
+
+
+def _num_bytes(module: nn.Module) -> int:
+    """Of what the module holds itself; a tensor in oneDNN's layout has no `nbytes`."""
+    tensors = {id(tensor): tensor for tensor in _own_tensors(module)}  # a packed weight has the module's bias, too
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
@@ -50,8 +56,3 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     elif type(value).__module__.startswith("mmvllm.layers.") and not isinstance(value, AdapterStack):
         names = getattr(value, "__slots__", None) or vars(value)
         yield from _tensors_in([getattr(value, name) for name in names])
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    """Also of a tensor in oneDNN's layout, which has no `nbytes` of its own."""
-    return tensor.numel() * tensor.element_size()

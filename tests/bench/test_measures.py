@@ -136,6 +136,7 @@ def test_quantized_weights_take_a_byte_each_beside_their_scales(quantization, ma
     assert 1 < Roofline(Machine(1e9, 1e9), llm).weight_bytes(1) / weights < 1.1
 
 
+@torch.inference_mode()
 def test_stored_bytes_are_those_of_codes_scales_and_all_else():
     """4 bits in a layer's own layout, 8 bits in a buffer, oneDNN's layout, and a head that is tied."""
     model = nn.Module()
