@@ -27,15 +27,16 @@ def run(args: argparse.Namespace) -> dict:
             repeats[batch_size] = [{name: _measure(one, bench) for name, one in runs.items()} for runs in rounds]
             results[batch_size] = measures.medians(repeats[batch_size])
             if args.compare:
-                results[batch_size]["ratio"] = measures.ratios(results[batch_size])
+                results[batch_size]["ratio"] = measures.ratios(results[batch_size], args.compare)
     _print(results, args)
     return record(args, bench.device, bench.config, **bench.described(), results=results, repeats=repeats)
 
 
 def _measure(one: Run, bench: Bench) -> dict:
     measured = {**measures.counts_and_rates(one), **measures.latencies(one, since=one.start)}
-    if not one.steps:  # transformers, each of whose steps generates one token per request
-        return measured | {"decode_step_seconds": measured["seconds_per_output_token"]["p50"]}
+    if not one.steps:  # another engine; each step of transformers generates one token per request
+        seconds = median(one.decode_seconds) if one.decode_seconds else measured["seconds_per_output_token"]["p50"]
+        return measured | {"decode_step_seconds": seconds}
     decode_steps = [step_seconds(step) for step in one.steps if not is_prefill(step)]
     return measured | {
         "decode_step_seconds": median(decode_steps) if decode_steps else None,
@@ -51,7 +52,8 @@ def _print(results: dict, args: argparse.Namespace) -> None:
         figures = {name: _figures(engines[name]) for name in engines if name != "ratio"}
         rows += [[f"{batch_size} {name}", *map(number, values)] for name, values in figures.items()]
         if args.compare:
-            rows.append([f"{batch_size} times as fast", *map(number, _times_as_fast(**figures))])
+            ratios = _times_as_fast(figures["mmvllm"], figures[args.compare])
+            rows.append([f"{batch_size} times as fast", *map(number, ratios)])
     print_table("batch size", header, rows)
     print_table(
         "share of the peak",
@@ -73,6 +75,6 @@ def _figures(measured: dict) -> list[float | None]:
     ]
 
 
-def _times_as_fast(mmvllm: list[float | None], transformers: list[float | None]) -> list[float | None]:
-    pairs = [*zip(transformers[:3], mmvllm[:3], strict=True), *zip(mmvllm[3:], transformers[3:], strict=True)]
+def _times_as_fast(ours: list[float | None], theirs: list[float | None]) -> list[float | None]:
+    pairs = [*zip(theirs[:3], ours[:3], strict=True), *zip(ours[3:], theirs[3:], strict=True)]
     return [more / less if more and less else None for more, less in pairs]

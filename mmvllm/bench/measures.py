@@ -92,11 +92,11 @@ def medians(results: list[Any]) -> Any:
     return None if None in results else statistics.median(results)
 
 
-def ratios(results: dict[str, dict]) -> dict[str, float | None]:
-    """Rates of mmvllm divided by those of transformers; None if the latter is zero."""
-    mmvllm, transformers = results["mmvllm"], results["transformers"]
+def ratios(results: dict[str, dict], other: str) -> dict[str, float | None]:
+    """Rates of mmvllm divided by those of the engine `other`; None if the latter is zero."""
     names = [f"{name}_per_second" for name in RATES]
-    return {name: mmvllm[name] / transformers[name] if transformers[name] else None for name in names}
+    ours, theirs = results["mmvllm"], results[other]
+    return {name: ours[name] / theirs[name] if theirs[name] else None for name in names}
 
 
 def _sum(steps, part: str) -> float:

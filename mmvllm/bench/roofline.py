@@ -11,6 +11,7 @@ from torch import nn
 
 from mmvllm.bench.costs import ModelCosts, keys_seen
 from mmvllm.bench.runs import Run, is_prefill, now
+from mmvllm.bench.stored import StoredBytes
 from mmvllm.engine.memory import kv_block_bytes
 from mmvllm.layers.linear import Linear
 from mmvllm.llm import LLM
@@ -48,6 +49,8 @@ def flops_per_second(device: torch.device, dtype: torch.dtype, quantization: str
     """Measured with `Linear`, the layer that the models use."""
     size = MATRIX_SIZES[device.type]
     x, linear = torch.randn(size, size, device=device).to(dtype), Linear(size, size, bias=False).to(device, dtype)
+    if device.type == "cpu" and quantization == "int4":
+        quantization = "int8"  # the fastest of products with weights in 4 bits
     choose_forms(nn.ModuleDict({"decoder": nn.ModuleDict({"layers": linear})}), device, dtype, quantization)
     linear.requires_grad_(False).convert()
     return 2 * size**3 / _best_seconds(lambda: linear(x), device)
@@ -67,10 +70,9 @@ class Roofline:
     """The limits of one model on one machine, for requests with at most one image each."""
 
     def __init__(self, machine: Machine, llm: LLM):
-        runner, quantization = llm.engine.model_runner, llm.engine.config.quantization
+        runner = llm.engine.model_runner
         self.machine, self.costs = machine, ModelCosts(runner.model_config)
-        self.value_bytes = 1 if quantization else runner.dtype.itemsize  # of a weight of the decoder
-        self.head_bytes = 1 if quantization == "int8" else runner.dtype.itemsize  # of a weight of the head
+        self.stored = StoredBytes.of(runner.model)
         self.key_bytes = kv_block_bytes(runner.model_config, 1, runner.kv_dtype)  # of a key and its value in all layers
 
     def shares(self, run: Run) -> dict[str, float | None]:
@@ -96,9 +98,9 @@ class Roofline:
         }
 
     def weight_bytes(self, num_tokens: int) -> float:
-        """Read by a decode step of so many tokens."""
-        head = self.costs.num_head_weights
-        return (self.costs.weights_read_by_a_step(num_tokens) - head) * self.value_bytes + head * self.head_bytes
+        """Read by a decode step of so many tokens, each of which chooses experts of its own."""
+        unused = (1 - self.costs.active_share) ** num_tokens
+        return self.stored.decoder + self.stored.head - unused * self.stored.experts
 
     def limit(self, run: Run, concurrency: int) -> float:
         """Requests per second at the machine's peaks, with decode steps of `concurrency` requests each.

@@ -18,7 +18,7 @@ from mmvllm.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Measurements of a run; outputs hold the times of each request. For transformers, steps and caches stay empty."""
+    """Measurements of a run; outputs hold the times of each request. For other engines, steps and caches stay empty."""
 
     start: float  # in seconds since the epoch, as the times of outputs
     start_counter: float  # the same time on time.perf_counter(), as the ends of steps
@@ -30,6 +30,7 @@ class Run:
     worker_seconds: float = 0.0  # CPU time of preparation, in all threads
     encoder_lookups: int = 0
     encoder_hits: int = 0
+    decode_seconds: list[float] = field(default_factory=list)  # of OpenVINO's steps after the last prompt's
 
 
 class Mmvllm:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from mmvllm.bench.openvino import OpenVino
 from mmvllm.bench.report import device_name
 from mmvllm.bench.roofline import Machine, Roofline
 from mmvllm.bench.runs import Mmvllm, Run
@@ -20,7 +21,7 @@ from mmvllm.text import counted
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Engines by name (mmvllm, and transformers with --compare), their roofline and their workload."""
+    """Engines by name (mmvllm, and the one of --compare), their roofline and their workload."""
 
     engines: dict
     roofline: Roofline
@@ -38,16 +39,22 @@ class Bench:
         engine_config = EngineConfig(**options)
         folder = resolve_folder(args.model, with_weights=engine_config.load_format != "dummy")
         config, device = load_config(folder), engine_config.resolve_device()
+        if args.compare == "openvino" and device.type != "cpu":
+            raise ValueError("--compare openvino runs on the CPU; give --device cpu")
         dtype = engine_config.resolve_dtype(config.dtype, device, config.quantization is not None)
         machine = _measured_machine(device, dtype, engine_config.quantization)
         llm = LLM(folder, **options)
         stack.callback(llm.exit)
         engines = {"mmvllm": Mmvllm(llm)}
-        if args.compare:
+        if args.compare == "transformers":
             from mmvllm.bench.reference import Transformers
 
             engines["transformers"] = Transformers(
                 folder, llm.tokenizer, device, dtype, engine_config.load_format, max_num_seqs
+            )
+        if args.compare == "openvino":
+            engines["openvino"] = OpenVino(
+                args.openvino_model, args.openvino_python, config, llm.tokenizer, max_num_seqs, stack
             )
         workload = Workload(
             llm.tokenizer,
@@ -60,8 +67,9 @@ class Bench:
         return cls(engines, Roofline(machine, llm), workload, device, config, dtype, attention, max_num_seqs)
 
     def described(self) -> dict:
-        """For the JSON line: the resolved dtype and attention backend, and the machine's peaks."""
-        return {"dtype": self.dtype, "attention": self.attention, "machine": asdict(self.roofline.machine)}
+        """For the JSON line: the resolved dtype and attention backend, the machine's peaks, and OpenVINO's version."""
+        found = {"dtype": self.dtype, "attention": self.attention, "machine": asdict(self.roofline.machine)}
+        return found | {name: engine.version for name, engine in self.engines.items() if name == "openvino"}
 
     def rounds(self, number: int, num_requests: int, output_tokens: int) -> list[dict[str, Run]]:
         """The runs of each round by engine, all on the same requests; a first warm-up round is dropped."""

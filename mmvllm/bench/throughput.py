@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> dict:
     repeats = [{name: _measure(one, bench) for name, one in runs.items()} for runs in rounds]
     results = measures.medians(repeats)
     if args.compare:
-        results["ratio"] = measures.ratios(results)
+        results["ratio"] = measures.ratios(results, args.compare)
     _print(results, args)
     if args.plot:
         plot(rounds[-1]["mmvllm"], args.plot)
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> dict:
 
 def _measure(one: Run, bench: Bench) -> dict:
     measured = measures.counts_and_rates(one)
-    if not one.steps:  # transformers has no queue: its times are not comparable
+    if not one.steps:  # another engine, whose queue is not comparable
         return measured
     return {
         **measured,

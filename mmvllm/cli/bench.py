@@ -5,9 +5,10 @@ from importlib import import_module
 from pathlib import Path
 
 from mmvllm.cli.checks import check
-from mmvllm.cli.common import add_model_argument, at_least_one, whole_number
+from mmvllm.cli.common import add_model_argument, at_least_one, option_name, whole_number
 from mmvllm.cli.engine_options import add_engine_arguments
 
+CONVERSION = "optimum-cli export openvino --task image-text-to-text --weight-format fp16 --model MODEL FOLDER"
 EPILOG = "The last line of output is a JSON object with the machine, versions, commit, model, arguments and results."
 
 
@@ -26,6 +27,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name} {path}: there is no folder {path.parent}; make it first")
         if path:
             path.open("ab").close()  # fail now, not after the last round, if the file is not writable
+    _check_comparison(args)
     check(args)
     record = import_module(f"mmvllm.bench.{args.benchmark}").run(args)
     import_module("mmvllm.bench.report").emit(record, args.output)
@@ -220,14 +222,39 @@ def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="in every completion (default: %(default)s)",
     )
-    _add_comparison(parser)
+    _add_comparison(parser, "openvino")
+    parser.add_argument(
+        "--openvino-model",
+        type=Path,
+        metavar="FOLDER",
+        help="the model as `optimum-cli export openvino --task image-text-to-text` has converted it, with "
+        "`--weight-format fp16` or int8; required with --compare openvino",
+    )
+    parser.add_argument(
+        "--openvino-python",
+        metavar="FILE",
+        help="interpreter of an environment with openvino-genai and Pillow (default: that of mmvllm)",
+    )
 
 
-def _add_comparison(parser: argparse.ArgumentParser) -> None:
+def _add_comparison(parser: argparse.ArgumentParser, *others: str) -> None:
     parser.add_argument(
         "--repeat", type=at_least_one, default=3, metavar="N", help="report the median of N runs (default: %(default)s)"
     )
-    parser.add_argument("--compare", choices=("transformers",), help="also run transformers, in turns")
+    parser.add_argument("--compare", choices=("transformers", *others), help="also run this engine, in turns")
+
+
+def _check_comparison(args: argparse.Namespace) -> None:
+    """Raise ValueError for wrong options of OpenVINO, which some benchmarks do not have."""
+    if getattr(args, "compare", None) != "openvino":
+        if given := [name for name in ("openvino_model", "openvino_python") if getattr(args, name, None)]:
+            raise ValueError(f"{option_name(given[0])} needs --compare openvino")
+        return
+    needed = f"a folder that `{CONVERSION}` (or int8) has made"
+    if args.openvino_model is None:
+        raise ValueError(f"--compare openvino needs --openvino-model, {needed}")
+    if not (args.openvino_model / "openvino_language_model.xml").is_file():
+        raise ValueError(f"--openvino-model {args.openvino_model} has no openvino_language_model.xml; give {needed}")
 
 
 def rates(text: str) -> list[float]:

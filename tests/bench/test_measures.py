@@ -2,12 +2,16 @@
 
 import pytest
 import torch
+from torch import nn
 
 from mmvllm.bench import measures, roofline
 from mmvllm.bench.costs import ModelCosts
 from mmvllm.bench.roofline import Machine, Roofline
 from mmvllm.bench.runs import Run
+from mmvllm.bench.stored import StoredBytes
 from mmvllm.engine.stats import StepStats
+from mmvllm.layers.coded import CodedWeight
+from mmvllm.layers.linear import Linear
 from mmvllm.outputs import CompletionOutput, RequestOutput
 
 
@@ -112,7 +116,8 @@ def test_the_limit_depends_on_concurrency(run, make_llm):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "quantization"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "fp8")]
+    ("dtype", "quantization"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "fp8"), (torch.bfloat16, "int4")],
 )
 def test_a_machine_is_measured(dtype, quantization, monkeypatch):
     monkeypatch.setitem(roofline.READ_BYTES, "cpu", 1 << 20)
@@ -121,17 +126,33 @@ def test_a_machine_is_measured(dtype, quantization, monkeypatch):
     assert machine.bytes_per_second > 0 and machine.flops_per_second > 0
 
 
-def test_quantized_weights_take_one_byte_each(make_llm):
-    llm = make_llm(None, quantization="int8", dtype="bfloat16")
-    costs = ModelCosts(llm.engine.model_config)
-    assert Roofline(Machine(1e9, 1e9), llm).weight_bytes(1) == costs.weights_read_by_a_step()
-
-
-def test_the_head_keeps_its_dtype_in_8_bit_floats(make_llm):
-    llm = make_llm(None, quantization="fp8", dtype="bfloat16")
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_quantized_weights_take_a_byte_each_beside_their_scales(quantization, make_llm):
+    llm = make_llm(None, quantization=quantization, dtype="bfloat16")
     config, costs = llm.engine.model_config, ModelCosts(llm.engine.model_config)
-    head = config.vocab_size * config.hidden_size
-    assert Roofline(Machine(1e9, 1e9), llm).weight_bytes(1) == costs.num_parameters["decoder"] + 2 * head
+    weights = costs.weights_read_by_a_step()
+    if quantization == "fp8":  # the head keeps its dtype
+        weights += config.vocab_size * config.hidden_size
+    assert 1 < Roofline(Machine(1e9, 1e9), llm).weight_bytes(1) / weights < 1.1
+
+
+@torch.inference_mode()
+def test_stored_bytes_are_those_of_codes_scales_and_all_else():
+    """4 bits in a layer's own layout, 8 bits in a buffer, oneDNN's layout, and a head that is tied."""
+    model = nn.Module()
+    model.decoder, model.visual = nn.Module(), nn.Linear(50, 50)
+    model.decoder.embed_tokens, model.lm_head = nn.Embedding(10, 64), Linear(64, 10, bias=False)
+    model.lm_head.weight = model.decoder.embed_tokens.weight
+    packed, coded, moe = Linear(64, 32), Linear(64, 32, bias=False), nn.Module()
+    packed.pack(int8=True)
+    coded.weight, coded.packed = None, CodedWeight(torch.zeros(32, 32, dtype=torch.uint8), torch.ones(32, 2))
+    moe.experts = Linear(64, 16, bias=False)
+    moe.experts.weight = None
+    moe.experts.register_buffer("codes", torch.zeros(16, 64, dtype=torch.int8))
+    model.decoder.layers = nn.ModuleList([packed, coded, moe])
+    stored = StoredBytes.of(model)
+    assert stored.head == 4 * 10 * 64 and stored.experts == 16 * 64
+    assert stored.decoder == (32 * 64 + 12 * 32 + 4 * 32) + (32 * 32 + 4 * 32 * 2) + stored.experts
 
 
 def test_shares_without_work_are_none(make_llm):

@@ -18,7 +18,7 @@ DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
 
 # Programs that are not part of this project: their commands are not checked.
-FOREIGN = ("curl", "ray", "ruff", "pre-commit", ".", "cd", "time")
+FOREIGN = ("curl", "ray", "ruff", "pre-commit", ".", "cd", "time", "deactivate", "optimum-cli")
 
 
 @dataclass(frozen=True, slots=True)
