@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
+from mmvllm.kernels.float32_speed import multiplies_float32_faster
 
 LOG2_E = math.log2(math.e)  # scores are multiplied by it, so that exp2, a single instruction, can replace exp
 
@@ -37,6 +38,9 @@ def attention_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """Grouped-query attention of one sequence: q (H, n, D), its last queries, on k and v (K, T, D) -> (H, n, D)."""
     (H, n, _), (K, T, _) = q.shape, k.shape
     if q.dtype == torch.bfloat16 and q.device.type == "cpu":
+        if H == K and not causal and multiplies_float32_faster():
+            wide = (x.float()[None] for x in (q, k, v))
+            return F.scaled_dot_product_attention(*wide)[0].to(q.dtype)
         return _attention_by_tiles(q.contiguous(), k.contiguous(), v.contiguous(), causal)
     if H != K:
         k, v = (x.repeat_interleave(H // K, dim=0) for x in (k, v))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mmvllm.kernels import packed_attention
 from mmvllm.kernels.packed_attention import attention_torch
 from mmvllm.kernels.paged_attention import paged_attention_torch
 
@@ -11,7 +12,9 @@ from mmvllm.kernels.paged_attention import paged_attention_torch
     ("H", "K", "n", "T", "D"), [(16, 16, 256, 256, 80), (4, 4, 1100, 1100, 16), (12, 2, 70, 300, 128)]
 )
 @pytest.mark.parametrize("scale", [1.0, 4.0])
-def test_bfloat16_on_a_cpu_is_as_accurate_as_the_textbook_formula(H, K, n, T, D, scale):
+@pytest.mark.parametrize("in_float32", [True, False])
+def test_bfloat16_on_a_cpu_is_as_accurate_as_the_textbook_formula(H, K, n, T, D, scale, in_float32, monkeypatch):
+    monkeypatch.setattr(packed_attention, "multiplies_float32_faster", lambda: in_float32)
     generator = torch.Generator().manual_seed(n)
     q, k, v = (torch.randn(heads, rows, D, generator=generator) for heads, rows in ((H, n), (K, T), (K, T)))
     q, k, v = (scale * q).bfloat16(), k.bfloat16(), v.bfloat16()
