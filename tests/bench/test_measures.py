@@ -10,8 +10,9 @@ from mmvllm.bench.roofline import Machine, Roofline
 from mmvllm.bench.runs import Run
 from mmvllm.bench.stored import StoredBytes
 from mmvllm.engine.stats import StepStats
-from mmvllm.layers.coded import CodedWeight
+from mmvllm.layers.grouped import GroupedInt4Weight
 from mmvllm.layers.linear import Linear
+from mmvllm.layers.packed import Int8Weight
 from mmvllm.outputs import CompletionOutput, RequestOutput
 
 
@@ -144,15 +145,16 @@ def test_stored_bytes_are_those_of_codes_scales_and_all_else():
     model.decoder.embed_tokens, model.lm_head = nn.Embedding(10, 64), Linear(64, 10, bias=False)
     model.lm_head.weight = model.decoder.embed_tokens.weight
     packed, coded, moe = Linear(64, 32), Linear(64, 32, bias=False), nn.Module()
-    packed.pack(int8=True)
-    coded.weight, coded.packed = None, CodedWeight(torch.zeros(32, 32, dtype=torch.uint8), torch.ones(32, 2))
+    packed.form, coded.form = Int8Weight, GroupedInt4Weight
+    for layer in (packed, coded):
+        layer.convert()
     moe.experts = Linear(64, 16, bias=False)
     moe.experts.weight = None
-    moe.experts.register_buffer("codes", torch.zeros(16, 64, dtype=torch.int8))
+    moe.experts.register_buffer("stored", torch.zeros(16, 64, dtype=torch.int8))
     model.decoder.layers = nn.ModuleList([packed, coded, moe])
     stored = StoredBytes.of(model)
     assert stored.head == 4 * 10 * 64 and stored.experts == 16 * 64
-    assert stored.decoder == (32 * 64 + 12 * 32 + 4 * 32) + (32 * 32 + 4 * 32 * 2) + stored.experts
+    assert stored.decoder == (32 * 64 + 12 * 32 + 4 * 32) + (32 * 32 + 5 * 32) + stored.experts
 
 
 def test_shares_without_work_are_none(make_llm):

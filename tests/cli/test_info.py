@@ -104,13 +104,12 @@ def test_quantized_checkpoints_are_described_or_refused(info, checkpoint, tmp_pa
 
 
 def test_memory_by_dtype(info):
-    """Weights, the KV cache and the encoder cache; int8 only on a CPU."""
+    """Weights, the KV cache and the encoder cache; the kinds of quantization are those of a CPU."""
     sizes = ("--cpu-kvcache-bytes", str(64 * 2**20), "--encoder-cache-bytes", str(32 * 2**20))
     rows = info(*sizes)[1][BY_DTYPE]
-    assert list(rows) == ["float32", "bfloat16", "float16", "int8"]
-    assert rows["int8"].endswith(" GiB while it loads")
+    assert list(rows) == ["float32", "bfloat16", "float16", "int8", "int4"]
     for row in rows.values():
-        total, *parts = map(float, re.findall(r"([\d.]+) GiB", row.partition(";")[0]))
+        total, *parts = map(float, re.findall(r"([\d.]+) GiB", row))
         assert total == pytest.approx(sum(parts), abs=0.02)
         assert "encoder cache 0.03 GiB" in row and len(parts) == 4
 
@@ -119,10 +118,10 @@ def test_memory_by_dtype(info):
     ("shape", "expected"), [("gqa2-tied", r"[\d.]+ GiB = weights"), ("experts8-top3", ".* mixtures")]
 )
 def test_memory_by_dtype_on_a_gpu(shape, expected, checkpoints):
-    """Weights and the encoder cache; 8-bit floats, or why they are not supported, instead of int8."""
+    """Weights and the encoder cache; the kinds of quantization of a GPU, or why they are not supported."""
     memory = Memory(load_config(checkpoints(shape)), EngineConfig(), TorchAttention, torch.device("cuda"))
     rows = memory.by_dtype()
-    assert list(rows) == ["float32", "bfloat16", "float16", "fp8"]
+    assert list(rows) == ["float32", "bfloat16", "float16", "fp8", "int4"]
     assert re.match(expected, rows["fp8"])
 
 
