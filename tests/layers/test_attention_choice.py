@@ -97,7 +97,7 @@ def test_packages_do_not_read_a_cache_of_codes(kv_dtype, gpu):
 def test_8_bit_floats_in_the_cache_need_a_gpu_that_has_them(gpu):
     gpu(capability=(8, 0))
     arguments = ("auto", 128, CUDA, torch.bfloat16, None)
-    with pytest.raises(ValueError, match="kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or above; 'int8'"):
+    with pytest.raises(ValueError, match="kv_cache_dtype='fp8' needs a GPU of compute"):
         choose_attention(*arguments, torch.float8_e4m3fn)
     assert choose_attention(*arguments, torch.int8)[0] is TritonAttention
     gpu(capability=(8, 9))
