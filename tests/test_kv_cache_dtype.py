@@ -18,7 +18,7 @@ from tests.helpers.parity import REQUESTS
 from tests.helpers.rank_threads import use_rank_threads
 from tests.helpers.reference import first_logits
 from tests.helpers.requests import ask
-from tests.helpers.shapes import TEXT_SHAPES, every_family
+from tests.helpers.shapes import TEXT_SHAPES, every_family, one_family
 
 ALL = [REQUESTS[name] for name in ("text", "one", "two apart", "three")]
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -86,7 +86,7 @@ def test_a_model_without_images(checkpoints, make_llm):
     assert_idle(llm)
 
 
-@every_family
+@one_family
 def test_the_engine_on_the_kernels(checkpoint, make_llm, alone, monkeypatch):
     """One short request in the interpreter, with the kernels that write and read codes."""
     round_to_e4m3_exactly(monkeypatch)
