@@ -31,6 +31,28 @@ class PackedWeight:
         return torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")[: len(x)]
 
 
+class WidenedWeight:
+    """A bfloat16 weight (out, in) as it is, which each product of many rows converts to float32.
+
+    For a ViT on a CPU where `multiplies_float32_faster`: the conversion takes 2 % of the time of 1,024 rows.
+    """
+
+    _CHUNK = 1024  # rows multiplied at a time: their float32 results take little memory
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        self.weight, self.bias = weight.contiguous(), None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (N, in) -> x Wᵀ + b (N, out), rounded once."""
+        # By oneDNN, whose results of a row do not depend on how many rows there are, as do those of F.linear.
+        weight, multiply = self.weight.float(), torch.ops.mkldnn._linear_pointwise
+        out = x.new_empty(len(x), len(weight))
+        for rows, part in zip(x.split(self._CHUNK), out.split(self._CHUNK), strict=True):
+            wide = _pad_rows(rows.float(), 2)  # a single row has a product of its own
+            part.copy_(multiply(wide, weight, self.bias, "none", [], "")[: len(rows)])
+        return out
+
+
 class PackedGate:
     """Two weights (I, in), gate and up, in oneDNN's layout; SiLU and the product are fused into the matrix products."""
 
