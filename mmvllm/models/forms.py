@@ -5,18 +5,19 @@ from math import gcd
 import torch
 from torch import nn
 
+from mmvllm.kernels.float32_speed import multiplies_float32_faster
 from mmvllm.layers.coded import int4_group_size
 from mmvllm.layers.experts import Experts
 from mmvllm.layers.form import WeightForm
 from mmvllm.layers.fp8 import Fp8Weight, check_sizes, fp8_unusable
 from mmvllm.layers.grouped import GroupedInt4Weight, GroupedWeight
 from mmvllm.layers.linear import ConvertedModule, Linear
-from mmvllm.layers.packed import Int4Weight, Int8Weight, PackedWeight
+from mmvllm.layers.packed import Int4Weight, Int8Weight, PackedWeight, WidenedWeight
 from mmvllm.layers.vocabulary import VocabularyHead
 from mmvllm.models.interface import Model
 from mmvllm.quantized_config import CheckpointQuantization, WeightScheme
 
-_DECODER = "decoder.layers."
+_DECODER, _VIT = "decoder.layers.", "visual."
 _HALF = (torch.float16, torch.bfloat16)
 _GPU_FLOATS = (8, 9)  # the first compute capability whose GPUs convert e4m3
 
@@ -31,19 +32,21 @@ def choose_forms(model: nn.Module, device: torch.device, dtype: torch.dtype, qua
     """
     for name, module in model.named_modules():
         if isinstance(module, ConvertedModule):
-            module.form = _form(name.startswith(_DECODER), module, device, dtype, quantization)
+            module.form = _form(name, module, device, dtype, quantization)
 
 
 def _form(
-    in_decoder: bool, module: ConvertedModule, device: torch.device, dtype: torch.dtype, quantization: str | None
+    name: str, module: ConvertedModule, device: torch.device, dtype: torch.dtype, quantization: str | None
 ) -> type[WeightForm] | None:
-    is_cpu = device.type == "cpu"
+    is_cpu, in_decoder = device.type == "cpu", name.startswith(_DECODER)
     if quantization == "fp8" and in_decoder:
         return _fp8(module)
     if quantization == "int4" and in_decoder and _in_groups(module) and (is_cpu or isinstance(module, Linear)):
         return Int4Weight if is_cpu else GroupedInt4Weight
     if is_cpu and quantization in ("int8", "int4"):
         return Int8Weight
+    if is_cpu and dtype == torch.bfloat16 and name.startswith(_VIT) and multiplies_float32_faster():
+        return WidenedWeight
     return PackedWeight if is_cpu and packs_well(dtype) else None
 
 

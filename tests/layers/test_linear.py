@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from mmvllm import LLM, SamplingParams
 from mmvllm.layers.linear import Linear, MergedLinear, SiluGate, by_rows
-from mmvllm.layers.packed import Int8Weight
+from mmvllm.layers.packed import Int8Weight, WidenedWeight
 from tests.helpers.packing import pack_weights
 
 ROWS = (1, 2, 5, 6, 7, 64, 300)
@@ -43,6 +43,19 @@ def test_packed_layers_have_at_most_twice_the_error_of_plain_ones(make, number):
     got, expected = packed(x), plain(x)
     assert got.shape == expected.shape and got.dtype == dtype
     assert worst(got, exact) <= 2 * worst(expected, exact) + torch.finfo(dtype).eps / 2 * exact.abs().max()
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_widened_product_is_rounded_once(with_bias, monkeypatch):
+    monkeypatch.setattr(WidenedWeight, "_CHUNK", 128)
+    plain = filled(Linear(96, 72, bias=with_bias), torch.bfloat16)
+    x = rows(300, 96, torch.bfloat16)
+    widened = WidenedWeight(plain.weight, plain.bias)
+    got = widened(x)
+    exact = filled(Linear(96, 72, bias=with_bias), torch.bfloat16).double()(x.double())
+    assert got.shape == exact.shape and got.dtype == torch.bfloat16
+    assert worst(got, exact) <= 1.01 * torch.finfo(torch.bfloat16).eps / 2 * exact.abs().max()
+    assert all(torch.equal(widened(x[:number]), got[:number]) for number in ROWS)
 
 
 def test_float32_weights_are_not_packed():
