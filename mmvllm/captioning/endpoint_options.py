@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _ENGINE_FIELDS = frozenset(field.name for field in fields(EngineConfig))
 _NOT_SENT = ("min_pixels", "beam_width", "allow_special_tokens", "jpeg_draft")
-_DEFAULTS = {"dtype": "auto", "allow_special_tokens": False, "jpeg_draft": False}  # the others are None
+_DEFAULTS = dict.fromkeys(("dtype", "kv_cache_dtype"), "auto") | dict.fromkeys(_NOT_SENT[2:], False)  # others: None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from mmvllm.captioning.output import Output
 from mmvllm.captioning.process_source import ProcessSource
 from mmvllm.captioning.progress import Progress
 from mmvllm.captioning.ray_options import RayOptions
-from mmvllm.captioning.settings import BESIDE_IMAGES, CaptionSettings
+from mmvllm.captioning.settings import BESIDE_IMAGES, ENGINE_SETTINGS, CaptionSettings
 from mmvllm.captioning.worklist import Selection, Worklist
 from mmvllm.config import EngineConfig
 from mmvllm.engine.placement import Placement, place_engines
@@ -88,8 +88,8 @@ def caption_images(
         settings: fields of `CaptionSettings`: prompt, prompts, n, system, max_tokens, temperature, seed, min_pixels,
             max_pixels, stop_on_repetition, beam_width, video_fps, video_frames, video_max_pixels, clip_seconds,
             animations_as_clips, prefix, suffix, trigger_word, context_from, context_mode, schema,
-            allow_special_tokens, chat_template_kwargs, jpeg_draft, and dtype, quantization and lora of the engine that
-            is made.
+            allow_special_tokens, chat_template_kwargs, jpeg_draft, and dtype, quantization, kv_cache_dtype and lora of
+            the engine that is made.
 
     Raises ValueError for arguments that do not fit together, and if another run is writing to the output.
     """
@@ -112,7 +112,7 @@ def caption_images(
             settings["lora"] = os.fspath(settings["lora"])  # as it is recorded
         job = CaptionSettings(caption_files=_caption_files(format, output_dir, caption_extension), **settings)
         _check_beam_width(job, engine_args.get("max_num_seqs") if llm is None else llm.engine.max_num_seqs)
-        engine_args |= {"dtype": job.dtype, "quantization": job.quantization, "lora": job.lora}
+        engine_args |= {name: getattr(job, name) for name in ENGINE_SETTINGS}
         resuming = (overwrite, append_anyway, skip_existing, retry_failed)
         out = Output(job, output, format, output_dir, *resuming, caption_extension)
         stack.callback(out.close)
@@ -148,6 +148,7 @@ def _settings_of(llm: LLM | None, model: str | PathLike | None, server: "Endpoin
         "model": llm.model,
         "dtype": str(config.dtype).removeprefix("torch."),
         "quantization": config.quantization,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "lora": None if config.lora is None else os.fspath(config.lora),
     }
 
@@ -172,7 +173,7 @@ def _check_engine(
         raise ArgumentError(
             "{llm} cannot be sent to Ray's actors, which make engines of their own; give {model} instead"
         )
-    for name in ("dtype", "quantization", "lora"):
+    for name in ENGINE_SETTINGS:
         if name in engine_args:
             raise ArgumentError(
                 f"{{{name}}} is one of the job's settings; give it as an argument, not in {{engine_args}}"

@@ -29,6 +29,8 @@ FIRST_SETTINGS = (
     *("model", "dtype", "system", "prompt", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels"),
     *("prefix", "suffix", "trigger_word", "caption_files"),
 )
+# Those that are options of the engine, which change what it computes.
+ENGINE_SETTINGS = ("dtype", "quantization", "kv_cache_dtype", "lora")
 _VIDEO_PROMPTS = {prompt: prompt.replace("image", "video") for prompt in (DEFAULT_PROMPT, *PRESETS.values())}
 
 
@@ -91,6 +93,7 @@ class CaptionSettings:
     prompts: list[dict[str, str]] | None = None
     n: int = 1
     jpeg_draft: bool = False
+    kv_cache_dtype: str = "auto"
 
     def __post_init__(self):
         self._set_prompts()

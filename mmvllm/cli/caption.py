@@ -14,7 +14,7 @@ from mmvllm.captioning.files import FILE_FORMATS
 from mmvllm.captioning.find import find_items
 from mmvllm.captioning.output import FORMATS, check_output
 from mmvllm.captioning.presets import DEFAULT_PROMPT, PRESET_SCHEMAS, PRESETS
-from mmvllm.captioning.settings import CaptionSettings
+from mmvllm.captioning.settings import ENGINE_SETTINGS, CaptionSettings
 from mmvllm.cli.caption_records import Printer, own_stdout
 from mmvllm.cli.caption_summary import as_lines, summarize
 from mmvllm.cli.checks import check, tell_if_bundled
@@ -42,7 +42,7 @@ PASSED_ON = (
     *("video_fps", "video_frames", "video_max_pixels", "clip_seconds", "animations_as_clips"),
     *("context_from", "context_mode", "caption_extension", "schema", "n", "allow_special_tokens"),
     "chat_template_kwargs",
-    *("beam_width", "dtype", "quantization", "lora", "output", "format", "output_dir", "overwrite", "append_anyway"),
+    *("beam_width", *ENGINE_SETTINGS, "output", "format", "output_dir", "overwrite", "append_anyway"),
     "skip_existing",
     *("retry_failed", "fail_fast", "limit", "shard", "workers", "worker_processes", "ordered", "data_parallel_size"),
 )
@@ -51,7 +51,7 @@ OUTPUT_OPTIONS = (
     *("format", "output_dir", "overwrite", "append_anyway", "skip_existing", "retry_failed", "caption_extension"),
 )
 # Settings of the captions that have the name of an engine option.
-SETTINGS = ("dtype", "quantization", "lora", "seed")
+SETTINGS = (*ENGINE_SETTINGS, "seed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
