@@ -6,7 +6,15 @@ import torch
 from mmvllm import SamplingParams
 from tests.helpers.engines import assert_idle
 from tests.helpers.parity import REQUESTS, VIDEOS
-from tests.helpers.reference import EightBitFloats, EightBits, ExpertsOf, Reference, assert_no_worse, first_logits
+from tests.helpers.reference import (
+    EightBitFloats,
+    EightBits,
+    ExpertsOf,
+    FourBits,
+    Reference,
+    assert_no_worse,
+    first_logits,
+)
 from tests.helpers.shapes import IMAGE_SHAPES, RICHEST, SHAPES
 
 pytestmark = pytest.mark.thinned
@@ -16,6 +24,7 @@ FORMATS = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "float32", "quantization": "int8"},
     "int8 in bfloat16": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
 }
 FP8 = {"dtype": "float32", "quantization": "fp8"}
 # Without experts, and without the hidden size of 56 that GPUs do not multiply in 8 bits.
@@ -75,6 +84,18 @@ def test_the_error_of_the_logits_after_clips_where_routers_choose_the_same_exper
         got = first_logits(make_llm(folder, **FORMATS[name]).engine, inputs)
     assert len(own.chosen) == len(exactly.chosen) == {"experts8-top3": 3}.get(shape, 0)
     assert_no_worse(got, plain, exact)
+
+
+@pytest.mark.parametrize("shape", [name for name in IMAGE_SHAPES if "experts" not in name])
+@pytest.mark.parametrize("question", ["text", "three"])
+def test_the_error_of_logits_with_weights_in_4_bits(question, shape, checkpoints, reference, make_llm):
+    """Compared with the same rounding in transformers' model, in bfloat16."""
+    hf, folder = reference(shape), checkpoints(shape)
+    inputs, plain = hf.inputs(REQUESTS[question]), Reference(folder, torch.bfloat16)
+    with FourBits(plain.model):
+        rounded = plain.logits(inputs)
+    got = first_logits(make_llm(folder, **FORMATS["int4"]).engine, inputs)
+    assert_no_worse(got, rounded, hf.in_float64(hf.logits, inputs))
 
 
 @pytest.mark.parametrize("shape", FP8_SHAPES)

@@ -172,6 +172,32 @@ def _rounded(x: torch.Tensor) -> torch.Tensor:
     return (x / scale).round() * scale
 
 
+class FourBits(TorchFunctionMode):
+    """Rounds weights of the decoder's linear layers to 4 bits in groups, and others as `EightBits` does."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        layers = model.model.language_model.layers
+        self._weights = {id(module.weight) for module in layers.modules() if isinstance(module, torch.nn.Linear)}
+        self._others = EightBits(model)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.nn.functional.linear and id(args[1]) in self._weights and args[1].shape[1] % 32 == 0:
+            return function(args[0], _rounded_in_groups(args[1]), *args[2:])
+        return self._others.__torch_function__(function, types, args, kwargs)
+
+
+def _rounded_in_groups(weight: torch.Tensor) -> torch.Tensor:
+    """To 16 values from the least, or 0, to the largest of each group of up to 128 columns."""
+    size = next(size for size in (128, 64, 32) if weight.shape[1] % size == 0)
+    groups = weight.float().unflatten(1, (-1, size))
+    least, largest = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
+    scale = (largest - least).clamp(min=1e-12) / 15
+    zero = (-least / scale).round()
+    codes = (groups / scale + zero).round().clamp(0, 15)
+    return ((codes - zero) * scale).flatten(1).to(weight.dtype)
+
+
 class EightBitFloats(TorchFunctionMode):
     """Rounds inputs and weights of the decoder's linear layers to e4m3, as mmvllm's fp8 does, in plain torch."""
 
