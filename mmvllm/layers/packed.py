@@ -40,16 +40,17 @@ class WidenedWeight:
     _CHUNK = 1024  # rows multiplied at a time: their float32 results take little memory
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
-        self.weight, self.bias = weight.contiguous(), None if bias is None else bias.float()
+        self.weight, self.bias = weight.contiguous(), bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (N, in) -> x Wᵀ + b (N, out), rounded once."""
         # By oneDNN, whose results of a row do not depend on how many rows there are, as do those of F.linear.
-        weight, multiply = self.weight.float(), torch.ops.mkldnn._linear_pointwise
+        multiply = torch.ops.mkldnn._linear_pointwise
+        weight, bias = self.weight.float(), None if self.bias is None else self.bias.float()
         out = x.new_empty(len(x), len(weight))
         for rows, part in zip(x.split(self._CHUNK), out.split(self._CHUNK), strict=True):
             wide = _pad_rows(rows.float(), 2)  # a single row has a product of its own
-            part.copy_(multiply(wide, weight, self.bias, "none", [], "")[: len(rows)])
+            part.copy_(multiply(wide, weight, bias, "none", [], "")[: len(rows)])
         return out
 
 
