@@ -17,7 +17,7 @@ _BITS = {torch.bfloat16: (torch.int16, 2**15 - 1), torch.float32: (torch.int32, 
 
 
 class PackedWeight:
-    """A weight (out, in) in oneDNN's layout, and its bias; fewer than `min_rows` rows are padded (default: `_min_rows`)."""
+    """A weight (out, in) in oneDNN's layout, and its bias; few rows are padded to `min_rows` (default: `_min_rows`)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, min_rows: int | None = None):
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
