@@ -10,19 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmvllm.kernels.float32_speed import multiplies_float32_faster
 from mmvllm.layers.coded import CodedWeight, int4_group_size, round_to_codes
 from mmvllm.layers.form import WeightForm
-
-# Products of five or six rows read a weight at 30 GB/s, of one row at 22 (bfloat16, AVX512-BF16, 2 cores).
-_MIN_ROWS = 6
 
 _BITS = {torch.bfloat16: (torch.int16, 2**15 - 1), torch.float32: (torch.int32, 2**31 - 1)}
 
 
 class PackedWeight(WeightForm):
-    """A weight (out, in) in oneDNN's layout, and its bias; fewer than `min_rows` rows are padded."""
+    """A weight (out, in) in oneDNN's layout, and its bias; few rows are padded to `min_rows` (default: `_min_rows`)."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, min_rows: int = _MIN_ROWS):
+    def __init__(self, weight: Tensor, bias: Tensor | None, min_rows: int | None = None):
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         self.bias, self.min_rows = bias, min_rows
 
@@ -45,16 +43,17 @@ class WidenedWeight(WeightForm):
     _CHUNK = 1024  # rows multiplied at a time: their float32 results take little memory
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
-        self.weight, self.bias = weight.contiguous(), None if bias is None else bias.float()
+        self.weight, self.bias = weight.contiguous(), bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (N, in) -> x Wᵀ + b (N, out), rounded once."""
         # By oneDNN, whose results of a row do not depend on how many rows there are, as do those of F.linear.
-        weight, multiply = self.weight.float(), torch.ops.mkldnn._linear_pointwise
+        multiply = torch.ops.mkldnn._linear_pointwise
+        weight, bias = self.weight.float(), None if self.bias is None else self.bias.float()
         out = x.new_empty(len(x), len(weight))
         for rows, part in zip(x.split(self._CHUNK), out.split(self._CHUNK), strict=True):
             wide = _pad_rows(rows.float(), 2)  # a single row has a product of its own
-            part.copy_(multiply(wide, weight, self.bias, "none", [], "")[: len(rows)])
+            part.copy_(multiply(wide, weight, bias, "none", [], "")[: len(rows)])
         return out
 
     @classmethod
@@ -210,5 +209,14 @@ def _stores_blocks_of_64() -> bool:
     return torch.equal(unpacked.transpose(1, 2).flatten(0, 1), codes.to(torch.int8))
 
 
-def _pad_rows(x: Tensor, min_rows: int = _MIN_ROWS) -> Tensor:
-    return x if len(x) >= min_rows else F.pad(x, (0, 0, 0, min_rows - len(x)))
+def _pad_rows(x: Tensor, min_rows: int | None = None) -> Tensor:
+    missing = (min_rows or _min_rows()) - len(x)
+    return F.pad(x, (0, 0, 0, missing)) if missing > 0 else x
+
+
+def _min_rows() -> int:
+    """Rows of the fastest product of few, two at least: a single row's may differ in the last bit.
+
+    Six rows read a weight at 30 GB/s and one at 22, or, where bfloat16 is slow, six at 19 and two at 21 (2 cores).
+    """
+    return 2 if multiplies_float32_faster() else 6

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from mmvllm import LLM, SamplingParams
+from mmvllm.layers import packed
 from mmvllm.layers.linear import Linear, MergedLinear, SiluGate, by_rows
 from mmvllm.layers.packed import Int8Weight, WidenedWeight
 from tests.helpers.packing import pack_weights
@@ -43,6 +44,15 @@ def test_packed_layers_have_at_most_twice_the_error_of_plain_ones(make, number):
     got, expected = packed(x), plain(x)
     assert got.shape == expected.shape and got.dtype == dtype
     assert worst(got, exact) <= 2 * worst(expected, exact) + torch.finfo(dtype).eps / 2 * exact.abs().max()
+
+
+@pytest.mark.parametrize("is_bfloat16_slow", [True, False])
+def test_rows_of_packed_layers_are_independent(is_bfloat16_slow, monkeypatch):
+    monkeypatch.setattr(packed, "multiplies_float32_faster", lambda: is_bfloat16_slow)
+    layer = packed.PackedWeight(filled(Linear(1536, 4096), torch.bfloat16).weight, None)
+    x = rows(64, 1536, torch.bfloat16)
+    together = layer(x)
+    assert all(torch.equal(layer(x[:number]), together[:number]) for number in ROWS)
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
