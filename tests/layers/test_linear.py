@@ -112,7 +112,7 @@ def test_int8_rows_are_independent():
 
 
 def test_unsupported_quantization_is_refused(checkpoint):
-    with pytest.raises(ValueError, match="needs dtype float32 or bfloat16; this is float16"):
+    with pytest.raises(ValueError, match="needs dtype float32 or bfloat16 on a CPU; this is float16"):
         LLM(checkpoint, device="cpu", dtype="float16", quantization="int8")
     with pytest.raises(ValueError, match="quantization is 'int4', must be None, 'int8' or 'fp8'"):
         LLM(checkpoint, quantization="int4")

@@ -153,7 +153,7 @@ EIGHT_BITS = [(*case, "fp8") for case in cases(ROUNDED)] + [
 ]
 
 
-@pytest.mark.parametrize(("shape", "size", "quantization"), EIGHT_BITS)
+@pytest.mark.parametrize(("shape", "size", "quantization"), KINDS)
 def test_packed_and_quantized_weights_of_ranks(shape, size, quantization, checkpoints):
     """As near to the exact logits as those of one process with weights of the same kind."""
     folder, dtype = checkpoints(shape), torch.bfloat16
