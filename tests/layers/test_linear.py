@@ -114,8 +114,10 @@ def test_int8_rows_are_independent():
 def test_unsupported_quantization_is_refused(checkpoint):
     with pytest.raises(ValueError, match="needs dtype float32 or bfloat16 on a CPU; this is float16"):
         LLM(checkpoint, device="cpu", dtype="float16", quantization="int8")
-    with pytest.raises(ValueError, match="quantization is 'int4', must be None, 'int8' or 'fp8'"):
-        LLM(checkpoint, quantization="int4")
+    with pytest.raises(ValueError, match="quantization='int4' needs dtype bfloat16 on a CPU; this is float32"):
+        LLM(checkpoint, device="cpu", quantization="int4")
+    with pytest.raises(ValueError, match="quantization is 'int2', must be None, 'int8', 'int4' or 'fp8'"):
+        LLM(checkpoint, quantization="int2")
 
 
 @pytest.mark.slow

@@ -146,10 +146,9 @@ def test_a_vocabulary_need_not_be_divisible(copy_of):
 
 # 8-bit floats need sizes that are multiples of 16, and no experts.
 ROUNDED = ("gqa2-tied", "mha-untied", "windows2-vit80-untied", "qwen3-mqa-untied")
-EIGHT_BITS = [(*case, "fp8") for case in cases(ROUNDED)] + [
-    (*case, kind)
-    for kind in (None, "int8", "int4")
-    for case in cases((*ROUNDED, "deepstack3-tied", "experts4-top2-vit72"))
+PACKED = (*ROUNDED, "deepstack3-tied", "experts4-top2-vit72")
+KINDS = [(*case, "fp8") for case in cases(ROUNDED)] + [
+    (*case, kind) for kind in (None, "int8", "int4") for case in cases(PACKED)
 ]
 
 
