@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prepare images in processes instead of threads: for many cores and a fast GPU",
     )
     _add_engine(parser.add_argument_group("where to run"))
-    add_engine_arguments(parser.add_argument_group("engine"), exclude=("seed",), dtype="auto")
+    add_engine_arguments(parser.add_argument_group("engine"), exclude=("seed",), dtype="auto", kv_cache_dtype="auto")
     parser.add_argument(
         "--progress",
         choices=MODES,

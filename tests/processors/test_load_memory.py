@@ -17,6 +17,7 @@ from PIL import Image
 from mmvllm.errors import ImageError
 from mmvllm.processors import decode
 from mmvllm.processors.budget import DecodeBudget
+from mmvllm.processors.draft import Draft
 from mmvllm.processors.load import DECODING, load_image
 from tests.helpers.hostile import truncated_blp, truncated_png
 from tests.helpers.images import PNG, RGB, encode, noise
@@ -210,7 +211,7 @@ def test_memory_is_estimated_by_mode_and_format(kind):
 
 
 def test_a_draft_takes_less_memory():
-    assert reserved(encode(Image.new("RGB", (800, 800)), "JPEG"), draft=100) == 8 * 100 * 100
+    assert reserved(encode(Image.new("RGB", (800, 800)), "JPEG"), draft=Draft(100 * 100, 1)) == 8 * 100 * 100
 
 
 def reserved(source, **options) -> int:

@@ -225,4 +225,5 @@ def test_the_default_size_of_a_body_follows_from_that_of_a_video():
 def test_the_schema_has_the_parts_and_the_options(app):
     schemas = call(app, "GET", "/openapi.json").json()["components"]["schemas"]
     assert {"fps", "nframes", "video_start", "total_pixels"} <= schemas["VideoPart"]["properties"].keys()
-    assert schemas["ProcessorKwargs"]["properties"].keys() == {"fps", "num_frames", "min_pixels", "max_pixels"}
+    names = {"fps", "num_frames", "min_pixels", "max_pixels", "jpeg_draft"}
+    assert schemas["ProcessorKwargs"]["properties"].keys() == names
