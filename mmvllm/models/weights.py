@@ -150,7 +150,8 @@ def _fill(places: Places, files: list[Path], folder: Path, pairs: Mapping[Target
             continue
         if target[0] in model.tied:
             place = places[model.tied[target[0]], None]
-            tied[name] = _part(stored, place), place.view
+            part = _part(stored, place)
+            tied[name] = part.dequantized() if isinstance(part, CodedWeight) else part, place.view
         elif target not in missing:
             if model.config.quantization is None or not adds_nothing(name, stored):
                 extra.append(name)
