@@ -165,9 +165,9 @@ def _fp8(raw: dict) -> CheckpointQuantization:
 
 def _compressed_tensors(raw: dict) -> CheckpointQuantization:
     """compressed-tensors' quantization/quant_config.py and utils/match.py: names, "re:" patterns and classes."""
-    sparsity = raw.get("sparsity_config") or {}
+    sparsity = _object("sparsity_config", raw.get("sparsity_config") or {})
     _require("compressed-tensors", "sparsity_config's format", sparsity.get("format", "dense"), "dense")
-    if (raw.get("transform_config") or {}).get("config_groups"):
+    if _object("transform_config", raw.get("transform_config") or {}).get("config_groups"):
         raise ValueError("quantization_config of compressed-tensors has transforms, which are not supported")
     groups = _object("config_groups", raw.get("config_groups", {}))
     ranked = []

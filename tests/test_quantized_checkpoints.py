@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.helpers.packers import pack_int8
 from tests.helpers.parity import GREEDY, REQUESTS
 from tests.helpers.quantized_checkpoints import FORMATS, quantized_checkpoint
 from tests.helpers.reference import Reference
@@ -53,4 +54,44 @@ def test_layers_that_are_not_complete_are_named(checkpoints, tmp_path):
     del tensors[f"{layer}.scales"]
     save_file(tensors, file)
     with pytest.raises(ValueError, match=rf"not complete \(1\): {layer} has qweight, qzeros but no scales"):
+        load(saved.quantized)
+
+
+def test_a_quantized_head_that_is_tied_has_the_values_of_the_embedding(checkpoints, tmp_path):
+    saved = quantized_checkpoint(checkpoints("gqa2-tied"), tmp_path, "w8a8")
+    file, embedding = saved.quantized / "model.safetensors", "model.embed_tokens.weight"
+    tensors = load_file(file)
+    packed = pack_int8(tensors[embedding])
+    head = {f"lm_head.{name}": part for name, part in packed.tensors.items()}
+    save_file(tensors | head | {embedding: packed.values}, file)
+    assert torch.equal(state(saved.quantized)["lm_head.weight"], packed.values)
+    save_file(tensors | head, file)
+    with pytest.raises(ValueError, match=r"differ from those they are tied to \(1\): lm_head.weight"):
+        load(saved.quantized)
+
+
+def _without_a_row(tensors: dict, prefix: str) -> dict:
+    return tensors | {name: tensor[:-1] for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda tensors, expert: _without_a_row(tensors, f"{expert}.3.gate_proj"),
+            r"one shape .* it has \(23, 64\) and \(24, 64\)",
+        ),
+        (
+            lambda tensors, expert: {name.replace(f"{expert}.0.", f"{expert}.8."): t for name, t in tensors.items()},
+            r"experts\.8\..* is of an expert that there is not; the config has 8",
+        ),
+    ],
+)
+def test_experts_that_do_not_belong_together_are_refused(change, message, checkpoints, tmp_path):
+    saved = quantized_checkpoint(checkpoints("experts8-top3"), tmp_path, "w8a8")
+    file = saved.quantized / "model.safetensors"
+    tensors = load_file(file)
+    expert = next(name for name in sorted(tensors) if ".experts.0." in name).partition(".experts")[0] + ".experts"
+    save_file({name: tensor.contiguous() for name, tensor in change(tensors, expert).items()}, file)
+    with pytest.raises(ValueError, match=message):
         load(saved.quantized)

@@ -51,6 +51,8 @@ def coded_weight(layer: str, tensors: Mapping[str, Tensor], scheme: WeightScheme
 
 def check_order(layer: str, indices: Tensor, scheme: WeightScheme) -> None:
     """Raise ValueError if the columns of a layer are in other groups than one after the other; -1 stands for that."""
+    if indices.dim() != 1:
+        raise ValueError(f"{layer} has indices of groups in {indices.dim()} dimensions, needs one")
     in_turn = torch.arange(len(indices)) // (scheme.block[1] or len(indices))
     if not torch.equal(indices.long(), in_turn) and not (indices == -1).all():
         raise ValueError(f"{layer} has its columns in groups of another order (act-order), which is not supported")
@@ -65,7 +67,12 @@ class _Layer:
     def words(self, part: str, rows: int | None = None, columns: int | None = None) -> Tensor:
         """Codes in int32, in so many rows and columns where these are known."""
         words = self.tensors[part]
-        fits = words.dim() == 2 and rows in (None, words.shape[0]) and columns in (None, words.shape[1])
+        fits = (
+            words.dim() == 2
+            and words.numel() > 0
+            and rows in (None, words.shape[0])
+            and columns in (None, words.shape[1])
+        )
         if words.dtype != torch.int32 or not fits:
             raise self.error(part, f"({rows or 'any'}, {columns or 'any'}) in int32")
         return words
@@ -133,9 +140,10 @@ def _with_columns_of_scales(layer: _Layer, codes: Tensor, zeros: Tensor) -> Code
 
 def _packed(layer: _Layer) -> CodedWeight:
     """weight_packed (out, in / 8), weight_scale, weight_shape, weight_zero_point packed along the outputs."""
-    bits, shape = layer.scheme.bits, tuple(layer.tensors["weight_shape"].tolist())
-    if len(shape) != 2:
-        raise layer.error("weight_shape", "two sizes")
+    bits, sizes = layer.scheme.bits, layer.tensors["weight_shape"]
+    if sizes.shape != (2,) or sizes.is_floating_point():
+        raise layer.error("weight_shape", "two sizes, integers")
+    shape = tuple(sizes.tolist())
     codes = _unpack(layer.words("weight_packed", shape[0], -(-shape[1] * bits // 32)), bits)[:, : shape[1]]
     scales = layer.scales("weight_scale", shape)
     middle = torch.full_like(scales, 2 ** (bits - 1), dtype=torch.uint8)

@@ -1,13 +1,14 @@
 """Quantized experts of a checkpoint: dequantized, and stacked where it has a layer for each expert."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from mmvllm.models.coded_layouts import QuantizedTensor, TensorInFile, coded_weight
 from mmvllm.quantized_config import CheckpointQuantization
+from mmvllm.text import listed
 
 _SCALE = "_scale_inv"  # transformers' and vLLM's name of the scales of `experts.gate_up_proj` and `experts.down_proj`
 _OF_ONE = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -83,12 +84,21 @@ def stacked_experts(
         stack, part = _STACKS[match[3]]
         key, width = f"{match[1]}.{stack}", 2 if stack == "gate_up_proj" else 1
         weights = stacks.setdefault(key, {})
+        if int(match[2]) >= num_experts:
+            raise ValueError(f"{name} is of an expert that there is not; the config has {num_experts}")
         weights[int(match[2]), part] = stored
         if len(weights) == num_experts * width:
             del stacks[key]
+            _check_shapes(key, weights)
             yield key, StackedTensor([[weights[i, j] for j in range(width)] for i in range(num_experts)])
     if stacks:
         lacking = [f"{key} has {len(weights)}" for key, weights in stacks.items()]
         raise ValueError(
             f"weights of {num_experts} experts are not complete ({len(lacking)}): {'; '.join(lacking[:5])}"
         )
+
+
+def _check_shapes(key: str, weights: Mapping[tuple[int, int], TensorInFile | QuantizedTensor]) -> None:
+    shapes = {tuple(weight.get_shape()) for weight in weights.values()}
+    if len(shapes) > 1 or any(len(shape) != 2 for shape in shapes):
+        raise ValueError(f"{key} needs experts of one shape in two dimensions; it has {listed(sorted(shapes), 'and')}")

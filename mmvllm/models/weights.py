@@ -75,15 +75,18 @@ class Places:
         self.model, self.device = model, device
         self._views: dict[Target, CheckpointView] = {}
         self._missing: dict[str, set[Target]] = {}  # of each module
+        self._targets: dict[str, list[Target]] = {}
         self._allocated: set[str] = set()
         for module, views in _views_by_module(model):
-            self._missing[module] = {(view.parameter, view.part) for view in views}
+            self._targets[module] = [(view.parameter, view.part) for view in views]
+            self._missing[module] = set(self._targets[module])
             self._views |= {(view.parameter, view.part): view for view in views}
             if not views:
                 self._allocate(module)
 
     def __iter__(self) -> Iterator[Target]:
-        return iter(self._views)
+        for targets in self._targets.values():
+            yield from targets
 
     def __getitem__(self, target: Target) -> CheckpointView:
         """On the device."""
@@ -96,11 +99,13 @@ class Places:
         return self[target] if target in self._views else None
 
     def filled(self, target: Target) -> None:
-        """To be called when a place has its values."""
+        """To be called when a place has its values; it must not be held any more, or its memory is not freed."""
         name = target[0].rpartition(".")[0]
         self._missing[name].discard(target)
         module = self.model.get_submodule(name)
         if isinstance(module, ConvertedModule) and not self._missing[name]:
+            for own in self._targets[name]:
+                del self._views[own]
             module.convert()
             _return_freed_memory()
 
@@ -145,17 +150,17 @@ def _fill(places: Places, files: list[Path], folder: Path, pairs: Mapping[Target
             continue
         if target[0] in model.tied:
             place = places[model.tied[target[0]], None]
-            tied[name] = _part(stored, place), place.view
+            part = _part(stored, place)
+            tied[name] = part.dequantized() if isinstance(part, CodedWeight) else part, place.view
         elif target not in missing:
             if model.config.quantization is None or not adds_nothing(name, stored):
                 extra.append(name)
-        elif (part := _part(stored, place := places[target])) is not None:
-            place.view.copy_(_merged(part, place, pairs.get(target), places.device))
+        elif _copied(places, target, stored, pairs):
             missing.discard(target)
             places.filled(target)
         else:
             missing.discard(target)
-            misshapen.append(f"{name} is {tuple(stored.get_shape())}, needs {place.whole_shape}")
+            misshapen.append(f"{name} is {tuple(stored.get_shape())}, needs {places[target].whole_shape}")
     unequal = [name for name, (part, own) in tied.items() if part is None or not torch.equal(part.to(own), own)]
     problems = {
         "missing tensors": [model.checkpoint_name(*target) for target in places if target in missing],
@@ -166,6 +171,16 @@ def _fill(places: Places, files: list[Path], folder: Path, pairs: Mapping[Target
     if any(problems.values()):
         found = (_listed(what, names) for what, names in problems.items() if names)
         raise ValueError(f"{folder} does not match its config.json: {'; '.join(found)}")
+
+
+def _copied(places: Places, target: Target, stored: StoredTensor, pairs: Mapping[Target, LoraPair]) -> bool:
+    """Copy a tensor to its place; False if it does not fit."""
+    place = places[target]
+    part = _part(stored, place)
+    if part is None:
+        return False
+    place.view.copy_(_merged(part, place, pairs.get(target), places.device))
+    return True
 
 
 def _assembled(
@@ -253,13 +268,19 @@ def _fill_randomly(places: Places, seed: int, pairs: Mapping[Target, LoraPair]) 
     """With the values that the whole model would have, one tensor at a time."""
     logger.info("random weights (load_format='dummy'): the text will make no sense")
     generator = torch.Generator(places.device).manual_seed(seed % 2**64)
-    for target in list(places):
-        place = places[target]
-        view = place.view
-        if view.dim() > 1:
-            whole = torch.empty(place.whole_shape, dtype=view.dtype, device=places.device)
-            part = whole.normal_(0.0, 0.02, generator=generator)[place.index]
-            view.copy_(_merged(part, place, pairs.get(target), places.device))
-        else:
-            view.fill_(0.0 if place.parameter.endswith("bias") else 1.0)
+    for target in places:
+        _fill_place_randomly(places, target, generator, pairs)
         places.filled(target)
+
+
+def _fill_place_randomly(
+    places: Places, target: Target, generator: torch.Generator, pairs: Mapping[Target, LoraPair]
+) -> None:
+    place = places[target]
+    view = place.view
+    if view.dim() > 1:
+        whole = torch.empty(place.whole_shape, dtype=view.dtype, device=places.device)
+        part = whole.normal_(0.0, 0.02, generator=generator)[place.index]
+        view.copy_(_merged(part, place, pairs.get(target), places.device))
+    else:
+        view.fill_(0.0 if place.parameter.endswith("bias") else 1.0)
