@@ -42,10 +42,11 @@ class Run(NamedTuple):
 def run(model: str | None, requests: list[dict], **engine_args) -> Run:
     llm = LLM(model, device="cpu", **engine_args)
     runner, logits = llm.engine.model_runner, []
-    hook = runner.model.register_forward_hook(lambda module, inputs, output: logits.append(output))
+    step = runner.run
+    runner.run = lambda *args: logits.append(step(*args)) or logits[-1]
     for request in requests:  # one at a time, so that rows come in order
         llm.generate_multimodal([request], SamplingParams(max_tokens=1), use_tqdm=False)
-    hook.remove()
+    runner.run = step
     start = time.perf_counter()
     outputs = llm.generate_multimodal(requests, SamplingParams(max_tokens=128))
     seconds = time.perf_counter() - start

@@ -120,7 +120,8 @@ def decoding_bytes(image: Image.Image, num_pixels: int, num_encoded_pixels: int)
 def _pixels(image: Image.Image, num_bytes: int, is_own: bool = False) -> Image.Image:
     try:
         image.load()
-        return upright_rgb(image, is_own)
+        upright = upright_rgb(image, is_own)
+        return with_source_size(upright, upright.size)  # what a file's own text says of it is not believed
     except MemoryError:
         size, num_mb = f"{image.width}x{image.height} pixels", max(1, round(num_bytes / 1e6))
     raise MemoryError(f"{size} need about {num_mb:,} MB")

@@ -1,7 +1,7 @@
 """`jpeg_draft` decodes a JPEG at a reduced scale that has the pixels the model is given, and keeps its full size."""
 
 import pytest
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, PngImagePlugin
 
 from mmvllm.decoding import MediaDecoder
 from mmvllm.errors import ImageError, RequestError
@@ -52,6 +52,19 @@ def test_a_large_jpeg_has_other_pixel_values_and_another_digest():
 
 def test_a_size_of_its_own_is_made_from_the_full_image():
     assert draft_for(CONFIG, {"resized_height": 1000, "resized_width": 28}) is None
+
+
+def test_the_text_of_a_file_does_not_set_the_full_size():
+    text = PngImagePlugin.PngInfo()
+    text.add_text("mmvllm.source_size", "of any length")
+    data = encode(noise_image(60, 30), "PNG", pnginfo=text)
+    for draft in (None, Draft(1000, 28)):
+        assert source_size(load_image(data, draft)) == (60, 30)
+
+
+def test_an_image_cut_from_a_draft_has_a_size_of_its_own():
+    draft = load_image(jpeg(1601, 1203), draft_for(CONFIG, {}))
+    assert source_size(load_image(draft.crop((0, 0, 60, 30)))) == (60, 30)
 
 
 def test_limits_apply_to_the_full_size():
