@@ -81,7 +81,7 @@ def test_the_limits_of_a_step_follow_the_memory_that_may_be_used(gib, share, wan
         ),
         ("lora", "", "lora is '', must be the folder of an adapter"),
         ("max_loras", 0, "max_loras is 0, must be an integer of at least 1"),
-        ("quantization", "int4", "quantization is 'int4', must be None, 'int8' or 'fp8'"),
+        ("quantization", "int2", "quantization is 'int2', must be None, 'int8', 'int4' or 'fp8'"),
     ],
     ids=str,
 )
