@@ -8,6 +8,8 @@ from mmvllm import LLM
 from mmvllm.layers.packed import Int4Weight, Int8Weight, PackedWeight
 from mmvllm.models.forms import choose_forms, keep_codes
 from mmvllm.models.interface import Model
+from mmvllm.models.splitting import PlannedRank
+from mmvllm.ranks import SINGLE
 from tests.helpers.adapters import make_adapter
 from tests.helpers.parity import GREEDY, REQUESTS
 from tests.helpers.quantized_checkpoints import FORMATS, quantized_checkpoint
@@ -70,11 +72,13 @@ def prepare(model: Model) -> None:
     keep_codes(model, CPU, torch.bfloat16)
 
 
+@pytest.mark.parametrize("ranks", [SINGLE, PlannedRank(0, 2), PlannedRank(1, 2)], ids=["alone", "first", "second"])
 @pytest.mark.parametrize("method", FORMATS)
-def test_bfloat16_products_are_near_those_of_the_values(method, checkpoints, tmp_path):
+def test_bfloat16_products_are_near_those_of_the_values(method, ranks, checkpoints, tmp_path):
     """Codes are multiplied where a CPU can: those in 8 bits by inputs in 8 bits, others in bfloat16."""
     saved = quantized_checkpoint(checkpoints("gqa2-tied"), tmp_path, method)
-    quantized, exact = load(saved.quantized, torch.bfloat16, prepare=prepare), load(saved.dequantized)
+    quantized = load(saved.quantized, torch.bfloat16, ranks=ranks, prepare=prepare)
+    exact = load(saved.dequantized, ranks=ranks)
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         layer, plain = (model.get_submodule(f"decoder.layers.1.{name}") for model in (quantized, exact))
         assert type(layer.converted) is FORMS[method]
