@@ -40,10 +40,10 @@ def paged_attention(
     """Attention of q (N, H, D) over each sequence's cached keys and values -> (N, H, D).
 
     A sequence's queries are its last tokens: query i of n sees keys up to kv_len - n + i. q may be strided but for its
-    last dimension; caches (num_blocks, block_size, K, D) contiguous, in its
-    dtype or in codes; cu_seqlens_q (S + 1,), kv_lens (S,) and
-    block_table (S, max_blocks) int32; no sequence has more queries than max_query_len. The first num_decodes sequences
-    have one query each; others may have one too, but run fastest if they are among these, or none.
+    last dimension; caches (num_blocks, block_size, K, D) contiguous, in its dtype or in codes; cu_seqlens_q (S + 1,),
+    kv_lens (S,) and block_table (S, max_blocks) int32; no sequence has more queries than max_query_len. The first
+    num_decodes sequences have one query each; others may have one too, but run fastest if they are among these, or
+    none.
     """
     attention = paged_attention_triton if runs_triton(q) else paged_attention_torch
     return attention(q, k_cache, v_cache, cu_seqlens_q, kv_lens, block_table, max_query_len, num_decodes)

@@ -4,12 +4,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mmvllm import LLM
+from mmvllm.layers.packed import Int4Weight, Int8Weight, PackedWeight
+from mmvllm.models.forms import choose_forms, keep_codes
+from mmvllm.models.interface import Model
+from mmvllm.models.splitting import PlannedRank
+from mmvllm.ranks import SINGLE
+from tests.helpers.adapters import make_adapter
 from tests.helpers.packers import pack_int8
 from tests.helpers.parity import GREEDY, REQUESTS
 from tests.helpers.quantized_checkpoints import FORMATS, quantized_checkpoint
 from tests.helpers.reference import Reference
 from tests.helpers.shapes import RICHEST
-from tests.helpers.weights import assert_same, load, state
+from tests.helpers.weights import CPU, assert_same, load, state
 
 SHAPES = (*RICHEST, "qwen2-gqa3-untied", "deepstack1-vit72-untied")
 QUICK = {(RICHEST[i % len(RICHEST)], method) for i, method in enumerate(FORMATS)}  # one family of each format
@@ -95,3 +102,41 @@ def test_experts_that_do_not_belong_together_are_refused(change, message, checkp
     save_file({name: tensor.contiguous() for name, tensor in change(tensors, expert).items()}, file)
     with pytest.raises(ValueError, match=message):
         load(saved.quantized)
+
+
+FORMS = {"awq": Int4Weight, "gptq-int4": Int4Weight, "w4a16": Int4Weight, "w4a16-zeros": Int4Weight}
+FORMS |= {"gptq-int8": Int8Weight, "w8a8": Int8Weight, "fp8": PackedWeight, "fp8-dynamic": PackedWeight}
+
+
+def prepare(model: Model) -> None:
+    choose_forms(model, CPU, torch.bfloat16)
+    keep_codes(model, CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize("ranks", [SINGLE, PlannedRank(0, 2), PlannedRank(1, 2)], ids=["alone", "first", "second"])
+@pytest.mark.parametrize("method", FORMATS)
+def test_bfloat16_products_are_near_those_of_the_values(method, ranks, checkpoints, tmp_path):
+    """Codes are multiplied where a CPU can: those in 8 bits by inputs in 8 bits, others in bfloat16."""
+    saved = quantized_checkpoint(checkpoints("gqa2-tied"), tmp_path, method)
+    quantized = load(saved.quantized, torch.bfloat16, ranks=ranks, prepare=prepare)
+    exact = load(saved.dequantized, ranks=ranks)
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        layer, plain = (model.get_submodule(f"decoder.layers.1.{name}") for model in (quantized, exact))
+        assert type(layer.converted) is FORMS[method]
+        x = torch.randn(7, layer.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
+        error = (layer(x) - plain(x.float())).norm() / plain(x.float()).norm()
+        assert error < (0.02 if FORMS[method] is Int8Weight else 0.008)
+
+
+def test_an_adapter_is_not_merged_into_codes(checkpoints, tmp_path):
+    saved = quantized_checkpoint(checkpoints("gqa2-tied"), tmp_path, "awq")
+    adapter = make_adapter(tmp_path / "adapter", saved.dequantized, target_modules="all-linear")
+    with pytest.raises(ValueError, match="an adapter cannot be merged into quantized weights"):
+        load(saved.quantized, torch.bfloat16, lora=adapter, prepare=prepare)
+    assert_same(load(saved.quantized, lora=adapter).state_dict(), load(saved.dequantized, lora=adapter).state_dict())
+
+
+def test_weights_in_4_bits_are_not_rounded_to_4_bits_again(checkpoints, tmp_path):
+    saved = quantized_checkpoint(checkpoints("gqa2-tied"), tmp_path, "awq")
+    with pytest.raises(ValueError, match=r"the checkpoint has weights in 4 bits, awq \(4-bit integers\); leave it out"):
+        LLM(saved.quantized, device="cpu", dtype="bfloat16", quantization="int4")

@@ -49,9 +49,10 @@ def flops_per_second(device: torch.device, dtype: torch.dtype, quantization: str
     """Measured with `Linear`, the layer that the models use."""
     size = MATRIX_SIZES[device.type]
     x, linear = torch.randn(size, size, device=device).to(dtype), Linear(size, size, bias=False).to(device, dtype)
-    if device.type == "cpu" and quantization == "int4":
-        quantization = "int8"  # the fastest of products with weights in 4 bits
-    choose_forms(nn.ModuleDict({"decoder": nn.ModuleDict({"layers": linear})}), device, dtype, quantization)
+    if quantization == "int4":  # the fastest products of such a model: on a GPU codes are multiplied in its dtype
+        quantization = "int8" if device.type == "cpu" else None
+    decoder = nn.ModuleDict({"layers": nn.ModuleList([linear])})  # whose layers take all kinds of quantization
+    choose_forms(nn.ModuleDict({"decoder": decoder}), device, dtype, quantization)
     linear.requires_grad_(False).convert()
     return 2 * size**3 / _best_seconds(lambda: linear(x), device)
 

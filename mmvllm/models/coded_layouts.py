@@ -19,8 +19,8 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
-class TensorInFile(Protocol):
-    """A tensor of a file, not read yet."""
+class StoredTensor(Protocol):
+    """A tensor of a file, not read yet; an index reads a part of it, as a view of the memory map where it can be."""
 
     def get_shape(self) -> list[int]: ...
 

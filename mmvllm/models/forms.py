@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from mmvllm.kernels.float32_speed import multiplies_float32_faster
+from mmvllm.kernels.fp8 import supports_fp8
 from mmvllm.layers.coded import int4_group_size
 from mmvllm.layers.experts import Experts
 from mmvllm.layers.form import WeightForm
@@ -19,7 +20,6 @@ from mmvllm.quantized_config import CheckpointQuantization, WeightScheme
 
 _DECODER, _VIT = "decoder.layers.", "visual."
 _HALF = (torch.float16, torch.bfloat16)
-_GPU_FLOATS = (8, 9)  # the first compute capability whose GPUs convert e4m3
 
 
 def choose_forms(model: nn.Module, device: torch.device, dtype: torch.dtype, quantization: str | None = None) -> None:
@@ -67,17 +67,16 @@ def keep_codes(model: Model, device: torch.device, dtype: torch.dtype) -> None:
 
     Other layers are loaded with the values that the codes stand for.
     """
-    quantization = model.config.quantization
     layers = {
         name: m for name, m in model.named_modules() if isinstance(m, Linear) and not isinstance(m, VocabularyHead)
     }
-    chosen = {name: _coded_form(model, name, layer, quantization, device, dtype) for name, layer in layers.items()}
+    chosen = {name: _coded_form(model, name, layer, device, dtype) for name, layer in layers.items()}
     for name, form in chosen.items():
         if form is Fp8Weight and any(chosen[other] is not form for other in chosen if _block(other) == _block(name)):
             form = None  # a layer of the decoder rounds the inputs of all its products, or of none
         if form is not None:
             layers[name].form = form
-            layers[name].keep_codes(_group_size(layers[name], _scheme(model, name, layers[name], quantization)))
+            layers[name].keep_codes(_group_size(layers[name], _scheme(model, name, layers[name])))
 
 
 def _block(name: str) -> str:
@@ -86,14 +85,10 @@ def _block(name: str) -> str:
 
 
 def _coded_form(
-    model: Model,
-    name: str,
-    layer: Linear,
-    quantization: CheckpointQuantization,
-    device: torch.device,
-    dtype: torch.dtype,
+    model: Model, name: str, layer: Linear, device: torch.device, dtype: torch.dtype
 ) -> type[WeightForm] | None:
-    scheme = _scheme(model, name, layer, quantization)
+    """The form that multiplies the codes of a layer on this device; None if there is none, or if it has no codes."""
+    scheme = _scheme(model, name, layer)
     if scheme is None:
         return None
     in_groups = _group_size(layer, scheme) % 32 == 0
@@ -111,14 +106,14 @@ def _coded_form(
     fits = name.startswith(_DECODER) and layer.in_features % 16 == layer.out_features % 16 == 0
     if has_row_scales and fits and model.config.experts is None and fp8_unusable(device, dtype) is None:
         return Fp8Weight
-    return GroupedWeight if torch.cuda.get_device_capability(device) >= _GPU_FLOATS else None
+    return GroupedWeight if supports_fp8(device) else None
 
 
-def _scheme(model: Model, name: str, layer: Linear, quantization: CheckpointQuantization) -> WeightScheme | None:
+def _scheme(model: Model, name: str, layer: Linear) -> WeightScheme | None:
     """That of all tensors of a layer; None if they are not in codes, or differ."""
     parts = [view.part for view in layer.checkpoint_views() if view.parameter == "weight"]
     names = [model.checkpoint_name(f"{name}.weight", part).removesuffix(".weight") for part in parts]
-    schemes = {quantization.scheme_of(published) for published in names}
+    schemes = {model.config.quantization.scheme_of(published) for published in names}
     return schemes.pop() if len(schemes) == 1 else None
 
 

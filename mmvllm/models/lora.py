@@ -174,7 +174,7 @@ def place_adapter(
 
 
 def linear_regions(model: Model) -> dict[Target, Region]:
-    """The weights that an adapter may change, and what this rank holds of them; before they are packed."""
+    """The weights that an adapter may change, and what this rank holds of them; before they take their forms."""
     regions = {}
     for prefix, module in model.named_modules():
         if isinstance(module, Linear):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mmvllm.models.coded_layouts import QuantizedTensor, TensorInFile, coded_weight
+from mmvllm.models.coded_layouts import QuantizedTensor, StoredTensor, coded_weight
 from mmvllm.quantized_config import CheckpointQuantization
 from mmvllm.text import listed
 
@@ -22,7 +22,7 @@ class StackedTensor:
         experts: of each expert, the weights with the same number of columns.
     """
 
-    def __init__(self, experts: Sequence[Sequence[TensorInFile | QuantizedTensor]]):
+    def __init__(self, experts: Sequence[Sequence[StoredTensor | QuantizedTensor]]):
         self.experts = experts
 
     def get_shape(self) -> list[int]:
@@ -34,15 +34,15 @@ class StackedTensor:
         return torch.stack([torch.cat([*map(_values, one)])[rows, columns] for one in self.experts[experts]])
 
 
-def _values(weight: TensorInFile | QuantizedTensor) -> Tensor:
+def _values(weight: StoredTensor | QuantizedTensor) -> Tensor:
     return weight.weight.dequantized() if isinstance(weight, QuantizedTensor) else weight[...]
 
 
 def dequantized_experts(
-    tensors: Iterable[tuple[str, TensorInFile]], quantization: CheckpointQuantization
-) -> Iterator[tuple[str, TensorInFile | StackedTensor]]:
+    tensors: Iterable[tuple[str, StoredTensor]], quantization: CheckpointQuantization
+) -> Iterator[tuple[str, StoredTensor | StackedTensor]]:
     """Tensors of all experts of a layer (E, rows, columns) in 8-bit floats, with their scales; others as they come."""
-    halves: dict[str, dict[str, TensorInFile]] = {}
+    halves: dict[str, dict[str, StoredTensor]] = {}
     for name, stored in tensors:
         is_scale = name.endswith(_SCALE) and not name.endswith("weight" + _SCALE)
         if not is_scale and (len(stored.get_shape()) != 3 or stored[:1].dtype != torch.float8_e4m3fn):
@@ -59,7 +59,7 @@ def dequantized_experts(
 
 
 def _all_experts(
-    name: str, quantization: CheckpointQuantization, weight: TensorInFile, weight_scale: TensorInFile
+    name: str, quantization: CheckpointQuantization, weight: StoredTensor, weight_scale: StoredTensor
 ) -> StackedTensor:
     codes, scales = weight[...], weight_scale[...]
     if scales.numel() == 1:
@@ -73,10 +73,10 @@ def _all_experts(
 
 
 def stacked_experts(
-    tensors: Iterable[tuple[str, TensorInFile | QuantizedTensor]], num_experts: int
-) -> Iterator[tuple[str, TensorInFile | QuantizedTensor | StackedTensor]]:
+    tensors: Iterable[tuple[str, StoredTensor | QuantizedTensor]], num_experts: int
+) -> Iterator[tuple[str, StoredTensor | QuantizedTensor | StackedTensor]]:
     """One tensor for all experts of a layer, `experts.gate_up_proj` and `experts.down_proj`; others as they come."""
-    stacks: dict[str, dict[tuple[int, int], TensorInFile | QuantizedTensor]] = {}
+    stacks: dict[str, dict[tuple[int, int], StoredTensor | QuantizedTensor]] = {}
     for name, stored in tensors:
         if not (match := _OF_ONE.fullmatch(name)):
             yield name, stored
@@ -98,7 +98,7 @@ def stacked_experts(
         )
 
 
-def _check_shapes(key: str, weights: Mapping[tuple[int, int], TensorInFile | QuantizedTensor]) -> None:
+def _check_shapes(key: str, weights: Mapping[tuple[int, int], StoredTensor | QuantizedTensor]) -> None:
     shapes = {tuple(weight.get_shape()) for weight in weights.values()}
     if len(shapes) > 1 or any(len(shape) != 2 for shape in shapes):
         raise ValueError(f"{key} needs experts of one shape in two dimensions; it has {listed(sorted(shapes), 'and')}")

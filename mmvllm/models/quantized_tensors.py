@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from mmvllm.models.coded_layouts import QuantizedTensor, TensorInFile, check_order, coded_weight
+from mmvllm.models.coded_layouts import QuantizedTensor, StoredTensor, check_order, coded_weight
 from mmvllm.models.quantized_experts import StackedTensor, dequantized_experts, stacked_experts
 from mmvllm.quantized_config import CheckpointQuantization, WeightScheme
 
@@ -30,8 +30,8 @@ _CODE_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
 
 def assembled(
-    tensors: Iterable[tuple[str, TensorInFile]], quantization: CheckpointQuantization, num_experts: int = 0
-) -> Iterator[tuple[str, TensorInFile | QuantizedTensor | StackedTensor]]:
+    tensors: Iterable[tuple[str, StoredTensor]], quantization: CheckpointQuantization, num_experts: int = 0
+) -> Iterator[tuple[str, StoredTensor | QuantizedTensor | StackedTensor]]:
     """Names and tensors of a checkpoint, with one weight in place of all tensors of each quantized layer.
 
     The tensors tell which layers are quantized, `quantization` how. Those of a layer may come in any order, with others
@@ -43,8 +43,8 @@ def assembled(
 
 
 def _layers(
-    tensors: Iterable[tuple[str, TensorInFile]], quantization: CheckpointQuantization
-) -> Iterator[tuple[str, TensorInFile | QuantizedTensor]]:
+    tensors: Iterable[tuple[str, StoredTensor]], quantization: CheckpointQuantization
+) -> Iterator[tuple[str, StoredTensor | QuantizedTensor]]:
     layers: dict[str, dict[str, Tensor]] = {}
     for name, stored in tensors:
         layer, _, part = name.rpartition(".")
@@ -65,12 +65,12 @@ def _layers(
     _check_complete(layers, quantization)
 
 
-def adds_nothing(name: str, stored: TensorInFile) -> bool:
+def adds_nothing(name: str, stored: StoredTensor) -> bool:
     """Whether a tensor is a bias of zeros, which some tools give to every layer that they quantize."""
     return name.endswith(".bias") and not stored[...].any()
 
 
-def _has_codes(part: str, stored: TensorInFile) -> bool:
+def _has_codes(part: str, stored: StoredTensor) -> bool:
     return part == "weight" and len(stored.get_shape()) == 2 and stored[:1].dtype in _CODE_DTYPES
 
 

@@ -84,9 +84,6 @@ class VisionLanguageModel(Model):
         if config.tie_word_embeddings:
             self.tied, self.lm_head.weight = {"lm_head.weight": "decoder.embed_tokens.weight"}, None
 
-    def _head(self) -> VocabularyHead:
-        return VocabularyHead(self.config.hidden_size, self.config.vocab_size, self.ranks)
-
     def tie_head(self) -> None:
         if self.tied:
             self.lm_head.weight = self.decoder.embed_tokens.weight

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,7 +18,7 @@ from mmvllm.layers.attention import AttentionBackend, TorchAttention
 from mmvllm.layers.coded import CodedWeight, CodesView
 from mmvllm.layers.linear import AssembledModule, ConvertedModule
 from mmvllm.layers.sharding import CheckpointView, Shard
-from mmvllm.models.coded_layouts import QuantizedTensor
+from mmvllm.models.coded_layouts import QuantizedTensor, StoredTensor
 from mmvllm.models.folder import weight_files
 from mmvllm.models.interface import Model
 from mmvllm.models.lora import LoraPair, Target, linear_regions, place_adapter, read_adapter
@@ -120,14 +119,6 @@ class Places:
         for parameter_name, parameter in module.named_parameters(prefix=name, recurse=False):
             if covered[parameter_name] < parameter.numel():  # the rest is padding
                 parameter.zero_()
-
-
-class StoredTensor(Protocol):
-    """A tensor of a file, not read yet; an index reads a part of it, as a view of the memory map where it can be."""
-
-    def get_shape(self) -> list[int]: ...
-
-    def __getitem__(self, index: tuple[slice, ...]) -> Tensor: ...
 
 
 def _tensors(files: list[Path], progress: bool) -> Iterator[tuple[str, StoredTensor]]:

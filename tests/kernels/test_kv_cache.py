@@ -6,7 +6,7 @@ import torch
 from mmvllm.kernels.kv_cache import CODE_LIMITS, CodedCache
 from mmvllm.kernels.paged_attention import paged_attention, paged_attention_torch, paged_attention_triton
 from mmvllm.kernels.rotary import rotary_triton, rotary_write_kv_triton
-from mmvllm.kernels.write_kv import write_kv
+from mmvllm.kernels.write_kv import write_kv_torch
 from tests.helpers.kernels import assert_no_worse, round_to_e4m3_exactly
 
 CODES = pytest.mark.parametrize("code_dtype", CODE_LIMITS, ids=str)
@@ -34,7 +34,7 @@ def test_each_head_of_each_token_has_half_a_step_of_error(code_dtype, device, dt
     x = x.to(dtype)
     cache = CodedCache(torch.zeros(3, 4, 3, 80, device=device).to(code_dtype), torch.zeros(3, 4, 3, device=device))
     slots = torch.tensor([11, 0, 5, 2, 9, 3, 4], device=device)
-    write_kv(x, x, cache, CodedCache.of(torch.zeros(3, 4, 3, 80, device=device), code_dtype), slots)
+    write_kv_torch(x, x, cache, CodedCache.of(torch.zeros(3, 4, 3, 80, device=device), code_dtype), slots)
     got, largest = values(cache).view(12, 3, 80)[slots], x.double().abs().amax(-1, keepdim=True)
     step = 1 / 127 if code_dtype == torch.int8 else 32 / 448  # e4m3 has steps of 32 from 256 to 448
     assert ((got - x.double()).abs() <= (0.5 + 1e-5) * step * largest).all()
@@ -90,7 +90,7 @@ def test_the_kernel_stores_what_the_reference_stores(H, K, D, code_dtype, device
     got, want = ([CodedCache.of(torch.zeros(2, 4, K, D, device=device), code_dtype) for _ in "kv"] for _ in range(2))
     rotated, rotated_k = rotary_triton(q, k, angles.cos(), angles.sin())
     assert torch.equal(rotary_write_kv_triton(q, k, v, angles.cos(), angles.sin(), *got, slots), rotated)
-    write_kv(rotated_k, v, *want, slots)
+    write_kv_torch(rotated_k, v, *want, slots)
     assert same(got[0], want[0]) and same(got[1], want[1])
 
 

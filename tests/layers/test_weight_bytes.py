@@ -67,7 +67,7 @@ KINDS = [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8")
 
 
 @pytest.mark.parametrize("shape", RICHEST)
-@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
+@pytest.mark.parametrize(("dtype", "quantization"), [*KINDS, (torch.bfloat16, "int4")])
 def test_bytes_of_a_loaded_model(shape, dtype, quantization, checkpoints):
     loaded = load(checkpoints(shape), dtype, quantization)
     predicted = weight_bytes_of(load_config(checkpoints(shape)), dtype, quantization)
