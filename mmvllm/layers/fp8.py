@@ -21,6 +21,7 @@ class Fp8Weight(WeightForm):
     def __init__(self, weight: Tensor | CodedWeight, bias: Tensor | None):
         self.bias = bias
         if isinstance(weight, CodedWeight):
+            assert weight.scales.shape[1] == 1, weight.scales.shape
             self.values, self.scale = weight.codes, weight.scales.flatten()
             return
         self.values = torch.empty_like(weight, dtype=E4M3)

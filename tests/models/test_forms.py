@@ -1,0 +1,75 @@
+"""The forms that weights of quantized checkpoints take on GPUs, on the meta device."""
+
+import json
+
+import pytest
+import torch
+
+from mmvllm.layers.attention import TorchAttention
+from mmvllm.layers.fp8 import Fp8Weight
+from mmvllm.layers.grouped import GroupedInt4Weight, GroupedWeight
+from mmvllm.layers.linear import ConvertedModule
+from mmvllm.models import forms
+from mmvllm.models.registry import family_of, load_config
+from tests.helpers.quantized_checkpoints import FORMATS
+
+CUDA = torch.device("cuda")
+AMPERE, ADA = (8, 0), (8, 9)
+CODES = {
+    **dict.fromkeys(["awq", "gptq-int4", "w4a16", "w4a16-zeros"], (GroupedInt4Weight, GroupedInt4Weight)),
+    **dict.fromkeys(["gptq-int8", "w8a8"], (GroupedWeight, GroupedWeight)),
+    "fp8": (None, None),  # blocks of 16 columns, fewer than the kernel multiplies at a time
+    "fp8-dynamic": (None, Fp8Weight),
+}
+
+
+@pytest.fixture
+def forms_of(checkpoints, tmp_path, monkeypatch):
+    """A function: shape, format of the checkpoint, compute capability, dtype -> forms by the names of layers."""
+
+    def call(shape, method, capability, dtype=torch.bfloat16, quantization=None):
+        monkeypatch.setattr(forms, "supports_fp8", lambda device: capability >= ADA)
+        is_fp8 = capability >= ADA and dtype == torch.bfloat16
+        monkeypatch.setattr(forms, "fp8_unusable", lambda device, dtype: None if is_fp8 else "needs another GPU")
+        raw = json.loads((checkpoints(shape) / "config.json").read_text())
+        added = {} if method is None else {"quantization_config": FORMATS[method].config(32)}
+        (tmp_path / "config.json").write_text(json.dumps(raw | added))
+        config = load_config(tmp_path)
+        with torch.device("meta"):
+            model = family_of(config.architecture).build(config, TorchAttention).to(dtype)
+        forms.choose_forms(model, CUDA, dtype, quantization)
+        if method is not None:
+            forms.keep_codes(model, CUDA, dtype)
+        return {name: module.form for name, module in model.named_modules() if isinstance(module, ConvertedModule)}
+
+    return call
+
+
+@pytest.mark.parametrize("method", FORMATS)
+@pytest.mark.parametrize("capability", [AMPERE, ADA])
+def test_the_decoder_keeps_codes_that_the_gpu_multiplies(method, capability, forms_of):
+    chosen = forms_of("gqa2-tied", method, capability)
+    assert {form for name, form in chosen.items() if name.startswith("decoder")} == {CODES[method][capability == ADA]}
+    assert {form for name, form in chosen.items() if not name.startswith("decoder")} == {None}
+
+
+def test_float32_is_dequantized(forms_of):
+    assert set(forms_of("gqa2-tied", "awq", ADA, torch.float32).values()) == {None}
+
+
+def test_8_bit_floats_need_bfloat16_for_their_own_products(forms_of):
+    chosen = forms_of("gqa2-tied", "fp8-dynamic", ADA, torch.float16)
+    assert {form for name, form in chosen.items() if name.startswith("decoder")} == {GroupedWeight}
+
+
+def test_layers_beside_experts_round_no_inputs(forms_of):
+    """The norm before the experts would otherwise give them rounded inputs."""
+    chosen = forms_of("experts8-top3", "fp8-dynamic", ADA)
+    assert Fp8Weight not in chosen.values() and GroupedWeight in chosen.values()
+
+
+def test_4_bits_on_the_fly(forms_of):
+    chosen = forms_of("experts8-top3", None, AMPERE, quantization="int4")
+    linear = {form for name, form in chosen.items() if name.startswith("decoder") and "experts" not in name}
+    assert linear == {GroupedInt4Weight}
+    assert {form for name, form in chosen.items() if "experts" in name or not name.startswith("decoder")} == {None}
