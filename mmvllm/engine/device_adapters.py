@@ -21,7 +21,7 @@ class DeviceAdapters:
         for (parameter, part), region in self.regions.items():
             by_parameter.setdefault(parameter, {})[part] = region
         for name, layer in model.named_modules():
-            if isinstance(layer, Linear):
+            if isinstance(layer, Linear) and f"{name}.weight" in by_parameter:
                 sizes = layer.in_features, layer.part_widths(), by_parameter[f"{name}.weight"]
                 layer.adapters = self._stacks[f"{name}.weight"] = AdapterStack(
                     num_slots, max_rank, *sizes, dtype, device

@@ -18,6 +18,7 @@ from torch import Tensor
 from mmvllm.layers.linear import Linear
 from mmvllm.layers.lora import Region
 from mmvllm.layers.sharding import CheckpointView
+from mmvllm.layers.vocabulary import VocabularyHead
 from mmvllm.models.interface import Model
 from mmvllm.text import counted
 
@@ -177,7 +178,7 @@ def linear_regions(model: Model) -> dict[Target, Region]:
     """The weights that an adapter may change, and what this rank holds of them; before they are packed."""
     regions = {}
     for prefix, module in model.named_modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Linear) and not isinstance(module, VocabularyHead):
             for place in module.checkpoint_views():
                 if place.parameter == "weight":
                     regions[f"{prefix}.weight", place.part] = place.region

@@ -8,7 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mmvllm.engine.device_adapters import DeviceAdapters
+from mmvllm.layers.attention import TorchAttention
 from mmvllm.models.forms import packs_well
+from mmvllm.models.lora import linear_regions
+from mmvllm.models.registry import family_of, load_config
 from tests.helpers.adapters import DECODER, MLP, VISION, make_adapter, merged_checkpoint, rename_tensors
 from tests.helpers.packing import pack_weights
 from tests.helpers.ranks import on_ranks
@@ -154,6 +158,17 @@ FIRST = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.
 def test_tensors_that_are_not_supported_are_refused_by_name(change, message, adapter, checkpoint):
     with pytest.raises(ValueError, match=re.escape(message)):
         load(checkpoint, lora=replaced(adapter, change))
+
+
+@pytest.mark.parametrize("shape", ["gqa2-tied", "gqa3-untied"])
+def test_the_head_is_not_adapted(shape, checkpoints):
+    config = load_config(checkpoints(shape))
+    with torch.device("meta"):
+        model = family_of(config.architecture).build(config, TorchAttention)
+    DeviceAdapters(model, 1, 8, torch.float32, torch.device("cpu"))
+    assert model.lm_head.adapters is None
+    assert ("lm_head.weight", None) not in linear_regions(model)
+    assert model.decoder.layers[0].mlp.down_proj.adapters is not None
 
 
 def test_an_adapter_of_another_model_is_refused(checkpoint, checkpoints, tmp_path):
