@@ -162,8 +162,8 @@ def test_tensors_that_are_not_supported_are_refused_by_name(change, message, ada
 
 @pytest.mark.parametrize("shape", ["gqa2-tied", "gqa3-untied"])
 def test_the_head_is_not_adapted(shape, checkpoints):
+    config = load_config(checkpoints(shape))
     with torch.device("meta"):
-        config = load_config(checkpoints(shape))
         model = family_of(config.architecture).build(config, TorchAttention)
     DeviceAdapters(model, 1, 8, torch.float32, torch.device("cpu"))
     assert model.lm_head.adapters is None
