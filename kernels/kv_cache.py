@@ -76,9 +76,10 @@ class CodedCache:
         """The values of some blocks (B,) -> (B, block_size, K, D) in this dtype."""
         codes = self.codes.view(torch.int8).index_select(0, indices)
         scales = self.scales.index_select(0, indices)[..., None]
+        wide = torch.float32 if dtype == torch.float16 else dtype  # float16 would lose bits of small scales
         if self.codes.dtype == torch.int8:
-            return codes.to(dtype).mul_(scales.to(dtype))
-        return _as_halves(codes).to(dtype).mul_((2**8 * scales).to(dtype))
+            return codes.to(wide).mul_(scales.to(wide)).to(dtype)
+        return _as_halves(codes).to(wide).mul_((2**8 * scales).to(wide)).to(dtype)
 
 
 def _as_halves(bits: Tensor) -> Tensor:

@@ -73,6 +73,15 @@ def test_every_code_is_read_exactly(code_dtype, dtype):
 
 
 @CODES
+def test_small_heads_are_read_in_float16(code_dtype):
+    """Their scales are below the smallest number that float16 has with all its bits, 6.1e-5."""
+    x = torch.linspace(-1e-5, 1e-5, 64).view(1, 1, 1, 64)
+    cache = CodedCache.of(x, code_dtype)
+    got = cache.blocks(torch.tensor([0]), torch.float16)
+    assert (got.double() - values(cache)).abs().max() <= 3e-8  # half of float16's smallest step
+
+
+@CODES
 def test_what_is_not_a_number_is_read_as_such(code_dtype):
     x = torch.randn(1, 1, 2, 16)
     x[0, 0, 1, 3] = torch.nan
