@@ -166,15 +166,17 @@ class Int4Weight(WeightForm):
         return rows * (shape[1] // 2 + shape[1] // operator_size * 4)
 
     def _multiply_dequantized(self, x: Tensor) -> Tensor:
-        y = x.new_empty(len(x), len(self.codes))
+        """In float32 where that is faster, though the weight is rounded to bfloat16 elsewhere."""
+        dtype = torch.float32 if multiplies_float32_faster() else x.dtype
+        rows, y = x.to(dtype), x.new_empty(len(x), len(self.codes))
         blocks = self.codes.view(-1, x.shape[1], self._BLOCK // 2)
         tile = max(1, self._TILE // (x.shape[1] * self._BLOCK))
         scales, zeros = self.scales_and_zeros.unflatten(1, (-1, self._BLOCK)).permute(3, 1, 0, 2).unsqueeze(3)
         tiles = zip(*(t.split(tile) for t in (blocks, scales, zeros)), y.split(tile * self._BLOCK, dim=1), strict=True)
         for codes, scale, zero, out in tiles:
-            steps = _unpack_codes(codes).sub_(8).to(x.dtype).unflatten(1, (-1, self.group_size))
-            weight = torch.addcmul(zero.contiguous(), steps, scale.contiguous()).flatten(1, 2)  # (tile, in, 64)
-            torch.mm(x, weight.transpose(0, 1).flatten(1), out=out)
+            steps = _unpack_codes(codes).sub_(8).to(dtype).unflatten(1, (-1, self.group_size))
+            weight = torch.addcmul(zero.to(dtype), steps, scale.to(dtype)).flatten(1, 2)  # (tile, in, 64)
+            out.copy_(rows @ weight.transpose(0, 1).flatten(1))
         return y
 
 
