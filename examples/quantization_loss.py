@@ -84,7 +84,7 @@ def main() -> None:
     for name, engine_args in METHODS.items():
         print_row(name, run(args.model, requests, dtype="bfloat16", **engine_args), exact, spread, expected)
     for folder in args.checkpoint:
-        print_row(folder, run(folder, requests), exact, spread, expected)
+        print_row(folder, run(folder, requests, dtype="bfloat16"), exact, spread, expected)
 
 
 def print_row(name: str, run: Run, exact: Run, spread: Tensor, expected: list[str]) -> None:
