@@ -7,6 +7,7 @@ from importlib import import_module
 import pytest
 
 from mmvllm import EngineConfig
+from mmvllm.cli.caption import SETTINGS
 from mmvllm.cli.common import option_name
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 
@@ -58,12 +59,12 @@ def test_every_field_is_an_option_of_every_command(command):
 @pytest.mark.parametrize("command", [("serve",), ("demo",), ("caption", "x.png")], ids=" ".join)
 def test_only_what_is_given_reaches_the_engine(command):
     args = parser_of(*command).parse_args([*command[1:]])
-    assert engine_arguments(args, exclude=("dtype",)) == {}
+    assert engine_arguments(args, exclude=SETTINGS) == {}
 
 
 def test_settings_of_captions_are_no_engine_arguments():
     args = parser_of("caption").parse_args(["x.png", "--seed", "3", "--dtype", "float32", "--max-num-seqs", "2"])
-    assert engine_arguments(args, exclude=("dtype", "seed")) == {"max_num_seqs": 2}
+    assert engine_arguments(args, exclude=SETTINGS) == {"max_num_seqs": 2}
 
 
 @pytest.mark.parametrize(("option", "executor"), [("--executor", "ray"), ("--engine", "ray"), ("--engine", "local")])
