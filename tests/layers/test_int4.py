@@ -45,7 +45,9 @@ def assert_close(weight: CodedWeight, bias: torch.Tensor | None, x: torch.Tensor
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 17, 127, 128, 300])
 @pytest.mark.parametrize("out_size, with_bias", [(192, True), (80, False), (5, True)])
-def test_a_product_is_as_accurate_as_its_roundings_allow(number, out_size, with_bias):
+@pytest.mark.parametrize("in_float32", [True, False])
+def test_a_product_is_as_accurate_as_its_roundings_allow(number, out_size, with_bias, in_float32, monkeypatch):
+    monkeypatch.setattr(packed, "multiplies_float32_faster", lambda: in_float32)
     weight = coded(out_size, 256, 64)
     bias = torch.linspace(-1, 1, out_size).bfloat16() if with_bias else None
     x = rows(number, 256)
