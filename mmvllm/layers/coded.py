@@ -123,24 +123,34 @@ def round_to_codes(weight: Tensor, bits: int, group_size: int | None = None) -> 
     4 bits: 0 to 15 from a group's least to its largest value, and 0 is among the values. 8 bits: symmetric, -127 to
     127, as in LLM.int8() (arXiv 2208.07339) without its outliers.
     """
-    coded = _rounded_4 if bits == 4 else _rounded_8
-    parts = [coded(rows.float().unflatten(1, (-1, group_size or weight.shape[1]))) for rows in weight.split(_CHUNK)]
-    codes, scales, zeros = zip(*parts, strict=True)
-    return CodedWeight(torch.cat(codes).flatten(1), torch.cat(scales), torch.cat(zeros) if bits == 4 else None)
+    (num_rows, num_columns), size = weight.shape, group_size or weight.shape[1]
+    codes = torch.empty_like(weight, dtype=torch.uint8 if bits == 4 else torch.int8)
+    scales = torch.empty(num_rows, num_columns // size, device=weight.device)
+    zeros = torch.empty_like(scales, dtype=torch.uint8) if bits == 4 else None
+    for start in range(0, num_rows, _CHUNK):
+        at = slice(start, start + _CHUNK)
+        groups = weight[at].float().unflatten(1, (-1, size))
+        if bits == 4:
+            rounded, scales[at], zeros[at] = _rounded_4(groups)
+        else:
+            rounded, scales[at] = _rounded_8(groups)
+        codes[at] = rounded.flatten(1)
+    return CodedWeight(codes, scales, zeros)
 
 
 _CHUNK = 256  # rows that are rounded at a time: intermediate results stay in a CPU's cache, and take little memory
-_Rounded = tuple[Tensor, Tensor, Tensor | None]  # codes (R, groups, size), scales and zeros (R, groups)
 
 
-def _rounded_8(groups: Tensor) -> _Rounded:
+def _rounded_8(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Of (R, groups, size): codes, and scales (R, groups)."""
     scales = groups.abs().amax(dim=2).clamp_(min=1e-12) / 127
-    return (groups / scales[..., None]).round_().to(torch.int8), scales, None
+    return (groups / scales[..., None]).round_(), scales
 
 
-def _rounded_4(groups: Tensor) -> _Rounded:
+def _rounded_4(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_rounded_8`, and zeros (R, groups)."""
     least, largest = groups.amin(dim=2).clamp_(max=0), groups.amax(dim=2).clamp_(min=0)
     scales = (largest - least).clamp_(min=1e-12) / 15
     zeros = (-least / scales).round_()
     codes = (groups / scales[..., None] + zeros[..., None]).round_().clamp_(0, 15)
-    return codes.to(torch.uint8), scales, zeros.to(torch.uint8)
+    return codes, scales, zeros
