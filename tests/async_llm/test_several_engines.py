@@ -155,7 +155,7 @@ async def test_a_request_that_an_engine_refuses_fails_alone(fleet, request_, key
 @async_test
 async def test_an_engine_killed_under_load_loses_nothing_that_had_not_begun(fleet, checkpoint, make_llm):
     await all_up(fleet)
-    params, prompts = SamplingParams(max_tokens=60, ignore_eos=True), [f"Prompt {i}" for i in range(40)]
+    params, prompts = SamplingParams(max_tokens=200, ignore_eos=True), [f"Prompt {i}" for i in range(40)]
     expected = [output.text for output in make_llm(checkpoint).generate(prompts, params)]
     begun: set[int] = set()
 
