@@ -20,9 +20,9 @@ class WeightForm(ABC):
         """x (N, in) -> x Wᵀ + b (N, out)."""
 
     @classmethod
-    @abstractmethod
     def num_bytes(cls, shape: torch.Size, dtype: torch.dtype, group_size: int | None = None) -> int:
         """Of a weight of this shape in a model of this dtype, without the bias.
 
-        `group_size` is that of a checkpoint's own codes.
+        `group_size` is that of a checkpoint's own codes. By default the values keep the dtype.
         """
+        return shape.numel() * dtype.itemsize

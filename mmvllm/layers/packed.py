@@ -29,10 +29,6 @@ class PackedWeight(WeightForm):
         rows = _pad_rows(x, self.min_rows)
         return torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")[: len(x)]
 
-    @classmethod
-    def num_bytes(cls, shape: torch.Size, dtype: torch.dtype, group_size: int | None = None) -> int:
-        return shape.numel() * dtype.itemsize
-
 
 class WidenedWeight(WeightForm):
     """A bfloat16 weight (out, in) as it is, which each product of many rows converts to float32.
@@ -56,10 +52,6 @@ class WidenedWeight(WeightForm):
             part.copy_(multiply(wide, weight, bias, "none", [], "")[: len(rows)])
         return out
 
-    @classmethod
-    def num_bytes(cls, shape: torch.Size, dtype: torch.dtype, group_size: int | None = None) -> int:
-        return PackedWeight.num_bytes(shape, dtype)
-
 
 class PackedGate(WeightForm):
     """Two weights (I, in), gate and up, in oneDNN's layout; SiLU and the product are fused into the matrix products."""
@@ -74,10 +66,6 @@ class PackedGate(WeightForm):
         rows = _pad_rows(x)
         gate = torch.ops.mkldnn._linear_pointwise(rows, self.gate, self.gate_bias, "swish", [], "")
         return torch.ops.mkldnn._linear_pointwise.binary(rows, gate, self.up, self.up_bias, "mul")[: len(x)]
-
-    @classmethod
-    def num_bytes(cls, shape: torch.Size, dtype: torch.dtype, group_size: int | None = None) -> int:
-        return PackedWeight.num_bytes(shape, dtype)
 
 
 class Int8Weight(WeightForm):
