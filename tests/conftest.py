@@ -14,6 +14,9 @@ from mmvllm import LLM
 from mmvllm.models.folder import BUNDLED
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import assert_idle
+from tests.helpers.needs import allowed, mark_by_fixtures, needs, watched
+from tests.helpers.quarantine import FILE as QUARANTINE
+from tests.helpers.quarantine import quarantined, set_aside
 from tests.helpers.reference import Reference
 from tests.helpers.thinning import thin
 
@@ -23,7 +26,18 @@ torch.set_num_threads(1)
 
 @pytest.hookimpl(tryfirst=True)  # before cases are selected by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_by_fixtures(items)
     thin(items)
+    set_aside(items, quarantined(QUARANTINE.read_text()))
+
+
+@pytest.fixture(autouse=True)
+def undeclared_needs(request):
+    """Fail a test that starts a process or opens a socket without the marker that says so."""
+    with watched() as found:
+        yield
+    if missing := found - allowed(request.node):
+        pytest.fail(f"the test needs the markers {sorted(missing)}; see tests/helpers/needs.py", pytrace=False)
 
 
 @pytest.fixture(scope="session")
@@ -95,6 +109,7 @@ def reference(checkpoints):
 
 # Not for the session: the driver keeps an event loop running in the main thread.
 @pytest.fixture(scope="module")
+@needs("browser")
 def chromium():
     """A headless Chromium with a fake camera."""
     sync_api = pytest.importorskip("playwright.sync_api")

@@ -46,6 +46,7 @@ def assert_equals_transformers(llm, hf, request: dict, params: SamplingParams, *
     assert_idle(llm)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("shape", IMAGE_SHAPES)
 def test_beams_equal_transformers_in_every_family(shape, checkpoints, reference, make_llm):
     llm, hf = make_llm(checkpoints(shape)), reference(shape)
@@ -53,6 +54,7 @@ def test_beams_equal_transformers_in_every_family(shape, checkpoints, reference,
         assert_equals_transformers(llm, hf, REQUESTS[name], BEAMS)
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("shape", RICHEST[:1])
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 0.7, 1.0])
@@ -93,6 +95,7 @@ def assert_as_expected(llm, expected) -> None:
     assert_idle(llm)
 
 
+@pytest.mark.thinned(2)
 @every_way
 @every_family
 @pytest.mark.parametrize("caching", [True, False])
@@ -108,6 +111,7 @@ def test_block_sizes(block_size, checkpoint, make_llm, expected):
     assert_as_expected(make_llm(checkpoint, kvcache_block_size=block_size), expected)
 
 
+@pytest.mark.thinned(4)
 @every_way
 @pytest.mark.parametrize("max_num_seqs", [4, 5, 9])
 @pytest.mark.parametrize("budget", [1, 3, 30])
@@ -116,6 +120,7 @@ def test_searches_that_budgets_divide(budget, max_num_seqs, checkpoint, make_llm
     assert_as_expected(llm, expected)
 
 
+@pytest.mark.slow
 @every_way
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("spare_blocks", [0, 1, 4])
@@ -128,6 +133,7 @@ def test_few_blocks(spare_blocks, caching, checkpoint, make_llm, expected):
     assert llm.engine.scheduler.num_preemptions > 0
 
 
+@pytest.mark.thinned(3)
 @every_way
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("which", [0, -1, None])

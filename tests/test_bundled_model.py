@@ -37,6 +37,7 @@ def scenes(monkeypatch):
     return import_module("scenes")
 
 
+@pytest.mark.slow
 def test_captions_of_other_images_end_early(make_llm):
     llm = make_llm(BUNDLED)
     requests = [ask(noise_image(300, 200, seed=seed)) for seed in range(4)]
@@ -49,6 +50,7 @@ def test_captions_of_other_images_end_early(make_llm):
     assert short.token_ids == whole.token_ids[:5]
 
 
+@pytest.mark.slow
 def test_the_limit_leaves_room_for_captions_of_scenes(scenes):
     limit = json.loads((BUNDLED / "generation_config.json").read_text())["max_new_tokens"]
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)

@@ -12,6 +12,8 @@ from mmvllm.media import MediaError, MediaPolicy
 from tests.helpers import tasks
 from tests.helpers.images import encode, noise
 
+pytestmark = pytest.mark.spawns
+
 POLICY = MediaPolicy(max_bytes=100_000, max_pixels=20_000)
 
 

@@ -25,6 +25,7 @@ def decoder() -> Iterator[MediaDecoder]:
     decoder.close()
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize(("name", "codec"), [("a.mp4", "libx264"), ("a.webm", "libvpx-vp9"), ("a.gif", "gif")])
 def test_frames_are_those_of_the_policy(decoder, name, codec, tmp_path):
     data = make_clip(tmp_path / name, codec=codec, pix_fmt="rgb8" if codec == "gif" else "yuv420p").read_bytes()
@@ -36,6 +37,7 @@ def test_frames_are_those_of_the_policy(decoder, name, codec, tmp_path):
     assert clip.frames.flags.writeable  # as torch wants it
 
 
+@pytest.mark.spawns
 def test_errors_are_those_of_the_policy(decoder, tmp_path):
     clip = make_clip(tmp_path / "a.mp4").read_bytes()
     large = make_clip(tmp_path / "b.mp4", 1, size=(320, 320)).read_bytes()
@@ -57,6 +59,7 @@ def test_a_source_that_the_policy_does_not_allow_is_refused(decoder, source):
             load(source, PLAN)
 
 
+@pytest.mark.spawns
 def test_processes_that_decode_images_do_not_load_torch(decoder, tmp_path):
     data = make_clip(tmp_path / "a.mp4").read_bytes()
     with decoder.session() as load:
@@ -65,6 +68,7 @@ def test_processes_that_decode_images_do_not_load_torch(decoder, tmp_path):
     assert {"torch", "av"} <= decoder._video_pool.run(tasks.loaded_modules)
 
 
+@pytest.mark.spawns
 def test_a_video_that_takes_too_long_is_refused(monkeypatch, tmp_path):
     decoder = MediaDecoder(MediaPolicy(video_timeout=0.2))
     monkeypatch.setattr("mmvllm.decoding._decode_video", tasks.sleep_on)
@@ -73,12 +77,14 @@ def test_a_video_that_takes_too_long_is_refused(monkeypatch, tmp_path):
     decoder.close()
 
 
+@pytest.mark.spawns
 def test_a_video_that_ends_its_process_is_refused(decoder, monkeypatch):
     monkeypatch.setattr("mmvllm.decoding._decode_video", tasks.crash_on)
     with decoder.session() as load, pytest.raises(VideoError, match=r"its worker process died: .* SIGSEGV"):
         load.video(b"", PLAN)
 
 
+@pytest.mark.spawns
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory limit is Linux's")
 def test_memory_over_the_limit_is_a_sentence(decoder, monkeypatch):
     monkeypatch.setattr("mmvllm.decoding._decode_video", tasks.need_memory)

@@ -72,6 +72,7 @@ def expected_scores(reference, request: dict, token_ids: list[list[int]]) -> lis
     return found
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 11, "async_scheduling": True}], ids=str)
 @pytest.mark.parametrize("shape", RICHEST)
 def test_scores_equal_transformers(shape, options, checkpoints, reference, make_llm):

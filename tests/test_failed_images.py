@@ -59,6 +59,7 @@ def test_the_image_is_damaged_where_it_is_decoded(bad):
         load_image(bad)
 
 
+@pytest.mark.slow
 def test_a_prefetcher_holds_no_image_of_a_failed_item(num_images, bad):
     prefetcher = Prefetcher([{"image": bad}] * 5, lambda request: load_image(request["image"]), max_requests=9)
     items = [prefetcher.get(wait=True) for _ in range(5)]
@@ -67,6 +68,7 @@ def test_a_prefetcher_holds_no_image_of_a_failed_item(num_images, bad):
     assert live_images() == num_images
 
 
+@pytest.mark.slow
 def test_outputs_of_failed_requests_hold_no_image(llm, num_images, bad):
     outputs = llm.generate_multimodal([ask("Look", bad)] * 4, {"max_tokens": 1}, use_tqdm=False, on_error="return")
     assert all("truncated" in output.error and output.exception.image_index == 0 for output in outputs)
@@ -74,6 +76,7 @@ def test_outputs_of_failed_requests_hold_no_image(llm, num_images, bad):
     assert live_images() == num_images
 
 
+@pytest.mark.slow
 def test_failed_captions_hold_no_image(llm, num_images, bad, tmp_path):
     for i in range(4):
         (tmp_path / f"{i}.png").write_bytes(bad)
@@ -99,6 +102,7 @@ def async_engine(checkpoint) -> Iterator[AsyncLLM]:
     asyncio.run(engine.shutdown())
 
 
+@pytest.mark.slow
 def test_errors_of_failed_streams_hold_no_image(async_engine, num_images, bad):
     kept = asyncio.run(failures(async_engine, ask("Look", bad), 8))
     assert len(kept) == 8 and live_images() == num_images

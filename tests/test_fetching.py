@@ -36,6 +36,7 @@ def test_other_schemes_are_refused(url, network):
         fetch(url, local())
 
 
+@pytest.mark.spawns
 def test_the_http_client_is_imported_only_when_a_host_is_allowed():
     code = """
 import asyncio, sys
@@ -228,6 +229,7 @@ URLS = st.builds(
 )
 
 
+@pytest.mark.slow
 def test_any_url_gives_bytes_or_a_media_error_and_only_public_addresses_are_connected_to(network, tmp_path):
     network.names = {NAME: [[PUBLIC]], "localhost": [["127.0.0.1"]]}
     policy = MediaPolicy(allowed_domains=("*",), allowed_local_path=tmp_path)

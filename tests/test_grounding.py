@@ -64,6 +64,7 @@ def written(llm, request: dict) -> str:
     return "```json\n" + json.dumps([{"bbox_2d": [x1, y1, x2, y2], "label": "it"}]) + "\n```"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SHAPE_OF)
 def test_boxes_are_in_pixels_of_the_upright_and_of_the_stored_image(
     family, checkpoints, make_llm, tmp_path, monkeypatch
@@ -126,6 +127,7 @@ def test_sizes_of_a_part_and_of_a_request_do_not_move_boxes(checkpoints, make_ll
         assert corners(output.boxes[0]) == (0, 0, 301, 97)
 
 
+@pytest.mark.spawns
 def test_a_decoder_in_another_process_knows_the_orientation(tmp_path):
     marked(6, tmp_path / "6.png")
     decoder = MediaDecoder(MediaPolicy())

@@ -116,6 +116,7 @@ def test_an_allowed_network_allows_no_other():
     assert verdicts == [True] * len(allowed) + [False] * len(denied)
 
 
+@pytest.mark.network
 def test_a_name_is_looked_up_once_and_the_checked_address_is_connected_to(network):
     network.names = {NAME: [["127.0.0.1"], ["10.0.0.1"]]}
     site = StubServer({"/a.png": answer(PNG)})
@@ -124,6 +125,7 @@ def test_a_name_is_looked_up_once_and_the_checked_address_is_connected_to(networ
     assert f"Host: {NAME}:" in site.heads[0]
 
 
+@pytest.mark.network
 def test_the_next_address_is_tried_if_one_cannot_be_reached(network):
     network.names = {NAME: [[PUBLIC, "127.0.0.1"]]}
     assert fetch_from(StubServer({"/a.png": answer(PNG)}), local(), host=NAME) == PNG
@@ -160,6 +162,7 @@ def test_only_allowed_hosts_are_looked_up(domains, host, is_tried, network):
 # Responses
 
 
+@pytest.mark.network
 def test_an_image_is_fetched_without_proxy_or_cookies(network, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
@@ -169,11 +172,13 @@ def test_an_image_is_fetched_without_proxy_or_cookies(network, monkeypatch):
     assert names == {"host", "user-agent", "accept", "accept-encoding", "connection"}
 
 
+@pytest.mark.network
 @pytest.mark.parametrize("body", [b"HTTP/1.1 200 OK\r\n\r\nabc", b"HTTP/1.0 200 OK\r\nContent-Length: 3\r\n\r\nabcdef"])
 def test_a_body_ends_with_the_connection_or_the_announced_length(body, network):
     assert fetch_from(StubServer({"/a.png": body}), local()) == b"abc"
 
 
+@pytest.mark.network
 @pytest.mark.parametrize(
     "raw, message",
     [
@@ -198,6 +203,7 @@ def test_an_invalid_response_is_named(raw, message, network):
         fetch_from(StubServer({"/a.png": raw}), local(max_bytes=1000))
 
 
+@pytest.mark.network
 def test_a_video_has_a_limit_of_its_own(network):
     site = StubServer({"/a.png": answer(bytes(500))})
     assert fetch_from(site, local(max_bytes=10, max_video_bytes=500), kind="video") == bytes(500)
@@ -208,6 +214,7 @@ def test_a_video_has_a_limit_of_its_own(network):
         assert caught.value.field == "max_video_bytes"
 
 
+@pytest.mark.network
 def test_an_endless_body_is_stopped_at_the_limit(network):
     sent = 0
 
@@ -237,6 +244,7 @@ async def trickle(writer):
         await asyncio.sleep(0.02)
 
 
+@pytest.mark.network
 @pytest.mark.parametrize(
     "handler, limits, message",
     [
@@ -263,6 +271,7 @@ def test_a_host_that_does_not_answer_times_out(network, monkeypatch):
         fetch(f"http://{PUBLIC}/", MediaPolicy(allowed_domains=("*",), connect_timeout=0.1))
 
 
+@pytest.mark.network
 def test_tls_uses_the_name_and_not_the_address(network):
     network.names = {NAME: [["127.0.0.1"]]}
     hello = bytearray()
@@ -285,6 +294,7 @@ def chain(length: int) -> StubServer:
     return StubServer({**{f"/{i}": moved(f"./{i + 1}") for i in range(length)}, f"/{length}": answer(PNG)})
 
 
+@pytest.mark.network
 def test_three_redirects_are_followed_and_a_fourth_is_not(network):
     site = chain(3)
     assert fetch_from(site, local(), "/0") == PNG
@@ -295,6 +305,7 @@ def test_three_redirects_are_followed_and_a_fourth_is_not(network):
     assert len(site.heads) == 4
 
 
+@pytest.mark.network
 @pytest.mark.parametrize(
     "location, message",
     [
@@ -323,6 +334,7 @@ def test_a_redirect_is_checked_like_the_first_url_and_not_revealed(location, mes
     assert set(network.connected) == {"127.0.0.1"}
 
 
+@pytest.mark.network
 def test_a_redirect_to_another_allowed_host_is_looked_up_and_followed(network):
     network.names = {NAME: [["127.0.0.1"]]}
 

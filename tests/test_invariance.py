@@ -83,6 +83,8 @@ def test_max_num_seqs(max_num_seqs, checkpoint, make_llm, expected):
     assert tokens(run(make_llm(checkpoint, max_num_seqs=max_num_seqs))) == expected
 
 
+@pytest.mark.essential(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REQUESTS)
 def test_every_token_budget(name, checkpoint, make_llm, expected):
     """Chunks end at every position of the prompt, inside images too, and in mixed steps."""
@@ -114,6 +116,8 @@ def test_prefix_cold_and_hit(block_size, checkpoint, make_llm, expected):
         assert len(encoded) == cold, "an image inside a prefix hit must not be encoded"
 
 
+@pytest.mark.essential(1)
+@pytest.mark.slow
 @pytest.mark.thinned(1)
 def test_prefix_hits_of_every_length(checkpoint, make_llm, expected):
     """One block per token; the cache holds the first k tokens, so hits end before, inside, between and after images."""
@@ -137,6 +141,8 @@ def forget_prefixes_longer_than(blocks, num_blocks: int) -> None:
         del blocks.cached[key], blocks.keys[block]
 
 
+@pytest.mark.essential(2)
+@pytest.mark.slow
 @every_way
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("name", ["text", "two apart"])
@@ -179,6 +185,7 @@ def test_preemption_when_blocks_run_out(spare_blocks, checkpoint, make_llm, expe
     assert_idle(llm)
 
 
+@pytest.mark.slow
 @every_way
 @pytest.mark.parametrize("num_images", [1, 1.5, 2])
 @pytest.mark.parametrize("budget", [5, 4096])

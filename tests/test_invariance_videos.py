@@ -74,6 +74,7 @@ def test_batches(order, options, checkpoint, make_llm, expected):
         assert run(llm, tuple(REQUESTS)[::order]) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(2)
 def test_every_token_budget(checkpoint, make_llm, expected):
     """Chunks end at every position of the prompt, inside each temporal patch and between them."""
@@ -100,6 +101,7 @@ def test_prefix_hits_of_every_length(checkpoint, make_llm, expected):
     assert inside >= 6
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("caching", [True, False])
 def test_preemption_at_each_step(caching, checkpoint, make_llm, expected):
@@ -124,6 +126,7 @@ def largest_item(llm) -> int:
     return max(item.num_tokens for request in REQUESTS.values() for item in llm.processor(request).items)
 
 
+@pytest.mark.slow
 @both_ways
 @pytest.mark.parametrize("budget", [5, 4096])
 def test_an_encoder_cache_with_room_for_one_temporal_patch(budget, checkpoint, make_llm, expected):

@@ -65,6 +65,7 @@ CASES = [(4096, RICHEST[0], 3), *((13, shape, 3) for shape in RICHEST)]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget", "shape", "number"), [(4096, RICHEST[0], 1), *SLOW], ids=str)
 def test_same_tokens_as_with_the_references(budget, shape, number, checkpoints, make_llm, request):
     requests = REQUESTS[:number]

@@ -57,6 +57,7 @@ def test_preempted(checkpoint, make_llm, alone):
     assert_idle(llm)
 
 
+@pytest.mark.slow
 def test_forked(checkpoint, make_llm, alone):
     """Completions and beams copy the block in which the prompt ends, with its scales."""
     llm = make_llm(checkpoint)
@@ -72,6 +73,7 @@ def test_forked(checkpoint, make_llm, alone):
         assert [c.token_ids for c in again.completions] == [c.token_ids for c in output.completions]
 
 
+@pytest.mark.network
 def test_on_two_ranks(checkpoint, make_llm, alone, monkeypatch):
     use_rank_threads(monkeypatch)
     llm = make_llm(checkpoint, tensor_parallel_size=2)
@@ -86,6 +88,8 @@ def test_a_model_without_images(checkpoints, make_llm):
     assert_idle(llm)
 
 
+@pytest.mark.essential(1)
+@pytest.mark.slow
 @one_family
 def test_the_engine_on_the_kernels(checkpoint, make_llm, alone, monkeypatch):
     """One short request in the interpreter, with the kernels that write and read codes."""

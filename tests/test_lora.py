@@ -90,6 +90,8 @@ CASES = [
 ]
 
 
+@pytest.mark.essential(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "way"), CASES)
 def test_mixed_batches(shape, way, checkpoints, adapters, expected, make_llm):
     want = [own for each in expected(shape).values() for own in each]
@@ -100,6 +102,7 @@ def test_mixed_batches(shape, way, checkpoints, adapters, expected, make_llm):
     assert (way != "preempted") or llm.engine.scheduler.num_preemptions
 
 
+@pytest.mark.network
 def test_two_ranks(checkpoints, adapters, expected, make_llm, monkeypatch):
     use_rank_threads(monkeypatch)
     shape = "gqa2-tied"
@@ -107,6 +110,7 @@ def test_two_ranks(checkpoints, adapters, expected, make_llm, monkeypatch):
     assert tokens(llm, mixed(adapters(shape))) == [own for each in expected(shape).values() for own in each]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
 def test_quantized_layers(quantization, checkpoints, adapters, make_llm):
     """Alone as in a batch, and other than without adapters."""
@@ -120,6 +124,7 @@ def test_quantized_layers(quantization, checkpoints, adapters, make_llm):
     assert tokens(plain, list(REQUESTS)) == together[:2]
 
 
+@pytest.mark.slow
 def test_packed_weights(checkpoints, adapters, make_llm):
     """In bfloat16, whose activation is fused into the product unless adapters come between."""
     options = {"dtype": "bfloat16", "enable_prefix_caching": False}
@@ -130,6 +135,7 @@ def test_packed_weights(checkpoints, adapters, make_llm):
     assert [ids[:2] for ids in tokens(merged, list(REQUESTS))] == [ids[:2] for ids in together[2:4]]
 
 
+@pytest.mark.slow
 def test_an_adapter_on_top_of_a_merged_one(checkpoints, adapters, expected, make_llm):
     own = adapters("gqa2-tied")
     llm = make_llm(checkpoints("gqa2-tied"), lora=own["all"].lora_path, enable_lora=True)

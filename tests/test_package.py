@@ -2,7 +2,6 @@
 
 import ast
 import os
-import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -17,7 +16,7 @@ SOURCES = sorted(path for folder in ("mmvllm", "processors", "kernels") for path
 MODULES = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES if path.stem[0] != "_"]
 MODULES = [name if name.startswith("mmvllm.") else f"mmvllm.{name}" for name in MODULES]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-OF_EXTRAS = (  # modules that need an optional extra; `.ci/run` has the same list
+OF_EXTRAS = (  # modules that need an optional extra
     "mmvllm.captioning.endpoint",
     "mmvllm.captioning.ray_source",
     "mmvllm.captioning.ray_worker",
@@ -42,6 +41,7 @@ def python(*args: str, **env: str) -> str:
     return done.stdout
 
 
+@pytest.mark.spawns
 def test_import_and_help_do_not_load_torch():
     assert python("-c", "import mmvllm, sys; print('torch' in sys.modules, mmvllm.__version__)").split() == [
         "False",
@@ -55,11 +55,13 @@ def test_import_and_help_do_not_load_torch():
     )
 
 
+@pytest.mark.spawns
 def test_the_engine_config_does_not_load_torch():
     code = "import sys; sys.modules['torch'] = None; import mmvllm; print(mmvllm.EngineConfig().max_vision_patches)"
     assert python("-c", code) == "16384\n"
 
 
+@pytest.mark.spawns
 def test_help_names_the_commands():
     text = python("-m", "mmvllm", "--help")
     assert all(name in text for name in ("bench", "caption", "demo", "info", "serve"))
@@ -72,6 +74,7 @@ def test_public_names_load_on_first_use():
         mmvllm.LMM  # noqa: B018
 
 
+@pytest.mark.spawns
 def test_modules_import_without_the_optional_packages_and_with_transformers():
     """In a new process in the checkout, whose top-level folders transformers must not import."""
     code = """
@@ -92,11 +95,6 @@ print(mmvllm.processors.image.__file__)
     modules = [name for name in MODULES if not name.startswith(OF_EXTRAS)]
     assert len(modules) > 60
     assert Path(python("-c", code, *modules).strip()) == ROOT / "processors" / "image.py"
-
-
-def test_the_ci_script_has_the_same_list_of_modules_of_extras():
-    (text,) = re.findall(r"^of_extras = (\(.*?\))$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE | re.DOTALL)
-    assert ast.literal_eval(text) == OF_EXTRAS
 
 
 @pytest.mark.parametrize("folder", ["kernels", "processors"])

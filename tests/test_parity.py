@@ -9,10 +9,12 @@ from mmvllm.processors.positions import mrope_positions
 from tests.helpers.images import normalized
 from tests.helpers.parity import EXACT, GREEDY, REQUESTS
 from tests.helpers.reference import assert_no_worse, first_logits
-from tests.helpers.requests import grids_of, patches_of, spans_of
+from tests.helpers.requests import ask, grids_of, patches_of, spans_of
 from tests.helpers.shapes import IMAGE_SHAPES, RICHEST
 
 
+@pytest.mark.essential(4)
+@pytest.mark.slow
 @pytest.mark.thinned(8)
 @pytest.mark.parametrize("shape", [None, *IMAGE_SHAPES], ids=lambda shape: shape or "bundled")
 def test_greedy_tokens_equal_transformers(shape, checkpoints, reference, make_llm):
@@ -61,6 +63,7 @@ def assert_rows_no_worse(model, hf, inputs: dict) -> None:
         assert_no_worse(*slices)
 
 
+@pytest.mark.thinned(10)
 @pytest.mark.parametrize("shape", IMAGE_SHAPES)
 @pytest.mark.parametrize("request_", [REQUESTS["three"], EXACT], ids=["odd sizes", "whole windows"])
 def test_the_error_of_the_vit_is_at_most_twice_that_of_transformers(shape, request_, checkpoints, reference, make_llm):
@@ -76,9 +79,17 @@ def test_the_error_of_several_frames_is_at_most_twice_that_of_transformers(shape
     assert_rows_no_worse(model, hf, {"pixel_values": noise, "image_grid_thw": grids})
 
 
+TEXTS = [REQUESTS["text"], *(ask(text) for text in ("Hello", "What is at the top?", "Name a colour.", "1, 2, 3"))]
+
+
+@pytest.mark.thinned(10)
 @pytest.mark.parametrize("shape", IMAGE_SHAPES)
-@pytest.mark.parametrize("name", ["text", "three"])
-def test_the_error_of_the_logits_is_at_most_twice_that_of_transformers(shape, name, checkpoints, reference, make_llm):
+@pytest.mark.parametrize("requests", [TEXTS, [REQUESTS["three"], REQUESTS["one"]]], ids=["texts", "images"])
+def test_the_error_of_the_logits_is_at_most_twice_that_of_transformers(
+    shape, requests, checkpoints, reference, make_llm
+):
     hf, engine = reference(shape), make_llm(checkpoints(shape)).engine
-    inputs = hf.inputs(REQUESTS[name])
-    assert_no_worse(first_logits(engine, inputs), hf.logits(inputs), hf.in_float64(hf.logits, inputs))
+    inputs = [hf.inputs(request) for request in requests]  # several: the largest error of one is a matter of chance
+    exact = [hf.in_float64(hf.logits, one) for one in inputs]
+    got, plain = [first_logits(engine, one) for one in inputs], [hf.logits(one) for one in inputs]
+    assert_no_worse(*map(torch.cat, (got, plain, exact)))

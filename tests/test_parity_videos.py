@@ -11,11 +11,13 @@ from tests.helpers.reference import assert_no_worse, first_logits
 from tests.helpers.requests import ask, frames
 from tests.helpers.shapes import IMAGE_SHAPES, RICHEST
 
-pytestmark = pytest.mark.thinned
+pytestmark = [pytest.mark.spawns, pytest.mark.thinned]
 
 every_shape = pytest.mark.parametrize("shape", RICHEST)
 
 
+@pytest.mark.essential(2)
+@pytest.mark.slow
 @every_shape
 def test_greedy_tokens_equal_transformers(shape, checkpoints, reference, make_llm):
     outputs = make_llm(checkpoints(shape)).generate_multimodal(list(VIDEOS.values()), GREEDY)
@@ -59,6 +61,7 @@ def pixels(prompt, modality: str, llm) -> torch.Tensor:
     return normalized(patches, llm.engine.image_config if modality == "image" else llm.engine.video_config)
 
 
+@pytest.mark.essential(2)
 @every_shape
 @pytest.mark.parametrize("name", VIDEOS)
 def test_ids_grids_patches_and_positions_equal_transformers(name, shape, checkpoints, reference, make_llm):

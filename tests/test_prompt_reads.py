@@ -44,6 +44,7 @@ def expected(reference):
     return get
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("options", WAYS)
 @pytest.mark.parametrize("shape", RICHEST)
 def test_what_is_read_equals_transformers(shape, options, checkpoints, make_llm, expected, monkeypatch):
@@ -57,6 +58,7 @@ def test_what_is_read_equals_transformers(shape, options, checkpoints, make_llm,
             check_all(made, expected(shape, name))
 
 
+@pytest.mark.network
 @pytest.mark.parametrize("shape", [RICHEST[0], *(pytest.param(name, marks=pytest.mark.slow) for name in RICHEST[1:])])
 def test_ranks_that_share_a_model_read_the_same(shape, checkpoints, make_llm, expected, monkeypatch):
     use_rank_threads(monkeypatch)

@@ -29,12 +29,15 @@ WITH_IMAGES = [pair for pair in PAIRS if pair.values[0] in RICHEST]
 REQUEST = REQUESTS["two apart"]
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("shape", "method"), PAIRS)
 def test_float32_weights_are_the_values_exactly(shape, method, checkpoints, tmp_path):
     saved = quantized_checkpoint(checkpoints(shape), tmp_path, method)
     assert_same(state(saved.quantized), state(saved.dequantized))
 
 
+@pytest.mark.essential(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "method"), WITH_IMAGES)
 def test_greedy_tokens_equal_transformers_with_the_values(shape, method, checkpoints, make_llm, tmp_path):
     saved = quantized_checkpoint(checkpoints(shape), tmp_path, method)
@@ -42,6 +45,7 @@ def test_greedy_tokens_equal_transformers_with_the_values(shape, method, checkpo
     assert output.token_ids == Reference(saved.dequantized).generate(REQUEST)
 
 
+@pytest.mark.slow
 def test_biases_of_zeros_that_a_tool_added_are_left_out(checkpoints, tmp_path):
     saved = quantized_checkpoint(checkpoints("gqa2-tied"), tmp_path, "gptq-int4")
     file, bias = saved.quantized / "model.safetensors", "model.layers.0.mlp.down_proj.bias"
@@ -113,6 +117,7 @@ def prepare(model: Model) -> None:
     keep_codes(model, CPU, torch.bfloat16)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("ranks", [SINGLE, PlannedRank(0, 2), PlannedRank(1, 2)], ids=["alone", "first", "second"])
 @pytest.mark.parametrize("method", FORMATS)
 def test_bfloat16_products_are_near_those_of_the_values(method, ranks, checkpoints, tmp_path):

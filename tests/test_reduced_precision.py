@@ -31,6 +31,7 @@ FP8 = {"dtype": "float32", "quantization": "fp8"}
 FP8_SHAPES = [name for name in IMAGE_SHAPES if "experts" not in name and SHAPES[name]["text"].get("hidden_size") != 56]
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("shape", IMAGE_SHAPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_request_is_answered(name, shape, checkpoints, make_llm):
@@ -48,6 +49,7 @@ def plain_logits(name: str, hf: Reference, folder, inputs: dict) -> torch.Tensor
         return hf.logits(inputs)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("shape", IMAGE_SHAPES)
 @pytest.mark.parametrize("name", ["bfloat16", "int8"])
 @pytest.mark.parametrize("question", ["text", "three"])
@@ -60,6 +62,8 @@ def test_the_error_of_the_logits_is_at_most_twice_that_of_plain_torch(
     assert_no_worse(got, plain_logits(name, hf, folder, inputs), hf.in_float64(hf.logits, inputs))
 
 
+@pytest.mark.spawns
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", RICHEST)
 @pytest.mark.parametrize("name", ["bfloat16", "int8"])
 def test_the_error_of_the_logits_after_clips(name, shape, checkpoints, reference, make_llm):
@@ -69,6 +73,7 @@ def test_the_error_of_the_logits_after_clips(name, shape, checkpoints, reference
     assert_no_worse(got, plain_logits(name, hf, folder, inputs), hf.in_float64(hf.logits, inputs))
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("shape", RICHEST)
 @pytest.mark.parametrize("name", ["bfloat16", "int8"])
 def test_the_error_of_the_logits_after_clips_where_routers_choose_the_same_experts(
@@ -86,6 +91,7 @@ def test_the_error_of_the_logits_after_clips_where_routers_choose_the_same_exper
     assert_no_worse(got, plain, exact)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("shape", [name for name in IMAGE_SHAPES if "experts" not in name])
 @pytest.mark.parametrize("question", ["text", "three"])
 def test_the_error_of_logits_with_weights_in_4_bits(question, shape, checkpoints, reference, make_llm):

@@ -306,6 +306,7 @@ for i in range(200):
 """
 
 
+@pytest.mark.spawns
 def test_choices_and_keys_do_not_depend_on_the_process():
     runs = [
         subprocess.run(

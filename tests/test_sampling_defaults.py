@@ -23,6 +23,7 @@ def tokens(llm, params) -> list[int]:
     return llm.generate_multimodal([QUESTION], params, use_tqdm=False)[0].token_ids
 
 
+@pytest.mark.slow
 def test_the_own_values_are_over_the_defaults(llm_with):
     llm = llm_with(QWEN3_VL)
     assert llm.default_sampling_params() == SamplingParams(**OWN)
@@ -40,6 +41,7 @@ def test_changes_are_checked(llm_with):
         llm.default_sampling_params(temprature=1)
 
 
+@pytest.mark.slow
 def test_no_parameters_are_greedy_as_before(llm_with):
     llm = llm_with(QWEN3_VL | {"temperature": 5.0, "top_k": 0, "top_p": 1.0})
     greedy = tokens(llm, SamplingParams())

@@ -105,6 +105,7 @@ def test_a_schema_that_cannot_be_enforced_does_not_stop_the_others(llm):
     assert outputs[1].error is None and outputs[1].text[3] == "-"
 
 
+@pytest.mark.slow
 def test_random_schemas_on_a_random_model(llm):
     schemas = [SchemaMaker(seed).schema() for seed in range(30)]
     params = [

@@ -82,6 +82,7 @@ def test_one_bad_request_leaves_the_others_alone(llm, numbered):
 BODY = chat(image_part(data_uri(png(60, 60))), "What is this?", max_tokens=2)
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize(
     ("default", "given", "want"),
     [
@@ -101,6 +102,7 @@ def test_what_a_request_gives_the_server_comes_before_the_servers_own(default, g
     assert numbered == [want]
 
 
+@pytest.mark.spawns
 def test_the_server_names_the_field_of_an_error(engine):
     response = call(make_app(engine), "POST", CHAT, json=BODY | {"chat_template_kwargs": {"namespace": 5}})
     assert response.status_code == 400 and "the chat template cannot render" in error_of(response)["message"]
@@ -108,6 +110,7 @@ def test_the_server_names_the_field_of_an_error(engine):
     assert "enable_thinking" in schema["properties"]["chat_template_kwargs"]["description"]
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("kwargs", [NUMBERED, {}])
 def test_the_page_gives_its_own(kwargs, engine, numbered, tmp_path):
     async def converse() -> None:
@@ -124,6 +127,7 @@ def test_the_page_gives_its_own(kwargs, engine, numbered, tmp_path):
     assert numbered == [bool(kwargs)]
 
 
+@pytest.mark.spawns
 @pytest.mark.thinned(1)
 @GIVEN
 def test_captions(kwargs, want, llm, numbered, tmp_path):

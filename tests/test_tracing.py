@@ -155,6 +155,7 @@ async def test_several_engines_are_traced_in_one_place(checkpoint, spans):
     assert {f"{root.context.trace_id:032x}" for root, _ in found} == {TRACE}
 
 
+@pytest.mark.network
 def test_a_collector_gets_the_spans(checkpoint, make_llm):
     with collector() as (url, received):
         llm = make_llm(checkpoint, otlp_traces_endpoint=url)
@@ -165,6 +166,7 @@ def test_a_collector_gets_the_spans(checkpoint, make_llm):
     assert sorted(span.name for span in spans) == sorted(["llm_request", "preparation", *STAGES])
 
 
+@pytest.mark.network
 def test_a_collector_that_refuses_costs_one_warning(checkpoint, make_llm, caplog):
     with collector(status=400) as (url, received):
         llm = make_llm(checkpoint, otlp_traces_endpoint=url)

@@ -56,12 +56,14 @@ def images(tmp_path) -> Path:
     return folder
 
 
+@pytest.mark.spawns
 def test_every_module_is_imported():
     process = start("-c", IMPORT, *MODULES)
     err = process.communicate(timeout=300)[1]
     assert process.returncode == 0, err
 
 
+@pytest.mark.spawns
 def test_a_job_writes_records_and_retries_failures(images, tmp_path):
     out = tmp_path / "out.jsonl"
     good = (images / "b.png").read_bytes()

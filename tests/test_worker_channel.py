@@ -103,6 +103,7 @@ def test_memory_of_large_messages_is_given_back():
     assert not shared.write([memoryview(np.ones(SHARED_BYTES + 1, np.uint8))])
 
 
+@pytest.mark.spawns
 def test_a_system_without_such_memory_uses_the_pipe(monkeypatch):
     monkeypatch.delattr(os, "memfd_create", raising=False)
     assert SharedBuffer.create() is None
@@ -144,6 +145,7 @@ def test_processes_killed_at_any_moment_leave_no_memory_behind():
     assert held_by_this_process() == before
 
 
+@pytest.mark.spawns
 def test_a_process_can_choose_the_number_of_threads_before_numpy_is_loaded():
     script = "import sys; import mmvllm.worker_process; print('numpy' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

@@ -21,6 +21,8 @@ from mmvllm.worker_process import NICENESS, serve
 from mmvllm.workers import TaskCancelled, WorkerDied, WorkerPool, WorkersUnusable, WorkerTimeout
 from tests.helpers import tasks
 
+pytestmark = pytest.mark.spawns
+
 MiB = 1024 * 1024
 
 
@@ -54,6 +56,7 @@ def test_an_error_keeps_its_type_and_facts_and_brings_no_frames_of_the_process(p
         pool.run(tasks.make_unpicklable)
 
 
+@pytest.mark.essential
 def test_a_task_over_its_time_is_ended_and_the_next_one_runs(pool):
     before = pool.run(tasks.pid)
     start = time.monotonic()
@@ -84,6 +87,7 @@ def test_a_cancelled_task_is_ended_soon(pool, timeout, tmp_path):
             future.result(30)
 
 
+@pytest.mark.essential
 def test_a_process_that_dies_is_named_and_replaced(pool):
     with pytest.raises(WorkerDied, match="SIGSEGV"):
         pool.run(tasks.crash)

@@ -31,7 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="address to listen on; 0.0.0.0 accepts connections from other machines (default: %(default)s)",
     )
     parser.add_argument(
-        "--port", type=port, metavar="N", help="port to listen on (default: the first free port from 7860)"
+        "--port",
+        type=port,
+        default=0,
+        metavar="N",
+        help="port to listen on; 0 chooses the first free one from 7860 (default: %(default)s)",
     )
     parser.add_argument("--share", action="store_true", help="create a public address through Gradio's servers")
     auth = parser.add_mutually_exclusive_group()
@@ -74,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     auth, policy = _users(args), media_policy(args)
     if find_spec("gradio") is None:
         raise ValueError('the page needs Gradio: pip install "mmvllm[demo]"')
-    listen(args.host, args.port or 0).close()
+    listen(args.host, args.port).close()
     check(args)
     tell_if_bundled(args)
 
@@ -106,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         decoder.start()
         page.launch(
             server_name=args.host,
-            server_port=args.port,
+            server_port=args.port or None,  # None: Gradio's own range, from 7860
             share=args.share,
             auth=auth,
             prevent_thread_lock=True,

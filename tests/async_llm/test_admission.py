@@ -52,6 +52,7 @@ async def test_a_queue_position_is_consistent_while_requests_begin(make_engine):
     del engine._streams["it"]
 
 
+@pytest.mark.slow
 @async_test
 async def test_prepared_bytes_are_bounded_and_all_requests_complete(make_engine, monkeypatch):
     monkeypatch.setattr(intake, "MAX_BYTES", 1)

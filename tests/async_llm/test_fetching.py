@@ -61,6 +61,7 @@ async def test_a_fetched_request_may_not_set_what_admission_needs(engine, own):
         await collect(engine, fetch, SHORT)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from the abandoned task
 @pytest.mark.parametrize("how", ["the next request", "drain"])
 def test_a_loop_that_is_closed_during_a_fetch_releases_its_admission(make_engine, how):

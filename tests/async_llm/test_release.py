@@ -37,6 +37,7 @@ async def released(engine: AsyncLLM) -> None:
     await reached(lambda: engine.stats().num_released == 1, "released")
 
 
+@pytest.mark.slow
 @async_test
 async def test_an_idle_engine_frees_its_memory_and_serves_the_next_request(make):
     engine = make(0.3)
@@ -53,6 +54,7 @@ async def test_an_idle_engine_frees_its_memory_and_serves_the_next_request(make)
     assert kept.stats().num_released == 0
 
 
+@pytest.mark.slow
 @async_test
 async def test_requests_that_race_with_releases_are_all_answered(make):
     await _race(make, number=8, seed=1)
@@ -99,6 +101,7 @@ def _count_loads(engine: AsyncLLM) -> list[float]:
     return loads
 
 
+@pytest.mark.slow
 @async_test
 async def test_random_completions_go_on_as_without_a_release(make):
     params = SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True)
@@ -110,6 +113,7 @@ async def test_random_completions_go_on_as_without_a_release(make):
     assert expected[0] != expected[1]
 
 
+@pytest.mark.slow
 @async_test
 async def test_a_model_that_cannot_be_loaded_again_fails_its_requests_until_it_can(make, monkeypatch):
     engine = make()
@@ -124,6 +128,7 @@ async def test_a_model_that_cannot_be_loaded_again_fails_its_requests_until_it_c
     assert engine.health().status == "ok"
 
 
+@pytest.mark.slow
 @async_test
 async def test_shutdown_of_an_engine_that_is_released_or_being_loaded(make, monkeypatch):
     engine, other = make(), make()
@@ -161,7 +166,8 @@ async def test_each_of_several_engines_is_released_by_itself(make):
         assert engine.stats().num_released < 2
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
 @async_test
 async def test_requests_with_adapters_use_a_released_engine(make, checkpoint, tmp_path, size):
     adapter = LoRARequest("own", 1, str(make_adapter(tmp_path / "own", checkpoint, target_modules=DECODER)))

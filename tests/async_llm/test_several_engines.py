@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -13,12 +14,14 @@ import torch
 from mmvllm import LLM, AsyncLLM, SamplingParams
 from mmvllm.errors import ArgumentError, EngineUnavailable, RequestError, RequestFailed
 from tests.helpers.async_engines import LONG, REQUESTS, SHORT, async_test, collect, reached
-from tests.helpers.fleets import FLEET, kill, only_seven, pids
+from tests.helpers.fleets import FLEET, kill, only_seven, pids, slowly
+from tests.helpers.needs import needs
 from tests.helpers.processes import spawned, wait_until_gone
 from tests.helpers.requests import ask, noise_image
 
 
 @pytest.fixture(scope="module")
+@needs("spawns")
 def fleet(checkpoint):
     engine = AsyncLLM(checkpoint, **FLEET)
     yield engine
@@ -57,6 +60,7 @@ def assert_nothing_left(engine: AsyncLLM) -> None:
     assert (stats.num_preparing, stats.num_waiting, stats.num_running, stats.num_used_blocks) == (0, 0, 0, 0)
 
 
+@pytest.mark.spawns
 @async_test
 async def test_several_engines_serve_embeddings(fleet, checkpoint, make_llm):
     requests = [ask(noise_image(60, 90, 1), "What?"), "Hello", [5, 6, 7], ask("And?")]
@@ -117,7 +121,8 @@ async def test_a_conversation_goes_to_the_engine_that_has_its_cache(fleet):
 
 @async_test
 async def test_requests_on_any_engine_are_aborted(fleet):
-    streams = [asyncio.create_task(collect(fleet, f"Go on {i}", LONG, request_id=str(i))) for i in range(6)]
+    params = replace(LONG, logits_processors=[slowly])  # no completion ends before its abort
+    streams = [asyncio.create_task(collect(fleet, f"Go on {i}", params, request_id=str(i))) for i in range(6)]
     await reached(lambda: fleet.stats().num_running == 6, "running")
     assert [fleet.position(str(i)) for i in range(6)] == [0] * 6 and fleet.position("other") is None
     assert await fleet.abort("0") and await fleet.abort("1") and not await fleet.abort("other")
@@ -211,6 +216,7 @@ async def test_while_no_engine_is_up_requests_are_refused_and_those_admitted_wai
     await all_up(fleet)
 
 
+@pytest.mark.spawns
 @async_test
 async def test_a_refused_config_is_the_error_of_an_engine(checkpoint):
     before = spawned(recursive=True)

@@ -66,6 +66,7 @@ async def test_a_failed_engine_fails_all_requests_with_the_reason(make_engine, m
     assert engine.health().status == "failed"
 
 
+@pytest.mark.slow
 @async_test
 async def test_a_shutdown_that_drains_completes_requests_in_flight(make_engine):
     engine = make_engine(max_num_seqs=2)
@@ -108,6 +109,7 @@ async def test_a_second_shutdown_without_draining_ends_the_first(make_engine):
         await task
 
 
+@pytest.mark.spawns
 def test_a_program_that_does_not_shut_down_still_exits(checkpoint):
     code = f"""
 import asyncio

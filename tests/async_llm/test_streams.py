@@ -22,6 +22,8 @@ from tests.helpers.async_engines import (
 from tests.helpers.requests import ask
 
 
+@pytest.mark.essential
+@pytest.mark.slow
 @async_test
 async def test_concurrent_streams_equal_the_offline_completions(engine, checkpoint, make_llm):
     expected = make_llm(checkpoint).generate_multimodal([r for r, _ in REQUESTS], [p for _, p in REQUESTS])
@@ -40,6 +42,7 @@ async def test_concurrent_streams_equal_the_offline_completions(engine, checkpoi
         assert len(deltas) > 2 and all(delta.output is None for delta in deltas[:-1])
 
 
+@pytest.mark.slow
 @async_test
 async def test_no_part_of_a_stop_string_is_streamed(engine, checkpoint, make_llm):
     text = make_llm(checkpoint).generate_multimodal([QUESTION], LONG)[0].text
@@ -114,6 +117,7 @@ async def test_a_request_id_in_flight_is_refused_and_may_be_reused_afterwards(en
     assert len(deltas[-1].output.token_ids) == 6
 
 
+@pytest.mark.slow
 @async_test
 async def test_the_finish_reason_of_each_completion_is_streamed_when_it_finishes(engine, checkpoint, make_llm):
     """The completions of a request with n > 1 finish independently."""
@@ -161,6 +165,7 @@ def test_requests_of_a_closed_event_loop_are_aborted(engine):
     asyncio.run(stream.aclose())
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(1)
 @pytest.mark.parametrize("seed", range(3))
 @async_test

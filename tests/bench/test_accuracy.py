@@ -31,6 +31,7 @@ def attention(q, k, v) -> torch.Tensor:
     return (scores.softmax(-1).to(v.dtype) @ v).squeeze(-2)
 
 
+@pytest.mark.slow
 @DTYPES
 def test_a_kernel_with_errors_like_the_reference_passes_in_every_draw(dtype):
     """It adds the same products in another order."""

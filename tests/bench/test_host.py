@@ -5,6 +5,7 @@ import pstats
 
 import pytest
 
+from mmvllm.bench import report
 from mmvllm.cli.main import main
 from mmvllm.engine import sampler
 from mmvllm.kernels import sampling
@@ -14,8 +15,9 @@ SMALL = ("host", "--device", "cpu", "--steps", "6", "--contexts", "40,5", "--seq
 
 
 @pytest.fixture
-def bench(capsys):
+def bench(monkeypatch, capsys):
     """Run `mmvllm bench` -> exit code, lines of stdout, stderr."""
+    monkeypatch.setattr(report, "_commit", lambda: None)  # which would start a process
 
     def run(*args: object) -> tuple[int, list[str], str]:
         code = main(["bench", *map(str, args)])
@@ -56,6 +58,7 @@ def test_the_samplers_kernels_run_only_if_asked_for(bench, monkeypatch):
     assert ran
 
 
+@pytest.mark.network
 def test_what_is_exchanged_with_other_ranks_is_measured(bench, monkeypatch):
     use_rank_threads(monkeypatch)
     _, lines, _ = bench(*SMALL, "--sampling", "greedy", "--streams", "3", "--tensor-parallel-size", "2")

@@ -11,6 +11,8 @@ from tests.helpers.openvino_stub import write_converted, write_stub
 
 SMALL = ("--device", "cpu", "--size", "64x48", "--output-tokens", "5", "--repeat", "1", "--compare", "openvino")
 
+pytestmark = pytest.mark.spawns
+
 
 @pytest.fixture
 def bench(monkeypatch, capsys):

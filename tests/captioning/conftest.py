@@ -14,9 +14,11 @@ from PIL import Image
 
 from mmvllm.captioning import walk as walk_module
 from tests.helpers.captioning import SERVER, TINY, Done, Run, many
+from tests.helpers.needs import needs
 
 
 @pytest.fixture(scope="session")
+@needs("spawns")
 def server(checkpoint, tmp_path_factory):
     """A function ask(**job) that returns the server's reply."""
     (commands, ask_end), (reply_end, replies) = os.pipe(), os.pipe()

@@ -78,6 +78,7 @@ def test_videos_do_not_wait_for_images_that_are_being_decoded(clips, llm):
     assert record["error"] is None
 
 
+@pytest.mark.spawns
 def test_worker_processes_make_the_same_records(clips, llm):
     def told(**options) -> list[dict]:
         changing = ("time", "seconds")
@@ -106,6 +107,7 @@ def test_frames_are_shrunk_to_the_pixels_that_are_given(max_pixels, num_tokens, 
     assert (record["num_frames"], record["image_tokens"], record["error"]) == (4, 2 * num_tokens, None)
 
 
+@pytest.mark.slow
 def test_frames_are_shrunk_so_that_a_clip_fits_the_models_context(make_llm, tmp_path):
     model = shutil.copytree(BUNDLED, tmp_path / "model")
     settings = json.loads((model / "preprocessor_config.json").read_text())
@@ -116,6 +118,7 @@ def test_frames_are_shrunk_so_that_a_clip_fits_the_models_context(make_llm, tmp_
     assert 1200 < record["image_tokens"] <= 0.75 * 2048 < 4 * 25 * 25  # a frame of 700x700 pixels has 25 * 25 tokens
 
 
+@pytest.mark.slow
 def test_fewer_frames_are_taken_of_a_clip_that_would_not_fit_the_models_context(llm, tmp_path):
     make_clip(tmp_path / "long.mp4", 480, fps=4)
     (record,) = caption_images(tmp_path / "long.mp4", llm=llm, max_tokens=2)

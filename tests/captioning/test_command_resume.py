@@ -33,6 +33,7 @@ def test_after_twenty_kills_every_image_is_recorded_once(start, images, names, o
     assert all(record["error"] is None for record in records(out))
 
 
+@pytest.mark.essential(1)
 @pytest.mark.parametrize("suffix", ["csv", "txt"])
 def test_after_kills_tables_and_caption_files_are_complete(suffix, start, tmp_path):
     images, out = many(tmp_path / "many", 80), tmp_path / f"out.{suffix}"

@@ -15,6 +15,7 @@ from tests.helpers.captioning import TINY, all_but_the_last, by_name, recorded, 
 from tests.helpers.requests import noise_image
 
 
+@pytest.mark.spawns
 def test_ctrl_c_ends_a_process_that_was_started_by_a_shell_command(checkpoint, images, names, out):
     command = [sys.executable, "-m", "mmvllm", "caption", names, "--model", checkpoint, *TINY, "--output", out]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -27,6 +28,7 @@ def test_ctrl_c_ends_a_process_that_was_started_by_a_shell_command(checkpoint, i
     assert f"captioned      {len(by_name(out))}\n" in err
 
 
+@pytest.mark.essential
 def test_the_first_ctrl_c_finishes_requests_in_flight(start, images, names, tmp_path, out):
     whole = tmp_path / "whole.jsonl"
     run = start(names, "--output", out)
@@ -49,6 +51,7 @@ def test_the_first_ctrl_c_finishes_requests_in_flight(start, images, names, tmp_
     assert len(by_name(out)) == 300
 
 
+@pytest.mark.network
 def test_the_second_ctrl_c_stops_at_once(start, images, out):
     with socket.create_server(("127.0.0.1", 0)) as silent:  # its image is in preparation for twenty seconds
         address = f"http://127.0.0.1:{silent.getsockname()[1]}/silent.png"

@@ -38,6 +38,8 @@ def fast(monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
+@pytest.mark.network
+@pytest.mark.spawns
 def test_the_captions_of_a_server_are_those_of_an_engine_here(tmp_path):
     images = SCENES[:4]
     settings = {"prompts": PROMPTS, "max_tokens": 24, "system": "Be short."}
@@ -60,6 +62,7 @@ def test_the_captions_of_a_server_are_those_of_an_engine_here(tmp_path):
     assert made[0]["model"] == "bundled" and records(tmp_path / "o.jsonl") == made
 
 
+@pytest.mark.network
 def test_a_request_has_the_settings_and_the_key_is_written_nowhere(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret-7")
     with fake_endpoint(lambda body, _: said("  a dog ")) as fake:
@@ -80,6 +83,7 @@ def test_a_request_has_the_settings_and_the_key_is_written_nowhere(folder, tmp_p
         assert "sk-secret" not in path.read_text()
 
 
+@pytest.mark.network
 def test_failures_that_may_pass_are_tried_again(folder):
     answers = iter(
         [failed(429, Retry_After="0"), failed(500), None, (200, {}, b"<html>"), as_json(200, {"choices": 3}), said("a")]
@@ -89,6 +93,7 @@ def test_failures_that_may_pass_are_tried_again(folder):
     assert record["caption"] == "a" and len(fake.bodies) == 6
 
 
+@pytest.mark.network
 def test_a_server_says_how_long_to_wait(folder):
     times = []
 
@@ -101,6 +106,7 @@ def test_a_server_says_how_long_to_wait(folder):
     assert record["caption"] == "a" and times[1] - times[0] >= 0.4
 
 
+@pytest.mark.network
 def test_a_request_that_hangs_is_tried_again_and_fails_in_the_end(folder):
     release = threading.Event()
     options = {"timeout": 0.1, "max_retries": 1}
@@ -111,6 +117,7 @@ def test_a_request_that_hangs_is_tried_again_and_fails_in_the_end(folder):
     assert len(fake.bodies) == 2 and record["finish_reason"] == "error"
 
 
+@pytest.mark.network
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
@@ -138,6 +145,7 @@ def test_a_failure_is_that_of_its_image_alone(tmp_path, answer, error):
     assert again["caption"] == "b" and len(records(out)) == 3
 
 
+@pytest.mark.network
 def test_equal_images_are_sent_once_and_no_more_requests_at_a_time_than_asked_for(tmp_path):
     folder = many(tmp_path / "images", 8)
     noise_image(40, 40, seed=0).save(folder / "copy.bmp")
@@ -147,6 +155,7 @@ def test_equal_images_are_sent_once_and_no_more_requests_at_a_time_than_asked_fo
     assert sum(record["duplicate_of"] is not None for record in made) == 1
 
 
+@pytest.mark.network
 def test_the_schema_is_sent_and_an_answer_of_another_form_is_an_error(folder):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     answers = {0: said('{"a": 1}'), 1: said('{"a": ', finish_reason="length"), 2: said("one")}
@@ -160,6 +169,7 @@ def test_the_schema_is_sent_and_an_answer_of_another_form_is_an_error(folder):
     assert "is not JSON" in made[2]["error"] and job.progress.num_cut == 1
 
 
+@pytest.mark.network
 def test_servers_of_mmvllm_get_the_white_space_of_json_with_the_schema(folder):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     models = as_json(200, {"data": [{"id": "fake-vl", "owned_by": "mmvllm"}]})
@@ -171,6 +181,7 @@ def test_servers_of_mmvllm_get_the_white_space_of_json_with_the_schema(folder):
     assert body["structured_outputs"]["whitespace_pattern"] == " ?"
 
 
+@pytest.mark.network
 @pytest.mark.parametrize(("owner", "stops", "sent"), [("mmvllm", True, [True]), ("mmvllm", False, []), ("a", True, [])])
 def test_only_servers_of_mmvllm_are_asked_to_end_repetitions(folder, owner, stops, sent):
     models = as_json(200, {"data": [{"id": "fake-vl", "owned_by": owner}]})
@@ -181,6 +192,7 @@ def test_only_servers_of_mmvllm_are_asked_to_end_repetitions(folder, owner, stop
     assert record["finish_reason"] == "repetition" and job.progress.num_repetitions == 1
 
 
+@pytest.mark.network
 def test_several_captions_are_one_request(folder):
     choices = [{"message": {"content": text}, "finish_reason": "length"} for text in "abc"]
     with fake_endpoint(lambda body, _: as_json(200, {"choices": choices, "usage": {"completion_tokens": 6}})) as fake:
@@ -192,6 +204,7 @@ def test_several_captions_are_one_request(folder):
     assert short["error"] == "the endpoint gave 3 completions, 2 were asked for"
 
 
+@pytest.mark.network
 def test_a_job_that_is_stopped_takes_what_is_in_flight_and_is_resumed(tmp_path):
     folder, out = many(tmp_path / "images", 20), tmp_path / "out.jsonl"
     begun, release = threading.Semaphore(0), threading.Event()
@@ -218,6 +231,7 @@ def test_a_job_that_is_stopped_takes_what_is_in_flight_and_is_resumed(tmp_path):
     assert len(records(out)) == 20
 
 
+@pytest.mark.network
 def test_a_server_that_is_lost_ends_the_job_and_its_records_stay(tmp_path):
     folder, out = many(tmp_path / "images", 30), tmp_path / "out.jsonl"
     message = r"the endpoint fails every time, now with: .*HTTP 401, expired"
@@ -227,6 +241,7 @@ def test_a_server_that_is_lost_ends_the_job_and_its_records_stay(tmp_path):
     assert 3 < len(records(out)) < 30
 
 
+@pytest.mark.network
 def test_a_video_and_a_damaged_image_are_not_sent(tmp_path):
     (tmp_path / "clip.mp4").write_bytes(b"x")
     (tmp_path / "bad.png").write_bytes(b"x")
@@ -246,6 +261,7 @@ def test_large_images_are_shrunk():
     assert sent(Image.new("RGB", (4000, 1)), 100) == ("image/png", (632, 1))
 
 
+@pytest.mark.network
 @pytest.mark.parametrize(
     ("models", "model", "message"),
     [
@@ -262,6 +278,7 @@ def test_a_server_that_cannot_be_used_is_refused_before_anything_is_written(fold
     assert not (tmp_path / "out.jsonl").exists()
 
 
+@pytest.mark.network
 def test_a_model_that_is_not_listed_is_taken_where_nothing_is(folder):
     with fake_endpoint(lambda body, _: said("a"), failed(404)) as fake:
         url = f"{fake.url}/v1/chat/completions"
@@ -293,6 +310,7 @@ def test_a_wrong_url(folder, url):
         caption_images(folder, endpoint=url)
 
 
+@pytest.mark.network
 def test_the_command(folder, out, capsys):
     with fake_endpoint(lambda body, _: said("a dog")) as fake:
         command = ["caption", str(folder), "--endpoint", fake.url, "--endpoint-model", "other", "--concurrency", "2"]

@@ -96,6 +96,7 @@ def test_every_line_of_many_lists_is_an_item(lines):
     lists(lines)
 
 
+@pytest.mark.slow
 @examples(60)
 @given(*TARS)
 def test_any_tar_gives_items_that_can_be_read(names, format, cut, changes):

@@ -62,6 +62,7 @@ def test_records_are_read_back_unchanged(path):
     journal.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_before", [0, 2])
 def test_a_truncated_last_line_is_removed_and_written_again(num_before, path, caplog):
     write(path, *THREE[:num_before])

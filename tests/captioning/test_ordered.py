@@ -72,6 +72,7 @@ def test_a_resumed_run_has_the_order_of_the_rest(names, llm, tmp_path, backwards
     assert stems(records(out)) == names[:3] + rest
 
 
+@pytest.mark.spawns
 def test_worker_processes_keep_the_order(names, llm, tmp_path):
     assert stems(run(tmp_path / "list.txt", llm, worker_processes=True, workers=2)) == names
 
@@ -90,6 +91,7 @@ def test_at_most_so_many_records_wait_for_an_earlier_one(monkeypatch):
     assert taken == [0, 1, 2, 3, 4, 5] and not begun.is_alive()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["stop", "close"])
 def test_a_run_that_ends_early_leaves_no_thread_and_can_be_resumed(how, llm, tmp_path, monkeypatch):
     monkeypatch.setattr(ordering, "MAX_AHEAD", 2)

@@ -275,6 +275,7 @@ def test_an_output_folder_mirrors_the_tree_of_the_images(format, suffix, caption
     assert not list(two.rglob(f"*{suffix}"))
 
 
+@pytest.mark.network
 def test_images_that_are_not_files_need_an_output_folder(caption, two, tmp_path):
     with tarfile.open(tmp_path / "shard.tar", "w") as tar:
         tar.add(two / "a.png", "x/a.png")

@@ -44,6 +44,7 @@ def mixed(tmp_path) -> list[Path]:
     return [folder, tmp_path / "list.jsonl"]
 
 
+@pytest.mark.spawns
 def test_two_engines_make_the_records_of_one(mixed, checkpoint, tmp_path, engines):
     one = [record | DIFFERS for record in run(mixed, checkpoint, ordered=True)]
     with run(mixed, checkpoint, ordered=True, data_parallel_size=2, output=tmp_path / "out.jsonl") as two:
@@ -148,6 +149,7 @@ def test_engines_that_never_begin_end_the_run(folder, checkpoint, monkeypatch, e
     assert engines() == []
 
 
+@pytest.mark.spawns
 def test_a_wrong_model_is_refused_before_the_output_is_touched(folder, tmp_path, engines):
     with pytest.raises(ValueError, match="no/model/here"):
         run(folder, "no/model/here", data_parallel_size=2, output=tmp_path / "out.jsonl")

@@ -32,6 +32,8 @@ from mmvllm.errors import ArgumentError
 from tests.helpers.requests import noise_image
 from tests.helpers.videos import make_clip
 
+pytestmark = pytest.mark.ray
+
 ray = pytest.importorskip("ray")
 pytest.importorskip("ray.data")
 ray_source = import_module("mmvllm.captioning.ray_source")

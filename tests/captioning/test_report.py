@@ -214,6 +214,7 @@ def test_duplicates_share_the_thumbnail_of_their_original(tmp_path, colors):
 # Limits
 
 
+@pytest.mark.slow
 def test_records_are_not_kept_in_memory(tmp_path):
     class Record(dict):
         __hash__ = object.__hash__

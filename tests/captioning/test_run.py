@@ -65,6 +65,7 @@ def test_every_image_has_a_record_with_the_caption_of_the_library(folder, llm):
     assert 0 <= p.engine_wait_share <= 1
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("worker_processes", [False, True])
 def test_equal_images_are_captioned_once_with_threads_and_processes(worker_processes, folder, llm):
     made = by_name(run(folder, llm, worker_processes=worker_processes, workers=2))

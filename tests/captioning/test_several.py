@@ -60,7 +60,9 @@ def test_an_image_has_the_caption_of_each_prompt(folder, llm):
     assert made["x.png"]["error"] and made["x.png"]["captions"][0]["caption"] is None
 
 
-@pytest.mark.parametrize("way", [{}, {"ordered": True}, {"worker_processes": True, "workers": 1}])
+@pytest.mark.parametrize(
+    "way", [{}, {"ordered": True}, pytest.param({"worker_processes": True, "workers": 1}, marks=pytest.mark.spawns)]
+)
 def test_an_image_is_read_and_encoded_once_and_its_prefix_shared(folder, llm, way, monkeypatch):
     outputs, step, num_encoded, reads = [], llm.engine.step, [], []
     monkeypatch.setattr(llm.engine, "on_step", lambda step: num_encoded.append(step.num_images))

@@ -48,6 +48,7 @@ def captions(folder: Path, llm: LLM, **options) -> dict[str, str]:
     return {record["path"]: record["caption"] for record in caption_images(folder, llm=llm, max_tokens=4, **options)}
 
 
+@pytest.mark.spawns
 def test_captions_with_a_callers_processor_are_those_of_threads(folder, checkpoint, processor):
     with LLM(checkpoint, processor=processor, **ENGINE) as llm:
         want = captions(folder, llm)
@@ -96,6 +97,7 @@ class Unloadable(CallersProcessor):
         return os._exit, (4,)
 
 
+@pytest.mark.spawns
 def test_processes_that_end_as_soon_as_they_begin_end_the_run(folder, checkpoint):
     with (
         LLM(checkpoint, processor=Unloadable(checkpoint), **ENGINE) as llm,

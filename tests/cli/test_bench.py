@@ -1,6 +1,7 @@
 """`mmvllm bench`: every benchmark runs, counts correctly and ends with its JSON line. Times are not checked."""
 
 import json
+import re
 import subprocess
 import sys
 from importlib.machinery import PathFinder
@@ -8,13 +9,14 @@ from importlib.machinery import PathFinder
 import pytest
 
 import mmvllm
-from mmvllm.bench import kernels, preprocess_video, roofline, runs
+from mmvllm.bench import kernels, preprocess_video, report, roofline, runs
 from mmvllm.cli.main import main
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.registry import load_config
 from tests.helpers.videos import make_clip
 
 SMALL = ("--device", "cpu", "--size", "64x48", "--output-tokens", "5", "--repeat", "2")
+commit_of_the_checkout = report._commit
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +25,7 @@ def quick_machine(monkeypatch):
     monkeypatch.setitem(roofline.READ_BYTES, "cpu", 1 << 20)
     monkeypatch.setitem(roofline.MATRIX_SIZES, "cpu", 256)
     monkeypatch.setattr(kernels, "CPU_SECONDS", 0.0)
+    monkeypatch.setattr(report, "_commit", lambda: None)  # which would start a process
 
 
 @pytest.fixture
@@ -44,12 +47,19 @@ def last(lines: list[str], gpu: bool = False) -> dict:
     assert {"python", "torch", "transformers", "triton"} <= record["versions"].keys()
     assert record["hardware"]["cores"] >= 1 and record["hardware"]["cpu"]
     assert (record["hardware"]["gpu"] is not None) == gpu
-    assert record["commit"] is None or len(record["commit"].removesuffix("-dirty")) == 40
+    assert "commit" in record
     return record
 
 
 def assert_sane(shares: dict, *names: str) -> None:
     assert all(0 < shares[name] < 10 for name in names), shares
+
+
+@pytest.mark.spawns
+def test_the_commit_of_the_checkout_is_recorded(bench, monkeypatch):
+    monkeypatch.setattr(report, "_commit", commit_of_the_checkout)
+    _, lines, _ = bench("preprocess", "--sizes", "64x48", "--formats", "jpeg", "--images", "1", "--repeat", "1")
+    assert re.fullmatch("[0-9a-f]{40}(-dirty)?", json.loads(lines[-1])["commit"])
 
 
 def test_throughput(bench):
@@ -70,6 +80,7 @@ def test_throughput(bench):
     assert record["model"]["hidden_size"] == config.hidden_size and record["model"]["parameters"]["decoder"] > 1e6
 
 
+@pytest.mark.slow
 def test_throughput_without_images_or_with_a_few(bench):
     few = last(bench("throughput", *SMALL, "--requests", "4", "--text-share", "0.5", "--size", "mixed")[1])
     assert few["results"]["mmvllm"]["images"] == 2
@@ -126,6 +137,7 @@ def test_preprocess(bench):
     assert all(case["images_per_second"].keys() == {"mmvllm", "transformers"} for case in results)
 
 
+@pytest.mark.spawns
 def test_preprocess_in_processes(bench):
     code, lines, _ = bench(
         *("preprocess", "--sizes", "64x48", "--formats", "jpeg", "--images", "2", "--workers", "1"),
@@ -171,6 +183,7 @@ def test_kernels(bench):
     assert lines[-2] == "kernels need CUDA: only their torch references were timed"
 
 
+@pytest.mark.slow
 def test_every_kernel_has_valid_cases(bench):
     code, lines, _ = bench("kernels", "--device", "cpu")
     assert code == 0
@@ -183,6 +196,7 @@ def test_the_line_is_appended_to_a_file(bench, tmp_path):
     assert (tmp_path / "lines.jsonl").read_text().splitlines() == lines
 
 
+@pytest.mark.slow
 def test_plot(bench, tmp_path):
     path = tmp_path / "steps.png"
     assert bench("throughput", *SMALL, "--requests", "4", "--plot", path)[0] == 0
@@ -273,6 +287,7 @@ def test_on_a_gpu(bench):
     assert all(case["triton_seconds"] > 0 and 0 < case["share_of_bandwidth"] < 2 for case in cases)
 
 
+@pytest.mark.spawns
 def test_help_does_not_load_torch():
     code = "import sys; sys.modules['torch'] = None\nfrom mmvllm.cli.main import main\nmain(['bench', '{}', '--help'])"
     for name in ("throughput", "latency", "preprocess", "kernels", "host"):

@@ -190,6 +190,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"mmvllm {mmvllm.__version__}\n"
 
 
+@pytest.mark.spawns
 def test_the_process_in_an_ascii_terminal(checkpoint, images):
     """`python -m mmvllm` with file names that the locale cannot encode."""
     odd = [images / "é.png", images / os.fsdecode(b"\xff.png")]
@@ -213,6 +214,7 @@ def test_the_process_in_an_ascii_terminal(checkpoint, images):
     assert "/absent.png: no such file" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.spawns
 def test_a_closed_pipe_ends_the_run_quietly(checkpoint, images):
     """`mmvllm caption ... | head -1`"""
     command = [sys.executable, "-m", "mmvllm", "caption", "--model", checkpoint, *TINY, images]

@@ -99,6 +99,7 @@ def test_a_size_that_does_not_divide_is_refused(checkpoints, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_table_of_published_models():
     """Each device has at least its share; a model that cannot be split over a number of devices has no value there."""
     for name, config in PUBLISHED.items():

@@ -45,6 +45,7 @@ def interrupted(program: str, moment: str, *args: str) -> subprocess.CompletedPr
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize(
     ("command", "moment"),
     [
@@ -59,11 +60,13 @@ def test_ctrl_c_while_modules_are_imported_is_no_traceback(command, moment):
     assert done.stdout == ""
 
 
+@pytest.mark.spawns
 def test_the_demo_app_is_interrupted_as_the_command_is():
     done = interrupted("demo_app.py", "gradio")
     assert done.returncode == -signal.SIGINT and "Traceback" not in done.stderr, done.stderr
 
 
+@pytest.mark.spawns
 def test_an_ignored_sigint_stays_ignored():
     code = """
 import signal

@@ -38,6 +38,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -51,12 +51,14 @@ def test_the_corpus_has_both_kinds_of_files(files, formats):
     assert sum(value is None for value in formats.values()) > 250
 
 
+@pytest.mark.slow
 def test_the_corpus_is_the_same_every_time(files):
     pairs = zip(corpus(), files, strict=True)
     different = [file.name for again, file in pairs if again != file]
     assert set(different) <= {"animation.avif", "animation-truncated.avif"}  # libavif writes the time into them
 
 
+@pytest.mark.slow
 def test_captioning_gives_pillows_verdict(files, formats, tmp_path):
     write(tmp_path)
     with LLM(**ENGINE) as llm:
@@ -64,6 +66,7 @@ def test_captioning_gives_pillows_verdict(files, formats, tmp_path):
     assert _different({Path(record["path"]).name: record["error"] is None for record in made}, formats) == []
 
 
+@pytest.mark.spawns
 def test_the_server_gives_pillows_verdict(files, formats):
     statuses = asyncio.run(_statuses(files))
     accepted = {name: value if value in FORMATS else None for name, value in formats.items()}

@@ -5,10 +5,12 @@ from collections.abc import Iterator
 import pytest
 
 from mmvllm.media import MediaPolicy
+from tests.helpers.needs import needs
 from tests.helpers.pages import Site, served
 
 
 @pytest.fixture(scope="module")
+@needs("network")
 def site() -> Iterator[Site]:
     """The bundled model, with at most three images and two videos of 500 KB per question."""
     pytest.importorskip("gradio")
@@ -17,6 +19,7 @@ def site() -> Iterator[Site]:
 
 
 @pytest.fixture(scope="module")
+@needs("network")
 def chatty_site(checkpoint) -> Iterator[Site]:
     """A random model, which gives long answers."""
     pytest.importorskip("gradio")

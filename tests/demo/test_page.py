@@ -57,6 +57,8 @@ def visible_texts(config: dict) -> str:
     return "\n".join(str(part["props"].get(name, "")) for part in config["components"] for name in names)
 
 
+@pytest.mark.essential(2)
+@pytest.mark.spawns
 @pytest.mark.parametrize("with_meta", [True, False])
 @pytest.mark.parametrize(
     "path",
@@ -141,6 +143,7 @@ def test_no_visitor_can_remove_the_examples(site):
     assert examples and all(path.exists() for path in examples)
 
 
+@pytest.mark.spawns
 def test_an_example_needs_no_browser(site):
     end, log = event(site, "chat", "example_select", [{"text": "", "files": []}, *CONTROLS], about={"index": 1})
     assert (end["success"], log) == (True, [])
@@ -229,6 +232,8 @@ def test_the_command_requires_a_login_and_leaves_no_file(tmp_path):
     assert [*tmp_path.glob("mmvllm-demo-*")] == []
 
 
+@pytest.mark.network
+@pytest.mark.spawns
 def test_a_server_with_the_page_exits_quietly(tmp_path):
     command = [sys.executable, "-m", "mmvllm", "serve", "--demo", "--device", "cpu", "--port", "0"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -262,6 +267,7 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(options, message, tm
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.network
 def test_a_taken_port_is_reported_before_a_model_is_loaded(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]

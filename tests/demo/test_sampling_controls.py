@@ -30,6 +30,7 @@ def controls(engine: AsyncLLM, **settings) -> dict[str, dict]:
     return {part["props"]["label"]: part["props"] for part in parts if part["props"].get("label")}
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("generation", "want"),
     [
@@ -55,6 +56,7 @@ def test_controls_begin_with_the_own_values(generation, want, tmp_path):
         assert round(found[label]["value"] / found[label]["step"], 6) % 1 == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uses_generation_config", [True, False])
 def test_an_answer_has_the_values_of_the_controls_and_the_checkpoints_others(uses_generation_config, tmp_path):
     given = []

@@ -71,6 +71,7 @@ async def answer_steps(sessions: Sessions, session, turn: Turn, options: Options
     return seen
 
 
+@pytest.mark.spawns
 def test_an_answer_is_streamed_and_ends_with_statistics(checkpoint, uploads):
     async def work(engine):
         sessions = Sessions(engine, uploads, DemoSettings(POLICY))
@@ -128,6 +129,7 @@ def test_closing_the_stream_aborts_the_request(checkpoint, uploads):
     with_engine(checkpoint, work)
 
 
+@pytest.mark.spawns
 def test_leaving_aborts_the_request_and_removes_the_images(checkpoint, uploads, monkeypatch):
     monkeypatch.setattr(session_module, "RELOAD_SECONDS", 0)
 
@@ -152,6 +154,7 @@ async def counts(handlers, visitor, paths: list[str]) -> list[str]:
     return [said async for said in handlers.count(visitor, json.dumps(paths), *astuple(OPTIONS))]
 
 
+@pytest.mark.spawns
 def test_a_question_that_is_undone_while_it_is_answered_keeps_its_images(checkpoint, uploads):
     gradio = pytest.importorskip("gradio")
     from mmvllm.demo.handlers import Handlers
@@ -170,6 +173,7 @@ def test_a_question_that_is_undone_while_it_is_answered_keeps_its_images(checkpo
     with_engine(checkpoint, work)
 
 
+@pytest.mark.spawns
 def test_an_invalid_question_leaves_no_turn(checkpoint, uploads):
     async def work(engine):
         sessions = Sessions(engine, uploads, DemoSettings(POLICY))
@@ -221,6 +225,7 @@ def sweep(sessions: Sessions) -> None:
     elsewhere(sessions.sweep())
 
 
+@pytest.mark.spawns
 def test_an_event_after_its_visitor_left_leaves_no_session(uploads, monkeypatch):
     pytest.importorskip("gradio")
     from mmvllm.demo.handlers import Handlers
@@ -275,6 +280,7 @@ def test_a_connection_that_is_lost_for_a_moment_loses_nothing(uploads, monkeypat
     assert sessions.get("one") is session and held.path.exists()
 
 
+@pytest.mark.spawns
 def test_a_damaged_image_is_named_when_it_is_added_and_good_ones_are_decoded_once(uploads, monkeypatch):
     pytest.importorskip("gradio")
     from mmvllm.demo.handlers import Handlers

@@ -32,6 +32,7 @@ def open_page(url: str) -> Iterator[list[bytes]]:
     thread.join(30)
 
 
+@pytest.mark.network
 def test_the_page_closes_although_a_tab_is_open(checkpoint):
     with served(checkpoint) as site:
         server = site.page.server
@@ -42,6 +43,8 @@ def test_the_page_closes_although_a_tab_is_open(checkpoint):
         assert received[-1] == b"end"
 
 
+@pytest.mark.network
+@pytest.mark.spawns
 def test_the_server_stops_although_a_tab_is_open(monkeypatch):
     monkeypatch.setattr(run_module, "SEND_SECONDS", 100.0)  # after which connections are aborted
     engine = AsyncLLM(**ENGINE)

@@ -75,6 +75,7 @@ def asked(handlers: Handlers, question: str, *paths: str) -> Turn:
     return asyncio.run(ask(handlers, question, *paths))
 
 
+@pytest.mark.spawns
 def test_frames_and_tokens_are_shown_before_asking_and_follow_the_options(handlers):
     clip, image = sent(handlers, "a.mp4", number=24, fps=8), sent(handlers, "a.png")
     (said,) = counted(handlers, clip, image)
@@ -86,6 +87,7 @@ def test_frames_and_tokens_are_shown_before_asking_and_follow_the_options(handle
     assert said.endswith("</div>120 video tokens")
 
 
+@pytest.mark.spawns
 def test_a_video_is_decoded_again_only_if_other_frames_are_shown(handlers, monkeypatch):
     clip, read, reads = sent(handlers, "a.mp4", number=48, fps=8), UploadedVideo.read, []
     monkeypatch.setattr(UploadedVideo, "read", lambda *given: (reads.append(given), read(*given))[1])
@@ -94,6 +96,7 @@ def test_a_video_is_decoded_again_only_if_other_frames_are_shown(handlers, monke
     assert len(reads) == 2
 
 
+@pytest.mark.spawns
 def test_a_second_question_about_a_video_runs_no_vit(handlers, engine):
     clip, encoded = sent(handlers, "a.webm", codec="libvpx-vp9", seed=1), engine.stats().num_encoded_images
     first = asked(handlers, "What moves?", clip)
@@ -106,6 +109,7 @@ def test_a_second_question_about_a_video_runs_no_vit(handlers, engine):
     assert num_cached > 105 and second.note.endswith("105 video tokens")
 
 
+@pytest.mark.spawns
 def test_images_and_videos_are_asked_about_in_one_conversation(handlers):
     session, names = handlers.sessions.get("one"), ("a.png", "a.mp4", "b.png", "b.mp4")
     first = asked(handlers, "What is this?", *(sent(handlers, name) for name in names))
@@ -117,6 +121,7 @@ def test_images_and_videos_are_asked_about_in_one_conversation(handlers):
     assert [Path(path).name for path in files] == [*names, "c.mp4"]
 
 
+@pytest.mark.spawns
 def test_a_stop_keeps_the_answer_and_the_video(handlers):
     async def work() -> None:
         session = handlers.sessions.get("one")
@@ -131,6 +136,7 @@ def test_a_stop_keeps_the_answer_and_the_video(handlers):
     asyncio.run(work())
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("num_bytes", [0, 300, 2000])
 def test_a_damaged_video_is_named_before_it_is_asked_about(num_bytes, handlers):
     good, bad = sent(handlers, "good.mp4"), sent(handlers, "bad.mp4")
@@ -140,6 +146,7 @@ def test_a_damaged_video_is_named_before_it_is_asked_about(num_bytes, handlers):
     assert counted(handlers, good)[0].endswith("105 video tokens")
 
 
+@pytest.mark.spawns
 def test_the_numbers_of_images_and_videos_are_limited(handlers):
     clips = [sent(handlers, f"{i}.mp4", number=2) for i in range(3)]
     assert "3 videos; at most 2 go into one question" in counted(handlers, *clips)[0]
@@ -148,6 +155,7 @@ def test_the_numbers_of_images_and_videos_are_limited(handlers):
     assert counted(handlers, *clips[:2], *images[:8])[0].endswith("video tokens")
 
 
+@pytest.mark.spawns
 def test_videos_that_exceed_the_context_together_are_refused_before_they_are_decoded(handlers, engine, monkeypatch):
     clips = [sent(handlers, f"{i}.mp4", number=60, fps=2) for i in range(2)]
     messages, decoded = [], []
@@ -169,6 +177,7 @@ def test_a_page_that_takes_no_videos_says_why(handlers, engine, monkeypatch):
     assert "video" not in handlers.limits
 
 
+@pytest.mark.spawns
 def test_a_kept_conversation_is_restored_with_its_video(handlers):
     clip = sent(handlers, "a.mp4")
     turn = asked(handlers, "What moves?", clip)
@@ -189,6 +198,7 @@ def test_a_conversation_without_its_video_says_so(handlers, monkeypatch):
     assert infos == ["The videos of this conversation are no longer here; to ask about them, add them again"]
 
 
+@pytest.mark.spawns
 def test_videos_are_kept_no_longer_than_images(handlers, monkeypatch):
     monkeypatch.setattr(session_module, "RELOAD_SECONDS", 0)
     clip, image = sent(handlers, "a.mp4"), sent(handlers, "a.png")

@@ -57,6 +57,7 @@ def read(decoder, rules: ClipRules, path: Path, options: ClipOptions = OPTIONS.o
         return UploadedVideo.read(path, rules.preview_plan(options), decode, policy)
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("fps", [0.5, 2.0, 5.0])
 @pytest.mark.parametrize("pixels", [(3136, 20_000), (16_384, 16_384)])
 @pytest.mark.parametrize("clip", [{"number": 24, "fps": 8}, {"number": 31, "fps": 10}, {"number": 1, "fps": 8}])
@@ -74,6 +75,7 @@ def test_the_tokens_that_are_shown_are_those_of_the_prompt(fps, pixels, clip, en
     assert num_tokens(video) == num_tokens() + start_and_end + shown
 
 
+@pytest.mark.spawns
 def test_the_strip_has_a_few_of_the_frames_that_the_model_sees(engine, decoder, tmp_path):
     rules, path = ClipRules.of(engine), make_clip(tmp_path / "a.mp4", 48, 8)
     few, many = (read(decoder, rules, path, OPTIONS.of_clips._replace(fps=fps)) for fps in (1, 4))
@@ -93,6 +95,7 @@ def test_a_long_video_takes_at_most_about_half_of_the_context(seconds, engine):
     assert rules.num_tokens(info, OPTIONS.of_clips) < 0.7 * engine.max_model_len
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize(
     "content, message",
     [
@@ -111,6 +114,7 @@ def test_a_file_that_is_no_video_is_named(content, message, engine, decoder, tmp
         read(decoder, ClipRules.of(engine), path)
 
 
+@pytest.mark.spawns
 def test_limits_of_the_policy_are_told(engine, tmp_path):
     path, rules = make_clip(tmp_path / "a.mp4"), ClipRules.of(engine)
     for limit, message in (
@@ -124,6 +128,7 @@ def test_limits_of_the_policy_are_told(engine, tmp_path):
         decoder.close()
 
 
+@pytest.mark.spawns
 def test_too_many_pixels_are_told_before_the_frames_are_decoded(engine, decoder, tmp_path):
     video = read(decoder, ClipRules.of(engine), make_clip(tmp_path / "a.mp4"))
     video.check_pixels(6, MediaPolicy(max_video_pixels=6 * 64 * 96))
@@ -152,6 +157,7 @@ def test_a_page_without_videos_says_why(engine, tmp_path, monkeypatch):
         elsewhere(sessions.read(sessions.get("one"), tmp_path / "a.mp4", ClipOptions()))
 
 
+@pytest.mark.spawns
 def test_frames_of_any_shape_fit_into_the_strip(engine, decoder, tmp_path):
     frames = np.zeros((4, 16, 1600, 3), dtype=np.uint8)
     video = read(decoder, ClipRules.of(engine), make_clip(tmp_path / "a.mp4", frames=frames))

@@ -73,6 +73,8 @@ def test_a_step_ahead_serves_the_first_sequences_first(make_pair):
     finish(ahead)
 
 
+@pytest.mark.essential(2)
+@pytest.mark.slow
 @every_family
 @pytest.mark.parametrize(
     "options",
@@ -123,6 +125,7 @@ def test_a_stop_token_at_each_position(make_pair):
         assert run(ahead, requests) == want
 
 
+@pytest.mark.slow
 @every_family
 def test_buffers_that_are_reused_by_every_step(make_pair, replayed):
     """As with CUDA graphs: inputs and logits of a step overwrite those of the previous one."""

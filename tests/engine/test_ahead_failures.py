@@ -46,6 +46,7 @@ def test_aborting_all_requests_discards_the_step_in_flight(ahead):
     assert_idle(ahead)
 
 
+@pytest.mark.slow
 @every_family
 @pytest.mark.parametrize("caching", [True, False])
 def test_preemption_after_each_step(caching, make_pair):

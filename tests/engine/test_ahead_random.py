@@ -37,6 +37,7 @@ def alone(checkpoint):
     llm.exit()
 
 
+@pytest.mark.slow
 @one_family
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(

@@ -118,6 +118,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", HOSTILE)
 def test_hostile_texts_are_read_in_linear_time(piece):
     """These would take minutes in quadratic time."""

@@ -104,6 +104,7 @@ def alone() -> list:
     return [run(llm, [i])[0] for i in range(len(CONSTRAINED))]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -21,6 +21,7 @@ def test_graph_sizes_cover_every_step_with_little_padding(max_num_seqs):
         assert size - S < max(S, 16)
 
 
+@pytest.mark.slow
 @every_family
 @pytest.mark.parametrize("max_num_seqs", [3, 16])
 def test_padded_steps_give_the_same_tokens(max_num_seqs, checkpoint, make_llm, replayed):
@@ -47,6 +48,7 @@ def test_a_step_that_is_too_large_or_has_a_prefill_runs_eagerly(checkpoint, make
     assert replayed[DecodeGraphs] == [1] * 4
 
 
+@pytest.mark.slow
 @every_family
 def test_logits_are_those_of_the_eager_step(checkpoint, make_llm, replayed):
     """Except for rounding, which depends on the number of rows."""

@@ -42,6 +42,8 @@ def following(compiler: GrammarCompiler, text_ids: list[int], width: int = WIDTH
     return {*np.flatnonzero(np.unpackbits(allowed.view(np.uint8), bitorder="little")).tolist()}
 
 
+@pytest.mark.essential(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_tokenizer_writes_json_and_ends_with_any_of_its_ends(name):
     tokenizer = tokenizer_of(name)

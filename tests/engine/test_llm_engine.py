@@ -105,6 +105,7 @@ def test_warm_up_and_exit(checkpoint):
         engine.add_request("x")
 
 
+@pytest.mark.slow
 def test_an_engine_is_freed_when_its_last_reference_is_deleted(checkpoint):
     llm = LLM(checkpoint, skip_warmup=True, num_kvcache_blocks=64)
     ref = weakref.ref(llm.engine)

@@ -30,6 +30,7 @@ def test_no_step_is_padded_with_more_tokens_than_a_sequence_may_have():
     assert step_sizes(4, 1) == []
 
 
+@pytest.mark.slow
 @every_family
 @pytest.mark.parametrize("budget", [20, 100])
 def test_padded_steps_give_the_same_tokens_and_cache(budget, checkpoint, make_llm, replayed):
@@ -48,6 +49,7 @@ def test_padded_steps_give_the_same_tokens_and_cache(budget, checkpoint, make_ll
     assert {size.num_decodes for size in replayed[MixedGraphs]} == {0, 5}
 
 
+@pytest.mark.slow
 @every_family
 def test_logits_are_those_of_the_eager_step(checkpoint, make_llm, replayed):
     """Except for rounding, which depends on the number of rows."""

@@ -23,6 +23,8 @@ from tests.helpers.async_engines import wait_until
 from tests.helpers.processes import spawned
 from tests.helpers.requests import ask, noise_image
 
+pytestmark = [pytest.mark.network, pytest.mark.spawns]
+
 ROOT = Path(__file__).resolve().parents[2]
 ARGUMENTS = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 64, "skip_warmup": True}
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)

@@ -43,6 +43,7 @@ def prompts(checkpoint):
     return llm, [llm.processor(prompt) for prompt in PROMPTS]
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(1)
 @pytest.mark.parametrize("launches_ahead", [False, True])
 @settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

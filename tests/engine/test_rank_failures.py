@@ -12,6 +12,7 @@ from mmvllm.errors import EngineFailed
 from mmvllm.ranks import ConnectedRanks, Operation, RanksFailed
 from mmvllm.worker_channel import SharedBuffer
 from tests.helpers.engines import assert_idle, run_at_once
+from tests.helpers.needs import needs
 from tests.helpers.parity import REQUESTS
 from tests.helpers.rank_threads import FailingOnce, use_rank_threads
 
@@ -20,6 +21,7 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
 
 
 @pytest.fixture(autouse=True)
+@needs("network")
 def ranks_in_threads(monkeypatch):
     use_rank_threads(monkeypatch)
 

@@ -55,6 +55,7 @@ def completions(draw) -> list[int]:
     return token_ids
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(completions(), st.lists(st.integers(0, 1), max_size=80))
 def test_a_completion_ends_where_brute_force_says(token_ids, prompt):
@@ -94,6 +95,7 @@ def test_few_tokens_are_searched():
         assert num_searches <= len(token_ids) / 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["gqa3-untied"], indirect=True)
 @pytest.mark.parametrize("which", range(len(PROMPTS)))
 def test_engines_end_loops_in_every_way(which, checkpoint, make_llm, monkeypatch):

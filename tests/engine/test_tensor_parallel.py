@@ -9,6 +9,7 @@ from mmvllm import SamplingParams
 from mmvllm.engine.model_runner import ModelRunner
 from mmvllm.ranks import ConnectedRanks
 from tests.helpers.engines import assert_idle, run_at_once
+from tests.helpers.needs import needs
 from tests.helpers.parity import REQUESTS
 from tests.helpers.rank_threads import FailingOnce, use_rank_threads
 from tests.helpers.requests import ask, noise_image
@@ -26,6 +27,7 @@ SPLITS = [
 
 
 @pytest.fixture(autouse=True)
+@needs("network")
 def ranks_in_threads(monkeypatch):
     use_rank_threads(monkeypatch)
 
@@ -41,6 +43,7 @@ def tokens(llm, requests, params=GREEDY) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
+@pytest.mark.essential(1)
 @pytest.mark.parametrize(("shape", "size"), SPLITS)
 def test_greedy_tokens_equal_one_rank_and_transformers(shape, size, checkpoints, reference, make_llm):
     requests = requests_of(shape)
@@ -100,6 +103,7 @@ def test_too_few_devices_are_refused(checkpoints, make_llm, monkeypatch):
         make_llm(checkpoints("gqa2-tied"), tensor_parallel_size=4, device="cuda:1")
 
 
+@pytest.mark.essential(1)
 @pytest.mark.parametrize("ahead", [False, True], ids=["plain", "ahead"])
 @pytest.mark.parametrize("method", ["_encode_own", "_media_rows", "append"])
 @pytest.mark.parametrize("step", [1, 2, 3])

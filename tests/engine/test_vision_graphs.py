@@ -15,6 +15,7 @@ pytestmark = pytest.mark.thinned
 FEW_PATCHES_OF_WINDOWS = ("windows2-vit80-untied", "windows1-vit64-tied")
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("shape", IMAGE_SHAPES)
 @torch.inference_mode()
 def test_rows_are_those_of_the_eager_call(shape, checkpoints, make_llm, replayed):
@@ -33,6 +34,7 @@ def test_rows_are_those_of_the_eager_call(shape, checkpoints, make_llm, replayed
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @every_family
 def test_images_and_videos_give_the_same_tokens(checkpoint, make_llm, replayed):
     options = {"max_num_seqs": 4, "enable_prefix_caching": False}

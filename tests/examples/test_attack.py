@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmvllm.async_llm import AsyncLLM
+from tests.helpers.needs import needs
 from tests.helpers.server import ENGINE, serving
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "benchmarks"))
@@ -18,11 +19,13 @@ SLOW_IMAGES = ("JPEG of 3,000 scans", "GIF of comments")  # which take seconds i
 
 
 @pytest.fixture(scope="module")
+@needs("network")
 def port():
     with serving(AsyncLLM(**ENGINE), api_keys=(hostile.KEY,)) as running:
         yield running.address[1]
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("make", [hostile.http_requests, attack.with_bodies, attack.with_images])
 def test_everything_hostile_is_refused(port, make):
     for name, request in make().items():
@@ -31,6 +34,7 @@ def test_everything_hostile_is_refused(port, make):
             assert isinstance(status, int) and 400 <= status < 500, (name, status, body)
 
 
+@pytest.mark.spawns
 def test_without_an_attack_there_are_no_problems(port):
     image = attack.IMAGES[0]
     answer = asyncio.run(attack.ask(port, image))

@@ -83,6 +83,7 @@ def test_images_have_grain_and_differ_by_seed():
     assert (np.diff(one, axis=1) != 0).mean() > 0.5
 
 
+@pytest.mark.spawns
 def test_a_folder_is_created_once_and_reused(tmp_path, small_images):
     recipes = prepare(tmp_path, NUM_IMAGES, seed=0)
     made = files_in(tmp_path)

@@ -3,10 +3,13 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "benchmarks"))
 import decoding
 
 
+@pytest.mark.spawns
 def test_it_prints_a_line_for_each_size(monkeypatch, capsys):
     monkeypatch.setattr(decoding, "SIZES", ((50, 40), (64, 48)))
     monkeypatch.setattr(sys, "argv", ["decoding.py", "--repeat", "1"])

@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "embeddings.py"
 
 
+@pytest.mark.spawns
 def test_an_image_is_nearest_to_itself():
     done = subprocess.run([sys.executable, "-W", "ignore", SCRIPT], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

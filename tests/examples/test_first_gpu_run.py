@@ -45,6 +45,7 @@ def run(tmp_path, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize(
     ("code", "options", "want"),
     [
@@ -87,6 +88,7 @@ def test_a_step_ends_with_its_children_when_its_time_is_over(tmp_path):
     wait_until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() in ended, "ended")
 
 
+@pytest.mark.spawns
 def test_a_signal_while_a_step_is_started_ends_it(tmp_path, monkeypatch):
     begun = []
 
@@ -106,6 +108,7 @@ def test_a_signal_while_a_step_is_started_ends_it(tmp_path, monkeypatch):
     assert begun[0].poll() == -signal.SIGTERM
 
 
+@pytest.mark.spawns
 def test_a_failing_step_ends_neither_its_stage_nor_the_run(run):
     own = [
         Stage("a", "A", 1, [step("raise ValueError('x')", "a-1"), step(JSON, "a-2")]),
@@ -116,6 +119,7 @@ def test_a_failing_step_ends_neither_its_stage_nor_the_run(run):
     assert results["b"]["step"]["result"] == {"number": 3}
 
 
+@pytest.mark.spawns
 def test_only_steps_without_a_result_are_run_again(run, tmp_path):
     log = tmp_path / "calls"
     count = f"open({str(log)!r}, 'a').write('x');"
@@ -127,6 +131,7 @@ def test_only_steps_without_a_result_are_run_again(run, tmp_path):
     assert calls == [2, 2, 3, 5, 5]
 
 
+@pytest.mark.spawns
 def test_steps_that_the_end_of_the_run_cut_off_are_run_by_the_next_one(run):
     own = [Stage("a", "A", 1, [step(JSON, "one"), step(JSON, "two")])]
     assert {one["status"] for one in run(*own, arguments=("--minutes", 0))["a"].values()} == {"out of time"}
@@ -141,6 +146,7 @@ def test_an_unknown_stage_is_refused(capsys):
     assert "there is no stage 'speed'; known: kernels, engine, decode" in capsys.readouterr().err
 
 
+@pytest.mark.spawns
 def test_a_terminated_run_ends_its_step_and_keeps_the_results(tmp_path):
     command = [sys.executable, first_gpu_run.__file__, "--small", "--stages", "decode", "--output", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -161,6 +167,7 @@ def test_the_checkpoints_have_the_published_sizes(size, tmp_path):
     assert config.vision.head_dim == 80 and config.dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_random_decode_calls_find_a_kernel_that_is_wrong_in_one_call_of_fifty(monkeypatch):
     """The reference in place of the kernel passes; one that misses the last token of a call, or changes, does not."""
     calls = []

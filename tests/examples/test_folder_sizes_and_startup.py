@@ -10,6 +10,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "bench
 import folder_sizes
 import startup
 
+pytestmark = pytest.mark.spawns
+
 
 def test_every_folder_has_a_line(capsys, tmp_path):
     arguments = ("--counts", "2", "3", "--side", "56", "--max-tokens", "2", "--json", str(tmp_path / "a.jsonl"))

@@ -19,6 +19,7 @@ def outcomes(workload: str, num_engines: int) -> dict[str, routing.Outcome]:
     return {one.policy: one for one in routing.simulate(workload, num_engines, options)}
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize("num_engines", SIZES)
 @pytest.mark.parametrize(("workload", "hits"), [("conversations", "tokens"), ("shared images", "images")])

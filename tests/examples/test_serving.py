@@ -15,6 +15,8 @@ from tests.helpers.generation import bundled_with
 from tests.helpers.server import ENGINE, serving
 from tests.helpers.videos import make_clip
 
+pytestmark = pytest.mark.spawns
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -23,6 +25,7 @@ def run(script: str, *arguments: str, **environment: str) -> subprocess.Complete
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | environment)
 
 
+@pytest.mark.network
 def test_the_client_prints_the_completion_and_its_usage():
     image = str(EXAMPLES / "images" / "scene-04.png")
     with serving(AsyncLLM(**ENGINE)) as server:
@@ -32,6 +35,7 @@ def test_the_client_prints_the_completion_and_its_usage():
     assert answer == "One." and cost.endswith(" out)")
 
 
+@pytest.mark.network
 def test_the_client_sends_videos_as_videos(tmp_path):
     clip = str(make_clip(tmp_path / "a.mp4"))
     with serving(AsyncLLM(**ENGINE)) as server:
@@ -40,6 +44,7 @@ def test_the_client_sends_videos_as_videos(tmp_path):
     assert int(re.search(r"\((\d+) tokens in", done.stdout)[1]) > 100  # most of them of the video
 
 
+@pytest.mark.network
 def test_a_function_is_called_and_its_result_sent_back(tmp_path):
     model = bundled_with(tmp_path / "checkpoint", {"eos_token_id": 461})  # without the bundled limit of 48 tokens
     arguments = ["What is 17 times 23?", "--image", str(EXAMPLES / "images" / "scene-04.png")]
@@ -53,6 +58,7 @@ def test_a_function_is_called_and_its_result_sent_back(tmp_path):
     assert answer and free.stdout.strip() and "(" not in free.stdout
 
 
+@pytest.mark.network
 def test_without_a_server_the_client_says_so():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"  # closed at once
@@ -61,6 +67,7 @@ def test_without_a_server_the_client_says_so():
     assert done.stderr.startswith(f"no server answers at {url}/") and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.network
 def test_a_refused_request_is_one_sentence():
     with serving(AsyncLLM(**ENGINE), api_keys=("secret",)) as server:
         image = str(EXAMPLES / "images" / "scene-04.png")

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -30,6 +31,12 @@ def kill(engine: AsyncLLM, index: int) -> None:
 def only_seven(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
     """A logits processor that the process of an engine can import."""
     return torch.full_like(logits, -torch.inf).index_fill_(0, torch.tensor([7]), 0.0)
+
+
+def slowly(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """A logits processor that makes a completion take at least 10 ms per token."""
+    time.sleep(0.01)
+    return logits
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Matrices of parameters: the default run has each value of each parameter, the slow tests have the other cases."""
+"""Which cases of a matrix of parameters are part of the default run, by the markers `thinned` and `essential`."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -11,19 +11,37 @@ OTHER_RUNS = ("slow", "gpu", "browser", "clients")  # cases with these markers a
 def thin(items: Iterable[pytest.Item]) -> None:
     """Mark cases of tests with the marker `thinned` as slow: those that add no value of a parameter to the others.
 
-    With a number, `thinned(3)`, so many of the others are left at most, evenly spread.
+    With a number, `thinned(3)`, so many of the others are left at most, evenly spread. Of a test with the marker
+    `essential(2)`, so many cases, evenly spread, are essential.
     """
     matrices: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        is_thinned = item.get_closest_marker("thinned") is not None and hasattr(item, "callspec")
-        if is_thinned and not any(map(item.get_closest_marker, OTHER_RUNS)):
+        if hasattr(item, "callspec"):
             matrices[item.nodeid.partition("[")[0]].append(item)
     for cases in matrices.values():
-        kept = _cover([{(name, id(value)) for name, value in case.callspec.params.items()} for case in cases])
-        kept = _spread(kept, *cases[0].get_closest_marker("thinned").args)
+        _limit_essential(cases)
+        _mark_others_slow(cases)
+
+
+def _limit_essential(cases: list[pytest.Item]) -> None:
+    marker = cases[0].get_closest_marker("essential")
+    if marker is not None and marker.args:
+        kept = _spread(set(range(len(cases))), *marker.args)
         for index, case in enumerate(cases):
             if index not in kept:
-                case.add_marker(pytest.mark.slow)
+                case.own_markers.remove(marker)
+
+
+def _mark_others_slow(cases: list[pytest.Item]) -> None:
+    cases = [case for case in cases if case.get_closest_marker("thinned") is not None]
+    cases = [case for case in cases if not any(map(case.get_closest_marker, OTHER_RUNS))]
+    if not cases:
+        return
+    kept = _cover([{(name, id(value)) for name, value in case.callspec.params.items()} for case in cases])
+    kept = _spread(kept, *cases[0].get_closest_marker("thinned").args)
+    for index, case in enumerate(cases):
+        if index not in kept:
+            case.add_marker(pytest.mark.slow)
 
 
 def _cover(cases: list[set[tuple[str, int]]]) -> set[int]:

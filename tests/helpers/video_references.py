@@ -5,6 +5,7 @@ arrays.
 """
 
 import multiprocessing
+import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
@@ -60,8 +61,13 @@ def fetched(
     return _process().submit(_fetched, part, patch_size, source, as_published).result()
 
 
-@cache
 def _process() -> ProcessPoolExecutor:
+    sys.audit("mmvllm.spawn")  # for each test that needs the process, whichever comes first
+    return _pool()
+
+
+@cache
+def _pool() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=install)
 
 

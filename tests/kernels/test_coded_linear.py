@@ -66,6 +66,7 @@ def test_error_is_bounded_by_that_of_a_product_in_float32(N, out_size, in_size, 
     assert_accurate(arguments(N, out_size, in_size, group, bits, device, dtype))
 
 
+@pytest.mark.slow
 @WIDTHS
 @pytest.mark.parametrize("N", [33, 64, 129, 200])
 def test_larger_tiles(N, bits, device):
@@ -121,6 +122,7 @@ def test_nothing_around_the_arguments_is_read(bits, device, dtype):
     assert torch.equal(coded_linear_triton(*map(surrounded, given)), want)
 
 
+@pytest.mark.slow
 @WIDTHS
 @pytest.mark.parametrize("numbers", [(1, 9, 16), (33, 50)])
 def test_rows_do_not_depend_on_others_of_the_same_tiles(numbers, bits, device, dtype):

@@ -66,6 +66,7 @@ def test_every_kernel_fits_every_gpu(arch, dtype, tmp_path):
         assert variant["narrow"] <= NARROW.get(variant["kernel"], 0), variant
 
 
+@pytest.mark.spawns
 def test_no_step_compiles_a_variant_of_its_own(tmp_path):
     """Numbers of sequences, lengths, widths of block tables and the alignment of views choose nothing."""
     [variants] = run(tmp_path, "variants")

@@ -36,6 +36,7 @@ def exact(y, x, a, b, rows, ends, widths):
     return y
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("counts", "widths", "in_size", "rank"),
     [
@@ -60,6 +61,7 @@ def test_larger_tiles(device):
     assert_no_worse(result(lora_add_triton, *given), result(lora_add_torch, *given), exact(*given))
 
 
+@pytest.mark.slow
 def test_rows_do_not_depend_on_other_slots(device, dtype):
     y, x, a, b, rows, ends, widths = arguments([9, 20, 4], (24, 8), 32, 8, device, dtype)
     want = result(lora_add_triton, y, x, a, b, rows, ends, widths)

@@ -29,6 +29,7 @@ def cumulative(lens: list[int], device) -> torch.Tensor:
     return torch.tensor([0, *lens], device=device).cumsum(0, dtype=torch.int32)
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(
     ("D", "H", "lens"),
     [
@@ -36,12 +37,12 @@ def cumulative(lens: list[int], device) -> torch.Tensor:
         (72, 3, [65, 64, 2]),  # the heads of the larger Qwen3-VL ViTs
         (64, 2, [64, 64, 48]),  # windows
         (16, 2, [129, 128, 4]),
-        (64, 1, [96]),
+        (64, 4, [96]),
         (16, 2, [40, 0, 0, 25, 0]),  # a CUDA graph has a fixed number of segments
-        (24, 1, [33, 31]),  # not a multiple of 16
-        (112, 1, [65, 20]),  # the second piece, 48, is not a power of two
+        (24, 4, [33, 31]),  # not a multiple of 16
+        (112, 4, [65, 20]),  # the second piece, 48, is not a power of two
         (128, 2, [70, 130]),
-        (256, 1, [70, 9]),
+        (256, 4, [70, 9]),
     ],
 )
 def test_segments(D, H, lens, device, dtype):

@@ -78,20 +78,22 @@ SHAPES = [
 ]
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_decode(shape, device, dtype):
     """One key, the edges of tiles and blocks, and a short context batched with one of many splits."""
     check([1] * 5, [1, 64, 65, 17, 777], device, dtype, **shape)
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_prefill(shape, device, dtype):
     """Whole prompts, the last chunk of one, and decodes, mixed."""
     check([1, 25, 1, 3, 1, 45], [70, 25, 1, 66, 16, 50], device, dtype, **shape)
 
 
+@pytest.mark.essential(1)
+@pytest.mark.slow
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("shape", "chunks"),
@@ -105,6 +107,7 @@ def test_decodes_before_chunks(shape, chunks, device, dtype):
         check([1, 1, 1, *chunks], kv_lens, device, dtype, num_decodes, **shape)
 
 
+@pytest.mark.slow
 def test_decodes_take_the_kernel_that_splits_contexts(device, dtype):
     """Rows of a mixed step have the bits that they have in a step of decodes alone, and in one of chunks alone."""
     step = Step([1, 1, 1, 20, 7], [70, 1, 300, 25, 66], device, dtype)
@@ -129,6 +132,7 @@ def test_chunks_of_a_prompt(chunks, device, dtype):
     assert_no_worse(torch.cat(got), paged_attention_torch(*whole.args()), whole.exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [5, 1, 30]])
 def test_strided_queries(query_lens, device, dtype):
     """Views of the merged projection's output, and heads first."""
@@ -141,6 +145,7 @@ def test_strided_queries(query_lens, device, dtype):
         assert torch.equal(paged_attention_triton(strided, *others), want)
 
 
+@pytest.mark.slow
 def test_split_counts_are_reset(device, dtype):
     """Every call finds the counts of finished splits at zero."""
     steps = [Step([1] * len(kv_lens), kv_lens, device, dtype) for kv_lens in ([300], [1, 200, 9])]

@@ -79,6 +79,7 @@ def define(
     return -1 if unclear else token, probs
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("V, block, count", [(1, 16, 10), (7, 16, 64), (1000, 512, 40), (5003, 2048, 24)])
 def test_tokens_equal_those_of_the_reference_and_of_the_definition(device, V, block, count):
@@ -104,6 +105,7 @@ def test_tokens_equal_those_of_the_reference_and_of_the_definition(device, V, bl
     assert torch.equal(got[clear], want[clear])
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("filters", [{}, {"min_p": 0.1}, {"top_k": 5}, {"top_p": 0.8}], ids=str)
 def test_evenly_spread_uniforms_give_the_distribution(device, filters):
@@ -135,6 +137,7 @@ def test_extreme_uniforms_draw_the_first_and_the_last_possible_token(device, uni
     assert sample_torch(logits, row_params(R, V, **setting), *every_row(R)).tolist() == [70 if uniform else 20] * R
 
 
+@pytest.mark.slow
 def test_adjacent_tokens_have_adjacent_intervals(device):
     V = 32
     logits = torch.zeros(V, V, device=device)
@@ -144,6 +147,7 @@ def test_adjacent_tokens_have_adjacent_intervals(device):
         assert draw(logits, 8, uniform=uniform).tolist() == [*range(V)]
 
 
+@pytest.mark.slow
 def test_top_k_distinguishes_adjacent_floats(device):
     """Of decreasing logits, a uniform of almost 1 draws the last that is kept."""
     logits = torch.tensor([1.5, 1.0, 0.0, -1.0, -1.5])
@@ -187,6 +191,7 @@ def test_numbers_are_those_of_stream_and_index(device):
         assert draw_tokens(logits, params, rows, ends).tolist() == want
 
 
+@pytest.mark.slow
 def test_logits_of_bfloat16_are_sampled_as_in_float32(device):
     logits = make_rows(24, 500).bfloat16().to(device)
     params = row_params(24, 500, **make_params(24, 500), device=device)

@@ -201,6 +201,7 @@ def test_an_unusable_choice_is_refused(monkeypatch):
         choose_attention("triton", 128, CPU, torch.float32, None)
 
 
+@pytest.mark.slow
 def test_a_backend_with_wrong_results_fails_its_trial(monkeypatch):
     attention_choice._try_paged(TritonAttention, 16, CPU, torch.float32, None)
     attention_choice._try_packed(TritonAttention, 16, CPU, torch.float32)
@@ -212,6 +213,7 @@ def test_a_backend_with_wrong_results_fails_its_trial(monkeypatch):
         attention_choice._try_packed(TorchVarlenAttention, 16, CPU, torch.float32)
 
 
+@pytest.mark.slow
 def test_warming_up_writes_nothing_to_the_cache():
     cache = torch.randn(2, 1, 16, 2, 32)
     before = cache.clone()

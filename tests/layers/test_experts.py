@@ -76,6 +76,7 @@ def test_error_is_bounded_by_that_of_transformers(implementation, num_experts, t
     assert_no_worse(mlp(x), in_transformers(mlp)(x[None])[0], in_float64(mlp, x))
 
 
+@pytest.mark.slow
 @IMPLEMENTATIONS
 def test_experts_without_tokens_and_with_all_of_them(implementation, use):
     """A router that always prefers experts 2 and 5 of eight."""
@@ -92,6 +93,7 @@ def test_no_tokens(implementation, use):
     assert sparse_mlp(4, 2)(tokens(0)).shape == (0, C)
 
 
+@pytest.mark.slow
 @IMPLEMENTATIONS
 def test_rows_do_not_depend_on_the_batch(implementation, use):
     """Within rounding: the matrix products, not the sums of experts, round differently for other numbers of rows."""
@@ -102,6 +104,7 @@ def test_rows_do_not_depend_on_the_batch(implementation, use):
         torch.testing.assert_close(mlp(x[rows]), together[rows], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @IMPLEMENTATIONS
 def test_results_are_added_in_an_order_that_depends_on_the_token_alone(implementation, use, monkeypatch):
     """With diagonal weights, whose products are exact for any number of rows, a row has the same bits in any batch."""

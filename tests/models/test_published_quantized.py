@@ -51,6 +51,7 @@ def test_the_sizes_add_up_to_that_of_the_index(name):
     assert total == read_index(name)["metadata"]["total_size"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_tensor_has_its_place(name, monkeypatch):
     config, tensors = load_config(ROOT / name), published(name)

@@ -12,7 +12,7 @@ from tests.helpers.metadata import ROOT, needs_metadata
 from tests.helpers.requests import ask, noise_image
 from tests.helpers.tokenizers import link_checkpoint
 
-pytestmark = needs_metadata
+pytestmark = [needs_metadata, pytest.mark.slow]
 
 NAMES = (
     "Qwen2-VL-2B-Instruct",
@@ -114,6 +114,7 @@ def joined(message: dict) -> dict:
     return {**message, "content": "".join(part["text"] for part in message["content"])}
 
 
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("kind", [*TEXTS, *IMAGES])
 def test_ids_equal_transformers(kind, tiny, published):
     name, llm = tiny

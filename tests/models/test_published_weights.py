@@ -73,6 +73,8 @@ def test_transformers_has_the_size_of_a_single_published_file():
     assert 0 < header < 100_000
 
 
+@pytest.mark.essential(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_published_tensors_and_parameters_match_one_to_one(name, load):
     model, shapes = load(name, published_shapes(name)), published_shapes(name)
@@ -89,6 +91,7 @@ def places(model: Model):
             yield (name, part), view
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_a_missing_tensor_is_named_as_published(name, load):
     shapes = published_shapes(name)
@@ -98,6 +101,7 @@ def test_a_missing_tensor_is_named_as_published(name, load):
         assert str(error.value).endswith(f"does not match its config.json: missing tensors (1): {tensor}")
 
 
+@pytest.mark.slow
 def test_published_shards_are_read(tmp_path):
     """As files, with their index."""
     name = WITH_INDEX[0]

@@ -77,6 +77,7 @@ def test_a_weight_file_is_refused(checkpoint):
         LLM(checkpoint / "model.safetensors")
 
 
+@pytest.mark.spawns
 def test_hub_ids_offline(checkpoint, tmp_path):
     """A cached id gives its snapshot folder, another an error. A new process, because the mode is read at import."""
     snapshot = tmp_path / "models--tiny--cached" / "snapshots" / "0123456789"

@@ -81,6 +81,7 @@ def loaded(folder, ranks: Ranks = SINGLE, dtype: torch.dtype = torch.float32, **
     return load_model(folder, load_config(folder), CPU, dtype, ranks=ranks, **options)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("shape", "size"), cases(SHAPES) + MANY)
 def test_logits_are_those_of_the_whole_model(shape, size, checkpoints):
     folder, whole = checkpoints(shape), loaded(checkpoints(shape))
@@ -98,6 +99,7 @@ def recorded(ranks: ConnectedRanks) -> list[Operation]:
     return submitted
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("num_tokens", "sample_at"), [(N, []), (N, [3, 8]), (2100, [0])])
 def test_the_operations_of_a_step_are_those_that_a_model_names(shape, num_tokens, sample_at, checkpoints):
@@ -152,6 +154,7 @@ KINDS = [(*case, "fp8") for case in cases(ROUNDED)] + [
 ]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("shape", "size", "quantization"), KINDS)
 def test_packed_and_quantized_weights_of_ranks(shape, size, quantization, checkpoints):
     """As near to the exact logits as those of one process with weights of the same kind."""
@@ -182,6 +185,7 @@ def test_ranks_share_the_memory_of_the_weights(shape, checkpoints):
         assert [part[name] for part in parts] == [size if is_everywhere else size // 2] * 2, name
 
 
+@pytest.mark.slow
 def test_the_config_of_a_rank_has_its_heads(checkpoints):
     config = load_config(checkpoints("gqa3-untied"))
     for size, heads, kv_heads in ((1, 6, 2), (2, 3, 1), (6, 1, 1)):
@@ -202,6 +206,7 @@ def test_blocks_of_a_rank_hold_its_heads(checkpoints):
     assert num_blocks("windows2-vit80-untied", 2) == num_blocks("windows2-vit80-untied", 1)
 
 
+@pytest.mark.slow
 def test_the_backend_of_a_rank_sees_its_heads(checkpoints):
     seen = []
 

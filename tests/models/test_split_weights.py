@@ -46,6 +46,7 @@ def rebuilt(models: list[Model], shapes: dict[str, torch.Size]) -> dict[str, tor
     return tensors
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("shape", EVERY)
 @pytest.mark.parametrize("index", [1, -1], ids=["fewest ranks", "most ranks"])
 def test_the_parts_of_all_ranks_are_the_checkpoint(shape, index, checkpoints):

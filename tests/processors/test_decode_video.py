@@ -77,6 +77,7 @@ def test_frames_of_a_stream_without_a_container_are_counted(tmp_path):
     np.testing.assert_array_equal(frames(path).frames, np.stack([pixels for _, pixels in full_decode(path)]))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from([("a.mp4", "libx264"), ("a.mkv", "libx264"), ("a.webm", "libvpx-vp9"), ("a.avi", "mpeg4")]),
@@ -180,6 +181,7 @@ def test_frames_whose_size_changes_get_the_first_one_s(tmp_path):
     assert frames(path).frames.shape[1:] == (64, 96, 3)
 
 
+@pytest.mark.slow
 def test_a_large_frame(tmp_path):
     path = make_clip(tmp_path / "a.mp4", 2, size=(2160, 3840))
     assert frames(path, (0, 1), size=(270, 480)).frames.shape == (2, 270, 480, 3)

@@ -12,6 +12,7 @@ from mmvllm.media import MediaPolicy
 from mmvllm.processors.load_video import load_video, load_video_info
 from mmvllm.processors.video_limits import ANY_VIDEO, VideoLimits
 from mmvllm.processors.video_stream import VideoStream
+from tests.helpers.needs import needs
 from tests.helpers.videos import FramesAt, full_decode, make_clip
 
 CLIPS = [
@@ -110,6 +111,7 @@ def test_nothing_is_written_to_the_terminal(clip, capfd):
 
 
 @pytest.fixture
+@needs("network")
 def loopback() -> Iterator[socket.socket]:
     """A socket that waits for connections."""
     with socket.create_server(("127.0.0.1", 0)) as server:

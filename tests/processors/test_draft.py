@@ -72,6 +72,7 @@ def test_limits_apply_to_the_full_size():
         MediaPolicy(max_pixels=1_000_000).load(jpeg(1601, 1203), Draft(1, 1))
 
 
+@pytest.mark.spawns
 def test_a_worker_process_decodes_a_draft():
     data, draft, decoder = jpeg(1601, 1203, 6), draft_for(CONFIG, {}), MediaDecoder(MediaPolicy())
     try:

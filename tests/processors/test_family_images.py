@@ -65,6 +65,7 @@ def images() -> dict[str, Image.Image]:
     return loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_images_of_the_corpus(name, images, tmp_path):
     both = Both(tmp_path, PUBLISHED[name])

@@ -214,6 +214,7 @@ def test_async_llm_and_the_demo_page_take_a_processor(checkpoint, llm):
     assert asyncio.run(answers()) == tokens_of(llm)
 
 
+@pytest.mark.spawns
 def test_the_server_takes_a_processor():
     calls = []
     engine = AsyncLLM(processor=Changed(BUNDLED, lambda made: calls.append(sorted(made))), **ENGINE)

@@ -47,6 +47,7 @@ class TakesVideos:
         return self.change(made) or made
 
 
+@pytest.mark.slow
 @every_family
 def test_completions_equal_those_of_the_own_processor(checkpoint, make_llm):
     llm = make_llm(checkpoint, enable_prefix_caching=False)
@@ -64,6 +65,7 @@ def test_completions_equal_those_of_the_own_processor(checkpoint, make_llm):
     assert got == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES["video"])
 def test_what_the_processor_leaves_out_is_named(name, checkpoint, make_llm):
     llm = make_llm(checkpoint)

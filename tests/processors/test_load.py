@@ -16,6 +16,7 @@ from mmvllm.processors import load as load_module
 from mmvllm.processors.load import load_image
 from tests.helpers.images import PNG, RGB, encode, noise
 from tests.helpers.loading import exif, levels, png, rotated
+from tests.helpers.needs import needs
 from tests.helpers.requests import noise_image
 
 # Forms
@@ -102,6 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
+@needs("network")
 def site():
     """The URL of a local web server."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)

@@ -22,6 +22,8 @@ from mmvllm.processors.load import DECODING, load_image
 from tests.helpers.hostile import truncated_blp, truncated_png
 from tests.helpers.images import PNG, RGB, encode, noise
 
+pytestmark = pytest.mark.slow
+
 MB = 1_000_000
 LARGE = {"PNG": lambda: truncated_png(8000, 8000), "BLP": lambda: truncated_blp(8000, 8000)}
 
@@ -71,6 +73,7 @@ def _locals(traceback: types.TracebackType | None) -> list:
     return values
 
 
+@pytest.mark.slow
 def test_no_image_object_of_a_failed_file_is_alive(no_gc):
     data = truncated_png(300, 200)
     alive = sum(issubclass(type(one), Image.Image) for one in gc.get_objects())

@@ -20,6 +20,7 @@ from mmvllm.processors import load_video as module
 from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.load_video import load_video, load_video_info
 from mmvllm.processors.video import ClipPlan
+from tests.helpers.needs import needs
 from tests.helpers.videos import FramesAt, full_decode, make_clip, moving
 from tests.helpers.web import serving_files
 
@@ -74,6 +75,7 @@ def test_a_file_is_not_read_whole(path, monkeypatch):
 
 
 @pytest.fixture
+@needs("network")
 def site(tmp_path):
     with serving_files(tmp_path) as url:
         yield url
@@ -127,6 +129,7 @@ def test_a_closed_file_is_refused(path):
         load_video(file, FramesAt())
 
 
+@pytest.mark.slow
 def test_an_error_holds_neither_the_source_nor_frames(tmp_path):
     class ReferredFile(io.BytesIO):
         pass

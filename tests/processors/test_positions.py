@@ -125,6 +125,7 @@ def test_positions_equal_transformers(prompt):
     assert delta + num_tokens == want[0, 0, -1] + 1, "where transformers' `generate` continues"
 
 
+@pytest.mark.slow
 @steady
 @given(st.integers(1, 9), st.sampled_from([1, 2, 4]), st.floats(0.03, 9.0))
 def test_time_steps_are_those_of_transformers(t, tokens_per_second, seconds):

@@ -18,7 +18,10 @@ from mmvllm.processors.video import ClipPlan, resize_frame, resized_to
 from tests.helpers.requests import frames, noise_image
 from tests.helpers.video_references import fetched
 
-pytestmark = pytest.mark.skipif(find_spec("qwen_vl_utils") is None, reason="qwen-vl-utils is not installed")
+pytestmark = [
+    pytest.mark.skipif(find_spec("qwen_vl_utils") is None, reason="qwen-vl-utils is not installed"),
+    pytest.mark.spawns,
+]
 
 # The package's sizes are within these bounds, so that the model's own processor changes nothing.
 CONFIGS = [replace(config, min_pixels=1, max_pixels=1 << 40) for config in (QWEN2_VL, QWEN3_VL)]

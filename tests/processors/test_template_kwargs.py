@@ -59,6 +59,7 @@ def transformers_ids(name: str, messages: list[dict], **kwargs) -> list[int]:
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **kwargs)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("kwargs", KWARGS, ids=str)
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("name", NAMES)

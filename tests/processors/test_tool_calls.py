@@ -109,6 +109,7 @@ def accepts(request):
     return accepts
 
 
+@pytest.mark.slow
 def test_a_grammar_of_calls(accepts):
     assert accepts(tool_call_grammar, GOOD) and accepts(tool_call_grammar, ANY)
     assert accepts(tool_call_grammar, f"{GOOD}\n{ANY}") and not accepts(tool_call_grammar, f"{GOOD}\n{ANY}", False)
@@ -116,6 +117,7 @@ def test_a_grammar_of_calls(accepts):
         assert not accepts(tool_call_grammar, text)
 
 
+@pytest.mark.slow
 def test_a_grammar_of_text_with_calls(accepts):
     for text in ("", "Hi", GOOD, f"Hi\n{GOOD}\n{ANY} and so on", "a <tool> b"):
         assert accepts(free_text_grammar, text)

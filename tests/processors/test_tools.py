@@ -66,6 +66,7 @@ def test_tools_follow_the_system_message(prepare):
     assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n\n")
 
 
+@pytest.mark.slow
 @needs_metadata
 @pytest.mark.parametrize("name", ["Qwen3-VL-2B-Instruct", "Qwen3-4B"])
 def test_the_hermes_format_is_what_templates_with_tools_write(name):
@@ -84,6 +85,7 @@ def test_the_hermes_format_is_what_templates_with_tools_write(name):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_special_tokens_in_tools_and_calls_are_text(name):
     tokenizer = tokenizer_of(name)

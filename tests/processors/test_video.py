@@ -54,6 +54,8 @@ def size_of(plan: ClipPlan, num_frames: int, info: VideoInfo) -> tuple[int, int]
     return resized_to(plan.sizes(num_frames, info.height, info.width), info.height, info.width)
 
 
+@pytest.mark.spawns
+@pytest.mark.slow
 @FAMILIES
 @many
 @given(info=INFOS, kwargs=KWARGS, pixels=bounds(), frames=st.tuples(st.integers(1, 20), st.integers(20, 800)))
@@ -107,6 +109,7 @@ def clip_of(frames: np.ndarray, plan: ClipPlan, fps: float) -> Clip:
     return Clip(resized, VideoInfo(number, fps, height, width), tuple(range(number)))
 
 
+@pytest.mark.spawns
 @FAMILIES
 @few
 @given(number=st.integers(2, 9), height=st.integers(20, 150), width=st.integers(20, 150), seed=st.integers(0, 99))

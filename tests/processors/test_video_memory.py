@@ -44,6 +44,7 @@ def test_ten_minutes_of_1080p_at_2_frames_per_second(tmp_path):
     assert int(done.stdout) < KEPT + MOST_BEYOND
 
 
+@pytest.mark.slow
 def test_a_decoded_frame_is_freed_at_once(tmp_path):
     """PyAV's frames and their side data may refer to each other, and are large."""
     path = make_clip(tmp_path / "a.mp4", 24, rotation=90)

@@ -69,6 +69,7 @@ def digest(values: torch.Tensor) -> str:
     return hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest()
 
 
+@pytest.mark.slow
 def test_every_case_equals_transformers(script, cases):
     compared = [case for case in cases if "error" not in case]
     assert len(compared) == 25
@@ -84,6 +85,7 @@ def test_every_case_equals_transformers(script, cases):
         assert prompt.position_delta == case["mrope_position_delta"], case
 
 
+@pytest.mark.slow
 def test_what_the_reference_refuses_gives_what_a_user_expects(script, cases):
     """One frame fills a temporal patch; a request's number of frames replaces the checkpoint's rate."""
     one, eight = (case for case in cases if "error" in case)

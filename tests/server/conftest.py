@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from mmvllm.async_llm import AsyncLLM
 from tests.helpers.engines import slow_steps
 from tests.helpers.generation import bundled_with
+from tests.helpers.needs import needs
 from tests.helpers.server import ENGINE, Running, make_app, serving
 
 
@@ -33,6 +34,7 @@ def app(engine) -> FastAPI:
 
 
 @pytest.fixture(scope="module")
+@needs("network")
 def running(engine) -> Iterator[Running]:
     with serving(engine) as running:
         yield running

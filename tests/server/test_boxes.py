@@ -33,6 +33,7 @@ def question(running, monkeypatch) -> dict:
     return chat(image_part(data_uri(buffer.getvalue())), "Where?", max_tokens=200)
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize(("boxes", "expected"), [(True, UPRIGHT), ("stored", STORED)])
 def test_each_choice_has_its_boxes_if_the_request_asks_for_them(boxes, expected, running, question):
     extra = {"mmvllm": {"boxes": boxes}}
@@ -47,6 +48,7 @@ def test_each_choice_has_its_boxes_if_the_request_asks_for_them(boxes, expected,
         assert hasattr(choice, "mmvllm") == (choice.finish_reason is not None)
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("extra", [{}, {"mmvllm": None}, {"mmvllm": {}}, {"mmvllm": {"boxes": False}}])
 def test_other_responses_have_no_field_of_this_name(extra, app, question):
     made = call(app, "POST", "/v1/chat/completions", json=question | extra).json()
@@ -64,6 +66,7 @@ def test_other_extras_are_refused_by_name(extra, app, question):
     assert response.status_code == 400 and response.json()["error"]["param"].startswith("mmvllm")
 
 
+@pytest.mark.slow
 def test_choices_that_repeat_themselves_are_ended(app):
     body = completion(max_tokens=300, temperature=0, frequency_penalty=-2, ignore_eos=True)
     whole, ended = (

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from mmvllm.async_llm import AsyncLLM
+from tests.helpers.needs import needs
 from tests.helpers.server import CHAT, ENGINE, chat, error_of, serving
 
 get = partial(httpx.get, timeout=60)
@@ -16,6 +17,7 @@ pytest.importorskip("gradio")
 
 
 @pytest.fixture(scope="module")
+@needs("network")
 def with_demo():
     engine = AsyncLLM(**ENGINE)
     with serving(engine, has_demo=True, api_keys=("secret",), max_body_bytes=1000) as running:
@@ -23,6 +25,7 @@ def with_demo():
     asyncio.run(engine.shutdown(drain=False))
 
 
+@pytest.mark.spawns
 def test_the_root_redirects_to_the_page_which_needs_no_key(with_demo):
     answer = get(f"{with_demo.url}/", follow_redirects=True)
     assert answer.status_code == 200 and str(answer.url) == f"{with_demo.url}/demo/"
@@ -42,5 +45,6 @@ def test_uploads_have_the_size_limit_of_images_not_of_bodies(with_demo):
     assert post(f"{with_demo.url}/demo/gradio_api/upload", files=files).status_code == 200
 
 
+@pytest.mark.spawns
 def test_without_the_option_there_is_no_page(running):
     assert running.get("/").status_code == running.get("/demo/").status_code == 404

@@ -28,6 +28,7 @@ def vectors(answer: dict) -> np.ndarray:
     return np.array([one["embedding"] for one in answer["data"]], dtype=np.float32)
 
 
+@pytest.mark.spawns
 def test_the_openai_client_gets_vectors(running, offline):
     """It asks for base64 unless it is told otherwise."""
     with running.client() as client:
@@ -44,6 +45,7 @@ def test_the_openai_client_gets_vectors(running, offline):
         np.testing.assert_allclose([cut.data[0].embedding], offline("Hello", dimensions=8, pooling="mean"), atol=1e-5)
 
 
+@pytest.mark.spawns
 def test_a_conversation_with_an_image_has_a_vector(app, offline):
     messages = [user(image_part(data_uri(SCENES[0])), "What is this?")]
     answer = embed(app, messages=messages, cache_salt="x")
@@ -61,6 +63,7 @@ def test_a_conversation_has_its_tools_in_the_prompt(app):
     np.testing.assert_allclose(vectors(embed(app, **given)), vectors(embed(app, input=tokens)), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_more_inputs_than_the_engine_admits(engine, app, offline):
     inputs = [f"input {i}" for i in range(engine.max_requests + 40)]
     np.testing.assert_allclose(vectors(embed(app, input=inputs)), offline(inputs), atol=1e-4)

@@ -38,6 +38,7 @@ def raising(error: Exception):
     return fail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_timeout_is_a_504_or_an_event(make_engine, streams):
     engine = make_engine()
@@ -53,6 +54,8 @@ def test_a_timeout_is_a_504_or_an_event(make_engine, streams):
     wait_for(lambda: is_idle(engine))
 
 
+@pytest.mark.network
+@pytest.mark.spawns
 def test_requests_over_capacity_are_a_429_until_there_is_room(make_engine):
     engine = make_engine(max_num_seqs=1, max_waiting=0)
     app = make_app(engine)
@@ -150,6 +153,8 @@ def test_a_path_cannot_break_a_line_of_the_log(engine, monkeypatch, caplog):
     assert f"POST {CHAT}%0A" in caplog.text
 
 
+@pytest.mark.network
+@pytest.mark.spawns
 def test_pings_are_sent_before_the_first_token(make_engine, monkeypatch):
     """Proxies cut a response that has not begun."""
     monkeypatch.setattr(sse, "PING_SECONDS", 0.02)
@@ -194,6 +199,7 @@ def check_out_of_memory(answer) -> None:
     assert error_of(answer)["code"] == "out_of_memory" and "not enough memory" in error_of(answer)["message"]
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("streams", [False, True])
 def test_too_little_memory_for_an_image_is_a_503(engine, monkeypatch, caplog, streams):
     monkeypatch.setattr("mmvllm.decoding.Image.frombytes", raising(MemoryError()))

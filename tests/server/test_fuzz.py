@@ -173,6 +173,7 @@ def test_any_bytes_are_refused(app, body):
     error_of(answer)
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize(
     "path",
     [

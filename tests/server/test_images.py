@@ -23,6 +23,7 @@ from tests.helpers.server import (
 from tests.helpers.web import serving_files
 
 
+@pytest.mark.spawns
 def test_detail_limits_the_tokens_of_an_image(engine):
     app = make_app(engine, max_pixels=28 * 28 * 36)
     uri = data_uri(png(600, 600))
@@ -37,6 +38,7 @@ def test_detail_limits_the_tokens_of_an_image(engine):
     assert tokens("auto", max_pixels=28 * 28 * 25) == 25 and tokens("low", "high", max_pixels=28 * 28 * 40) == 36 + 36
 
 
+@pytest.mark.spawns
 def test_local_images_are_read_from_the_allowed_folder_only(engine, tmp_path):
     (tmp_path / "a.png").write_bytes(SCENES[0].read_bytes())
     app = make_app(engine, media=MediaPolicy(allowed_local_path=tmp_path))
@@ -47,6 +49,8 @@ def test_local_images_are_read_from_the_allowed_folder_only(engine, tmp_path):
     assert answer.status_code == 400 and error_of(answer)["param"] == "messages[0].content[1].image_url.url"
 
 
+@pytest.mark.network
+@pytest.mark.spawns
 @pytest.mark.parametrize("allowed", [True, False])
 def test_images_are_fetched_from_allowed_hosts_only(engine, tmp_path, allowed):
     (tmp_path / "a.png").write_bytes(SCENES[0].read_bytes())
@@ -78,6 +82,7 @@ def test_errors_name_the_option_of_the_command_and_in_python_the_field(engine, u
     assert message(media_names=OPTIONS).endswith(f" (see {option})")
 
 
+@pytest.mark.spawns
 def test_fetched_images_count_towards_the_byte_budget(engine, tmp_path):
     (tmp_path / "a.png").write_bytes(data := SCENES[0].read_bytes())
     media = MediaPolicy(allowed_local_path=tmp_path)
@@ -89,6 +94,7 @@ def test_fetched_images_count_towards_the_byte_budget(engine, tmp_path):
     assert call(app, "POST", CHAT, json=chat(part, max_tokens=1)).status_code == 200
 
 
+@pytest.mark.spawns
 def test_a_data_uri_does_not_wait_for_a_slow_host(engine, monkeypatch):
     real, is_asked = jobs.fetch, asyncio.Event()
 

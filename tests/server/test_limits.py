@@ -169,6 +169,7 @@ def test_a_disconnect_before_the_end_of_the_body_gets_no_response():
     assert exchange.sent == []
 
 
+@pytest.mark.slow
 def test_too_little_memory_for_a_body_is_a_503(monkeypatch):
     class Full(bytearray):
         def __iadd__(self, chunk):

@@ -152,6 +152,7 @@ def test_prompt_logprobs_have_the_format_of_vllm(app, hf):
     assert [len(entry) for entry in choice["prompt_logprobs"][1:]] == [1] * len(found)
 
 
+@pytest.mark.spawns
 def test_a_chat_with_an_image_has_prompt_logprobs(app):
     body = chat(image_part(data_uri()), "What?", max_tokens=1, prompt_logprobs=1)
     answer = call(app, "POST", CHAT, json=body).json()

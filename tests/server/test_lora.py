@@ -111,6 +111,7 @@ def test_an_adapter_that_is_gone_is_refused_by_its_model(engine, adapters, tmp_p
     assert answer.status_code == 400 and error_of(answer)["param"] == "model"
 
 
+@pytest.mark.slow
 def test_loading_must_be_allowed(engine, adapters):
     app = make_app(engine)
     for path in (LOAD, UNLOAD):
@@ -138,6 +139,8 @@ def test_wrong_options(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.network
+@pytest.mark.spawns
 def test_the_openai_client_chooses_an_adapter(engine, adapters):
     with serving(engine, lora_modules=adapters) as running:
         client = running.client()

@@ -8,6 +8,7 @@ import pytest
 
 from mmvllm.server import parser
 from mmvllm.server.parser import MalformedRequest, StrictConnection, check_head
+from tests.helpers.needs import needs
 from tests.helpers.server import (
     COMPLETIONS,
     completion,
@@ -91,6 +92,7 @@ MALFORMED = {
 
 
 @pytest.fixture
+@needs("network")
 def connection(running):
     with running.connect() as connection:
         yield connection
@@ -104,6 +106,7 @@ def response_to(connection, request: bytes) -> tuple[int, dict[str, str], bytes]
     return int(status_line.split(" ")[1]), dict(line.lower().split(": ", 1) for line in lines), body
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize(("status", "request_bytes"), MALFORMED.values(), ids=MALFORMED)
 def test_a_malformed_request_is_refused_and_the_connection_closed(running, connection, status, request_bytes, caplog):
     got, headers, body = response_to(connection, request_bytes)

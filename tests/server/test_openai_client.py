@@ -46,6 +46,8 @@ def streamed(stream) -> tuple[list[str], list[str | None], list]:
     return [texts[i] for i in sorted(texts)], [reasons[i] for i in sorted(reasons)], usages
 
 
+@pytest.mark.essential
+@pytest.mark.spawns
 def test_completions_equal_those_of_llm_streamed_or_not(client, offline):
     [expected] = offline(ask(SCENES[0], QUESTION))
     part = image_part(data_uri())
@@ -71,6 +73,7 @@ def test_include_usage_adds_a_last_chunk_with_usage(client):
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+@pytest.mark.spawns
 def test_concurrent_requests_get_their_own_completions(running, offline):
     expected = [output.text for output in offline(*(ask(scene, QUESTION) for scene in SCENES[:6]))]
 
@@ -87,6 +90,7 @@ def test_concurrent_requests_get_their_own_completions(running, offline):
     assert len(set(expected)) > 1
 
 
+@pytest.mark.spawns
 def test_a_conversation_continues_with_its_completions(client, offline):
     question = ask(SCENES[0], QUESTION)["messages"][0]
     turns = [question, {"role": "assistant", "content": "A star."}, {"role": "user", "content": "How many stars?"}]
@@ -130,6 +134,7 @@ def test_sampling_is_random_by_default_and_top_k_reaches_the_engine(client):
     assert len(drawn) > 1 and len(greedy) == 1
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_completion_ends_before_a_stop_string(client, offline, streams):
     part = image_part(data_uri())
@@ -157,6 +162,7 @@ def test_without_max_tokens_a_completion_may_fill_the_context(checkpoint):
     assert answer["usage"]["total_tokens"] == 64 and answer["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("streams", [False, True])
 def test_every_token_has_logprobs(client, offline, streams):
     [expected] = offline(ask(SCENES[0], QUESTION), logprobs=2)
@@ -229,6 +235,7 @@ def test_the_model_is_listed(client):
         client.models.retrieve("gpt-4")
 
 
+@pytest.mark.spawns
 def test_errors_have_the_class_param_and_code_that_clients_expect(client):
     with pytest.raises(openai.NotFoundError) as missing:
         create(client, "Hello", model="gpt-4")

@@ -46,6 +46,7 @@ def test_cors_allows_configured_origins_also_for_errors(engine):
     assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
 
 
+@pytest.mark.slow
 def test_docs_lists_the_routes_and_loads_nothing(app):
     answer = call(app, "GET", "/docs")
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
@@ -71,6 +72,7 @@ def test_version_health_and_models(app):
     assert call(app, "GET", "/v1/models/a/b").status_code == 404
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready"])
 def test_health_supports_head_requests(running, path):
     answer = httpx.head(running.url + path, timeout=60)
@@ -105,6 +107,7 @@ def test_responses_of_middleware_are_counted_by_path(engine):
     assert counted[("path", CHAT), ("status", "401")] == counted[("path", "other"), ("status", "401")] == 1
 
 
+@pytest.mark.spawns
 def test_metrics_are_valid_and_count_requests(app):
     before = metric_samples(app)
     assert call(app, "POST", CHAT, json=chat(image_part(data_uri()), max_tokens=3, ignore_eos=True, n=2)).is_success

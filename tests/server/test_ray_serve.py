@@ -26,6 +26,8 @@ from mmvllm.server.ray_options import RayServeOptions
 from mmvllm.server.settings import ServerSettings
 from tests.helpers.server import CHAT, COMPLETIONS, ENGINE, chat, completion, data_uri, image_part, wait_for
 
+pytestmark = pytest.mark.ray
+
 pytest.importorskip("ray.serve")
 ray_replica = import_module("mmvllm.server.ray_replica")
 ray_serve = import_module("mmvllm.server.ray_serve")

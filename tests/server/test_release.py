@@ -13,6 +13,8 @@ from tests.helpers.fleets import FLEET
 from tests.helpers.server import CHAT, ENGINE, chat, data_uri, image_part, serving
 
 
+@pytest.mark.network
+@pytest.mark.spawns
 def test_a_released_server_is_ready_says_so_and_answers_as_before():
     engine = AsyncLLM(**ENGINE, release_after=0.3)
     try:
@@ -30,6 +32,8 @@ def test_a_released_server_is_ready_says_so_and_answers_as_before():
         asyncio.run(engine.shutdown(drain=False))
 
 
+@pytest.mark.network
+@pytest.mark.spawns
 @pytest.mark.parametrize("engines", [ENGINE, FLEET], ids=["one", "two"])
 def test_adapters_are_served_after_a_release(tmp_path, engines):
     """Those that were read before it, and new ones, which are read while the engine is released."""

@@ -42,6 +42,7 @@ def lines(caplog):
     logging.getLogger("mmvllm.requests").setLevel(logging.NOTSET)
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_line_has_the_facts_of_a_request_and_nothing_of_its_texts(engine, lines, stream):
     app = make_app(engine, log_requests="facts")
@@ -59,6 +60,7 @@ def test_a_line_has_the_facts_of_a_request_and_nothing_of_its_texts(engine, line
     assert "secret" not in json.dumps(line) and line.keys().isdisjoint({"prompt", "completions"})
 
 
+@pytest.mark.spawns
 def test_texts_are_logged_on_request_in_one_line_each_and_shortened(engine, lines, monkeypatch):
     monkeypatch.setattr(descriptions, "MAX_TEXT", 20)
     app = make_app(engine, log_requests="full")
@@ -72,6 +74,7 @@ def test_texts_are_logged_on_request_in_one_line_each_and_shortened(engine, line
     assert len(second["completions"]) == 2
 
 
+@pytest.mark.spawns
 def test_requests_for_embeddings_are_logged(engine, lines):
     app = make_app(engine, log_requests="full")
     given = [{"input": ["x", "y"]}, {"messages": [user(image_part(data_uri()), "x")]}]
@@ -84,6 +87,7 @@ def test_requests_for_embeddings_are_logged(engine, lines):
     assert first["prompt_tokens"] == answers[0]["usage"]["prompt_tokens"] and first["completion_tokens"] == 0
 
 
+@pytest.mark.spawns
 def test_requests_that_fail_are_logged(engine, lines):
     app = make_app(engine, log_requests="facts")
     assert call(app, "POST", CHAT, json=chat(image_part("data:image/png;base64,AAAA"))).status_code == 400
@@ -93,6 +97,8 @@ def test_requests_that_fail_are_logged(engine, lines):
     assert (second["status"], second["error"]) == (400, "context_length_exceeded")
 
 
+@pytest.mark.network
+@pytest.mark.spawns
 def test_a_client_that_hangs_up_is_logged(make_engine, lines):
     engine = make_engine()
     with serving(engine, log_requests="facts") as running:
@@ -114,6 +120,8 @@ def test_nothing_is_logged_unless_it_is_asked_for(engine, lines):
     assert lines() == []
 
 
+@pytest.mark.network
+@pytest.mark.spawns
 def test_a_request_over_http_belongs_to_the_trace_of_its_caller(monkeypatch):
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 

@@ -50,6 +50,7 @@ OUTPUT = {"type": "message", "id": "msg_1", "status": "completed", "role": "assi
 OUTPUT |= {"content": [{"type": "output_text", "text": "A star.", "annotations": [], "logprobs": []}]}
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize(
     ("given", "instructions", "messages"),
     [
@@ -92,6 +93,7 @@ def test_a_response_that_is_cut_off_is_incomplete(client):
     assert last.type == "response.incomplete" and last.response.status == "incomplete"
 
 
+@pytest.mark.spawns
 def test_the_events_of_a_message(client):
     whole = create(client, [{"role": "user", "content": PARTS}])
     events = [*create(client, [{"role": "user", "content": PARTS}], stream=True)]
@@ -205,10 +207,11 @@ def items(*parts: dict) -> list[dict]:
         ({"input": items({"type": "input_file"})}, "input[0].content[0]", "'input_image'"),
         ({"input": items({"type": "input_image", "file_id": "f"})}, "input[0].content[0].image_url", "is missing"),
         ({"input": items(image_input(image_url="ftp://x/y"))}, "input[0].content[0].image_url", "URL"),
-        (
+        pytest.param(
             {"input": items(image_input(), image_input(image_url="data:image/png;base64,AAAA"))},
             "input[0].content[1].image_url",
             "not an image",
+            marks=pytest.mark.spawns,
         ),
         ({"input": "Hi " * 30000}, "input", "max_model_len is 2048"),
         ({"min_tokens": 9, "max_output_tokens": 5}, "min_tokens", "max_output_tokens=5"),
@@ -246,6 +249,8 @@ def test_the_best_of_several_completions_is_that_of_a_chat(app, fields):
     assert answer["output"][0]["content"][0]["text"] == want["content"]
 
 
+@pytest.mark.network
+@pytest.mark.spawns
 def test_an_error_in_a_stream_is_an_event(make_engine):
     with serving(make_engine(), request_timeout=0.5) as running, running.client() as client:
         keys = {"stream": True, "max_output_tokens": 1900, "extra_body": {"ignore_eos": True}}

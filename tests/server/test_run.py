@@ -18,6 +18,7 @@ from mmvllm.cli import serve
 from mmvllm.cli.main import main
 from mmvllm.cli.ports import listen
 from tests.helpers.engines import slow_steps
+from tests.helpers.needs import needs
 from tests.helpers.server import (
     CHAT,
     ENGINE,
@@ -34,6 +35,7 @@ from tests.helpers.server import (
 
 
 @pytest.fixture
+@needs("network")
 def own_engine():
     engine = slow_steps(AsyncLLM(**ENGINE))
     yield engine
@@ -44,6 +46,7 @@ def stop(running) -> None:
     running.server.handle_exit(signal.SIGTERM, None)
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
 def test_requests_in_flight_are_finished_before_shutdown(own_engine, streams):
     body = chat("Hello", max_tokens=100, ignore_eos=True, stream=streams)
@@ -61,6 +64,7 @@ def test_requests_in_flight_are_finished_before_shutdown(own_engine, streams):
     assert own_engine.health().status == "stopped"
 
 
+@pytest.mark.spawns
 def test_requests_that_fetch_images_are_in_flight(own_engine, monkeypatch):
     is_fetched = threading.Event()
 
@@ -78,6 +82,7 @@ def test_requests_that_fetch_images_are_in_flight(own_engine, monkeypatch):
         assert b"HTTP/1.1 200" in receive_all(connection)
 
 
+@pytest.mark.spawns
 def test_after_the_drain_timeout_clients_raise_an_error(own_engine):
     body = {name: value for name, value in LONG.items() if name != "ignore_eos"}
     with serving(own_engine, drain_seconds=0.2) as running, running.client() as client:
@@ -90,6 +95,7 @@ def test_after_the_drain_timeout_clients_raise_an_error(own_engine):
     assert own_engine.health().status == "stopped"
 
 
+@pytest.mark.spawns
 def test_a_second_signal_aborts_requests_in_flight(own_engine):
     with serving(own_engine, drain_seconds=600) as running, running.connect() as connection:
         connection.sendall(post(CHAT, LONG))
@@ -103,6 +109,7 @@ def test_a_second_signal_aborts_requests_in_flight(own_engine):
         assert not running.thread.is_alive()
 
 
+@pytest.mark.spawns
 def test_an_incomplete_body_does_not_delay_shutdown(own_engine, monkeypatch):
     from mmvllm.server import run
 
@@ -115,6 +122,7 @@ def test_an_incomplete_body_does_not_delay_shutdown(own_engine, monkeypatch):
         assert not running.thread.is_alive()
 
 
+@pytest.mark.spawns
 def test_while_draining_health_is_503_and_requests_are_refused(own_engine):
     with serving(own_engine) as running:
         closing = threading.Thread(target=asyncio.run, args=(own_engine.shutdown(),))
@@ -133,6 +141,7 @@ def test_while_draining_health_is_503_and_requests_are_refused(own_engine):
         assert running.get("/health/live").status_code == 503
 
 
+@pytest.mark.network
 def test_a_port_in_use_is_reported_before_a_model_is_loaded(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -141,6 +150,7 @@ def test_a_port_in_use_is_reported_before_a_model_is_loaded(capsys):
     assert f"cannot listen on 127.0.0.1:{port}" in error and "--port" in error
 
 
+@pytest.mark.network
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
 def test_ipv6_addresses_are_supported():
     try:
@@ -197,6 +207,8 @@ def test_keys_are_read_from_the_command_line_and_the_environment(monkeypatch):
     assert serve._api_keys(parser.parse_args([])) == ()
 
 
+@pytest.mark.network
+@pytest.mark.spawns
 def test_the_command_serves_until_a_signal_and_exits_with_0():
     command = [sys.executable, "-m", "mmvllm", "serve", "--port", "0", "--device", "cpu", "--num-kvcache-blocks", "64"]
     command += ["--served-model-name", "shapes", "--access-log"]

@@ -92,6 +92,7 @@ def texts(engine: AsyncLLM, **fields) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_request_without_parameters_is_sampled_as_the_checkpoint_says(engine_with):
     greedy = texts(engine_with(QWEN3_VL), temperature=0)
     assert len(greedy) == 2  # of the chat and of the prompt, whatever top_k the checkpoint gives

@@ -13,6 +13,7 @@ import pytest
 
 from mmvllm.async_llm import AsyncLLM
 from tests.helpers.fleets import kill, pids
+from tests.helpers.needs import needs
 from tests.helpers.processes import wait_until_gone
 from tests.helpers.server import (
     CHAT,
@@ -35,6 +36,7 @@ SEVERAL = ENGINE | {"data_parallel_size": 2}
 
 
 @pytest.fixture(scope="module")
+@needs("network")
 def running() -> Iterator[Running]:
     engine = AsyncLLM(**SEVERAL)
     processes = pids(engine)
@@ -43,6 +45,7 @@ def running() -> Iterator[Running]:
     wait_until_gone(processes)
 
 
+@pytest.mark.spawns
 def test_metrics_of_engines_are_labelled_and_add_up(running):
     app = make_app(running.engine)
     bodies = [chat(image_part(data_uri()), f"Question {i}", max_tokens=3, ignore_eos=True) for i in range(6)]

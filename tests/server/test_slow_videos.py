@@ -36,6 +36,7 @@ def slow() -> dict:
     return chat("Look", video_part(video_uri(slow_video())))
 
 
+@pytest.mark.spawns
 def test_a_video_over_the_time_limit_is_refused_by_name(engine, slow):
     others = {*psutil.Process().children()}
     app = make_app(engine, media=MediaPolicy(video_timeout=0.5))
@@ -45,6 +46,7 @@ def test_a_video_over_the_time_limit_is_refused_by_name(engine, slow):
     assert not decoding(others, WORK)  # its process was ended
 
 
+@pytest.mark.spawns
 def test_a_deadline_ends_decoding(engine, slow):
     app = make_app(engine, media=PATIENT, request_timeout=1)
     assert call(app, "POST", CHAT, json=slow).status_code == 504

@@ -14,6 +14,7 @@ from mmvllm.async_llm import AsyncLLM
 from mmvllm.server import connection as protocol
 from mmvllm.server import limits, parser
 from tests.helpers.engines import slow_steps
+from tests.helpers.needs import needs
 from tests.helpers.server import (
     CHAT,
     COMPLETIONS,
@@ -37,6 +38,7 @@ BRIEF = {"model": "bundled", "prompt": "Hello", "max_tokens": 2}
 
 
 @pytest.fixture(scope="module")
+@needs("network")
 def running():
     with serving(slow_steps(AsyncLLM(**ENGINE)), max_body_bytes=MAX_BODY) as running:
         yield running
@@ -66,6 +68,7 @@ def count_of(running, path: str, code: int) -> float:
     return 0.0
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("begun", [b"", b"POST /v1/chat/comp", b"POST / HTTP/1.1\r\nHost: x\r\nX-Slow: "])
 def test_an_incomplete_head_times_out(running, monkeypatch, begun):
     monkeypatch.setattr(protocol, "HEADER_SECONDS", 0.5)
@@ -90,6 +93,8 @@ def test_an_incomplete_head_of_a_second_request_times_out(connection, monkeypatc
     assert time.monotonic() - start >= 0.5
 
 
+@pytest.mark.network
+@pytest.mark.spawns
 def test_a_body_that_stalls_gets_408(brief_linger):
     with serving(AsyncLLM(**ENGINE), body_timeout=0.5) as running, running.connect() as connection:
         connection.sendall(head(CHAT, 1000) + b'{"model"')
@@ -172,6 +177,7 @@ def test_a_body_of_many_small_chunks_is_accepted(connection):
     assert status(receive_all(connection)) == 200
 
 
+@pytest.mark.essential(2)
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("resets", [False, True], ids=["closes", "resets"])
 def test_a_disconnect_aborts_the_request(running, streams, resets):

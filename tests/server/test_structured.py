@@ -73,6 +73,7 @@ class Scene(BaseModel):
     count: Literal[1, 2, 3] | None
 
 
+@pytest.mark.spawns
 def test_the_openai_client_parses_a_pydantic_model(running):
     with running.client() as client:
         done = client.chat.completions.parse(

@@ -37,6 +37,7 @@ def test_the_tokens_of_a_text(app, engine):
     assert tokens_of(app, prompt="Hi", add_special_tokens=True)["token_strs"] is None
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("keys", [{}, {"max_pixels": 3136}, {"chat_template_kwargs": {"add_vision_id": True}}])
 def test_the_tokens_of_a_conversation_are_those_that_it_is_charged_for(app, keys):
     messages = [user(image_part(data_uri()), "Compare", image_part(data_uri(png(100, 60)), detail="low"))]
@@ -64,11 +65,12 @@ def test_text_and_tokens_are_inverse(app):
         (TOKENIZE, {"messages": []}, "messages", "at least 1 item"),
         (TOKENIZE, {"messages": [user("Hi")], "prompt": "Hi"}, "prompt", "is not a field"),
         (TOKENIZE, {"messages": [user("Hi")], "add_generation_prompt": False}, "add_generation_prompt", "must be True"),
-        (
+        pytest.param(
             TOKENIZE,
             {"messages": [user(image_part("data:image/png;base64,AAAA"))]},
             "messages[0].content[0].image_url.url",
             "not an image",
+            marks=pytest.mark.spawns,
         ),
         (TOKENIZE, {"messages": [user("Hi")], "tools": [{"type": "function"}]}, "tools[0].function", "is missing"),
         (DETOKENIZE, {}, "tokens", "is missing"),
@@ -90,6 +92,7 @@ def test_tokens_need_the_key(engine, path):
     assert call(app, "POST", path, json={"prompt": "Hi"}).status_code == 401
 
 
+@pytest.mark.spawns
 def test_nothing_is_left_of_a_request_for_tokens(app, engine):
     tokens_of(app, messages=[user(image_part(data_uri()), "Hi")])
     call(app, "POST", TOKENIZE, json={"messages": [user(image_part("data:image/png;base64,AAAA"))]})
@@ -105,6 +108,7 @@ def chunks_of(app, path: str, body: dict) -> list[dict]:
 IDS = {"return_token_ids": True, "max_tokens": 5}
 
 
+@pytest.mark.spawns
 def test_a_chat_returns_token_ids(app, engine):
     body = chat("Hi", image_part(data_uri()), n=2, temperature=1, seed=1, **IDS)
     whole = call(app, "POST", CHAT, json=body).json()

@@ -81,6 +81,7 @@ TEXTS = {
 ARGUMENTS = {"count": '{"shape": "star", "most": 5}', "find": '{"color": "red"}'}
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("streams", [False, True])
 def test_calls_are_found_in_completions(client, writes, text, streams):
@@ -125,6 +126,7 @@ def calls_of(answer) -> list[tuple[str, dict]]:
     return [(one.function.name, json.loads(one.function.arguments)) for one in choice.message.tool_calls]
 
 
+@pytest.mark.spawns
 def test_a_required_call_fits_its_function(client):
     [(name, arguments)] = calls_of(ask(client, tool_choice="required", parallel_tool_calls=False))
     assert arguments.keys() == {"count": {"shape", "most"}, "find": {"color"}}[name]

@@ -243,6 +243,7 @@ def test_continuous_usage_stats_count_tokens_in_every_chunk(app):
     assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages)
 
 
+@pytest.mark.spawns
 def test_cache_hints_of_parts_are_ignored(app):
     hint = {"cache_control": {"type": "ephemeral"}}
     parts = [image_part(data_uri()) | hint | {"uuid": "a"}, {"type": "text", "text": "What is this?"} | hint]
@@ -251,6 +252,7 @@ def test_cache_hints_of_parts_are_ignored(app):
     assert answer.is_success and answer.json()["choices"] == plain.json()["choices"]
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("content", ["A star.", None])
 def test_unknown_fields_of_assistant_messages_are_ignored(app, content):
     """Clients send completions back with the fields that they, or other servers, added."""

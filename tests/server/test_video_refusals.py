@@ -66,13 +66,13 @@ def refused(app, part: dict, **keys) -> dict:
         (ANY, {"mm_processor_kwargs": {"size": {}}}, "mm_processor_kwargs.size", "is not a field"),
         (ANY, {"mm_processor_kwargs": [1]}, "mm_processor_kwargs", "must be an object"),
         (video_part("data:video/jpeg;base64," + "," * 768), {}, URL, "769 frames, at most 768 are accepted"),
-        (video_part("data:video/jpeg;base64,AAAA,"), {}, URL, "not an image"),
+        pytest.param(video_part("data:video/jpeg;base64,AAAA,"), {}, URL, "not an image", marks=pytest.mark.spawns),
         (video_part("http://example.org/a.mp4"), {}, URL, "fetches no URLs"),
         (video_part("file:///a.mp4"), {}, URL, "reads no file:// URLs"),
         (video_part("ftp://example.org/a.mp4"), {}, URL, "not a URL of a video"),
         (video_part("data:video/mp4,abc"), {}, URL, "must be plain base64; write data:video/mp4;base64,<data>"),
         (video_part("data:video/mp4;base64,A"), {}, URL, "not valid base64"),
-        (ANY, {}, URL, "not a video"),
+        pytest.param(ANY, {}, URL, "not a video", marks=pytest.mark.spawns),
     ],
     ids=str,
 )
@@ -82,6 +82,7 @@ def test_an_error_names_the_field_and_the_reason(app, part, keys, param, words):
     assert words in error["message"]
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize(
     ("options", "param"),
     [
@@ -95,11 +96,13 @@ def test_options_that_do_not_fit_the_video_are_refused_by_name(app, clip, option
     assert refused(app, video_part(clip, **options))["param"] == param
 
 
+@pytest.mark.spawns
 def test_bounds_that_contradict_each_other_are_refused_by_name(app, clip):
     kwargs = {"min_pixels": 30000, "max_pixels": 20000}
     assert refused(app, video_part(clip), mm_processor_kwargs=kwargs)["param"] == "mm_processor_kwargs.min_pixels"
 
 
+@pytest.mark.spawns
 def test_a_prompt_that_is_too_long_says_how_many_tokens(app, tmp_path):
     clip = make_clip(tmp_path / "long.mp4", number=240)
     error = refused(app, video_part(video_uri(clip), nframes=240))
@@ -137,6 +140,7 @@ def damaged(path: Path) -> str:
     return video_uri(data[:start] + bytes(end - start) + data[end:])
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize(
     ("make", "policy", "words"),
     [
@@ -168,6 +172,7 @@ def test_an_error_names_the_option_of_the_command(engine, clip):
     assert refused(app, video_part(clip))["message"].endswith(" (see --max-video-bytes)")
 
 
+@pytest.mark.spawns
 def test_without_pyav_the_error_says_what_to_install(engine, clip, tmp_path, monkeypatch):
     (tmp_path / "av.py").write_text("raise ImportError('no module')")
     monkeypatch.syspath_prepend(tmp_path)  # also of the processes that are started from now on
@@ -175,6 +180,7 @@ def test_without_pyav_the_error_says_what_to_install(engine, clip, tmp_path, mon
     assert error["param"] == URL and "pip install 'mmvllm[video]'" in error["message"]
 
 
+@pytest.mark.spawns
 def test_frames_as_jpegs_are_images_for_the_policy(engine):
     frames = [base64.b64encode(encode(Image.new("RGB", (80, 60)), kind)).decode() for kind in ("JPEG", "BMP")]
     error = refused(make_app(engine), video_part("data:video/jpeg;base64," + ",".join(frames)))

@@ -63,6 +63,7 @@ def create(client, *parts: str | dict, **keys):
     return client.chat.completions.create(**body, extra_body=extras)
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize(
     ("name", "codec", "pix_fmt"),
     [
@@ -85,6 +86,7 @@ def test_the_completion_equals_that_of_llm(client, llm, tmp_path, name, codec, p
     assert expected.num_video_tokens > 0
 
 
+@pytest.mark.spawns
 def test_streams_and_several_choices_have_the_same_text(client, llm, clip):
     expected = offline(llm, {"type": "video", "video": str(clip)}, QUESTION).text
     stream = create(client, video_part(video_uri(clip)), QUESTION, stream=True, stream_options={"include_usage": True})
@@ -95,6 +97,7 @@ def test_streams_and_several_choices_have_the_same_text(client, llm, clip):
     assert [choice.message.content for choice in answer.choices] == [expected] * 2
 
 
+@pytest.mark.spawns
 def test_videos_and_images_and_text_in_any_order(client, llm, folder, clip):
     other = make_clip(folder / "b.mp4", number=9, fps=4, size=(90, 60), seed=3)
     image = Image.open(SCENES[0])
@@ -114,6 +117,7 @@ def test_videos_and_images_and_text_in_any_order(client, llm, folder, clip):
     assert details["image_tokens"] == expected.num_image_tokens > 0
 
 
+@pytest.mark.spawns
 def test_a_conversation_about_a_video_continues_from_the_cache(client, clip):
     turns = [user(video_part(video_uri(clip)), QUESTION)]
     for _ in range(2):
@@ -123,6 +127,7 @@ def test_a_conversation_about_a_video_continues_from_the_cache(client, clip):
     assert details["cached_tokens"] > details["video_tokens"] > 0
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize(
     "options",
     [
@@ -143,6 +148,7 @@ def test_options_of_a_part_are_those_of_qwen_vl_utils(client, llm, clip, options
     assert answer.usage.prompt_tokens_details.model_dump()["video_tokens"] == expected.num_video_tokens
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize(
     "kwargs", [{"fps": 4}, {"num_frames": 10}, {"min_pixels": 30000, "max_pixels": 35000}], ids=str
 )
@@ -155,6 +161,7 @@ def test_processor_kwargs_are_those_of_the_request(client, llm, clip, kwargs):
     assert answer.usage.prompt_tokens == expected.num_prompt_tokens
 
 
+@pytest.mark.spawns
 def test_a_requests_own_bounds_are_for_images_only(client, clip):
     def tokens(**keys) -> tuple[int, int]:
         parts = video_part(video_uri(clip)), image_part(data_uri(SCENES[0]))
@@ -165,6 +172,7 @@ def test_a_requests_own_bounds_are_for_images_only(client, clip):
     assert videos == same and fewer < images
 
 
+@pytest.mark.spawns
 def test_frames_as_jpegs_are_a_video(client, llm):
     frames = [Image.fromarray(one) for one in moving(6, 56, 84)]
     data = [encode(frame, "JPEG") for frame in frames]
@@ -175,6 +183,8 @@ def test_frames_as_jpegs_are_a_video(client, llm):
     assert answer.usage.prompt_tokens_details.model_dump()["video_tokens"] == expected.num_video_tokens > 0
 
 
+@pytest.mark.network
+@pytest.mark.spawns
 def test_videos_are_fetched_from_allowed_hosts_only(engine, clip):
     local = {"allowed_networks": ("127.0.0.1/32",)}
     allowed, other = (MediaPolicy(allowed_domains=(one,), **local) for one in ("127.0.0.1", "example.org"))
@@ -186,6 +196,7 @@ def test_videos_are_fetched_from_allowed_hosts_only(engine, clip):
     assert "allowed_domains" in error_of(answers[1])["message"]
 
 
+@pytest.mark.spawns
 def test_local_videos_are_read_from_the_allowed_folder_only(engine, clip):
     app = make_app(engine, media=MediaPolicy(allowed_local_path=clip.parent))
     answer = call(app, "POST", CHAT, json=chat(video_part(f"file://{clip}"), QUESTION))
@@ -195,6 +206,7 @@ def test_local_videos_are_read_from_the_allowed_folder_only(engine, clip):
     assert answer.status_code == 400 and error_of(answer)["param"] == "messages[0].content[1].video_url.url"
 
 
+@pytest.mark.spawns
 def test_a_video_counts_towards_the_byte_budget(engine, clip):
     size = clip.stat().st_size
     app = make_app(engine, media=MediaPolicy(allowed_local_path=clip.parent), max_bodies_bytes=size + 1000)
@@ -204,6 +216,7 @@ def test_a_video_counts_towards_the_byte_budget(engine, clip):
     assert answer.status_code == 429 and error_of(answer)["code"] == "engine_busy"
 
 
+@pytest.mark.spawns
 def test_a_body_has_room_for_the_largest_video(engine, folder):
     clip = make_clip(
         folder / "large.mp4", number=8, frames=np.random.default_rng(0).integers(0, 255, (8, 320, 480, 3), np.uint8)

@@ -1,0 +1,78 @@
+"""What a test needs beyond this process: a marker for each need, set on the test or by a fixture that it uses.
+
+The default run has no test with such a need but those marked `essential`; pyproject.toml lists the markers. A test that
+starts a process or opens a socket without the marker that says so fails, so that the default run stays quick and the
+same on every machine.
+"""
+
+import multiprocessing.process
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+EVENTS = {"subprocess.Popen": "spawns", "os.fork": "spawns", "os.posix_spawn": "spawns", "mmvllm.spawn": "spawns"} | {
+    "socket.bind": "network",
+    "socket.connect": "network",
+}
+IMPLIED = {"ray": {"spawns", "network"}, "browser": {"spawns", "network"}, "docs": {"spawns", "network"}}
+_needed: set[str] | None = None
+
+
+def needs(marker: str) -> Callable:
+    """Decorate a fixture, below `pytest.fixture`: tests that use it get the marker."""
+
+    def decorate(fixture: Callable) -> Callable:
+        fixture.needs = marker
+        return fixture
+
+    return decorate
+
+
+def mark_by_fixtures(items: list[pytest.Item]) -> None:
+    for item in items:
+        for definitions in item._fixtureinfo.name2fixturedefs.values():
+            if marker := getattr(definitions[-1].func, "needs", None):
+                item.add_marker(marker)
+
+
+def allowed(item: pytest.Item) -> set[str]:
+    markers = {marker.name for marker in item.iter_markers()}
+    return markers.union(*(IMPLIED[name] for name in markers & IMPLIED.keys()))
+
+
+@contextmanager
+def watched() -> Iterator[set[str]]:
+    """The needs that show while the `with` runs."""
+    global _needed
+    _needed = set()
+    try:
+        yield _needed
+    finally:
+        _needed = None
+
+
+def _audit(event: str, arguments: tuple) -> None:
+    if _needed is None or event not in EVENTS:
+        return
+    if event.startswith("socket.") and not isinstance(arguments[1], tuple):
+        return  # a Unix socket, which multiprocessing and asyncio use within a program
+    _needed.add(EVENTS[event])
+
+
+sys.addaudithook(_audit)
+
+
+def _tell_of_spawned_processes() -> None:
+    """multiprocessing starts processes without an audit event."""
+    start = multiprocessing.process.BaseProcess.start
+
+    def audited(process) -> None:
+        sys.audit("mmvllm.spawn")
+        start(process)
+
+    multiprocessing.process.BaseProcess.start = audited
+
+
+_tell_of_spawned_processes()
