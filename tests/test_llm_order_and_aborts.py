@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-import time
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -39,52 +39,54 @@ def test_errors_name_the_callers_index_whatever_the_priority(llm):
 LONG = SamplingParams(max_tokens=800, ignore_eos=True, n=2)
 
 
-def abort_soon(llm, request_id: str) -> threading.Thread:
-    """Abort a request from another thread once it has begun."""
+@pytest.fixture
+def abort(monkeypatch):
+    """abort(llm, request_id) aborts a request from another thread: between two steps, once it has some tokens."""
+    with ThreadPoolExecutor(1) as thread:
 
-    end = time.monotonic() + 60
+        def begin(llm, request_id: str, num_tokens: int = 0) -> None:
+            aborted: list[Future] = []
 
-    def work() -> None:
-        while llm.abort_request(request_id) is None and time.monotonic() < end:
-            pass
+            def give_way() -> None:  # which a call does before each step
+                group = llm.engine.scheduler.groups.get(request_id)
+                if group is not None and group.seqs[0].num_completion_tokens >= num_tokens and not aborted:
+                    aborted.append(thread.submit(llm.abort_request, request_id))
+                    assert aborted[0].result(60) is not None
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    return thread
+            monkeypatch.setattr(llm, "_give_way", give_way)
+
+        yield begin
 
 
 def long_requests() -> list[dict]:
     return [ask("Count.", request_id="lost", sampling_params=LONG), ask("Count.", request_id="kept")]
 
 
-def test_an_abort_returns_the_text_so_far(llm):
-    thread = abort_soon(llm, "lost")
+def test_an_abort_returns_the_text_so_far(llm, abort):
+    abort(llm, "lost", num_tokens=3)
     lost, kept = llm.generate_multimodal(long_requests(), SHORT, on_error="return", use_tqdm=False)
-    thread.join()
     assert [each.finish_reason for each in lost.outputs] == ["aborted", "aborted"] and lost.error is None
     assert kept.finish_reason == "length" and len(kept.token_ids) == 4
-    assert lost.text == llm.tokenizer.decode(lost.token_ids, skip_special_tokens=True) and len(lost.token_ids) < 800
+    assert lost.text == llm.tokenizer.decode(lost.token_ids, skip_special_tokens=True) and len(lost.token_ids) == 3
     assert lost.token_ids[:4] == kept.token_ids[: len(lost.token_ids)]
 
 
-def test_an_abort_is_raised_once_the_others_have_finished(llm):
-    thread = abort_soon(llm, "lost")
+def test_an_abort_is_raised_once_the_others_have_finished(llm, abort):
+    abort(llm, "lost", num_tokens=3)
     with pytest.raises(RequestsAborted, match="request 0: aborted") as raised:
         llm.generate_multimodal(long_requests(), SHORT, use_tqdm=False)
-    thread.join()
     lost, kept = raised.value.outputs
     assert (lost.request_id, lost.finish_reason) == ("lost", "aborted")
     assert (kept.request_id, kept.finish_reason, len(kept.token_ids)) == ("kept", "length", 4)
 
 
-def test_an_abort_of_a_request_that_waits_in_the_engine(checkpoint, make_llm):
+def test_an_abort_of_a_request_that_waits_in_the_engine(checkpoint, make_llm, abort):
     """It has no text; what runs is not affected."""
     llm = make_llm(checkpoint, max_num_seqs=1)
     first = {**ask("Count.", request_id="first"), "sampling_params": {"max_tokens": 60, "ignore_eos": True}}
-    thread = abort_soon(llm, "second")
+    abort(llm, "second")
     requests = [first, ask("Wait.", request_id="second")]
     outputs = llm.generate_multimodal(requests, SHORT, on_error="return", use_tqdm=False)
-    thread.join()
     assert [output.finish_reason for output in outputs] == ["length", "aborted"]
     assert len(outputs[0].token_ids) == 60
 

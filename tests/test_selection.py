@@ -1,10 +1,13 @@
 """Which tests and which cases of a matrix of parameters the default run has."""
 
 import multiprocessing
+import os
+import re
 import socket
 import subprocess
 import sys
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +15,8 @@ import pytest
 from tests.helpers.needs import watched
 from tests.helpers.quarantine import quarantined, set_aside
 from tests.helpers.thinning import thin
+
+ROOT = Path(__file__).parents[1]
 
 
 class Case:
@@ -88,3 +93,12 @@ def test_a_socket_is_noticed(tmp_path, monkeypatch):
     with watched() as needs, socket.create_server(("127.0.0.1", 0)):
         pass
     assert needs == {"network"}
+
+
+def test_pytest_collects_every_file_with_tests():
+    """The default run looks for `test_*.py` in tests/."""
+    for folder, names, files in os.walk(ROOT):
+        names[:] = [name for name in names if not name.startswith(".") and name not in ("build", "dist")]
+        for path in (Path(folder, name) for name in files if name.endswith(".py")):
+            if re.search(r"^(async )?def test_", path.read_text(), re.MULTILINE):
+                assert path.name.startswith("test_") and path.is_relative_to(ROOT / "tests"), path.relative_to(ROOT)
