@@ -58,7 +58,7 @@ def assert_sane(shares: dict, *names: str) -> None:
 @pytest.mark.spawns
 def test_the_commit_of_the_checkout_is_recorded(bench, monkeypatch):
     monkeypatch.setattr(report, "_commit", commit_of_the_checkout)
-    _, lines, _ = bench("preprocess", "--sizes", "64x48", "--formats", "jpeg", "--images", "1", "--repeat", "1")
+    _, lines, _ = bench("preprocess", "--sizes", "64x48", "--formats", "jpeg", "--images", "1", "--workers", "1")
     assert re.fullmatch("[0-9a-f]{40}(-dirty)?", json.loads(lines[-1])["commit"])
 
 
