@@ -8,7 +8,7 @@ FILE = Path(__file__).parents[1] / "quarantine.txt"
 
 
 def quarantined(text: str) -> set[str]:
-    """The ids of tests in lines `ID | reason | date`; an id without parameters stands for all cases of a test."""
+    """The ids of tests in lines `ID | reason | date`; an id without parameters names all cases of a test."""
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     return {test for test, _, _ in (line.rsplit(" | ", 2) for line in lines)}
 

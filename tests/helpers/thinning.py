@@ -11,8 +11,8 @@ OTHER_RUNS = ("slow", "gpu", "browser", "clients")  # cases with these markers a
 def thin(items: Iterable[pytest.Item]) -> None:
     """Mark cases of tests with the marker `thinned` as slow: those that add no value of a parameter to the others.
 
-    With a number, `thinned(3)`, so many of the others are left at most, evenly spread. Of a test with the marker
-    `essential(2)`, so many cases, evenly spread, are essential.
+    With a number, `thinned(3)`, at most that many cases are left, evenly spread. `essential(2)` keeps the marker on two
+    cases of a test, evenly spread, and removes it from the others.
     """
     matrices: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
