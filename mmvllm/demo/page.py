@@ -2,11 +2,11 @@
 
 import html
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gradio as gr
-from gradio_client import utils as client_utils
 
 from mmvllm.demo.conversation import Turn
 from mmvllm.demo.events import RELOAD
@@ -35,7 +35,11 @@ MOST_TOKENS = 1280  # default maximum of tokens per image
 
 
 class Page(gr.Blocks):
-    """Blocks that accept only uploaded files; gradio itself would fetch a URL that is given in place of a file."""
+    """Blocks that accept only uploaded files.
+
+    In place of a file gradio would fetch a URL, and on a page that is mounted it would copy any file of the server into
+    the folder from which it serves files.
+    """
 
     sessions: Sessions
 
@@ -44,17 +48,28 @@ class Page(gr.Blocks):
         super().close(verbose)
 
     async def preprocess_data(self, block_fn: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
-        client_utils.traverse(inputs, _refuse_url, client_utils.is_file_obj_with_meta)
+        try:
+            for path in _named_files(inputs):
+                self.sessions.uploads.locate(path)
+        except ValueError as error:
+            raise gr.Error(str(error), print_exception=False) from None
         try:
             return await super().preprocess_data(block_fn, inputs, *args, **kwargs)
-        except (ValueError, OSError):  # malformed client input is not logged
+        except (ValueError, OSError, AttributeError):  # malformed client input is not logged
             raise gr.Error(RELOAD, print_exception=False) from None
 
 
-def _refuse_url(file: dict) -> dict:
-    if "://" in str(file["path"]):
-        raise gr.Error("Only uploaded files can be asked about", print_exception=False)
-    return file
+def _named_files(value: Any) -> Iterator[str]:
+    """All paths in the input of an event, at any depth, also those that gradio would not take for a file's."""
+    values = [value]
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            if isinstance(path := value.get("path"), str):
+                yield path
+            values.extend(value.values())
+        elif isinstance(value, list):
+            values.extend(value)
 
 
 def build_page(engine: "AsyncLLM", settings: DemoSettings, decoder: "MediaDecoder | None" = None) -> Page:

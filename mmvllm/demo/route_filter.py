@@ -1,8 +1,6 @@
 """Restricts which requests reach gradio: only routes that the page uses, within limits on their size. Pure ASGI."""
 
 import asyncio
-import os
-import re
 from contextlib import suppress
 
 from starlette.requests import ClientDisconnect
@@ -19,9 +17,7 @@ ROUTES = frozenset(
     | {"token", "upload", "upload_progress", "user"}
 )
 HEARTBEAT = "heartbeat/"  # followed by the session; this request stays open as long as the page is open
-# An absolute path: gradio also takes URLs.
-FILE_ON_WINDOWS = re.compile(r"file=[A-Za-z]:[\\/]")
-FILE = FILE_ON_WINDOWS if os.name == "nt" else re.compile("file=/")
+FILE = "file="  # followed by the path of an uploaded file; gradio would also serve URLs and files of other folders
 ROUTES_WITH_NAMES = (HEARTBEAT, "run/")
 MAX_BODY_BYTES = 2**20  # of a request other than an upload, and of the multipart headers of an upload
 UPLOAD_SECONDS = 300.0
@@ -52,7 +48,7 @@ class DemoRouteFilter:
                 await self.app(scope, receive, send)
 
     def _refusal(self, route: str, num_bytes: int | None) -> PlainTextResponse | None:
-        if route and route not in ROUTES and not route.startswith(ROUTES_WITH_NAMES) and not FILE.match(route):
+        if route and not self._is_known(route):
             return PlainTextResponse("There is nothing here", 404)
         if num_bytes is None:  # the length is unknown until the end
             return PlainTextResponse("Send a Content-Length", 411)
@@ -61,6 +57,15 @@ class DemoRouteFilter:
         if route != "upload" and num_bytes > MAX_BODY_BYTES:
             return PlainTextResponse("This is too long", 413)
         return None
+
+    def _is_known(self, route: str) -> bool:
+        if not route.startswith(FILE):
+            return route in ROUTES or route.startswith(ROUTES_WITH_NAMES)
+        try:
+            self._uploads.find(route.removeprefix(FILE))
+        except ValueError:
+            return False
+        return True
 
     def _too_much(self) -> str:
         settings = self._settings

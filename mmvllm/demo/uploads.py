@@ -28,13 +28,27 @@ class Uploads:
         """Keep a file of the page itself, which no session can release."""
         self._own.add(path)
 
-    def claim(self, session_id: str, path: str) -> Path:
-        """Register a session as a holder of an uploaded file; raises ValueError for any other file."""
+    def locate(self, path: str) -> Path:
+        """The path of a file of this folder, which may be gone by now; raises ValueError for every other path.
+
+        Visitors name files by their paths on the server. No file is opened: to open a FIFO or a device may block.
+        """
         file = Path(path)
-        if not file.is_relative_to(self.folder) or file.resolve() != file:
-            raise ValueError("only files that were uploaded here can be asked about")
+        with suppress(ValueError):  # a null character or a lone surrogate
+            if file.is_relative_to(self.folder) and Path(os.path.realpath(file)) == file:
+                return file
+        raise ValueError("only files that were uploaded here can be asked about")
+
+    def find(self, path: str) -> Path:
+        """The path of a file that is here; raises ValueError for every other path."""
+        file = self.locate(path)
         if not os.path.isfile(file):
             raise ValueError(f"{file.name} is no longer here; add it again")
+        return file
+
+    def claim(self, session_id: str, path: str) -> Path:
+        """Register a session as a holder of an uploaded file; raises ValueError for any other file."""
+        file = self.find(path)
         self._held.setdefault(session_id, set()).add(file)
         return file
 

@@ -58,9 +58,9 @@ def status(route_filter: DemoRouteFilter, path: str, method: str = "POST", **hea
         ("/config", 200),
         ("/gradio_api/queue/data", 200),
         ("/gradio_api/heartbeat/abc", 200),
-        ("/gradio_api/file=/tmp/a.png", 200),
+        ("/gradio_api/file=/etc/hostname", 404),
         ("/gradio_api/file=https://example.com/a.png", 404),
-        ("/gradio_api/file=//example.com/a.png", 200),  # gradio takes it for the path of a file
+        ("/gradio_api/file=//example.com/a.png", 404),
         ("/gradio_api/file/etc/hostname", 404),
         ("/gradio_api/process_recording", 404),
         ("/gradio_api/component_server", 404),
@@ -71,13 +71,16 @@ def test_only_routes_of_the_page_reach_gradio(prefix, path, want, route_filter):
     assert status(route_filter, prefix + path, "GET") == want
 
 
-@pytest.mark.parametrize(
-    ("path", "want"),
-    [("C:\\temp\\a.png", 200), ("C:/temp/a.png", 200), ("https://example.com/a.png", 404), ("//a/b", 404)],
-)
-def test_on_windows_files_have_a_drive(path, want, route_filter, monkeypatch):
-    monkeypatch.setattr(route_filter_module, "FILE", route_filter_module.FILE_ON_WINDOWS)
-    assert status(route_filter, f"/gradio_api/file={path}", "GET") == want
+def test_only_uploaded_files_reach_gradio(route_filter, tmp_path):
+    file, link, fifo = tmp_path / "a.png", tmp_path / "link.png", tmp_path / "fifo"
+    file.write_bytes(b"x")
+    link.symlink_to("/etc/hostname")
+    os.mkfifo(fifo)
+    elsewhere = f"{tmp_path}/../{tmp_path.name}/a.png", f"{tmp_path}-b/a.png"
+    refused = (link, fifo, tmp_path, tmp_path / "gone.png", *elsewhere)
+    for path, want in {file: 200, **dict.fromkeys(refused, 404)}.items():
+        assert status(route_filter, f"/gradio_api/file={path}", "GET") == want
+        assert status(route_filter, f"/demo/gradio_api/file={path}", "HEAD") == want
 
 
 def test_requests_other_than_uploads_are_short(route_filter):

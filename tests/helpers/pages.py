@@ -1,19 +1,30 @@
 """Served demo pages."""
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
+
+import httpx
 
 from mmvllm.async_llm import AsyncLLM
 from mmvllm.media import MediaPolicy
 
 if TYPE_CHECKING:
     from mmvllm.demo.page import Page
+
+
+CONTROLS = ["", 0, 1, 0, 1, 20, -1, 19600, 38416, 2]  # their values, in the order of `Options`
+META = {"_type": "gradio.FileData"}
+
+get = partial(httpx.get, timeout=60)
+post = partial(httpx.post, timeout=60)
 
 
 @dataclass
@@ -23,6 +34,14 @@ class Site:
     url: str
     engine: AsyncLLM
     page: "Page | None" = None
+
+    @cached_property
+    def events(self) -> dict[tuple[str | None, str], int]:
+        """Gradio's numbers of the events with a handler, by the component's id and the kind of event."""
+        config = get(f"{self.url}config").json()
+        ids = {part["id"]: part["props"].get("elem_id") for part in config["components"]}
+        calls = [call for call in config["dependencies"] if call["backend_fn"]]
+        return {(ids.get(target), kind): call["id"] for call in calls for target, kind in call["targets"]}
 
 
 def elsewhere(coroutine: Coroutine) -> None:
@@ -55,6 +74,25 @@ def in_steps(engine: AsyncLLM) -> Iterator[Callable[[int], None]]:
     finally:
         core.step = real
         steps.release()
+
+
+def event(
+    site: Site, component: str | None, kind: str, data: list, session: str = "crafted", about: dict | None = None
+) -> tuple[dict, list]:
+    """Send an event as the page's script does; returns the final message and the texts that the page shows."""
+    index = site.events[component, kind]
+    body = {"data": data, "fn_index": index, "session_hash": session, "event_data": about}
+    sent = {"content": json.dumps(body), "headers": {"Content-Type": "application/json"}}
+    joined = post(f"{site.url}gradio_api/queue/join", **sent)
+    assert joined.is_success, joined.text
+    messages = []
+    with httpx.stream("GET", f"{site.url}gradio_api/queue/data", params={"session_hash": session}, timeout=30) as got:
+        for line in got.iter_lines():
+            if line.startswith("data: "):
+                messages.append(json.loads(line[6:]))
+                if messages[-1]["msg"] == "process_completed":
+                    break
+    return messages[-1], [m["log"] for m in messages if m["msg"] == "log"]
 
 
 @contextmanager

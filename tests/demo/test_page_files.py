@@ -1,0 +1,204 @@
+"""What a visitor can name in place of an uploaded file, on the page that is launched and on the one that is mounted.
+
+Gradio checks the paths of files on a page that it has launched itself, and only there.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+import httpx
+import pytest
+
+from mmvllm.async_llm import AsyncLLM
+from mmvllm.media import MediaPolicy
+from tests.helpers.needs import needs
+from tests.helpers.pages import CONTROLS, META, Site, elsewhere, event, served
+from tests.helpers.server import ENGINE, serving
+
+pytest.importorskip("gradio")
+from gradio import processing_utils
+
+from mmvllm.demo.uploads import process_uploads
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:gradio")
+
+SECRET = "a-text-that-nobody-has-uploaded"
+# {secret} and {fifo} lie in the folder {base}, which is the working directory; {folder} has the uploads.
+PATHS = {
+    "a file": "{secret}",
+    "a relative path": "secret.txt",
+    "a file of the system": "/etc/hostname",
+    "a traversal": "{folder}/../{up}",
+    "a traversal through an upload": "{folder}/examples/../../{up}",
+    "a traversal through a file": "{folder}/examples/scene-06.png/../../../{up}",
+    "an encoded traversal": "{folder}/%2e%2e/{up}",
+    "a traversal with backslashes": "{folder}\\..\\{up}",
+    "a folder with the same beginning": "{folder}-other/secret.txt",
+    "a link in the folder": "{folder}/link.txt",
+    "a link to a folder": "{folder}/linked/secret.txt",
+    "a link to a device": "{folder}/zero",
+    "the environment": "/proc/self/environ",
+    "the root of a process": "/proc/self/root{secret}",
+    "the working directory of a process": "/proc/self/cwd/secret.txt",
+    "an open file": "/proc/self/fd/{descriptor}",
+    "a FIFO": "{fifo}",
+    "a FIFO in the folder": "{folder}/fifo",
+    "an endless device": "/dev/zero",
+    "a terminal": "/dev/tty",
+    "the home folder": "~/secret.txt",
+    "a folder": "{base}",
+    "the folder of uploads": "{folder}",
+    "nothing": "",
+    "a null character": "{secret}\0.png",
+    "a null character in the folder": "{folder}/a\0.png",
+    "a lone surrogate": "{folder}/\ud800.png",
+    "a long name": "/" + "a" * 5000,
+    "a file URL": "file://{secret}",
+    "a URL": "https://example.com/a.png",
+    "a URL of this machine": "http://127.0.0.1:1/a.png",
+    "a data URL": "data:text/plain,x",
+    "gradio's own route": "/gradio_api/file={secret}",
+}
+HARMLESS = ("{folder}/fifo", "{folder}", "{folder}/%2e%2e/{up}")  # an event may ignore these where it expects no file
+
+
+@pytest.fixture(scope="module", params=["launched", "mounted"])
+@needs("network")
+def page(request) -> Iterator[Site]:
+    if request.param == "launched":
+        with served(policy=MediaPolicy(max_bytes=500_000), max_images=3) as site:
+            yield site
+    else:
+        engine = AsyncLLM(**ENGINE)
+        with serving(engine, has_demo=True, api_keys=("secret",)) as running:
+            yield Site(f"{running.url}/demo/", engine)
+        elsewhere(engine.shutdown(drain=False))
+
+
+@pytest.fixture
+def names(tmp_path, monkeypatch) -> Iterator[dict[str, str]]:
+    """What the braces in `PATHS` are replaced by; the files and links that they name exist."""
+    folder = process_uploads().folder
+    secret = tmp_path / "secret.txt"
+    other = Path(f"{folder}-other")
+    other.mkdir()
+    for path in (secret, other / "secret.txt"):
+        path.write_text(SECRET)
+    links = {folder / "link.txt": secret, folder / "linked": tmp_path, folder / "zero": Path("/dev/zero")}
+    for link, target in links.items():
+        link.symlink_to(target)
+    fifos = tmp_path / "fifo", folder / "fifo"
+    for fifo in fifos:
+        os.mkfifo(fifo)
+    monkeypatch.chdir(tmp_path)  # gradio trusts the working directory
+    monkeypatch.setenv("HOME", str(tmp_path))
+    up = os.path.relpath(secret, folder.parent)
+    with secret.open() as file:
+        names = {"folder": folder, "secret": secret, "base": tmp_path, "fifo": fifos[0], "up": up}
+        yield {name: str(path) for name, path in names.items()} | {"descriptor": str(file.fileno())}
+    for path in (*links, fifos[1], other / "secret.txt"):
+        path.unlink()
+    other.rmdir()
+
+
+_refusing: tuple[set[str], list[str]] | None = None
+
+
+def _refuse_opening(name: str, arguments: tuple) -> None:
+    if name == "open" and _refusing is not None and isinstance(arguments[0], str | bytes | Path):
+        targets, opened = _refusing
+        path = os.path.realpath(os.fsdecode(arguments[0]))
+        if path in targets:
+            opened.append(path)
+            raise PermissionError(f"{path} was opened")  # so that a FIFO cannot block the test
+
+
+sys.addaudithook(_refuse_opening)
+
+
+@contextmanager
+def opening(*paths: str) -> Iterator[list[str]]:
+    """The files that were opened while the `with` runs, of those that the paths name in any way."""
+    global _refusing
+    targets = {os.path.realpath(path) for path in paths if "\0" not in path and "\ud800" not in path}
+    opened: list[str] = []
+    _refusing = targets, opened
+    try:
+        yield opened
+    finally:
+        _refusing = None
+
+
+def places(path: str, upload: str) -> Iterator[tuple[str | None, str, list, dict | None]]:
+    """Events with the path wherever a page, or gradio, may look for one."""
+    file, good, empty = {"path": path, "meta": META}, {"path": upload, "meta": META}, {"text": "", "files": []}
+    photos = {
+        "as gradio's pages send it": file,
+        "without what marks a file": {"path": path},
+        "as a stream": {**file, "is_stream": True},
+        "with the URL of an upload": {**file, "url": "/gradio_api/file=" + upload, "orig_name": "a.png"},
+        "in place of a path": {"path": file, "meta": META},
+        "beside an upload": {**good, "url": file},
+        "beside an upload that is not marked": {"path": upload, "x": file},
+        "in what marks an upload": {"path": upload, "meta": {**META, "x": file}},
+        "in lists": [[[file]]],
+    }
+    for photo in photos.values():
+        yield "camera", "input", [photo, empty], None
+    yield "camera", "input", [good, {"text": "", "files": [good, file]}], None
+    yield "camera", "input", [None, {"text": file, "files": []}], None
+    yield "box", "submit", [{"text": "What is this?", "files": [file]}, *CONTROLS], None
+    yield "box", "submit", [{"text": "What is this?", "files": [good]}, file, *CONTROLS[1:]], None
+    for kind in ("retry", "edit", "example_select"):
+        yield "chat", kind, [{"text": "", "files": [file]}, *CONTROLS], {"index": 0, "value": "x"}
+    yield None, "change", [json.dumps([path]), *CONTROLS], None
+    yield None, "change", [file, *CONTROLS], None
+    turn = {"question": "q", "answer": "a", "note": "", "images": [path]}
+    yield "conversations", "restore", [], {"turns": [turn], "final": True}
+    yield "conversations", "restore", [file], {"turns": [file], "final": True}
+
+
+def everything(folder: Path) -> list[str]:
+    return sorted(str(path) for path in folder.rglob("*"))
+
+
+@pytest.mark.essential(4)
+@pytest.mark.spawns
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+def test_an_event_opens_copies_fetches_and_gives_out_no_other_file(path, page, names, monkeypatch, capsys):
+    fetched = []
+
+    async def fetch(url, **_):
+        fetched.append(url)
+        return names["secret"]
+
+    monkeypatch.setattr(processing_utils, "async_ssrf_protected_download", fetch)
+    is_harmless = path in HARMLESS
+    folder, path = process_uploads().folder, path.format(**names)
+    upload = str(folder / "examples" / "scene-06.png")
+    before, num_finished = everything(folder), page.engine.stats().num_finished
+    with opening(path, names["secret"], "/proc/self/environ") as opened:
+        for *place, about in places(path, upload):
+            end, log = event(page, *place, about=about)
+            is_refused = not end["success"] or log or 'role=\\"alert\\"' in json.dumps(end)
+            assert (opened, fetched) == ([], []), place
+            assert SECRET not in json.dumps([end, log]), place
+            assert everything(folder) == before, place
+            assert is_refused or is_harmless or place[0] == "conversations", (place, end)
+    assert page.engine.stats().num_finished == num_finished or is_harmless
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", [path for path in PATHS.values() if "\ud800" not in path])
+def test_no_other_file_is_served(path, page, names):
+    path = path.format(**names)
+    with opening(path, names["secret"]) as opened:
+        for method in ("GET", "HEAD"):
+            answer = httpx.request(method, f"{page.url}gradio_api/file={quote(path)}", timeout=60)
+            assert answer.status_code == 404, answer.text
+    assert opened == []
