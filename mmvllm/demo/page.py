@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import gradio as gr
 
 from mmvllm.demo.conversation import Turn
-from mmvllm.demo.events import RELOAD
+from mmvllm.demo.events import MAX_FILES, RELOAD
 from mmvllm.demo.handlers import Handlers
 from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.session import Sessions
@@ -47,20 +47,30 @@ class Page(gr.Blocks):
         self.sessions.is_closed = True
         super().close(verbose)
 
+    async def process_api(self, *args: Any, event_data: gr.EventData | None = None, **kwargs: Any) -> dict[str, Any]:
+        if event_data is not None:
+            self._check_files(event_data._data)
+        return await super().process_api(*args, event_data=event_data, **kwargs)
+
     async def preprocess_data(self, block_fn: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
-        try:
-            for path in _named_files(inputs):
-                self.sessions.uploads.locate(path)
-        except ValueError as error:
-            raise gr.Error(str(error), print_exception=False) from None
+        self._check_files(inputs)
         try:
             return await super().preprocess_data(block_fn, inputs, *args, **kwargs)
         except (ValueError, OSError, AttributeError):  # malformed client input is not logged
             raise gr.Error(RELOAD, print_exception=False) from None
 
+    def _check_files(self, value: Any) -> None:
+        try:
+            for number, path in enumerate(_named_files(value)):
+                if number == MAX_FILES:
+                    raise ValueError(RELOAD)
+                self.sessions.uploads.locate(path)
+        except ValueError as error:
+            raise gr.Error(str(error), print_exception=False) from None
+
 
 def _named_files(value: Any) -> Iterator[str]:
-    """All paths in the input of an event, at any depth, also those that gradio would not take for a file's."""
+    """All paths in what a visitor sends, at any depth, also those that gradio would not take for a file's."""
     values = [value]
     while values:
         value = values.pop()

@@ -13,10 +13,14 @@ from pathlib import Path
 
 ORPHAN_SECONDS = 600.0  # an upload that no session has claimed is removed after this time
 MAX_BYTES, MAX_FILES = 8 * 2**30, 20_000  # of all sessions together
+MAX_PATH_LENGTH = 4096
 
 
 class Uploads:
-    """The files that each session holds. Gradio names files by content, so several sessions may hold the same one."""
+    """The files that each session holds: `folder/HASH/NAME`.
+
+    Gradio names files by content, so several sessions may hold the same one.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -31,13 +35,14 @@ class Uploads:
     def locate(self, path: str) -> Path:
         """The path of a file of this folder, which may be gone by now; raises ValueError for every other path.
 
-        Visitors name files by their paths on the server. No file is opened: to open a FIFO or a device may block.
+        Visitors name files by their paths on the server. No file is opened: to open a FIFO or a device may block. Long
+        paths are not looked up: `realpath` takes seconds for half a million of folders.
         """
-        file = Path(path)
-        with suppress(ValueError):  # a null character or a lone surrogate
-            if file.is_relative_to(self.folder) and Path(os.path.realpath(file)) == file:
-                return file
-        raise ValueError("only files that were uploaded here can be asked about")
+        if len(path) <= MAX_PATH_LENGTH and (file := Path(path)).parent.parent == self.folder:
+            with suppress(ValueError):  # a null character or a lone surrogate
+                if Path(os.path.realpath(file)) == file:
+                    return file
+        raise ValueError("only files that were uploaded here can be asked about; add the file again")
 
     def find(self, path: str) -> Path:
         """The path of a file that is here; raises ValueError for every other path."""

@@ -40,6 +40,7 @@ PATHS = {
     "a traversal with backslashes": "{folder}\\..\\{up}",
     "a folder with the same beginning": "{folder}-other/secret.txt",
     "a link in the folder": "{folder}/link.txt",
+    "a link in place of an upload": "{folder}/examples/link.txt",
     "a link to a folder": "{folder}/linked/secret.txt",
     "a link to a device": "{folder}/zero",
     "the environment": "/proc/self/environ",
@@ -47,7 +48,7 @@ PATHS = {
     "the working directory of a process": "/proc/self/cwd/secret.txt",
     "an open file": "/proc/self/fd/{descriptor}",
     "a FIFO": "{fifo}",
-    "a FIFO in the folder": "{folder}/fifo",
+    "a FIFO in the folder": "{folder}/examples/fifo",
     "an endless device": "/dev/zero",
     "a terminal": "/dev/tty",
     "the home folder": "~/secret.txt",
@@ -64,7 +65,8 @@ PATHS = {
     "a data URL": "data:text/plain,x",
     "gradio's own route": "/gradio_api/file={secret}",
 }
-HARMLESS = ("{folder}/fifo", "{folder}", "{folder}/%2e%2e/{up}")  # an event may ignore these where it expects no file
+LONG = "{folder}/" + "a/" * 100_000
+HARMLESS = "{folder}/examples/fifo"  # where an upload would be; an event may ignore it where it expects no file
 
 
 @pytest.fixture(scope="module", params=["launched", "mounted"])
@@ -90,9 +92,10 @@ def names(tmp_path, monkeypatch) -> Iterator[dict[str, str]]:
     for path in (secret, other / "secret.txt"):
         path.write_text(SECRET)
     links = {folder / "link.txt": secret, folder / "linked": tmp_path, folder / "zero": Path("/dev/zero")}
+    links[folder / "examples" / "link.txt"] = secret
     for link, target in links.items():
         link.symlink_to(target)
-    fifos = tmp_path / "fifo", folder / "fifo"
+    fifos = tmp_path / "fifo", folder / "examples" / "fifo"
     for fifo in fifos:
         os.mkfifo(fifo)
     monkeypatch.chdir(tmp_path)  # gradio trusts the working directory
@@ -161,6 +164,7 @@ def places(path: str, upload: str) -> Iterator[tuple[str | None, str, list, dict
     turn = {"question": "q", "answer": "a", "note": "", "images": [path]}
     yield "conversations", "restore", [], {"turns": [turn], "final": True}
     yield "conversations", "restore", [file], {"turns": [file], "final": True}
+    yield "chat", "undo", [], {"index": 0, "value": file}
 
 
 def everything(folder: Path) -> list[str]:
@@ -178,7 +182,7 @@ def test_an_event_opens_copies_fetches_and_gives_out_no_other_file(path, page, n
         return names["secret"]
 
     monkeypatch.setattr(processing_utils, "async_ssrf_protected_download", fetch)
-    is_harmless = path in HARMLESS
+    is_harmless = path == HARMLESS
     folder, path = process_uploads().folder, path.format(**names)
     upload = str(folder / "examples" / "scene-06.png")
     before, num_finished = everything(folder), page.engine.stats().num_finished
@@ -202,3 +206,25 @@ def test_no_other_file_is_served(path, page, names):
             answer = httpx.request(method, f"{page.url}gradio_api/file={quote(path)}", timeout=60)
             assert answer.status_code == 404, answer.text
     assert opened == []
+
+
+@pytest.mark.parametrize(
+    "component, kind, data, about",
+    [
+        ("camera", "input", [{"path": LONG}, {"text": "", "files": []}], None),
+        ("box", "submit", [{"text": "", "files": [{"path": "{folder}/examples/a.png"}] * 8000}, *CONTROLS], None),
+        (None, "change", [json.dumps([LONG]), *CONTROLS], None),
+        (None, "change", [json.dumps(["{folder}/examples/a.png"] * 10_000), *CONTROLS], None),
+        ("conversations", "restore", [], {"turns": [{"question": "", "answer": "", "note": "", "images": [LONG]}]}),
+        ("chat", "undo", [], {"index": 0, "value": {"path": LONG}}),
+        ("chat", "undo", [], {"path": LONG}),
+    ],
+)
+def test_no_event_has_many_folders_or_files_looked_up(component, kind, data, about, page, monkeypatch):
+    """Each would keep everyone waiting for seconds: `realpath` takes quadratic time."""
+    looked_up, real = [], os.lstat
+    monkeypatch.setattr(os, "lstat", lambda path, **keys: (looked_up.append(path), real(path, **keys))[1])
+    folder = str(process_uploads().folder)
+    sent = json.loads(json.dumps([data, about]).replace("{folder}", folder))
+    event(page, component, kind, sent[0], about=sent[1])
+    assert sum(str(path).startswith(folder) for path in looked_up) <= 5000

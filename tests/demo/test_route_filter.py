@@ -72,12 +72,12 @@ def test_only_routes_of_the_page_reach_gradio(prefix, path, want, route_filter):
 
 
 def test_only_uploaded_files_reach_gradio(route_filter, tmp_path):
-    file, link, fifo = tmp_path / "a.png", tmp_path / "link.png", tmp_path / "fifo"
+    file, link, fifo, gone = (tmp_path / "hash" / name for name in ("a.png", "link.png", "fifo", "gone.png"))
+    file.parent.mkdir()
     file.write_bytes(b"x")
     link.symlink_to("/etc/hostname")
     os.mkfifo(fifo)
-    elsewhere = f"{tmp_path}/../{tmp_path.name}/a.png", f"{tmp_path}-b/a.png"
-    refused = (link, fifo, tmp_path, tmp_path / "gone.png", *elsewhere)
+    refused = (link, fifo, gone, tmp_path, file.parent, f"{tmp_path}/hash/../hash/a.png", f"{tmp_path}-b/hash/a.png")
     for path, want in {file: 200, **dict.fromkeys(refused, 404)}.items():
         assert status(route_filter, f"/gradio_api/file={path}", "GET") == want
         assert status(route_filter, f"/demo/gradio_api/file={path}", "HEAD") == want

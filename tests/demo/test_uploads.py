@@ -45,7 +45,7 @@ def test_a_file_is_kept_until_its_last_holder_releases_it(uploads):
     with pytest.raises(ValueError, match=r"a\.png is no longer here; add it again"):
         uploads.claim("one", str(path))
     with pytest.raises(ValueError, match="no longer here"):
-        uploads.claim("one", str(uploads.folder / ("a" * 5000)))
+        uploads.claim("one", str(path.parent / ("a" * 300)))
 
 
 def test_a_session_keeps_the_files_that_it_shows(uploads):
@@ -61,11 +61,18 @@ def test_a_session_keeps_the_files_that_it_shows(uploads):
 def test_only_uploaded_files_can_be_claimed(uploads, tmp_path):
     secret = tmp_path / "secret.png"
     secret.write_bytes(b"secret")
-    link = uploads.folder / "link.png"
+    link = upload(uploads, "a.png").with_name("link.png")
     link.symlink_to(secret)
+    folder_link = uploads.folder / "link"
+    folder_link.symlink_to(tmp_path)
+    above = uploads.folder / "a.png"
+    above.write_bytes(b"incomplete")  # gradio renames it when it is complete
     for path in (
         secret,
         link,
+        folder_link / "secret.png",
+        above,
+        f"{uploads.folder}/{'a/' * 100_000}",
         uploads.folder / ".." / "secret.png",
         "secret.png",
         "/no/such.png",
