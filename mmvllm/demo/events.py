@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import gradio as gr
 
-MAX_FILES = 1000  # that one event may name
+MAX_FILES_PER_EVENT = 1000
 RELOAD = "the page sent something that cannot be read; reload it"
 
 
@@ -68,6 +68,8 @@ def _field(event: gr.EventData, name: str) -> Any:
 
 
 def _strings(values: Any) -> list[str]:
-    if not isinstance(values, list) or len(values) > MAX_FILES or not all(isinstance(one, str) for one in values):
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise ValueError(RELOAD)
+    if len(values) > MAX_FILES_PER_EVENT:
         raise ValueError(RELOAD)
     return values

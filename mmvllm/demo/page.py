@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import gradio as gr
 
 from mmvllm.demo.conversation import Turn
-from mmvllm.demo.events import MAX_FILES, RELOAD
+from mmvllm.demo.events import MAX_FILES_PER_EVENT, RELOAD
 from mmvllm.demo.handlers import Handlers
 from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.session import Sessions
@@ -48,7 +48,7 @@ class Page(gr.Blocks):
         super().close(verbose)
 
     async def process_api(self, *args: Any, event_data: gr.EventData | None = None, **kwargs: Any) -> dict[str, Any]:
-        if event_data is not None:
+        if event_data is not None and kwargs.get("iterator") is None:  # not again at each step of an answer
             self._check_files(event_data._data)
         return await super().process_api(*args, event_data=event_data, **kwargs)
 
@@ -62,7 +62,7 @@ class Page(gr.Blocks):
     def _check_files(self, value: Any) -> None:
         try:
             for number, path in enumerate(_named_files(value)):
-                if number == MAX_FILES:
+                if number == MAX_FILES_PER_EVENT:
                     raise ValueError(RELOAD)
                 self.sessions.uploads.locate(path)
         except ValueError as error:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmvllm.demo.conversation import Turn, Uploaded, media_in
-from mmvllm.demo.events import MAX_FILES, RELOAD
+from mmvllm.demo.events import MAX_FILES_PER_EVENT, RELOAD
 from mmvllm.demo.videos import UploadedVideo
 
 MAX_TURNS = 500
@@ -72,7 +72,8 @@ def read_turns(value: Any, max_files: int) -> list[KeptTurn]:
     if not isinstance(value, list) or len(value) > MAX_TURNS:
         raise ValueError(RELOAD)
     turns = [_read_turn(turn) for turn in value]
-    if any(len(turn.media) > max_files for turn in turns) or sum(len(turn.media) for turn in turns) > MAX_FILES:
+    numbers = [len(turn.media) for turn in turns]
+    if max(numbers, default=0) > max_files or sum(numbers) > MAX_FILES_PER_EVENT:
         raise ValueError(RELOAD)
     return turns
 

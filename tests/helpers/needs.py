@@ -16,7 +16,7 @@ EVENTS = {"subprocess.Popen": "spawns", "os.fork": "spawns", "os.posix_spawn": "
     "socket.bind": "network",
     "socket.connect": "network",
 }
-ANYTHING = {"ray", "browser", "docs", "clients", "gpu"}  # tests with these markers may do both
+ANYTHING = {"slow", "ray", "browser", "docs", "clients", "gpu"}  # tests with these markers may do both
 _needed: set[str] | None = None
 
 

@@ -1,17 +1,13 @@
 """The demo page and the API on the same engine."""
 
 import asyncio
-from functools import partial
 
-import httpx
 import pytest
 
 from mmvllm.async_llm import AsyncLLM
 from tests.helpers.needs import needs
+from tests.helpers.pages import get, post
 from tests.helpers.server import CHAT, ENGINE, chat, error_of, serving
-
-get = partial(httpx.get, timeout=60)
-post = partial(httpx.post, timeout=60)
 
 pytest.importorskip("gradio")
 
