@@ -127,15 +127,24 @@ class Handlers:
             return UNCHANGED, UNCHANGED
         return None, gr.update(value={"text": text, "files": paths})
 
-    async def count(self, request: gr.Request, paths: str, *values: Any) -> AsyncGenerator[str, None]:
-        """What the current question's files cost, or the error in them; then a damaged image, if there is one."""
-        options, session = Options(*values), self._session(request)
+    async def count(self, request: gr.Request, paths: str, *values: Any) -> Any:
+        """What the current question's files cost, or the error in them.
+
+        Events of several controls overlap, and one that started earlier may end later: it changes nothing then.
+        """
+        session = self._session(request)
+        session.num_counts += 1
+        number = session.num_counts
+        cost = await self._cost(session, paths, Options(*values))
+        return cost if number == session.num_counts else UNCHANGED
+
+    async def _cost(self, session: Session, paths: str, options: Options) -> str:
         try:
             media = await self._claimed(session, read_paths(paths), options)
-            yield self._estimate(media, options) if media else self.limits
             await self.sessions.check(session, media)
+            return self._estimate(media, options) if media else self.limits
         except ValueError as error:
-            yield f'<span class="bad" role="alert">{html.escape(spoken(error))}</span>'
+            return f'<span class="bad" role="alert">{html.escape(spoken(error))}</span>'
 
     def _estimate(self, media: list[Uploaded], options: Options) -> str:
         videos = [one for one in media if isinstance(one, UploadedVideo)]

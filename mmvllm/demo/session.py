@@ -57,6 +57,7 @@ class Session:
     draft: list[Path] = field(default_factory=list)  # files of the question that is being written
     intact: set[Path] = field(default_factory=set)  # images that were decoded without an error
     videos: dict[Path, UploadedVideo] = field(default_factory=dict)  # as they were last read
+    num_counts: int = 0  # how often the cost of the draft was asked for
     request_id: str | None = None
     last_seen: float = 0.0  # on the monotonic clock
 

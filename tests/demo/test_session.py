@@ -149,9 +149,9 @@ def test_leaving_aborts_the_request_and_removes_the_images(checkpoint, uploads, 
     with_engine(checkpoint, work)
 
 
-async def counts(handlers, visitor, paths: list[str]) -> list[str]:
+async def counts(handlers, visitor, paths: list[str]) -> str:
     """What is said about images when they are added."""
-    return [said async for said in handlers.count(visitor, json.dumps(paths), *astuple(OPTIONS))]
+    return await handlers.count(visitor, json.dumps(paths), *astuple(OPTIONS))
 
 
 @pytest.mark.spawns
@@ -298,9 +298,33 @@ def test_a_damaged_image_is_named_when_it_is_added_and_good_ones_are_decoded_onc
             said.append(await counts(handlers, visitor, [str(image.path) for image in paths]))
 
     elsewhere(add())
-    assert said[0] == ["12 picture tokens"]
-    assert said[1][0] == "12 + 12 = 24 picture tokens" and "bad.png cannot be read; it may be damaged" in said[1][1]
+    assert said[0] == "12 picture tokens" and "bad.png cannot be read; it may be damaged" in said[1]
     assert decoded == [good.path, bad.path]
+
+
+def test_an_older_count_that_ends_later_does_not_replace_the_newer_one(uploads):
+    gradio = pytest.importorskip("gradio")
+    from mmvllm.demo.handlers import Handlers
+
+    async def work() -> None:
+        handlers = Handlers(SimpleNamespace(image_config=image_config()), DemoSettings(POLICY), uploads, [])
+        visitor, paths = SimpleNamespace(session_hash="one"), json.dumps([str(sent(uploads, "one").path)])
+        is_checking, may_end = asyncio.Event(), asyncio.Event()
+
+        async def check(session, media):
+            if not is_checking.is_set():
+                is_checking.set()
+                await may_end.wait()
+
+        handlers.sessions.check = check
+        older = asyncio.create_task(handlers.count(visitor, paths, *astuple(OPTIONS)))
+        await is_checking.wait()
+        fewer = replace(OPTIONS, max_pixels=OPTIONS.min_pixels)
+        assert await handlers.count(visitor, paths, *astuple(fewer)) == "2 picture tokens"
+        may_end.set()
+        assert await older == gradio.skip()
+
+    elsewhere(work())
 
 
 def test_an_open_tab_keeps_its_session_however_long_it_idles(uploads, monkeypatch):

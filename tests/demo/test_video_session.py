@@ -57,11 +57,8 @@ def sent(handlers: Handlers, name: str, **clip) -> str:
     return str(path)
 
 
-def counted(handlers: Handlers, *paths: str, options: Options = SHORT) -> list[str]:
-    async def count() -> list[str]:
-        return [said async for said in handlers.count(VISITOR, json.dumps(paths), *astuple(options))]
-
-    return asyncio.run(count())
+def counted(handlers: Handlers, *paths: str, options: Options = SHORT) -> str:
+    return asyncio.run(handlers.count(VISITOR, json.dumps(paths), *astuple(options)))
 
 
 async def ask(handlers: Handlers, question: str, *paths: str, options: Options = SHORT) -> Turn:
@@ -78,12 +75,12 @@ def asked(handlers: Handlers, question: str, *paths: str) -> Turn:
 @pytest.mark.spawns
 def test_frames_and_tokens_are_shown_before_asking_and_follow_the_options(handlers):
     clip, image = sent(handlers, "a.mp4", number=24, fps=8), sent(handlers, "a.png")
-    (said,) = counted(handlers, clip, image)
+    said = counted(handlers, clip, image)
     assert "<b>a.mp4</b> lasts 3.0 s; the model sees 6 frames:" in said and said.count("<figure>") == 6
     assert said.endswith("12 picture tokens and 105 video tokens")
-    (said,) = counted(handlers, clip, options=replace(SHORT, fps=4))
+    said = counted(handlers, clip, options=replace(SHORT, fps=4))
     assert "the model sees 12 frames, some of which are:" in said and said.endswith("</div>210 video tokens")
-    (said,) = counted(handlers, clip, options=replace(SHORT, min_pixels=36_000, max_pixels=38_416))
+    said = counted(handlers, clip, options=replace(SHORT, min_pixels=36_000, max_pixels=38_416))
     assert said.endswith("</div>120 video tokens")
 
 
@@ -141,18 +138,18 @@ def test_a_stop_keeps_the_answer_and_the_video(handlers):
 def test_a_damaged_video_is_named_before_it_is_asked_about(num_bytes, handlers):
     good, bad = sent(handlers, "good.mp4"), sent(handlers, "bad.mp4")
     Path(bad).write_bytes(Path(bad).read_bytes()[:num_bytes])
-    (said,) = counted(handlers, good, bad)
+    said = counted(handlers, good, bad)
     assert said.startswith('<span class="bad" role="alert">bad.mp4: ')
-    assert counted(handlers, good)[0].endswith("105 video tokens")
+    assert counted(handlers, good).endswith("105 video tokens")
 
 
 @pytest.mark.spawns
 def test_the_numbers_of_images_and_videos_are_limited(handlers):
     clips = [sent(handlers, f"{i}.mp4", number=2) for i in range(3)]
-    assert "3 videos; at most 2 go into one question" in counted(handlers, *clips)[0]
+    assert "3 videos; at most 2 go into one question" in counted(handlers, *clips)
     images = [sent(handlers, f"{i}.png") for i in range(9)]
-    assert "9 pictures; at most 8 go into one question" in counted(handlers, *clips[:2], *images)[0]
-    assert counted(handlers, *clips[:2], *images[:8])[0].endswith("video tokens")
+    assert "9 pictures; at most 8 go into one question" in counted(handlers, *clips[:2], *images)
+    assert counted(handlers, *clips[:2], *images[:8]).endswith("video tokens")
 
 
 @pytest.mark.spawns
@@ -173,7 +170,7 @@ def test_a_page_that_takes_no_videos_says_why(handlers, engine, monkeypatch):
     clip = sent(handlers, "a.mp4")
     assert "and 2 videos of 256 MiB and 60 minutes" in handlers.limits
     monkeypatch.setattr(engine, "takes_videos", False)
-    assert counted(handlers, clip) == ['<span class="bad" role="alert">this model takes no videos</span>']
+    assert counted(handlers, clip) == '<span class="bad" role="alert">this model takes no videos</span>'
     assert "video" not in handlers.limits
 
 
