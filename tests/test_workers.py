@@ -20,6 +20,7 @@ from mmvllm.errors import ImageError
 from mmvllm.worker_process import NICENESS, serve
 from mmvllm.workers import TaskCancelled, WorkerDied, WorkerPool, WorkersUnusable, WorkerTimeout
 from tests.helpers import tasks
+from tests.helpers.processes import wait_until_gone
 
 pytestmark = pytest.mark.spawns
 
@@ -187,10 +188,7 @@ def test_a_plain_script_is_not_run_again_by_its_processes_and_ends_cleanly(tmp_p
     ran = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env, timeout=60)
     *lines, pid = ran.stdout.split()
     assert (ran.returncode, lines, ran.stderr) == (0, ["begins", "worked"], "")
-    deadline = time.monotonic() + 10
-    while psutil.pid_exists(int(pid)):
-        assert time.monotonic() < deadline, "the process outlived its parent"
-        time.sleep(0.02)
+    wait_until_gone([int(pid)])
 
 
 MAIN_CLASS = """

@@ -23,6 +23,7 @@ from mmvllm.kernels.packed_attention import tile_sizes
 from mmvllm.kernels.paged_attention import paged_attention_torch
 from tests.helpers.async_engines import wait_until
 from tests.helpers.configs import assert_equals_transformers
+from tests.helpers.processes import wait_until_gone
 
 JSON = "print('a line'); print('{\"number\": 3}')"
 
@@ -83,9 +84,7 @@ def test_a_step_ends_with_its_children_when_its_time_is_over(tmp_path):
     )
     got = run_step(step(code), 5, tmp_path)
     assert got["status"] == "time limit" and got["reason"] == "not finished after 5 s" and got["seconds"] < 30
-    child = int(got["output"])
-    ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)  # as long as nobody asks for its exit code
-    wait_until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() in ended, "ended")
+    wait_until_gone([int(got["output"])])
 
 
 @pytest.mark.spawns

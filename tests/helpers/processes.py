@@ -21,7 +21,10 @@ def spawned(pid: int | None = None, recursive: bool = False) -> list[psutil.Proc
 
 
 def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)  # until it is reaped
+    except psutil.NoSuchProcess:
+        return True
 
 
 def wait_until_gone(pids: list[int]) -> None:
