@@ -77,7 +77,7 @@ class Handlers:
         await self.sessions.stop(session)
         try:
             given = read_kept(event)
-            kept = read_turns(given.turns, self.settings.max_images + self.settings.max_videos)
+            kept = read_turns(given.turns, self.settings.max_files)
         except ValueError as error:
             warn(error)
             return self._view(session, UNCHANGED)

@@ -37,5 +37,6 @@ LOOK = {
 
 def launch_options(page: "Page") -> dict[str, Any]:
     """Arguments of gradio's `launch` and `mount_gradio_app`; each call gives a new dict, since gradio modifies it."""
-    own = {"middleware": [Middleware(DemoRouteFilter, sessions=page.sessions)]}
+    events = {index for index, event in page.fns.items() if event.fn}  # the others run in the browser
+    own = {"middleware": [Middleware(DemoRouteFilter, sessions=page.sessions, events=events)]}
     return LOOK | {"app_kwargs": own, "max_file_size": page.sessions.settings.max_file_bytes}

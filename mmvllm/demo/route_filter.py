@@ -1,12 +1,16 @@
 """Restricts which requests reach gradio: only routes that the page uses, within limits on their size. Pure ASGI."""
 
 import asyncio
+import re
+from collections.abc import Collection
 from contextlib import suppress
 
-from starlette.requests import ClientDisconnect
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mmvllm.demo.parts import FileParts
 from mmvllm.demo.session import Sessions
 from mmvllm.text import counted
 
@@ -18,16 +22,21 @@ ROUTES = frozenset(
 )
 HEARTBEAT = "heartbeat/"  # followed by the session; this request stays open as long as the page is open
 FILE = "file="  # followed by the path of an uploaded file; gradio would also serve URLs and files of other folders
+EVENTS = ("queue/join", "run/")  # start the handler that the body has the number of
 ROUTES_WITH_NAMES = (HEARTBEAT, "run/")
+RANGE = re.compile(r"bytes=[0-9]{0,15}-[0-9]{0,15}")  # gradio fails with others, such as several ranges
 MAX_BODY_BYTES = 2**20  # of a request other than an upload, and of the multipart headers of an upload
 UPLOAD_SECONDS = 300.0
 
 
 class DemoRouteFilter:
-    """Responds with 404, 408, 411, 413 or 507 instead of gradio, and tells the sessions which tabs are open."""
+    """Responds with 400, 404, 408, 411, 413 or 507 instead of gradio, and tells the sessions which tabs are open.
 
-    def __init__(self, app: ASGIApp, sessions: Sessions):
-        self.app, self._sessions, self._uploads = app, sessions, sessions.uploads
+    `events` are gradio's numbers of the events that have a handler.
+    """
+
+    def __init__(self, app: ASGIApp, sessions: Sessions, events: Collection[int]):
+        self.app, self._sessions, self._uploads, self._events = app, sessions, sessions.uploads, events
         self._settings = sessions.settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -44,7 +53,10 @@ class DemoRouteFilter:
             elif route.startswith(HEARTBEAT):
                 with self._sessions.open_tab(route.removeprefix(HEARTBEAT)):
                     await self._until_closing(scope, receive, send)
+            elif route.startswith(EVENTS) and scope["method"] == "POST":
+                await self._start_event(scope, receive, send)
             else:
+                _ignore_odd_ranges(scope)
                 await self.app(scope, receive, send)
 
     def _refusal(self, route: str, num_bytes: int | None) -> PlainTextResponse | None:
@@ -73,6 +85,21 @@ class DemoRouteFilter:
         videos = f"{counted(settings.max_videos, 'video')} of {settings.policy.max_video_bytes:,} bytes"
         return f"Too much for one question; at most {images} and {videos} go into it"
 
+    async def _start_event(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        try:
+            is_known = (await request.json())["fn_index"] in self._events
+        except (ValueError, TypeError, KeyError, RecursionError):
+            is_known = False
+        if not is_known:
+            return await PlainTextResponse("There is no such event; reload the page", 400)(scope, receive, send)
+        pieces = [await request.body()]
+
+        async def replay() -> Message:
+            return {"type": "http.request", "body": pieces.pop()} if pieces else await receive()
+
+        await self.app(scope, replay, send)
+
     async def _until_closing(self, scope: Scope, receive: Receive, send: Send) -> None:
         """End an endless response when the page closes: the server waits for all responses before it exits."""
         is_complete = False
@@ -98,9 +125,18 @@ class DemoRouteFilter:
             await send({"type": "http.response.body", "body": b""})
 
     async def _upload(self, num_bytes: int, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._uploads.incoming(num_bytes) as num_incoming:
-            if await asyncio.to_thread(self._uploads.has_room, num_incoming):
-                return await self._with_timeout(scope, receive, send)
+        parts = None
+
+        async def receive_files() -> Message:
+            nonlocal parts
+            parts = parts or FileParts(Headers(scope=scope).get("content-type", ""), self._settings.max_files)
+            message = await receive()
+            parts.add(message.get("body", b""))
+            return message
+
+        with self._uploads.incoming(num_bytes, self._settings.max_files):
+            if await self._uploads.has_room():
+                return await self._with_timeout(scope, receive_files, send)
         message = "There is no room for more files right now; try again later"
         await PlainTextResponse(message, 507)(scope, receive, send)
 
@@ -119,6 +155,12 @@ class DemoRouteFilter:
             if not has_started:
                 message = "The files took too long to arrive; try again"
                 await PlainTextResponse(message, 408, {"Connection": "close"})(scope, receive, send)
+
+
+def _ignore_odd_ranges(scope: Scope) -> None:
+    """Remove a range that gradio would fail with; a server may respond with the whole file instead."""
+    if not RANGE.fullmatch(Headers(scope=scope).get("range", "bytes=-")):
+        del MutableHeaders(scope=scope)["range"]
 
 
 def _content_length(scope: Scope) -> int | None:

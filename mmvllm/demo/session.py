@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mmvllm.async_llm import AsyncLLM
 
 TICK_SECONDS = 0.05  # interval of the page's updates
-MAX_SESSIONS = 1000  # above this number the session that was idle longest is removed
+MAX_SESSIONS = 1000  # above this number the one that was idle longest is removed, without an open tab if there is one
 SWEEP_SECONDS = 60.0
 RELOAD_SECONDS = 30.0  # the files of a closed tab are kept this long, since it may only be reloaded
 TOO_MUCH = (
@@ -122,9 +122,9 @@ class Sessions:
         session.last_seen = time.monotonic()
         self._sessions.move_to_end(session_id)
         if len(self._sessions) > MAX_SESSIONS:
-            oldest = next((old for old in self._sessions.values() if old.request_id is None), None)
-            if oldest is not None:
-                self._remove(oldest)
+            idle = [old for old in self._sessions.values() if old.request_id is None and old is not session]
+            if idle:
+                self._remove(min(idle, key=lambda old: old.id in self._open_tabs))  # the first without an open tab
         return session
 
     async def stop(self, session: Session) -> None:

@@ -33,6 +33,11 @@ class DemoSettings:
         return max(self.policy.max_bytes, self.policy.max_video_bytes)
 
     @property
+    def max_files(self) -> int:
+        """Images and videos of a question."""
+        return self.max_images + self.max_videos
+
+    @property
     def max_upload_bytes(self) -> int:
         """Of the images and videos of a question."""
         return self.max_images * self.policy.max_bytes + self.max_videos * self.policy.max_video_bytes

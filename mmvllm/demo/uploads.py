@@ -13,6 +13,7 @@ from pathlib import Path
 
 ORPHAN_SECONDS = 600.0  # an upload that no session has claimed is removed after this time
 MAX_BYTES, MAX_FILES = 8 * 2**30, 20_000  # of all sessions together
+MAX_INCOMING = 50  # uploads at the same time, each of which has its files open until all have arrived
 MAX_PATH_LENGTH = 4096
 
 
@@ -26,7 +27,7 @@ class Uploads:
         self.folder = folder
         self._held: dict[str, set[Path]] = {}
         self._own: set[Path] = set()
-        self._num_incoming = 0
+        self._incoming: list[tuple[int, int]] = []  # the bytes and files that each incoming upload may have
 
     def keep(self, path: Path) -> None:
         """Keep a file of the page itself, which no session can release."""
@@ -67,32 +68,43 @@ class Uploads:
                 _remove(path)
 
     async def remove_orphans(self) -> None:
-        """Remove old uploads that no session has claimed, without blocking the event loop."""
+        """Remove old uploads that no session has claimed, and empty folders, without blocking the event loop."""
         for path in await asyncio.to_thread(self._old):
             if not self._is_in_use(path):  # checked last: it may have been claimed in the meantime
                 _remove(path)
             await asyncio.sleep(0)
+        await asyncio.to_thread(self._remove_empty_folders)
 
     @contextmanager
-    def incoming(self, num_bytes: int) -> Iterator[int]:
-        """Reserve space for an incoming upload; yields the bytes of all incoming uploads, including this one."""
-        self._num_incoming += num_bytes
+    def incoming(self, num_bytes: int, num_files: int) -> Iterator[None]:
+        """Reserve space for an incoming upload of at most this many bytes and files."""
+        reserved = num_bytes, num_files
+        self._incoming.append(reserved)
         try:
-            yield self._num_incoming
+            yield
         finally:
-            self._num_incoming -= num_bytes
+            self._incoming.remove(reserved)
 
-    def has_room(self, num_incoming: int) -> bool:
-        """Whether this many bytes fit beside the existing files. It scans the whole folder: call it in a thread.
+    async def has_room(self) -> bool:
+        """Whether all incoming uploads fit beside the existing files.
 
-        An upload that is completed during the scan may be counted twice, but never not at all.
+        An upload that is completed during the scan of the folder may be counted twice, but never not at all.
         """
-        sizes = [stat.st_size for _, stat in self._files()]
-        return len(sizes) < MAX_FILES and sum(sizes) + num_incoming <= MAX_BYTES
+        if len(self._incoming) > MAX_INCOMING:
+            return False
+        num_bytes, num_files = map(sum, zip(*self._incoming, strict=True))
+        sizes = await asyncio.to_thread(lambda: [stat.st_size for _, stat in self._files()])
+        return len(sizes) + num_files <= MAX_FILES and sum(sizes) + num_bytes <= MAX_BYTES
 
     def _old(self) -> list[Path]:
-        oldest = time.time() - ORPHAN_SECONDS
-        return [path for path, stat in self._files() if stat.st_mtime < oldest]
+        return [path for path, stat in self._files() if _is_old(stat)]
+
+    def _remove_empty_folders(self) -> None:
+        """Remove folders that gradio has made for files with an invalid name."""
+        for folder in self.folder.iterdir():
+            with suppress(OSError):  # it has files
+                if _is_old(folder.stat()):
+                    folder.rmdir()
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
         for folder, _, names in os.walk(self.folder):
@@ -111,6 +123,10 @@ def process_uploads() -> Uploads:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["GRADIO_TEMP_DIR"] = str(folder)  # gradio has no other setting for it
     return Uploads(folder)
+
+
+def _is_old(stat: os.stat_result) -> bool:
+    return stat.st_mtime < time.time() - ORPHAN_SECONDS
 
 
 def _remove(path: Path) -> None:

@@ -18,7 +18,7 @@ from mmvllm.cli.main import main
 pytest.importorskip("gradio")
 
 from mmvllm.demo.uploads import process_uploads
-from tests.helpers.pages import CONTROLS, META, event, get, until
+from tests.helpers.pages import CONTROLS, META, event, get, post, until
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:gradio")
 
@@ -81,6 +81,46 @@ def test_an_upload_without_what_marks_a_file_gets_a_message(meta, site, capsys):
     assert ("reload it" in end["output"]["error"], log, capsys.readouterr().err) == (True, [], "")
 
 
+@pytest.mark.parametrize("route", ["queue/join", "run/predict", "run/stop"])
+def test_an_event_that_has_no_handler_is_refused(route, site, capfd):
+    config = get(f"{site.url}config").json()
+    in_browser = next(call["id"] for call in config["dependencies"] if not call["backend_fn"])
+    known = {"data": [], "fn_index": site.events["chat", "clear"], "session_hash": "x"}
+    bodies = [known | {"fn_index": index} for index in (in_browser, 9999, -1, 2**70, None, "x", 1.5, [], {})]
+    for body in (
+        *map(json.dumps, bodies),
+        "{}",
+        "[]",
+        "5",
+        "",
+        "x",
+        "\xff",
+        "[" * 100_000,
+        '{"data": [], "fn_index": NaN}',
+    ):
+        answer = post(f"{site.url}gradio_api/{route}", content=body, headers={"Content-Type": "application/json"})
+        assert (answer.status_code, answer.text) == (400, "There is no such event; reload the page"), body[:100]
+    assert post(f"{site.url}gradio_api/{route}", json=known).text != answer.text
+    assert capfd.readouterr().err == ""
+
+
+def test_a_range_of_a_file_is_served_and_an_odd_one_ignored(site, capfd):
+    path = process_uploads().folder / "examples" / "scene-06.png"
+    data = path.read_bytes()
+    for given, want in {
+        "bytes=1-2": data[1:3],
+        "bytes=5-": data[5:],
+        "bytes=1-2-3": data,
+        "bytes=1-2,4-5": data,
+        "bytes=a-b": data,
+        "lines=1-2": data,
+        "bytes=" + "9" * 5000 + "-": data,
+    }.items():
+        answer = get(f"{site.url}gradio_api/file={path}", headers={"Range": given})
+        assert answer.is_success and answer.content == want, given
+    assert capfd.readouterr().err == ""
+
+
 def test_no_visitor_can_remove_the_examples(site):
     examples = [*(process_uploads().folder / "examples").iterdir()]
     event(site, "chat", "clear", [], "examples")
@@ -126,8 +166,8 @@ def test_a_disconnect_during_an_upload_logs_no_traceback(site, caplog):
             head = "POST /gradio_api/upload HTTP/1.1", f"Host: {url.host}", "Content-Length: 1000"
             form = "Content-Type: multipart/form-data; boundary=x"
             connection.sendall("\r\n".join((*head, form, "", "--x\r\n")).encode())
-            until(lambda: uploads._num_incoming == 1000)
-        until(lambda: uploads._num_incoming == 0)
+            until(lambda: [num_bytes for num_bytes, _ in uploads._incoming] == [1000])
+        until(lambda: uploads._incoming == [])
         get(site.url)  # a traceback would have been logged by now
     finally:
         logger.removeHandler(caplog.handler)

@@ -5,6 +5,7 @@ Gradio checks the paths of files on a page that it has launched itself, and only
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import pytest
 from mmvllm.async_llm import AsyncLLM
 from mmvllm.media import MediaPolicy
 from tests.helpers.needs import needs
-from tests.helpers.pages import CONTROLS, META, Site, elsewhere, event, served
+from tests.helpers.pages import CONTROLS, META, Site, elsewhere, event, post, served, until
 from tests.helpers.server import ENGINE, serving
 
 pytest.importorskip("gradio")
@@ -228,3 +229,57 @@ def test_no_event_has_many_folders_or_files_looked_up(component, kind, data, abo
     sent = json.loads(json.dumps([data, about]).replace("{folder}", folder))
     event(page, component, kind, sent[0], about=sent[1])
     assert sum(str(path).startswith(folder) for path in looked_up) <= 5000
+
+
+FILE_PART = '--x\r\nContent-Disposition: form-data; name="files"; filename="a.png"\r\n\r\n1\r\n'
+FIELD_PART = '--x\r\nContent-Disposition: form-data; name="files"\r\n\r\n'
+
+
+def begin_upload(page: Site, body: str, about: str = "multipart/form-data; boundary=x") -> str:
+    """Send the first part of the body of an upload; returns the response, which must come before the rest."""
+    url = httpx.URL(page.url)
+    with socket.create_connection((url.host, url.port), timeout=60) as connection:
+        first = f"POST {url.path}gradio_api/upload?upload_id=a HTTP/1.1"
+        head = first, f"Host: {url.host}", f"Content-Type: {about}", f"Content-Length: {2**28}"
+        connection.sendall("\r\n".join((*head, "", body)).encode())
+        received = b""
+        while received.endswith(b"\r\n\r\n") or b"\r\n\r\n" not in received:  # the text follows the head
+            more = connection.recv(4096)
+            assert more, f"closed after {received!r}"
+            received += more
+    return received.decode()
+
+
+@pytest.mark.network
+@pytest.mark.parametrize(
+    "body, said",
+    [
+        (FILE_PART * 100, "files go into one question"),
+        (FILE_PART * 1000, "files go into one question"),
+        (FIELD_PART, "An upload consists of files"),
+        (FILE_PART + FIELD_PART, "An upload consists of files"),
+        (FIELD_PART.replace("; name", "; x"), "An upload consists of files"),
+        ("--x\r\nContent-Type: image/png\r\n\r\n1", "An upload consists of files"),
+        ("y" * 100, "Could not parse"),
+        ("--x\r\nX: " + "y" * 100_000, "maximum allowed size"),
+    ],
+    ids=lambda text: text[:8],
+)
+def test_an_upload_is_refused_at_its_first_part_that_is_not_one_of_few_files(body, said, page):
+    before = everything(process_uploads().folder)
+    response = begin_upload(page, body)
+    assert said in response and response.startswith("HTTP/1.1 4")
+    until(lambda: everything(process_uploads().folder) == before)
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("about", ["text/plain", "multipart/form-data", "multipart/form-data; boundary=", "x" * 1000])
+def test_an_upload_that_is_no_form_is_refused(about, page):
+    assert begin_upload(page, FILE_PART, about).startswith("HTTP/1.1 4")
+
+
+@pytest.mark.network
+def test_all_files_of_a_question_can_be_sent_together(page):
+    files = [("files", (f"{i}.txt", f"text {i}")) for i in range(5)]
+    paths = post(f"{page.url}gradio_api/upload", files=files).json()
+    assert [Path(path).read_text() for path in paths] == [f"text {i}" for i in range(5)]

@@ -215,10 +215,12 @@ def test_the_number_of_sessions_is_limited(uploads, monkeypatch):
     held = sent(uploads, "old")
     sessions.get("old").turns.append(Turn("q", (held,)))
     sessions.get("busy").request_id = "runs"
-    for i in range(3):
-        sessions.get(f"new-{i}")
-    assert not held.path.exists()
-    assert sessions.get("busy").request_id == "runs"
+    with sessions.open_tab("open"):
+        tab = sessions.get("open")
+        for i in range(3):
+            sessions.get(f"new-{i}")
+        assert not held.path.exists()
+        assert sessions.get("busy").request_id == "runs" and sessions.get("open") is tab
 
 
 def sweep(sessions: Sessions) -> None:

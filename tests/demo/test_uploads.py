@@ -6,12 +6,13 @@ import shutil
 import struct
 import time
 import zlib
+from contextlib import ExitStack
 
 import pytest
 
 from mmvllm.demo import uploads as uploads_module
 from mmvllm.demo.images import UploadedImage, UploadError
-from mmvllm.demo.uploads import ORPHAN_SECONDS, Uploads
+from mmvllm.demo.uploads import MAX_INCOMING, ORPHAN_SECONDS, Uploads
 from mmvllm.media import MediaPolicy
 from mmvllm.processors.image import ImageProcessor
 from mmvllm.processors.load_video import Load
@@ -113,26 +114,44 @@ def test_files_of_the_page_itself_are_never_removed(uploads):
     assert path.exists()
 
 
+def has_room(uploads, *incoming: tuple[int, int]) -> bool:
+    """Whether uploads of these numbers of bytes and files fit together."""
+    with ExitStack() as stack:
+        for one in incoming:
+            stack.enter_context(uploads.incoming(*one))
+        return asyncio.run(uploads.has_room())
+
+
 def test_the_number_of_bytes_is_limited(uploads, monkeypatch):
     monkeypatch.setattr(uploads_module, "MAX_BYTES", 20)
     upload(uploads, "a.png")  # of 7 bytes
-    assert (uploads.has_room(13), uploads.has_room(14)) == (True, False)
-
-
-def test_concurrent_uploads_are_counted_together(uploads):
-    with uploads.incoming(5) as one:
-        with uploads.incoming(8) as both:
-            assert (one, both) == (5, 13)
-        with uploads.incoming(2) as both:
-            assert both == 7
+    assert has_room(uploads, (13, 1)) and not has_room(uploads, (14, 1))
+    assert has_room(uploads, (6, 1), (7, 1)) and not has_room(uploads, (6, 1), (8, 1))
 
 
 def test_the_number_of_files_is_limited(uploads, monkeypatch):
-    monkeypatch.setattr(uploads_module, "MAX_FILES", 2)
-    for name in ("a.png", "b.png"):
-        assert uploads.has_room(1)
-        upload(uploads, name)
-    assert not uploads.has_room(1)
+    monkeypatch.setattr(uploads_module, "MAX_FILES", 5)
+    upload(uploads, "a.png")
+    assert has_room(uploads, (1, 4)) and not has_room(uploads, (1, 5))
+    assert has_room(uploads, (1, 2), (1, 2)) and not has_room(uploads, (1, 2), (1, 3))
+
+
+def test_the_number_of_uploads_at_the_same_time_is_limited(uploads):
+    assert has_room(uploads, *[(1, 1)] * MAX_INCOMING) and not has_room(uploads, *[(1, 1)] * (MAX_INCOMING + 1))
+    assert has_room(uploads, (1, 1))
+
+
+def test_empty_folders_are_removed(uploads):
+    """Gradio makes one for a file whose name it refuses."""
+    old, new = uploads.folder / "old", uploads.folder / "new"
+    for folder in (old, new):
+        folder.mkdir()
+    os.utime(old, (0, 0))
+    kept = upload(uploads, "a.png")
+    uploads.claim("one", str(kept))
+    os.utime(kept.parent, (0, 0))
+    asyncio.run(uploads.remove_orphans())
+    assert (old.exists(), new.exists(), kept.exists()) == (False, True, True)
 
 
 @pytest.mark.parametrize("size", [(200, 100), (1000, 30), (28, 28), (640, 480)])

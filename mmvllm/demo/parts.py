@@ -1,0 +1,46 @@
+"""Follows the parts of an upload while they arrive."""
+
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.formparsers import MultiPartException
+
+from mmvllm.text import counted
+
+
+class FileParts:
+    """A multipart body of at most `max_files` files and no other fields.
+
+    Gradio itself would hold a field in memory, and a file open for each of a thousand parts until the last has come.
+    """
+
+    def __init__(self, content_type: str, max_files: int):
+        self._max_files, self._num_files = max_files, 0
+        self._name, self._value, self._disposition = b"", b"", b""
+        on_data = {"on_header_field": self._on_header_field, "on_header_value": self._on_header_value}
+        on_end = {"on_header_end": self._on_header_end, "on_headers_finished": self._on_headers_finished}
+        boundary = parse_options_header(content_type)[1].get(b"boundary", b"")
+        self._parser = MultipartParser(boundary, {"on_part_begin": self._on_part_begin, **on_data, **on_end})
+
+    def add(self, data: bytes) -> None:
+        """Take the next bytes of the body; raises MultiPartException or MultipartParseError, which gradio answers."""
+        self._parser.write(data)
+
+    def _on_part_begin(self) -> None:
+        self._disposition = b""
+
+    def _on_header_field(self, data: bytes, start: int, end: int) -> None:
+        self._name += data[start:end]
+
+    def _on_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _on_header_end(self) -> None:
+        if self._name.lower() == b"content-disposition":
+            self._disposition = self._value
+        self._name, self._value = b"", b""
+
+    def _on_headers_finished(self) -> None:
+        if b"filename" not in parse_options_header(self._disposition)[1]:
+            raise MultiPartException("An upload consists of files; it has no other fields")
+        self._num_files += 1
+        if self._num_files > self._max_files:
+            raise MultiPartException(f"At most {counted(self._max_files, 'file')} go into one question")
