@@ -10,11 +10,11 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.b
 
 
 class Draw:
-    """Attention of one query on random keys, for so many sequences that the rule has the values it needs."""
+    """Attention of one query on random keys, for so many sequences that the rule has `num_values` values."""
 
-    def __init__(self, seed: int, dtype: torch.dtype):
+    def __init__(self, seed: int, dtype: torch.dtype, num_values: int = NUM_VALUES):
         generator = torch.Generator().manual_seed(seed)
-        number = -(-NUM_VALUES // (HEADS * DIM))
+        number = -(-num_values // (HEADS * DIM))
         self.q, self.k, self.v = (
             torch.randn(number, HEADS, rows, DIM, generator=generator).to(dtype) for rows in (1, KEYS, KEYS)
         )
@@ -33,11 +33,12 @@ def attention(q, k, v) -> torch.Tensor:
 
 @pytest.mark.slow
 @DTYPES
-def test_a_kernel_with_errors_like_the_reference_passes_in_every_draw(dtype):
+@pytest.mark.parametrize("num_values", [NUM_VALUES // 8, NUM_VALUES])
+def test_a_kernel_with_errors_like_the_reference_passes_in_every_draw(num_values, dtype):
     """It adds the same products in another order."""
     order = torch.randperm(KEYS, generator=torch.Generator().manual_seed(0))
     for seed in range(20):
-        draw = Draw(seed, dtype)
+        draw = Draw(seed, dtype, num_values)
         assert draw.problem_of(attention(draw.q, draw.k[:, :, order], draw.v[:, :, order])) is None
 
 
@@ -46,7 +47,7 @@ def test_a_kernel_with_errors_like_the_reference_passes_in_every_draw(dtype):
 def test_a_kernel_that_drops_a_tile_of_keys_fails(seed, dtype):
     draw = Draw(seed, dtype)
     got = attention(draw.q, draw.k[:, :, TILE:], draw.v[:, :, TILE:])
-    assert "99.9 % quantile" in draw.problem_of(got)
+    assert "the quantile of" in draw.problem_of(got)
 
 
 @DTYPES
@@ -56,7 +57,7 @@ def test_a_kernel_with_one_wrong_row_of_a_hundred_fails(seed, dtype):
     draw = Draw(seed, dtype)
     got = draw.reference.flatten(0, 1).clone()
     got[::100] = got.roll(1, 0)[::100]
-    assert "99.9 % quantile" in draw.problem_of(got.view_as(draw.reference))
+    assert "the quantile of" in draw.problem_of(got.view_as(draw.reference))
 
 
 @DTYPES
@@ -84,7 +85,7 @@ def test_rows_of_small_values_count_as_much_as_others():
     got = reference.clone()
     got[7] = 0
     errors = (relative_errors(x, exact) for x in (got, reference))
-    assert "99.9 % quantile" in compare(*errors, torch.float16).problem
+    assert "the quantile of" in compare(*errors, torch.float16).problem
 
 
 @pytest.mark.parametrize("number", [1, 500, NUM_VALUES])
