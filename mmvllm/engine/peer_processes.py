@@ -84,8 +84,10 @@ class PeerProcesses(Peers):
         self._channels: list[Channel] = []
         share = THREAD_SHARES.take(self._size) if self._device.type == "cpu" else None
         self._num_threads = share or max(1, torch.get_num_threads() // self._size)  # of each rank
+        watched = weakref.ref(self), self._processes, self._is_exiting
+        watcher = threading.Thread(target=_watch, args=watched, daemon=True)
         # At exit this must run before multiprocessing's own handler, which was registered first and would wait.
-        self._kill = weakref.finalize(self, _kill_all, self._processes, self._is_exiting, share)
+        self._kill = weakref.finalize(self, _kill_all, self._processes, self._is_exiting, watcher, share)
         atexit.register(self._kill)
         try:
             for rank in range(1, self._size):
@@ -93,9 +95,7 @@ class PeerProcesses(Peers):
         except BaseException:
             self._kill()
             raise
-        threading.Thread(
-            target=_watch, args=(weakref.ref(self), self._processes, self._is_exiting), daemon=True
-        ).start()
+        watcher.start()
 
     def _start(self, checkpoint: Checkpoint, rank: int) -> None:
         pipe, theirs = multiprocessing.Pipe()
@@ -276,12 +276,17 @@ def _watch(
         alive.fail(f"the process of rank {rank} {how_it_ended(process)}")
 
 
-def _kill_all(processes: list[multiprocessing.Process], is_exiting: threading.Event, share: int | None) -> None:
-    """End the processes, and give their threads back."""
+def _kill_all(
+    processes: list[multiprocessing.Process], is_exiting: threading.Event, watcher: threading.Thread, share: int | None
+) -> None:
+    """End the processes and the thread that watches them, and give their threads back."""
     is_exiting.set()
     for process in processes:
         process.kill()
     for process in processes:
         process.join(EXIT_SECONDS)
+    # Were it still aborting the ranks in C++ when the interpreter ends, the program would crash.
+    if watcher.is_alive() and watcher is not threading.current_thread():
+        watcher.join(EXIT_SECONDS)
     if share is not None:
         THREAD_SHARES.give_back(share)

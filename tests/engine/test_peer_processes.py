@@ -19,6 +19,7 @@ import pytest
 from mmvllm import LLM, AsyncLLM, SamplingParams
 from mmvllm.engine import peer_processes
 from mmvllm.errors import EngineFailed
+from mmvllm.ranks import ConnectedRanks
 from tests.helpers.async_engines import wait_until
 from tests.helpers.processes import spawned
 from tests.helpers.requests import ask, noise_image
@@ -250,6 +251,24 @@ def test_no_process_stays_after_any_end(how, number, checkpoint):
     finally:
         for left in group_of(process.pid):
             left.kill()
+
+
+def test_the_exit_waits_for_the_thread_that_aborts_the_ranks(make, monkeypatch):
+    """A thread that is in C++ at the end of the interpreter ends the program with std::terminate."""
+    llm, process = make()
+    abort, has_begun, has_ended = ConnectedRanks.abort, threading.Event(), threading.Event()
+
+    def slow_abort(self):
+        has_begun.set()
+        time.sleep(0.2)
+        abort(self)
+        has_ended.set()
+
+    monkeypatch.setattr(ConnectedRanks, "abort", slow_abort)
+    process.kill()
+    assert has_begun.wait(10)
+    llm.exit()
+    assert has_ended.is_set()
 
 
 KILLING_SCRIPT = """
