@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, which transformers does too
@@ -19,6 +20,10 @@ from tests.helpers.quarantine import FILE as QUARANTINE
 from tests.helpers.quarantine import quarantined, set_aside
 from tests.helpers.reference import Reference
 from tests.helpers.thinning import thin
+
+# The same examples in every run, however slow the machine.
+settings.register_profile("steady", derandomize=True, deadline=None, database=None)
+settings.load_profile("steady")
 
 # The models are tiny: a second thread would cost more than it computes, above all on a busy machine.
 torch.set_num_threads(1)

@@ -234,7 +234,7 @@ def test_any_url_gives_bytes_or_a_media_error_and_only_public_addresses_are_conn
     network.names = {NAME: [[PUBLIC]], "localhost": [["127.0.0.1"]]}
     policy = MediaPolicy(allowed_domains=("*",), allowed_local_path=tmp_path)
 
-    @settings(max_examples=400, derandomize=True, deadline=None, database=None)
+    @settings(max_examples=400)
     @given(URLS)
     def holds(url):
         with suppress(MediaError):

@@ -117,7 +117,7 @@ def cached_blocks(manager: BlockManager, token_ids: list[int], items: list[tuple
     return hit // BLOCK_TOKENS
 
 
-@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@settings(max_examples=200)
 @given(pieces, pieces, st.sampled_from([None, "", "s"]), st.sampled_from([None, "", "s"]))
 def test_equal_keys_are_equal_blocks_of_the_prefix_cache(first, second, salt, other_salt):
     manager = BlockManager(64, BLOCK_TOKENS)
@@ -337,7 +337,7 @@ events = st.one_of(
 )
 
 
-@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@settings(max_examples=200)
 @given(st.lists(events, max_size=80))
 def test_loads_are_those_of_the_requests_in_flight(sequence):
     router = Router(NUM_ENGINES, max_imbalance=MAX_IMBALANCE, capacity=CAPACITY)

@@ -65,11 +65,10 @@ def test_some_cases_of_a_test_are_essential():
 
 
 def test_a_test_or_one_of_its_cases_is_in_quarantine():
-    cases = [Case(pytest.mark.essential, case="a | b"), Case(pytest.mark.essential, case="c")]
+    cases = [Case(case="a | b"), Case(case="c")]
     one = quarantined("# why\n\ntest_x.py::test_x[a | b] | a client is slow | 2026-11-27\n")
     set_aside(cases, one)
     assert [case.has("quarantine") for case in cases] == [True, False]
-    assert [case.has("essential") for case in cases] == [False, True]
     set_aside(cases, {"test_x.py::test_x"})
     assert all(case.has("quarantine") for case in cases)
 
@@ -98,7 +97,14 @@ def test_a_socket_is_noticed(tmp_path, monkeypatch):
 def test_pytest_collects_every_file_with_tests():
     """The default run looks for `test_*.py` in tests/."""
     for folder, names, files in os.walk(ROOT):
-        names[:] = [name for name in names if not name.startswith(".") and name not in ("build", "dist")]
+        no_tests = {name for name in names if name.startswith(".") or Path(folder, name, "pyvenv.cfg").exists()}
+        names[:] = {*names} - no_tests - {"build", "dist"}
         for path in (Path(folder, name) for name in files if name.endswith(".py")):
             if re.search(r"^(async )?def test_", path.read_text(), re.MULTILINE):
                 assert path.name.startswith("test_") and path.is_relative_to(ROOT / "tests"), path.relative_to(ROOT)
+
+
+def test_the_full_check_names_every_folder_with_tests():
+    full = (ROOT / ".ci" / "full").read_text()
+    folders = {path.relative_to(ROOT).parts[1] for path in (ROOT / "tests").glob("*/**/test_*.py")}
+    assert folders and not {name for name in folders if f"tests/{name}" not in full}

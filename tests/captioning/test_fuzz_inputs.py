@@ -30,11 +30,6 @@ MEMBERS = st.lists(
 )
 
 
-def examples(number: int):
-    """The decorator for tests that make files, which take a varying time."""
-    return settings(max_examples=number, deadline=None, database=None)
-
-
 def check(item: Item, folder: Path) -> None:
     """Whatever it was made from, an item stays below the output folder and has paths that can be used as keys."""
     relative = PurePosixPath(item.relative)
@@ -83,28 +78,28 @@ CHANGES = st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), max_
 TARS = (MEMBERS, st.sampled_from([tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]), st.integers(0, 1 << 16), CHANGES)
 
 
-@examples(60)
+@settings(max_examples=60)
 @given(st.lists(LINES, max_size=6))
 def test_every_line_of_a_list_is_an_item(lines):
     lists(lines)
 
 
 @pytest.mark.slow
-@examples(20_000)
+@settings(max_examples=20_000)
 @given(st.lists(LINES, max_size=6))
 def test_every_line_of_many_lists_is_an_item(lines):
     lists(lines)
 
 
 @pytest.mark.slow
-@examples(60)
+@settings(max_examples=60)
 @given(*TARS)
 def test_any_tar_gives_items_that_can_be_read(names, format, cut, changes):
     tars(names, format, cut, changes)
 
 
 @pytest.mark.slow
-@examples(20_000)
+@settings(max_examples=20_000)
 @given(*TARS)
 def test_many_tars_give_items_that_can_be_read(names, format, cut, changes):
     tars(names, format, cut, changes)

@@ -39,7 +39,7 @@ def alone(checkpoint):
 
 @pytest.mark.slow
 @one_family
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(
     actions=st.lists(action, max_size=30),
     block_size=st.sampled_from([1, 4, 7]),

@@ -131,7 +131,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(PIECES | st.text(max_size=4), max_size=30).map("".join))
 def test_any_text_gives_boxes_or_none(text):
     for one in (*objects_in(text), *spans_in(text)):
@@ -141,7 +141,7 @@ def test_any_text_gives_boxes_or_none(text):
 SIDES = st.integers(1, 4000)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(SIDES, SIDES, st.integers(1, 60), st.integers(1, 60), st.data())
 def test_boxes_come_back_to_their_pixels(width, height, columns, rows, data):
     """What a perfect model writes for a box is within a pixel of it, and within the precision of its coordinates."""

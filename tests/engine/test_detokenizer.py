@@ -53,7 +53,7 @@ def test_incremental_text_equals_offline_text_except_for_incomplete_characters(t
     assert follow(tokenizer, token_ids).text == tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_random_tokens_including_special_ones_and_invalid_bytes(tokenizer, data):
     ids = st.one_of(st.integers(0, 255), st.integers(0, len(tokenizer) - 1), st.sampled_from(tokenizer.all_special_ids))
@@ -69,7 +69,7 @@ def test_special_tokens_are_not_decoded_again_with_each_token(bundled):
     assert completion._decoder._stream is None  # the stream would keep them
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_the_text_is_that_of_a_stream_that_sees_every_token(tokenizer, data):
     """Although most tokens are looked up, and a stream sees only those that may be part of a character."""
@@ -88,7 +88,7 @@ def test_tokens_are_not_looked_up_where_their_text_depends_on_what_stands_before
     assert [decoder.decode([1]), decoder.decode([2, 1])] == ["a", " b a"]
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(text=st.text(max_size=30))
 def test_any_text_is_restored_from_its_tokens_and_from_their_bytes(tokenizer, text):
     token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -129,7 +129,7 @@ def test_the_cost_of_long_stop_strings_does_not_grow_with_the_text(bundled):
     assert num_calls == 300
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(text=st.text("ab\n", max_size=12), stop=st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3))
 def test_text_that_could_begin_a_stop_string_is_not_settled(bundled, text, stop):
     completion = CompletionText(bundled, stop)

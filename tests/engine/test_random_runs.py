@@ -46,7 +46,7 @@ def prompts(checkpoint):
 @pytest.mark.slow
 @pytest.mark.thinned(1)
 @pytest.mark.parametrize("launches_ahead", [False, True])
-@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, suppress_health_check=list(HealthCheck))
 @given(
     actions=st.lists(action, max_size=30),
     block_size=st.sampled_from([1, 4, 7]),

@@ -56,7 +56,7 @@ def completions(draw) -> list[int]:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(completions(), st.lists(st.integers(0, 1), max_size=80))
 def test_a_completion_ends_where_brute_force_says(token_ids, prompt):
     want = first_end(token_ids)

@@ -14,8 +14,7 @@ def quarantined(text: str) -> set[str]:
 
 
 def set_aside(items: list[pytest.Item], ids: set[str]) -> None:
-    """Mark the tests with these ids, which are then no longer essential."""
+    """Mark the tests with these ids."""
     for item in items:
         if ids & {item.nodeid, item.nodeid.partition("[")[0]}:
-            item.own_markers = [marker for marker in item.own_markers if marker.name != "essential"]
             item.add_marker(pytest.mark.quarantine)

@@ -16,7 +16,7 @@ TOKEN = CONFIG.factor**2  # pixels of one token
 ONE = SamplingParams(max_tokens=1)
 
 
-@settings(max_examples=600, deadline=None, derandomize=True)
+@settings(max_examples=600)
 @given(
     short=st.integers(1, 3000),
     ratio=st.floats(1, 200),
@@ -34,7 +34,7 @@ def test_the_area_never_exceeds_max_pixels_below_min_pixels(short, ratio, is_tal
     assert min(resized) >= config.factor and not any(side % config.factor for side in resized)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(height=st.integers(28, 2000), width=st.integers(28, 2000), tokens=st.integers(4, 2000))
 def test_from_min_pixels_on_the_rule_is_transformers(height, width, tokens):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
@@ -61,7 +61,7 @@ def test_a_min_pixels_of_the_request_above_its_max_pixels_is_refused():
         CONFIG.resized(60, 60, min_pixels=1600, max_pixels=900)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30)
 @given(width=st.integers(20, 300), height=st.integers(20, 300), tokens=st.integers(1, 3))
 def test_prepared_images_have_no_more_tokens_than_asked_for(width, height, tokens):
     made = ImageProcessor(CONFIG)(noise_image(width, height), max_pixels=tokens * TOKEN)

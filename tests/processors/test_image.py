@@ -20,16 +20,13 @@ from mmvllm.processors.load import load_image
 from tests.helpers.images import PNG, RGB, encode, image_config, noise, normalized
 from tests.helpers.requests import noise_image
 
-steady = settings(derandomize=True, deadline=None)
-
-
 # Size
 
 side = st.integers(1, 6000) | st.integers(1, 60)
 bound = st.integers(1, 4_000_000) | st.integers(1, 5000)
 
 
-@settings(steady, max_examples=500)
+@settings(max_examples=500)
 @given(side, side, st.sampled_from([28, 32, 4, 1]), bound, bound)
 def test_smart_resize_equals_transformers(height, width, factor, a, b):
     arguments = height, width, factor, min(a, b), max(a, b)
@@ -106,7 +103,7 @@ def assert_equals_transformers(image: Image.Image, **settings) -> None:
     assert torch.equal(normalized(made.patches, config), pixel_values)
 
 
-@settings(steady, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 400), st.integers(1, 400), st.integers(1, 300_000), st.integers(1, 300_000), st.integers(0, 99))
 def test_patches_equal_transformers(width, height, a, b, seed):
     width, height = min(width, 200 * height), min(height, 200 * width)

@@ -11,8 +11,6 @@ from mmvllm.processors.image import resize_for_part
 from tests.helpers.requests import grids_of, noise_image, user
 from tests.helpers.shapes import every_family
 
-steady = settings(derandomize=True, deadline=None)
-
 
 def fetch_image(ele: dict, factor: int) -> Image.Image:
     """The rule of qwen-vl-utils for an RGB image; `factor` is 2 * `image_patch_size` there."""
@@ -69,7 +67,7 @@ side = st.integers(1, 300)
 bound = st.integers(32 * 32, 10**5)
 
 
-@settings(steady, max_examples=150)
+@settings(max_examples=150)
 @given(side, side, bound, bound, st.sampled_from([28, 32]))
 def test_bounds_of_a_part_mean_what_they_mean_in_qwen_vl_utils(width, height, a, b, factor):
     width, height = min(width, 200 * height), min(height, 200 * width)

@@ -139,14 +139,14 @@ def prompts_with_lengths(draw) -> tuple[list[int], list[int]]:
     return token_ids, draw(st.lists(st.integers(1, 5), min_size=number, max_size=number))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(prompts_with_lengths())
 def test_expansion_equals_a_regular_expression(case):
     check_against_a_regular_expression(*case)
 
 
 @pytest.mark.slow
-@settings(max_examples=20_000, deadline=None)
+@settings(max_examples=20_000)
 @given(prompts_with_lengths())
 def test_expansion_equals_a_regular_expression_in_many_cases(case):
     check_against_a_regular_expression(*case)
@@ -196,7 +196,7 @@ pieces = st.lists(
 
 
 @BOTH_RULES
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(pieces)
 def test_an_expanded_prompt_is_expanded_again_as_it_is(rules, pieces):
     """Images and videos of any order, with and without text between them."""

@@ -12,7 +12,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
 from mmvllm.processors.positions import mrope_positions
 
-steady = settings(derandomize=True, deadline=None, max_examples=150)
+steady = settings(max_examples=150)
 
 BY_HAND = {
     "text": (3, [], [[0, 1, 2]] * 3, 0),

@@ -112,7 +112,7 @@ CHECKS = pytest.mark.parametrize("check", [check_ordinary_messages, check_specia
 @pytest.mark.thinned(3)
 @CHECKS
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_conversations_of_fragments(check, name, data):
     check(name, data)
@@ -121,7 +121,7 @@ def test_conversations_of_fragments(check, name, data):
 @pytest.mark.slow
 @CHECKS
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(data=st.data())
 def test_many_conversations_of_fragments(check, name, data):
     check(name, data)

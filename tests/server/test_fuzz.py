@@ -38,9 +38,6 @@ from tests.helpers.server import (
 RESPONSES = "/v1/responses"
 BOUNDED = settings(
     max_examples=60,
-    deadline=None,
-    derandomize=True,
-    database=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],
 )
