@@ -1,4 +1,4 @@
-"""Checks of keyword arguments: suggestions for unknown names; arguments that change nothing are accepted."""
+"""Checks of arguments: suggestions for unknown names; arguments that change nothing are accepted; keys stay secret."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
@@ -35,6 +35,19 @@ def check_int(name: str, value: Any, at_least: int = 1) -> None:
     """Raise ValueError for anything but an integer of at least `at_least`; a bool is none."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
         raise ValueError(f"{name} is {value!r}, must be an integer of at least {at_least}")
+
+
+def check_key(source: str, key: str) -> str:
+    """An API key without the white space around it, such as the line break of a file.
+
+    Raises ValueError for a key that no HTTP header can carry; the message names `source`, never the key.
+    """
+    key = key.strip()
+    if not key:
+        raise ValueError(f"{source} is empty; leave it out to give no key")
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(f"{source} must be a key of printable ASCII characters, as HTTP headers have; it has others")
+    return key
 
 
 def with_checked_arguments(accepted: AcceptedArguments) -> Callable[[type[T]], type[T]]:

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 
 from mmvllm import EngineConfig, SamplingParams
-from mmvllm.arguments import check_arguments
+from mmvllm.arguments import check_arguments, check_key
 from mmvllm.config import ACCEPTED_VLLM_ARGUMENTS as ENGINE_ARGUMENTS
 from mmvllm.sampling_params import ACCEPTED_VLLM_ARGUMENTS as SAMPLING_ARGUMENTS
 
@@ -66,3 +66,14 @@ def test_the_signature_of_sampling_params_lists_its_fields_and_copies_are_equal(
     assert list(inspect.signature(SamplingParams).parameters) == [field.name for field in fields(SamplingParams)]
     params = SamplingParams(n=2, stop="a", detokenize=True)
     assert pickle.loads(pickle.dumps(params)) == replace(params, n=2) == params
+
+
+@pytest.mark.parametrize("key", ["", " \n", "sekrit\u00e4", "sek\nrit", "sekrit\0", "sek\x1brit", "\ud800sekrit"])
+def test_a_key_that_is_empty_or_no_header_value_is_refused_without_showing_it(key):
+    with pytest.raises(ValueError, match=r"^--api-key (is empty|must be a key of printable ASCII)") as raised:
+        check_key("--api-key", key)
+    assert "sek" not in str(raised.value)
+
+
+def test_white_space_around_a_key_is_left_out():
+    assert check_key("--api-key", "\r\n\t a key \u2003\n") == "a key"

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from mmvllm.arguments import check_key
 from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.outputs import CompletionOutput, RequestOutput
 from mmvllm.sampling_params import SamplingParams
@@ -20,6 +21,7 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds before another try; each is about twice as long as the one before
 LONGEST_RETRY_AFTER = 300.0  # seconds that a server may ask for
 CONNECT_SECONDS = 10.0
+SHORTEST_SECRET = 6  # characters; keys such as "none" are no secret, and may be parts of other words
 _AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _FINISH_REASONS = {"stop": "eos"}  # by the name that a record gives them; others are the same
 
@@ -35,7 +37,8 @@ class _TryAgain(Exception):
 class Endpoint:
     """A model behind an OpenAI-compatible server; may be used by several threads.
 
-    The API key is read from the environment variable OPENAI_API_KEY; it is sent to the server, and written nowhere.
+    The API key is read from the environment variable OPENAI_API_KEY; it is sent to the server, and written nowhere: in
+    the texts of errors, also those that the server gives, stars are in its place. So it is with a password in the URL.
 
     Args:
         url: of the server, with or without /v1.
@@ -47,12 +50,15 @@ class Endpoint:
     """
 
     def __init__(self, url: str, model: str | None = None, timeout: float = 300.0, max_retries: int = 5):
-        key = os.environ.get(KEY_VARIABLE)
+        key, base_url = os.environ.get(KEY_VARIABLE, "").strip(), _base_url(url)
+        headers = {"Authorization": f"Bearer {check_key(KEY_VARIABLE, key)}"} if key else {}
+        raw_password = base_url.userinfo.partition(b":")[2].decode()
+        self._secrets = [text for text in (key, base_url.password, raw_password) if len(text) >= SHORTEST_SECRET]
         self._max_retries = max_retries
         self._is_stopped = threading.Event()
         self._client = httpx.Client(
-            base_url=_base_url(url),
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            base_url=base_url,
+            headers=headers,
             timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=None),  # the caller begins so many requests as it wants
         )
@@ -92,11 +98,11 @@ class Endpoint:
         try:
             response = self._client.get("models", timeout=CONNECT_SECONDS)
         except httpx.HTTPError as error:
-            raise ArgumentError("{endpoint} cannot be reached: {reason}", reason=_reason(error)) from None
+            raise ArgumentError("{endpoint} cannot be reached: {reason}", reason=self._hidden(_reason(error))) from None
         if response.status_code in (401, 403):
             raise ArgumentError(
                 "{endpoint} refuses the request ({reason}); set the environment variable {variable} to an API key",
-                reason=_refusal(response),
+                reason=self._refusal(response),
                 variable=KEY_VARIABLE,
             )
         names, self._is_own = _model_names(response), _is_own(response)
@@ -107,6 +113,21 @@ class Endpoint:
                 "{endpoint} has no model {model!r}; it has {names}", model=model, names=", ".join(names[:20])
             )
         return model or names[0]
+
+    def _refusal(self, response: httpx.Response) -> str:
+        """The status, and the message of the server's error where it has OpenAI's form."""
+        try:
+            error = response.json()["error"]
+            message = error["message"] if isinstance(error, dict) else error
+        except (ValueError, KeyError, TypeError):
+            message = response.reason_phrase
+        return f"HTTP {response.status_code}, {self._hidden(str(message))[:300]}"
+
+    def _hidden(self, text: str) -> str:
+        """A text for messages and records, without secrets that a server or the HTTP client has put into it."""
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text
 
     def _with_retries(self, attempt: Callable[[], RequestOutput]) -> RequestOutput | None:
         for number in range(self._max_retries + 1):
@@ -125,11 +146,11 @@ class Endpoint:
         try:
             response = self._client.post("chat/completions", json=body)
         except httpx.HTTPError as error:
-            raise _TryAgain(_reason(error)) from None
+            raise _TryAgain(self._hidden(_reason(error))) from None
         if response.status_code in _AGAIN:
-            raise _TryAgain(_refusal(response), _retry_after(response))
+            raise _TryAgain(self._refusal(response), _retry_after(response))
         if response.status_code != 200:
-            raise RequestError(f"the endpoint refuses the request: {_refusal(response)}")
+            raise RequestError(f"the endpoint refuses the request: {self._refusal(response)}")
         try:
             return response.json()
         except ValueError:
@@ -210,16 +231,6 @@ def _retry_after(response: httpx.Response) -> float | None:
         except ValueError:
             return None
     return min(LONGEST_RETRY_AFTER, max(0.0, seconds)) if seconds == seconds else None
-
-
-def _refusal(response: httpx.Response) -> str:
-    """The status, and the message of the server's error where it has OpenAI's form."""
-    try:
-        error = response.json()["error"]
-        message = error["message"] if isinstance(error, dict) else error
-    except (ValueError, KeyError, TypeError):
-        message = response.reason_phrase
-    return f"HTTP {response.status_code}, {str(message)[:300]}"
 
 
 def _reason(error: httpx.HTTPError) -> str:

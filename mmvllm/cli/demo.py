@@ -140,10 +140,10 @@ def _users(args: argparse.Namespace) -> list[tuple[str, str]] | None:
     """The accepted logins; None accepts everyone."""
     lines = [args.auth] if args.auth is not None else []
     if args.auth_file is not None:
-        lines = [line for line in _read(args.auth_file).splitlines() if line.strip()]
+        lines = [line for line in map(str.strip, _read(args.auth_file).splitlines()) if line]
         if not lines:
             raise ValueError(f"{args.auth_file} is empty; write USER:PASSWORD, one to a line")
-    users = [line.partition(":")[::2] for line in lines]
+    users = [(user.strip(), password.strip()) for user, _, password in (line.partition(":") for line in lines)]
     if not all(user and password for user, password in users):
         where = "--auth" if args.auth_file is None else f"{args.auth_file}: a line"
         raise ValueError(f"{where} is not USER:PASSWORD, neither of them empty")
@@ -152,8 +152,8 @@ def _users(args: argparse.Namespace) -> list[tuple[str, str]] | None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ValueError(f"--auth-file {path} cannot be read: {explained(error)}") from None
-    except ValueError as error:
-        raise ValueError(f"--auth-file {path} cannot be read: {error}") from None
+    except UnicodeDecodeError:  # its text has bytes of the file
+        raise ValueError(f"--auth-file {path} must be UTF-8") from None

@@ -5,6 +5,7 @@ import os
 import re
 from importlib.util import find_spec
 
+from mmvllm.arguments import check_key
 from mmvllm.cli.checks import check, tell_if_bundled
 from mmvllm.cli.common import (
     add_completion_arguments,
@@ -260,10 +261,7 @@ def _lora_modules(args: argparse.Namespace) -> dict[str, str]:
 def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:
     given = [("--api-key", key) for key in args.api_key]
     given += [(KEY_VARIABLE, key) for key in [os.environ.get(KEY_VARIABLE)] if key is not None]
-    for source, key in given:
-        if not key.strip():
-            raise ValueError(f"{source} is empty; leave it out to require no key")
-    return tuple(key for _, key in given)
+    return tuple(check_key(source, key) for source, key in given)
 
 
 def _check_origins(origins: list[str]) -> None:

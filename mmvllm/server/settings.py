@@ -39,7 +39,7 @@ class ServerSettings:
     """
 
     model_names: tuple[str, ...]
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     cors_origins: tuple[str, ...] = ()
     max_pixels: int | None = None
     max_images: int = 16

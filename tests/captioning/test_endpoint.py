@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -259,6 +260,50 @@ def test_large_images_are_shrunk():
     assert sent(Image.new("RGB", (600, 500)), 10**6) == ("image/jpeg", (600, 500))
     assert sent(Image.new("RGB", (600, 500)), 30000) == ("image/png", (189, 158))
     assert sent(Image.new("RGB", (4000, 1)), 100) == ("image/png", (632, 1))
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("space", ["\n", "\r\n", " ", "\t", "\u00a0"])
+def test_a_key_is_sent_without_the_white_space_around_it(folder, monkeypatch, space):
+    monkeypatch.setenv("OPENAI_API_KEY", f"{space}sk-secret-7{space}")
+    with fake_endpoint(lambda body, _: said("a")) as fake:
+        [*caption_images(folder / "000.png", endpoint=fake.url)]
+    assert fake.headers[0]["Authorization"] == "Bearer sk-secret-7"
+
+
+@pytest.mark.network
+def test_white_space_is_no_key(folder, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", " \n")
+    with fake_endpoint(lambda body, _: said("a")) as fake:
+        [*caption_images(folder / "000.png", endpoint=fake.url)]
+    assert "Authorization" not in fake.headers[0]
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("key", ["sk-\u00e4", "sk-\nsecret", "sk-secret\x7f", "sk-\tsecret", "sk-\u2026", "sk-\x00"])
+def test_a_key_that_no_header_can_carry_is_refused_without_showing_it(folder, monkeypatch, capsys, key):
+    monkeypatch.setattr("os.environ", os.environ | {"OPENAI_API_KEY": key})  # the real one takes no null character
+    with fake_endpoint(lambda body, _: said("a")) as fake:
+        assert main(["caption", str(folder), "--endpoint", fake.url]) == 2
+    said_text = "".join(capsys.readouterr())
+    assert "OPENAI_API_KEY must be a key of printable ASCII characters" in said_text and "sk-" not in said_text
+    assert fake.bodies == []
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("status", [400, 401, 429, 500])
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_key_that_a_server_repeats_is_in_no_message_or_file(folder, tmp_path, monkeypatch, capsys, status, is_listed):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret-7")
+    text = "x" * 290 + " of sk-secret-7 and of p%40ssword or p@ssword"
+    refusal = failed(status, text)
+    with fake_endpoint(lambda body, _: refusal, *([] if is_listed else [refusal])) as fake:
+        url = fake.url.replace("//", "//user:p%40ssword@")
+        arguments = ["--endpoint", url, "--endpoint-retries", "1", "--output", str(tmp_path / "out.jsonl")]
+        code = main(["caption", str(folder), *arguments, "--report", str(tmp_path / "report.html")])
+    assert code != 0
+    texts = ["".join(capsys.readouterr()), *(path.read_text() for path in tmp_path.glob("*.*") if path.is_file())]
+    assert not [text for text in texts if "sk-secret" in text or "ssword" in text]
 
 
 @pytest.mark.network

@@ -1,5 +1,6 @@
 """The page's HTTP interface for clients other than its own script, and the command that serves it."""
 
+import argparse
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from mmvllm.cli import demo
 from mmvllm.cli.main import main
 
 pytest.importorskip("gradio")
@@ -236,13 +238,25 @@ def test_a_server_with_the_page_exits_quietly(tmp_path):
         (["--auth", ":secret"], "--auth is not USER:PASSWORD"),
         (["--auth-file", "{folder}/empty"], "is empty; write USER:PASSWORD"),
         (["--auth-file", "{folder}/none"], "No such file"),
+        (["--auth-file", "{folder}/latin"], "latin must be UTF-8\n"),
         (["--max-image-pixels", "999999999999"], "--max-image-pixels is 999999999999"),
     ],
 )
 def test_wrong_options_are_refused_before_a_model_is_loaded(options, message, tmp_path, capsys):
     (tmp_path / "empty").write_text("\n")
+    (tmp_path / "latin").write_bytes(b"ann:secret\xe4\n")
     assert main(["demo", "--model", "/no/such/model", *(option.format(folder=tmp_path) for option in options)]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options", [["--auth", " ann: a:b \n"], ["--auth-file", "{folder}/users"]], ids=lambda options: options[0]
+)
+def test_logins_are_taken_without_the_white_space_around_them(options, tmp_path):
+    (tmp_path / "users").write_bytes(b"\xef\xbb\xbfann :a:b \r\n\r\n")
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    assert demo._users(parser.parse_args([option.format(folder=tmp_path) for option in options])) == [("ann", "a:b")]
 
 
 @pytest.mark.network

@@ -17,6 +17,7 @@ from mmvllm.async_llm import AsyncLLM
 from mmvllm.cli import serve
 from mmvllm.cli.main import main
 from mmvllm.cli.ports import listen
+from mmvllm.server.settings import ServerSettings
 from tests.helpers.engines import slow_steps
 from tests.helpers.needs import needs
 from tests.helpers.server import (
@@ -199,12 +200,13 @@ def test_wrong_arguments_are_named(capsys, arguments, message):
 
 
 def test_keys_are_read_from_the_command_line_and_the_environment(monkeypatch):
-    monkeypatch.setenv(serve.KEY_VARIABLE, "from-env")
+    monkeypatch.setenv(serve.KEY_VARIABLE, "from-env\n")
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
-    assert serve._api_keys(parser.parse_args(["--api-key", "a", "--api-key", "b"])) == ("a", "b", "from-env")
+    assert serve._api_keys(parser.parse_args(["--api-key", " a", "--api-key", "b\r\n"])) == ("a", "b", "from-env")
     monkeypatch.delenv(serve.KEY_VARIABLE)
     assert serve._api_keys(parser.parse_args([])) == ()
+    assert "secret" not in repr(ServerSettings(model_names=("m",), api_keys=("secret",)))
 
 
 @pytest.mark.network
