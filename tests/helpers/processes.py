@@ -8,12 +8,13 @@ from tests.helpers.async_engines import wait_until
 
 
 def spawned(pid: int | None = None, recursive: bool = False) -> list[psutil.Process]:
-    """The processes that a program, by default this one, has started for engines, ranks and preparation.
+    """The processes that a program, by default this one, has started for engines, ranks and preparation, oldest first.
 
     With `recursive`, also those that these have started.
     """
     found = []
-    for process in psutil.Process(pid).children(recursive=recursive):
+    children = psutil.Process(pid).children(recursive=recursive)
+    for process in sorted(children, key=psutil.Process.create_time):  # numbers begin anew at some time
         with suppress(psutil.Error):  # one that ends
             if any("spawn_main" in part for part in process.cmdline()):
                 found.append(process)
