@@ -22,6 +22,7 @@ class ChatResponseBuilder(ResponseBuilder):
     """Responses of /v1/chat/completions."""
 
     kind, chunk_kind, id_prefix, prompt_field = "chat.completion", "chat.completion.chunk", "chatcmpl", "messages"
+    logprobs_field, repeats_prompt = "top_logprobs", False
 
     def __init__(self, *args: Any, functions: Collection[str] = (), boxes: bool | Literal["stored"] | None = None):
         """`functions` are the names of those whose calls are looked for in completions; with `boxes`, each choice has

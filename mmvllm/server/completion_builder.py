@@ -23,6 +23,11 @@ class CompletionResponseBuilder(ResponseBuilder):
         self._special_ids = special_ids(self._tokenizer)
         self._begun: set[int] = set()  # choices that have a chunk
 
+    @property
+    def _num_per_prompt_token(self) -> int:
+        num_echoed = 0 if self._top_logprobs is None or not self._echoes else 1 + self._top_logprobs
+        return num_echoed + super()._num_per_prompt_token
+
     def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> Completion:
         """The response to a request that is not streamed."""
         made = [

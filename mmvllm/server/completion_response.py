@@ -1,8 +1,10 @@
 """The HTTP response to a job: whole or streamed, and aborted when the client disconnects."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -22,6 +24,10 @@ from mmvllm.server.response_builder import ChoiceBuffer, RunningUsage, usage_of
 from mmvllm.server.settings import ServerSettings
 from mmvllm.server.sse import EventStream
 from mmvllm.tracing import trace_headers_of
+
+T = TypeVar("T")
+MANY_VALUES = 2_000  # log-probabilities or numbers of vectors that are made into a response in a few milliseconds
+_MAKING = ThreadPoolExecutor(1, "mmvllm-response")  # several threads would make the event loop wait for each of them
 
 
 class CompletionResponse(Response):
@@ -67,10 +73,19 @@ class CompletionResponse(Response):
                     first = index - delta.index
                     for choice in choices[first : first + job.params.n]:
                         choice.output = delta.output
-        content = job.builder.whole(choices, usage_of(self._record.outputs)).model_dump_json().encode()
+        content = await self._made(self._content, choices)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": content})
+
+    def _content(self, choices: Sequence[ChoiceBuffer]) -> bytes:
+        return self._job.builder.whole(choices, usage_of(self._record.outputs)).model_dump_json().encode()
+
+    async def _made(self, make: Callable[..., T], *arguments: Any) -> T:
+        """What `make` returns, which a thread calls if it takes long: the event loop goes on meanwhile."""
+        if self._job.builder.num_values < MANY_VALUES:
+            return make(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(_MAKING, make, *arguments)
 
     async def _stream(self, send: Send) -> None:
         async with aclosing(self._deltas()) as deltas, EventStream(send) as events:
@@ -100,7 +115,7 @@ class CompletionResponse(Response):
                 has_started = True
                 for chunk in job.builder.first_chunks(job.num_choices, delta):
                     await events.data(chunk | usage)
-            for chunk in job.builder.chunks(index, delta):
+            for chunk in await self._made(job.builder.chunks, index, delta):
                 await events.data(chunk | usage)
         for chunk in job.builder.last_chunks(usage_of(self._record.outputs), job.includes_usage):
             await events.data(chunk)
@@ -112,6 +127,7 @@ class CompletionResponse(Response):
             async with aclosing(_merged(self._streams(load))) as deltas:
                 async for prompt, delta in deltas:
                     _check(delta)
+                    self._job.builder.count(delta, self._job.streams)
                     if self._job.pooling is None:
                         self._metrics.observe(delta)
                     if delta.output is not None:

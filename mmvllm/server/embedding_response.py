@@ -7,8 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mmvllm.outputs import Delta
+from mmvllm.server.errors import ApiError
 from mmvllm.server.response_builder import ChoiceBuffer
 from mmvllm.server.responses import EmbeddingList, Usage
+
+MAX_NUMBERS = 2**22  # of all vectors of a response; as JSON, 80 MB
 
 
 class EmbeddingResponseBuilder:
@@ -21,7 +25,16 @@ class EmbeddingResponseBuilder:
 
     def __init__(self, model: str, prompt_field: str, in_base64: bool):
         self.id, self.model, self.prompt_field = f"embd-{uuid.uuid4().hex}", model, prompt_field
-        self._in_base64 = in_base64
+        self._in_base64, self.num_values = in_base64, 0
+
+    def count(self, delta: Delta, _is_streamed: bool) -> None:
+        """Add the numbers of a vector to `num_values`; raises ApiError above `MAX_NUMBERS` that are not in base64."""
+        if delta.output is not None:
+            self.num_values += delta.output.embedding.size
+            if self.num_values > MAX_NUMBERS and not self._in_base64:
+                message = f"vectors of more than {MAX_NUMBERS} numbers are not put into a response"
+                message = f'{message}; give fewer inputs, or encoding_format "base64"'
+                raise ApiError(400, message, param=self.prompt_field)
 
     def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> EmbeddingList:
         """The response, with a vector for each input."""

@@ -19,6 +19,7 @@ MAX_LOGPROBS = 20
 MAX_PARTS = 4096  # messages and content parts of a request: validating one blocks the event loop for 0.1 ms
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1000  # length in characters: each new token is compared with every stop string
 MAX_STOP_IDS = 1024
+MAX_ALLOWED_IDS = 2**18  # more than a vocabulary has; reading them blocks the event loop for 0.1 s
 MAX_SALT = 1024  # characters; the prefix cache stores the salt
 MAX_TEMPLATE_KWARGS = 16384  # characters as JSON: the template may write them into the prompt
 DEFAULT = "Default: that of the checkpoint's generation_config.json"
@@ -40,7 +41,7 @@ def _check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 TokenId = Annotated[int, Field(ge=0, lt=INT64)]
-AllowedTokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+AllowedTokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED_IDS)]
 JsonTokenId = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]  # as a key of an object
 LogitBias = Annotated[
     dict[JsonTokenId | TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_STOP_IDS)

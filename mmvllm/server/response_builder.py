@@ -14,6 +14,7 @@ from mmvllm.server.responses import Usage
 
 FINISH_REASONS = {None: None, "eos": "stop", "stop": "stop", "length": "length", "repetition": "repetition"}
 NO_LOGPROB = -9999.0  # JSON has no infinity
+MAX_LOGPROBS_OF_RESPONSE = 2**18  # of all tokens and the likely ones beside them; as JSON, 20 MB
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
@@ -76,6 +77,8 @@ class ResponseBuilder:
     chunk_kind: str
     id_prefix: str
     prompt_field: str  # of the request
+    logprobs_field = "logprobs"  # of the request
+    repeats_prompt = True  # for each choice, if its log-probabilities are shown
     end: str | None = "[DONE]"  # of a stream
 
     def __init__(
@@ -98,7 +101,26 @@ class ResponseBuilder:
             "model": model,
         }
         self._tokenizer, self._top_logprobs, self._prompt_logprobs = tokenizer, top_logprobs, prompt_logprobs
-        self._returns_token_ids = returns_token_ids
+        self._returns_token_ids, self.num_values = returns_token_ids, 0
+
+    def count(self, delta: Delta, is_streamed: bool) -> None:
+        """Add the log-probabilities of a delta to `num_values`; in a stream, those of the prompt alone.
+
+        Raises ApiError above `MAX_LOGPROBS_OF_RESPONSE`, which take a second to make.
+        """
+        prompt, entries = (delta, ()) if is_streamed else (delta.output, delta.logprobs or ())
+        if prompt is not None:
+            num_copies = len(prompt.completions) if self.repeats_prompt and not is_streamed else 1
+            self.num_values += num_copies * len(prompt.prompt_logprobs or ()) * self._num_per_prompt_token
+        self.num_values += len(entries) * (1 + (self._top_logprobs or 0))
+        if self.num_values > MAX_LOGPROBS_OF_RESPONSE:
+            field = self.logprobs_field if self._prompt_logprobs is None else "prompt_logprobs"
+            message = f"more than {MAX_LOGPROBS_OF_RESPONSE} log-probabilities are not put into a response"
+            raise ApiError(400, f"{message}; lower {field}, n, or the number of prompts or tokens", param=field)
+
+    @property
+    def _num_per_prompt_token(self) -> int:
+        return 0 if self._prompt_logprobs is None else 1 + self._prompt_logprobs
 
     @property
     def id(self) -> str:

@@ -21,6 +21,10 @@ class ResponseObjectBuilder:
 
     prompt_field = "input"
     end = None  # the last event ends the stream
+    num_values = 0  # it has no log-probabilities
+
+    def count(self, _delta: Delta, _is_streamed: bool) -> None:
+        """There is nothing to count."""
 
     def __init__(self, body: ResponsesRequest, params: SamplingParams, functions: Collection[str]):
         """`functions` are the names of those whose calls are looked for in the completion."""

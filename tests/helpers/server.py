@@ -27,6 +27,8 @@ from tests.helpers.requests import noise_image
 ENGINE = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 512, "max_num_seqs": 8, "skip_warmup": True}
 
 
+openai.OpenAI(api_key="none").platform_headers()  # starts `uname` once; the first test that used a client would need it
+
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 
 

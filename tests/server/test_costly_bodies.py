@@ -1,11 +1,16 @@
 """Bodies that would take long to parse or to answer, or whose response would be as large as the request."""
 
+import json
+import re
+import threading
 import time
 
 import pytest
 
-from mmvllm.server.protocol import MAX_PARTS
-from tests.helpers.server import CHAT, call, chat, error_of, user
+from mmvllm.server import completion_response, embedding_response, response_builder
+from mmvllm.server.completion_response import CompletionResponse
+from mmvllm.server.protocol import MAX_ALLOWED_IDS, MAX_PARTS
+from tests.helpers.server import CHAT, COMPLETIONS, EMBEDDINGS, call, chat, completion, error_of, user
 
 JSON = {"Content-Type": "application/json"}
 
@@ -50,3 +55,79 @@ def test_too_many_parts_are_refused_before_they_are_validated(app, messages):
 def test_as_many_parts_as_are_allowed_are_accepted(app):
     body = chat(*[""] * (MAX_PARTS - 1), max_tokens=1)
     assert call(app, "POST", CHAT, json=body).status_code == 200
+
+
+IDS = [*range(20, 30)]
+LARGE = [  # the path, the body, what its response has of values that are counted, and the field that errors name
+    (COMPLETIONS, completion(prompt=[IDS] * 3, max_tokens=0, prompt_logprobs=4), 3 * 10 * 5, "prompt_logprobs"),
+    (COMPLETIONS, completion(prompt=[IDS] * 3, max_tokens=0, echo=True, logprobs=4), 3 * 10 * 5, "logprobs"),
+    (
+        COMPLETIONS,
+        completion(prompt=IDS, echo=True, logprobs=4, n=3, max_tokens=2, ignore_eos=True),
+        3 * 12 * 5,
+        "logprobs",
+    ),
+    (COMPLETIONS, completion(prompt=IDS, prompt_logprobs=4, n=3, max_tokens=2), 3 * 10 * 5, "prompt_logprobs"),
+    (COMPLETIONS, completion(prompt=[IDS] * 2, logprobs=4, max_tokens=6, ignore_eos=True), 2 * 6 * 5, "logprobs"),
+    (CHAT, chat("Hi", logprobs=True, top_logprobs=4, n=3, max_tokens=6, ignore_eos=True), 3 * 6 * 5, "top_logprobs"),
+    (EMBEDDINGS, {"model": "bundled", "input": [IDS] * 3, "dimensions": 8}, 3 * 8, "input"),
+]
+
+
+@pytest.mark.parametrize("path, body, number, field", LARGE)
+def test_the_values_of_a_response_are_limited(app, monkeypatch, path, body, number, field):
+    for limit, is_accepted in ((number, True), (number - 1, False)):
+        monkeypatch.setattr(response_builder, "MAX_LOGPROBS_OF_RESPONSE", limit)
+        monkeypatch.setattr(embedding_response, "MAX_NUMBERS", limit)
+        answer = call(app, "POST", path, json=body)
+        assert (answer.status_code == 200) is is_accepted, answer.text[:300]
+    assert answer.status_code == 400 and error_of(answer)["param"] == field
+    assert str(limit) in error_of(answer)["message"] and field in error_of(answer)["message"]
+
+
+def test_prompt_logprobs_of_a_chat_are_counted_once(app, monkeypatch):
+    body = chat("Hello", prompt_logprobs=4, n=3, max_tokens=1)
+    num_tokens = call(app, "POST", CHAT, json=body).json()["usage"]["prompt_tokens"]
+    monkeypatch.setattr(response_builder, "MAX_LOGPROBS_OF_RESPONSE", num_tokens * 5)
+    assert call(app, "POST", CHAT, json=body).status_code == 200
+    monkeypatch.setattr(response_builder, "MAX_LOGPROBS_OF_RESPONSE", num_tokens * 5 - 1)
+    assert error_of(call(app, "POST", CHAT, json=body))["param"] == "prompt_logprobs"
+
+
+def test_a_stream_is_limited_by_its_echo_alone(app, monkeypatch):
+    body = completion(prompt=IDS, echo=True, logprobs=4, max_tokens=9, stream=True, ignore_eos=True)
+    monkeypatch.setattr(response_builder, "MAX_LOGPROBS_OF_RESPONSE", 10 * 5)
+    assert "[DONE]" in call(app, "POST", COMPLETIONS, json=body).text
+    monkeypatch.setattr(response_builder, "MAX_LOGPROBS_OF_RESPONSE", 10 * 5 - 1)
+    assert call(app, "POST", COMPLETIONS, json=body).status_code == 400
+
+
+def test_vectors_in_base64_are_not_limited(app, monkeypatch):
+    monkeypatch.setattr(embedding_response, "MAX_NUMBERS", 1)
+    body = {"model": "bundled", "input": [IDS] * 3, "encoding_format": "base64"}
+    assert len(call(app, "POST", EMBEDDINGS, json=body).json()["data"]) == 3
+
+
+@pytest.mark.parametrize("path, body, number, field", LARGE)
+def test_a_large_response_is_made_in_a_thread_and_is_the_same(app, monkeypatch, path, body, number, field):
+    body = body | {"temperature": 0} if "input" not in body else body
+    made, threads, content = [], [], CompletionResponse._content
+
+    def noted(*given):
+        threads.append(threading.current_thread().name)
+        return content(*given)
+
+    monkeypatch.setattr(CompletionResponse, "_content", noted)
+    for limit in (number + 1, number):
+        monkeypatch.setattr(completion_response, "MANY_VALUES", limit)
+        answer = call(app, "POST", path, json=body).json()
+        text = json.dumps([answer.get(name) for name in ("choices", "data")])
+        made.append(re.sub(r"-?[0-9]+\.[0-9]+(e-[0-9]+)?", "x", text))  # the batches differ, and so the last digits
+    assert made[0] == made[1] and "x" in made[0]
+    assert [name.startswith("mmvllm-response") for name in threads] == [False, True]
+
+
+def test_allowed_tokens_are_limited(app):
+    answer = call(app, "POST", CHAT, json=chat("Hi", allowed_token_ids=[5] * (MAX_ALLOWED_IDS + 1)))
+    assert answer.status_code == 400 and error_of(answer)["param"] == "allowed_token_ids"
+    assert str(MAX_ALLOWED_IDS) in error_of(answer)["message"]
