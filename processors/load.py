@@ -2,7 +2,6 @@
 
 import base64
 import errno
-import http.client
 import io
 import os
 import stat
@@ -21,6 +20,7 @@ from PIL import Image
 from mmvllm.errors import ImageError, MediaFileError, RequestError, without_frames
 from mmvllm.processors.budget import DECODING
 from mmvllm.processors.decode import Reserve, decode
+from mmvllm.processors.download import download
 from mmvllm.processors.draft import Draft
 from mmvllm.text import with_article
 
@@ -28,7 +28,6 @@ from mmvllm.text import with_article
 MAX_SOURCE_PIXELS = 178_956_970
 MAX_FILE_BYTES = 1024 * 1024 * 1024
 MAX_DOWNLOAD_BYTES = 64 * 1024 * 1024
-DOWNLOAD_TIMEOUT_S = 20.0  # without receiving a byte
 
 _WHITESPACE = string.whitespace.encode()
 
@@ -199,21 +198,6 @@ def _download(url: str) -> bytes:
     data = io.BytesIO()
     download(url, data, MAX_DOWNLOAD_BYTES, ImageError)
     return data.getvalue()
-
-
-def download(url: str, file: BinaryIO, max_bytes: int, error_class: type[MediaFileError]) -> None:
-    """Fetch what a URL names into a file; failures, and more than `max_bytes`, are `error_class`."""
-    quoted = urllib.parse.quote(url, safe="%/:=&?~#+!$,;'@()*[]")  # keeps existing escapes
-    try:
-        # Some sites refuse urllib's default user agent.
-        request = urllib.request.Request(quoted, headers={"User-Agent": "mmvllm"})
-        with urllib.request.urlopen(request, timeout=DOWNLOAD_TIMEOUT_S) as response:
-            while file.tell() <= max_bytes and (data := response.read(min(1 << 20, max_bytes + 1 - file.tell()))):
-                file.write(data)
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise error_class(url, f"cannot be fetched ({error})") from None
-    if file.tell() > max_bytes:
-        raise error_class(url, f"more than {max_bytes} bytes; fetch and shrink it first")
 
 
 def decode_data_uri(uri: str, example: str = "image/png", error_class: type[MediaFileError] = ImageError) -> bytes:

@@ -1,0 +1,108 @@
+"""Fetches what an http(s) URL names, within limits of bytes and of time."""
+
+import http.client
+import socket
+import threading
+import time
+import urllib.parse
+import urllib.request
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+from mmvllm.errors import MediaFileError
+
+SILENCE_SECONDS = 20.0  # without receiving a byte
+DOWNLOAD_SECONDS = 60.0  # in all, and another second for every megabyte that has arrived
+BYTES_PER_SECOND = 1_000_000
+
+
+def download(url: str, file: BinaryIO, max_bytes: int, error_class: type[MediaFileError]) -> None:
+    """Fetch what a URL names into a file; failures, more than `max_bytes` and too long a time are `error_class`."""
+    quoted = urllib.parse.quote(url, safe="%/:=&?~#+!$,;'@()*[]")  # keeps existing escapes
+    limit = _TimeLimit()
+    opener = urllib.request.build_opener(_handler("http", limit), _handler("https", limit))
+    try:
+        # Some sites refuse urllib's default user agent.
+        request = urllib.request.Request(quoted, headers={"User-Agent": "mmvllm"})
+        with opener.open(request, timeout=SILENCE_SECONDS) as response:
+            while file.tell() <= max_bytes and (data := response.read1(min(1 << 20, max_bytes + 1 - file.tell()))):
+                file.write(data)
+                limit.extend(len(data) / BYTES_PER_SECOND)
+        limit.check()
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = limit.reason or str(error)
+        raise error_class(url, f"cannot be fetched ({reason})") from None
+    finally:
+        limit.end()
+    if file.tell() > max_bytes:
+        raise error_class(url, f"more than {max_bytes} bytes; fetch and shrink it first")
+
+
+class _TimeLimit:
+    """Ends the connections of a download when its time is over, whatever they wait for.
+
+    A timeout of the sockets would not: a host that sends a byte now and then never exceeds one.
+    """
+
+    def __init__(self):
+        self.reason: str | None = None
+        self._until = time.monotonic() + DOWNLOAD_SECONDS
+        self._sockets: list[socket.socket] = []
+        self._is_done, self._lock = threading.Event(), threading.Lock()
+        threading.Thread(target=self._watch, name="mmvllm-download", daemon=True).start()
+
+    def add(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._sockets.append(connection)
+            self.check()
+
+    def extend(self, seconds: float) -> None:
+        self._until += seconds
+
+    def check(self) -> None:
+        """Raise TimeoutError if the time is over: what has been read may be incomplete."""
+        if self.reason is not None:
+            raise TimeoutError(self.reason)
+
+    def end(self) -> None:
+        self._is_done.set()
+
+    def _watch(self) -> None:
+        while (seconds := self._until - time.monotonic()) > 0:
+            if self._is_done.wait(seconds):
+                return
+        with self._lock:
+            self.reason = f"not complete after {DOWNLOAD_SECONDS:g} s and a second for each megabyte"
+            for connection in self._sockets:
+                with suppress(OSError):  # closed meanwhile
+                    socket.socket.shutdown(connection, socket.SHUT_RDWR)  # that of SSL sockets is not for other threads
+
+
+def _handler(scheme: str, limit: _TimeLimit) -> urllib.request.BaseHandler:
+    """A handler of urllib whose connections end with the limit."""
+    base, connection_class = {
+        "http": (urllib.request.HTTPHandler, http.client.HTTPConnection),
+        "https": (urllib.request.HTTPSHandler, http.client.HTTPSConnection),
+    }[scheme]
+
+    class Connection(connection_class):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            create = self._create_connection
+
+            def create_and_add(*args: Any, **kwargs: Any) -> socket.socket:
+                connection = create(*args, **kwargs)
+                limit.add(connection)  # a proxy answers before `connect` returns
+                return connection
+
+            self._create_connection = create_and_add
+
+        def connect(self) -> None:
+            super().connect()
+            limit.add(self.sock)  # of HTTPS it is another one
+
+    class Handler(base):
+        def do_open(self, _connection_class: type, request: urllib.request.Request, **kwargs: Any) -> Any:
+            return super().do_open(Connection, request, **kwargs)
+
+    return Handler()

@@ -1,0 +1,124 @@
+"""A download ends in time, whatever its host does."""
+
+import io
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from mmvllm.errors import ImageError
+from mmvllm.processors import download as download_module
+from mmvllm.processors.download import download
+from mmvllm.processors.load import load_image
+from mmvllm.processors.load_video import load_video_info
+from tests.helpers.images import PNG
+
+pytestmark = pytest.mark.network
+
+HEAD = "HTTP/1.1 200 OK\r\n"
+DRIPS = {  # what a host sends at once; then a byte now and then
+    "a head": HEAD + "X: ",
+    "a status line": "HTTP/1.1 200 ",
+    "interim responses": "HTTP/1.1 100 Continue\r\n\r\n" * 3 + "HTTP/1.1 100 Continue\r\nX: ",
+    "a body of unknown length": HEAD + "Connection: close\r\n\r\n",
+    "a body of known length": HEAD + "Content-Length: 1000000\r\n\r\n",
+    "a chunk": HEAD + "Transfer-Encoding: chunked\r\n\r\nffff\r\n",
+    "the length of a chunk": HEAD + "Transfer-Encoding: chunked\r\n\r\n0000",
+    "the end of a chunked body": HEAD + "Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\nX: ",
+    "nothing": "",
+}
+
+
+class Host:
+    """A host that sends `first` on each connection, and then the same byte again and again."""
+
+    def __init__(self, first: str, byte: bytes = b"0"):
+        self._first, self._byte, self.is_over = first.encode(), byte, threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._drip, args=(connection,), daemon=True).start()
+
+    def _drip(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                connection.recv(4096)
+                connection.sendall(self._first)
+                while not self.is_over.wait(0.05):
+                    connection.sendall(self._byte)
+            except OSError:
+                pass
+
+    def close(self) -> None:
+        self.is_over.set()
+        self._listener.close()
+
+
+@pytest.fixture
+def host(request, monkeypatch) -> Iterator[Host]:
+    monkeypatch.setattr(download_module, "DOWNLOAD_SECONDS", 0.4)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    host = Host(getattr(request, "param", ""))
+    yield host
+    host.close()
+
+
+def assert_ends_in_time(load, url: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(
+        ValueError, match=r"cannot be fetched \(not complete after 0\.4 s and a second for each megabyte\)"
+    ):
+        load(url)
+    assert time.monotonic() - begin < 10  # far below the 20 s without a byte
+
+
+@pytest.mark.parametrize("host", DRIPS.values(), ids=DRIPS, indirect=True)
+def test_a_host_that_sends_a_byte_now_and_then(host):
+    assert_ends_in_time(load_image, f"{host.url}/a.png")
+
+
+@pytest.mark.parametrize("host", [DRIPS["a body of known length"]], indirect=True)
+def test_a_video(host):
+    pytest.importorskip("av")
+    assert_ends_in_time(load_video_info, f"{host.url}/a.mp4")
+
+
+@pytest.mark.parametrize("host", ["HTTP/1.1 200 "], indirect=True)
+def test_a_proxy(host, monkeypatch):
+    monkeypatch.setenv("https_proxy", host.url)
+    assert_ends_in_time(load_image, "https://example.invalid/a.png")
+
+
+def test_redirects_that_never_end_their_heads(host):
+    other = Host(f"HTTP/1.1 302 Found\r\nLocation: {host.url}/b.png\r\nContent-Length: 0\r\n\r\n")
+    assert_ends_in_time(load_image, f"{other.url}/a.png")
+    other.close()
+
+
+@pytest.mark.parametrize("length", [f"Content-Length: {len(PNG)}", "Connection: close"])
+def test_what_arrives_in_time_is_whole(length, monkeypatch):
+    monkeypatch.setattr(download_module, "DOWNLOAD_SECONDS", 60.0)
+    host, file = Host(f"{HEAD}{length}\r\n\r\n" + "a" * len(PNG), b""), io.BytesIO()
+    host.is_over.set()
+    download(f"{host.url}/a.png", file, 1000 * len(PNG), ImageError)
+    assert file.getvalue() == b"a" * len(PNG)
+    assert "mmvllm-download" not in {thread.name for thread in threading.enumerate() if not thread.daemon}
+    host.close()
+
+
+def test_every_megabyte_gives_another_second(monkeypatch):
+    monkeypatch.setattr(download_module, "DOWNLOAD_SECONDS", 0.3)
+    monkeypatch.setattr(download_module, "BYTES_PER_SECOND", 10)
+    host, file = Host(f"{HEAD}Content-Length: 40\r\n\r\n" + "a" * 25), io.BytesIO()  # then 0.75 s for 15 bytes
+    download(f"{host.url}/a.png", file, 1000, ImageError)
+    assert file.getvalue() == b"a" * 25 + b"0" * 15
+    host.close()
