@@ -2,14 +2,18 @@
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import regex
+
 from mmvllm.arguments import check_int
+from mmvllm.patterns import Matching, PatternError, compiled
 from mmvllm.text import listed
 
 # Modules around the same layer that versions of transformers name differently: "model.visual" was "visual".
 _WRAPPERS = ("model.language_model.", "language_model.model.", "language_model.", "model.")
+MATCHING_SECONDS = 30.0  # of all expressions of a checkpoint, for all of its layers
 _OUTSIDE = (".*visual.*", ".*lm_head")  # what AWQ and GPTQ leave alone, named or not
 
 
@@ -47,11 +51,20 @@ class CheckpointQuantization:
         method: `quant_method`, as the config names it.
         layers: patterns of names of layers with the scheme of each; the first that matches counts.
         ignored: patterns of names of layers that are stored as usual.
+
+    Raises PatternError, also later on, for a pattern that is not valid or takes too long.
     """
 
     method: str
     layers: tuple[tuple[str, WeightScheme], ...]
     ignored: tuple[str, ...] = ()
+    _expressions: dict[str, regex.Pattern] = field(init=False, compare=False, repr=False)
+    _matching: Matching = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self):
+        patterns = (*self.ignored, *(pattern for pattern, _ in self.layers))
+        object.__setattr__(self, "_expressions", {pattern: compiled(pattern) for pattern in patterns})
+        object.__setattr__(self, "_matching", Matching(MATCHING_SECONDS))
 
     def scheme_of(self, layer: str) -> WeightScheme | None:
         """The scheme of a linear layer, by its name in the checkpoint; None if it is stored as usual.
@@ -59,9 +72,12 @@ class CheckpointQuantization:
         Names with and without "model." and "language_model." in front are the same.
         """
         names = _names(layer)
-        if _matches(names, self.ignored):
+        if any(self._is_match(pattern, names) for pattern in self.ignored):
             return None
-        return next((scheme for pattern, scheme in self.layers if _matches(names, (pattern,))), None)
+        return next((scheme for pattern, scheme in self.layers if self._is_match(pattern, names)), None)
+
+    def _is_match(self, pattern: str, names: Iterable[str]) -> bool:
+        return any(self._matching.is_match(self._expressions[pattern], name) for name in names)
 
     def scheme_for(self, layer: str) -> WeightScheme:
         """The scheme of a layer that is stored in codes, also of an ignored one if all others have the same scheme.
@@ -91,10 +107,6 @@ def _names(layer: str) -> tuple[str, ...]:
     return bare, *(wrapper + bare for wrapper in _WRAPPERS)
 
 
-def _matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
-    return any(re.fullmatch(pattern, name) for pattern in patterns for name in names)
-
-
 def parse_quantization(raw: dict) -> CheckpointQuantization:
     """`quantization_config` of a `config.json`.
 
@@ -105,12 +117,9 @@ def parse_quantization(raw: dict) -> CheckpointQuantization:
     if not isinstance(method, str) or method not in _PARSERS:
         raise ValueError(f"is quantized with {method!r}, which is not supported; supported: {listed(_PARSERS, 'and')}")
     try:
-        parsed = _PARSERS[method]({name: value for name, value in raw.items() if value is not None})
-        for pattern in (*parsed.ignored, *(pattern for pattern, _ in parsed.layers)):
-            re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"quantization_config of {method} has a wrong pattern, {error.pattern!r}: {error}") from None
-    return parsed
+        return _PARSERS[method]({name: value for name, value in raw.items() if value is not None})
+    except PatternError as error:
+        raise ValueError(f"quantization_config of {method}: {error}") from None
 
 
 def _awq(raw: dict) -> CheckpointQuantization:

@@ -20,9 +20,11 @@ from mmvllm.layers.lora import Region
 from mmvllm.layers.sharding import CheckpointView
 from mmvllm.layers.vocabulary import VocabularyHead
 from mmvllm.models.interface import Model
+from mmvllm.patterns import Matching, PatternError, compiled
 from mmvllm.text import counted
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MATCHING_SECONDS = 5.0  # of all expressions of an adapter
 # Fields of PEFT's LoraConfig that must be empty or false, since each of them changes what an adapter computes.
 _UNSUPPORTED = (
     *("use_dora", "modules_to_save", "target_parameters", "trainable_token_indices", "lora_bias", "fan_in_fan_out"),
@@ -61,18 +63,25 @@ def read_adapter(folder: str | Path) -> dict[str, LoraPair]:
     names = sorted({name for name, _ in tensors})
     try:
         return _pairs(folder, config, names, tensors)
-    except re.error as error:
-        raise ValueError(f"{folder / CONFIG} has an expression that is not valid: {error}") from None
+    except PatternError as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from None
 
 
 def _pairs(
     folder: Path, config: Mapping[str, Any], names: list[str], tensors: Mapping[tuple[str, str], Tensor]
 ) -> dict[str, LoraPair]:
+    matching = Matching(MATCHING_SECONDS)
     if lacking := [name for name in names for kind in "AB" if (name, kind) not in tensors]:
         raise ValueError(f"{folder / WEIGHTS} has only one of lora_A and lora_B for {_listed(lacking)}")
-    if outside := [name for name in names if not _is_target(name, config.get("target_modules"))]:
+    if outside := sorted({*names} - {*_targeted(names, config.get("target_modules"), matching)}):
         raise ValueError(f"{folder / WEIGHTS} has tensors that target_modules does not name: {_listed(outside)}")
-    return {name: _pair(folder, config, name, tensors[name, "A"], tensors[name, "B"]) for name in names}
+    ranks = _by_module(names, config.get("rank_pattern"), config.get("r", 8), matching)
+    alphas = _by_module(names, config.get("alpha_pattern"), config.get("lora_alpha", 8), matching)
+    use_rslora = bool(config.get("use_rslora"))
+    return {
+        name: _pair(folder, name, tensors[name, "A"], tensors[name, "B"], ranks[name], alphas[name], use_rslora)
+        for name in names
+    }
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -122,15 +131,30 @@ def _read_tensors(folder: Path) -> dict[tuple[str, str], Tensor]:
     return {match.groups(): loaded[name].flatten(1) for name, match in matches.items()}
 
 
-def _is_target(module: str, targets: Any) -> bool:
+def _targeted(modules: list[str], targets: Any, matching: Matching) -> list[str]:
+    """The modules that target_modules stands for."""
+    if targets == "all-linear":
+        return modules
     if isinstance(targets, str):
-        return targets == "all-linear" or re.fullmatch(targets, module) is not None
-    return any(module == target or module.endswith(f".{target}") for target in targets or ())
+        expression = compiled(targets)
+        return [module for module in modules if matching.is_match(expression, module)]
+    return [
+        module for module in modules for target in targets or () if module == target or module.endswith(f".{target}")
+    ]
 
 
-def _pair(folder: Path, config: Mapping[str, Any], module: str, a: Tensor, b: Tensor) -> LoraPair:
-    rank = _of_module(config, "rank_pattern", "r", module)
-    alpha = _of_module(config, "alpha_pattern", "lora_alpha", module)
+def _by_module(
+    modules: list[str], patterns: Mapping[str, Any] | None, default: Any, matching: Matching
+) -> dict[str, Any]:
+    """For each module the value of the first pattern that fits the end of its name, as PEFT finds it."""
+    expressions = [(compiled(rf"(.*\.)?({pattern})"), value) for pattern, value in (patterns or {}).items()]
+    return {
+        module: next((value for expression, value in expressions if matching.is_match(expression, module)), default)
+        for module in modules
+    }
+
+
+def _pair(folder: Path, module: str, a: Tensor, b: Tensor, rank: Any, alpha: Any, use_rslora: bool) -> LoraPair:
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
         raise ValueError(
             f"{folder / CONFIG} has r {rank!r} and lora_alpha {alpha!r} for {module}; both must be numbers"
@@ -138,15 +162,7 @@ def _pair(folder: Path, config: Mapping[str, Any], module: str, a: Tensor, b: Te
     if len(a) != rank or b.dim() != 2 or b.shape[1] != rank:
         shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
         raise ValueError(f"{folder / WEIGHTS} has lora_A and lora_B of shapes {shapes} for {module}, whose r is {rank}")
-    return LoraPair(a, b, alpha / (rank**0.5 if config.get("use_rslora") else rank))
-
-
-def _of_module(config: Mapping[str, Any], patterns: str, default: str, module: str) -> Any:
-    """The value of the first pattern that fits the end of a module's name, as PEFT finds it."""
-    for pattern, value in (config.get(patterns) or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return config.get(default, 8)
+    return LoraPair(a, b, alpha / (rank**0.5 if use_rslora else rank))
 
 
 def place_adapter(

@@ -19,6 +19,7 @@ from tests.helpers.ranks import on_ranks
 from tests.helpers.shapes import RICHEST
 from tests.helpers.weights import assert_same, load, state
 
+SLOW = r"(?:\w|\w\w|.)*\d"  # matches a module's name for longer than anybody waits
 CONFIGS = {
     "attention": {"target_modules": DECODER},
     "decoder, rslora": {"target_modules": DECODER + MLP, "use_rslora": True},
@@ -111,13 +112,18 @@ def changed(adapter: Path, **values) -> Path:
         ({"init_lora_weights": "pissa"}, "has init_lora_weights 'pissa', which changed the base model's weights"),
         ({"r": 5}, "lora_A and lora_B of shapes (4, 128) and (64, 4) for model.language_model.layers.0.mlp.down_proj"),
         ({"r": "4"}, "has r '4' and lora_alpha 8"),
-        ({"rank_pattern": {"(": 4}}, "has an expression that is not valid: missing ), unterminated subpattern"),
+        ({"rank_pattern": {"(": 4}}, "is not valid: missing )"),
+        ({"rank_pattern": {SLOW: 4}}, "takes too long to match"),
+        ({"alpha_pattern": {SLOW: 4}}, "takes too long to match"),
+        ({"target_modules": SLOW}, "takes too long to match"),
+        ({"target_modules": "a{1000000000}"}, "has, with its repetitions"),
         ({"alpha_pattern": [1]}, "has alpha_pattern [1], which PEFT does not write"),
         ({"target_modules": ["q_proj"]}, "has tensors that target_modules does not name: model.language_model"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_config_that_is_not_supported_is_refused_by_name(values, message, adapter, checkpoint):
+def test_a_config_that_is_not_supported_is_refused_by_name(values, message, adapter, checkpoint, monkeypatch):
+    monkeypatch.setattr("mmvllm.patterns.MATCH_SECONDS", 0.1)
     with pytest.raises(ValueError, match=re.escape(message)):
         load(checkpoint, lora=changed(adapter, **values))
 

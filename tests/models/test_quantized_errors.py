@@ -31,7 +31,7 @@ TOKEN = {"num_bits": 8, "type": "float", "strategy": "channel"}
         (GPTQ | {"bits": 3}, "gptq has bits 3, which is not supported; supported: 4 and 8"),
         (GPTQ | {"bits": 4, "checkpoint_format": "marlin"}, "gptq has checkpoint_format 'marlin'"),
         (GPTQ | {"bits": 4, "dynamic": {"+:.*down.*": {"bits": 8}}}, "gptq has `dynamic` widths of layers"),
-        (GPTQ | {"bits": 4, "dynamic": {"-:(": {}}}, "gptq has a wrong pattern"),
+        (GPTQ | {"bits": 4, "dynamic": {"-:(": {}}}, "gptq: the expression '(?:().*' is not valid: missing )"),
         (FP8 | {"fmt": "e5m2"}, "fp8 has fmt 'e5m2'"),
         (FP8 | {"weight_block_size": [128]}, "weight_block_size is [128], must be two integers"),
         (FP8 | {"weight_block_size": [128, 0]}, "weight_block_size has an item that is 0"),
@@ -50,6 +50,24 @@ TOKEN = {"num_bits": 8, "type": "float", "strategy": "channel"}
 def test_configs_are_refused_with_what_is_supported(config, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         parse_quantization(config)
+
+
+SLOW = r"(?:\w|\w\w|.)*\d[A-Z]"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPTQ | {"bits": 4, "dynamic": {f"-:{SLOW}": {}}},
+        FP8 | {"ignored_layers": [SLOW]},
+        PACKED | {"ignore": [f"re:{SLOW}"]},
+        PACKED | {"config_groups": {"a": next(iter(PACKED["config_groups"].values())) | {"targets": [f"re:{SLOW}"]}}},
+    ],
+)
+def test_an_expression_that_takes_too_long_ends_the_load(config, monkeypatch):
+    monkeypatch.setattr("mmvllm.patterns.MATCH_SECONDS", 0.1)
+    with pytest.raises(ValueError, match="takes too long to match"):
+        parse_quantization(config).scheme_of("model.language_model.layers.10.self_attn.q_proj")
 
 
 AWQ_LAYER, GPTQ_LAYER = pack_awq(weight_of(), 32).tensors, pack_gptq(weight_of(), 4, 32).tensors
