@@ -24,6 +24,7 @@ from mmvllm.patterns import Matching, PatternError, compiled
 from mmvllm.text import counted
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+LARGEST = torch.finfo(torch.float32).max
 MATCHING_SECONDS = 5.0  # of all expressions of an adapter
 # Fields of PEFT's LoraConfig that must be empty or false, since each of them changes what an adapter computes.
 _UNSUPPORTED = (
@@ -90,7 +91,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} is not a LoRA adapter: it has no {CONFIG}")
     try:
         config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
@@ -127,6 +128,10 @@ def _read_tensors(folder: Path) -> dict[tuple[str, str], Tensor]:
         raise ValueError(f"{path} has tensors that are not those of LoRA layers: {_listed(unknown)}")
     if not loaded:
         raise ValueError(f"{path} has no tensors")
+    if flat := [name for name, tensor in loaded.items() if tensor.dim() < 2]:
+        raise ValueError(f"{path} has tensors of fewer than two dimensions: {_listed(flat)}")
+    if not_finite := [name for name, tensor in loaded.items() if not tensor.isfinite().all()]:
+        raise ValueError(f"{path} has NaN or infinity in {_listed(not_finite)}")
     # A convolution whose kernel is its stride is a matrix product: its kernels are flattened.
     return {match.groups(): loaded[name].flatten(1) for name, match in matches.items()}
 
@@ -155,14 +160,19 @@ def _by_module(
 
 
 def _pair(folder: Path, module: str, a: Tensor, b: Tensor, rank: Any, alpha: Any, use_rslora: bool) -> LoraPair:
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1 or not _is_finite(alpha):
         raise ValueError(
-            f"{folder / CONFIG} has r {rank!r} and lora_alpha {alpha!r} for {module}; both must be numbers"
+            f"{folder / CONFIG} has r {rank!r:.50} and lora_alpha {alpha!r:.50} for {module}; both must be numbers"
         )
     if len(a) != rank or b.dim() != 2 or b.shape[1] != rank:
         shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
         raise ValueError(f"{folder / WEIGHTS} has lora_A and lora_B of shapes {shapes} for {module}, whose r is {rank}")
     return LoraPair(a, b, alpha / (rank**0.5 if use_rslora else rank))
+
+
+def _is_finite(number: Any) -> bool:
+    """Whether it is a number that float32 has."""
+    return isinstance(number, int | float) and abs(number) <= LARGEST
 
 
 def place_adapter(

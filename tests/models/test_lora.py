@@ -112,6 +112,11 @@ def changed(adapter: Path, **values) -> Path:
         ({"init_lora_weights": "pissa"}, "has init_lora_weights 'pissa', which changed the base model's weights"),
         ({"r": 5}, "lora_A and lora_B of shapes (4, 128) and (64, 4) for model.language_model.layers.0.mlp.down_proj"),
         ({"r": "4"}, "has r '4' and lora_alpha 8"),
+        *(
+            ({"lora_alpha": alpha}, "both must be numbers")
+            for alpha in (float("nan"), float("inf"), 1e308, 10**400, "8")
+        ),
+        ({"r": 10**400}, "lora_A and lora_B of shapes"),
         ({"rank_pattern": {"(": 4}}, "is not valid: missing )"),
         ({"rank_pattern": {SLOW: 4}}, "takes too long to match"),
         ({"alpha_pattern": {SLOW: 4}}, "takes too long to match"),
@@ -126,6 +131,13 @@ def test_a_config_that_is_not_supported_is_refused_by_name(values, message, adap
     monkeypatch.setattr("mmvllm.patterns.MATCH_SECONDS", 0.1)
     with pytest.raises(ValueError, match=re.escape(message)):
         load(checkpoint, lora=changed(adapter, **values))
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, "{", "", "\xff", "[1]", "null", "5"])
+def test_a_config_that_cannot_be_read_is_refused(text, adapter, checkpoint):
+    (adapter / "adapter_config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"adapter_config\.json (cannot be read|has the peft_type)"):
+        load(checkpoint, lora=adapter)
 
 
 def replaced(adapter: Path, change) -> Path:
@@ -159,8 +171,17 @@ FIRST = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.
             "adapts a layer twice, under names of two versions of transformers",
         ),
         (lambda t: {}, "has no tensors"),
+        (lambda t: t | {FIRST: torch.tensor(1.0)}, f"has tensors of fewer than two dimensions: {FIRST}"),
+        (lambda t: t | {FIRST: torch.ones(4)}, f"has tensors of fewer than two dimensions: {FIRST}"),
+        (lambda t: t | {FIRST: t[FIRST] / 0}, f"has NaN or infinity in {FIRST}"),
+        (lambda t: t | {FIRST: t[FIRST] * torch.nan}, f"has NaN or infinity in {FIRST}"),
+        (lambda t: t | {FIRST: t[FIRST].int()}, f"not those of LoRA layers: {FIRST}"),
+        (lambda t: t | {FIRST: t[FIRST].to(torch.complex64)}, f"not those of LoRA layers: {FIRST}"),
     ],
-    ids=["half", "experts", "layer", "head", "magnitude", "twice", "empty"],
+    ids=[
+        *("half", "experts", "layer", "head", "magnitude", "twice", "empty"),
+        *("0-d", "1-d", "infinity", "NaN", "int", "complex"),
+    ],
 )
 def test_tensors_that_are_not_supported_are_refused_by_name(change, message, adapter, checkpoint):
     with pytest.raises(ValueError, match=re.escape(message)):
