@@ -1,5 +1,6 @@
 """The `mmvllm` command, which is also `python -m mmvllm`."""
 
+import os
 import signal
 import sys
 
@@ -8,8 +9,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command in a process of its own, and return its exit code.
 
     Until a command handles SIGINT itself, Ctrl-C ends the process at once, without a traceback: wherever Python raised
-    KeyboardInterrupt, in the middle of an import say, there is nothing to clean up yet.
+    KeyboardInterrupt, in the middle of an import say, there is nothing to clean up yet. So it is with SIGTERM.
     """
+    if os.name == "posix" and os.getpid() == 1:
+        from mmvllm.signals import run_below_first_process
+
+        run_below_first_process()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell has it ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from mmvllm.cli.main import main as run

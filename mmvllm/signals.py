@@ -1,11 +1,16 @@
 """Signal handlers, which may raise exceptions anywhere in the main thread: when they run, and when not."""
 
+import _thread
+import multiprocessing
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+FORCED_SECONDS = 1.5  # for what ends in an orderly way after a second signal
 WAIT_SECONDS = 1.0  # at a time: Windows does not interrupt a wait, and Ctrl-C is handled after it
 
 
@@ -42,3 +47,44 @@ def _deferred(number: int, received: list[int]) -> Iterator[None]:
         yield
     finally:
         signal.signal(number, handler)
+
+
+def end_soon(number: int) -> None:
+    """End the program and the processes that it has started, `FORCED_SECONDS` from now at the latest.
+
+    For a handler's second signal: threads and other processes may wait for what never comes, and Python, as it exits,
+    for them. The exit code is that of a program that the signal has ended, as a shell shows it.
+    """
+    # Not a Thread of threading: its locks may be held by what the handler has interrupted.
+    _thread.start_new_thread(_end, (128 + number,))
+
+
+def _end(code: int) -> None:
+    time.sleep(FORCED_SECONDS)
+    with suppress(Exception):
+        for process in multiprocessing.active_children():
+            process.kill()  # one that is stopped would not notice that its parent has ended
+    os._exit(code)
+
+
+def run_below_first_process() -> None:
+    """Where this is the first process of a container, go on in a child of it, whose exit code it then ends with.
+
+    Linux ignores the signals that the first process has no handler for: nothing would end a command while it loads a
+    model. As an init it also hands signals on and reaps orphans.
+    """
+    handed_on = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, handed_on)  # one that comes now is handed on below
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)  # a terminal's Ctrl-C reaches it once, from the first process
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return
+    for number in handed_on:
+        signal.signal(number, lambda number, _: os.kill(child, number))
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    while True:
+        ended, status = os.waitpid(-1, 0)
+        if ended == child:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)

@@ -21,6 +21,7 @@ from mmvllm.cli.common import (
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 from mmvllm.cli.media import add_image_arguments, add_video_arguments, media_policy
 from mmvllm.cli.ports import listen, port
+from mmvllm.signals import end_soon
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,10 +130,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _signalled() -> threading.Event:
-    """An event that is set by SIGINT or SIGTERM from now on."""
+    """An event that is set by SIGINT or SIGTERM from now on; the second one ends the process soon."""
     received = threading.Event()
+
+    def handle(number: int, _) -> None:
+        if received.is_set():
+            end_soon(number)
+        received.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: received.set())
+        signal.signal(number, handle)
     return received
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from mmvllm.signals import end_soon
+
 if TYPE_CHECKING:
     from mmvllm.captioning.run import CaptionRun
 
@@ -18,6 +20,7 @@ def stopping(job: "CaptionRun") -> Iterator[list[int]]:
     def stop(number: int, _) -> None:
         received.append(number)
         if len(received) > 1:
+            end_soon(number)
             raise KeyboardInterrupt
         job.stop()
         # Not print, because the signal may interrupt another print.

@@ -1,15 +1,20 @@
-"""Ctrl-C while a command starts ends it without a traceback, whatever is being imported."""
+"""Ctrl-C while a command starts ends it without a traceback; a second signal ends it whatever it waits for."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import httpx
+import psutil
 import pytest
 
 from mmvllm import __main__
+from tests.helpers.async_engines import wait_until
+from tests.helpers.processes import spawned, wait_until_gone
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # The process interrupts itself when it begins to import a module, which is before the module of that name is found.
@@ -81,3 +86,102 @@ assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 def test_the_installed_command_is_the_same_function():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"mmvllm": f"{__main__.main.__module__}:{__main__.main.__name__}"}
+
+
+WAITING = """
+import signal, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+from mmvllm.cli.stopping import stopping
+from mmvllm.worker_start import start_process
+from tests.helpers import tasks
+
+if __name__ == "__main__":
+    child = start_process(tasks.sleep, (1234, sys.argv[1]), is_daemon=True)
+    pool = ThreadPoolExecutor(1)
+    pool.submit(time.sleep, 1234)  # Python waits for it at its end
+    with stopping(SimpleNamespace(stop=lambda: None)):
+        print(child.pid, flush=True)
+        time.sleep(1234)
+"""
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_the_program_and_its_processes_whatever_they_wait_for(number, tmp_path):
+    env, script = os.environ | {"PYTHONPATH": str(ROOT)}, tmp_path / "script.py"
+    script.write_text(WAITING)
+    command = [sys.executable, str(script), str(tmp_path / "begun")]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        child = int(process.stdout.readline())
+        os.kill(child, signal.SIGSTOP)  # as one that waits for a lost device, it does not notice its parent's end
+        process.send_signal(number)
+        assert process.stderr.readline() == "\n" and "interrupt again" in process.stderr.readline()
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+    wait_until_gone([child])
+
+
+FIRST = "from mmvllm.signals import run_below_first_process\nrun_below_first_process()\n"
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize(
+    ("rest", "code"),
+    [("", 0), ("raise SystemExit(7)", 7), ("1 / 0", 1), ("import os; os.kill(os.getpid(), 9)", 137)],
+)
+def test_the_first_process_ends_with_the_code_of_the_one_below_it(rest, code):
+    done = subprocess.run([sys.executable, "-c", FIRST + rest], cwd=ROOT, capture_output=True, timeout=60)
+    assert done.returncode == code
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_process_hands_signals_on(number):
+    rest = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(1234)"
+    command = [sys.executable, "-c", FIRST + rest]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        below = int(process.stdout.readline())
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+    wait_until_gone([below])
+
+
+@pytest.mark.spawns
+def test_a_command_that_is_the_first_process_of_a_container_ends_while_it_loads():
+    """Linux ignores signals to such a process unless it has a handler."""
+    container = ["unshare", "--fork", "--pid", "--mount-proc"]
+    if shutil.which("unshare") is None or subprocess.run([*container, "true"], capture_output=True).returncode:
+        pytest.skip("needs the right to make a PID namespace")
+    command = [*container, sys.executable, "-m", "mmvllm", "serve", "--port", "0"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as outside:
+        try:
+            wait_until(lambda: len(psutil.Process(outside.pid).children(recursive=True)) == 2, "started")
+            first, below = psutil.Process(outside.pid).children(recursive=True)
+            first.terminate()
+            assert outside.wait(30) == 128 + signal.SIGTERM and outside.stdout.read() == ""
+        finally:
+            outside.kill()
+    wait_until_gone([first.pid, below.pid])
+
+
+@pytest.mark.slow
+def test_two_signals_end_a_server_whose_rank_does_not_answer():
+    command = [sys.executable, "-m", "mmvllm", "serve", "--port", "0", "--device", "cpu", "--num-kvcache-blocks", "64"]
+    command += ["--tensor-parallel-size", "2"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            url = process.stdout.readline().split()[-1]
+            (rank,) = spawned(process.pid)[:1]
+            rank.suspend()
+            body = {"model": "bundled", "prompt": "A star", "max_tokens": 500, "ignore_eos": True}
+            with pytest.raises(httpx.TimeoutException):
+                httpx.post(f"{url}/completions", json=body, timeout=1)
+            process.terminate()
+            assert any("interrupt again" in line for line in iter(process.stderr.readline, ""))
+            process.terminate()
+            process.wait(10)
+        finally:
+            process.kill()
+    wait_until_gone([rank.pid])
