@@ -1,6 +1,7 @@
 """The frames of one video stream by PyAV, in the order in which they are shown, with seeks to keyframes.
 
-Whatever FFmpeg cannot decode is passed over. Nothing here bounds time or memory: frames are yielded one by one.
+What FFmpeg cannot decode is passed over, until there are too many errors one after the other. Nothing else here bounds
+time or memory: frames are yielded one by one.
 """
 
 from bisect import bisect_left
@@ -14,7 +15,8 @@ from mmvllm.processors.clip import MAX_FPS, is_later_shown
 from mmvllm.processors.display_matrix import display_matrix, upright, upright_size
 
 SEEKABLE = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "avi")  # whose times and keyframes are reliable
-MAX_ERRORS = 64  # one after the other, of the container; those of the decoder are limited by the packets
+MAX_ERRORS = 64  # one after the other, of the container
+MAX_DECODER_ERRORS = 1000  # the same of the decoder: more packets than a recording has that begins between keyframes
 MAX_RETREATS = 3  # keyframes that turn out to be shown too late, before a video is read without seeking
 
 
@@ -73,7 +75,9 @@ class VideoStream:
 
         The header's, if the file goes on to the end that it declares; otherwise packets are counted.
         """
-        number, rate = self._stream.frames, self._rate
+        number, rate, num_bytes = self._stream.frames, self._rate, self._container.size
+        if number > num_bytes > 0:  # each would be read and decoded, to no end
+            raise VideoError(self._name, f"declares {number} frames, more than {num_bytes} bytes can have")
         end = self._end() if rate and self._can_seek else None
         if end is None:
             return self._counted()
@@ -175,11 +179,15 @@ class VideoStream:
         return (frame.dts or 0) if frame.pts is None else frame.pts
 
     def _decoded(self) -> Iterator[Any]:
+        num_errors = 0
         for packet in self._packets():
             try:
                 yield from packet.decode()
+                num_errors = 0
             except (ValueError, OSError, EOFError):  # FFmpeg's errors are among them
-                continue
+                num_errors += 1
+                if num_errors == MAX_DECODER_ERRORS:
+                    return
 
     def _packets(self) -> Iterator[Any]:
         num_errors = 0

@@ -64,6 +64,18 @@ def slow_video(number: int = 30) -> bytes:
     return file.getvalue()
 
 
+def with_samples(mp4: bytes, number: int) -> bytes:
+    """An MP4 file whose index declares so many samples, of one byte each."""
+    data = bytearray(mp4)
+    for box, offset, values in (
+        (b"stsz", 4, (1, number)),  # their size and number
+        (b"stts", 8, (number, 512)),  # how many have this duration
+        (b"stsc", 12, (number,)),  # how many are in the chunk
+    ):
+        struct.pack_into(f">{len(values)}I", data, data.index(box) + 4 + offset, *values)
+    return bytes(data)
+
+
 def with_last_scan(jpeg: bytes, number: int) -> bytes:
     """A progressive JPEG with this number of its last scan."""
     start = jpeg.rindex(b"\xff\xda")

@@ -1,7 +1,9 @@
 """Frames of videos are those of a full decode at the same times, upright, and only those that are asked for."""
 
+import io
 import struct
 import sys
+import time
 from fractions import Fraction
 
 import av
@@ -16,6 +18,7 @@ from mmvllm.processors.clip import VideoInfo
 from mmvllm.processors.decode_video import decode_video, video_info
 from mmvllm.processors.video_limits import VideoLimits
 from mmvllm.processors.video_stream import VideoStream
+from tests.helpers.hostile import with_samples
 from tests.helpers.videos import FramesAt, declare_seconds, frame_at, full_decode, make_clip, make_sound
 
 pytestmark = pytest.mark.thinned
@@ -109,6 +112,29 @@ def test_a_variable_rate_is_sampled_evenly_in_time(tmp_path):
     assert clip.info.fps == 10 and clip.times == [0, 0.3, 1, 2.5, 3.1]
     full = [pixels for _, pixels in full_decode(path)]
     np.testing.assert_array_equal(clip.frames, np.stack([full[i] for i in (0, 3, 3, 3, 5)]))
+
+
+def test_more_frames_than_the_bytes_can_have_are_refused(tmp_path):
+    data = make_clip(tmp_path / "a.mp4", 24, fps=8).read_bytes()
+    begin = time.monotonic()
+    for number in (10**6, len(data) + 1):
+        with pytest.raises(VideoError, match=f"declares {number} frames, more than {len(data)} bytes can have"):
+            video_info(io.BytesIO(with_samples(data, number)), "it")
+    assert time.monotonic() - begin < 20  # to decode a million takes minutes
+
+
+def test_a_video_ends_after_many_errors_of_the_decoder(tmp_path, monkeypatch):
+    data = make_clip(tmp_path / "a.mp4", 24, fps=8).read_bytes()
+    packets, numbers, read = [], [], VideoStream._packets
+    monkeypatch.setattr(VideoStream, "measure", lambda self: (1, 1.0))  # which reads all packets
+    monkeypatch.setattr(VideoStream, "_packets", lambda self: (packets.append(one) or one for one in read(self)))
+    for limit in (50, 100_000):
+        monkeypatch.setattr("mmvllm.processors.video_stream.MAX_DECODER_ERRORS", limit)
+        packets.clear()
+        with pytest.raises(VideoError, match="has no frame that can be decoded"):
+            video_info(io.BytesIO(with_samples(data, len(data) - 1)), "it")
+        numbers.append(len(packets))
+    assert numbers[0] == 50 and numbers[1] > 1000
 
 
 @pytest.mark.parametrize("fps", [Fraction(30000, 1001), Fraction(24000, 1001), 25, 60, Fraction(1, 2)])
