@@ -75,9 +75,10 @@ class VideoStream:
 
         The header's, if the file goes on to the end that it declares; otherwise packets are counted.
         """
-        number, rate, num_bytes = self._stream.frames, self._rate, self._container.size
-        if number > num_bytes > 0:  # each would be read and decoded, to no end
-            raise VideoError(self._name, f"declares {number} frames, more than {num_bytes} bytes can have")
+        number, rate = self._stream.frames, self._rate
+        num_packets, num_bytes = len(self._stream.index_entries), self._container.size
+        if num_packets > num_bytes > 0:  # each would be read and decoded, to no end
+            raise VideoError(self._name, f"has an index of {num_packets} packets, more than {num_bytes} bytes can have")
         end = self._end() if rate and self._can_seek else None
         if end is None:
             return self._counted()
