@@ -4,6 +4,7 @@ import base64
 import gc
 import io
 import os
+import shutil
 import pickle
 import threading
 import weakref
@@ -65,8 +66,8 @@ def test_a_path_relative_to_the_home_folder_and_one_that_is_no_utf8(path, monkey
     monkeypatch.setenv("HOME", str(path.parent))
     assert_all_frames(load_video(f"~/{path.name}", FramesAt()), path)
     odd = os.fsdecode(os.fsencode(path.parent) + b"/\xff.mp4")
-    os.rename(path, odd)
-    assert_all_frames(load_video(odd, FramesAt()), make_clip(path, 4))
+    shutil.copyfile(path, odd)
+    assert_all_frames(load_video(odd, FramesAt()), path)
 
 
 def test_a_file_is_not_read_whole(path, monkeypatch):
