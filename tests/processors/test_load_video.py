@@ -4,8 +4,8 @@ import base64
 import gc
 import io
 import os
-import shutil
 import pickle
+import shutil
 import threading
 import weakref
 from pathlib import Path
