@@ -50,9 +50,9 @@ from mmvllm.intake import (
     PreparationQueue,
     Request,
     check_lengths,
-    has_media,
     params_for,
     request_options,
+    slowest_media,
     with_own_token_ids,
 )
 from mmvllm.lora import LoRARequest, adapter_name
@@ -375,10 +375,10 @@ class AsyncLLM:
 
     def _queue(self, stream: _Stream, request: Request, give: Give, load: Load | None) -> None:
         request, stream.adapter_name = with_own_token_ids(request), adapter_name(request)
-        prepare, with_media = partial(self._prepare, stream, request, give, load), has_media(request)
+        prepare, media = partial(self._prepare, stream, request, give, load), slowest_media(request)
         with self._changed:
             if not stream.has_ended:  # else the pool may be shut down
-                self._preparation.submit(stream, prepare, with_media)
+                self._preparation.submit(stream, prepare, media)
 
     def _num_waiting_bytes(self) -> int:
         return sum(stream.num_bytes for stream in self._streams.values() if not stream.has_begun)

@@ -10,11 +10,12 @@ their loops, so preparation runs beside the model. A thread may wait for a proce
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, islice
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mmvllm.errors import RequestError, without_frames
 from mmvllm.inputs import EngineInput, MediaRules, in_pinned_memory
+from mmvllm.media import Kind
 from mmvllm.processors.chat import Processor
 from mmvllm.processors.foreign import ForeignProcessor
 from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig
@@ -148,13 +150,15 @@ def naming_request(index: int) -> Iterator[None]:
         raise
 
 
-def has_media(request: Request) -> bool:
-    """Whether preparing a request means loading images or videos."""
+def slowest_media(request: Request) -> Kind | None:
+    """What preparing a request means loading: videos, else images, else nothing."""
     try:
         parsed = parse_request(request) if isinstance(request, dict) else None
-        return parsed is not None and bool(parsed.images or parsed.videos)
     except ValueError:  # raised again when it is prepared
-        return False
+        return None
+    if parsed is None or not (parsed.images or parsed.videos):
+        return None
+    return "video" if parsed.videos else "image"
 
 
 def request_options(request: dict) -> dict[str, Any]:
@@ -224,6 +228,8 @@ class Prepared:
 class PreparationQueue:
     """Prepares requests that are given one by one; text is prepared at once, media when there is room.
 
+    Images and videos have places of their own: a few videos may take minutes.
+
     Args:
         lock: the caller's, held around every call and taken by the workers.
         num_waiting_bytes: of the media of requests that are prepared and have not begun.
@@ -231,40 +237,42 @@ class PreparationQueue:
 
     def __init__(self, lock: threading.Condition, num_waiting_bytes: Callable[[], int]):
         self._lock, self._num_waiting_bytes = lock, num_waiting_bytes
-        self._queued: dict[Hashable, Callable[[], None]] = {}
-        self._num_preparing = 0  # requests with media
-        self._pool = _worker_threads(NUM_WORKERS + 1)  # one more than media may use: text waits for none
+        self._queued: dict[Kind, dict[Hashable, Callable[[], None]]] = {"image": {}, "video": {}}
+        self._num_preparing: Counter[Kind] = Counter()
+        self._pool = _worker_threads(2 * NUM_WORKERS + 1)  # one more than media may use: text waits for none
 
     @property
     def num_queued(self) -> int:
         """Requests with media that no worker has begun."""
-        return len(self._queued)
+        return sum(map(len, self._queued.values()))
 
-    def submit(self, key: Hashable, prepare: Callable[[], None], with_media: bool) -> None:
-        """Have a worker call `prepare`, which must not raise."""
-        if with_media:
-            self._queued[key] = prepare
-            self.advance()
-        else:
+    def submit(self, key: Hashable, prepare: Callable[[], None], media: Kind | None) -> None:
+        """Have a worker call `prepare`, which must not raise; `media` is the slowest that it loads."""
+        if media is None:
             self._pool.submit(prepare)
+        else:
+            self._queued[media][key] = prepare
+            self.advance()
 
     def discard(self, key: Hashable) -> None:
         """Do not begin a request."""
-        self._queued.pop(key, None)
+        for queued in self._queued.values():
+            queued.pop(key, None)
 
     def advance(self) -> None:
         """Begin what there is room for; to be called when requests begin or end."""
-        while self._queued and self._num_preparing < NUM_WORKERS and self._num_waiting_bytes() < MAX_BYTES:
-            prepare = self._queued.pop(next(iter(self._queued)))
-            self._num_preparing += 1
-            self._pool.submit(prepare).add_done_callback(self._on_done)
+        for media, queued in self._queued.items():
+            while queued and self._num_preparing[media] < NUM_WORKERS and self._num_waiting_bytes() < MAX_BYTES:
+                prepare = queued.pop(next(iter(queued)))
+                self._num_preparing[media] += 1
+                self._pool.submit(prepare).add_done_callback(partial(self._on_done, media))
 
     def shutdown(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _on_done(self, _: Future) -> None:
+    def _on_done(self, media: Kind, _: Future) -> None:
         with self._lock:
-            self._num_preparing -= 1
+            self._num_preparing[media] -= 1
             self.advance()
 
 

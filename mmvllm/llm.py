@@ -25,10 +25,10 @@ from mmvllm.intake import (
     Request,
     as_request,
     check_lengths,
-    has_media,
     naming_request,
     params_for,
     request_options,
+    slowest_media,
 )
 from mmvllm.lora import LoRARequest
 from mmvllm.models.folder import model_name
@@ -134,7 +134,7 @@ class LLM:
 
     def _generate(self, prompts: list[Request], sampling_params: Params) -> Events:
         """Prompts without media are all in the engine before its first step."""
-        if any(map(has_media, prompts)):
+        if any(map(slowest_media, prompts)):
             prefetcher = Prefetcher(prompts, self._intake.prepare, max_requests=self.admission.max_requests)
             yield from self._stream(self._call(noun="prompt"), prefetcher, sampling_params, "raise")
             return

@@ -1,11 +1,13 @@
 """Limits on waiting requests and prepared bytes, positions in the queue, and statistics."""
 
 import asyncio
+import threading
 
 import pytest
 
 from mmvllm import intake
 from mmvllm.errors import EngineBusy
+from mmvllm.intake import NUM_WORKERS, PreparationQueue, slowest_media
 from tests.helpers.async_engines import (
     LONG,
     QUESTION,
@@ -13,6 +15,7 @@ from tests.helpers.async_engines import (
     async_test,
     collect,
     reached,
+    wait_until,
 )
 from tests.helpers.requests import ask, noise_image
 
@@ -78,6 +81,40 @@ async def test_text_requests_do_not_wait_for_the_byte_limit_of_images(make_engin
     await running.aclose()
     for task in (tasks[0], tasks[1], tasks[3]):
         assert len((await task)[0][-1].output.token_ids) == 6
+
+
+@pytest.mark.parametrize("slow, quick", [("video", "image"), ("image", "video"), ("video", None), ("image", None)])
+def test_media_of_one_kind_do_not_wait_for_those_of_the_other(slow, quick):
+    may_end, done, lock = threading.Event(), [], threading.Condition()
+    queue = PreparationQueue(lock, lambda: 0)
+    with lock:
+        for number in range(3 * NUM_WORKERS):
+            queue.submit(number, lambda: may_end.wait(60), slow)
+        queue.submit("quick", lambda: done.append("quick"), quick)
+    wait_until(lambda: done, "prepared")
+    with lock:
+        assert queue.num_queued == 2 * NUM_WORKERS
+        queue.discard(3 * NUM_WORKERS - 1)
+        assert queue.num_queued == 2 * NUM_WORKERS - 1
+    may_end.set()
+    wait_until(lambda: queue.num_queued == 0, "begun")
+    queue.shutdown()
+
+
+@pytest.mark.parametrize(
+    "request_, media",
+    [
+        ("text", None),
+        ([1, 2], None),
+        (ask("text"), None),
+        (ask(noise_image(70, 70), "?"), "image"),
+        (ask({"type": "video", "video": "a.mp4"}, "?"), "video"),
+        (ask(noise_image(70, 70), {"type": "video", "video": "a.mp4"}, "?"), "video"),
+        ({"prompt": 5}, None),
+    ],
+)
+def test_the_slowest_media_of_a_request(request_, media):
+    assert slowest_media(request_) == media
 
 
 @async_test
