@@ -11,10 +11,17 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 ORPHAN_SECONDS = 600.0  # an upload that no session has claimed is removed after this time
 MAX_BYTES, MAX_FILES = 8 * 2**30, 20_000  # of all sessions together
 MAX_INCOMING = 50  # uploads at the same time, each of which has its files open until all have arrived
 MAX_PATH_LENGTH = 4096
+PREFIX = "mmvllm-page-"  # of the folder of each process
+STARTING_SECONDS = 60.0  # a folder that is younger may not be locked yet
 
 
 class Uploads:
@@ -118,11 +125,38 @@ class Uploads:
 
 @cache
 def process_uploads() -> Uploads:
-    """The uploads of all pages of this process; their folder is removed when the process exits."""
-    folder = Path(tempfile.mkdtemp(prefix="mmvllm-demo-")).resolve()
+    """The uploads of all pages of this process; their folder is removed when the process exits.
+
+    Where that was not possible, because it was killed, the next process removes the folder.
+    """
+    _remove_left()
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
+    _locked(folder)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["GRADIO_TEMP_DIR"] = str(folder)  # gradio has no other setting for it
     return Uploads(folder)
+
+
+def _remove_left() -> None:
+    """Remove folders whose processes have ended: the system has unlocked them."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError):  # it belongs to another user, or is removed by another process right now
+            if time.time() - folder.stat().st_mtime > STARTING_SECONDS and (lock := _locked(folder)) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """The descriptor of a folder that this process locks until it ends; None if another one has, and on Windows."""
+    if fcntl is None:
+        return None
+    descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return descriptor
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
 
 
 def _is_old(stat: os.stat_result) -> bool:

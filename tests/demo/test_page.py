@@ -203,13 +203,13 @@ def test_the_command_requires_a_login_and_leaves_no_file(tmp_path):
         with httpx.Client() as client:
             client.post(f"{url}login", data={"username": "ann", "password": "secret"}).raise_for_status()
             assert client.get(f"{url}config").json()["title"] == "mmvllm"
-        assert [*tmp_path.glob("mmvllm-demo-*")]
+        assert [*tmp_path.glob("mmvllm-page-*")]
         process.send_signal(signal.SIGTERM)
         said = process.communicate(timeout=60)[1]
     notice, _, said = said.partition("\n")
     assert "bundled demonstration model" in notice
     assert (process.returncode, said) == (0, "")
-    assert [*tmp_path.glob("mmvllm-demo-*")] == []
+    assert [*tmp_path.glob("mmvllm-page-*")] == []
 
 
 @pytest.mark.network
@@ -228,7 +228,7 @@ def test_a_server_with_the_page_exits_quietly(tmp_path):
         0,
         "shutting down: finishing the requests in flight; interrupt again to abort them\n",
     )
-    assert [*tmp_path.glob("mmvllm-demo-*")] == []
+    assert [*tmp_path.glob("mmvllm-page-*")] == []
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import struct
+import tempfile
 import time
 import zlib
 from contextlib import ExitStack
@@ -84,6 +85,23 @@ def test_only_uploaded_files_can_be_claimed(uploads, tmp_path):
             uploads.claim("one", str(path))
     uploads.release("one")
     assert secret.exists()
+
+
+def test_folders_of_killed_pages_are_removed_by_the_next_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(uploads_module.atexit, "register", lambda *_, **__: None)
+    monkeypatch.setenv("GRADIO_TEMP_DIR", "")
+    killed, running, starting, other = (tmp_path / f"mmvllm-{name}" for name in ("page-a", "page-b", "page-c", "d"))
+    for folder in (killed, running, starting, other):
+        (folder / "hash").mkdir(parents=True)
+        (folder / "hash" / "a.png").write_bytes(b"picture")
+        os.utime(folder, None if folder == starting else (0, 0))
+    (tmp_path / "mmvllm-page-link").symlink_to(other)
+    lock = uploads_module._locked(running)
+    own = uploads_module.process_uploads.__wrapped__()
+    assert not killed.exists() and running.exists() and starting.exists() and (other / "hash" / "a.png").exists()
+    assert own.folder.parent == tmp_path and uploads_module._locked(own.folder) is None
+    os.close(lock)
 
 
 def test_unclaimed_files_are_removed_after_a_while(uploads):
