@@ -13,7 +13,10 @@ from mmvllm.text import counted
 
 MAX_SIZE = 1_000_000  # characters, times the numbers of repetitions in braces: these are compiled one by one
 MATCH_SECONDS = 1.0  # of one match
-_COUNTS = regex.compile(r"\{(\d*),?(\d*)\}")
+_COUNTS = regex.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
+_REPEATED_GROUP = regex.compile(r"\)\s*[*+{]")
+_CHOICE = regex.compile(r"[*+{|]|(?<!\()\?")
+MAX_QUICK_CHOICES = 5  # none of them a repeated group: the time is at most the fifth power of a name's length
 
 
 class PatternError(ValueError):
@@ -25,28 +28,42 @@ class PatternError(ValueError):
 
 def compiled(pattern: str) -> regex.Pattern:
     """Compile an expression; raises PatternError."""
-    counts = [int(number[:9]) for match in _COUNTS.finditer(pattern) for number in match.groups() if number]
-    if (size := len(pattern) * prod(max(1, count) for count in counts)) > MAX_SIZE:
+    texts = [text.lstrip("0") for match in _COUNTS.finditer(pattern) for text in match.groups()]
+    counts = [int(text[:9]) for text in texts if text]
+    repeated = prod(counts) if _REPEATED_GROUP.search(pattern) else max(counts, default=1)
+    if (size := len(pattern) * repeated) > MAX_SIZE:
         raise PatternError(pattern, f"has, with its repetitions, {counted(size, 'character')}; {MAX_SIZE} are accepted")
     try:
         return regex.compile(pattern)
-    except (regex.error, RecursionError) as error:
+    except (regex.error, ValueError, RecursionError) as error:
         raise PatternError(pattern, f"is not valid: {error}") from None
 
 
 class Matching:
-    """Matches of the expressions of one file, which take at most `seconds` together."""
+    """Matches of the expressions of one file, which take at most `seconds` together, but for those that are quick."""
 
     def __init__(self, seconds: float):
         self._seconds_left = seconds
+        self._is_quick: dict[regex.Pattern, bool] = {}
 
     def is_match(self, pattern: regex.Pattern, text: str) -> bool:
         """Whether the whole text matches; raises PatternError if that takes too long."""
+        if (is_quick := self._is_quick.get(pattern)) is None:
+            is_quick = self._is_quick[pattern] = _is_quick(pattern.pattern)
+        if is_quick:  # the limit takes ten times as long as the match
+            return pattern.fullmatch(text) is not None
         begin = time.perf_counter()
         try:
-            seconds = min(MATCH_SECONDS, max(0.001, self._seconds_left))
+            if self._seconds_left <= 0:
+                raise TimeoutError
+            seconds = min(MATCH_SECONDS, self._seconds_left)
             return pattern.fullmatch(text, timeout=seconds, concurrent=True) is not None
         except TimeoutError:
             raise PatternError(pattern.pattern, f"takes too long to match {text!r:.200}; write it simpler") from None
         finally:
             self._seconds_left -= time.perf_counter() - begin
+
+
+def _is_quick(pattern: str) -> bool:
+    has_repeated_group = _REPEATED_GROUP.search(pattern) is not None
+    return not has_repeated_group and len(_CHOICE.findall(pattern)) <= MAX_QUICK_CHOICES

@@ -1,9 +1,9 @@
 """Signal handlers, which may raise exceptions anywhere in the main thread: when they run, and when not."""
 
-import _thread
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -49,18 +49,37 @@ def _deferred(number: int, received: list[int]) -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def end_soon(number: int) -> None:
-    """End the program and the processes that it has started, `FORCED_SECONDS` from now at the latest.
+@contextmanager
+def ended_by_second_signal() -> Iterator[None]:
+    """From the second SIGINT or SIGTERM on, the program and its processes end within `FORCED_SECONDS`.
 
-    For a handler's second signal: threads and other processes may wait for what never comes, and Python, as it exits,
-    for them. The exit code is that of a program that the signal has ended, as a shell shows it.
+    Threads and other processes may wait for what never comes, and Python, as it exits, for them. Signals are counted by
+    a thread, so that it does not matter whether the main thread is in a call of C, or defers them. The exit code is
+    that of a program that the signal has ended, as a shell shows it. What runs here has handlers for these signals.
     """
-    # Not a Thread of threading: its locks may be held by what the handler has interrupted.
-    _thread.start_new_thread(_end, (128 + number,))
+    received, waker = socket.socketpair()
+    waker.setblocking(False)
+    threading.Thread(target=_end_at_second, args=(received,), name="mmvllm-signals", daemon=True).start()
+    before = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        waker.close()
+
+
+def _end_at_second(received: socket.socket) -> None:
+    num_signals = 0
+    with received:
+        while data := received.recv(64):
+            for number in data:
+                num_signals += number in (signal.SIGINT, signal.SIGTERM)
+                if num_signals == 2:
+                    time.sleep(FORCED_SECONDS)
+                    _end(128 + number)
 
 
 def _end(code: int) -> None:
-    time.sleep(FORCED_SECONDS)
     with suppress(Exception):
         for process in multiprocessing.active_children():
             process.kill()  # one that is stopped would not notice that its parent has ended
@@ -77,14 +96,23 @@ def run_below_first_process() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, handed_on)  # one that comes now is handed on below
     child = os.fork()
     if child == 0:
-        os.setpgid(0, 0)  # a terminal's Ctrl-C reaches it once, from the first process
+        os.setpgid(0, 0)  # a terminal's Ctrl-C reaches it once
+        if os.isatty(0):  # only the foreground group may read from a terminal
+            signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+            os.tcsetpgrp(0, os.getpgrp())
+            signal.signal(signal.SIGTTOU, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return
     for number in handed_on:
-        signal.signal(number, lambda number, _: os.kill(child, number))
+        signal.signal(number, lambda number, _: _hand_on(child, number))
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     while True:
         ended, status = os.waitpid(-1, 0)
         if ended == child:
             code = os.waitstatus_to_exitcode(status)
             os._exit(code if code >= 0 else 128 - code)
+
+
+def _hand_on(child: int, number: int) -> None:
+    with suppress(ProcessLookupError):  # it has just ended
+        os.kill(child, number)

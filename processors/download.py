@@ -20,7 +20,7 @@ def download(url: str, file: BinaryIO, max_bytes: int, error_class: type[MediaFi
     """Fetch what a URL names into a file; failures, more than `max_bytes` and too long a time are `error_class`."""
     quoted = urllib.parse.quote(url, safe="%/:=&?~#+!$,;'@()*[]")  # keeps existing escapes
     limit = _TimeLimit()
-    opener = urllib.request.build_opener(_handler("http", limit), _handler("https", limit))
+    opener = urllib.request.build_opener(_handler("http", limit), _handler("https", limit), _NoFTP())
     try:
         # Some sites refuse urllib's default user agent.
         request = urllib.request.Request(quoted, headers={"User-Agent": "mmvllm"})
@@ -41,7 +41,8 @@ def download(url: str, file: BinaryIO, max_bytes: int, error_class: type[MediaFi
 class _TimeLimit:
     """Ends the connections of a download when its time is over, whatever they wait for.
 
-    A timeout of the sockets would not: a host that sends a byte now and then never exceeds one.
+    Only a TLS handshake, which has a limit of its own, is not ended. A timeout of the sockets would not do: a host that
+    sends a byte now and then never exceeds one.
     """
 
     def __init__(self):
@@ -50,6 +51,22 @@ class _TimeLimit:
         self._sockets: list[socket.socket] = []
         self._is_done, self._lock = threading.Event(), threading.Lock()
         threading.Thread(target=self._watch, name="mmvllm-download", daemon=True).start()
+
+    def connect(self, address: tuple[str, int], timeout: float, *others: Any) -> socket.socket:
+        """A connection to the first address of a host that answers; all of them share the time that is left."""
+        error: OSError = OSError("its name has no address")
+        for *_, found in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
+            seconds = self._until - time.monotonic()
+            try:
+                connection = socket.create_connection(found[:2], max(0.001, min(timeout, seconds)), *others)
+            except OSError as failed:
+                self.check()
+                error = failed
+            else:
+                connection.settimeout(timeout)
+                self.add(connection)
+                return connection
+        raise error
 
     def add(self, connection: socket.socket) -> None:
         with self._lock:
@@ -78,6 +95,13 @@ class _TimeLimit:
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)  # that of SSL sockets is not for other threads
 
 
+class _NoFTP(urllib.request.FTPHandler):
+    """Refuses redirects to ftp:// URLs, whose connections have no limit."""
+
+    def ftp_open(self, request: urllib.request.Request) -> None:
+        raise OSError("a redirect to an ftp:// URL is not followed")
+
+
 def _handler(scheme: str, limit: _TimeLimit) -> urllib.request.BaseHandler:
     """A handler of urllib whose connections end with the limit."""
     base, connection_class = {
@@ -88,14 +112,7 @@ def _handler(scheme: str, limit: _TimeLimit) -> urllib.request.BaseHandler:
     class Connection(connection_class):
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
-            create = self._create_connection
-
-            def create_and_add(*args: Any, **kwargs: Any) -> socket.socket:
-                connection = create(*args, **kwargs)
-                limit.add(connection)  # a proxy answers before `connect` returns
-                return connection
-
-            self._create_connection = create_and_add
+            self._create_connection = limit.connect  # a proxy answers before `connect` returns
 
         def connect(self) -> None:
             super().connect()

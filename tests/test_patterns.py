@@ -3,6 +3,7 @@
 import re
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -20,6 +21,7 @@ SLOW = r"(?:\w|\w\w|.)*\d"  # takes longer than anybody waits
         r"^(?!.*(?:visual|merger)).*(?:q_proj|o_proj).*",  # LLaMA-Factory
         r"^(model\.language_model(?=\.).*\.(q_proj|o_proj))$",  # ms-swift
         r".*layers\.\d{1,2}\.self_attn\..*",
+        "|".join([r"layers\.0\.[a-z]{1,9}"] * 20),
         r"model\.visual.*",
         "",
     ],
@@ -43,6 +45,10 @@ def test_some_that_python_never_ends_are_quick(pattern):
         ("a{3,1000000000}", "has, with its repetitions"),
         ("((a{1000}){1000}){1000}", "has, with its repetitions"),
         (f"a{{{'9' * 5000}}}", "has, with its repetitions"),
+        (f"a{{{'0' * 20}{'9' * 20}}}", "has, with its repetitions"),
+        ("((a{000000000000500}){000000000000500}){000000000000500}", "has, with its repetitions"),
+        ("(?x)((a{ 500 }) { 500 }){ 500}", "has, with its repetitions"),
+        ("(?au)a", "is not valid: "),
         ("a" * (MAX_SIZE + 1), "has, with its repetitions, 1000001 characters"),
     ],
 )
@@ -54,22 +60,33 @@ def test_expressions_that_are_not_valid_or_too_large_are_refused_at_once(pattern
 
 
 def test_a_match_that_takes_too_long_ends_and_others_go_on_meanwhile(monkeypatch):
-    monkeypatch.setattr(patterns_module, "MATCH_SECONDS", 0.2)
-    ticks, is_over = [], threading.Event()
+    monkeypatch.setattr(patterns_module, "MATCH_SECONDS", 0.3)
+    errors, num_turns = [], 0
 
-    def tick() -> None:
-        while not is_over.wait(0.001):
-            ticks.append(time.monotonic())
+    def match() -> None:
+        with pytest.raises(PatternError) as raised:
+            Matching(5.0).is_match(compiled(SLOW), NAME)
+        errors.append(str(raised.value))
 
-    thread = threading.Thread(target=tick)
+    thread = threading.Thread(target=match)
     thread.start()
+    while thread.is_alive():
+        time.sleep(0.001)
+        num_turns += 1
+    assert errors == [f"the expression {SLOW!r} takes too long to match '{NAME}'; write it simpler"]
+    assert num_turns > 2  # the interpreter's lock was free
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"(?:\w\w?|.)" * 24 + r"\d\d\d", ".?" * 60 + "." * 40 + r"\d\d", r".*" * 20 + r"\d[A-Z]", SLOW],
+)
+def test_expressions_without_a_repeated_group_are_limited_too(pattern, monkeypatch):
+    monkeypatch.setattr(patterns_module, "MATCH_SECONDS", 0.1)
     begin = time.monotonic()
-    with pytest.raises(PatternError, match=re.escape(f"the expression {SLOW!r} takes too long to match '{NAME}'")):
-        Matching(5.0).is_match(compiled(SLOW), NAME)
-    end = time.monotonic()
-    is_over.set()
-    thread.join()
-    assert len([at for at in ticks if begin < at < end]) > 5  # the interpreter's lock is free
+    with suppress(PatternError):
+        assert not Matching(0.1).is_match(compiled(pattern), NAME)
+    assert time.monotonic() - begin < 2
 
 
 def test_all_matches_of_a_file_share_their_time(monkeypatch):
@@ -78,4 +95,7 @@ def test_all_matches_of_a_file_share_their_time(monkeypatch):
     for _ in range(20):
         with pytest.raises(PatternError):
             matching.is_match(compiled(SLOW), NAME)
+    with pytest.raises(PatternError):
+        matching.is_match(compiled(r"(?:\w)*"), NAME)
     assert time.monotonic() - begin < 1.5  # not 2
+    assert not matching.is_match(compiled(r".*visual.*"), NAME)

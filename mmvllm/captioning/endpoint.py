@@ -21,7 +21,7 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds before another try; each is about twice as long as the one before
 LONGEST_RETRY_AFTER = 300.0  # seconds that a server may ask for
 CONNECT_SECONDS = 10.0
-SHORTEST_SECRET = 6  # characters; keys such as "none" are no secret, and may be parts of other words
+SHORTEST_SECRET = 8  # characters; keys such as "none" are no secret, and may be parts of other words
 _AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _FINISH_REASONS = {"stop": "eos"}  # by the name that a record gives them; others are the same
 
@@ -38,7 +38,8 @@ class Endpoint:
     """A model behind an OpenAI-compatible server; may be used by several threads.
 
     The API key is read from the environment variable OPENAI_API_KEY; it is sent to the server, and written nowhere: in
-    the texts of errors, also those that the server gives, stars are in its place. So it is with a password in the URL.
+    the texts of errors, also those that the server gives, stars are in its place, if it has eight characters. So it is
+    with a password or a token in the URL.
 
     Args:
         url: of the server, with or without /v1.
@@ -52,8 +53,9 @@ class Endpoint:
     def __init__(self, url: str, model: str | None = None, timeout: float = 300.0, max_retries: int = 5):
         key, base_url = os.environ.get(KEY_VARIABLE, "").strip(), _base_url(url)
         headers = {"Authorization": f"Bearer {check_key(KEY_VARIABLE, key)}"} if key else {}
-        raw_password = base_url.userinfo.partition(b":")[2].decode()
-        self._secrets = [text for text in (key, base_url.password, raw_password) if len(text) >= SHORTEST_SECRET]
+        raw = base_url.userinfo.decode()  # USER:PASSWORD, or a token alone
+        passwords = (base_url.password or base_url.username, raw.partition(":")[2] or raw)
+        self._secrets = [text for text in (key, *passwords) if len(text) >= SHORTEST_SECRET]
         self._max_retries = max_retries
         self._is_stopped = threading.Event()
         self._client = httpx.Client(
@@ -110,7 +112,9 @@ class Endpoint:
             raise ArgumentError("{endpoint} does not list its models; give {endpoint_model}")
         if model is not None and names and model not in names:
             raise ArgumentError(
-                "{endpoint} has no model {model!r}; it has {names}", model=model, names=", ".join(names[:20])
+                "{endpoint} has no model {model!r}; it has {names}",
+                model=model,
+                names=self._hidden(", ".join(names[:20])),
             )
         return model or names[0]
 

@@ -3,7 +3,7 @@
 import argparse
 import asyncio
 import signal
-import threading
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,7 +21,9 @@ from mmvllm.cli.common import (
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 from mmvllm.cli.media import add_image_arguments, add_video_arguments, media_policy
 from mmvllm.cli.ports import listen, port
-from mmvllm.signals import end_soon
+from mmvllm.signals import ended_by_second_signal
+
+POLL_SECONDS = 0.1  # between looks whether a signal has come
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,40 +108,35 @@ def run(args: argparse.Namespace) -> int:
         chat_template_kwargs=args.chat_template_kwargs or {},
     )
     decoder = MediaDecoder(policy)
-    try:
-        page = build_page(engine, settings, decoder)
-        decoder.start()
-        page.launch(
-            server_name=args.host,
-            server_port=args.port or None,  # None: Gradio's own range, from 7860
-            share=args.share,
-            auth=auth,
-            prevent_thread_lock=True,
-            quiet=True,
-            **launch_options(page),
-        )
-        signalled = _signalled()
-        print(f"mmvllm demo: {page.share_url or page.local_url} (Ctrl-C ends it)", flush=True)
-        while not signalled.wait(1):  # Windows does not interrupt a wait
-            pass
-        page.close(verbose=False)
-    finally:
-        asyncio.run(engine.shutdown(drain=False))
-        decoder.close()
+    with ended_by_second_signal():
+        try:
+            page = build_page(engine, settings, decoder)
+            decoder.start()
+            page.launch(
+                server_name=args.host,
+                server_port=args.port or None,  # None: Gradio's own range, from 7860
+                share=args.share,
+                auth=auth,
+                prevent_thread_lock=True,
+                quiet=True,
+                **launch_options(page),
+            )
+            received = _received_signals()
+            print(f"mmvllm demo: {page.share_url or page.local_url} (Ctrl-C ends it)", flush=True)
+            while not received:
+                time.sleep(POLL_SECONDS)
+            page.close(verbose=False)
+        finally:
+            asyncio.run(engine.shutdown(drain=False))
+            decoder.close()
     return 0
 
 
-def _signalled() -> threading.Event:
-    """An event that is set by SIGINT or SIGTERM from now on; the second one ends the process soon."""
-    received = threading.Event()
-
-    def handle(number: int, _) -> None:
-        if received.is_set():
-            end_soon(number)
-        received.set()
-
+def _received_signals() -> list[int]:
+    """A list to which each SIGINT or SIGTERM is added from now on."""
+    received: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handle)
+        signal.signal(number, lambda number, _: received.append(number))
     return received
 
 

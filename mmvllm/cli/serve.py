@@ -24,7 +24,7 @@ from mmvllm.cli.serve_ray import add_ray_arguments, ray_options, run_on_ray
 from mmvllm.media import MediaPolicy
 from mmvllm.models.folder import model_name
 from mmvllm.server.settings import ServerSettings
-from mmvllm.signals import end_soon
+from mmvllm.signals import ended_by_second_signal
 from mmvllm.tracing import check_endpoint
 
 DEFAULTS = ServerSettings(model_names=())
@@ -211,8 +211,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"{settings.model_names[0]} is served at {url}/v1{page}")
 
         app = build_app(engine, settings)
-        server = make_server(app, engine, args.drain_timeout, args.access_log, tell, end_soon)
-        with without_old_objects():
+        server = make_server(app, engine, args.drain_timeout, args.access_log, tell)
+        with without_old_objects(), ended_by_second_signal():
             server.run([listener])
     return 0
 

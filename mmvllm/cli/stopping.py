@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from mmvllm.signals import end_soon
+from mmvllm.signals import ended_by_second_signal
 
 if TYPE_CHECKING:
     from mmvllm.captioning.run import CaptionRun
@@ -20,7 +20,6 @@ def stopping(job: "CaptionRun") -> Iterator[list[int]]:
     def stop(number: int, _) -> None:
         received.append(number)
         if len(received) > 1:
-            end_soon(number)
             raise KeyboardInterrupt
         job.stop()
         # Not print, because the signal may interrupt another print.
@@ -28,7 +27,8 @@ def stopping(job: "CaptionRun") -> Iterator[list[int]]:
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield received
+        with ended_by_second_signal():
+            yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

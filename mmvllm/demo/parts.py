@@ -10,6 +10,7 @@ class FileParts:
     """A multipart body of at most `max_files` files and no other fields.
 
     Gradio itself would hold a field in memory, and a file open for each of a thousand parts until the last has come.
+    Raises ValueError for the type of another body.
     """
 
     def __init__(self, content_type: str, max_files: int):
@@ -17,8 +18,11 @@ class FileParts:
         self._name, self._value, self._disposition = b"", b"", b""
         on_data = {"on_header_field": self._on_header_field, "on_header_value": self._on_header_value}
         on_end = {"on_header_end": self._on_header_end, "on_headers_finished": self._on_headers_finished}
-        boundary = parse_options_header(content_type)[1].get(b"boundary", b"")
-        self._parser = MultipartParser(boundary, {"on_part_begin": self._on_part_begin, **on_data, **on_end})
+        kind, options = parse_options_header(content_type)
+        if kind != b"multipart/form-data" or b"charset" in options:  # which gradio would decode with
+            raise ValueError("Send the files as multipart/form-data")
+        callbacks = {"on_part_begin": self._on_part_begin, **on_data, **on_end}
+        self._parser = MultipartParser(options.get(b"boundary", b""), callbacks)
 
     def add(self, data: bytes) -> None:
         """Take the next bytes of the body; raises MultiPartException or MultipartParseError, which gradio answers."""

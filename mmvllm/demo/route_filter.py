@@ -125,11 +125,12 @@ class DemoRouteFilter:
             await send({"type": "http.response.body", "body": b""})
 
     async def _upload(self, num_bytes: int, scope: Scope, receive: Receive, send: Send) -> None:
-        parts = None
+        try:
+            parts = FileParts(Headers(scope=scope).get("content-type", ""), self._settings.max_files)
+        except ValueError as error:
+            return await PlainTextResponse(str(error), 400)(scope, receive, send)
 
         async def receive_files() -> Message:
-            nonlocal parts
-            parts = parts or FileParts(Headers(scope=scope).get("content-type", ""), self._settings.max_files)
             message = await receive()
             parts.add(message.get("body", b""))
             return message

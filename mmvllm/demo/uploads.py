@@ -18,7 +18,7 @@ except ImportError:  # Windows
 
 ORPHAN_SECONDS = 600.0  # an upload that no session has claimed is removed after this time
 MAX_BYTES, MAX_FILES = 8 * 2**30, 20_000  # of all sessions together
-MAX_INCOMING = 50  # uploads at the same time, each of which has its files open until all have arrived
+MAX_INCOMING_FILES = 500  # of all uploads that arrive at the same time, and are open until all of an upload are there
 MAX_PATH_LENGTH = 4096
 PREFIX = "mmvllm-page-"  # of the folder of each process
 STARTING_SECONDS = 60.0  # a folder that is younger may not be locked yet
@@ -97,9 +97,9 @@ class Uploads:
 
         An upload that is completed during the scan of the folder may be counted twice, but never not at all.
         """
-        if len(self._incoming) > MAX_INCOMING:
-            return False
         num_bytes, num_files = map(sum, zip(*self._incoming, strict=True))
+        if num_files > MAX_INCOMING_FILES and len(self._incoming) > 1:
+            return False
         sizes = await asyncio.to_thread(lambda: [stat.st_size for _, stat in self._files()])
         return len(sizes) + num_files <= MAX_FILES and sum(sizes) + num_bytes <= MAX_BYTES
 
@@ -108,7 +108,7 @@ class Uploads:
 
     def _remove_empty_folders(self) -> None:
         """Remove folders that gradio has made for files with an invalid name."""
-        for folder in self.folder.iterdir():
+        for folder in self.folder.glob("*"):
             with suppress(OSError):  # it has files
                 if _is_old(folder.stat()):
                     folder.rmdir()
@@ -131,7 +131,8 @@ def process_uploads() -> Uploads:
     """
     _remove_left()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
-    _locked(folder)
+    with suppress(OSError):  # a file system without locks
+        _locked(folder)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["GRADIO_TEMP_DIR"] = str(folder)  # gradio has no other setting for it
     return Uploads(folder)
@@ -150,7 +151,7 @@ def _locked(folder: Path) -> int | None:
     """The descriptor of a folder that this process locks until it ends; None if another one has, and on Windows."""
     if fcntl is None:
         return None
-    descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return descriptor

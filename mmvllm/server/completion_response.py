@@ -127,11 +127,11 @@ class CompletionResponse(Response):
             async with aclosing(_merged(self._streams(load))) as deltas:
                 async for prompt, delta in deltas:
                     _check(delta)
-                    self._job.builder.count(delta, self._job.streams)
                     if self._job.pooling is None:
                         self._metrics.observe(delta)
                     if delta.output is not None:
                         self._record.outputs.append(delta.output)
+                    self._job.builder.count(delta, self._job.streams)
                     yield prompt * self._job.params.n + delta.index, delta
 
     def _streams(self, load: Load) -> list[AsyncGenerator[Delta, None]]:

@@ -116,7 +116,8 @@ class ResponseBuilder:
         if self.num_values > MAX_LOGPROBS_OF_RESPONSE:
             field = self.logprobs_field if self._prompt_logprobs is None else "prompt_logprobs"
             message = f"more than {MAX_LOGPROBS_OF_RESPONSE} log-probabilities are not put into a response"
-            raise ApiError(400, f"{message}; lower {field}, n, or the number of prompts or tokens", param=field)
+            remedy = f"lower {field}, n, or the number of prompts or tokens, or have the response streamed"
+            raise ApiError(400, f"{message}; {remedy}", param=field)
 
     @property
     def _num_per_prompt_token(self) -> int:

@@ -18,21 +18,11 @@ SEND_SECONDS_IF_FORCED = 0.5  # the same, after a second signal
 
 
 class GracefulServer(uvicorn.Server):
-    """Drains on the first SIGINT or SIGTERM, aborts requests in flight on the second; `run` then returns normally.
+    """Drains on the first SIGINT or SIGTERM, aborts requests in flight on the second; `run` then returns normally."""
 
-    `on_forced` is called with the second signal.
-    """
-
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        engine: AsyncLLM,
-        drain_seconds: float,
-        on_ready: Callable[[str], None],
-        on_forced: Callable[[int], None],
-    ):
+    def __init__(self, config: uvicorn.Config, engine: AsyncLLM, drain_seconds: float, on_ready: Callable[[str], None]):
         super().__init__(config)
-        self._engine, self._drain_seconds, self._on_ready, self._on_forced = engine, drain_seconds, on_ready, on_forced
+        self._engine, self._drain_seconds, self._on_ready = engine, drain_seconds, on_ready
         self._forced = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -43,7 +33,6 @@ class GracefulServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
-            self._on_forced(sig)
             self._loop.call_soon_threadsafe(self._forced.set)
         else:
             message = "shutting down: finishing the requests in flight; interrupt again to abort them"
@@ -71,12 +60,7 @@ class GracefulServer(uvicorn.Server):
 
 
 def make_server(
-    app: FastAPI,
-    engine: AsyncLLM,
-    drain_seconds: float,
-    access_log: bool,
-    on_ready: Callable[[str], None],
-    on_forced: Callable[[int], None],
+    app: FastAPI, engine: AsyncLLM, drain_seconds: float, access_log: bool, on_ready: Callable[[str], None]
 ) -> GracefulServer:
     """A server whose `run([listener])` returns after SIGINT or SIGTERM; `on_ready` is called with the URL."""
     config = uvicorn.Config(
@@ -93,4 +77,4 @@ def make_server(
     )
     if access_log:
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
-    return GracefulServer(config, engine, drain_seconds, on_ready, on_forced)
+    return GracefulServer(config, engine, drain_seconds, on_ready)

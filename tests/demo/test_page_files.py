@@ -272,8 +272,13 @@ def test_an_upload_is_refused_at_its_first_part_that_is_not_one_of_few_files(bod
     until(lambda: everything(process_uploads().folder) == before)
 
 
+FORM = "multipart/form-data"
+NO_FORMS = ["text/plain", FORM, f"{FORM}; boundary=", "x" * 1000, f"{FORM}; boundary={'x' * 257}"]
+NO_FORMS += [f"{FORM}; charset=undefined; boundary=x", f"{FORM}; charset=utf-16; boundary=x"]
+
+
 @pytest.mark.network
-@pytest.mark.parametrize("about", ["text/plain", "multipart/form-data", "multipart/form-data; boundary=", "x" * 1000])
+@pytest.mark.parametrize("about", NO_FORMS)
 def test_an_upload_that_is_no_form_is_refused(about, page):
     assert begin_upload(page, FILE_PART, about).startswith("HTTP/1.1 4")
 

@@ -39,6 +39,8 @@ def messages(route_filter: DemoRouteFilter, path: str, method: str = "POST", rec
     async def send(message):
         sent.append(message)
 
+    if path == UPLOAD:
+        headers = {"content_type": "multipart/form-data; boundary=x"} | headers
     raw = [(name.replace("_", "-").encode(), str(value).encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": method, "path": path, "headers": raw}
     asyncio.run(route_filter(scope, receive, send))
@@ -124,6 +126,7 @@ def test_concurrent_uploads_share_the_space(route_filter):
     async def both():
         route_filter.app = slow
         headers = [(b"content-length", str(3 * MAX_BODY_BYTES).encode())]
+        headers += [(b"content-type", b"multipart/form-data; boundary=x")]
         scope = {"type": "http", "method": "POST", "path": UPLOAD, "headers": headers}
         await asyncio.wait_for(asyncio.gather(route_filter(scope, None, send), route_filter(scope, None, send)), 20)
 

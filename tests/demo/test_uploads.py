@@ -13,7 +13,7 @@ import pytest
 
 from mmvllm.demo import uploads as uploads_module
 from mmvllm.demo.images import UploadedImage, UploadError
-from mmvllm.demo.uploads import MAX_INCOMING, ORPHAN_SECONDS, Uploads
+from mmvllm.demo.uploads import MAX_INCOMING_FILES, ORPHAN_SECONDS, Uploads
 from mmvllm.media import MediaPolicy
 from mmvllm.processors.image import ImageProcessor
 from mmvllm.processors.load_video import Load
@@ -97,6 +97,8 @@ def test_folders_of_killed_pages_are_removed_by_the_next_one(tmp_path, monkeypat
         (folder / "hash" / "a.png").write_bytes(b"picture")
         os.utime(folder, None if folder == starting else (0, 0))
     (tmp_path / "mmvllm-page-link").symlink_to(other)
+    os.mkfifo(tmp_path / "mmvllm-page-fifo")
+    os.utime(tmp_path / "mmvllm-page-fifo", (0, 0))
     lock = uploads_module._locked(running)
     own = uploads_module.process_uploads.__wrapped__()
     assert not killed.exists() and running.exists() and starting.exists() and (other / "hash" / "a.png").exists()
@@ -155,8 +157,9 @@ def test_the_number_of_files_is_limited(uploads, monkeypatch):
 
 
 def test_the_number_of_uploads_at_the_same_time_is_limited(uploads):
-    assert has_room(uploads, *[(1, 1)] * MAX_INCOMING) and not has_room(uploads, *[(1, 1)] * (MAX_INCOMING + 1))
-    assert has_room(uploads, (1, 1))
+    files = MAX_INCOMING_FILES // 5
+    assert has_room(uploads, *[(1, files)] * 5) and not has_room(uploads, *[(1, files)] * 6)
+    assert has_room(uploads, (1, MAX_INCOMING_FILES + 1))  # of one question that has as many
 
 
 def test_empty_folders_are_removed(uploads):

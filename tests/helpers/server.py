@@ -61,9 +61,7 @@ def serving(engine: AsyncLLM, drain_seconds: float = 20.0, **settings) -> Iterat
     app = make_app(engine, **settings)
     urls: list[str] = []
     is_ready = threading.Event()
-    server = make_server(
-        app, engine, drain_seconds, False, lambda url: (urls.append(url), is_ready.set()), lambda _: None
-    )
+    server = make_server(app, engine, drain_seconds, False, lambda url: (urls.append(url), is_ready.set()))
     thread = threading.Thread(target=server.run, args=([listen("127.0.0.1", 0)],))
     thread.start()
     try:

@@ -64,6 +64,7 @@ def install() -> None:
             setattr(modules[parent], own, module)
     modules[""].__version__ = "0.28.0"
     modules[""].__file__ = __file__
+    modules[".io"].ImageReadMode = modules[".io"].decode_image = None
     modules[".transforms"].InterpolationMode = InterpolationMode
     modules[".transforms.functional"].resize = resize
     modules[".transforms.functional"].pil_to_tensor = None

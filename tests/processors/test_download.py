@@ -104,6 +104,33 @@ def test_redirects_that_never_end_their_heads(host):
     other.close()
 
 
+def test_a_redirect_to_ftp_is_not_followed(host):
+    other = Host(
+        f"HTTP/1.1 302 Found\r\nLocation: {host.url.replace('http', 'ftp')}/b.png\r\nContent-Length: 0\r\n\r\n"
+    )
+    with pytest.raises(ImageError, match="a redirect to an ftp:// URL is not followed"):
+        load_image(f"{other.url}/a.png")
+    other.close()
+
+
+def test_all_addresses_of_a_host_share_the_time(monkeypatch):
+    """A listener whose queue is full answers nothing, as a host that is down."""
+    monkeypatch.setattr(download_module, "DOWNLOAD_SECONDS", 0.4)
+    with socket.socket() as full, socket.socket() as first:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        first.connect(full.getsockname())
+        dead = (socket.AF_INET, socket.SOCK_STREAM, 6, "", full.getsockname())
+        monkeypatch.setattr(
+            socket, "getaddrinfo", lambda host, *_, **__: [dead] * (50 if host == "many.example" else 1)
+        )
+        monkeypatch.setenv("no_proxy", "many.example")
+        begin = time.monotonic()
+        with pytest.raises(ImageError, match="cannot be fetched"):
+            load_image("http://many.example/a.png")
+        assert time.monotonic() - begin < 10
+
+
 @pytest.mark.parametrize("length", [f"Content-Length: {len(PNG)}", "Connection: close"])
 def test_what_arrives_in_time_is_whole(length, monkeypatch):
     monkeypatch.setattr(download_module, "DOWNLOAD_SECONDS", 60.0)
