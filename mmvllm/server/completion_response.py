@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -73,7 +74,7 @@ class CompletionResponse(Response):
                     first = index - delta.index
                     for choice in choices[first : first + job.params.n]:
                         choice.output = delta.output
-        content = await self._made(self._content, choices)
+        content = await self._made(partial(self._content, choices))
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": content})
@@ -81,11 +82,11 @@ class CompletionResponse(Response):
     def _content(self, choices: Sequence[ChoiceBuffer]) -> bytes:
         return self._job.builder.whole(choices, usage_of(self._record.outputs)).model_dump_json().encode()
 
-    async def _made(self, make: Callable[..., T], *arguments: Any) -> T:
+    async def _made(self, make: Callable[[], T]) -> T:
         """What `make` returns, which a thread calls if it takes long: the event loop goes on meanwhile."""
         if self._job.builder.num_values < MANY_VALUES:
-            return make(*arguments)
-        return await asyncio.get_running_loop().run_in_executor(_MAKING, make, *arguments)
+            return make()
+        return await asyncio.get_running_loop().run_in_executor(_MAKING, make)
 
     async def _stream(self, send: Send) -> None:
         async with aclosing(self._deltas()) as deltas, EventStream(send) as events:
@@ -115,7 +116,8 @@ class CompletionResponse(Response):
                 has_started = True
                 for chunk in job.builder.first_chunks(job.num_choices, delta):
                     await events.data(chunk | usage)
-            for chunk in await self._made(job.builder.chunks, index, delta):
+            make = partial(job.builder.chunks, index, delta)
+            for chunk in await self._made(make) if delta.prompt_logprobs else make():  # others are small
                 await events.data(chunk | usage)
         for chunk in job.builder.last_chunks(usage_of(self._record.outputs), job.includes_usage):
             await events.data(chunk)

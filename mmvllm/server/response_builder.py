@@ -14,7 +14,7 @@ from mmvllm.server.responses import Usage
 
 FINISH_REASONS = {None: None, "eos": "stop", "stop": "stop", "length": "length", "repetition": "repetition"}
 NO_LOGPROB = -9999.0  # JSON has no infinity
-MAX_LOGPROBS_OF_RESPONSE = 2**18  # of all tokens and the likely ones beside them; as JSON, 20 MB
+MAX_LOGPROBS_OF_RESPONSE = 2**17  # of all tokens and the likely ones beside them: validating them takes a second
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
@@ -106,7 +106,7 @@ class ResponseBuilder:
     def count(self, delta: Delta, is_streamed: bool) -> None:
         """Add the log-probabilities of a delta to `num_values`; in a stream, those of the prompt alone.
 
-        Raises ApiError above `MAX_LOGPROBS_OF_RESPONSE`, which take a second to make.
+        Raises ApiError above `MAX_LOGPROBS_OF_RESPONSE`.
         """
         prompt, entries = (delta, ()) if is_streamed else (delta.output, delta.logprobs or ())
         if prompt is not None:
