@@ -102,11 +102,11 @@ from mmvllm.worker_start import start_process
 from tests.helpers import tasks
 
 if __name__ == "__main__":
-    child = start_process(tasks.sleep, (1234, sys.argv[1]), is_daemon=True)
+    child = start_process(tasks.sleep, (1234,), is_daemon=True)
     pool = ThreadPoolExecutor(1)
     pool.submit(time.sleep, 1234)  # Python waits for it at its end
     stop = lambda: print("stopping", file=sys.stderr, flush=True)
-    with stopping(SimpleNamespace(stop=stop)), {"deferred": signals_deferred, "handled": nullcontext}[sys.argv[2]]():
+    with stopping(SimpleNamespace(stop=stop)), {"deferred": signals_deferred, "handled": nullcontext}[sys.argv[1]]():
         print(child.pid, flush=True)
         time.sleep(1234)
 """
@@ -119,17 +119,20 @@ if __name__ == "__main__":
 def test_a_second_signal_ends_the_program_and_its_processes_whatever_they_wait_for(number, how, tmp_path):
     env, script = os.environ | {"PYTHONPATH": str(ROOT)}, tmp_path / "script.py"
     script.write_text(WAITING)
-    command = [sys.executable, str(script), str(tmp_path / "begun"), how]
+    command = [sys.executable, str(script), how]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        child = int(process.stdout.readline())
-        os.kill(child, signal.SIGSTOP)  # as one that waits for a lost device, it does not notice its parent's end
-        process.send_signal(number)
-        assert how == "deferred" or "stopping" in process.stderr.readline()
-        process.send_signal(number)
-        while how == "deferred" and process.poll() is None:  # two that come at the same time are one
+        try:
+            child = int(process.stdout.readline())
+            os.kill(child, signal.SIGSTOP)  # as one that waits for a lost device, it does not notice its parent's end
             process.send_signal(number)
-            time.sleep(0.2)
-        assert process.wait(30) == 128 + number
+            assert how == "deferred" or "stopping" in process.stderr.readline()
+            process.send_signal(number)
+            while how == "deferred" and process.poll() is None:  # two that come at the same time are one
+                process.send_signal(number)
+                time.sleep(0.2)
+            assert process.wait(30) == 128 + number
+        finally:
+            process.kill()
     wait_until_gone([child])
 
 

@@ -47,7 +47,7 @@ def test_an_image_over_the_time_limit_is_refused_by_name(engine, slow):
 def test_a_deadline_ends_decoding(engine, slow):
     app = make_app(engine, media=MediaPolicy(image_timeout=300), request_timeout=1)
     assert call(app, "POST", CHAT, json=slow).status_code == 504
-    wait_for(lambda: is_idle(engine) and not engine._preparation._num_preparing)
+    wait_for(lambda: is_idle(engine) and not engine._preparation._num_preparing.total())
 
 
 def test_clients_that_hang_up_do_not_delay_others(make_engine, slow):

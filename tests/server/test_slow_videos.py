@@ -50,7 +50,7 @@ def test_a_video_over_the_time_limit_is_refused_by_name(engine, slow):
 def test_a_deadline_ends_decoding(engine, slow):
     app = make_app(engine, media=PATIENT, request_timeout=1)
     assert call(app, "POST", CHAT, json=slow).status_code == 504
-    wait_for(lambda: is_idle(engine) and not engine._preparation._num_preparing)
+    wait_for(lambda: is_idle(engine) and not engine._preparation._num_preparing.total())
 
 
 def test_a_deadline_ends_fetching(engine, monkeypatch):
