@@ -9,7 +9,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command in a process of its own, and return its exit code.
 
     Until a command handles SIGINT itself, Ctrl-C ends the process at once, without a traceback: wherever Python raised
-    KeyboardInterrupt, in the middle of an import say, there is nothing to clean up yet. So it is with SIGTERM.
+    KeyboardInterrupt, in the middle of an import say, there is nothing to clean up yet. SIGTERM does the same.
     """
     if os.name == "posix" and os.getpid() == 1:
         from mmvllm.signals import run_below_first_process

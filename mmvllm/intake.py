@@ -228,7 +228,7 @@ class Prepared:
 class PreparationQueue:
     """Prepares requests that are given one by one; text is prepared at once, media when there is room.
 
-    Images and videos have places of their own: a few videos may take minutes.
+    Images and videos are limited separately, since a few videos may take minutes.
 
     Args:
         lock: the caller's, held around every call and taken by the workers.

@@ -1,7 +1,7 @@
 """The frames of one video stream by PyAV, in the order in which they are shown, with seeks to keyframes.
 
-What FFmpeg cannot decode is passed over, until there are too many errors one after the other. Nothing else here bounds
-time or memory: frames are yielded one by one.
+Packets that FFmpeg cannot decode are skipped; too many consecutive errors end the stream. Nothing else here bounds time
+or memory: frames are yielded one by one.
 """
 
 from bisect import bisect_left
@@ -15,8 +15,8 @@ from mmvllm.processors.clip import MAX_FPS, is_later_shown
 from mmvllm.processors.display_matrix import display_matrix, upright, upright_size
 
 SEEKABLE = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "avi")  # whose times and keyframes are reliable
-MAX_ERRORS = 64  # one after the other, of the container
-MAX_DECODER_ERRORS = 1000  # the same of the decoder: more packets than a recording has that begins between keyframes
+MAX_ERRORS = 64  # consecutive errors of the container
+MAX_DECODER_ERRORS = 1000  # consecutive; more than the packets before the first keyframe of a cut recording
 MAX_RETREATS = 3  # keyframes that turn out to be shown too late, before a video is read without seeking
 
 

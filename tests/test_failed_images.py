@@ -42,7 +42,7 @@ def live_images() -> int:
 @pytest.fixture
 def num_images() -> Iterator[int]:
     """The number of PIL images before the test, which runs without garbage collections."""
-    Image.init()  # one of Pillow's plugins has an image of its own
+    Image.init()  # the Palm plugin creates an image when it is loaded
     gc.collect()
     gc.disable()
     yield live_images()

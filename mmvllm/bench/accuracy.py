@@ -1,7 +1,7 @@
 """The rule for errors of kernels: against float64, they are at most twice those of plain torch in the same dtype.
 
 One value says little: the largest of two samples of the same errors differ by chance, and a bound that allows for this
-hides errors of common values. So the rule compares the 99.9 % quantile, or of few values the tenth largest, and bounds
+hides errors of common values. So the rule compares the 99.9 % quantile (the tenth largest of a small sample) and bounds
 the largest error more widely. An error is counted in units of the largest value of its row, so that rows of small
 values count as much as others.
 """
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 NUM_VALUES = 10_000  # that a test on a GPU compares at least, with errors that are a matter of chance
-PER_QUANTILE = 1_000  # one value in so many lies above the quantile
-FEW = 10  # values at least lie above the quantile, unless they are more than 1 % of all
+PER_QUANTILE = 1_000  # one value in 1,000 lies above the quantile
+FEW = 10  # minimum number of values above the quantile, but at most 1 % of all values
 QUANTILE_FACTOR = 2.0
 LARGEST_FACTOR = 4.0
 

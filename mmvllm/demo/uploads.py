@@ -127,7 +127,7 @@ class Uploads:
 def process_uploads() -> Uploads:
     """The uploads of all pages of this process; their folder is removed when the process exits.
 
-    Where that was not possible, because it was killed, the next process removes the folder.
+    If the process was killed, the next one removes the folder.
     """
     _remove_left()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()

@@ -137,7 +137,7 @@ def _read_tensors(folder: Path) -> dict[tuple[str, str], Tensor]:
 
 
 def _targeted(modules: list[str], targets: Any, matching: Matching) -> list[str]:
-    """The modules that target_modules stands for."""
+    """The modules that match target_modules."""
     if targets == "all-linear":
         return modules
     if isinstance(targets, str):

@@ -104,7 +104,7 @@ class ResponseBuilder:
         self._returns_token_ids, self.num_values = returns_token_ids, 0
 
     def count(self, delta: Delta, is_streamed: bool) -> None:
-        """Add the log-probabilities of a delta to `num_values`; in a stream, those of the prompt alone.
+        """Add the log-probabilities of a delta to `num_values`; a stream counts only the echoed prompt.
 
         Raises ApiError above `MAX_LOGPROBS_OF_RESPONSE`.
         """

@@ -10,7 +10,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.b
 
 
 class Draw:
-    """Attention of one query on random keys, for so many sequences that the rule has `num_values` values."""
+    """Attention of one query on random keys, for enough sequences to give the rule `num_values` values."""
 
     def __init__(self, seed: int, dtype: torch.dtype, num_values: int = NUM_VALUES):
         generator = torch.Generator().manual_seed(seed)

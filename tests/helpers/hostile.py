@@ -65,7 +65,7 @@ def slow_video(number: int = 30) -> bytes:
 
 
 def with_samples(mp4: bytes, number: int) -> bytes:
-    """An MP4 file whose index declares so many samples, of one byte each."""
+    """An MP4 file whose index declares `number` samples of one byte each."""
     data = bytearray(mp4)
     for box, offset, values in (
         (b"stsz", 4, (1, number)),  # their size and number

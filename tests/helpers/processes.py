@@ -14,7 +14,7 @@ def spawned(pid: int | None = None, recursive: bool = False) -> list[psutil.Proc
     """
     found = []
     children = psutil.Process(pid).children(recursive=recursive)
-    for process in sorted(children, key=psutil.Process.create_time):  # numbers begin anew at some time
+    for process in sorted(children, key=psutil.Process.create_time):  # process ids wrap around
         with suppress(psutil.Error):  # one that ends
             if any("spawn_main" in part for part in process.cmdline()):
                 found.append(process)
