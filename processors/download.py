@@ -41,8 +41,8 @@ def download(url: str, file: BinaryIO, max_bytes: int, error_class: type[MediaFi
 class _TimeLimit:
     """Ends the connections of a download when its time is over, whatever they wait for.
 
-    A socket timeout is not enough, because a host that sends a byte now and then never exceeds it. TLS handshakes are the
-    exception: Python bounds each of them by the socket timeout as a whole.
+    A socket timeout is not enough, because a host that sends a byte now and then never exceeds it. TLS handshakes are
+    the exception: Python bounds each of them by the socket timeout as a whole.
     """
 
     def __init__(self):

@@ -37,9 +37,9 @@ class _TryAgain(Exception):
 class Endpoint:
     """A model behind an OpenAI-compatible server; may be used by several threads.
 
-    The API key is read from the environment variable OPENAI_API_KEY; it is sent to the server, and written nowhere. Error
-    messages, including the server's, show `***` instead of the key, or of a password or token in the URL, if it has at
-    least eight characters.
+    The API key is read from the environment variable OPENAI_API_KEY; it is sent to the server, and written nowhere.
+    Error messages, including the server's, show `***` instead of the key, or of a password or token in the URL, if it
+    has at least eight characters.
 
     Args:
         url: of the server, with or without /v1.
