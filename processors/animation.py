@@ -54,7 +54,7 @@ class _Animation:
     """An opened image, whose frames are read at the indices of a constant rate."""
 
     def __init__(self, image: Image.Image, name: str, limits: VideoLimits):
-        self._image, self._name = image, name
+        self._image, self._name, self._check_time = image, name, limits.check_time
         # Such a PNG shows its first image only where animations are not supported.
         self._first = 1 if getattr(image, "default_image", False) else 0
         number = max(getattr(image, "n_frames", 1) - self._first, 1)
@@ -72,12 +72,14 @@ class _Animation:
         shown = bisect_right(self._starts, at) - 1
         while shown + 1 < len(self._starts) and is_later_shown(at, *self._starts[shown : shown + 2], period):
             shown += 1
+        self._check_time()
         self._image.seek(self._first + shown)
         return np.array(upright_rgb(self._image))
 
     def _durations(self, number: int) -> Iterator[float]:
         """Milliseconds of each frame up to the first one that cannot be decoded."""
         for i in range(number):
+            self._check_time()
             try:
                 self._image.seek(self._first + i)
                 self._image.load()

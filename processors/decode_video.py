@@ -7,6 +7,7 @@ taken, so that videos with a variable frame rate are sampled evenly in time.
 import logging
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
@@ -107,7 +108,8 @@ def guarded(name: str, read: Callable[[], T]) -> T:
 
 def _read(file: str | BinaryIO, name: str, limits: VideoLimits, use: Callable[[VideoStream, VideoInfo], T]) -> T:
     def read() -> T:
-        with closing(VideoStream(lambda: _open(file, name, limits), name, limits.codecs, NUM_THREADS)) as stream:
+        open_container = partial(_open, file, name, limits)
+        with closing(VideoStream(open_container, name, limits.codecs, NUM_THREADS, limits.check_time)) as stream:
             return use(stream, _info(stream, name, limits))
 
     return guarded(name, read)

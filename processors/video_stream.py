@@ -1,7 +1,7 @@
 """The frames of one video stream by PyAV, in the order in which they are shown, with seeks to keyframes.
 
-Packets that FFmpeg cannot decode are skipped; too many consecutive errors end the stream. Nothing else here bounds time
-or memory: frames are yielded one by one.
+Packets that FFmpeg cannot decode are skipped; too many consecutive errors end the stream. The caller bounds the time,
+asked before each packet. Nothing here bounds memory: frames are yielded one by one.
 """
 
 from bisect import bisect_left
@@ -27,13 +27,21 @@ class VideoStream:
         open_container: opens the file with PyAV, from its beginning; called again for formats that cannot go back.
         codecs: FFmpeg's names of the decoders that may be used; empty for all.
         num_threads: of the decoder.
+        check_time: called before each packet; raises an error if decoding takes too long.
 
     Raises VideoError for a file without a video that can be decoded.
     """
 
-    def __init__(self, open_container: Callable[[], Any], name: str, codecs: Collection[str], num_threads: int):
+    def __init__(
+        self,
+        open_container: Callable[[], Any],
+        name: str,
+        codecs: Collection[str],
+        num_threads: int,
+        check_time: Callable[[], None],
+    ):
         self._open_container, self._name, self._codecs = open_container, name, codecs
-        self._num_threads = num_threads
+        self._num_threads, self._check_time = num_threads, check_time
         self._open()
         self._can_seek = self._container.format.name in SEEKABLE
         # An AVI file has no times, only an order of decoding.
@@ -195,6 +203,7 @@ class VideoStream:
         while num_errors < MAX_ERRORS:
             try:
                 for packet in self._container.demux(self._stream):
+                    self._check_time()
                     num_errors = 0
                     yield packet
                 return

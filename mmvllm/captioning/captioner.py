@@ -17,6 +17,7 @@ from mmvllm.captioning.prompts import PromptPrefetcher
 from mmvllm.captioning.record import COLUMNS, SEEN
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.captioning.several import LIST, captions_of, first_error
+from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from mmvllm.errors import ArgumentError, MediaFileError, RequestError
 from mmvllm.intake import Prefetcher, Prepare, Prepared, pinning, timed
 from mmvllm.llm import LLM
@@ -59,13 +60,14 @@ class Captioner:
         num_workers: int | None = None,
         in_processes: bool = False,
         ordered: bool = False,
+        timeouts: Timeouts = DEFAULT_TIMEOUTS,
     ):
         self.llm, self.settings = llm, settings
         if llm is not None:
             _check_schema(llm, settings)
-        self._ordered = ordered
+        self._ordered, self._timeouts = ordered, timeouts
         self._num_workers = num_workers or NUM_WORKERS
-        self._processes = WorkerProcesses(llm.processor, self._num_workers) if in_processes else None
+        self._processes = WorkerProcesses(llm.processor, self._num_workers, timeouts) if in_processes else None
         self._prefetcher: Prefetcher | PromptPrefetcher | None = None
         self._is_stopped = False
 
@@ -130,7 +132,8 @@ class Captioner:
         return PromptPrefetcher(prefetcher, self.settings.num_prompts, self._is_computed)
 
     def _preparer(self) -> Prepare:
-        return timed(pinning(self._processes or CaptionPreparer(self.llm.processor), self.llm.device))
+        prepare = self._processes or CaptionPreparer(self.llm.processor, self._timeouts)
+        return timed(pinning(prepare, self.llm.device))
 
     def _outputs(self, select: Select) -> Iterator[tuple[int, RequestOutput | None]]:
         params = self.settings.sampling_params

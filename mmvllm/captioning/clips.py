@@ -7,32 +7,38 @@ from collections.abc import Iterator
 from mmvllm.captioning.items import Item, part_of_key
 from mmvllm.captioning.names import is_animation_name
 from mmvllm.captioning.settings import CaptionSettings
+from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from mmvllm.processors.clip import VideoInfo
 from mmvllm.processors.load_video import load_video_info
+from mmvllm.processors.video_limits import VideoLimits
 
 SHORTEST_SHARE = 0.25  # of the seconds of a clip; a last piece that is shorter joins the clip before it
 
 
-def clips_of(item: Item, settings: CaptionSettings) -> Iterator[Item]:
+def clips_of(item: Item, settings: CaptionSettings, timeouts: Timeouts = DEFAULT_TIMEOUTS) -> Iterator[Item]:
     """The clips of a video, in their order; anything else as it is.
 
     The header of a video is read only where the settings need it. Raises ValueError if it cannot be read.
     """
-    if item.error is None and settings.animations_as_clips and _is_animation(item):
+    if item.error is None and settings.animations_as_clips and _is_animation(item, timeouts):
         item = dataclasses.replace(item, is_video=True)
     if item.error is not None or not item.is_video or settings.clip_seconds is None:
         yield item
     else:
-        yield from _cut(item, load_video_info(item.read()), settings.clip_seconds)
+        yield from _cut(item, _info(item, timeouts), settings.clip_seconds)
 
 
-def _is_animation(item: Item) -> bool:
+def _is_animation(item: Item, timeouts: Timeouts) -> bool:
     if item.is_video or not is_animation_name(item.path):
         return False
     try:
-        return load_video_info(item.read()).total_num_frames > 1
+        return _info(item, timeouts).total_num_frames > 1
     except ValueError:  # as an image, it fails with the reason
         return False
+
+
+def _info(item: Item, timeouts: Timeouts) -> VideoInfo:
+    return timeouts.load(item, lambda limit: load_video_info(item.read(), VideoLimits(check_time=limit.check)))
 
 
 def _cut(item: Item, info: VideoInfo, seconds: float) -> Iterator[Item]:

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -16,11 +17,13 @@ from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.outputs import CompletionOutput, RequestOutput
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.structured import StructuredOutputsParams
+from mmvllm.time_limit import TimeIsOver, TimeLimit
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds before another try; each is about twice as long as the one before
 LONGEST_RETRY_AFTER = 300.0  # seconds that a server may ask for
 CONNECT_SECONDS = 10.0
+MAX_BYTES = 64 * 1024 * 1024  # of an answer
 SHORTEST_SECRET = 8  # characters; keys such as "none" are no secret, and may be parts of other words
 _AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _FINISH_REASONS = {"stop": "eos"}  # by the name that a record gives them; others are the same
@@ -44,7 +47,7 @@ class Endpoint:
     Args:
         url: of the server, with or without /v1.
         model: its name on the server; None is the first of its /v1/models.
-        timeout: seconds without an answer, or a part of one, after which a try has failed.
+        timeout: seconds after which a try without a complete answer has failed.
         max_retries: tries of a request after the first one.
 
     Raises ArgumentError if the URL cannot be used, and if the server cannot be reached or does not have the model.
@@ -56,12 +59,12 @@ class Endpoint:
         raw = base_url.userinfo.decode()  # USER:PASSWORD, or a token alone
         passwords = (base_url.password or base_url.username, raw.partition(":")[2] or raw)
         self._secrets = [text for text in (key, *passwords) if len(text) >= SHORTEST_SECRET]
-        self._max_retries = max_retries
+        self._timeout, self._max_retries = timeout, max_retries
         self._is_stopped = threading.Event()
         self._client = httpx.Client(
             base_url=base_url,
             headers=headers,
-            timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),
+            timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),  # of each read; `_answer` limits all together
             limits=httpx.Limits(max_connections=None),  # the caller begins so many requests as it wants
         )
         try:
@@ -80,7 +83,7 @@ class Endpoint:
         body |= {} if params.structured is None else _schema_field(params.structured, self._is_own)
         begun = time.time()
         try:
-            output = self._with_retries(lambda: _output(self._post(body), params.n))
+            output = self._with_retries(lambda: self._output(self._post(body), params.n))
         except RequestError as error:
             output = RequestOutput("", error=str(error), exception=error.detached())
         if output is not None:
@@ -98,16 +101,16 @@ class Endpoint:
 
     def _chosen_model(self, model: str | None) -> str:
         try:
-            response = self._client.get("models", timeout=CONNECT_SECONDS)
-        except httpx.HTTPError as error:
-            raise ArgumentError("{endpoint} cannot be reached: {reason}", reason=self._hidden(_reason(error))) from None
-        if response.status_code in (401, 403):
+            answer = self._answer("GET", "models", CONNECT_SECONDS)
+        except _TryAgain as error:
+            raise ArgumentError("{endpoint} cannot be reached: {reason}", reason=error) from None
+        if answer.status_code in (401, 403):
             raise ArgumentError(
                 "{endpoint} refuses the request ({reason}); set the environment variable {variable} to an API key",
-                reason=self._refusal(response),
+                reason=self._refusal(answer),
                 variable=KEY_VARIABLE,
             )
-        names, self._is_own = _model_names(response), _is_own(response)
+        names, self._is_own = _model_names(answer), _is_own(answer)
         if model is None and not names:
             raise ArgumentError("{endpoint} does not list its models; give {endpoint_model}")
         if model is not None and names and model not in names:
@@ -118,14 +121,14 @@ class Endpoint:
             )
         return model or names[0]
 
-    def _refusal(self, response: httpx.Response) -> str:
+    def _refusal(self, answer: "_Answer") -> str:
         """The status, and the message of the server's error where it has OpenAI's form."""
         try:
-            error = response.json()["error"]
+            error = answer.json()["error"]
             message = error["message"] if isinstance(error, dict) else error
         except (ValueError, KeyError, TypeError):
-            message = response.reason_phrase
-        return f"HTTP {response.status_code}, {self._hidden(str(message))[:300]}"
+            message = answer.reason_phrase
+        return f"HTTP {answer.status_code}, {self._hidden(str(message))[:300]}"
 
     def _hidden(self, text: str) -> str:
         """A text for messages and records, without secrets that a server or the HTTP client has put into it."""
@@ -147,18 +150,73 @@ class Endpoint:
         raise AssertionError("unreachable: the last try returns or raises")
 
     def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+        answer = self._answer("POST", "chat/completions", self._timeout, json=body)
+        if answer.status_code in _AGAIN:
+            raise _TryAgain(self._refusal(answer), _retry_after(answer))
+        if answer.status_code != 200:
+            raise RequestError(f"the endpoint refuses the request: {self._refusal(answer)}")
         try:
-            response = self._client.post("chat/completions", json=body)
-        except httpx.HTTPError as error:
-            raise _TryAgain(self._hidden(_reason(error))) from None
-        if response.status_code in _AGAIN:
-            raise _TryAgain(self._refusal(response), _retry_after(response))
-        if response.status_code != 200:
-            raise RequestError(f"the endpoint refuses the request: {self._refusal(response)}")
-        try:
-            return response.json()
+            return answer.json()
         except ValueError:
             raise _TryAgain("its answer is not JSON") from None
+
+    def _answer(self, method: str, path: str, seconds: float, **options: Any) -> "_Answer":
+        """The answer to a request; raises _TryAgain if there is none, or not all of it after some seconds."""
+        limit = TimeLimit(seconds)
+        try:
+            return limit.run(lambda: self._read(limit, method, path, options))
+        except (TimeIsOver, httpx.TimeoutException):
+            raise _TryAgain("it did not answer in time") from None
+        except httpx.HTTPError as error:
+            raise _TryAgain(self._hidden(str(error) or type(error).__name__)) from None
+
+    def _read(self, limit: TimeLimit, method: str, path: str, options: dict[str, Any]) -> "_Answer":
+        with self._client.stream(method, path, **options) as response:
+            content = bytearray()
+            for part in response.iter_bytes():
+                limit.check()
+                content += part
+                if len(content) > MAX_BYTES:
+                    raise _TryAgain(f"its answer has more than {MAX_BYTES} bytes")
+            return _Answer(response.status_code, response.reason_phrase, response.headers, bytes(content))
+
+    def _output(self, answer: Any, n: int) -> RequestOutput:
+        try:
+            choices, usage = answer["choices"], answer.get("usage") or {}
+            texts = [choice["message"].get("content") for choice in choices]
+            reasons = [self._hidden(str(choice.get("finish_reason") or "stop")) for choice in choices]
+            num_tokens = int(usage.get("completion_tokens") or 0)
+            num_prompt_tokens = int(usage.get("prompt_tokens") or 0)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise _TryAgain("its answer is not a chat completion") from None
+        if len(choices) != n:
+            raise RequestError(f"the endpoint gave {len(choices)} completions, {n} were asked for")
+        for text, reason in zip(texts, reasons, strict=True):
+            if not isinstance(text, str):
+                raise RequestError(f"the endpoint gave no text; the reason is {reason[:100]!r}")
+        # The server gives the number of tokens of all completions together; which ones they are is not known.
+        completions = [
+            CompletionOutput(text, [0] * num_tokens if i == 0 else [], _FINISH_REASONS.get(reason, reason))
+            for i, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+        ]
+        return RequestOutput("", completions, num_prompt_tokens=num_prompt_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A response that has been read to its end."""
+
+    status_code: int
+    reason_phrase: str
+    headers: httpx.Headers
+    content: bytes
+
+    def json(self) -> Any:
+        """Raises ValueError if it is not JSON."""
+        try:
+            return json.loads(self.content)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
 
 
 def _base_url(url: str) -> httpx.URL:
@@ -172,17 +230,17 @@ def _base_url(url: str) -> httpx.URL:
     return parsed.copy_with(path=f"{path or '/v1'}/", query=None, fragment=None)
 
 
-def _model_names(response: httpx.Response) -> list[str]:
+def _model_names(answer: _Answer) -> list[str]:
     try:
-        return [str(model["id"]) for model in response.json()["data"]] if response.status_code == 200 else []
+        return [str(model["id"]) for model in answer.json()["data"]] if answer.status_code == 200 else []
     except (ValueError, KeyError, TypeError):
         return []
 
 
-def _is_own(response: httpx.Response) -> bool:
+def _is_own(answer: _Answer) -> bool:
     """Whether the server is mmvllm's, which takes fields that others refuse."""
     try:
-        return any(model["owned_by"] == "mmvllm" for model in response.json()["data"])
+        return any(model["owned_by"] == "mmvllm" for model in answer.json()["data"])
     except (ValueError, KeyError, TypeError):
         return False
 
@@ -195,36 +253,14 @@ def _schema_field(structured: StructuredOutputsParams, is_own: bool) -> dict[str
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
-def _output(answer: Any, n: int) -> RequestOutput:
-    try:
-        choices, usage = answer["choices"], answer.get("usage") or {}
-        texts = [choice["message"].get("content") for choice in choices]
-        reasons = [choice.get("finish_reason") or "stop" for choice in choices]
-        num_tokens = int(usage.get("completion_tokens") or 0)
-        num_prompt_tokens = int(usage.get("prompt_tokens") or 0)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise _TryAgain("its answer is not a chat completion") from None
-    if len(choices) != n:
-        raise RequestError(f"the endpoint gave {len(choices)} completions, {n} were asked for")
-    for text, reason in zip(texts, reasons, strict=True):
-        if not isinstance(text, str):
-            raise RequestError(f"the endpoint gave no text; the reason is {str(reason)[:100]!r}")
-    # The server gives the number of tokens of all completions together; which ones they are is not known.
-    completions = [
-        CompletionOutput(text, [0] * num_tokens if i == 0 else [], _FINISH_REASONS.get(reason, str(reason)))
-        for i, (text, reason) in enumerate(zip(texts, reasons, strict=True))
-    ]
-    return RequestOutput("", completions, num_prompt_tokens=num_prompt_tokens)
-
-
 def _pause(number: int) -> float:
     """Seconds after try `number`, with jitter: clients that failed together must not come back together."""
     return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**number) * random.uniform(0.5, 1.0)
 
 
-def _retry_after(response: httpx.Response) -> float | None:
+def _retry_after(answer: _Answer) -> float | None:
     """The header's seconds, or those until its date; None without one that can be read."""
-    text = response.headers.get("Retry-After")
+    text = answer.headers.get("Retry-After")
     if text is None:
         return None
     try:
@@ -235,9 +271,3 @@ def _retry_after(response: httpx.Response) -> float | None:
         except ValueError:
             return None
     return min(LONGEST_RETRY_AFTER, max(0.0, seconds)) if seconds == seconds else None
-
-
-def _reason(error: httpx.HTTPError) -> str:
-    if isinstance(error, httpx.TimeoutException):
-        return "it did not answer in time"
-    return str(error) or type(error).__name__

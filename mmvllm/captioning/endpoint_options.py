@@ -27,7 +27,7 @@ class EndpointOptions:
         url: of the server, with or without /v1.
         model: its name on the server; None is the first of /v1/models.
         concurrency: requests at a time.
-        timeout: seconds without an answer, or a part of one, after which a try has failed.
+        timeout: seconds after which a try without a complete answer has failed.
         max_retries: tries of a request after the first one, with growing pauses.
     """
 

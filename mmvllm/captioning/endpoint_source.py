@@ -14,14 +14,17 @@ from PIL import Image
 
 from mmvllm.captioning.captioner import Captioner, Select
 from mmvllm.captioning.endpoint import Endpoint
-from mmvllm.captioning.items import Item
+from mmvllm.captioning.items import Item, item_of
 from mmvllm.captioning.objects import parsed
 from mmvllm.captioning.preparation import seen_of_image
 from mmvllm.captioning.settings import CaptionSettings
+from mmvllm.captioning.timeouts import Timeouts, outside
 from mmvllm.errors import RequestError
 from mmvllm.intake import Prepare, Prepared
 from mmvllm.outputs import RequestOutput
+from mmvllm.processors.budget import DECODING
 from mmvllm.processors.load import load_image
+from mmvllm.time_limit import TimeLimit
 
 MAX_PIXELS = 2048 * 2048  # of an image that is sent, unless the settings say it
 LOSSLESS_PIXELS = 512 * 512  # images up to this size are sent as PNG, larger ones as JPEG
@@ -43,15 +46,15 @@ class EndpointInput:
 class EndpointPreparer:
     """Requests for an item -> conversations; raises RequestError for an image that cannot be used."""
 
-    def __init__(self, max_pixels: int | None):
-        self._max_pixels = max_pixels or MAX_PIXELS
+    def __init__(self, max_pixels: int | None, timeouts: Timeouts):
+        self._max_pixels, self._timeouts = max_pixels or MAX_PIXELS, timeouts
 
     def __call__(self, request: dict) -> EndpointInput:
-        item = _item_of(request["messages"])
+        item = item_of(request["messages"])
         if item.is_video:
             item.read()  # an item that cannot be read says why
             raise RequestError("videos are not sent to an endpoint; caption them with an engine of this machine")
-        image = load_image(item.read())
+        image = self._timeouts.load(item, partial(_load, item))
         seen, uri = seen_of_image(image), data_uri(image, self._max_pixels)
         first, *others = [
             EndpointInput(_with_uri(messages, uri), seen, len(uri))
@@ -66,9 +69,15 @@ class EndpointSource(Captioner):
     noun = "the endpoint"
 
     def __init__(
-        self, endpoint: Endpoint, settings: CaptionSettings, concurrency: int, num_workers: int | None, ordered: bool
+        self,
+        endpoint: Endpoint,
+        settings: CaptionSettings,
+        concurrency: int,
+        num_workers: int | None,
+        timeouts: Timeouts,
+        ordered: bool,
     ):
-        super().__init__(None, settings, num_workers, ordered=ordered)
+        super().__init__(None, settings, num_workers, ordered=ordered, timeouts=timeouts)
         self._endpoint, self._concurrency = endpoint, concurrency
         self._changed = threading.Condition()
         self._in_flight: set[str] = set()  # ids, where the job has several prompts
@@ -85,7 +94,7 @@ class EndpointSource(Captioner):
         self._endpoint.stop()
 
     def _preparer(self) -> Prepare:
-        return EndpointPreparer(self.settings.max_pixels)
+        return EndpointPreparer(self.settings.max_pixels, self._timeouts)
 
     def _is_computed(self, request_id: str) -> bool:
         return request_id not in self._in_flight
@@ -137,6 +146,10 @@ class EndpointSource(Captioner):
         yield from answers
 
 
+def _load(item: Item, limit: TimeLimit) -> Image.Image:
+    return load_image(item.read(), reserve=outside(limit, DECODING.reserve))
+
+
 def _fields(settings: CaptionSettings) -> dict[str, Any]:
     """What a request has beyond messages and sampling parameters."""
     return {"chat_template_kwargs": settings.chat_template_kwargs} if settings.chat_template_kwargs else {}
@@ -159,11 +172,6 @@ def data_uri(image: Image.Image, max_pixels: int) -> str:
     image.save(file, **({"format": "PNG"} if is_small else JPEG))
     data = base64.b64encode(file.getbuffer()).decode()
     return f"data:image/{'png' if is_small else 'jpeg'};base64,{data}"
-
-
-def _item_of(messages: list[dict]) -> Item:
-    media = messages[-1]["content"][0]
-    return media[media["type"]]
 
 
 def _with_uri(messages: list[dict], uri: str) -> list[dict]:

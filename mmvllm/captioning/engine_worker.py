@@ -17,6 +17,7 @@ from mmvllm.captioning.objects import OBJECT
 from mmvllm.captioning.record import SEEN
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.captioning.several import LIST
+from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from mmvllm.llm import LLM
 
 
@@ -29,6 +30,7 @@ class EngineSpec:
     engine_args: dict[str, Any]
     num_workers: int | None
     worker_processes: bool
+    timeouts: Timeouts = DEFAULT_TIMEOUTS
     num_threads: int = 1
 
 
@@ -40,7 +42,8 @@ class EngineWorker:
         llm = LLM(spec.model, **spec.engine_args)
         self.max_requests = llm.admission.max_requests
         num_workers = spec.num_workers or spec.num_threads
-        self._captioner = Captioner(llm, spec.settings, num_workers, spec.worker_processes)
+        in_processes, timeouts = spec.worker_processes, spec.timeouts
+        self._captioner = Captioner(llm, spec.settings, num_workers, in_processes, timeouts=timeouts)
         self._tickets = map(str, count())
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._lock = threading.Lock()

@@ -75,6 +75,12 @@ class Item:
         return real_name(self.path if self.file is None else str(self.file))
 
 
+def item_of(messages: list[dict]) -> Item:
+    """The item that the messages of a request are about, which `CaptionSettings.request` puts first."""
+    media = messages[-1]["content"][0]
+    return media[media["type"]]
+
+
 def part_of_key(start: float) -> str:
     """`part` of a clip that is not the first of its video."""
     return f"@{start:.3f}"

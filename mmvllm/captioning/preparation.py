@@ -3,12 +3,13 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 from PIL.Image import Image
 
-from mmvllm.captioning.items import Item
+from mmvllm.captioning.items import Item, item_of
+from mmvllm.captioning.timeouts import Timeouts, outside
 from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.inputs import EngineInput
 from mmvllm.processors.budget import DECODING, VIDEO_DECODING
@@ -21,8 +22,12 @@ from mmvllm.processors.load import load_image
 from mmvllm.processors.load_video import Load, load_video
 from mmvllm.processors.qwen_vl_utils import TOTAL_TOKENS
 from mmvllm.processors.video import ClipPlan
+from mmvllm.processors.video_limits import VideoLimits
+from mmvllm.time_limit import TimeLimit
 from mmvllm.worker_process import reserve_in_parent
-from mmvllm.workers import WorkerDied, WorkerPool
+from mmvllm.workers import WorkerDied, WorkerPool, WorkerTimeout
+
+T = TypeVar("T")
 
 CONTEXT_SHARE = 0.75  # of the model's longest sequence, for the frames of a clip
 
@@ -41,23 +46,35 @@ class CaptionInput(EngineInput):
 class CaptionPreparer:
     """Prepares requests whose image or video is an `Item`; raises RequestError for one that cannot be used.
 
-    Decoding takes memory from `reserve`, by default from this process's own budgets.
+    Args:
+        timeouts: for loading; None if the caller ends what takes too long.
+        reserve: what decoding takes memory from; by default this process's own budgets.
     """
 
-    def __init__(self, processor: Processor | ForeignProcessor, reserve: Reserve | None = None):
+    def __init__(
+        self, processor: Processor | ForeignProcessor, timeouts: Timeouts | None, reserve: Reserve | None = None
+    ):
         self._processor = processor
+        self._loaded = _without_limit if timeouts is None else timeouts.load
         self._reserve_image, self._reserve_video = reserve or DECODING.reserve, reserve or VIDEO_DECODING.reserve
 
     def __call__(self, request: dict) -> CaptionInput:
         seen: dict[str, Any] = {}
 
         def image(item: Item, draft: Draft | None = None) -> Image:
-            image = load_image(item.read(), draft, reserve=self._reserve_image)
+            def load(limit: TimeLimit) -> Image:
+                return load_image(item.read(), draft, reserve=outside(limit, self._reserve_image))
+
+            image = self._loaded(item, load)
             seen.update(seen_of_image(image))
             return image
 
         def video(item: Item, plan: ClipPlan) -> Clip:
-            clip = load_video(item.read(), _within_context(plan), reserve=self._reserve_video)
+            def load(limit: TimeLimit) -> Clip:
+                limits, reserve = VideoLimits(check_time=limit.check), outside(limit, self._reserve_video)
+                return load_video(item.read(), _within_context(plan), limits, reserve)
+
+            clip = self._loaded(item, load)
             seen.update(_seen_of_clip(item, clip))
             return clip
 
@@ -68,6 +85,10 @@ class CaptionPreparer:
         requests = [shared, *(shared | {"messages": messages} for messages in request["more"])]
         first, *others = self._processor.together(requests, load)
         return _caption_input(first, seen, tuple(_with_media_of(first, other) for other in others))
+
+
+def _without_limit(_: Item, load: Callable[[TimeLimit], T]) -> T:
+    return load(TimeLimit(float("inf")))
 
 
 def _caption_input(made: EngineInput, seen: dict[str, Any], others: tuple[EngineInput, ...] = ()) -> CaptionInput:
@@ -154,11 +175,13 @@ class WorkerProcesses:
     """Prepares requests as `CaptionPreparer` does, in worker processes: for more work than one interpreter lock allows.
 
     A request whose process dies is prepared once more, and fails if that process dies too; others are not affected.
+    A process that takes too long for one is killed.
 
     Raises ArgumentError for a processor that cannot be sent to them.
     """
 
-    def __init__(self, processor: Processor | ForeignProcessor, num_workers: int):
+    def __init__(self, processor: Processor | ForeignProcessor, num_workers: int, timeouts: Timeouts):
+        self._timeouts = timeouts
         try:
             self._pool = WorkerPool(num_workers, _start_worker, (processor,), reserve=DECODING.reserve)
         except Exception as error:  # objects decide themselves what they raise
@@ -168,13 +191,20 @@ class WorkerProcesses:
 
     def __call__(self, request: dict) -> CaptionInput:
         try:
-            return self._pool.run(_prepare_in_worker, request)
+            return self._prepare(request)
         except WorkerDied:
             pass
         try:
-            return self._pool.run(_prepare_in_worker, request)
+            return self._prepare(request)
         except WorkerDied as error:
             raise RequestError(f"preparation failed, its worker process died twice: {error}") from None
+
+    def _prepare(self, request: dict) -> CaptionInput:
+        item = item_of(request["messages"])
+        try:
+            return self._pool.run(_prepare_in_worker, request, timeout=self._timeouts.seconds_for(item))
+        except WorkerTimeout:
+            raise self._timeouts.exceeded(item) from None
 
     def close(self) -> None:
         """End the processes at once."""
@@ -186,7 +216,7 @@ _prepare: CaptionPreparer | None = None  # of a worker process
 
 def _start_worker(processor: Processor | ForeignProcessor) -> None:
     global _prepare
-    _prepare = CaptionPreparer(processor, reserve_in_parent)
+    _prepare = CaptionPreparer(processor, None, reserve_in_parent)
 
 
 def _prepare_in_worker(request: dict) -> CaptionInput:

@@ -82,7 +82,7 @@ def walk(_: pyarrow.Table, job: RayJobSpec, recorded: "ray.ObjectRef") -> Iterat
     job.enter_folder()
     index = Index()
     index.load(ray.get(recorded))
-    worklist = Worklist(job.engine.settings, job.selection, _RemoteOutput(index, job), Progress())
+    worklist = Worklist(job.engine.settings, job.selection, _RemoteOutput(index, job), Progress(), job.engine.timeouts)
     tasks = iter(worklist)
     try:
         while items := [task.item for task in islice(tasks, CHUNK)]:

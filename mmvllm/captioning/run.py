@@ -20,6 +20,7 @@ from mmvllm.captioning.process_source import ProcessSource
 from mmvllm.captioning.progress import Progress
 from mmvllm.captioning.ray_options import RayOptions
 from mmvllm.captioning.settings import BESIDE_IMAGES, ENGINE_SETTINGS, CaptionSettings
+from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from mmvllm.captioning.worklist import Selection, Worklist
 from mmvllm.config import EngineConfig
 from mmvllm.engine.placement import Placement, place_engines
@@ -50,6 +51,8 @@ def caption_images(
     shard: tuple[int, int] | None = None,
     workers: int | None = None,
     worker_processes: bool = False,
+    image_timeout: float = DEFAULT_TIMEOUTS.image,
+    video_timeout: float = DEFAULT_TIMEOUTS.video,
     ordered: bool = False,
     data_parallel_size: int | Literal["auto"] = 1,
     ray: RayOptions | None = None,
@@ -77,6 +80,8 @@ def caption_images(
         shard: (i, n) with 1 <= i <= n: take the i-th of n parts, chosen by a hash of each path.
         workers: threads that prepare images; by default one per core, at most 8.
         worker_processes: prepare images in processes, which do not share one interpreter lock.
+        image_timeout, video_timeout: seconds in which an image, or the frames of a video, must be downloaded or read,
+            and decoded; one that takes longer fails.
         ordered: give and write the records of this run in the order in which their images are found, rather than as
             their captions are finished.
         data_parallel_size: engines made from `model` and `engine_args` on this machine, each in a process of its own
@@ -104,7 +109,7 @@ def caption_images(
         check_endpoint(given | {"data_parallel_size": None if data_parallel_size == 1 else data_parallel_size})
         check_endpoint(engine_args | settings)
     _check_paths(paths, output)
-    selection = Selection(paths, retry_failed, limit, shard)
+    selection, timeouts = Selection(paths, retry_failed, limit, shard), Timeouts(image_timeout, video_timeout)
     with ExitStack() as stack:
         server = None if endpoint is None else stack.enter_context(closing(endpoint.connect()))
         settings |= _settings_of(llm, model, server)
@@ -117,7 +122,7 @@ def caption_images(
         out = Output(job, output, format, output_dir, *resuming, caption_extension)
         stack.callback(out.close)
         out.reserve(path for path in paths if os.path.isfile(path))
-        spec = EngineSpec(job, model, engine_args, workers, worker_processes)
+        spec = EngineSpec(job, model, engine_args, workers, worker_processes, timeouts)
         places = _places(data_parallel_size, engine_args)
         if ray is not None:
             from mmvllm.captioning.ray_source import RaySource  # here, because Ray is an optional dependency
@@ -127,7 +132,7 @@ def caption_images(
         elif server is not None:
             from mmvllm.captioning.endpoint_source import EndpointSource  # here, because httpx is optional
 
-            source = EndpointSource(server, job, endpoint.concurrency, workers, ordered)
+            source = EndpointSource(server, job, endpoint.concurrency, workers, timeouts, ordered)
         elif len(places) > 1:
             source = ProcessSource(spec, places, ordered)
             stack.callback(source.close)
@@ -135,8 +140,9 @@ def caption_images(
             if llm is None:
                 llm = LLM(model, **engine_args)
                 stack.callback(llm.exit)
-            source = Captioner(llm, job, workers, worker_processes, ordered)
-        return CaptionRun(job, selection, source, out, fail_fast, stack.pop_all().close)
+            source = Captioner(llm, job, workers, worker_processes, ordered, timeouts)
+        worklist = Worklist(job, selection, out, Progress(), timeouts)
+        return CaptionRun(worklist, source, out, fail_fast, stack.pop_all().close)
 
 
 def _settings_of(llm: LLM | None, model: str | PathLike | None, server: "Endpoint | None") -> dict[str, Any]:
@@ -233,16 +239,14 @@ class CaptionRun:
 
     def __init__(
         self,
-        settings: CaptionSettings,
-        selection: Selection,
+        worklist: Worklist,
         source: Source,
         output: Output,
         fail_fast: bool,
         on_close: Callable[[], None],
     ):
-        self.settings, self.output, self.progress = settings, output, Progress()
-        self._selection, self._source, self._on_close = selection, source, on_close
-        worklist = Worklist(settings, selection, output, self.progress)
+        self.settings, self.output, self.progress = worklist.settings, output, worklist.progress
+        self._selection, self._source, self._on_close = worklist.selection, source, on_close
         self._records = _recorded(source, worklist, output, self.progress, fail_fast)
 
     def stop(self) -> None:

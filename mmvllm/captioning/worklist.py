@@ -19,6 +19,7 @@ from mmvllm.captioning.names import SUFFIXES, VIDEO_SUFFIXES
 from mmvllm.captioning.output import Output
 from mmvllm.captioning.progress import Progress
 from mmvllm.captioning.settings import CaptionSettings
+from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS, Timeouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,15 @@ def shard_of(path: str, num_shards: int) -> int:
 class Worklist:
     """The tasks of a run, in the order in which their images are found; each task is yielded once."""
 
-    def __init__(self, settings: CaptionSettings, selection: Selection, output: Output, progress: Progress):
-        self.settings, self.selection = settings, selection
+    def __init__(
+        self,
+        settings: CaptionSettings,
+        selection: Selection,
+        output: Output,
+        progress: Progress,
+        timeouts: Timeouts = DEFAULT_TIMEOUTS,
+    ):
+        self.settings, self.selection, self._timeouts = settings, selection, timeouts
         self._output, self.progress = output, progress
         self._earlier = output.earlier
         real_folder.cache_clear()  # a link may lead elsewhere since the last run
@@ -83,7 +91,7 @@ class Worklist:
         """The clips of a video, or one item with an error if its header cannot be read; an image as it is."""
         has_failed = None
         try:
-            for clip in clips_of(item, self.settings):
+            for clip in clips_of(item, self.settings, self._timeouts):
                 if has_failed is None:
                     has_failed = self.index.has_failed(self._key(clip))
                 else:

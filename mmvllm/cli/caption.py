@@ -15,6 +15,7 @@ from mmvllm.captioning.find import find_items
 from mmvllm.captioning.output import FORMATS, check_output
 from mmvllm.captioning.presets import DEFAULT_PROMPT, PRESET_SCHEMAS, PRESETS
 from mmvllm.captioning.settings import ENGINE_SETTINGS, CaptionSettings
+from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS
 from mmvllm.cli.caption_records import Printer, own_stdout
 from mmvllm.cli.caption_summary import as_lines, summarize
 from mmvllm.cli.checks import check, tell_if_bundled
@@ -44,7 +45,8 @@ PASSED_ON = (
     "chat_template_kwargs",
     *("beam_width", *ENGINE_SETTINGS, "output", "format", "output_dir", "overwrite", "append_anyway"),
     "skip_existing",
-    *("retry_failed", "fail_fast", "limit", "shard", "workers", "worker_processes", "ordered", "data_parallel_size"),
+    *("retry_failed", "fail_fast", "limit", "shard", "workers", "worker_processes"),
+    *("image_timeout", "video_timeout", "ordered", "data_parallel_size"),
 )
 # Those of the output alone.
 OUTPUT_OPTIONS = (
@@ -74,6 +76,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="prepare images in processes instead of threads: for many cores and a fast GPU",
     )
+    for kind, value in (("image", DEFAULT_TIMEOUTS.image), ("video", DEFAULT_TIMEOUTS.video)):
+        parser.add_argument(
+            f"--{kind}-timeout",
+            type=seconds,
+            default=value,
+            metavar="S",
+            help=f"seconds in which each {kind} must be downloaded or read, and decoded; it fails otherwise (default: "
+            "%(default)g)",
+        )
     _add_engine(parser.add_argument_group("where to run"))
     add_engine_arguments(parser.add_argument_group("engine"), exclude=("seed",), dtype="auto", kv_cache_dtype="auto")
     parser.add_argument(

@@ -86,7 +86,7 @@ def test_videos_are_cut_and_a_short_rest_joins_the_clip_before(videos, tmp_path)
     ],
 )
 def test_clips_are_cut_at_these_seconds(info, seconds, want, monkeypatch):
-    monkeypatch.setattr(clips_module, "load_video_info", lambda source: info)
+    monkeypatch.setattr(clips_module, "load_video_info", lambda source, limits: info)
     settings = CaptionSettings(clip_seconds=seconds)
     made = list(clips_of(Item("a.mp4", "a.mp4", "a.mp4", is_video=True), settings))
     assert [clip.start for clip in made] == want
@@ -97,7 +97,7 @@ def test_clips_are_cut_at_these_seconds(info, seconds, want, monkeypatch):
 @pytest.mark.parametrize("fps", [29.97, 30000 / 1001, 120, 0.3])
 def test_the_shortest_clips_have_two_frames(fps, monkeypatch):
     info = VideoInfo(200, fps, 40, 40)
-    monkeypatch.setattr(clips_module, "load_video_info", lambda source: info)
+    monkeypatch.setattr(clips_module, "load_video_info", lambda source, limits: info)
     for clip in clips_of(Item("a.mp4", "a.mp4", "a.mp4", is_video=True), CaptionSettings(clip_seconds=0.01)):
         assert len(frame_indices({"video_start": clip.start, "video_end": clip.end}, info)) >= 2
 
@@ -105,7 +105,9 @@ def test_the_shortest_clips_have_two_frames(fps, monkeypatch):
 def test_headers_are_read_as_tasks_are_taken(videos, tmp_path, monkeypatch):
     read = []
     info = clips_module.load_video_info
-    monkeypatch.setattr(clips_module, "load_video_info", lambda source: read.append(Path(source).name) or info(source))
+    monkeypatch.setattr(
+        clips_module, "load_video_info", lambda source, limits: read.append(Path(source).name) or info(source)
+    )
     out = Output(CUT, tmp_path / "out.jsonl")
     out.begin()
     tasks = iter(Worklist(CUT, Selection([videos]), out, Progress()))

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from mmvllm.captioning.errors import JobError
 from mmvllm.cli.main import main
 from mmvllm.errors import ArgumentError
 from tests.helpers.captioning import many, records
+from tests.helpers.drips import DRIPS, Host
 from tests.helpers.endpoints import as_json, failed, fake_endpoint, said
 from tests.helpers.requests import noise_image
 from tests.helpers.server import ENGINE, SCENES, serving
@@ -116,6 +118,39 @@ def test_a_request_that_hangs_is_tried_again_and_fails_in_the_end(folder):
         release.set()
     assert record["error"] == "the endpoint failed (2 times): it did not answer in time"
     assert len(fake.bodies) == 2 and record["finish_reason"] == "error"
+
+
+@pytest.mark.network
+def test_an_answer_that_drips_fails_in_time(folder):
+    release = threading.Event()
+
+    def drops():
+        while not release.wait(0.02):
+            yield b" "
+
+    with fake_endpoint(lambda body, _: (200, {}, drops())) as fake:
+        options = EndpointOptions(fake.url, timeout=0.3, max_retries=1)
+        (record,) = caption_images(folder / "000.png", endpoint=options)
+        release.set()
+    assert record["error"] == "the endpoint failed (2 times): it did not answer in time" and len(fake.bodies) == 2
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("first", DRIPS.values(), ids=DRIPS)
+def test_an_endpoint_that_drips_is_refused_in_time(first, folder, monkeypatch):
+    monkeypatch.setattr(endpoint_module, "CONNECT_SECONDS", 0.3)
+    host = Host(first)
+    with pytest.raises(ArgumentError, match="endpoint cannot be reached: it did not answer in time"):
+        caption_images(folder, endpoint=host.url)
+    host.close()
+
+
+@pytest.mark.network
+def test_an_answer_that_never_ends_is_cut(folder, monkeypatch):
+    monkeypatch.setattr(endpoint_module, "MAX_BYTES", 10_000)
+    with fake_endpoint(lambda body, _: (200, {}, repeat(b" " * 100))) as fake:
+        (record,) = caption_images(folder / "000.png", endpoint=EndpointOptions(fake.url, max_retries=0))
+    assert record["error"] == "the endpoint failed: its answer has more than 10000 bytes"
 
 
 @pytest.mark.network

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,25 @@ def test_an_image_whose_process_is_killed_once_is_captioned(folder, checkpoint, 
     with LLM(checkpoint, processor=CrashingProcessor(checkpoint, marker=tmp_path / "killed"), **ENGINE) as llm:
         assert captions(folder, llm, worker_processes=True, workers=1) == want
     assert (tmp_path / "killed").exists()
+
+
+class StuckProcessor(CallersProcessor):
+    """Never returns from an image of one width."""
+
+    def __call__(self, text: list[str], images: list | None, return_tensors: str) -> dict:
+        while images[0].width == 61:
+            time.sleep(1)
+        return super().__call__(text, images, return_tensors)
+
+
+@pytest.mark.slow
+def test_a_process_that_takes_too_long_is_killed(folder, checkpoint):
+    options = {"worker_processes": True, "workers": 1, "image_timeout": 5}
+    with LLM(checkpoint, processor=StuckProcessor(checkpoint), **ENGINE) as llm:
+        made = caption_images(folder, llm=llm, max_tokens=4, **options)
+        errors = {Path(record["path"]).name: record["error"] for record in made}
+    reason = "took longer than 5 s to load; shrink or re-encode it, or raise image_timeout"
+    assert errors == {"0.png": None, "1.png": reason, "2.png": None}
 
 
 class Unloadable(CallersProcessor):

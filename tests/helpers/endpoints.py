@@ -3,11 +3,11 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-Answer = tuple[int, dict[str, str], bytes] | None  # None closes the connection
+Answer = tuple[int, dict[str, str], bytes | Iterator[bytes]] | None  # None closes the connection
 
 
 @dataclass
@@ -85,10 +85,14 @@ def _handler(fake: FakeEndpoint) -> type[BaseHTTPRequestHandler]:
                 return
             status, headers, data = answer
             self.send_response(status)
-            for name, value in (headers | {"Content-Length": str(len(data))}).items():
+            is_whole = isinstance(data, bytes)
+            length = {"Content-Length": str(len(data))} if is_whole else {"Connection": "close"}
+            for name, value in (headers | length).items():
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(data)
+            with suppress(ConnectionError):  # the client has had enough
+                for part in [data] if is_whole else data:
+                    self.wfile.write(part)
 
         def log_message(self, *_):
             pass

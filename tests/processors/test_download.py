@@ -13,54 +13,10 @@ from mmvllm.processors import download as download_module
 from mmvllm.processors.download import download
 from mmvllm.processors.load import load_image
 from mmvllm.processors.load_video import load_video_info
+from tests.helpers.drips import DRIPS, HEAD, Host
 from tests.helpers.images import PNG
 
 pytestmark = pytest.mark.network
-
-HEAD = "HTTP/1.1 200 OK\r\n"
-DRIPS = {  # what a host sends at once; then a byte now and then
-    "a head": HEAD + "X: ",
-    "a status line": "HTTP/1.1 200 ",
-    "interim responses": "HTTP/1.1 100 Continue\r\n\r\n" * 3 + "HTTP/1.1 100 Continue\r\nX: ",
-    "a body of unknown length": HEAD + "Connection: close\r\n\r\n",
-    "a body of known length": HEAD + "Content-Length: 1000000\r\n\r\n",
-    "a chunk": HEAD + "Transfer-Encoding: chunked\r\n\r\nffff\r\n",
-    "the length of a chunk": HEAD + "Transfer-Encoding: chunked\r\n\r\n0000",
-    "the end of a chunked body": HEAD + "Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\nX: ",
-    "nothing": "",
-}
-
-
-class Host:
-    """A host that sends `first` on each connection, and then the same byte again and again."""
-
-    def __init__(self, first: str, byte: bytes = b"0"):
-        self._first, self._byte, self.is_over = first.encode(), byte, threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._drip, args=(connection,), daemon=True).start()
-
-    def _drip(self, connection: socket.socket) -> None:
-        with connection:
-            try:
-                connection.recv(4096)
-                connection.sendall(self._first)
-                while not self.is_over.wait(0.05):
-                    connection.sendall(self._byte)
-            except OSError:
-                pass
-
-    def close(self) -> None:
-        self.is_over.set()
-        self._listener.close()
 
 
 @pytest.fixture

@@ -1,0 +1,62 @@
+"""A limit of time for work that Python cannot interrupt: a decoder in C, a file on a server, a slow host."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class TimeIsOver(Exception):
+    """Work took longer than its limit. Not an OSError, which readers of damaged files skip."""
+
+
+class TimeLimit:
+    """The seconds that some work may take, from now on; work that waits for its turn may stop the clock.
+
+    `run` returns when the time is over, whatever the work does. The work then goes on in its thread until it calls
+    `check`, or ends: Python can end a process, but not a thread.
+    """
+
+    def __init__(self, seconds: float):
+        self._end = time.monotonic() + seconds
+        self._stopped_at: float | None = None
+
+    def run(self, work: Callable[[], T]) -> T:
+        """What `work` returns or raises, in a thread of its own; raises TimeIsOver if it takes longer."""
+        done: Future[T] = Future()
+        threading.Thread(target=_settle, args=(done, work), name="mmvllm-limited", daemon=True).start()
+        while not wait([done], self._seconds_left()).done:
+            self.check()
+        if done.exception() is not None:
+            self.check()  # a decoder may have made another error of it
+        return done.result()
+
+    def check(self) -> None:
+        """Raise TimeIsOver if the time is over."""
+        if self._seconds_left() == 0:
+            raise TimeIsOver
+
+    @contextmanager
+    def stopped_clock(self) -> Iterator[None]:
+        """A wait that does not count."""
+        self._stopped_at = time.monotonic()
+        try:
+            yield
+        finally:
+            self._end += time.monotonic() - self._stopped_at
+            self._stopped_at = None
+
+    def _seconds_left(self) -> float:
+        now = self._stopped_at  # read once: the thread of the work may start the clock
+        return max(0.0, self._end - (time.monotonic() if now is None else now))
+
+
+def _settle(done: "Future[T]", work: Callable[[], T]) -> None:
+    try:
+        done.set_result(work())
+    except BaseException as error:
+        done.set_exception(error)

@@ -1,0 +1,96 @@
+"""A file that takes too long to load fails alone, whatever it waits for."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mmvllm import LLM
+from mmvllm.captioning import caption_images, clips, endpoint_source, preparation
+from mmvllm.cli.main import main
+from mmvllm.errors import ArgumentError
+from tests.helpers.captioning import many
+from tests.helpers.endpoints import fake_endpoint, said
+from tests.helpers.server import ENGINE
+from tests.helpers.videos import make_clip
+
+TOO_LONG = "took longer than 0.01 s to load; shrink or re-encode it, or raise {}_timeout"
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    with LLM(checkpoint, **ENGINE) as made:
+        yield made
+
+
+@pytest.fixture
+def stuck(monkeypatch) -> Iterator[set[str]]:
+    """Names of files that no loader returns from."""
+    names, release, loading = set(), threading.Event(), []
+
+    def sticking(load):
+        def stick(source, *args, **options):
+            if Path(source).name in names:
+                loading.append(threading.current_thread())
+                release.wait()
+            return load(source, *args, **options)
+
+        return stick
+
+    for module, name in (
+        (preparation, "load_image"),
+        (preparation, "load_video"),
+        (clips, "load_video_info"),
+        (endpoint_source, "load_image"),
+    ):
+        monkeypatch.setattr(module, name, sticking(getattr(module, name)))
+    yield names
+    release.set()
+    for thread in loading:
+        thread.join()
+
+
+def test_an_image_that_never_ends_fails(llm, stuck, tmp_path):
+    stuck.add("000.png")
+    (record,) = caption_images(many(tmp_path / "images", 1), llm=llm, image_timeout=0.01)
+    assert record["error"] == TOO_LONG.format("image") and record["caption"] is None
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_seconds": 1}], ids=["frames", "header"])
+def test_a_video_that_never_ends_fails(options, llm, stuck, tmp_path):
+    pytest.importorskip("av")
+    make_clip(tmp_path / "a.mp4", 24)
+    stuck.add("a.mp4")
+    (record,) = caption_images(tmp_path / "a.mp4", llm=llm, video_timeout=0.01, **options)
+    assert record["error"] == TOO_LONG.format("video") and record["start"] == 0.0
+
+
+@pytest.mark.slow
+def test_the_other_images_are_captioned(llm, stuck, tmp_path):
+    stuck.update(("001.png", "003.png"))
+    folder = many(tmp_path / "images", 6)
+    made = caption_images(folder, llm=llm, image_timeout=3, workers=2, max_tokens=4, output=tmp_path / "out.jsonl")
+    assert {Path(record["path"]).name for record in made if record["error"] is not None} == stuck
+    stuck.clear()
+    retried = [*caption_images(folder, llm=llm, max_tokens=4, output=tmp_path / "out.jsonl", retry_failed=True)]
+    assert len(retried) == 2 and all(record["caption"] is not None for record in retried)
+
+
+@pytest.mark.network
+def test_an_image_for_an_endpoint_that_never_ends_fails(stuck, tmp_path):
+    stuck.add("000.png")
+    with fake_endpoint(lambda *_: said("a")) as fake:
+        (record,) = caption_images(many(tmp_path / "images", 1), endpoint=fake.url, image_timeout=0.01)
+    assert record["error"] == TOO_LONG.format("image") and not fake.bodies
+
+
+@pytest.mark.parametrize("name", ["image_timeout", "video_timeout"])
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
+def test_a_limit_must_be_a_number_of_seconds(name, value, llm, tmp_path, capsys):
+    with pytest.raises(ArgumentError, match=rf"{name} must be above 0 and below 1,000,000, got {value}"):
+        caption_images(many(tmp_path / "images", 1), llm=llm, **{name: value})
+    option = f"--{name.replace('_', '-')}"
+    with pytest.raises(SystemExit):
+        main(["caption", str(tmp_path), option, str(value)])
+    assert f"argument {option}: '{value}' is not a number of seconds above 0" in capsys.readouterr().err

@@ -1,0 +1,62 @@
+"""Work that takes too long is left behind; waits that are not its own do not count."""
+
+import threading
+import time
+
+import pytest
+
+from mmvllm.time_limit import TimeIsOver, TimeLimit
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test sets."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_work_has_its_result_or_its_error():
+    assert TimeLimit(60).run(lambda: 3) == 3
+    with pytest.raises(KeyError, match="no"):
+        TimeLimit(60).run(lambda: {}["no"])
+
+
+def test_work_that_never_ends_is_left_behind():
+    release, thread = threading.Event(), []
+
+    def work():
+        thread.append(threading.current_thread())
+        release.wait()
+
+    with pytest.raises(TimeIsOver):
+        TimeLimit(0.01).run(work)
+    release.set()
+    assert thread[0].daemon  # the program does not wait for it
+    thread[0].join()
+
+
+def test_an_error_that_comes_of_the_limit_is_the_limit():
+    limit = TimeLimit(0)
+
+    def work():
+        try:
+            limit.check()
+        except TimeIsOver:
+            raise ValueError("cannot be decoded") from None
+
+    with pytest.raises(TimeIsOver):
+        limit.run(work)
+
+
+def test_a_stopped_clock_does_not_count(clock):
+    limit = TimeLimit(10)
+    clock[0] = 4
+    with limit.stopped_clock():
+        clock[0] = 100
+        limit.check()
+    clock[0] = 105
+    limit.check()
+    clock[0] = 107
+    with pytest.raises(TimeIsOver):
+        limit.check()
