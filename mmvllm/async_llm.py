@@ -111,6 +111,7 @@ class AsyncLLM:
             `tensor_parallel_size` CUDA devices, from `device` on, or its part of the CPU's threads. A request goes
             to the engine that has much of it cached, within a bound on the load. An engine that ends is started again:
             its requests that have no token yet are computed by another, others end with `RequestFailed`.
+            With a `tensor_parallel_size` above 1, a single engine runs and is started again like that, too.
         release_after: seconds without requests after which the weights and caches are freed. The next request waits
             until the model is loaded again, from its files; a random completion is what it would have been.
 
@@ -134,8 +135,9 @@ class AsyncLLM:
             raise ParameterError("release_after", release_after, "a number of seconds above 0, or None")
         check_endpoint(otlp_traces_endpoint)
         config = EngineConfig.from_arguments("AsyncLLM", **engine_args)
-        several = data_parallel_size > 1
-        engine = EngineFleet(model, config, data_parallel_size, release_after) if several else LLMEngine(model, config)
+        # Processes that share a model are started again together, if one of them is lost.
+        is_fleet = data_parallel_size > 1 or config.tensor_parallel_size > 1
+        engine = EngineFleet(model, config, data_parallel_size, release_after) if is_fleet else LLMEngine(model, config)
         self._engine = engine
         try:
             self._intake = Intake(engine, processor, video_backend)
@@ -158,7 +160,7 @@ class AsyncLLM:
         self._status, self._reason = "ok", None
         connections = self._deliver, self._fail
         self._thread = (
-            Dispatcher(engine, *connections) if several else EngineThread(engine, *connections, release_after)
+            Dispatcher(engine, *connections) if is_fleet else EngineThread(engine, *connections, release_after)
         )
         self._closing = threading.Lock()
         # Registered after the engine's own exit handler, so run before it: the thread still uses the engine.

@@ -239,6 +239,8 @@ class EngineConfig:
         enforce_eager: do not capture CUDA graphs for small steps; the engine starts faster and decodes more slowly.
         async_scheduling: launch a step before the tokens of the one before are known; by default where launches do not
             wait for the device: on CUDA, with an attention backend that reads nothing on the host.
+        step_timeout: seconds without a sign of life after which a process that shares the model is killed; the engine
+            has then failed.
         skip_warmup: do not run a warm-up batch at start.
         seed: seed for requests without a seed of their own, and for dummy weights.
     """
@@ -267,6 +269,7 @@ class EngineConfig:
     max_lora_rank: int = 16
     enforce_eager: bool = False
     async_scheduling: bool | None = None
+    step_timeout: float = 60.0
     skip_warmup: bool = False
     seed: int = 0
 
@@ -300,6 +303,8 @@ class EngineConfig:
             raise ValueError(f"dtype is {self.dtype!r}, must be {listed(DTYPES)}")
         if not isinstance(self.lora, str | PathLike | None) or self.lora == "":
             raise ValueError(f"lora is {self.lora!r}, must be the folder of an adapter")
+        if isinstance(self.step_timeout, bool) or not isinstance(self.step_timeout, Real) or not self.step_timeout > 0:
+            raise ValueError(f"step_timeout is {self.step_timeout!r}, must be a number of seconds above 0")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization is {share!r}, must be a number in (0, 1]")

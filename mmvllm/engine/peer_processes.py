@@ -15,8 +15,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Set
 from contextlib import suppress
+from ctypes import c_uint64
 from dataclasses import dataclass, field, replace
-from multiprocessing import connection
 from operator import methodcaller
 from typing import Any
 
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from mmvllm.engine.checkpoint import Checkpoint
 from mmvllm.engine.loading import load_runner
 from mmvllm.engine.model_runner import ModelRunner
+from mmvllm.engine.peer_watch import new_pulse, watch
 from mmvllm.engine.peers import Peers
 from mmvllm.engine.rank_process import CONNECT_TIMEOUT, Report, begun, rank_device, run_rank
 from mmvllm.engine.step_inputs import StepInputs
@@ -35,7 +36,7 @@ from mmvllm.ranks import SINGLE, TIMEOUT, ConnectedRanks, RanksFailed
 from mmvllm.signals import signals_deferred
 from mmvllm.transfer import current_device
 from mmvllm.worker_channel import Channel, PackedMessage, SharedBuffer
-from mmvllm.worker_start import how_it_ended, start_process
+from mmvllm.worker_start import start_process
 
 NUM_BUFFERS = 4  # of steps without a report: one that runs, one launched ahead, and those that were interrupted
 EXIT_SECONDS = 5.0  # for a process to end by itself
@@ -84,25 +85,26 @@ class PeerProcesses(Peers):
         self._channels: list[Channel] = []
         share = THREAD_SHARES.take(self._size) if self._device.type == "cpu" else None
         self._num_threads = share or max(1, torch.get_num_threads() // self._size)  # of each rank
-        watched = weakref.ref(self), self._processes, self._is_exiting
-        watcher = threading.Thread(target=_watch, args=watched, daemon=True)
+        pulses, timeout = [new_pulse() for _ in range(1, self._size)], checkpoint.config.step_timeout
+        watched = weakref.ref(self), self._processes, pulses, timeout, self._is_exiting
+        watcher = threading.Thread(target=watch, args=watched, daemon=True)
         # At exit this must run before multiprocessing's own handler, which was registered first and would wait.
         self._kill = weakref.finalize(self, _kill_all, self._processes, self._is_exiting, watcher, share)
         atexit.register(self._kill)
         try:
-            for rank in range(1, self._size):
-                self._start(checkpoint, rank)
+            for rank, pulse in enumerate(pulses, 1):
+                self._start(checkpoint, rank, pulse)
         except BaseException:
             self._kill()
             raise
         watcher.start()
 
-    def _start(self, checkpoint: Checkpoint, rank: int) -> None:
+    def _start(self, checkpoint: Checkpoint, rank: int, pulse: c_uint64) -> None:
         pipe, theirs = multiprocessing.Pipe()
         buffers = [SharedBuffer.create() for _ in range(NUM_BUFFERS)]
         buffers = [] if None in buffers else buffers  # fewer would be overwritten before they are read
         port = self._listener.getsockname()[1]
-        self._processes.append(_start_process(theirs, buffers, checkpoint, rank, port, self._num_threads))
+        self._processes.append(_start_process(theirs, buffers, pulse, checkpoint, rank, port, self._num_threads))
         self._channels.append(Channel(pipe, *buffers))
         theirs.close()
 
@@ -213,7 +215,7 @@ class PeerProcesses(Peers):
         return None
 
     def fail(self, reason: str) -> None:
-        """A process has ended; called by the thread that watches them."""
+        """A process is lost; called by the thread that watches them."""
         self.failure = reason
         if self._ranks is not None:
             self._ranks.abort()
@@ -263,17 +265,6 @@ def _connect(store: dist.Store, device: torch.device, size: int, connected: list
         connected.append(ConnectedRanks.connect(store, 0, size, device))
     except Exception as error:
         connected.append(error)
-
-
-def _watch(
-    peers: "weakref.ref[PeerProcesses]", processes: list[multiprocessing.Process], is_exiting: threading.Event
-) -> None:
-    """Until the first process ends."""
-    ended = connection.wait([process.sentinel for process in processes])
-    rank, process = next((i, process) for i, process in enumerate(processes, 1) if process.sentinel in ended)
-    alive = peers()
-    if alive is not None and not is_exiting.is_set():
-        alive.fail(f"the process of rank {rank} {how_it_ended(process)}")
 
 
 def _kill_all(

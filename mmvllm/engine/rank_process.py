@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from ctypes import c_uint64
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -16,6 +17,7 @@ from mmvllm.engine.checkpoint import Checkpoint
 from mmvllm.engine.device_errors import is_out_of_memory
 from mmvllm.engine.loading import load_runner
 from mmvllm.engine.model_runner import ModelRunner
+from mmvllm.engine.peer_watch import beating
 from mmvllm.engine.step_inputs import StepInputs
 from mmvllm.engine.stopwatch import Stopwatch
 from mmvllm.errors import first_line
@@ -55,6 +57,7 @@ def run_rank(pipe: Connection, *arguments: Any) -> None:
 def serve_rank(
     pipe: Connection,
     buffers: Sequence[SharedBuffer | None],
+    pulse: c_uint64,
     checkpoint: Checkpoint,
     rank: int,
     port: int,
@@ -65,7 +68,7 @@ def serve_rank(
     channel, device = Channel(pipe, *buffers), rank_device(checkpoint.device, rank)
     size = checkpoint.config.tensor_parallel_size
     try:
-        with current_device(device):
+        with beating(pulse), current_device(device):
             store = dist.TCPStore("127.0.0.1", port, size, False, CONNECT_TIMEOUT)
             store.set(begun(rank), "")
             runner = load_runner(checkpoint, device, ConnectedRanks.connect(store, rank, size, device))

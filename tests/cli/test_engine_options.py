@@ -26,7 +26,7 @@ VALUES = {
         "max_loras": 2,
         "max_lora_rank": 8,
     },
-    **{"enforce_eager": True, "async_scheduling": False, "skip_warmup": True, "seed": 7},
+    **{"enforce_eager": True, "async_scheduling": False, "step_timeout": 30.0, "skip_warmup": True, "seed": 7},
 }
 
 

@@ -3,6 +3,7 @@
 The steps themselves are tested with ranks in threads (tests/engine/test_tensor_parallel.py).
 """
 
+import asyncio
 import gc
 import os
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 
 import psutil
@@ -123,19 +124,44 @@ def test_a_process_that_is_killed_while_idle_is_noticed(checkpoint, make):
     assert not names_of_shared_memory() - shared_memory
 
 
+@pytest.mark.parametrize("is_idle", [True, False], ids=["idle", "in a step"])
+def test_a_process_that_does_not_answer_is_killed(is_idle, make):
+    llm, process = make(step_timeout=2)
+    reason = "the process of rank 1 did not answer for 2 s and was killed"
+    llm.generate(["Count"], SamplingParams(max_tokens=2), use_tqdm=False)
+    process.suspend()
+    if is_idle:
+        wait_until(lambda: llm.engine.model_runner.peers.failure == reason, "noticed")
+    with pytest.raises(EngineFailed, match=f"the engine failed: RanksFailed: {reason}"):
+        llm.generate_multimodal([REQUEST], LONG)
+    process.wait(LIMIT_SECONDS)
+
+
 @pytest.mark.slow
-def test_health_and_log_tell_that_a_process_was_killed_while_idle(checkpoint, caplog):
-    before = spawned()
-    engine = AsyncLLM(checkpoint, **ARGUMENTS, tensor_parallel_size=2)
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_processes_that_share_a_model_are_started_again(how, checkpoint, caplog):
+    engine = AsyncLLM(checkpoint, **ARGUMENTS, tensor_parallel_size=2, step_timeout=3)
     try:
-        assert engine.health().status == "ok"
-        next(process for process in spawned() if process not in before).kill()
-        wait_until(lambda: engine.health().status == "failed", "failed")
-        assert engine.health().reason == KILLED.removeprefix("the engine failed: ")
-        (record,) = [record for record in caplog.records if record.message.startswith("the engine failed")]
-        assert record.message == KILLED.replace("RanksFailed: ", "") and record.exc_info is None
+        first = spawned(recursive=True)
+        rank = next(process for process in first if process.pid not in engine._engine.pids)
+        expected = asyncio.run(answer(engine))
+        rank.kill() if how == "killed" else rank.suspend()
+        wait_until(lambda: not engine.health().is_ready, "noticed")
+        assert engine.health().is_live and "the process of rank 1" in engine.health().reason
+        wait_until(lambda: engine.health().is_ready, "started again", seconds=60)
+        assert asyncio.run(answer(engine)) == expected
+        assert not psutil.wait_procs(first, timeout=10)[1]
+        assert any(
+            "engine 0 has ended and is started again: RanksFailed: the process of rank 1" in r.message
+            for r in caplog.records
+        )
     finally:
         engine._close(drain=False)
+
+
+async def answer(engine: AsyncLLM) -> list[int]:
+    async with aclosing(engine.generate(REQUEST, SamplingParams(max_tokens=6, ignore_eos=True))) as deltas:
+        return [token async for delta in deltas for token in delta.token_ids]
 
 
 @pytest.mark.slow
@@ -163,8 +189,8 @@ def test_a_process_that_is_killed_while_it_starts(seconds, checkpoint, monkeypat
 def test_an_error_of_another_rank_while_it_loads_is_the_reason(checkpoint, monkeypatch):
     real = peer_processes._start_process
 
-    def start(pipe, buffers, loaded, *arguments):
-        arguments = (pipe, buffers, peer_processes.replace(loaded, folder=Path("/no/such/folder")), *arguments)
+    def start(pipe, buffers, pulse, loaded, *arguments):
+        arguments = (pipe, buffers, pulse, peer_processes.replace(loaded, folder=Path("/no/such/folder")), *arguments)
         return real(*arguments)
 
     monkeypatch.setattr(peer_processes, "_start_process", start)

@@ -36,8 +36,8 @@ def async_test(test):
     return run
 
 
-def wait_until(condition, state: str) -> None:
-    end = time.monotonic() + 20
+def wait_until(condition, state: str, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"never {state}"
         time.sleep(0.005)

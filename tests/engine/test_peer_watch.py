@@ -1,0 +1,90 @@
+"""A rank that ends, or gives no sign of life, is noticed; pauses of the whole program are not held against it."""
+
+import threading
+import time
+import weakref
+from ctypes import c_uint64
+
+import pytest
+
+from mmvllm.config import EngineConfig
+from mmvllm.engine import peer_watch
+from mmvllm.engine.peer_watch import BEAT_SECONDS, beating, watch
+
+
+class Process:
+    """Ends when it is killed."""
+
+    sentinel, exitcode = 3, None
+
+    def __init__(self):
+        self.was_killed = False
+
+    def kill(self) -> None:
+        self.was_killed = True
+
+
+class Peers:
+    reason = None
+
+    def fail(self, reason: str) -> None:
+        self.reason = reason
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """What happens at each look of `watch`: functions, after which the time of a beat has passed."""
+    looks, now = [], [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def wait(sentinels, seconds):
+        now[0] += seconds
+        return looks.pop(0)(now) or []
+
+    monkeypatch.setattr(peer_watch.connection, "wait", wait)
+    return looks
+
+
+def lost(looks, *, at: int, pulse: c_uint64, timeout: float) -> None:
+    """The process is killed at this look, the last of them."""
+    peers, process = Peers(), Process()
+    watch(weakref.ref(peers), [process], [pulse], timeout, threading.Event())
+    assert process.was_killed
+    assert peers.reason == f"the process of rank 1 did not answer for {timeout:g} s and was killed"
+    assert len(looks) == 100 - at
+
+
+def test_a_rank_whose_pulse_stops_is_killed(looks):
+    pulse = c_uint64(0)
+
+    def beat(_):
+        pulse.value += 1
+
+    looks += [lambda _: None] * 50 + [beat] * 10 + [lambda _: None] * 40  # it takes its time to start
+    lost(looks, at=50 + 10 + 7, pulse=pulse, timeout=6 * BEAT_SECONDS)
+
+
+def test_a_pause_of_the_program_is_not_its_silence(looks):
+    pulse = c_uint64(1)
+
+    def pause(now):
+        now[0] += 1000
+
+    looks += [lambda _: None, pause, lambda _: None] + [lambda _: None] * 97
+    lost(looks, at=1 + 2 + 6, pulse=pulse, timeout=8 * BEAT_SECONDS)
+
+
+def test_a_process_beats_until_its_work_is_over(monkeypatch):
+    monkeypatch.setattr(peer_watch, "BEAT_SECONDS", 0.001)
+    pulse = c_uint64(0)
+    with beating(pulse):
+        while pulse.value < 3:
+            time.sleep(0.001)
+        (thread,) = [each for each in threading.enumerate() if each.name == "mmvllm-pulse"]
+    thread.join()
+
+
+@pytest.mark.parametrize("value", [0, -1, True, float("nan"), "60"])
+def test_the_step_timeout_is_a_number_of_seconds(value):
+    with pytest.raises(ValueError, match=r"step_timeout is .*, must be a number of seconds above 0"):
+        EngineConfig(step_timeout=value)
