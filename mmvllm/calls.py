@@ -99,9 +99,12 @@ def output_of(event: Event | None) -> RequestOutput | None:
 
 
 def without_errors(events: Iterable[tuple[int, Event]], noun: str) -> Iterator[tuple[int, Event]]:
-    """Pass events through; raises RuntimeError for a request that failed in the engine."""
+    """Pass events through; raises RequestError for one that is itself to blame, RuntimeError for other failures."""
     for index, event in events:
         output = output_of(event)
         if output is not None and output.error is not None:
-            raise RuntimeError(f"{noun} {index}: {output.error}")
+            if output.exception is None:
+                raise RuntimeError(f"{noun} {index}: {output.error}")
+            output.exception.request_index, output.exception.noun = index, noun
+            raise output.exception
         yield index, event

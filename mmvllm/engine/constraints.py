@@ -14,8 +14,8 @@ from mmvllm.errors import RequestError
 from mmvllm.sampling_params import SamplingParams
 
 
-class ConstraintFailed(Exception):
-    """Nothing can follow, or a constraint cannot go on; it ends the request with this message."""
+class ConstraintFailed(RequestError):
+    """A constraint, or a function of the caller's, cannot go on; its request ends with this error."""
 
 
 class AllowedTokens:

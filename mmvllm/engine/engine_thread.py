@@ -67,7 +67,7 @@ class _Tracked:
         """What is new; an error if the request failed."""
         output = self.group.output
         if output is not None and output.error is not None:
-            return [(self._receiver, RequestFailed(output.error))]
+            return [(self._receiver, output.exception or RequestFailed(output.error))]
         return [(self._receiver, delta) for delta in self._stream.deltas()]
 
 
@@ -205,7 +205,8 @@ class EngineThread:
         num_tokens = self._engine.output_processor.num_tokens
         outputs, _ = self._engine.step()
         events = self._new_events()
-        self.failing = next((output.error for output in outputs if output.error is not None), None)
+        failed = (output for output in outputs if output.error is not None and output.exception is None)
+        self.failing = next((output.error for output in failed), None)
         self._meter.add_output_tokens(self._engine.output_processor.num_tokens - num_tokens)
         self._deliver(events)
 

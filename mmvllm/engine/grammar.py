@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from mmvllm.engine.constraints import ConstraintFailed
+from mmvllm.engine.constraints import ConstraintFailed, clear_bits, empty_mask
 from mmvllm.engine.sequence import Sequence
 from mmvllm.errors import RequestError
 from mmvllm.structured import StructuredOutputsParams
@@ -52,13 +52,10 @@ class GrammarConstraint:
         self._check(not matcher.is_error())
         allowed &= self._mask[: len(allowed)]
 
-    def warm_up(self) -> None:
-        """Find out what may be first: that takes longest, and what it takes is kept for all sequences."""
-        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-
     def _check(self, is_good: bool) -> None:
         if not is_good:
-            raise ConstraintFailed(f"the grammar of structured failed: {_first_line(self._matcher.get_error())}")
+            reason = f"the grammar of structured failed: {_first_line(self._matcher.get_error())}"
+            raise ConstraintFailed(reason, param="structured")
 
 
 class GrammarCompiler:
@@ -135,12 +132,22 @@ class GrammarCompiler:
         except ValueError as error:
             raise _refused(params, str(error)) from None
         matcher = LLMatcher(self._ll_tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
-        first = matcher.deep_copy()
-        GrammarConstraint(first, self._ll_tokenizer.vocab_size).warm_up()
-        for one in (matcher, first):  # the copy fails where no text can be the beginning
-            if one.is_error():
-                raise _refused(params, one.get_error())
+        for _ in range(2):  # what the first takes is kept for all sequences, and may leave too little for others
+            first = matcher.deep_copy()
+            self._try(first)
+            for one in (matcher, first):  # the copy fails where no text can be the beginning
+                if one.is_error():
+                    raise _refused(params, one.get_error())
         return matcher
+
+    def _try(self, matcher: Any) -> None:
+        """Find out what may be first, which takes longest, and what may follow one of these tokens."""
+        mask = empty_mask(self._ll_tokenizer.vocab_size)
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        clear_bits(mask, self.eos_token_ids)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        if len(allowed) and matcher.consume_token(int(allowed[0])):
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
 
 
 def _without_names_of_control_tokens(tokenizer: PreTrainedTokenizerBase) -> str:

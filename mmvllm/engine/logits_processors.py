@@ -21,15 +21,17 @@ def process(logits: Tensor, seq: Sequence) -> Tensor:
         try:
             made = function(*_arguments(function, seq), logits)
         except Exception as error:
-            raise ConstraintFailed(f"logits_processors: {_name(function)} raised {error!r}") from None
+            raise _failed(f"{_name(function)} raised {error!r}") from None
         if not _is_row(made, logits):
             what = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
-            raise ConstraintFailed(
-                f"logits_processors: {_name(function)} returned {what}, must be a tensor {list(logits.shape)}, "
-                "dense and of real numbers"
-            )
+            required = f"a tensor {list(logits.shape)}, dense and of real numbers"
+            raise _failed(f"{_name(function)} returned {what}, must be {required}")
         logits = made.to(logits.device, torch.float32)
     return logits
+
+
+def _failed(reason: str) -> ConstraintFailed:
+    return ConstraintFailed(f"logits_processors: {reason}", param="logits_processors")
 
 
 def _is_row(made: Any, logits: Tensor) -> bool:

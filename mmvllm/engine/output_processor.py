@@ -9,6 +9,7 @@ from mmvllm.engine.detokenizer import Pieces, TokenDecoder, pieces_of, token_byt
 from mmvllm.engine.prompt_reads import LogprobReads, PooledReads
 from mmvllm.engine.repetition import tokens_missing
 from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
+from mmvllm.errors import RequestError
 from mmvllm.grounding import BoxFormat
 from mmvllm.outputs import CompletionOutput, Delta, LogprobsById, RequestOutput
 
@@ -98,7 +99,8 @@ class OutputProcessor:
             num_cached_tokens=first.num_cached_tokens,
             num_image_tokens=first.num_media_tokens("image"),
             num_video_tokens=first.num_media_tokens("video"),
-            error=group.error,
+            error=None if group.error is None else str(group.error),
+            exception=group.error if isinstance(group.error, RequestError) else None,
             arrival_time=first.arrival_time,
             first_token_time=first.first_token_time,
             finish_time=time.time(),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mmvllm.engine.beam_search import Candidate
+from mmvllm.errors import RequestError
 from mmvllm.outputs import Logprob, LogprobsById
 
 
@@ -40,7 +41,7 @@ class SampledTokens:
 
     token_ids: list[int]
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
-    errors: Mapping[int, str] = field(default_factory=dict)
+    errors: Mapping[int, RequestError] = field(default_factory=dict)
     candidates: Mapping[int, list[Candidate]] = field(default_factory=dict)
     reads: Sequence[RowLogprobs | list[float]] = ()
 

@@ -22,6 +22,7 @@ from mmvllm.engine.sampling_rows import BEAM, BIAS, LOGPROBS, MIN_TOKENS, PENALT
 from mmvllm.engine.schedule import Schedule
 from mmvllm.engine.sequence import Sequence
 from mmvllm.engine.token_masks import MaskThreads, PendingMasks, TokenMasks
+from mmvllm.errors import RequestError
 from mmvllm.kernels.argmax import argmax
 from mmvllm.kernels.penalties import count_tokens, penalize
 from mmvllm.kernels.sampling import sample
@@ -41,7 +42,7 @@ class Sampled:
         input_ids: Tensor,
         logprobs: "Logprobs | None" = None,
         candidates: "Candidates | None" = None,
-        errors: Mapping[int, str] = _NO_ERRORS,
+        errors: Mapping[int, RequestError] = _NO_ERRORS,
     ):
         """`token_ids` (R,) are -1 where the logits allow none; `errors` tell why, by row, where more is known."""
         self.input_ids = input_ids  # (R,), what the next step computes: any id where there is no token
@@ -167,7 +168,7 @@ def _restricted(logits: Tensor, masks: TokenMasks) -> Tensor:
                 logits[place] = process(logits[place].clone(), seq)
             except ConstraintFailed as error:
                 logits[place] = float("-inf")
-                masks.errors[place] = str(error)
+                masks.errors[place] = error.detached()
     allowed, places = (
         to_device(torch.from_numpy(x), logits.device) for x in (masks.allowed.view(np.int32), masks.places)
     )

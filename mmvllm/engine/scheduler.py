@@ -26,6 +26,7 @@ from mmvllm.engine.encoder_cache import EncoderCache
 from mmvllm.engine.sampled import SampledTokens, TokenLogprobs
 from mmvllm.engine.schedule import Schedule, ScheduledChunk
 from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
+from mmvllm.errors import RequestError
 from mmvllm.inputs import MediaItem
 
 _NO_COPIES: list[tuple[int, int]] = []
@@ -350,7 +351,7 @@ class Scheduler:
             if seq.items[i].end <= end:
                 self.encoder_cache.release(seq.items[i].digest, (seq.seq_id, i))
 
-    def _append(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None, error: str | None) -> None:
+    def _append(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None, error: RequestError | None) -> None:
         if token_id < 0:
             self._end(self.groups[seq.request_id], FinishReason.ERROR, error or _NO_TOKEN)
             return
@@ -427,7 +428,7 @@ class Scheduler:
             del self.groups[group.request_id]
         return sorted(finished, key=lambda group: group.first_seq)
 
-    def _end(self, group: SequenceGroup, reason: FinishReason, error: str | None) -> None:
+    def _end(self, group: SequenceGroup, reason: FinishReason, error: str | RequestError | None) -> None:
         group.error = error
         for seq in group.seqs:
             if not seq.is_finished:

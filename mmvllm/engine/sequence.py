@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from mmvllm.engine.beams import Beams
+from mmvllm.errors import RequestError
 from mmvllm.inputs import Grid, MediaItem, Span
 from mmvllm.outputs import LogprobsById, RequestOutput
 from mmvllm.sampling_params import SamplingParams
@@ -273,7 +274,7 @@ class SequenceGroup:
     trace_headers: Mapping[str, str] | None = None  # of the request that came over a network, for the caller's tracing
     preparation: tuple[float, float] | None = None  # when it began and ended
     adapter_name: str | None = None  # as the request calls it
-    error: str | None = None
+    error: str | RequestError | None = None  # the latter where the request is to blame
     output: RequestOutput | None = None  # written by the engine, once the request has finished
     beams: "Beams[Sequence] | None" = None  # of a beam search
 

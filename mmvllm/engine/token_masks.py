@@ -8,6 +8,7 @@ import numpy as np
 
 from mmvllm.engine.constraints import ConstraintFailed
 from mmvllm.engine.sequence import Sequence
+from mmvllm.errors import RequestError
 
 _MAX_THREADS = 4
 _ALL = 0xFFFFFFFF
@@ -27,7 +28,7 @@ class TokenMasks:
     seqs: list[Sequence]
     places: np.ndarray
     allowed: np.ndarray
-    errors: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, RequestError] = field(default_factory=dict)
 
 
 class PendingMasks:
@@ -63,6 +64,8 @@ def _fill(masks: TokenMasks, indices: list[int]) -> None:
         try:
             for constraint in masks.seqs[i].constraints:
                 constraint.restrict(masks.seqs[i], masks.allowed[i])
+            if not masks.allowed[i].any():
+                raise ConstraintFailed("no token can follow: every token is forbidden")
         except ConstraintFailed as error:
             masks.allowed[i] = 0
-            masks.errors[int(masks.places[i])] = str(error)
+            masks.errors[int(masks.places[i])] = error.detached()

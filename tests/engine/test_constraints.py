@@ -162,7 +162,8 @@ def test_a_request_without_a_token_fails_alone(alone, params, message, ahead):
     good, bad = llm.generate_multimodal([REQUESTS[1]] * 2, both, on_error="return")
     assert good.token_ids == alone[7][0][0]
     assert bad.finish_reason == "error"
-    with pytest.raises(RuntimeError, match=message if "(" not in message else None):
+    assert isinstance(bad.exception, RequestError) and bad.exception.param in (None, *params)
+    with pytest.raises(RequestError, match=message if "(" not in message else None):
         llm.generate_multimodal([REQUESTS[1]], both[1])
 
 

@@ -15,7 +15,7 @@ from mmvllm.engine.grammar import MAX_COMPILED, GrammarCompiler
 from mmvllm.engine.sequence import Sequence
 from mmvllm.errors import RequestError
 from mmvllm.structured import StructuredOutputsParams
-from tests.helpers.schemas import SchemaMaker, write
+from tests.helpers.schemas import SchemaMaker, doubling, write
 from tests.helpers.tokenizers import NAMES, tokenizer_of
 
 WIDTH = 768  # of the logits, more than the tokenizer has
@@ -95,8 +95,25 @@ def test_a_text_that_left_the_grammar_fails(compiler, tokenizer):
 
 
 def test_a_grammar_that_grows_too_large_fails_alone(compiler, tokenizer):
-    with pytest.raises(ConstraintFailed, match="too many"):
-        following(compiler, tokenizer.encode("a") * 400, regex="(a{1000}){1000}")
+    with pytest.raises(ConstraintFailed, match=r"row has .* items") as caught:
+        following(compiler, tokenizer.encode("b") * 5, grammar=doubling("b"))
+    assert caught.value.param == "structured"
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("regex", "(a{1000}){1000}"),
+        ("json", json.dumps({"const": "a" * 60_000})),
+        ("grammar", 'start: "a"{1000000}'),
+        ("grammar", doubling()),
+    ],
+)
+def test_a_grammar_that_is_too_large_for_its_first_tokens_is_refused(kind, value, compiler):
+    for _ in range(2):
+        with pytest.raises(RequestError, match=rf"structured.{kind} cannot be enforced: .*[Tt]oo many") as caught:
+            compiler.check(StructuredOutputsParams(**{kind: value}))
+        assert caught.value.param == f"structured.{kind}"
 
 
 def test_grammars_are_compiled_once_and_the_oldest_are_dropped(tokenizer):

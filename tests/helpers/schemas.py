@@ -144,3 +144,9 @@ def _ends(tokenizer, width: int) -> np.ndarray:
             bias[ids] = 1
     bias[tokenizer.eos_token_id] = 2
     return bias
+
+
+def doubling(end: str | None = None) -> str:
+    """A grammar of 2^2000 letters a, or with an end that each rule may take: it grows with what is written."""
+    other = "" if end is None else f' | "{end}"'
+    return "\n".join(["start: r0", *(f"r{i}: r{i + 1} r{i + 1}{other}" for i in range(2000)), 'r2000: "a"'])

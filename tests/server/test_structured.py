@@ -7,6 +7,7 @@ import jsonschema
 import pytest
 from pydantic import BaseModel
 
+from tests.helpers.schemas import doubling
 from tests.helpers.server import CHAT, COMPLETIONS, call, chat, completion
 
 SCHEMA = {
@@ -124,3 +125,18 @@ def test_what_cannot_be_enforced_is_refused_with_its_field(app, fields, param, m
 def test_text_is_the_format_of_any_completion(app):
     choice = call(app, "POST", CHAT, json=chat("Hi", response_format={"type": "text"}, max_tokens=3)).json()["choices"]
     assert choice[0]["message"]["content"]
+
+
+@pytest.mark.parametrize("grammar", ['start: "a"{1000000}', doubling(), doubling("b")])
+def test_a_grammar_that_takes_too_much_is_the_clients_error(grammar, app):
+    assert call(app, "POST", CHAT, json=chat("Which?", guided_grammar=grammar)).status_code == 400
+    field, message = refusal(app, chat("Which?", guided_grammar=grammar))
+    assert field == "guided_grammar" and "items" in message
+    assert call(app, "GET", "/health").json()["status"] == "ok"
+
+
+def test_tokens_that_are_all_forbidden_are_the_clients_error(app):
+    body = completion(allowed_token_ids=[5], no_repeat_ngram_size=1, max_tokens=9)
+    _, message = refusal(app, body, COMPLETIONS)
+    assert message == "no token can follow: every token is forbidden"
+    assert call(app, "GET", "/health").json()["status"] == "ok"
