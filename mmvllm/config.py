@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # `mmvllm --help` reads EngineConfig and must not load torch
 
 logger = logging.getLogger(__name__)
 MiB = 1024 * 1024
+MAX_DEPTH = 1024
 
 # Limits of a step: a larger one keeps a GPU busy for longer, but takes memory from the KV cache.
 LARGE_GPU_BYTES = 24 * 1024 * MiB
@@ -52,6 +53,7 @@ class VisionConfig:
     hidden_act: str
 
     def __post_init__(self) -> None:
+        _check_depth("vision_config's depth", self.depth)
         if self.embed_dim % self.num_heads:
             raise ValueError(
                 f"the ViT's width is {self.embed_dim}, must be a multiple of its number of heads, {self.num_heads}"
@@ -140,6 +142,7 @@ class ModelConfig:
     vision_end_token_id: int | None = None
 
     def __post_init__(self) -> None:
+        _check_depth("num_hidden_layers", self.num_hidden_layers)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads is {self.num_attention_heads}, "
@@ -163,6 +166,11 @@ class ModelConfig:
     def row_size(self) -> int:
         """Values in a row that replaces a placeholder."""
         return self.hidden_size if self.vision is None else self.vision.row_size
+
+
+def _check_depth(name: str, value: int) -> None:
+    if value > MAX_DEPTH:  # each layer is made before its weights are looked for
+        raise ValueError(f"{name} is {value}, must be at most {MAX_DEPTH}")
 
 
 def torch_dtype(name: Any) -> "torch.dtype | None":

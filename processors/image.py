@@ -131,7 +131,7 @@ def _read_json(path: Path) -> Any:
         return {}
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
         raise ValueError(f"{path} is damaged: not valid JSON ({error}); download it again") from None
 
 

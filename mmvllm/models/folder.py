@@ -85,8 +85,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, TypeError, KeyError) as error:
+        names = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        for name in names.values():
+            if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+                raise ValueError(f"weight_map names {name!r:.50}, must be files of this folder")
+        return names
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{index} is damaged: {error!r}; download it again") from None
 
 

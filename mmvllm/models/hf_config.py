@@ -33,7 +33,7 @@ def read_json(path: Path) -> dict | None:
         return None
     try:
         return json_object("it", json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}; download it again") from None
 
 

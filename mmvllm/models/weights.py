@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from mmvllm.config import ModelConfig
+from mmvllm.errors import first_line
 from mmvllm.layers.attention import AttentionBackend, TorchAttention
 from mmvllm.layers.coded import CodedWeight, CodesView
 from mmvllm.layers.linear import AssembledModule, ConvertedModule
@@ -27,6 +28,8 @@ from mmvllm.models.registry import family_of
 from mmvllm.ranks import SINGLE, Ranks
 
 logger = logging.getLogger(__name__)
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def load_model(
@@ -51,8 +54,11 @@ def load_model(
     Raises ValueError for damaged weights, for tensors that do not match the config, which it names, for an adapter that
     is not for this model, and for a number of ranks that the model cannot be split over.
     """
-    with torch.device("meta"):
-        model = family_of(config.architecture).build(config, attention, vision_attention, ranks).to(dtype)
+    try:
+        with torch.device("meta"):
+            model = family_of(config.architecture).build(config, attention, vision_attention, ranks).to(dtype)
+    except (RuntimeError, TypeError) as error:  # torch's, of sizes and products that do not fit into 64 bits
+        raise ValueError(f"{folder / 'config.json'} has sizes that no model has: {first_line(error)}") from None
     model.eval().requires_grad_(False)
     pairs = {} if lora is None else place_adapter(lora, read_adapter(lora), model, linear_regions(model))
     prepare(model)
@@ -92,6 +98,10 @@ class Places:
         module = target[0].rpartition(".")[0]
         if module not in self._allocated:
             self._allocate(module)
+        return self._views[target]
+
+    def planned(self, target: Target) -> CheckpointView:
+        """Its shapes, without memory, where the module is not allocated yet."""
         return self._views[target]
 
     def get(self, target: Target) -> CheckpointView | None:
@@ -134,44 +144,52 @@ def _tensors(files: list[Path], progress: bool) -> Iterator[tuple[str, StoredTen
 
 
 def _fill(places: Places, files: list[Path], folder: Path, pairs: Mapping[Target, LoraPair], progress: bool) -> None:
-    model, missing, extra, misshapen, tied = places.model, set(places), [], [], {}
+    model, missing, extra, misshapen, unreadable, infinite, tied = places.model, set(places), [], [], [], [], {}
     for name, stored in _assembled(files, model.config, progress):
         target = model.parameter_for(name)
         if target is None:
             continue
-        if target[0] in model.tied:
-            place = places[model.tied[target[0]], None]
-            part = _part(stored, place)
-            tied[name] = part.dequantized() if isinstance(part, CodedWeight) else part, place.view
-        elif target not in missing:
+        is_tied = target[0] in model.tied
+        if not is_tied and target not in missing:
             if model.config.quantization is None or not adds_nothing(name, stored):
                 extra.append(name)
-        elif _copied(places, target, stored, pairs):
-            missing.discard(target)
-            places.filled(target)
+            continue
+        missing.discard(target)
+        own = (model.tied[target[0]], None) if is_tied else target
+        part = _part(stored, places.planned(own))
+        if part is None:
+            misshapen.append(f"{name} is {tuple(stored.get_shape())}, needs {places.planned(own).whole_shape}")
+        elif isinstance(part, Tensor) and part.dtype not in _FLOATS:
+            unreadable.append(f"{name} is {str(part.dtype).removeprefix('torch.')}")
+        elif is_tied:
+            tied[name] = part.dequantized() if isinstance(part, CodedWeight) else part, places[own].view
         else:
-            missing.discard(target)
-            misshapen.append(f"{name} is {tuple(stored.get_shape())}, needs {places[target].whole_shape}")
-    unequal = [name for name, (part, own) in tied.items() if part is None or not torch.equal(part.to(own), own)]
+            if not _copied(part, places[own], pairs.get(own), places.device):
+                infinite.append(name)
+            places.filled(own)
     problems = {
         "missing tensors": [model.checkpoint_name(*target) for target in places if target in missing],
         "tensors that belong to no parameter or come twice": extra,
         "tensors of the wrong shape": misshapen,
-        "tensors that differ from those they are tied to": unequal,
+        "tensors that are not floats, as in a quantized checkpoint without its quantization_config": unreadable,
+        "tensors with values that are NaN, infinite, or too large for the dtype": infinite,
+        "tensors that differ from those they are tied to": [
+            name for name, (part, own) in tied.items() if not torch.equal(part.to(own), own)
+        ],
     }
     if any(problems.values()):
         found = (_listed(what, names) for what, names in problems.items() if names)
         raise ValueError(f"{folder} does not match its config.json: {'; '.join(found)}")
 
 
-def _copied(places: Places, target: Target, stored: StoredTensor, pairs: Mapping[Target, LoraPair]) -> bool:
-    """Copy a tensor to its place; False if it does not fit."""
-    place = places[target]
-    part = _part(stored, place)
-    if part is None:
-        return False
-    place.view.copy_(_merged(part, place, pairs.get(target), places.device))
-    return True
+def _copied(part: Tensor | CodedWeight, place: CheckpointView, pair: LoraPair | None, device: torch.device) -> bool:
+    """Copy the region of a tensor to its place; False if there are values that are not finite."""
+    merged = _merged(part, place, pair, device)
+    place.view.copy_(merged)
+    values = merged.scales if isinstance(merged, CodedWeight) else place.view
+    if values.is_meta or not values.numel():
+        return True
+    return all(bound.isfinite() for bound in torch.aminmax(values))  # which pass NaN on
 
 
 def _assembled(

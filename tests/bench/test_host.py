@@ -65,6 +65,7 @@ def test_what_is_exchanged_with_other_ranks_is_measured(bench, monkeypatch):
     record = json.loads(lines[-1])
     assert all(step["tokens"] == 6 * step["sequences"] for step in record["steps"]) and len(record["steps"]) == 8
     assert all({"send", "append"} <= step["parts"].keys() for step in record["steps"])
+    assert record["async"] == []
 
 
 def test_streams_can_be_left_out(bench):

@@ -189,7 +189,7 @@ def test_a_folder_without_config_is_refused(tmp_path):
         load_config(tmp_path / "absent")
 
 
-@pytest.mark.parametrize("text", ["", '{"hidden_size": 64,', "[1, 2]", "null", "\x00"])
+@pytest.mark.parametrize("text", ["", '{"hidden_size": 64,', "[1, 2]", "null", "\x00", "[" * 100_000])
 def test_damaged_json_is_refused(text, folder_of):
     with pytest.raises(ValueError, match=r"config\.json is damaged: .*; download it again"):
         load_config(folder_of(text))

@@ -104,7 +104,13 @@ def test_a_missing_shard_is_named(copy_of):
         load(folder)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"metadata": {}}', '{"weight_map": 3}'])
+DAMAGED_INDEXES = [
+    *("{", "[]", '{"metadata": {}}', '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": null}}'),
+    *('{"weight_map": {"a": "../model.safetensors"}}', '{"weight_map": {"a": ""}}', "[" * 100_000),
+]
+
+
+@pytest.mark.parametrize("text", DAMAGED_INDEXES, ids=lambda text: text[:40])
 def test_a_damaged_index_is_named(text, copy_of):
     folder = shard(copy_of("gqa2-tied"), 2)
     (folder / "model.safetensors.index.json").write_text(text)
@@ -182,6 +188,58 @@ def test_a_missing_tensor_is_named_as_in_checkpoints(shape, name, copy_of):
 def test_an_extra_tensor_is_named(name, copy_of):
     folder = copy_of("gqa2-tied", lambda tensors: tensors | {name: torch.ones(64)})
     with pytest.raises(ValueError, match=rf"tensors that belong to no parameter or come twice \(1\): {name}$"):
+        load(folder)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bool", "int16", "complex64", "float8_e4m3fn"])
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "visual.blocks.0.attn.qkv.weight"])
+def test_a_tensor_that_is_not_of_floats_is_named(name, dtype, copy_of):
+    """A quantized checkpoint that has lost its config was loaded as if its codes were weights."""
+    folder = copy_of("gqa2-tied", lambda tensors: tensors | {name: tensors[name].to(getattr(torch, dtype))})
+    with pytest.raises(ValueError, match=rf"without its quantization_config \(1\): {re.escape(name)} is {dtype}$"):
+        load(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight", "visual.patch_embed.proj.weight"]
+)
+def test_a_tensor_with_values_that_are_not_finite_is_named(name, value, copy_of):
+    def spoilt(tensors):
+        tensors[name].view(-1)[7] = value
+        return tensors
+
+    with pytest.raises(ValueError, match=rf"NaN, infinite, or too large for the dtype \(1\): {re.escape(name)}$"):
+        load(copy_of("gqa2-tied", spoilt))
+
+
+def test_a_tensor_with_values_that_the_dtype_does_not_have_is_named(copy_of):
+    folder = copy_of("gqa2-tied", lambda tensors: tensors | {"model.norm.weight": torch.full((64,), 1e5)})
+    load(folder, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"too large for the dtype \(1\): model\.norm\.weight$"):
+        load(folder, dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"text_config": {"vocab_size": 3 * 10**9}},
+            r"model\.embed_tokens\.weight is .*, needs \(3000000000, 64\)",
+        ),
+        ({"text_config": {"vocab_size": 2**62}}, r"config\.json has sizes that no model has: RuntimeError: .*overflow"),
+        ({"text_config": {"vocab_size": 10**30}}, r"config\.json"),
+        ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers is 1000000000, must be at most 1024"),
+        ({"vision_config": {"depth": 10**9}}, "vision_config's depth is 1000000000, must be at most 1024"),
+    ],
+)
+def test_sizes_that_the_tensors_contradict_take_no_memory(changes, message, copy_of):
+    folder = copy_of("gqa2-tied")
+    config = json.loads((folder / "config.json").read_text())
+    for name, value in changes.items():
+        config[name] |= value
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
         load(folder)
 
 

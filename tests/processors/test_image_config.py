@@ -108,6 +108,7 @@ def test_defaults_are_those_of_qwen2_vl(tmp_path):
 @pytest.mark.parametrize(
     "content, message",
     [
+        ("[" * 100_000, r"preprocessor_config\.json is damaged: not valid JSON"),
         ("{", r"preprocessor_config\.json is damaged: not valid JSON \(.*\); download it again"),
         ("", r"preprocessor_config\.json is damaged: not valid JSON"),
         ("[]", r"preprocessor_config\.json: the settings must be a JSON object, not \[\]"),
