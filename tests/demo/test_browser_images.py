@@ -41,7 +41,8 @@ def test_an_image_of_the_conversation_is_enlarged_by_click_and_key(chromium, sit
 
 
 def test_a_question_is_shown_and_edited_as_it_was_typed(chromium, site):
-    typed = "What is *written*, **2*3** and `x`? <b>no</b> $y$ _z_\n# - 1. &amp; \\*"
+    typed = "<img alt=no onerror=alert(1)> <h1>What</h1> is *written*, **2*3** and `x`? <b>no</b> $y$ _z_\n"
+    typed += "# - 1. &amp; \\* <br>"
     with opened(chromium, site) as tab:
         tab.answer_to(typed, SCENE)
         assert tab.questions() == [typed]
