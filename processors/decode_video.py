@@ -7,7 +7,7 @@ taken, so that videos with a variable frame rate are sampled evenly in time.
 import logging
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
+from functools import cache, partial
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
@@ -26,6 +26,9 @@ T = TypeVar("T")
 NUM_THREADS = 1  # of a decoder: several videos are decoded at once, and every thread holds frames
 BYTES_PER_PIXEL = 48  # of a frame: those that a decoder keeps for reference, one in RGB, one that is being resized
 READ_BYTES = 1 << 18  # at once from Python's file objects
+LISTS = frozenset(
+    ("hls", "dash", "concat", "imf", "sdp", "rtsp", "rtp", "sap", "webm_dash_manifest", "vobsub", "lavfi", "avisynth")
+)
 TEXT_FORMATS = ("tty", "bin", "xbin", "adf", "idf")  # whose text FFmpeg would show as on a terminal
 
 _logger = logging.getLogger(__name__)
@@ -136,9 +139,17 @@ def _open(file: str | BinaryIO, name: str, limits: VideoLimits) -> Any:
 
 
 def _options(limits: VideoLimits) -> dict[str, str]:
-    """For FFmpeg: what a file refers to, such as the parts of a playlist, is never fetched over a network."""
-    lists = {"format_whitelist": ",".join(limits.containers), "codec_whitelist": ",".join(limits.codecs)}
+    """For FFmpeg: no playlist is opened, and whatever else a file refers to is not fetched over a network."""
+    lists = {"format_whitelist": ",".join(limits.containers) or _no_lists(), "codec_whitelist": ",".join(limits.codecs)}
     return {"protocol_whitelist": "file"} | {name: value for name, value in lists.items() if value}
+
+
+@cache
+def _no_lists() -> str:
+    """All formats of FFmpeg but those whose files name other files, streams or devices."""
+    import av
+
+    return ",".join(sorted(av.formats_available - LISTS))
 
 
 def _info(stream: VideoStream, name: str, limits: VideoLimits) -> VideoInfo:

@@ -158,6 +158,18 @@ def test_a_playlist_of_a_trusted_folder_reaches_no_network(kind, tmp_path, loopb
     assert_reached_by_none(loopback)
 
 
+@pytest.mark.parametrize("kind", ["hls", "concat"])
+def test_a_playlist_of_a_trusted_folder_opens_no_file(kind, tmp_path):
+    part = make_clip(tmp_path / "part.ts", 4, codec="libx264")
+    assert load_video(part, FramesAt((3,))).frames.shape == (1, 64, 96, 3)
+    for suffix in (".m3u8", ".ffconcat", ".mp4"):
+        for target in ("part.ts", str(part)):
+            path = tmp_path / f"a{suffix}"
+            path.write_text(PLAYLISTS[kind].format(target))
+            with pytest.raises(VideoError, match="is not a video that FFmpeg can read"):
+                load_video(path, FramesAt())
+
+
 def test_a_container_or_codec_that_is_not_allowed_is_refused(tmp_path):
     for name, codec, message in (
         ("a.mpg", "mpeg2video", "is not a video in mp4, mov"),
