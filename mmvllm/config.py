@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # `mmvllm --help` reads EngineConfig and must not load torch
 logger = logging.getLogger(__name__)
 MiB = 1024 * 1024
 MAX_DEPTH = 1024
+MIN_STEP_TIMEOUT = 2  # seconds; a process that is busy may be silent for a moment
 
 # Limits of a step: a larger one keeps a GPU busy for longer, but takes memory from the KV cache.
 LARGE_GPU_BYTES = 24 * 1024 * MiB
@@ -247,8 +248,8 @@ class EngineConfig:
         enforce_eager: do not capture CUDA graphs for small steps; the engine starts faster and decodes more slowly.
         async_scheduling: launch a step before the tokens of the one before are known; by default where launches do not
             wait for the device: on CUDA, with an attention backend that reads nothing on the host.
-        step_timeout: seconds without a sign of life after which a process that shares the model is killed; the engine
-            has then failed.
+        step_timeout: seconds without a sign of life after which the process of a further device is killed, and the
+            engine has failed; a device that hangs while its process lives is not noticed by this.
         skip_warmup: do not run a warm-up batch at start.
         seed: seed for requests without a seed of their own, and for dummy weights.
     """
@@ -311,8 +312,9 @@ class EngineConfig:
             raise ValueError(f"dtype is {self.dtype!r}, must be {listed(DTYPES)}")
         if not isinstance(self.lora, str | PathLike | None) or self.lora == "":
             raise ValueError(f"lora is {self.lora!r}, must be the folder of an adapter")
-        if isinstance(self.step_timeout, bool) or not isinstance(self.step_timeout, Real) or not self.step_timeout > 0:
-            raise ValueError(f"step_timeout is {self.step_timeout!r}, must be a number of seconds above 0")
+        timeout = self.step_timeout
+        if isinstance(timeout, bool) or not isinstance(timeout, Real) or not timeout >= MIN_STEP_TIMEOUT:
+            raise ValueError(f"step_timeout is {timeout!r}, must be a number of seconds, at least {MIN_STEP_TIMEOUT}")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization is {share!r}, must be a number in (0, 1]")

@@ -5,9 +5,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
+
+POLL_SECONDS = 0.1  # between looks at work whose clock is stopped
 
 
 class TimeIsOver(Exception):
@@ -24,13 +26,17 @@ class TimeLimit:
     def __init__(self, seconds: float):
         self._end = time.monotonic() + seconds
         self._stopped_at: float | None = None
+        self._lock = threading.Lock()  # guards what follows
+        self._is_over = False
+        self._releases: list[Callable[[], None]] = []
 
     def run(self, work: Callable[[], T]) -> T:
         """What `work` returns or raises, in a thread of its own; raises TimeIsOver if it takes longer."""
         done: Future[T] = Future()
         threading.Thread(target=_settle, args=(done, work), name="mmvllm-limited", daemon=True).start()
-        while not wait([done], self._seconds_left()).done:
-            self.check()
+        while not wait([done], self._seconds_left() if self._stopped_at is None else POLL_SECONDS).done:
+            if self._seconds_left() == 0:
+                self._give_up()
         if done.exception() is not None:
             self.check()  # a decoder may have made another error of it
         return done.result()
@@ -39,6 +45,14 @@ class TimeLimit:
         """Raise TimeIsOver if the time is over."""
         if self._seconds_left() == 0:
             raise TimeIsOver
+
+    def release_when_over(self, release: Callable[[], None]) -> None:
+        """Call a function when `run` gives up: what the work holds must not wait for its thread."""
+        with self._lock:
+            if not self._is_over:
+                self._releases.append(release)
+                return
+        release()
 
     @contextmanager
     def stopped_clock(self) -> Iterator[None]:
@@ -49,6 +63,13 @@ class TimeLimit:
         finally:
             self._end += time.monotonic() - self._stopped_at
             self._stopped_at = None
+
+    def _give_up(self) -> NoReturn:
+        with self._lock:
+            self._is_over = True
+        for release in self._releases:
+            release()
+        raise TimeIsOver
 
     def _seconds_left(self) -> float:
         now = self._stopped_at  # read once: the thread of the work may start the clock

@@ -23,17 +23,29 @@ def test_work_has_its_result_or_its_error():
 
 
 def test_work_that_never_ends_is_left_behind():
-    release, thread = threading.Event(), []
+    release, begun, thread = threading.Event(), threading.Event(), []
 
     def work():
         thread.append(threading.current_thread())
+        begun.set()
         release.wait()
 
     with pytest.raises(TimeIsOver):
         TimeLimit(0.01).run(work)
+    begun.wait()
     release.set()
     assert thread[0].daemon  # the program does not wait for it
     thread[0].join()
+
+
+def test_what_work_holds_is_released_when_it_is_left_behind():
+    release, limit, released = threading.Event(), TimeLimit(0), []
+    limit.release_when_over(lambda: released.append("before"))
+    with pytest.raises(TimeIsOver):
+        limit.run(release.wait)
+    limit.release_when_over(lambda: released.append("after"))
+    release.set()
+    assert released == ["before", "after"]
 
 
 def test_an_error_that_comes_of_the_limit_is_the_limit():

@@ -1,5 +1,6 @@
 """How long loading an image or a video of a job may take, so that no file keeps the others waiting."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -55,13 +56,30 @@ DEFAULT_TIMEOUTS = Timeouts()
 
 
 def outside(limit: TimeLimit, reserve: Reserve) -> Reserve:
-    """The function, whose wait for memory does not count."""
+    """The function, whose wait for memory does not count; memory of what takes too long is free for others at once."""
 
     @contextmanager
     def reserve_outside(num_bytes: int) -> Iterator[None]:
-        with ExitStack() as stack:
-            with limit.stopped_clock():
-                stack.enter_context(reserve(num_bytes))
+        limit.check()  # a thread that was left behind takes none
+        reserved = ExitStack()
+        with limit.stopped_clock():
+            reserved.enter_context(reserve(num_bytes))
+        release = _Once(reserved.close)
+        limit.release_when_over(release)
+        try:
             yield
+        finally:
+            release()
 
     return reserve_outside
+
+
+class _Once:
+    """A function that is called by the first of several threads."""
+
+    def __init__(self, function: Callable[[], None]):
+        self._function, self._first = function, threading.Lock()
+
+    def __call__(self) -> None:
+        if self._first.acquire(blocking=False):
+            self._function()

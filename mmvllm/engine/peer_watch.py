@@ -62,7 +62,8 @@ def watch(
             if process.sentinel in ended:
                 reason = f"the process of rank {rank} {how_it_ended(process)}"
             elif silence.seconds() > timeout:
-                process.kill()
+                for each in processes:  # others may be silent too, and could not end with their parent
+                    each.kill()
                 reason = f"the process of rank {rank} did not answer for {timeout:g} s and was killed"
     alive = watched()
     if alive is not None and not is_exiting.is_set():

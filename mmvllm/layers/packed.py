@@ -205,7 +205,7 @@ def _pad_rows(x: Tensor, min_rows: int | None = None) -> Tensor:
 
 
 def _min_rows() -> int:
-    """Rows of the fastest product of few, two at least: a single row's may differ in the last bit, as with AMX any may.
+    """Rows of the fastest product of few, two at least: a single row's last bit may differ, with AMX that of any row.
 
     Six rows read a weight at 30 GB/s and one at 22, or, where bfloat16 is slow, six at 19 and two at 21 (2 cores).
     """

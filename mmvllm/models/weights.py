@@ -58,7 +58,7 @@ def load_model(
         with torch.device("meta"):
             model = family_of(config.architecture).build(config, attention, vision_attention, ranks).to(dtype)
     except (RuntimeError, TypeError) as error:  # torch's, of sizes and products that do not fit into 64 bits
-        raise ValueError(f"{folder / 'config.json'} has sizes that no model has: {first_line(error)}") from None
+        raise ValueError(f"{folder / 'config.json'} has sizes that no model has: {first_line(error)}") from error
     model.eval().requires_grad_(False)
     pairs = {} if lora is None else place_adapter(lora, read_adapter(lora), model, linear_regions(model))
     prepare(model)

@@ -129,7 +129,7 @@ def test_an_answer_that_drips_fails_in_time(folder):
             yield b" "
 
     with fake_endpoint(lambda body, _: (200, {}, drops())) as fake:
-        options = EndpointOptions(fake.url, timeout=0.3, max_retries=1)
+        options = EndpointOptions(fake.url, timeout=2, max_retries=1)
         (record,) = caption_images(folder / "000.png", endpoint=options)
         release.set()
     assert record["error"] == "the endpoint failed (2 times): it did not answer in time" and len(fake.bodies) == 2

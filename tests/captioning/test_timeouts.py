@@ -8,8 +8,11 @@ import pytest
 
 from mmvllm import LLM
 from mmvllm.captioning import caption_images, clips, endpoint_source, preparation
+from mmvllm.captioning.timeouts import outside
 from mmvllm.cli.main import main
 from mmvllm.errors import ArgumentError
+from mmvllm.processors.budget import DecodeBudget
+from mmvllm.time_limit import TimeIsOver, TimeLimit
 from tests.helpers.captioning import many
 from tests.helpers.endpoints import fake_endpoint, said
 from tests.helpers.server import ENGINE
@@ -64,6 +67,26 @@ def test_a_video_that_never_ends_fails(options, llm, stuck, tmp_path):
     stuck.add("a.mp4")
     (record,) = caption_images(tmp_path / "a.mp4", llm=llm, video_timeout=0.01, **options)
     assert record["error"] == TOO_LONG.format("video") and record["start"] == 0.0
+
+
+def test_memory_of_what_takes_too_long_is_free_for_others():
+    budget, limit = DecodeBudget(10), TimeLimit(0.01)
+    begun, release, left = threading.Event(), threading.Event(), threading.Event()
+    limit.check = lambda: None  # it takes the memory, even if its time is over before
+
+    def work():
+        with outside(limit, budget.reserve)(10):
+            begun.set()
+            release.wait()
+        left.set()
+
+    with pytest.raises(TimeIsOver):
+        limit.run(work)
+    begun.wait()
+    with budget.reserve(10):
+        release.set()
+        left.wait()
+        assert budget.in_use == 10  # not released twice
 
 
 @pytest.mark.slow
