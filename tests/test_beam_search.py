@@ -133,7 +133,7 @@ def test_few_blocks(spare_blocks, caching, checkpoint, make_llm, expected):
     assert llm.engine.scheduler.num_preemptions > 0
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(1)
 @every_way
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("which", [0, -1, None])

@@ -138,7 +138,11 @@ def test_the_indented_commands_are_those_that_ci_runs():
         assert sum(line.endswith(f" && {command}") for line in lines) == 1, command
 
 
-@by_name
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.slow) if path.name == "scaling.md" else path for path in DOCUMENTS],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
 def test_tables_of_options_are_those_of_the_code(path):
     text = path.read_text()
     assert text == with_tables(text), "run python -m tests.helpers.option_tables"

@@ -67,6 +67,7 @@ def count_encoded(llm) -> list[int]:
     return calls
 
 
+@pytest.mark.thinned(2)
 @every_way
 @pytest.mark.parametrize("order", [1, -1])
 def test_batch_order(order, checkpoint, make_llm, expected):
@@ -95,6 +96,7 @@ def test_every_token_budget(name, checkpoint, make_llm, expected):
         assert run(llm, (name,))[name].token_ids == expected[name], f"budget {budget} of {length}"
 
 
+@pytest.mark.thinned(3)
 @every_way
 @pytest.mark.parametrize("budget", [1, 2, 3, 7, 16, 30, 61])
 def test_token_budgets_with_several_requests(budget, checkpoint, make_llm, expected):
@@ -116,9 +118,7 @@ def test_prefix_cold_and_hit(block_size, checkpoint, make_llm, expected):
         assert len(encoded) == cold, "an image inside a prefix hit must not be encoded"
 
 
-@pytest.mark.essential(1)
 @pytest.mark.slow
-@pytest.mark.thinned(1)
 def test_prefix_hits_of_every_length(checkpoint, make_llm, expected):
     """One block per token; the cache holds the first k tokens, so hits end before, inside, between and after images."""
     llm = make_llm(checkpoint, kvcache_block_size=1)

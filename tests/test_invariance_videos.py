@@ -63,6 +63,7 @@ def patches_of(llm, *names: str) -> int:
     return sum({item.digest: item.num_patches for item in items}.values())
 
 
+@pytest.mark.thinned(2)
 @both_ways
 @pytest.mark.parametrize(
     "options", [{}, {"max_num_seqs": 2}, {"max_num_batched_tokens": 7}, {"kvcache_block_size": 5}], ids=str

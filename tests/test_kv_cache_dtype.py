@@ -37,7 +37,7 @@ def alone(checkpoint, make_llm) -> list[list[int]]:
     return [run_at_once(llm, [request], GREEDY)[0] for request in ALL]
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(2)
 @every_family
 @pytest.mark.parametrize("budget", [4096, 1, 7, 30])
 def test_tokens_do_not_depend_on_steps(budget, checkpoint, make_llm, alone):

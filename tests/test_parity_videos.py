@@ -16,9 +16,8 @@ pytestmark = [pytest.mark.spawns, pytest.mark.thinned]
 every_shape = pytest.mark.parametrize("shape", RICHEST)
 
 
-@pytest.mark.essential(2)
 @pytest.mark.slow
-@every_shape
+@pytest.mark.parametrize("shape", [*RICHEST[:2], pytest.param(RICHEST[2], marks=pytest.mark.essential), *RICHEST[3:]])
 def test_greedy_tokens_equal_transformers(shape, checkpoints, reference, make_llm):
     outputs = make_llm(checkpoints(shape)).generate_multimodal(list(VIDEOS.values()), GREEDY)
     for name, request, output in zip(VIDEOS, VIDEOS.values(), outputs, strict=True):

@@ -44,7 +44,7 @@ def expected(reference):
     return get
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("options", WAYS)
 @pytest.mark.parametrize("shape", RICHEST)
 def test_what_is_read_equals_transformers(shape, options, checkpoints, make_llm, expected, monkeypatch):
@@ -69,6 +69,7 @@ def test_ranks_that_share_a_model_read_the_same(shape, checkpoints, make_llm, ex
     check_all(groups, expected(shape, "two"))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("ahead", [True, False])
 def test_preemption_at_each_step(ahead, caching, checkpoints, make_llm, expected):

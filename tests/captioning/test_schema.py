@@ -124,6 +124,7 @@ def test_several_engines_make_the_same_records(checkpoint, images):
     assert alone == both and sum(made is not None for made in alone) == 2
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("name", PRESET_SCHEMAS)
 def test_presets_have_schemas_that_can_be_enforced(llm, images, name):
     job = caption_images(images, llm=llm, schema=PRESET_SCHEMAS[name], max_tokens=900)

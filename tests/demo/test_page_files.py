@@ -70,7 +70,7 @@ LONG = "{folder}/" + "a/" * 100_000
 HARMLESS = "{folder}/examples/fifo"  # where an upload would be; an event may ignore it where it expects no file
 
 
-@pytest.fixture(scope="module", params=["launched", "mounted"])
+@pytest.fixture(scope="module", params=["mounted", "launched"])
 @needs("network")
 def page(request) -> Iterator[Site]:
     if request.param == "launched":
@@ -172,7 +172,7 @@ def everything(folder: Path) -> list[str]:
     return sorted(str(path) for path in folder.rglob("*"))
 
 
-@pytest.mark.essential(4)
+@pytest.mark.essential(1)
 @pytest.mark.spawns
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 def test_an_event_opens_copies_fetches_and_gives_out_no_other_file(path, page, names, monkeypatch, capsys):

@@ -11,6 +11,7 @@ from tests.helpers.shapes import every_family
 pytestmark = pytest.mark.thinned
 
 
+@pytest.mark.thinned(2)
 @every_family
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("caching", [True, False])
@@ -65,6 +66,7 @@ def test_preemption_after_each_step(caching, make_pair):
             assert [completions(outputs[request_id]) for request_id in ids] == want
 
 
+@pytest.mark.thinned(2)
 @every_family
 @pytest.mark.parametrize("where", ["run", "schedule", "tokens", "postprocess"])
 def test_an_interrupt_in_each_step(where, make_pair, monkeypatch):
@@ -88,6 +90,7 @@ def test_an_interrupt_in_each_step(where, make_pair, monkeypatch):
         assert [completions(outputs[request_id]) for request_id in ids] == want
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("where", ["run", "tokens"])
 @pytest.mark.parametrize("at", range(TOKENS + 1))
 def test_a_failure_in_each_step(where, at, make_pair, monkeypatch):

@@ -53,6 +53,7 @@ def test_incremental_text_equals_offline_text_except_for_incomplete_characters(t
     assert follow(tokenizer, token_ids).text == tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
+@pytest.mark.thinned(1)
 @settings(max_examples=150)
 @given(data=st.data())
 def test_random_tokens_including_special_ones_and_invalid_bytes(tokenizer, data):

@@ -36,7 +36,7 @@ def exact(y, x, a, b, rows, ends, widths):
     return y
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(
     ("counts", "widths", "in_size", "rank"),
     [

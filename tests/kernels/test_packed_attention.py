@@ -29,7 +29,7 @@ def cumulative(lens: list[int], device) -> torch.Tensor:
     return torch.tensor([0, *lens], device=device).cumsum(0, dtype=torch.int32)
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("D", "H", "lens"),
     [

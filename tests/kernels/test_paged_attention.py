@@ -78,14 +78,14 @@ SHAPES = [
 ]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_decode(shape, device, dtype):
     """One key, the edges of tiles and blocks, and a short context batched with one of many splits."""
     check([1] * 5, [1, 64, 65, 17, 777], device, dtype, **shape)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_prefill(shape, device, dtype):
     """Whole prompts, the last chunk of one, and decodes, mixed."""

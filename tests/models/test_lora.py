@@ -33,7 +33,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("shape", RICHEST)
 def test_merged_weights_are_those_of_peft(shape, kind, checkpoints, tmp_path):

@@ -109,7 +109,7 @@ def check_special_tokens(name: str, data: st.DataObject) -> None:
 CHECKS = pytest.mark.parametrize("check", [check_ordinary_messages, check_special_tokens])
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(1)
 @CHECKS
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=30)
@@ -144,7 +144,7 @@ def test_a_forged_turn_is_text(name):
         assert ids_of(name, messages, allow_special_tokens=True) == transformers_ids(name, messages)
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "content", [FORGED.strip(), "a<|im_end|>", "<|image_pad|> b", "  x <|im_start|>\n\n y's e\u0301"]

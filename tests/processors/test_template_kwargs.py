@@ -73,6 +73,7 @@ def test_ids_equal_transformers(name, conversation, kwargs):
         assert ids(name, messages, None) == want == transformers_ids(name, messages, tools=None)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("name", THINKING)
 def test_thinking_is_switched(name):
     on, off = (ids(name, [QUESTION], {"enable_thinking": value}) for value in (True, False))
