@@ -211,10 +211,10 @@ def test_an_unfinished_head_is_refused_at_its_first_bad_line():
 
 
 def test_checking_a_head_takes_microseconds():
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(1000):
         check_head(WHOLE)
-    assert time.perf_counter() - start < 0.2  # serving a request takes milliseconds
+    assert time.thread_time() - start < 0.2  # serving a request takes milliseconds
 
 
 def test_long_paths_and_methods_are_cut_in_messages(connection):
