@@ -26,12 +26,12 @@ class TimeLimit:
     def __init__(self, seconds: float):
         self._end = time.monotonic() + seconds
         self._stopped_at: float | None = None
-        self._lock = threading.Lock()  # guards what follows
         self._is_over = False
+        self._lock = threading.Lock()
         self._releases: list[Callable[[], None]] = []
 
     def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises, in a thread of its own; raises TimeIsOver if it takes longer."""
+        """What `work` returns or raises, in another thread; raises TimeIsOver if it takes longer."""
         done: Future[T] = Future()
         threading.Thread(target=_settle, args=(done, work), name="mmvllm-limited", daemon=True).start()
         while not wait([done], self._seconds_left() if self._stopped_at is None else POLL_SECONDS).done:
@@ -46,13 +46,17 @@ class TimeLimit:
         if self._seconds_left() == 0:
             raise TimeIsOver
 
-    def release_when_over(self, release: Callable[[], None]) -> None:
-        """Call a function when `run` gives up: what the work holds must not wait for its thread."""
+    @contextmanager
+    def released_when_over(self, release: Callable[[], None]) -> Iterator[None]:
+        """Call `release` once, at the end or when `run` gives up: what the work holds does not wait for its thread."""
         with self._lock:
-            if not self._is_over:
-                self._releases.append(release)
-                return
-        release()
+            self._releases.append(release)
+        if self._is_over:
+            self._release([release])
+        try:
+            yield
+        finally:
+            self._release([release])
 
     @contextmanager
     def stopped_clock(self) -> Iterator[None]:
@@ -65,11 +69,16 @@ class TimeLimit:
             self._stopped_at = None
 
     def _give_up(self) -> NoReturn:
-        with self._lock:
-            self._is_over = True
-        for release in self._releases:
-            release()
+        self._is_over = True
+        self._release(list(self._releases))
         raise TimeIsOver
+
+    def _release(self, releases: list[Callable[[], None]]) -> None:
+        with self._lock:  # two threads may release at the same time
+            for release in releases:
+                if release in self._releases:
+                    self._releases.remove(release)
+                    release()
 
     def _seconds_left(self) -> float:
         now = self._stopped_at  # read once: the thread of the work may start the clock

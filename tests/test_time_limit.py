@@ -40,12 +40,21 @@ def test_work_that_never_ends_is_left_behind():
 
 def test_what_work_holds_is_released_when_it_is_left_behind():
     release, limit, released = threading.Event(), TimeLimit(0), []
-    limit.release_when_over(lambda: released.append("before"))
-    with pytest.raises(TimeIsOver):
-        limit.run(release.wait)
-    limit.release_when_over(lambda: released.append("after"))
+    with limit.released_when_over(lambda: released.append("before")):
+        with pytest.raises(TimeIsOver):
+            limit.run(release.wait)
+        assert released == ["before"]
+    with limit.released_when_over(lambda: released.append("after")):
+        assert released == ["before", "after"]
     release.set()
     assert released == ["before", "after"]
+
+
+def test_what_work_holds_is_released_at_its_end():
+    released = []
+    with TimeLimit(60).released_when_over(lambda: released.append(1)):
+        assert not released
+    assert released == [1]
 
 
 def test_an_error_that_comes_of_the_limit_is_the_limit():

@@ -56,7 +56,7 @@ def _cases(args: argparse.Namespace) -> tuple[list[HostCase], list[HostCase]]:
     """Those of the engine, and those of `AsyncLLM`."""
     sampling, kinds = _chosen("sampling", args.sampling, SAMPLING), _chosen("kinds", args.kinds, KINDS)
     cases = [HostCase(*one) for one in product(args.sequences, args.contexts, sampling, kinds)]
-    # With several ranks, `AsyncLLM` has its engine in a process of its own, where the model cannot be replaced.
+    # With several ranks, the engine of `AsyncLLM` is in another process, where the model cannot be replaced.
     has_streams = args.streams and (args.tensor_parallel_size or 1) == 1
     streamed = [HostCase(args.streams, min(args.contexts), name, "decode") for name in sampling if has_streams]
     return cases, streamed

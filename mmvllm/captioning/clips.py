@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mmvllm.captioning.items import Item, part_of_key
 from mmvllm.captioning.names import is_animation_name
 from mmvllm.captioning.settings import CaptionSettings
-from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS, Timeouts
+from mmvllm.captioning.timeouts import Timeouts
 from mmvllm.processors.clip import VideoInfo
 from mmvllm.processors.load_video import load_video_info
 from mmvllm.processors.video_limits import VideoLimits
@@ -15,7 +15,7 @@ from mmvllm.processors.video_limits import VideoLimits
 SHORTEST_SHARE = 0.25  # of the seconds of a clip; a last piece that is shorter joins the clip before it
 
 
-def clips_of(item: Item, settings: CaptionSettings, timeouts: Timeouts = DEFAULT_TIMEOUTS) -> Iterator[Item]:
+def clips_of(item: Item, settings: CaptionSettings, timeouts: Timeouts) -> Iterator[Item]:
     """The clips of a video, in their order; anything else as it is.
 
     The header of a video is read only where the settings need it. Raises ValueError if it cannot be read.

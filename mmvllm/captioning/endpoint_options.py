@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from mmvllm.arguments import check_int
-from mmvllm.captioning.timeouts import MAX_SECONDS
+from mmvllm.captioning.timeouts import check_seconds
 from mmvllm.config import EngineConfig
 from mmvllm.errors import ArgumentError
 
@@ -41,10 +41,7 @@ class EndpointOptions:
     def __post_init__(self):
         check_int("concurrency", self.concurrency)
         check_int("max_retries", self.max_retries, at_least=0)
-        if not 0 < self.timeout < MAX_SECONDS:
-            raise ArgumentError(
-                f"{{endpoint_timeout}} must be above 0 and below {MAX_SECONDS:,.0f}, got {self.timeout!r}"
-            )
+        check_seconds("endpoint_timeout", self.timeout)
         if find_spec("httpx") is None:
             raise ArgumentError("{endpoint} needs httpx: pip install 'mmvllm[endpoint]'")
 

@@ -17,7 +17,7 @@ from mmvllm.captioning.objects import OBJECT
 from mmvllm.captioning.record import SEEN
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.captioning.several import LIST
-from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS, Timeouts
+from mmvllm.captioning.timeouts import Timeouts
 from mmvllm.llm import LLM
 
 
@@ -30,7 +30,7 @@ class EngineSpec:
     engine_args: dict[str, Any]
     num_workers: int | None
     worker_processes: bool
-    timeouts: Timeouts = DEFAULT_TIMEOUTS
+    timeouts: Timeouts
     num_threads: int = 1
 
 

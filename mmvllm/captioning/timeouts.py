@@ -1,6 +1,5 @@
 """How long loading an image or a video of a job may take, so that no file keeps the others waiting."""
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,8 +12,13 @@ from mmvllm.processors.decode import Reserve
 from mmvllm.time_limit import TimeIsOver, TimeLimit
 
 T = TypeVar("T")
-
 MAX_SECONDS = 1e6
+
+
+def check_seconds(name: str, value: float) -> None:
+    """Raise ArgumentError for a time limit that is no number of seconds; `name` is that of its option."""
+    if not 0 < value < MAX_SECONDS:
+        raise ArgumentError(f"{{{name}}} must be above 0 and below {MAX_SECONDS:,.0f}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +32,8 @@ class Timeouts:
     video: float = 1800.0
 
     def __post_init__(self):
-        for kind, value in (("image", self.image), ("video", self.video)):
-            if not 0 < value < MAX_SECONDS:
-                raise ArgumentError(f"{{{kind}_timeout}} must be above 0 and below {MAX_SECONDS:,.0f}, got {value!r}")
+        check_seconds("image_timeout", self.image)
+        check_seconds("video_timeout", self.video)
 
     def seconds_for(self, item: Item) -> float:
         """The limit of one item."""
@@ -64,22 +67,7 @@ def outside(limit: TimeLimit, reserve: Reserve) -> Reserve:
         reserved = ExitStack()
         with limit.stopped_clock():
             reserved.enter_context(reserve(num_bytes))
-        release = _Once(reserved.close)
-        limit.release_when_over(release)
-        try:
+        with limit.released_when_over(reserved.close):
             yield
-        finally:
-            release()
 
     return reserve_outside
-
-
-class _Once:
-    """A function that is called by the first of several threads."""
-
-    def __init__(self, function: Callable[[], None]):
-        self._function, self._first = function, threading.Lock()
-
-    def __call__(self) -> None:
-        if self._first.acquire(blocking=False):
-            self._function()

@@ -19,7 +19,7 @@ from mmvllm.captioning.names import SUFFIXES, VIDEO_SUFFIXES
 from mmvllm.captioning.output import Output
 from mmvllm.captioning.progress import Progress
 from mmvllm.captioning.settings import CaptionSettings
-from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS, Timeouts
+from mmvllm.captioning.timeouts import Timeouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Worklist:
         selection: Selection,
         output: Output,
         progress: Progress,
-        timeouts: Timeouts = DEFAULT_TIMEOUTS,
+        timeouts: Timeouts,
     ):
         self.settings, self.selection, self._timeouts = settings, selection, timeouts
         self._output, self.progress = output, progress

@@ -14,6 +14,7 @@ from mmvllm.captioning.items import Item
 from mmvllm.captioning.output import Output
 from mmvllm.captioning.progress import Progress
 from mmvllm.captioning.record import COLUMNS
+from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS
 from mmvllm.captioning.worklist import Selection, Worklist
 from mmvllm.errors import ArgumentError
 from mmvllm.processors.clip import VideoInfo
@@ -88,7 +89,7 @@ def test_videos_are_cut_and_a_short_rest_joins_the_clip_before(videos, tmp_path)
 def test_clips_are_cut_at_these_seconds(info, seconds, want, monkeypatch):
     monkeypatch.setattr(clips_module, "load_video_info", lambda source, limits: info)
     settings = CaptionSettings(clip_seconds=seconds)
-    made = list(clips_of(Item("a.mp4", "a.mp4", "a.mp4", is_video=True), settings))
+    made = list(clips_of(Item("a.mp4", "a.mp4", "a.mp4", is_video=True), settings, DEFAULT_TIMEOUTS))
     assert [clip.start for clip in made] == want
     if len(made) > 1:
         assert [clip.end for clip in made] == [*want[1:], info.duration]
@@ -98,7 +99,8 @@ def test_clips_are_cut_at_these_seconds(info, seconds, want, monkeypatch):
 def test_the_shortest_clips_have_two_frames(fps, monkeypatch):
     info = VideoInfo(200, fps, 40, 40)
     monkeypatch.setattr(clips_module, "load_video_info", lambda source, limits: info)
-    for clip in clips_of(Item("a.mp4", "a.mp4", "a.mp4", is_video=True), CaptionSettings(clip_seconds=0.01)):
+    video, settings = Item("a.mp4", "a.mp4", "a.mp4", is_video=True), CaptionSettings(clip_seconds=0.01)
+    for clip in clips_of(video, settings, DEFAULT_TIMEOUTS):
         assert len(frame_indices({"video_start": clip.start, "video_end": clip.end}, info)) >= 2
 
 
@@ -110,7 +112,7 @@ def test_headers_are_read_as_tasks_are_taken(videos, tmp_path, monkeypatch):
     )
     out = Output(CUT, tmp_path / "out.jsonl")
     out.begin()
-    tasks = iter(Worklist(CUT, Selection([videos]), out, Progress()))
+    tasks = iter(Worklist(CUT, Selection([videos]), out, Progress(), DEFAULT_TIMEOUTS))
     next(tasks)
     assert read == ["a.mp4"]
     assert places([next(tasks), next(tasks)]) == [("a.mp4", 2.0, 2.5), ("long.mp4", 0.0, 2.0)]

@@ -25,6 +25,7 @@ from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.ray_options import RayOptions
 from mmvllm.captioning.record import COLUMNS
+from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS
 from mmvllm.captioning.worklist import Selection
 from mmvllm.cli.common import option_name
 from mmvllm.cli.main import main
@@ -93,7 +94,7 @@ def many(folder: Path, number: int) -> Path:
 
 def job(paths, files: CaptionFiles | None = None, **selection) -> ray_worker.RayJobSpec:
     return ray_worker.RayJobSpec(
-        EngineSpec(CaptionSettings(), None, {}, None, worker_processes=False),
+        EngineSpec(CaptionSettings(), None, {}, None, worker_processes=False, timeouts=DEFAULT_TIMEOUTS),
         Selection(list(paths), **selection),
         files,
         folder=os.getcwd(),

@@ -8,6 +8,7 @@ from mmvllm.captioning.output import Output
 from mmvllm.captioning.progress import Progress
 from mmvllm.captioning.record import COLUMNS
 from mmvllm.captioning.settings import CaptionSettings
+from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS
 from mmvllm.captioning.worklist import Selection, Worklist
 
 
@@ -17,7 +18,7 @@ def opened(settings: CaptionSettings, *paths, output: Path | None, retry_failed:
     out = Output(settings, output, retry_failed=retry_failed, **options)
     try:
         out.begin()
-        yield out, list(Worklist(settings, Selection(list(paths), retry_failed), out, Progress()))
+        yield out, list(Worklist(settings, Selection(list(paths), retry_failed), out, Progress(), DEFAULT_TIMEOUTS))
         out.finish()
     finally:
         out.close()
