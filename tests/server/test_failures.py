@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-import time
 
 import pytest
 
@@ -169,24 +168,41 @@ def test_pings_are_sent_before_the_first_token(make_engine, monkeypatch):
         assert b'"role":"assistant"' in (rest := receive_all(connection)) and b"data: [DONE]" in rest
 
 
+def tells_of_pings(app, pinged: threading.Event):
+    """The application, which tells when it has sent a ping."""
+
+    async def application(scope, receive, send):
+        async def sending(message):
+            await send(message)
+            if message.get("body", b"").startswith(b": ping"):
+                pinged.set()
+
+        await app(scope, receive, sending)
+
+    return application
+
+
 def test_an_error_after_pings_is_an_event(make_engine, monkeypatch):
     monkeypatch.setattr(sse, "PING_SECONDS", 0.02)
-    engine = make_engine()
-    monkeypatch.setattr(engine._engine, "step", lambda: time.sleep(0.3) or raising(KeyError("a mistake"))())
-    answer = call(make_app(engine), "POST", CHAT, json=chat("Hello", stream=True))
+    engine, pinged = make_engine(), threading.Event()
+    monkeypatch.setattr(engine._engine, "step", lambda: pinged.wait(20) and raising(KeyError("a mistake"))())
+    answer = call(tells_of_pings(make_app(engine), pinged), "POST", CHAT, json=chat("Hello", stream=True))
     *pings, event = answer.text.strip().split("\n\n")
     assert answer.status_code == 200 and set(pings) == {": ping"}
     assert "a mistake" in json.loads(event.removeprefix("data: "))["error"]["message"]
 
 
 def test_an_unexpected_exception_after_pings_is_an_event_without_details(engine, monkeypatch, caplog):
+    pinged = threading.Event()
+
     async def fetch(*_):
-        await asyncio.sleep(0.2)
+        await asyncio.to_thread(pinged.wait, 20)
         raise ZeroDivisionError("secret")
 
     monkeypatch.setattr(sse, "PING_SECONDS", 0.02)
     monkeypatch.setattr(jobs, "fetch", fetch)
-    answer = call(make_app(engine), "POST", CHAT, json=chat(image_part(data_uri()), stream=True))
+    app = tells_of_pings(make_app(engine), pinged)
+    answer = call(app, "POST", CHAT, json=chat(image_part(data_uri()), stream=True))
     *pings, event = answer.text.strip().split("\n\n")
     assert answer.status_code == 200 and set(pings) == {": ping"}
     error = json.loads(event.removeprefix("data: "))["error"]
