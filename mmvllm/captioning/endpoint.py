@@ -65,7 +65,7 @@ class Endpoint:
             base_url=base_url,
             headers=headers,
             timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),  # of each read; `_answer` limits all together
-            limits=httpx.Limits(max_connections=None),  # the caller begins so many requests as it wants
+            limits=httpx.Limits(max_connections=None),  # the caller decides how many it begins
         )
         try:
             self.model = self._chosen_model(model)
