@@ -4,10 +4,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import wraps
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+MAX_SECONDS = 1e6  # of a time limit
 AcceptedArguments = Mapping[str, Collection[Any] | None]  # name -> accepted values; None accepts any value
 
 
@@ -35,6 +36,11 @@ def check_int(name: str, value: Any, at_least: int = 1) -> None:
     """Raise ValueError for anything but an integer of at least `at_least`; a bool is none."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
         raise ValueError(f"{name} is {value!r}, must be an integer of at least {at_least}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a real number, NaN and infinity included; a bool is none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_key(source: str, key: str) -> str:

@@ -4,12 +4,11 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from numbers import Real
 from os import PathLike
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
-from mmvllm.arguments import check_arguments, check_int
+from mmvllm.arguments import check_arguments, check_int, is_number
 from mmvllm.devices import auto_device
 from mmvllm.quantized_config import CheckpointQuantization
 from mmvllm.text import counted, listed
@@ -313,10 +312,10 @@ class EngineConfig:
         if not isinstance(self.lora, str | PathLike | None) or self.lora == "":
             raise ValueError(f"lora is {self.lora!r}, must be the folder of an adapter")
         timeout = self.step_timeout
-        if isinstance(timeout, bool) or not isinstance(timeout, Real) or not timeout >= MIN_STEP_TIMEOUT:
+        if not is_number(timeout) or not timeout >= MIN_STEP_TIMEOUT:
             raise ValueError(f"step_timeout is {timeout!r}, must be a number of seconds, at least {MIN_STEP_TIMEOUT}")
         share = self.gpu_memory_utilization
-        if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
+        if not is_number(share) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization is {share!r}, must be a number in (0, 1]")
 
     def resolve_device(self) -> "torch.device":

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from numbers import Integral, Real
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from mmvllm.arguments import with_checked_arguments
+from mmvllm.arguments import is_number, with_checked_arguments
 from mmvllm.errors import ParameterError, RequestError
 from mmvllm.structured import StructuredOutputsParams, as_structured
 
@@ -247,7 +247,7 @@ class SamplingParams:
 def _as_float(value: Any) -> float:
     """The value as a float; nan, which is outside every range, if it is not a number or too large."""
     try:
-        return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+        return float(value) if is_number(value) else math.nan
     except OverflowError:
         return math.nan
 

@@ -1,5 +1,6 @@
-"""Numbers, kinds of media and choices in messages."""
+"""Texts: numbers, kinds of media and choices in messages; JSON that may be anything."""
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,3 +19,11 @@ def listed(items: Iterable[Any], conjunction: str = "or") -> str:
     """The representations of one or several items: "'a', 'b' or 'c'"."""
     *first, last = map(repr, items)
     return f"{', '.join(first)} {conjunction} {last}" if first else last
+
+
+def parse_json(text: str | bytes, **options: Any) -> Any:
+    """What `json.loads` returns; raises ValueError for whatever is not JSON, or is nested too deeply to be parsed."""
+    try:
+        return json.loads(text, **options)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

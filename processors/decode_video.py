@@ -26,7 +26,7 @@ T = TypeVar("T")
 NUM_THREADS = 1  # of a decoder: several videos are decoded at once, and every thread holds frames
 BYTES_PER_PIXEL = 48  # of a frame: those that a decoder keeps for reference, one in RGB, one that is being resized
 READ_BYTES = 1 << 18  # at once from Python's file objects
-LISTS = frozenset(
+REFERRING = frozenset(  # formats of FFmpeg whose files name other files, streams or devices
     ("hls", "dash", "concat", "imf", "sdp", "rtsp", "rtp", "sap", "webm_dash_manifest", "vobsub", "lavfi", "avisynth")
 )
 TEXT_FORMATS = ("tty", "bin", "xbin", "adf", "idf")  # whose text FFmpeg would show as on a terminal
@@ -140,16 +140,16 @@ def _open(file: str | BinaryIO, name: str, limits: VideoLimits) -> Any:
 
 def _options(limits: VideoLimits) -> dict[str, str]:
     """For FFmpeg: no playlist is opened, and whatever else a file refers to is not fetched over a network."""
-    lists = {"format_whitelist": ",".join(limits.containers) or _no_lists(), "codec_whitelist": ",".join(limits.codecs)}
-    return {"protocol_whitelist": "file"} | {name: value for name, value in lists.items() if value}
+    allowed = {"format_whitelist": limits.containers or _self_contained(), "codec_whitelist": limits.codecs}
+    return {"protocol_whitelist": "file"} | {name: ",".join(values) for name, values in allowed.items() if values}
 
 
 @cache
-def _no_lists() -> str:
-    """All formats of FFmpeg but those whose files name other files, streams or devices."""
+def _self_contained() -> tuple[str, ...]:
+    """All other formats."""
     import av
 
-    return ",".join(sorted(av.formats_available - LISTS))
+    return tuple(sorted(av.formats_available - REFERRING))
 
 
 def _info(stream: VideoStream, name: str, limits: VideoLimits) -> VideoInfo:

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from mmvllm.arguments import is_number
 from mmvllm.errors import VideoError
 from mmvllm.processors import qwen_vl_utils
 from mmvllm.processors.clip import DEFAULT_FPS, Clip, VideoInfo
@@ -122,7 +123,7 @@ def _channels_last(frames: Any) -> Any:
 def _number(metadata: Mapping[str, Any], key: str, most: float) -> Any:
     """A number of at least 0; 0 if it is not given."""
     value = metadata.get(key, 0)
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= most:
+    if not is_number(value) or not 0 <= value <= most:
         raise VideoError("the frames", f"have {key} {value!r:.60}, must be a number from 0 to {most:g}")
     return value
 

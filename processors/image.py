@@ -5,7 +5,6 @@ grid, and normalised by `ImageProcessorConfig.pixel_table` the same float32 valu
 device: a quarter of the bytes.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -24,6 +23,7 @@ from mmvllm.inputs import Grid, Media
 from mmvllm.processors.bounds import check_bounds, pixel_bounds
 from mmvllm.processors.draft import Draft, source_size, with_source_size
 from mmvllm.processors.pixels import orientation_of
+from mmvllm.text import parse_json
 
 Config = TypeVar("Config", bound="ImageProcessorConfig")
 
@@ -130,8 +130,8 @@ def _read_json(path: Path) -> Any:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
+        return parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not UTF-8
         raise ValueError(f"{path} is damaged: not valid JSON ({error}); download it again") from None
 
 

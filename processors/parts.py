@@ -3,12 +3,12 @@
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
+from mmvllm.arguments import is_number
 from mmvllm.errors import ParameterError, RequestError
 from mmvllm.processors import qwen_vl_utils
 from mmvllm.processors.image import PART_SIZES
@@ -123,5 +123,5 @@ def check_numbers(given: Mapping[str, Any]) -> None:
             check_fps(key, given[key])
     for key in _TIMES:
         value = given.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, Real) or value != value):
+        if value is not None and (not is_number(value) or value != value):
             raise ParameterError(key, value, "a number of seconds")

@@ -11,6 +11,7 @@ from typing import Any
 
 from mmvllm.errors import RequestError
 from mmvllm.processors.template_kwargs import json_object_copy
+from mmvllm.text import parse_json
 
 MAX_TOOLS = 128
 NAME = r"[A-Za-z0-9_.:-]{1,128}"
@@ -105,8 +106,8 @@ def _checked_call(call: Any, place: str) -> dict:
     arguments, param = function.get("arguments"), f"{place}.function.arguments"
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
+            arguments = parse_json(arguments)
+        except ValueError:
             raise _error(param, f"is not valid JSON: {arguments!r:.50}") from None
     if not isinstance(arguments, dict):
         raise _error(param, f"must be an object, as JSON, not {type(arguments).__name__}")

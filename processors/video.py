@@ -12,7 +12,6 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ import torch
 import torch.nn.functional as F
 import xxhash
 
-from mmvllm.arguments import check_int
+from mmvllm.arguments import check_int, is_number
 from mmvllm.errors import ParameterError, PromptTooLong
 from mmvllm.inputs import Grid, Media
 from mmvllm.processors import qwen_vl_utils
@@ -82,7 +81,7 @@ class VideoProcessorConfig(ImageProcessorConfig):
 
 def check_fps(name: str, fps: Any) -> None:
     """Raise ParameterError for anything but a number above 0 and at most `MAX_FPS`."""
-    if isinstance(fps, bool) or not isinstance(fps, Real) or not 0 < fps <= MAX_FPS:
+    if not is_number(fps) or not 0 < fps <= MAX_FPS:
         raise ParameterError(name, fps, f"a number above 0 and at most {MAX_FPS}")
 
 

@@ -138,7 +138,7 @@ def test_the_indented_commands_are_those_that_ci_runs():
         assert sum(line.endswith(f" && {command}") for line in lines) == 1, command
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # the table of scaling.md needs models of full size
     "path",
     [pytest.param(path, marks=pytest.mark.slow) if path.name == "scaling.md" else path for path in DOCUMENTS],
     ids=lambda path: str(path.relative_to(ROOT)),

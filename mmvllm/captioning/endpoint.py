@@ -17,6 +17,7 @@ from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.outputs import CompletionOutput, RequestOutput
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.structured import StructuredOutputsParams
+from mmvllm.text import parse_json
 from mmvllm.time_limit import TimeIsOver, TimeLimit
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -213,10 +214,7 @@ class _Answer:
 
     def json(self) -> Any:
         """Raises ValueError if it is not JSON."""
-        try:
-            return json.loads(self.content)
-        except RecursionError:
-            raise ValueError("it is nested too deeply") from None
+        return parse_json(self.content)
 
 
 def _base_url(url: str) -> httpx.URL:

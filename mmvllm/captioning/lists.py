@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.names import URL, is_video_name, relative_of_url, relative_path
+from mmvllm.text import parse_json
 
 SUFFIXES = (".jsonl", ".lst", ".txt")
 MAX_SECONDS = 1e9
@@ -61,8 +62,8 @@ def _text_item(line: _Line) -> Item:
 
 def _json_item(line: _Line) -> Item:
     try:
-        record = json.loads(line.text.decode())
-    except (ValueError, RecursionError) as error:
+        record = parse_json(line.text.decode())
+    except ValueError as error:
         return Item(line.name, line.relative, None, error=f"is not valid JSON ({getattr(error, 'msg', error)})")
     if not isinstance(record, dict):
         return Item(line.name, line.relative, None, error='is not an object; write {"image": PATH}')

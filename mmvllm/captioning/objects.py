@@ -6,6 +6,7 @@ from typing import Any
 
 from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.structured import StructuredOutputsParams
+from mmvllm.text import parse_json
 
 OBJECT = "object"  # of a record whose job has a schema: the parsed caption, None if that was cut short
 TEXTS = list[str]  # the kind of a column of lists
@@ -33,7 +34,7 @@ def with_object(record: dict) -> dict:
 def parsed(text: str) -> Any:
     """What a complete caption says, with finite numbers; None for one that was cut short."""
     try:
-        return json.loads(text, parse_float=_finite)
+        return parse_json(text, parse_float=_finite)
     except ValueError:
         return None
 

@@ -14,6 +14,7 @@ from mmvllm.captioning.errors import explained
 from mmvllm.captioning.replacing import replacing, sync
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.errors import ArgumentError
+from mmvllm.text import parse_json
 
 VERSION = 2
 
@@ -29,7 +30,7 @@ class SettingsFile:
     def read(self) -> None:
         """Read the file; raises ArgumentError if it is missing, damaged, or of a later version."""
         try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
+            content = parse_json(self.path.read_text(encoding="utf-8"))
             self.known, self.folders = self._parsed(content)
         except FileNotFoundError:
             raise ArgumentError(

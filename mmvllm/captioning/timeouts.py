@@ -6,19 +6,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from mmvllm.arguments import MAX_SECONDS, is_number
 from mmvllm.captioning.items import Item
 from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.processors.decode import Reserve
 from mmvllm.time_limit import TimeIsOver, TimeLimit
 
 T = TypeVar("T")
-MAX_SECONDS = 1e6
 
 
 def check_seconds(name: str, value: float) -> None:
     """Raise ArgumentError for a time limit that is no number of seconds; `name` is that of its option."""
-    if not 0 < value < MAX_SECONDS:
-        raise ArgumentError(f"{{{name}}} must be above 0 and below {MAX_SECONDS:,.0f}, got {value!r}")
+    if not is_number(value) or not 0 < value < MAX_SECONDS:
+        raise ArgumentError(
+            f"{{{name}}} must be a number of seconds above 0 and below {MAX_SECONDS:,.0f}, got {value!r}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

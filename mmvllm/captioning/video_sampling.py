@@ -1,9 +1,9 @@
 """How frames are sampled from the videos of a job: checks of its settings, and the request for a clip."""
 
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
+from mmvllm.arguments import is_number
 from mmvllm.captioning.items import Item
 from mmvllm.errors import ArgumentError
 from mmvllm.processors.clip import DEFAULT_FPS, MAX_FPS
@@ -32,8 +32,7 @@ class VideoSampling:
             raise ArgumentError("give either {video_fps} or {video_frames}")
         for name, (is_valid, required) in _REQUIRED.items():
             value = getattr(self, name)
-            is_number = isinstance(value, Real) and not isinstance(value, bool)
-            if value is not None and not (is_number and is_valid(value)):
+            if value is not None and not (is_number(value) and is_valid(value)):
                 raise ArgumentError(f"{{{name}}} is {{value!r}}, must be {required}", value=value)
 
     def part(self, item: Item) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from mmvllm.cli.common import (
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 from mmvllm.cli.progress import MODES, Display
 from mmvllm.cli.stopping import stopping
+from mmvllm.text import parse_json
 
 if TYPE_CHECKING:
     from mmvllm.captioning.endpoint_options import EndpointOptions
@@ -413,7 +414,7 @@ def _prompts(args: argparse.Namespace) -> dict[str, Any]:
 def _list_of(path: Path) -> list:
     text = _text_of("--prompts", path)
     try:
-        given = json.loads(text)
+        given = parse_json(text)
     except ValueError as error:
         raise ValueError(f"--prompts {path} is not JSON: {error}") from error
     if not isinstance(given, list):

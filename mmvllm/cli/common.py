@@ -1,13 +1,14 @@
 """Arguments and argument types shared by several subcommands."""
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping
 from typing import Any
 
+from mmvllm.arguments import MAX_SECONDS
 from mmvllm.errors import RequestError
 from mmvllm.processors.template_kwargs import check_template_kwargs
+from mmvllm.text import parse_json
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +30,7 @@ def at_least_one(text: str) -> int:
 def seconds(text: str) -> float:
     """An argparse type."""
     try:
-        if 0 < float(text) < 1e6:
+        if 0 < float(text) < MAX_SECONDS:
             return float(text)
     except ValueError:
         pass
@@ -95,10 +96,10 @@ def add_template_argument(group: argparse._ArgumentGroup) -> None:
 def _template_kwargs(text: str) -> dict[str, Any]:
     """An argparse type."""
     try:
-        return check_template_kwargs(json.loads(text))
+        return check_template_kwargs(parse_json(text))
     except RequestError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r:.100} is not JSON: {error}") from None
 
 

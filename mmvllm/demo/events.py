@@ -1,9 +1,10 @@
 """Reads events of the page. Their content is untrusted; all functions raise ValueError if it is malformed."""
 
-import json
 from typing import Any, NamedTuple
 
 import gradio as gr
+
+from mmvllm.text import parse_json
 
 MAX_FILES_PER_EVENT = 1000
 RELOAD = "the page sent something that cannot be read; reload it"
@@ -26,8 +27,8 @@ def read_files(files: Any) -> list[str]:
 def read_paths(text: Any) -> list[str]:
     """The paths in a JSON list."""
     try:
-        return _strings(json.loads(text))
-    except (TypeError, RecursionError):
+        return _strings(parse_json(text))
+    except (TypeError, ValueError):
         raise ValueError(RELOAD) from None
 
 

@@ -1,11 +1,11 @@
 """The tokenizer of a checkpoint folder."""
 
-import json
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mmvllm.config import ModelConfig
+from mmvllm.text import parse_json
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -17,7 +17,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     template = folder / "chat_template.json"
     if tokenizer.chat_template is None and template.is_file():
         try:
-            tokenizer.chat_template = json.loads(template.read_text(encoding="utf-8"))["chat_template"]
+            tokenizer.chat_template = parse_json(template.read_text(encoding="utf-8"))["chat_template"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{template} is damaged: {error!r}; download it again") from None
     return tokenizer

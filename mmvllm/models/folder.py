@@ -1,6 +1,5 @@
 """The folder of a checkpoint, and what its files alone show to be unsupported: without torch, so that it is fast."""
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +7,7 @@ from pathlib import Path
 
 from mmvllm.models.hf_config import quantization_of
 from mmvllm.models.registry import read_config
+from mmvllm.text import parse_json
 
 BUNDLED = Path(__file__).parent.parent / "assets" / "demo"
 BUNDLED_NAME = "bundled"
@@ -85,12 +85,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        names = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        names = dict(parse_json(index.read_text(encoding="utf-8"))["weight_map"])
         for name in names.values():
             if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
                 raise ValueError(f"weight_map names {name!r:.50}, must be files of this folder")
         return names
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{index} is damaged: {error!r}; download it again") from None
 
 

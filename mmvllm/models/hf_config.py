@@ -1,14 +1,13 @@
 """Reading of Hugging Face configs: JSON files, and the fields that all decoders have."""
 
-import json
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from mmvllm.arguments import check_int
+from mmvllm.arguments import check_int, is_number
 from mmvllm.config import torch_dtype
 from mmvllm.quantized_config import CheckpointQuantization, parse_quantization
 from mmvllm.sampling_params import SamplingParams
+from mmvllm.text import parse_json
 
 # Fields of SamplingParams that generation_config.json has under the same names.
 SAMPLING_NAMES = (
@@ -32,8 +31,8 @@ def read_json(path: Path) -> dict | None:
     if not path.is_file():
         return None
     try:
-        return json_object("it", json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, RecursionError) as error:
+        return json_object("it", parse_json(path.read_text(encoding="utf-8")))
+    except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}; download it again") from None
 
 
@@ -157,7 +156,7 @@ def _check_decoder(text: dict, rope: dict) -> None:
         if name in text:
             check_int(name, text[name])
     for name in ("rms_norm_eps", "rope_theta"):
-        if isinstance(given[name], bool) or not isinstance(given[name], Real) or not given[name] > 0:
+        if not is_number(given[name]) or not given[name] > 0:
             raise ValueError(f"{name} is {given[name]!r:.50}, must be a number above 0")
     if text.get("use_sliding_window") or "sliding_attention" in text.get("layer_types", ()):
         raise ValueError("asks for sliding-window attention, which is not supported")

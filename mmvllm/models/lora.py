@@ -4,7 +4,6 @@ Only `adapter_config.json` and `adapter_model.safetensors` are read, so nothing 
 change a model in a way that is not computed here is refused by its name.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from mmvllm.layers.sharding import CheckpointView
 from mmvllm.layers.vocabulary import VocabularyHead
 from mmvllm.models.interface import Model
 from mmvllm.patterns import Matching, PatternError, compiled
-from mmvllm.text import counted
+from mmvllm.text import counted, parse_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 LARGEST = torch.finfo(torch.float32).max
@@ -90,8 +89,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{folder} is not a LoRA adapter: it has no {CONFIG}")
     try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        config = parse_json(path.read_text())
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None

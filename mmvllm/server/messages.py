@@ -1,6 +1,5 @@
 """Pydantic models of the messages of a chat and their parts."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -19,6 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from mmvllm.processors.clip import MAX_FPS
 from mmvllm.processors.tools import MAX_TOOLS
+from mmvllm.text import parse_json
 
 INT64 = 2**63
 
@@ -148,8 +148,8 @@ class ToolMessage(InputMessage):
 
 def _check_arguments(text: str) -> str:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = parse_json(text)
+    except ValueError:
         value = None
     if not isinstance(value, dict):
         raise PydanticCustomError("arguments", "must be a JSON object, as text")

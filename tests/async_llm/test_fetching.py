@@ -97,7 +97,7 @@ async def test_a_fetch_is_cancelled_or_completed_with_its_request(make_engine, h
     timeout = 0.05 if how == "deadline" else None
     task = asyncio.create_task(collect(engine, fetch, SHORT, request_id="it", timeout=timeout))
     await is_begun.wait()
-    if how != "deadline":  # which a pause of this process may have passed
+    if how != "deadline":  # it may be over by now
         assert engine.stats().num_preparing == 1 and engine.position("it") == 1
     if how == "deadline":
         with pytest.raises(DeadlineExceeded, match=r"after 0\.05 seconds"):

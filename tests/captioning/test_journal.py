@@ -126,7 +126,7 @@ def test_a_file_without_settings_is_refused(path):
     assert path.read_text() == '{"path": "mine"}\n' and os.listdir(path.parent) == [path.name]
 
 
-@pytest.mark.parametrize("text", ["", "{", "\0", '{"a"'])
+@pytest.mark.parametrize("text", ["", "{", "\0", '{"a"', "[" * 100_000], ids=lambda text: text[:9])
 def test_damaged_settings_are_named(text, path):
     write(path, *THREE)
     path.with_name("out.jsonl.settings").write_text(text)

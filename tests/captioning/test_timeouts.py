@@ -109,9 +109,11 @@ def test_an_image_for_an_endpoint_that_never_ends_fails(stuck, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["image_timeout", "video_timeout"])
-@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), True])
 def test_a_limit_must_be_a_number_of_seconds(name, value, llm, tmp_path, capsys):
-    with pytest.raises(ArgumentError, match=rf"{name} must be above 0 and below 1,000,000, got {value}"):
+    with pytest.raises(
+        ArgumentError, match=rf"{name} must be a number of seconds above 0 and below 1,000,000, got {value}"
+    ):
         caption_images(many(tmp_path / "images", 1), llm=llm, **{name: value})
     option = f"--{name.replace('_', '-')}"
     with pytest.raises(SystemExit):

@@ -34,6 +34,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     unsupported = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
     (tmp_path / "qwen3.5" / "config.json").write_text(json.dumps(unsupported))
     shutil.copy(ROOT / "examples" / "images" / "scene-01.png", tmp_path / "x.png")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -43,6 +44,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     ("line", "message"),
     [
         ("caption nosuch", "nosuch: there is no such file or folder"),
+        ("caption x.png --prompts deep.json", "--prompts deep.json is not JSON: it is nested too deeply"),
         ("caption x.png --model nosuch", "model 'nosuch' is neither a local folder nor a hub id"),
         ("caption x.png --model no-config", "no-config: not a checkpoint folder, it has no config.json"),
         ("caption x.png --model no-weights", "no-weights has no *.safetensors weights"),

@@ -50,7 +50,7 @@ def test_a_damaged_chat_template_file_is_named(checkpoint, make_llm, tmp_path):
     (folder / "chat_template.jinja").unlink()
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
     assert make_llm(folder).processor(GOOD).token_ids == make_llm(checkpoint).processor(GOOD).token_ids
-    for content in ("{", "[]", "{}"):
+    for content in ("{", "[]", "{}", "[" * 100_000):
         (folder / "chat_template.json").write_text(content)
         with pytest.raises(ValueError, match=r"chat_template.json is damaged"):
             make_llm(folder)
