@@ -128,11 +128,11 @@ class EndpointSource(Captioner):
     def _complete(self, index: int, request_id: str, prompt: EndpointInput) -> None:
         try:
             output = self._endpoint.complete(prompt.messages, self.settings.sampling_params, **_fields(self.settings))
+            if output is not None and self.settings.schema is not None and _is_other_text(output):
+                error = "the endpoint's answer is not JSON: its server may not enforce schemas"
+                output = replace(output, completions=[], error=error)
         except Exception as error:  # a bug: other images are not affected
             output = RequestOutput("", error=f"the request failed: {type(error).__name__}: {error}")
-        if output is not None and self.settings.schema is not None and _is_other_text(output):
-            error = "the endpoint's answer is not JSON: its server may not enforce schemas"
-            output = replace(output, completions=[], error=error)
         with self._changed:
             self._answers.append((index, output))
             self._in_flight.discard(request_id)

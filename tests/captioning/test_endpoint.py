@@ -194,15 +194,15 @@ def test_equal_images_are_sent_once_and_no_more_requests_at_a_time_than_asked_fo
 @pytest.mark.network
 def test_the_schema_is_sent_and_an_answer_of_another_form_is_an_error(folder):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    answers = {0: said('{"a": 1}'), 1: said('{"a": ', finish_reason="length"), 2: said("one")}
+    answers = {0: said('{"a": 1}'), 1: said('{"a": ', finish_reason="length"), 2: said("one"), 3: said("[" * 5000)}
     with fake_endpoint(lambda _, number: answers[number]) as fake:
-        job = caption_images(folder, limit=3, endpoint=EndpointOptions(fake.url, concurrency=1), schema=schema)
+        job = caption_images(folder, limit=4, endpoint=EndpointOptions(fake.url, concurrency=1), schema=schema)
         made = list(job)
     sent = {"name": "caption", "schema": schema, "strict": True}
     assert all(body["response_format"] == {"type": "json_schema", "json_schema": sent} for body in fake.bodies)
-    assert [record["object"] for record in made] == [{"a": 1}, None, None]
-    assert [record["finish_reason"] for record in made] == ["eos", "length", "error"]
-    assert "is not JSON" in made[2]["error"] and job.progress.num_cut == 1
+    assert [record["object"] for record in made] == [{"a": 1}, None, None, None]
+    assert [record["finish_reason"] for record in made] == ["eos", "length", "error", "error"]
+    assert all("is not JSON" in record["error"] for record in made[2:]) and job.progress.num_cut == 1
 
 
 @pytest.mark.network
