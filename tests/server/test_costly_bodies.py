@@ -3,7 +3,6 @@
 import json
 import re
 import threading
-import time
 
 import pytest
 
@@ -33,10 +32,8 @@ def test_an_error_is_small_even_if_what_is_wrong_is_not(app, body):
 
 
 def test_long_integers_are_refused_before_they_are_parsed(app):
-    numbers = ",".join(["9" * 4000] * 3000)
-    start = time.process_time()
-    answer = call(app, "POST", CHAT, content=f'{{"metadata": [{numbers}]}}', headers=JSON)
-    assert time.process_time() - start < 1.0  # parsing them all takes 2.5 s
+    numbers = ",".join(["9" * 4000] * 3000)  # parsing them all takes 2.5 s
+    answer = call(app, "POST", CHAT, content=f'{{"metadata": [{numbers}], and no JSON after them', headers=JSON)
     assert answer.status_code == 400 and "an integer has 4000 digits, at most 500" in error_of(answer)["message"]
 
 
@@ -45,9 +42,7 @@ def test_long_integers_are_refused_before_they_are_parsed(app):
     [[user("Hi")] * (MAX_PARTS // 2 + 1), [user(*["Hi"] * MAX_PARTS)], [{"role": "user", "content": ""}] * 40_000],
 )
 def test_too_many_parts_are_refused_before_they_are_validated(app, messages):
-    start = time.process_time()
-    answer = call(app, "POST", CHAT, json=chat("Hi") | {"messages": messages})
-    assert time.process_time() - start < 1.0
+    answer = call(app, "POST", CHAT, json=chat("Hi") | {"messages": [{"role": "nobody"}, *messages]})
     assert answer.status_code == 400 and error_of(answer)["param"] == "messages"
     assert f"at most {MAX_PARTS} are accepted" in error_of(answer)["message"]
 
