@@ -247,8 +247,8 @@ class EngineConfig:
         enforce_eager: do not capture CUDA graphs for small steps; the engine starts faster and decodes more slowly.
         async_scheduling: launch a step before the tokens of the one before are known; by default where launches do not
             wait for the device: on CUDA, with an attention backend that reads nothing on the host.
-        step_timeout: seconds without a sign of life after which the process of a further device is killed, and the
-            engine has failed; a device that hangs while its process lives is not noticed by this.
+        step_timeout: seconds without a sign of life after which a process of the engine is killed, and the engine has
+            failed; a device that hangs while its process lives is not noticed by this.
         skip_warmup: do not run a warm-up batch at start.
         seed: seed for requests without a seed of their own, and for dummy weights.
     """

@@ -123,7 +123,7 @@ class EngineKeeper:
                 return first_line(message.error), message.error
             elif isinstance(message, Failure):
                 return message.reason, None
-        return f"its process {engine.kill()}", None
+        return engine.kill(), None
 
     def _on_unsendable(self, command: AddCommand, error: Exception) -> None:
         self._listener.on_unsendable(self._index, command, error)

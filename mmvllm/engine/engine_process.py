@@ -1,17 +1,22 @@
 """How the process of an engine begins; it imports torch only once its threads and devices are chosen."""
 
+from ctypes import c_uint64
 from multiprocessing.connection import Connection
 
+from mmvllm.engine.peer_watch import beating
 from mmvllm.worker_channel import Channel, SharedBuffer
 from mmvllm.worker_process import begin_engine
 
 
-def run_engine(commands: Connection, shared: SharedBuffer | None, events: Connection, env: dict[str, str]) -> None:
+def run_engine(
+    commands: Connection, shared: SharedBuffer | None, events: Connection, env: dict[str, str], pulse: c_uint64
+) -> None:
     """Load an engine, of which the model and the `EngineConfig` come first, then serve requests.
 
     `env` has the environment variables of its `Placement`.
     """
     begin_engine(env)
-    from mmvllm.engine.engine_host import host_engine
+    with beating(pulse):
+        from mmvllm.engine.engine_host import host_engine
 
-    host_engine(Channel(commands, shared), events)
+        host_engine(Channel(commands, shared), events)

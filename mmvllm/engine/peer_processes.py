@@ -26,7 +26,7 @@ import torch.distributed as dist
 from mmvllm.engine.checkpoint import Checkpoint
 from mmvllm.engine.loading import load_runner
 from mmvllm.engine.model_runner import ModelRunner
-from mmvllm.engine.peer_watch import new_pulse, watch
+from mmvllm.engine.peer_watch import Watched, first_lost, new_pulse
 from mmvllm.engine.peers import Peers
 from mmvllm.engine.rank_process import CONNECT_TIMEOUT, Report, begun, rank_device, run_rank
 from mmvllm.engine.step_inputs import StepInputs
@@ -85,28 +85,32 @@ class PeerProcesses(Peers):
         self._channels: list[Channel] = []
         share = THREAD_SHARES.take(self._size) if self._device.type == "cpu" else None
         self._num_threads = share or max(1, torch.get_num_threads() // self._size)  # of each rank
-        pulses, timeout = [new_pulse() for _ in range(1, self._size)], checkpoint.config.step_timeout
-        watched = weakref.ref(self), self._processes, pulses, timeout, self._is_exiting
-        watcher = threading.Thread(target=watch, args=watched, daemon=True)
+        watched: list[Watched] = []
+        arguments = weakref.ref(self), watched, checkpoint.config.step_timeout, self._is_exiting
+        watcher = threading.Thread(target=_watch, args=arguments, daemon=True)
         # At exit this must run before multiprocessing's own handler, which was registered first and would wait.
         self._kill = weakref.finalize(self, _kill_all, self._processes, self._is_exiting, watcher, share)
         atexit.register(self._kill)
         try:
-            for rank, pulse in enumerate(pulses, 1):
-                self._start(checkpoint, rank, pulse)
+            for rank in range(1, self._size):
+                pulse = new_pulse()
+                process = self._start(checkpoint, rank, pulse)
+                watched.append(Watched(f"the process of rank {rank}", process, pulse))
         except BaseException:
             self._kill()
             raise
         watcher.start()
 
-    def _start(self, checkpoint: Checkpoint, rank: int, pulse: c_uint64) -> None:
+    def _start(self, checkpoint: Checkpoint, rank: int, pulse: c_uint64) -> multiprocessing.Process:
         pipe, theirs = multiprocessing.Pipe()
         buffers = [SharedBuffer.create() for _ in range(NUM_BUFFERS)]
         buffers = [] if None in buffers else buffers  # fewer would be overwritten before they are read
         port = self._listener.getsockname()[1]
-        self._processes.append(_start_process(theirs, buffers, pulse, checkpoint, rank, port, self._num_threads))
+        process = _start_process(theirs, buffers, pulse, checkpoint, rank, port, self._num_threads)
+        self._processes.append(process)
         self._channels.append(Channel(pipe, *buffers))
         theirs.close()
+        return process
 
     def connect(self) -> ConnectedRanks:
         """Wait until all ranks are connected; raises RanksFailed if one ends before."""
@@ -245,6 +249,15 @@ class PeerProcesses(Peers):
 def _start_process(*arguments: Any) -> multiprocessing.Process:
     """A process with the arguments of `run_rank`."""
     return start_process(run_rank, arguments, is_daemon=True)
+
+
+def _watch(
+    ref: "weakref.ref[PeerProcesses]", watched: list[Watched], timeout: float, is_exiting: threading.Event
+) -> None:
+    reason = first_lost(watched, timeout)
+    peers = ref()
+    if peers is not None and not is_exiting.is_set():
+        peers.fail(reason)
 
 
 def _messages(inputs: StepInputs, size: int) -> list[PackedMessage]:

@@ -1,18 +1,17 @@
-"""Signs of life: each rank counts on while its process runs, and rank 0 ends one that has stopped counting.
+"""Signs of life: a process of an engine counts on while it runs, and its parent ends one that has stopped counting.
 
-A rank that ends is noticed at once. One that does not answer, because it was stopped or waits for something that never
-comes, would keep the others waiting in an operation until that fails, after `mmvllm.ranks.TIMEOUT`.
+A process that ends is noticed at once. One that does not answer, because it was stopped or waits for something that
+never comes, would keep requests waiting for ever, or other ranks in an operation until `mmvllm.ranks.TIMEOUT`.
 """
 
 import multiprocessing
 import threading
 import time
-import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_uint64
 from multiprocessing import connection
-from typing import Protocol
+from typing import NamedTuple
 
 from mmvllm.worker_start import how_it_ended
 
@@ -40,34 +39,26 @@ def beating(pulse: c_uint64) -> Iterator[None]:
         is_over.set()
 
 
-class Watched(Protocol):
-    """What is told that a rank is lost."""
+class Watched(NamedTuple):
+    """A process that beats, and how messages call it."""
 
-    def fail(self, reason: str) -> None: ...
+    name: str
+    process: multiprocessing.Process
+    pulse: c_uint64
 
 
-def watch(
-    watched: "weakref.ref[Watched]",
-    processes: list[multiprocessing.Process],
-    pulses: list[c_uint64],
-    timeout: float,
-    is_exiting: threading.Event,
-) -> None:
-    """Until the first process ends, or gives no sign of life for `timeout` seconds and is killed."""
-    silences = [_Silence(pulse) for pulse in pulses]
-    reason = None
-    while reason is None:
-        ended = connection.wait([process.sentinel for process in processes], BEAT_SECONDS)
-        for rank, (process, silence) in enumerate(zip(processes, silences, strict=True), 1):
+def first_lost(watched: Sequence[Watched], timeout: float) -> str:
+    """Wait until a process ends, or gives no sign of life for `timeout` seconds and is killed; return what happened."""
+    silences = [_Silence(each.pulse) for each in watched]
+    while True:
+        ended = connection.wait([each.process.sentinel for each in watched], BEAT_SECONDS)
+        for (name, process, _), silence in zip(watched, silences, strict=True):
             if process.sentinel in ended:
-                reason = f"the process of rank {rank} {how_it_ended(process)}"
-            elif silence.seconds() > timeout:
-                for each in processes:  # others may be silent too, and could not end with their parent
-                    each.kill()
-                reason = f"the process of rank {rank} did not answer for {timeout:g} s and was killed"
-    alive = watched()
-    if alive is not None and not is_exiting.is_set():
-        alive.fail(reason)
+                return f"{name} {how_it_ended(process)}"
+            if silence.seconds() > timeout:
+                for each in watched:  # others may be silent too, and could not end with their parent
+                    each.process.kill()
+                return f"{name} did not answer for {timeout:g} s and was killed"
 
 
 class _Silence:

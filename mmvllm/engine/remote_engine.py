@@ -11,8 +11,9 @@ from typing import Any
 from mmvllm.config import EngineConfig
 from mmvllm.engine.engine_host import AbortCommand, AddCommand, StopCommand
 from mmvllm.engine.engine_process import run_engine
+from mmvllm.engine.peer_watch import Watched, first_lost, new_pulse
 from mmvllm.worker_channel import Channel, PackedMessage, SharedBuffer
-from mmvllm.worker_start import how_it_ended, start_process
+from mmvllm.worker_start import KILL_SECONDS, start_process
 
 STOP_SECONDS = 5.0  # for the step that runs, and for further ranks to end
 BATCH_COMMANDS = 64  # sent together
@@ -23,7 +24,7 @@ Command = AddCommand | AbortCommand | StopCommand
 
 
 class RemoteEngine:
-    """Starts the process of an engine, which ends with this one.
+    """Starts the process of an engine, which ends with this one, or when it gives no sign of life for `step_timeout`.
 
     Args:
         setup: the model's folder, the `EngineConfig`, and `EngineThread`'s `release_after`.
@@ -36,7 +37,8 @@ class RemoteEngine:
         self._events, events = multiprocessing.Pipe(duplex=False)
         shared = SharedBuffer.create()
         self._channel, self._on_unsendable = Channel(pipe, shared), on_unsendable
-        self.process = start_process(run_engine, (commands, shared, events, env), is_daemon=False)  # it may have ranks
+        pulse, arguments = new_pulse(), (commands, shared, events, env)
+        self.process = start_process(run_engine, (*arguments, pulse), is_daemon=False)  # it may have ranks
         commands.close()
         events.close()
         with suppress(OSError):  # the process has ended
@@ -45,6 +47,10 @@ class RemoteEngine:
         self._queued: deque[Command] = deque()
         self._is_closed = False
         threading.Thread(target=self._send_all, name="mmvllm-send", daemon=True).start()
+        self._end = "its process could not be ended"
+        watched = [Watched("its process", self.process, pulse)]
+        self._watcher = threading.Thread(target=self._watch, args=(watched, setup[1].step_timeout), daemon=True)
+        self._watcher.start()
 
     def send(self, command: Command) -> None:
         """Send it after those before, from a thread; nothing happens if the process has ended."""
@@ -65,13 +71,17 @@ class RemoteEngine:
     def kill(self) -> str:
         """End the process, unless it has ended, and return how it did."""
         self.process.kill()
-        return how_it_ended(self.process)
+        self._watcher.join(2 * KILL_SECONDS)
+        return self._end
 
     def close(self) -> None:
         """Give up what belongs to a process that has ended."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
+
+    def _watch(self, watched: list[Watched], timeout: float) -> None:
+        self._end = first_lost(watched, timeout)
 
     def _send_all(self) -> None:
         with suppress(EOFError, OSError):  # the process has ended

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -214,6 +215,24 @@ async def test_while_no_engine_is_up_requests_are_refused_and_those_admitted_wai
     deltas, (text,) = await waiting
     assert len(deltas[-1].output.token_ids) == 6 and text
     await all_up(fleet)
+
+
+@pytest.mark.slow
+@async_test
+async def test_an_engine_that_does_not_answer_is_killed_and_started_again(checkpoint):
+    engine = AsyncLLM(checkpoint, **FLEET, step_timeout=5)
+    try:
+        before = pids(engine)
+        os.kill(before[0], signal.SIGSTOP)
+        reason = "its process did not answer for 5 s and was killed"
+        await reached(lambda: engine.health().engines[0].reason == reason, "noticed")
+        assert engine.health().is_ready
+        deltas, _ = await collect(engine, "Hello", SHORT)
+        assert deltas[-1].output.token_ids
+        await all_up(engine)
+        assert pids(engine)[0] != before[0] and pids(engine)[1] == before[1]
+    finally:
+        await engine.shutdown(drain=False)
 
 
 @pytest.mark.spawns

@@ -35,7 +35,7 @@ class FakeEngine:
 
     def kill(self) -> str:
         self.is_killed.set()
-        return "was ended by SIGKILL"
+        return "its process was ended by SIGKILL"
 
     def close(self) -> None:
         pass

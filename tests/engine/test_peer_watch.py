@@ -1,15 +1,14 @@
-"""A rank that ends, or gives no sign of life, is noticed; pauses of the whole program are not held against it."""
+"""A process that ends, or gives no sign of life, is noticed; a pause of the whole program is not its silence."""
 
 import threading
 import time
-import weakref
 from ctypes import c_uint64
 
 import pytest
 
 from mmvllm.config import EngineConfig
 from mmvllm.engine import peer_watch
-from mmvllm.engine.peer_watch import BEAT_SECONDS, beating, watch
+from mmvllm.engine.peer_watch import BEAT_SECONDS, Watched, beating, first_lost
 
 
 class Process:
@@ -24,16 +23,9 @@ class Process:
         self.was_killed = True
 
 
-class Peers:
-    reason = None
-
-    def fail(self, reason: str) -> None:
-        self.reason = reason
-
-
 @pytest.fixture
 def looks(monkeypatch):
-    """What happens at each look of `watch`: functions, after which the time of a beat has passed."""
+    """What happens at each look of `first_lost`: functions, after which the time of a beat has passed."""
     looks, now = [], [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
@@ -47,14 +39,13 @@ def looks(monkeypatch):
 
 def lost(looks, *, at: int, pulse: c_uint64, timeout: float) -> None:
     """The process is killed at this look, the last of them."""
-    peers, process = Peers(), Process()
-    watch(weakref.ref(peers), [process], [pulse], timeout, threading.Event())
-    assert process.was_killed
-    assert peers.reason == f"the process of rank 1 did not answer for {timeout:g} s and was killed"
+    process = Process()
+    reason = first_lost([Watched("its process", process, pulse)], timeout)
+    assert reason == f"its process did not answer for {timeout:g} s and was killed" and process.was_killed
     assert len(looks) == 100 - at
 
 
-def test_a_rank_whose_pulse_stops_is_killed(looks):
+def test_a_process_whose_pulse_stops_is_killed(looks):
     pulse = c_uint64(0)
 
     def beat(_):
