@@ -1,5 +1,7 @@
-"""A limit of time for work that Python cannot interrupt: a decoder in C, a file on a server, a slow host."""
+"""Limits of time: for work that Python cannot interrupt (a decoder in C, a file on a server, a slow host), and for
+programs of others in Python, which it can."""
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +12,7 @@ from typing import NoReturn, TypeVar
 T = TypeVar("T")
 
 POLL_SECONDS = 0.1  # between looks at work whose clock is stopped
+WATCH_SECONDS = 1.0  # between looks of a watchdog
 
 
 class TimeIsOver(Exception):
@@ -90,3 +93,47 @@ def _settle(done: "Future[T]", work: Callable[[], T]) -> None:
         done.set_result(work())
     except BaseException as error:
         done.set_exception(error)
+
+
+class Watchdog:
+    """Interrupts Python code that runs for too long, in its own thread: such code needs no thread of its own.
+
+    The exception is raised between two instructions of Python; a call of C is interrupted when it returns.
+    """
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._ends: dict[int, float] = {}  # of the threads that run something
+        self._watcher: threading.Thread | None = None
+
+    def run(self, work: Callable[[], T], seconds: float) -> T:
+        """What `work` returns or raises; it may not hold locks. Raises TimeIsOver, in `work`, if it takes longer."""
+        thread = threading.get_ident()
+        with self._lock:
+            self._ends[thread] = time.monotonic() + seconds
+            if self._watcher is None:
+                self._watcher = threading.Thread(target=self._watch, name="mmvllm-watchdog", daemon=True)
+                self._watcher.start()
+        try:
+            return work()
+        finally:
+            with self._lock:
+                if self._ends.pop(thread, None) is None:  # it ended while it was being interrupted
+                    _raise_in(thread, None)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(WATCH_SECONDS)
+            with self._lock:
+                if not self._ends:
+                    self._watcher = None
+                    return
+                now = time.monotonic()
+                for thread in [thread for thread, end in self._ends.items() if end < now]:
+                    del self._ends[thread]
+                    _raise_in(thread, TimeIsOver)
+
+
+def _raise_in(thread: int, error: type[Exception] | None) -> None:
+    """Raise it when the thread runs its next instruction; None takes back what was not raised yet."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error and ctypes.py_object(error))

@@ -1,6 +1,7 @@
 """Requests -> `EngineInput`: chat template, images and videos, and their placeholders expanded."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput, Media, MediaRules
 from mmvllm.processors.clip import Clip
 from mmvllm.processors.image import ImageProcessor, SourceGeometry, draft_for, resize_for_part
+from mmvllm.processors.length_limit import LengthLimit
 from mmvllm.processors.load_video import DIRECT, Load
 from mmvllm.processors.parts import naming_media
 from mmvllm.processors.placeholders import place_media
@@ -17,6 +19,10 @@ from mmvllm.processors.special_tokens import SpecialTokens, check_unicode
 from mmvllm.processors.tensors import own_token_ids
 from mmvllm.processors.tools import for_template
 from mmvllm.processors.video import ClipPlan, VideoProcessor, VideoProcessorConfig
+from mmvllm.time_limit import TimeIsOver, Watchdog
+
+TEMPLATE_SECONDS = 10.0  # for a chat template, which is a program of the checkpoint's
+_WATCHDOG = Watchdog()
 
 
 def tokenize(tokenizer, text: str) -> list[int]:
@@ -35,7 +41,7 @@ class Processor:
     Args:
         rules: of the model's family; None for a text-only checkpoint.
         video_processor: without one, requests with videos are refused.
-        max_tokens: a video that alone has more is refused before it is decoded.
+        max_tokens: a text or a video that has more is refused before it is tokenized or decoded.
         load: how media are read where a call does not say it.
     """
 
@@ -52,6 +58,7 @@ class Processor:
         self.video_processor = video_processor
         self.max_tokens, self.load = max_tokens, load
         self._special_tokens = SpecialTokens(tokenizer)
+        self._length_limit = None if max_tokens is None else LengthLimit.of(tokenizer, max_tokens)
         self._lock = threading.Lock()  # a fast tokenizer may not be used by two threads at once
 
     def __reduce__(self):
@@ -89,17 +96,20 @@ class Processor:
         return media + [self._video(i, part, parsed, load) for i, part in enumerate(parsed.videos)]
 
     def _placed(self, parsed: ParsedRequest, media: list[Media]) -> EngineInput:
+        if parsed.token_ids is not None:
+            get_ids = partial(own_token_ids, parsed.token_ids)
+        else:
+            get_ids = self._tokenization(*rendered(parsed, self.tokenizer, self._special_tokens, self._length_limit))
         with self._lock:
-            token_ids = self._token_ids(parsed)
+            token_ids = get_ids()
             if self.rules is None:
                 return EngineInput(token_ids)
             return place_media(token_ids, media, self.rules, partial(tokenize, self.tokenizer))
 
-    def _token_ids(self, parsed: ParsedRequest) -> list[int]:
-        if parsed.token_ids is not None:
-            return own_token_ids(parsed.token_ids)
-        text, marked = rendered(parsed, self.tokenizer, self._special_tokens)
-        return tokenize(self.tokenizer, text) if marked is None else self._special_tokens.token_ids(marked)
+    def _tokenization(self, text: str, marked: str | None) -> Callable[[], list[int]]:
+        if marked is None:
+            return partial(tokenize, self.tokenizer, text)
+        return partial(self._special_tokens.token_ids, marked)
 
     def _image(self, i: int, part: dict, parsed: ParsedRequest, load: Load) -> Media:
         with naming_media(image_index=i):
@@ -137,21 +147,35 @@ def _as_string(message: dict) -> dict:
     return message if isinstance(content, str) else {**message, "content": "".join(part["text"] for part in content)}
 
 
-def rendered(parsed: ParsedRequest, owner, special_tokens: SpecialTokens) -> tuple[str, str | None]:
-    """The text to tokenize; and, if special tokens of messages are to be encoded as text, the text that marks them."""
+def rendered(
+    parsed: ParsedRequest, owner, special_tokens: SpecialTokens, length_limit: LengthLimit | None = None
+) -> tuple[str, str | None]:
+    """The text to tokenize; and, if special tokens of messages are to be encoded as text, the text that marks them.
+
+    Raises PromptTooLong for a text, also one that a template makes of little, that cannot fit.
+    """
+
+    def checked(text: str) -> str:
+        if length_limit is not None:
+            length_limit.check(text)
+        return text
+
     if parsed.messages is None:
-        return parsed.text, None
+        return checked(parsed.text), None
     messages, tools = for_template(parsed.messages, parsed.tools, owner)
     given = [messages, {**parsed.template_kwargs, **tools}]
     if parsed.allow_special_tokens:
-        return _apply_template(owner, *given), None
-    return special_tokens.render(lambda values: _apply_template(owner, *values), given)
+        return checked(_apply_template(owner, *given)), None
+    return special_tokens.render(lambda values: checked(_apply_template(owner, *values)), given)
 
 
 def _apply_template(owner, messages: list[dict], kwargs: dict[str, Any]) -> str:
     """Render with a tokenizer's or a processor's own template; RequestError where it has none or refuses."""
+    what = "these messages and chat_template_kwargs" if kwargs else "these messages"
+    apply = partial(owner.apply_chat_template, messages, tokenize=False, add_generation_prompt=True, **kwargs)
     try:
-        return owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
+        return _WATCHDOG.run(apply, TEMPLATE_SECONDS)
+    except TimeIsOver:
+        raise RequestError(f"the chat template takes longer than {TEMPLATE_SECONDS:g} s to render {what}") from None
     except Exception as error:  # templates are programs, and raise anything
-        what = "these messages and chat_template_kwargs" if kwargs else "these messages"
         raise RequestError(f"the chat template cannot render {what}: {error}") from error

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmvllm import SamplingParams
+from mmvllm import RequestError, SamplingParams
 from tests.helpers.engines import assert_idle
 from tests.helpers.requests import ask, noise_image
 
@@ -27,9 +27,21 @@ def test_an_exception_in_the_processor_fails_only_its_request(llm):
 
 
 def test_a_completion_with_every_token_forbidden_is_an_error(llm):
-    params = SamplingParams(temperature=1.0, stop_token_ids=range(768), min_tokens=2)
+    def forbid_all(token_ids, logits):
+        return torch.full_like(logits, -torch.inf)
+
+    params = SamplingParams(temperature=1.0, logits_processors=[forbid_all])
     output = llm.generate_multimodal([GOOD], params, on_error="return")[0]
     assert "every token is forbidden" in output.error
+
+
+@pytest.mark.parametrize("params", [{"stop_token_ids": range(768)}, {"stop_token_ids": [5], "allowed_token_ids": [5]}])
+def test_min_tokens_of_which_each_would_end_the_completion_are_refused(params, llm):
+    message = "min_tokens is 2, but every token that is allowed ends the completion; lower it"
+    with pytest.raises(RequestError, match=message) as refused:
+        llm.generate_multimodal([GOOD], SamplingParams(min_tokens=2, max_tokens=4, **params))
+    assert refused.value.param == "min_tokens"
+    assert llm.generate_multimodal([GOOD], SamplingParams(min_tokens=0, max_tokens=4, **params))[0].text is not None
 
 
 BAD = {

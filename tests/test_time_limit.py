@@ -2,10 +2,13 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
-from mmvllm.time_limit import TimeIsOver, TimeLimit
+from mmvllm import time_limit
+from mmvllm.time_limit import TimeIsOver, TimeLimit, Watchdog
 
 
 @pytest.fixture
@@ -81,3 +84,31 @@ def test_a_stopped_clock_does_not_count(clock):
     clock[0] = 107
     with pytest.raises(TimeIsOver):
         limit.check()
+
+
+@pytest.fixture
+def watchdog(monkeypatch):
+    monkeypatch.setattr(time_limit, "WATCH_SECONDS", 0.001)
+    return Watchdog()
+
+
+def loop_for_ever() -> None:
+    while True:
+        pass
+
+
+def test_code_that_runs_for_too_long_is_interrupted(watchdog):
+    with pytest.raises(TimeIsOver):
+        watchdog.run(loop_for_ever, 0)
+    with ThreadPoolExecutor(3) as pool:
+        tasks = [pool.submit(watchdog.run, work, seconds) for work, seconds in [(loop_for_ever, 0), (lambda: 3, 60)]]
+        assert isinstance(tasks[0].exception(), TimeIsOver) and tasks[1].result() == 3
+    with pytest.raises(KeyError, match="no"):
+        watchdog.run(lambda: {}["no"], 60)
+
+
+def test_code_that_ends_as_it_is_interrupted_leaves_nothing_behind(watchdog):
+    for _ in range(50):
+        with suppress(TimeIsOver):
+            watchdog.run(lambda: time.sleep(0.001), 0)
+    sum(range(10**6))  # an interruption that was still on its way would be raised here

@@ -109,6 +109,7 @@ class InputProcessor:
         self._check_pooling(pooling, params)
         self._check_fits(prompt, generates=pooling is None and params.max_tokens > 0)
         self._check_beam_width(params)
+        self._check_can_go_on(params)
         if params.logit_bias:
             check_in_vocabulary("logit_bias", params.logit_bias, self._config.vocab_size)
         reads = self._reads(prompt, params, pooling, prompt_logprobs_from)
@@ -195,6 +196,13 @@ class InputProcessor:
         for token_id in token_ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
                 raise RequestError(f"prompt has {token_id!r}, token ids are integers in [0, {vocab_size})")
+
+    def _check_can_go_on(self, params: SamplingParams) -> None:
+        """Before `min_tokens` no token that ends the completion may follow, so another one must be allowed."""
+        allowed = range(self._config.vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+        if params.min_tokens and params.end_ids(self._eos_token_ids).issuperset(allowed):
+            reason = f"is {params.min_tokens}, but every token that is allowed ends the completion; lower it"
+            raise RequestError(f"min_tokens {reason}", param="min_tokens", value=params.min_tokens, limit=0)
 
     def _check_beam_width(self, params: SamplingParams) -> None:
         width = params.beam_width or 0

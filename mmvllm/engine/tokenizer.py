@@ -7,6 +7,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mmvllm.config import ModelConfig
 from mmvllm.text import parse_json
 
+MAX_ADDED_TOKEN = 1000  # characters: texts are searched for each of these tokens
+
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """With the chat template, which older checkpoints have in a file of its own; raises ValueError without one."""
@@ -14,6 +16,10 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # a broken or missing tokenizer file makes the library raise anything
         raise ValueError(f"{folder} has no tokenizer that transformers can load: {error}") from error
+    longest = max((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, default="")
+    if len(longest) > MAX_ADDED_TOKEN:
+        size = f"{len(longest)} characters, {longest!r:.30}; at most {MAX_ADDED_TOKEN} are accepted"
+        raise ValueError(f"{folder} has a special token of {size}")
     template = folder / "chat_template.json"
     if tokenizer.chat_template is None and template.is_file():
         try:

@@ -1,6 +1,6 @@
 """Converts OpenAI requests to requests and sampling parameters of the engine."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -9,7 +9,7 @@ from mmvllm.errors import RequestError
 from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.image import ImageProcessorConfig
 from mmvllm.sampling_params import CHOSEN_AT_END, SamplingParams, with_defaults
-from mmvllm.server.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
+from mmvllm.server.errors import ApiError
 from mmvllm.server.messages import (
     CallOfHistory,
     HistoryMessage,
@@ -129,27 +129,6 @@ def chat_request(
     if kwargs := {**template_kwargs, **(body.chat_template_kwargs or {})}:
         request["chat_template_kwargs"] = kwargs
     return request | ({"min_pixels": body.min_pixels, "max_pixels": largest} if max_pixels else {})
-
-
-@dataclass(frozen=True, slots=True)
-class LengthLimit:
-    """Refuses prompts that cannot fit into the context before time is spent on tokenizing them."""
-
-    max_model_len: int
-    max_token_length: int  # in characters
-
-    @classmethod
-    def of(cls, tokenizer: Any, max_model_len: int) -> "LengthLimit":
-        return cls(max_model_len, max(map(len, tokenizer.get_vocab())))
-
-    def check(self, param: str, prompts: Iterable[str | list[int]], num_extra_tokens: int = 0) -> None:
-        """Raises ApiError for a prompt that is too long for any tokenization of its text, plus `num_extra_tokens`."""
-        for prompt in prompts:
-            length = -(-len(prompt) // self.max_token_length) if isinstance(prompt, str) else len(prompt)
-            if num_extra_tokens + length >= self.max_model_len:
-                message = f"the prompt has at least {num_extra_tokens + length} tokens, "
-                message += f"max_model_len is {self.max_model_len}; shorten it"
-                raise ApiError(400, message, param=param, code=CONTEXT_LENGTH_EXCEEDED)
 
 
 def texts_of(body: ChatPrompt) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +14,7 @@ from mmvllm.intake import as_request
 from mmvllm.lora import LoRARequest
 from mmvllm.media import Kind, MediaError
 from mmvllm.pooling_params import PoolingParams
+from mmvllm.processors.length_limit import LengthLimit
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server import convert
 from mmvllm.server.chat_builder import ChatResponseBuilder
@@ -21,7 +22,7 @@ from mmvllm.server.completion_builder import CompletionResponseBuilder
 from mmvllm.server.convert import ImageReference
 from mmvllm.server.descriptions import described_chat, described_prompts
 from mmvllm.server.embedding_response import EmbeddingResponseBuilder
-from mmvllm.server.errors import ApiError
+from mmvllm.server.errors import ApiError, engine_errors
 from mmvllm.server.limits import ByteReservation
 from mmvllm.server.models import ServedModels
 from mmvllm.server.protocol import (
@@ -110,7 +111,7 @@ class JobFactory:
     def __init__(self, engine: AsyncLLM, settings: ServerSettings, models: ServedModels):
         self._engine, self._settings, self._models = engine, settings, models
         self._detail_limits = convert.DetailLimits.of(engine.image_config, settings.max_pixels)
-        self._length_limit = convert.LengthLimit.of(engine.tokenizer, engine.max_model_len)
+        self._length_limit = LengthLimit.of(engine.tokenizer, engine.max_model_len)
         own = engine.sampling_defaults if settings.uses_generation_config else {}
         self._sampling_defaults = {**convert.OPENAI_DEFAULTS, **own}
         self._video_limits = VideoOptionLimits.of(engine.video_config)
@@ -147,7 +148,7 @@ class JobFactory:
             self.check_model(body.model)
         if isinstance(body, TokenizeChat):
             return self.prompt(body, prompt_tools(body.tools), reservation)
-        self._length_limit.check("prompt", [body.prompt])
+        self._check_lengths("prompt", [body.prompt])
         return body.prompt
 
     def _tool_use(self, body: ChatRequest) -> ToolUse:
@@ -169,7 +170,7 @@ class JobFactory:
         self._check_special_tokens(body)
         _check_chat_fields(body)
         prompts = convert.prompts_of(body)
-        self._length_limit.check("input", prompts)
+        self._check_lengths("input", prompts)
         described = partial(described_prompts, prompts)
         requests = _with_adapter(prompts, adapter)
         return CompletionJob(requests, SamplingParams(), builder, described, pooling=pooling)
@@ -189,7 +190,7 @@ class JobFactory:
         self._check_special_tokens(body)
         num_messages = len(body.messages)  # the chat template starts each of them with at least one token
         texts = [*convert.texts_of(body), *(json.dumps(tool) for tool in tools)]
-        self._length_limit.check("messages", ["".join(texts)], num_messages)
+        self._check_lengths("messages", ["".join(texts)], num_messages)
         images, videos = self._media(body)
         if image_params is not None:
             images = [replace(image, param=param) for image, param in zip(images, image_params, strict=True)]
@@ -211,7 +212,7 @@ class JobFactory:
         adapter = self._models.adapter_of(body.model)
         params = convert.completion_params(body, self._sampling_defaults)
         prompts = convert.prompts_of(body)
-        self._length_limit.check("prompt", prompts)
+        self._check_lengths("prompt", prompts)
         if len(prompts) > self._engine.max_requests:
             message = f"{len(prompts)} prompts, at most {self._engine.max_requests} are accepted (max_waiting)"
             raise ApiError(400, message, param="prompt")
@@ -224,6 +225,11 @@ class JobFactory:
     def check_model(self, name: str) -> None:
         """Raises ApiError for a name under which neither the model nor an adapter is served."""
         self._models.adapter_of(name)
+
+    def _check_lengths(self, param: str, prompts: Iterable[str | list[int]], num_extra_tokens: int = 0) -> None:
+        with engine_errors(lambda error: (str(error), param)):
+            for prompt in prompts:
+                self._length_limit.check(prompt, num_extra_tokens)
 
     def _check_special_tokens(self, body: ChatPrompt) -> None:
         if body.allow_special_tokens and not self._settings.allow_special_tokens:

@@ -56,6 +56,14 @@ def test_a_damaged_chat_template_file_is_named(checkpoint, make_llm, tmp_path):
             make_llm(folder)
 
 
+def test_a_special_token_that_is_a_text_is_refused(checkpoint, make_llm, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "long")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "e" * 1001}))
+    with pytest.raises(ValueError, match=r"long has a special token of 1001 characters, 'e+; at most 1000 are"):
+        make_llm(folder)
+
+
 def test_image_settings_that_do_not_fit_the_vit_are_refused(checkpoint, make_llm, tmp_path):
     folder = shutil.copytree(checkpoint, tmp_path / "other")
     (folder / "preprocessor_config.json").write_text(json.dumps({"patch_size": 16}))

@@ -14,14 +14,17 @@ import torch
 from transformers import AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from mmvllm.errors import RequestError
+from mmvllm import time_limit
+from mmvllm.errors import PromptTooLong, RequestError
 from mmvllm.inputs import EngineInput
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.qwen2_vl import FAMILY
 from mmvllm.models.registry import load_config, load_media_configs
+from mmvllm.processors import chat
 from mmvllm.processors.chat import Processor
 from mmvllm.processors.foreign import ForeignProcessor
 from mmvllm.processors.image import ImageProcessor
+from mmvllm.time_limit import Watchdog
 from tests.helpers.images import image_config, normalized
 from tests.helpers.requests import ask, digests_of, grids_of, noise_image, patches_of, spans_of, text, user
 
@@ -288,6 +291,60 @@ def test_an_exception_in_the_chat_template_is_a_value_error(tokenizer, processor
     bare.chat_template = None
     with pytest.raises(ValueError, match=r"the chat template cannot render these messages: .*chat_template is not set"):
         Processor(bare, ImageProcessor(CONFIG), RULES)(ask("hi"))
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("kind", ["own", "foreign"])
+def test_a_template_that_does_not_end_is_interrupted(kind, monkeypatch):
+    monkeypatch.setattr(time_limit, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(chat, "_WATCHDOG", Watchdog())
+    monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 0.01)
+    endless = AutoTokenizer.from_pretrained(BUNDLED)
+    endless.chat_template = LOOPS
+    prepare = Processor(endless, ImageProcessor(CONFIG), RULES)
+    if kind == "foreign":
+        prepare = ForeignProcessor(HFProcessor(endless, expands=True), endless, RULES, VIDEOS)
+    with pytest.raises(RequestError, match=r"the chat template takes longer than 0\.01 s to render these messages$"):
+        prepare(ask("hi"))
+
+
+def test_a_template_does_not_keep_other_requests_waiting(tokenizer):
+    rendering, go_on = threading.Event(), threading.Event()
+
+    class Slow(HFProcessor):
+        added_tokens_decoder = tokenizer.added_tokens_decoder
+
+        def apply_chat_template(self, messages, **keys):
+            if "slow" in str(messages):
+                rendering.set()
+                go_on.wait()
+            return super().apply_chat_template(messages, **keys)
+
+        def __call__(self, *args, **keys):
+            return self.tokenizer(*args, **keys)
+
+    prepare = Processor(Slow(tokenizer, expands=True), ImageProcessor(CONFIG), RULES)
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(prepare, ask("slow"))
+        try:
+            assert rendering.wait(30)
+            assert prepare(ask("hi")).token_ids
+        finally:
+            go_on.set()
+        assert slow.result().token_ids
+
+
+def test_what_a_template_writes_is_not_tokenized_if_it_cannot_fit(tokenizer):
+    longest = max(map(len, tokenizer.get_vocab()))
+    wordy = AutoTokenizer.from_pretrained(BUNDLED)
+    prepare = Processor(wordy, ImageProcessor(CONFIG), RULES, max_tokens=100)
+    wordy.chat_template = "{{ 'a' * " + str(99 * longest) + " }}"
+    assert len(prepare(ask("hi")).token_ids) > 100  # the engine counts them
+    wordy.chat_template = "{% for _ in range(99999) %}aaaaaaaaaa{% endfor %}"
+    with pytest.raises(PromptTooLong, match=r"the prompt has at least \d+ tokens, max_model_len is 100; shorten it"):
+        prepare(ask("hi"))
 
 
 class ChangedOutput(HFProcessor):

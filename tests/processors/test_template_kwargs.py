@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from mmvllm.errors import RequestError
-from mmvllm.processors.chat import Processor
+from mmvllm.processors.chat import Processor, rendered
 from mmvllm.processors.foreign import ForeignProcessor
 from mmvllm.processors.requests import parse_request
 from mmvllm.processors.template_kwargs import MAX_DEPTH, check_template_kwargs
@@ -51,7 +51,8 @@ def processor(name: str) -> Processor:
 def ids(name: str, messages: list[dict], kwargs: dict | None, **keys) -> list[int]:
     """The prompt before its placeholders are expanded, which needs no images."""
     request = {"messages": messages, "chat_template_kwargs": kwargs, **keys}
-    return processor(name)._token_ids(parse_request(request))
+    own = processor(name)
+    return own._tokenization(*rendered(parse_request(request), own.tokenizer, own._special_tokens))()
 
 
 def transformers_ids(name: str, messages: list[dict], **kwargs) -> list[int]:
