@@ -1,10 +1,15 @@
 """Requests with LoRA adapters, in any mix, have the tokens of models that these adapters are merged into by PEFT."""
 
 import shutil
+from contextlib import nullcontext
 
 import pytest
+import torch
 
 from mmvllm import LoRARequest, RequestError, SamplingParams
+from mmvllm.engine.adapters import AdapterStore, model_without_weights
+from mmvllm.models.lora import linear_regions
+from mmvllm.models.registry import load_config
 from tests.helpers.adapters import DECODER, VISION, make_adapter, merged_checkpoint
 from tests.helpers.engines import assert_idle
 from tests.helpers.rank_threads import use_rank_threads
@@ -13,6 +18,7 @@ from tests.helpers.shapes import RICHEST
 
 TOKENS = 12
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+TOO_LARGE = r"the change of .*qkv_proj.* is too large for torch.float16 with its scale of 2.5e\+07"
 A, B = noise_image(91, 64, 1), noise_image(60, 133, 2)
 REQUESTS = (ask(A, "Describe this image."), ask("Count the shapes."))
 ADAPTERS = {
@@ -233,6 +239,15 @@ def test_a_wrong_adapter_is_refused_with_its_request_alone(given, message, check
     assert caught.value.param == "lora_request"
     good, bad = llm.generate_multimodal(requests, GREEDY, on_error="return")
     assert good.token_ids == expected("gqa2-tied")[None][1] and bad.exception.param == "lora_request"
+
+
+def test_an_adapter_that_is_too_large_for_the_dtype_is_refused(checkpoints, tmp_path):
+    folder = make_adapter(tmp_path / "large", checkpoints("gqa2-tied"), target_modules=["q_proj"], lora_alpha=1e8)
+    model = model_without_weights(load_config(checkpoints("gqa2-tied")))
+    for dtype in (torch.float32, torch.float16):
+        store = AdapterStore(model, linear_regions(model), 16, dtype, torch.device("cpu"))
+        with nullcontext() if dtype is torch.float32 else pytest.raises(RequestError, match=TOO_LARGE):
+            assert store.load(LoRARequest("large", 1, folder)).matrices
 
 
 def test_adapters_must_be_enabled_and_as_many_as_requests(checkpoints, adapters, make_llm):

@@ -98,17 +98,20 @@ class AdapterStore:
             if len(pair.a) > self._max_rank:
                 raise ValueError(f"its rank is {len(pair.a)} for {name}; max_lora_rank is {self._max_rank}")
         placed = place_adapter(folder, pairs, self._model, self._regions)
-        matrices = {target: self._matrices(pair) for target, pair in placed.items()}
+        matrices = {target: self._matrices(target, pair) for target, pair in placed.items()}
         adapts_vision = any(parameter.startswith("visual.") for parameter, _ in placed)
         return Adapter(request.lora_name, _digest(folder), matrices, adapts_vision)
 
-    def _matrices(self, pair: LoraPair) -> Matrices:
+    def _matrices(self, target: Target, pair: LoraPair) -> Matrices:
         """In the dtype of the weights, the scale in the second, in memory that is copied to a GPU without waiting."""
-        scaled = pair.b.float() * pair.scale
-        return self._ready(pair.a), self._ready(scaled)
+        made = pair.a.to(self._dtype), (pair.b.float() * pair.scale).to(self._dtype)
+        if not all(matrix.isfinite().all() for matrix in made):
+            reason = f"is too large for {self._dtype} with its scale of {pair.scale:g}"
+            raise ValueError(f"the change of {target[0]} {reason}")
+        return tuple(map(self._ready, made))
 
     def _ready(self, matrix: Tensor) -> Tensor:
-        made = matrix.to("meta" if self._device.type == "meta" else "cpu", self._dtype).contiguous()
+        made = matrix.to("meta" if self._device.type == "meta" else "cpu").contiguous()
         return pinned(made) if self._device.type == "cuda" else made
 
 
