@@ -6,6 +6,7 @@ RE2, whose time is linear, lacks the lookaheads with which trainers leave out th
 
 import time
 from math import prod
+from typing import NamedTuple
 
 import regex
 
@@ -26,7 +27,14 @@ class PatternError(ValueError):
         super().__init__(f"the expression {pattern!r:.100} {reason}")
 
 
-def compiled(pattern: str) -> regex.Pattern:
+class Expression(NamedTuple):
+    """A compiled expression; a quick one needs no limit of time, which takes ten times as long as its matches."""
+
+    pattern: regex.Pattern
+    is_quick: bool
+
+
+def compiled(pattern: str) -> Expression:
     """Compile an expression; raises PatternError."""
     texts = [text.lstrip("0") for match in _COUNTS.finditer(pattern) for text in match.groups()]
     counts = [int(text[:9]) for text in texts if text]
@@ -34,7 +42,7 @@ def compiled(pattern: str) -> regex.Pattern:
     if (size := len(pattern) * repeated) > MAX_SIZE:
         raise PatternError(pattern, f"has, with its repetitions, {counted(size, 'character')}; {MAX_SIZE} are accepted")
     try:
-        return regex.compile(pattern)
+        return Expression(regex.compile(pattern), _is_quick(pattern))
     except (regex.error, ValueError, RecursionError) as error:
         raise PatternError(pattern, f"is not valid: {error}") from None
 
@@ -44,13 +52,11 @@ class Matching:
 
     def __init__(self, seconds: float):
         self._seconds_left = seconds
-        self._is_quick: dict[regex.Pattern, bool] = {}
 
-    def is_match(self, pattern: regex.Pattern, text: str) -> bool:
+    def is_match(self, expression: Expression, text: str) -> bool:
         """Whether the whole text matches; raises PatternError if that takes too long."""
-        if (is_quick := self._is_quick.get(pattern)) is None:
-            is_quick = self._is_quick[pattern] = _is_quick(pattern.pattern)
-        if is_quick:  # the limit takes ten times as long as the match
+        pattern, is_quick = expression
+        if is_quick:
             return pattern.fullmatch(text) is not None
         begin = time.perf_counter()
         try:

@@ -5,10 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import regex
-
 from mmvllm.arguments import check_int
-from mmvllm.patterns import Matching, PatternError, compiled
+from mmvllm.patterns import Expression, Matching, PatternError, compiled
 from mmvllm.text import listed
 
 # Modules around the same layer that versions of transformers name differently: "model.visual" was "visual".
@@ -58,7 +56,7 @@ class CheckpointQuantization:
     method: str
     layers: tuple[tuple[str, WeightScheme], ...]
     ignored: tuple[str, ...] = ()
-    _expressions: dict[str, regex.Pattern] = field(init=False, compare=False, repr=False)
+    _expressions: dict[str, Expression] = field(init=False, compare=False, repr=False)
     _matching: Matching = field(init=False, compare=False, repr=False)
 
     def __post_init__(self):
