@@ -36,6 +36,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     set_aside(items, quarantined(QUARANTINE.read_text()))
 
 
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """Name a failed test at once: a run that is ended at its limit may have no summary."""
+    if report.failed:
+        return "failed" if report.when == "call" else "error", f"\nfailed: {report.nodeid}\n", "FAILED"
+    return None
+
+
 @pytest.fixture(autouse=True)
 def undeclared_needs(request):
     """Fail a test that starts a process or opens a socket without the marker that says so."""
