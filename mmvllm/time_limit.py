@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
@@ -95,45 +96,79 @@ def _settle(done: "Future[T]", work: Callable[[], T]) -> None:
         done.set_exception(error)
 
 
+class _Interruption(BaseException):
+    """Raised in code that runs for too long; not an Exception, which programs of others catch."""
+
+
+@dataclass(slots=True)
+class _Run:
+    end: float
+    is_interrupted: bool = False
+
+
 class Watchdog:
     """Interrupts Python code that runs for too long, in its own thread: such code needs no thread of its own.
 
-    The exception is raised between two instructions of Python; a call of C is interrupted when it returns.
+    It is interrupted between two instructions of Python, again and again until it ends; a call of C when it returns.
     """
 
     def __init__(self):
         self._lock = threading.Lock()
-        self._ends: dict[int, float] = {}  # of the threads that run something
+        self._runs: dict[int, _Run] = {}  # by thread
         self._watcher: threading.Thread | None = None
 
     def run(self, work: Callable[[], T], seconds: float) -> T:
-        """What `work` returns or raises; it may not hold locks. Raises TimeIsOver, in `work`, if it takes longer."""
+        """What `work` returns or raises; it may not hold locks. Raises TimeIsOver if it was interrupted."""
         thread = threading.get_ident()
-        with self._lock:
-            self._ends[thread] = time.monotonic() + seconds
-            if self._watcher is None:
-                self._watcher = threading.Thread(target=self._watch, name="mmvllm-watchdog", daemon=True)
-                self._watcher.start()
         try:
-            return work()
-        finally:
-            with self._lock:
-                if self._ends.pop(thread, None) is None:  # it ended while it was being interrupted
-                    _raise_in(thread, None)
+            return self._run(thread, work, seconds)
+        except _Interruption:
+            self._finish(thread)  # where this was interrupted, too
+            raise TimeIsOver from None
+
+    def _run(self, thread: int, work: Callable[[], T], seconds: float) -> T:
+        try:
+            self._begin(thread, seconds)
+            made = work()
+        except BaseException:
+            if self._finish(thread):  # whatever it has made of the interruption
+                raise TimeIsOver from None
+            raise
+        if self._finish(thread):
+            raise TimeIsOver
+        return made
+
+    def _begin(self, thread: int, seconds: float) -> None:
+        with self._lock:
+            self._runs[thread] = _Run(time.monotonic() + seconds)
+            if self._watcher is None:
+                watcher = threading.Thread(target=self._watch, name="mmvllm-watchdog", daemon=True)
+                watcher.start()
+                self._watcher = watcher
+
+    def _finish(self, thread: int) -> bool:
+        """Whether it was interrupted; nothing is raised in the thread after this."""
+        with self._lock:
+            run = self._runs.pop(thread, None)
+            if run is None or not run.is_interrupted:
+                return False
+            _raise_in(thread, None)
+            return True
 
     def _watch(self) -> None:
         while True:
             time.sleep(WATCH_SECONDS)
             with self._lock:
-                if not self._ends:
+                if not self._runs:
                     self._watcher = None
                     return
                 now = time.monotonic()
-                for thread in [thread for thread, end in self._ends.items() if end < now]:
-                    del self._ends[thread]
-                    _raise_in(thread, TimeIsOver)
+                for thread, run in self._runs.items():
+                    if run.end < now:
+                        run.is_interrupted = True
+                        _raise_in(thread, _Interruption)
 
 
-def _raise_in(thread: int, error: type[Exception] | None) -> None:
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
     """Raise it when the thread runs its next instruction; None takes back what was not raised yet."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error and ctypes.py_object(error))

@@ -107,6 +107,22 @@ def test_code_that_runs_for_too_long_is_interrupted(watchdog):
         watchdog.run(lambda: {}["no"], 60)
 
 
+def test_code_that_catches_the_interruption_is_interrupted_again(watchdog):
+    caught = []
+
+    def catch() -> None:
+        for _ in range(3):
+            try:
+                loop_for_ever()
+            except BaseException as error:
+                caught.append(error)
+        raise ValueError("made of it")
+
+    with pytest.raises(TimeIsOver):
+        watchdog.run(catch, 0)
+    assert len(caught) == 3 and not any(isinstance(error, Exception) for error in caught)
+
+
 def test_code_that_ends_as_it_is_interrupted_leaves_nothing_behind(watchdog):
     for _ in range(50):
         with suppress(TimeIsOver):

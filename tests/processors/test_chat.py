@@ -296,13 +296,18 @@ def test_an_exception_in_the_chat_template_is_a_value_error(tokenizer, processor
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
+# Asks for the length of a loop over a long iterator, where jinja2 catches every Exception.
+CATCHES = "{% for x in range(99999)|map('string')|select('string') %}{% if loop is sequence %}{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [LOOPS, CATCHES], ids=["loops", "catches"])
 @pytest.mark.parametrize("kind", ["own", "foreign"])
-def test_a_template_that_does_not_end_is_interrupted(kind, monkeypatch):
+def test_a_template_that_does_not_end_is_interrupted(kind, template, monkeypatch):
     monkeypatch.setattr(time_limit, "WATCH_SECONDS", 0.01)
     monkeypatch.setattr(chat, "_WATCHDOG", Watchdog())
     monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 0.01)
     endless = AutoTokenizer.from_pretrained(BUNDLED)
-    endless.chat_template = LOOPS
+    endless.chat_template = template
     prepare = Processor(endless, ImageProcessor(CONFIG), RULES)
     if kind == "foreign":
         prepare = ForeignProcessor(HFProcessor(endless, expands=True), endless, RULES, VIDEOS)
