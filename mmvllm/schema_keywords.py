@@ -1,8 +1,11 @@
 """The keywords of JSON schemas that llguidance enforces. It ignores some of the others, so they are refused by name."""
 
 from collections.abc import Iterator
+from decimal import Decimal
+from math import lcm
 from typing import Any
 
+from mmvllm.arguments import is_number
 from mmvllm.errors import RequestError
 
 ENFORCED = frozenset(
@@ -22,6 +25,8 @@ ANNOTATIONS = frozenset(
     )
 )
 MAX_PATTERNS = 12  # where schemas are combined: compiling a conjunction of n expressions takes 2^n steps
+MAX_MULTIPLE = 2**53
+MAX_REMAINDERS = 10_000  # 0.05 s: each is a state of the lexer, and where schemas are combined each pair, triple ... is
 _OF_ONE, _OF_LISTS = ("additionalProperties", "items", "additionalItems"), ("anyOf", "oneOf", "allOf", "prefixItems")
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
 
@@ -36,7 +41,32 @@ def check_keywords(schema: dict[str, Any]) -> None:
         # A text may have the same additional key twice, which is one property.
         if isinstance(most, int) and most > (len(set(map(str, required))) if isinstance(required, list) else 0):
             raise _refused("minProperties", place, "can be enforced only up to the number of required properties")
+    check_cost(schema)
+
+
+def check_cost(schema: dict[str, Any]) -> None:
+    """Raise RequestError for a keyword that takes too long to compile, which llguidance's own limits do not bound."""
     _check_conjunctions(schema)
+    _check_multiples(schema)
+
+
+def _check_multiples(schema: dict[str, Any]) -> None:
+    remainders = 1
+    for place, part in _parts(schema):
+        if is_number(value := part.get("multipleOf")) and value > 0:
+            remainders = lcm(remainders, _num_remainders(value)) if value <= MAX_MULTIPLE else value
+            if remainders > MAX_REMAINDERS:
+                reason = "is too large, or has too few factors in common with others, to be enforced; use a smaller one"
+                raise _refused("multipleOf", place, reason)
+
+
+def _num_remainders(value: float) -> int:
+    """The remainders that a digit more can change: factors of ten are told by the last digits."""
+    digits = int("".join(map(str, Decimal(str(value)).as_tuple().digits)))
+    for factor in (2, 5):
+        while digits % factor == 0:
+            digits //= factor
+    return digits
 
 
 def _check_conjunctions(schema: dict[str, Any]) -> None:

@@ -4,16 +4,18 @@ Names are those of vLLM's StructuredOutputsParams. `mmvllm/engine/grammar.py` en
 """
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from mmvllm.errors import RequestError
-from mmvllm.schema_keywords import check_keywords
+from mmvllm.schema_keywords import check_cost, check_keywords
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 NAMES = (*KINDS, "whitespace_pattern")  # of all fields
 MAX_CHARACTERS = 65536  # of a schema, expression, grammar, or all choices: what compiles in a second at most
+_EMBEDDED = re.compile(r"%json(?:\s|//[^\n]*|#[^\n]*)*")  # what comes before a schema in a grammar
 MAX_DEPTH = 32  # of objects and lists in a schema
 
 
@@ -53,6 +55,8 @@ class StructuredOutputsParams:
             self._set("choice", _choices(self.choice))
         for name in ("regex", "grammar"):
             _check_text(name, getattr(self, name))
+        if self.grammar is not None:
+            _check_embedded_schemas(self.grammar)
         if self.whitespace_pattern is not None:
             self._check_whitespace()
 
@@ -107,6 +111,18 @@ def _check_text(name: str, value: Any, may_be_empty: bool = False) -> None:
     if not value and not may_be_empty:
         raise _wrong(name, "is empty")
     _check_size(name, value)
+
+
+def _check_embedded_schemas(grammar: str) -> None:
+    for match in _EMBEDDED.finditer(grammar):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(grammar, match.end())
+        except (ValueError, RecursionError):  # within a string, or refused when the grammar is compiled
+            continue
+        try:
+            check_cost(schema)
+        except RequestError as error:
+            raise _wrong("grammar", f"has a schema that is refused: {error}") from None
 
 
 def _check_size(name: str, text: str) -> None:

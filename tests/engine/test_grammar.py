@@ -116,6 +116,30 @@ def test_a_grammar_that_is_too_large_for_its_first_tokens_is_refused(kind, value
         assert caught.value.param == f"structured.{kind}"
 
 
+COSTLY = [
+    {"multipleOf": 1000003},
+    {"multipleOf": 10**400},
+    {"type": "number", "multipleOf": 1.0000003},
+    {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]},
+    {"anyOf": [{"properties": {"a": {"multipleOf": number}}} for number in (89, 97, 101)]},
+]
+
+
+@pytest.mark.parametrize("schema", COSTLY, ids=range(len(COSTLY)))
+def test_multiples_that_need_too_many_states_are_refused(schema):
+    for kind, given in [("json", schema), ("grammar", f"start: a\na: %json // it\n {json.dumps(schema)}")]:
+        with pytest.raises(RequestError, match=r"keyword 'multipleOf' at .* which is too large, or") as caught:
+            StructuredOutputsParams(**{kind: given})
+        assert caught.value.param == f"structured.{kind}"
+
+
+def test_usual_multiples_are_enforced(compiler):
+    usual = [0.01, 0.5, 5, 60, 100, 10**6, 65536]
+    schema = {"type": "object", "properties": {str(one): {"type": "number", "multipleOf": one} for one in usual}}
+    for given in ({"json": schema}, {"grammar": f'start: "%json" a\na: %json {json.dumps(schema)}'}):
+        compiler.check(StructuredOutputsParams(**given))
+
+
 def test_grammars_are_compiled_once_and_the_oldest_are_dropped(tokenizer):
     compiler = GrammarCompiler(tokenizer, {tokenizer.eos_token_id}, WIDTH)
     all_params = [StructuredOutputsParams(regex=f"a{{{i + 1}}}") for i in range(MAX_COMPILED + 1)]
