@@ -5,6 +5,8 @@ RE2, whose time is linear, lacks the lookaheads with which trainers leave out th
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from typing import NamedTuple
 
@@ -48,24 +50,36 @@ def compiled(pattern: str) -> Expression:
 
 
 class Matching:
-    """Matches of the expressions of one file, which take at most `seconds` together, but for those that are quick."""
+    """The expressions of one file: compiling and matching all of them takes at most about `seconds`."""
 
     def __init__(self, seconds: float):
         self._seconds_left = seconds
 
+    def compiled(self, pattern: str) -> Expression:
+        """Compile an expression; raises PatternError."""
+        with self._counted(pattern):
+            return compiled(pattern)
+
     def is_match(self, expression: Expression, text: str) -> bool:
         """Whether the whole text matches; raises PatternError if that takes too long."""
         pattern, is_quick = expression
-        if is_quick:
-            return pattern.fullmatch(text) is not None
+        with self._counted(pattern.pattern):
+            if is_quick:
+                return pattern.fullmatch(text) is not None
+            try:
+                seconds = min(MATCH_SECONDS, self._seconds_left)
+                return pattern.fullmatch(text, timeout=seconds, concurrent=True) is not None
+            except TimeoutError:
+                reason = f"takes too long to match {text!r:.200}; write it simpler"
+                raise PatternError(pattern.pattern, reason) from None
+
+    @contextmanager
+    def _counted(self, pattern: str) -> Iterator[None]:
+        if self._seconds_left <= 0:
+            raise PatternError(pattern, "is one of too many, or others take too long; write fewer, and simpler ones")
         begin = time.perf_counter()
         try:
-            if self._seconds_left <= 0:
-                raise TimeoutError
-            seconds = min(MATCH_SECONDS, self._seconds_left)
-            return pattern.fullmatch(text, timeout=seconds, concurrent=True) is not None
-        except TimeoutError:
-            raise PatternError(pattern.pattern, f"takes too long to match {text!r:.200}; write it simpler") from None
+            yield
         finally:
             self._seconds_left -= time.perf_counter() - begin
 

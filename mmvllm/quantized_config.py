@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mmvllm.arguments import check_int
-from mmvllm.patterns import Expression, Matching, PatternError, compiled
+from mmvllm.patterns import Expression, Matching, PatternError
 from mmvllm.text import listed
 
 # Modules around the same layer that versions of transformers name differently: "model.visual" was "visual".
@@ -61,8 +61,8 @@ class CheckpointQuantization:
 
     def __post_init__(self):
         patterns = (*self.ignored, *(pattern for pattern, _ in self.layers))
-        object.__setattr__(self, "_expressions", {pattern: compiled(pattern) for pattern in patterns})
         object.__setattr__(self, "_matching", Matching(MATCHING_SECONDS))
+        object.__setattr__(self, "_expressions", {pattern: self._matching.compiled(pattern) for pattern in patterns})
 
     def scheme_of(self, layer: str) -> WeightScheme | None:
         """The scheme of a linear layer, by its name in the checkpoint; None if it is stored as usual.

@@ -2,7 +2,10 @@
 
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+
+MAX_JSON_BYTES = 64 << 20  # of a file; indexes of the largest checkpoints have a few MiB
 
 
 def counted(number: int, noun: str) -> str:
@@ -27,3 +30,12 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
         return json.loads(text, **options)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def load_json(path: Path) -> Any:
+    """What a JSON file has; raises OSError, and ValueError as `parse_json`, or if it has more than `MAX_JSON_BYTES`."""
+    with path.open("rb") as file:
+        content = file.read(MAX_JSON_BYTES + 1)
+    if len(content) > MAX_JSON_BYTES:
+        raise ValueError(f"it has more than {MAX_JSON_BYTES >> 20} MiB")
+    return parse_json(content.decode())

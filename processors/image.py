@@ -23,7 +23,7 @@ from mmvllm.inputs import Grid, Media
 from mmvllm.processors.bounds import check_bounds, pixel_bounds
 from mmvllm.processors.draft import Draft, source_size, with_source_size
 from mmvllm.processors.pixels import orientation_of
-from mmvllm.text import parse_json
+from mmvllm.text import load_json
 
 Config = TypeVar("Config", bound="ImageProcessorConfig")
 
@@ -130,7 +130,7 @@ def _read_json(path: Path) -> Any:
     if not path.is_file():
         return {}
     try:
-        return parse_json(path.read_text(encoding="utf-8"))
+        return load_json(path)
     except ValueError as error:  # not JSON, or not UTF-8
         raise ValueError(f"{path} is damaged: not valid JSON ({error}); download it again") from None
 

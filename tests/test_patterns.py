@@ -109,4 +109,11 @@ def test_all_matches_of_a_file_share_their_time(monkeypatch):
     with pytest.raises(PatternError):
         matching.is_match(compiled(r"(?:\w)*"), NAME)
     assert time.thread_time() - begin < 1.5  # not 2
-    assert not matching.is_match(compiled(r".*visual.*"), NAME)
+
+
+def test_many_quick_expressions_have_a_limit_too():
+    matching, few = Matching(0.05), 0
+    with pytest.raises(PatternError, match=r"the expression '.*' is one of too many, or others take too long"):
+        for few in range(10**6):
+            assert not matching.is_match(matching.compiled(f"visual.*{few}"), NAME)
+    assert 0 < few < 10**5

@@ -5,7 +5,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mmvllm.config import ModelConfig
-from mmvllm.text import parse_json
+from mmvllm.text import load_json
 
 MAX_ADDED_TOKEN = 1000  # characters: texts are searched for each of these tokens
 
@@ -23,7 +23,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     template = folder / "chat_template.json"
     if tokenizer.chat_template is None and template.is_file():
         try:
-            tokenizer.chat_template = parse_json(template.read_text(encoding="utf-8"))["chat_template"]
+            tokenizer.chat_template = load_json(template)["chat_template"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{template} is damaged: {error!r}; download it again") from None
     return tokenizer

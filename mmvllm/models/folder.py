@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mmvllm.models.hf_config import quantization_of
 from mmvllm.models.registry import read_config
-from mmvllm.text import parse_json
+from mmvllm.text import load_json
 
 BUNDLED = Path(__file__).parent.parent / "assets" / "demo"
 BUNDLED_NAME = "bundled"
@@ -85,7 +85,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        names = dict(parse_json(index.read_text(encoding="utf-8"))["weight_map"])
+        names = dict(load_json(index)["weight_map"])
         for name in names.values():
             if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
                 raise ValueError(f"weight_map names {name!r:.50}, must be files of this folder")

@@ -7,7 +7,7 @@ from mmvllm.arguments import check_int, is_number
 from mmvllm.config import torch_dtype
 from mmvllm.quantized_config import CheckpointQuantization, parse_quantization
 from mmvllm.sampling_params import SamplingParams
-from mmvllm.text import parse_json
+from mmvllm.text import load_json
 
 # Fields of SamplingParams that generation_config.json has under the same names.
 SAMPLING_NAMES = (
@@ -31,7 +31,7 @@ def read_json(path: Path) -> dict | None:
     if not path.is_file():
         return None
     try:
-        return json_object("it", parse_json(path.read_text(encoding="utf-8")))
+        return json_object("it", load_json(path))
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}; download it again") from None
 
@@ -158,7 +158,9 @@ def _check_decoder(text: dict, rope: dict) -> None:
     for name in ("rms_norm_eps", "rope_theta"):
         if not is_number(given[name]) or not given[name] > 0:
             raise ValueError(f"{name} is {given[name]!r:.50}, must be a number above 0")
-    if text.get("use_sliding_window") or "sliding_attention" in text.get("layer_types", ()):
+    if not isinstance(layer_types := text.get("layer_types") or [], list):
+        raise ValueError(f"layer_types is {layer_types!r:.50}, must be a list of names")
+    if text.get("use_sliding_window") or "sliding_attention" in layer_types:
         raise ValueError("asks for sliding-window attention, which is not supported")
     if text.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act is {text['hidden_act']!r}, only 'silu' is supported")

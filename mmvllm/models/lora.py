@@ -19,8 +19,8 @@ from mmvllm.layers.lora import Region
 from mmvllm.layers.sharding import CheckpointView
 from mmvllm.layers.vocabulary import VocabularyHead
 from mmvllm.models.interface import Model
-from mmvllm.patterns import Matching, PatternError, compiled
-from mmvllm.text import counted, parse_json
+from mmvllm.patterns import Matching, PatternError
+from mmvllm.text import counted, load_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 LARGEST = torch.finfo(torch.float32).max
@@ -33,6 +33,7 @@ _UNSUPPORTED = (
 )
 _INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")  # others change the base model's weights
 _TYPES = {"target_modules": str | list | None, "rank_pattern": dict | None, "alpha_pattern": dict | None}
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 
@@ -89,7 +90,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{folder} is not a LoRA adapter: it has no {CONFIG}")
     try:
-        config = parse_json(path.read_text())
+        config = load_json(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
@@ -123,7 +124,7 @@ def _read_tensors(folder: Path) -> dict[tuple[str, str], Tensor]:
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     matches = {name: _TENSOR.fullmatch(name) for name in loaded}
-    if unknown := [name for name, match in matches.items() if match is None or not loaded[name].is_floating_point()]:
+    if unknown := [name for name, match in matches.items() if match is None or loaded[name].dtype not in _FLOATS]:
         raise ValueError(f"{path} has tensors that are not those of LoRA layers: {_listed(unknown)}")
     if not loaded:
         raise ValueError(f"{path} has no tensors")
@@ -140,7 +141,7 @@ def _targeted(modules: list[str], targets: Any, matching: Matching) -> list[str]
     if targets == "all-linear":
         return modules
     if isinstance(targets, str):
-        expression = compiled(targets)
+        expression = matching.compiled(targets)
         return [module for module in modules if matching.is_match(expression, module)]
     return [
         module for module in modules for target in targets or () if module == target or module.endswith(f".{target}")
@@ -151,7 +152,7 @@ def _by_module(
     modules: list[str], patterns: Mapping[str, Any] | None, default: Any, matching: Matching
 ) -> dict[str, Any]:
     """For each module the value of the first pattern that fits the end of its name, as PEFT finds it."""
-    expressions = [(compiled(rf"(.*\.)?({pattern})"), value) for pattern, value in (patterns or {}).items()]
+    expressions = [(matching.compiled(rf"(.*\.)?({pattern})"), value) for pattern, value in (patterns or {}).items()]
     return {
         module: next((value for expression, value in expressions if matching.is_match(expression, module)), default)
         for module in modules

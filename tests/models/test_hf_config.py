@@ -247,6 +247,7 @@ def test_all_missing_values_are_named(folder_of):
         (("max_position_embeddings",), -1, "max_position_embeddings is -1, must be an integer"),
         (("use_sliding_window",), True, "sliding-window attention, which is not supported"),
         (("layer_types",), ["full_attention", "sliding_attention"], "sliding-window attention, which is not supported"),
+        (("layer_types",), 5, "layer_types is 5, must be a list of names"),
         (("hidden_act",), "gelu", "hidden_act is 'gelu', only 'silu' is supported"),
         (("rope_scaling", "type"), "yarn", "asks for 'yarn' rotary scaling; supported: 'default', 'mrope'"),
         (("rope_scaling", "rope_type"), "llama3", "asks for 'llama3' rotary scaling"),

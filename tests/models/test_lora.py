@@ -53,6 +53,9 @@ def test_text_only(checkpoints, tmp_path):
     )
 
 
+FLOATS_OF_4_BITS = torch.ones(4, 32, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+
+
 @pytest.fixture
 def adapter(checkpoint, tmp_path) -> Path:
     return make_adapter(tmp_path / "adapter", checkpoint, target_modules="all-linear")
@@ -176,11 +179,15 @@ FIRST = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.
         (lambda t: t | {FIRST: t[FIRST] / 0}, f"has NaN or infinity in {FIRST}"),
         (lambda t: t | {FIRST: t[FIRST] * torch.nan}, f"has NaN or infinity in {FIRST}"),
         (lambda t: t | {FIRST: t[FIRST].int()}, f"not those of LoRA layers: {FIRST}"),
-        (lambda t: t | {FIRST: t[FIRST].to(torch.complex64)}, f"not those of LoRA layers: {FIRST}"),
+        *(
+            (lambda t, dtype=dtype: t | {FIRST: t[FIRST].to(dtype)}, f"not those of LoRA layers: {FIRST}")
+            for dtype in (torch.complex64, torch.float8_e4m3fn)
+        ),
+        (lambda t: t | {FIRST: FLOATS_OF_4_BITS}, f"not those of LoRA layers: {FIRST}"),
     ],
     ids=[
         *("half", "experts", "layer", "head", "magnitude", "twice", "empty"),
-        *("0-d", "1-d", "infinity", "NaN", "int", "complex"),
+        *("0-d", "1-d", "infinity", "NaN", "int", "complex", "fp8", "fp4"),
     ],
 )
 def test_tensors_that_are_not_supported_are_refused_by_name(change, message, adapter, checkpoint):
