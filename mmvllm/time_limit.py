@@ -147,13 +147,14 @@ class Watchdog:
                 self._watcher = watcher
 
     def _finish(self, thread: int) -> bool:
-        """Whether it was interrupted; nothing is raised in the thread after this."""
+        """Whether it was interrupted; nothing is raised in the thread after this.
+
+        An interruption that was not raised yet is raised here, after a call; it is not taken back, which CPython offers
+        but 3.11 does by halves: functions that are profiled, or traced, would hang as they begin.
+        """
         with self._lock:
             run = self._runs.pop(thread, None)
-            if run is None or not run.is_interrupted:
-                return False
-            _raise_in(thread, None)
-            return True
+            return run is not None and run.is_interrupted
 
     def _watch(self) -> None:
         while True:
@@ -166,9 +167,9 @@ class Watchdog:
                 for thread, run in self._runs.items():
                     if run.end < now:
                         run.is_interrupted = True
-                        _raise_in(thread, _Interruption)
+                        _raise_in(thread)
 
 
-def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raise it when the thread runs its next instruction; None takes back what was not raised yet."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error and ctypes.py_object(error))
+def _raise_in(thread: int) -> None:
+    """Interrupt a thread at its next instruction that checks for it: a call, a jump back, the start of a function."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Interruption))
