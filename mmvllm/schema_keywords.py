@@ -25,7 +25,7 @@ ANNOTATIONS = frozenset(
     )
 )
 MAX_PATTERNS = 12  # where schemas are combined: compiling a conjunction of n expressions takes 2^n steps
-MAX_MULTIPLE = 2**53
+MAX_MULTIPLE = 2**53  # larger integers are not exact in float64
 MAX_REMAINDERS = 10_000  # 0.05 s: each is a state of the lexer, and where schemas are combined each pair, triple ... is
 _OF_ONE, _OF_LISTS = ("additionalProperties", "items", "additionalItems"), ("anyOf", "oneOf", "allOf", "prefixItems")
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")

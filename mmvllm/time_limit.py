@@ -107,9 +107,9 @@ class _Run:
 
 
 class Watchdog:
-    """Interrupts Python code that runs for too long, in its own thread: such code needs no thread of its own.
+    """Interrupts Python code that runs for too long, in the thread that called `run`: no second thread has to run it.
 
-    It is interrupted between two instructions of Python, again and again until it ends; a call of C when it returns.
+    The code is interrupted between two instructions, repeatedly until it ends, and within a C call when that returns.
     """
 
     def __init__(self):

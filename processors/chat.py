@@ -1,7 +1,6 @@
 """Requests -> `EngineInput`: chat template, images and videos, and their placeholders expanded."""
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -96,20 +95,16 @@ class Processor:
         return media + [self._video(i, part, parsed, load) for i, part in enumerate(parsed.videos)]
 
     def _placed(self, parsed: ParsedRequest, media: list[Media]) -> EngineInput:
-        if parsed.token_ids is not None:
-            get_ids = partial(own_token_ids, parsed.token_ids)
-        else:
-            get_ids = self._tokenization(*rendered(parsed, self.tokenizer, self._special_tokens, self._length_limit))
+        if (token_ids := parsed.token_ids) is None:
+            text, marked = rendered(parsed, self.tokenizer, self._special_tokens, self._length_limit)
         with self._lock:
-            token_ids = get_ids()
+            token_ids = self._tokenized(text, marked) if token_ids is None else own_token_ids(token_ids)
             if self.rules is None:
                 return EngineInput(token_ids)
             return place_media(token_ids, media, self.rules, partial(tokenize, self.tokenizer))
 
-    def _tokenization(self, text: str, marked: str | None) -> Callable[[], list[int]]:
-        if marked is None:
-            return partial(tokenize, self.tokenizer, text)
-        return partial(self._special_tokens.token_ids, marked)
+    def _tokenized(self, text: str, marked: str | None) -> list[int]:
+        return tokenize(self.tokenizer, text) if marked is None else self._special_tokens.token_ids(marked)
 
     def _image(self, i: int, part: dict, parsed: ParsedRequest, load: Load) -> Media:
         with naming_media(image_index=i):

@@ -14,6 +14,8 @@ from torch import Tensor
 from mmvllm.layers.coded import CodedWeight
 from mmvllm.quantized_config import WeightScheme
 
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # of tensors that are stored without codes
+
 # The nibble of each of eight outputs; the nibbles, from the lowest, have the outputs 0, 2, 4, 6, 1, 3, 5 and 7.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}

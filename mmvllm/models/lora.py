@@ -18,6 +18,7 @@ from mmvllm.layers.linear import Linear
 from mmvllm.layers.lora import Region
 from mmvllm.layers.sharding import CheckpointView
 from mmvllm.layers.vocabulary import VocabularyHead
+from mmvllm.models.coded_layouts import FLOATS
 from mmvllm.models.interface import Model
 from mmvllm.patterns import Matching, PatternError
 from mmvllm.text import counted, load_json
@@ -33,7 +34,6 @@ _UNSUPPORTED = (
 )
 _INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")  # others change the base model's weights
 _TYPES = {"target_modules": str | list | None, "rank_pattern": dict | None, "alpha_pattern": dict | None}
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 
@@ -124,8 +124,8 @@ def _read_tensors(folder: Path) -> dict[tuple[str, str], Tensor]:
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     matches = {name: _TENSOR.fullmatch(name) for name in loaded}
-    if unknown := [name for name, match in matches.items() if match is None or loaded[name].dtype not in _FLOATS]:
-        raise ValueError(f"{path} has tensors that are not those of LoRA layers: {_listed(unknown)}")
+    if unknown := [name for name, match in matches.items() if match is None or loaded[name].dtype not in FLOATS]:
+        raise ValueError(f"{path} has tensors that do not belong to LoRA layers: {_listed(unknown)}")
     if not loaded:
         raise ValueError(f"{path} has no tensors")
     if flat := [name for name, tensor in loaded.items() if tensor.dim() < 2]:

@@ -19,7 +19,7 @@ from mmvllm.layers.attention import AttentionBackend, TorchAttention
 from mmvllm.layers.coded import CodedWeight, CodesView
 from mmvllm.layers.linear import AssembledModule, ConvertedModule
 from mmvllm.layers.sharding import CheckpointView, Shard
-from mmvllm.models.coded_layouts import QuantizedTensor, StoredTensor
+from mmvllm.models.coded_layouts import FLOATS, QuantizedTensor, StoredTensor
 from mmvllm.models.folder import weight_files
 from mmvllm.models.interface import Model
 from mmvllm.models.lora import LoraPair, Target, linear_regions, place_adapter, read_adapter
@@ -28,8 +28,6 @@ from mmvllm.models.registry import family_of
 from mmvllm.ranks import SINGLE, Ranks
 
 logger = logging.getLogger(__name__)
-
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def load_model(
@@ -159,7 +157,7 @@ def _fill(places: Places, files: list[Path], folder: Path, pairs: Mapping[Target
         part = _part(stored, places.planned(own))
         if part is None:
             misshapen.append(f"{name} is {tuple(stored.get_shape())}, needs {places.planned(own).whole_shape}")
-        elif isinstance(part, Tensor) and part.dtype not in _FLOATS:
+        elif isinstance(part, Tensor) and part.dtype not in FLOATS:
             unreadable.append(f"{name} is {str(part.dtype).removeprefix('torch.')}")
         elif is_tied:
             tied[name] = part.dequantized() if isinstance(part, CodedWeight) else part, places[own].view

@@ -163,11 +163,11 @@ FIRST = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.
         (lambda t: {k.replace("layers.0.", "layers.7."): v for k, v in t.items()}, "and no layer that the model lacks"),
         (
             lambda t: t | {"base_model.model.lm_head.weight": torch.ones(2)},
-            "not those of LoRA layers: base_model.model",
+            "do not belong to LoRA layers: base_model.model",
         ),
         (
             lambda t: t | {FIRST.replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(2)},
-            "not those of LoRA layers: base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_magnitude",
+            "belong to LoRA layers: base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_magnitude",
         ),
         (
             lambda t: t | {k.replace(".language_model.", "."): v.clone() for k, v in t.items()},
@@ -178,12 +178,12 @@ FIRST = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.
         (lambda t: t | {FIRST: torch.ones(4)}, f"has tensors of fewer than two dimensions: {FIRST}"),
         (lambda t: t | {FIRST: t[FIRST] / 0}, f"has NaN or infinity in {FIRST}"),
         (lambda t: t | {FIRST: t[FIRST] * torch.nan}, f"has NaN or infinity in {FIRST}"),
-        (lambda t: t | {FIRST: t[FIRST].int()}, f"not those of LoRA layers: {FIRST}"),
+        (lambda t: t | {FIRST: t[FIRST].int()}, f"do not belong to LoRA layers: {FIRST}"),
         *(
-            (lambda t, dtype=dtype: t | {FIRST: t[FIRST].to(dtype)}, f"not those of LoRA layers: {FIRST}")
+            (lambda t, dtype=dtype: t | {FIRST: t[FIRST].to(dtype)}, f"do not belong to LoRA layers: {FIRST}")
             for dtype in (torch.complex64, torch.float8_e4m3fn)
         ),
-        (lambda t: t | {FIRST: FLOATS_OF_4_BITS}, f"not those of LoRA layers: {FIRST}"),
+        (lambda t: t | {FIRST: FLOATS_OF_4_BITS}, f"do not belong to LoRA layers: {FIRST}"),
     ],
     ids=[
         *("half", "experts", "layer", "head", "magnitude", "twice", "empty"),

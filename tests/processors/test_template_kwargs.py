@@ -52,7 +52,7 @@ def ids(name: str, messages: list[dict], kwargs: dict | None, **keys) -> list[in
     """The prompt before its placeholders are expanded, which needs no images."""
     request = {"messages": messages, "chat_template_kwargs": kwargs, **keys}
     own = processor(name)
-    return own._tokenization(*rendered(parse_request(request), own.tokenizer, own._special_tokens))()
+    return own._tokenized(*rendered(parse_request(request), own.tokenizer, own._special_tokens))
 
 
 def transformers_ids(name: str, messages: list[dict], **kwargs) -> list[int]:
