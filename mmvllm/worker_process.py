@@ -7,12 +7,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from ctypes import c_uint64
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from mmvllm.errors import without_frames
 from mmvllm.worker_channel import Channel, SharedBuffer
 
+BEAT_SECONDS = 0.5
 NICENESS = 5  # the engine has priority
 # Read by the libraries below numpy and torch when they are loaded.
 NUMBERS_OF_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -37,19 +39,37 @@ def serve(
     setup: bytes,
     memory_limit: int | None,
     engine_env: dict[str, str] | None,
+    pulse: c_uint64,
 ) -> None:
     """Answer tasks; `setup` is a pickled function and its arguments, called first."""
     global _parent
     _parent = channel = Channel(pipe, shared)
     _become_worker(engine_env)
-    initializer, initargs = pickle.loads(setup)
-    initializer(*initargs)
-    if memory_limit is not None:
-        _limit_memory(memory_limit)
-    with suppress(EOFError, ConnectionError):  # the parent has ended
+    with beating(pulse), suppress(EOFError, ConnectionError):  # the parent has ended
+        initializer, initargs = pickle.loads(setup)
+        initializer(*initargs)
+        if memory_limit is not None:
+            _limit_memory(memory_limit)
         channel.send(("ready", None))
         while True:
             _answer(channel, *channel.receive())
+
+
+@contextmanager
+def beating(pulse: c_uint64) -> Iterator[None]:
+    """Count on, in a thread, so that the parent sees that this process runs."""
+    is_over = threading.Event()
+
+    def beat() -> None:
+        pulse.value += 1
+        while not is_over.wait(BEAT_SECONDS):
+            pulse.value += 1
+
+    threading.Thread(target=beat, name="mmvllm-pulse", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 def _become_worker(engine_env: dict[str, str] | None) -> None:

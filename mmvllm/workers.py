@@ -2,8 +2,8 @@
 
     WorkerPool.run, in a thread of the parent  <── a channel for each process ──>  serve, in the process
 
-A process that exceeds its time, whose task is cancelled or that dies is killed; the next task starts another. Processes
-are spawned, not forked: the parent's threads may hold locks. They end with their parent.
+A process that exceeds its time, whose task is cancelled, that gives no sign of life or that dies is killed; the next
+task starts another. Processes are spawned, not forked: the parent's threads may hold locks. They end with their parent.
 """
 
 import atexit
@@ -15,16 +15,19 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from multiprocessing import connection
 from typing import Any
 
 from mmvllm.worker_channel import Channel, SharedBuffer
 from mmvllm.worker_process import serve
-from mmvllm.worker_start import KILL_SECONDS, how_it_ended, start_process
+from mmvllm.worker_start import kill_process, start_process
+from mmvllm.worker_watch import Watch, Watched, new_pulse
 
 NUM_WORKERS = min(8, os.cpu_count() or 1)
 CANCEL_SECONDS = 1.0  # that a cancelled task may run on: most end by then, and a new process costs more
 POLL_SECONDS = 0.1  # between looks at whether a task is cancelled
+SILENCE_SECONDS = 60.0
 
 ReserveWhile = Callable[[int, Callable[[], float | None]], AbstractContextManager]  # of bytes; see `DecodeBudget`
 
@@ -56,6 +59,8 @@ class WorkerPool:
         reserve: what `reserve_in_parent` takes bytes from.
         engine_env: environment variables for processes that run an engine: their number of threads, and their devices.
             Such a process has the priority of its parent, and may start processes of its own.
+        silence: seconds without a sign of life after which a process is killed, also one without a task; code that
+            holds the interpreter lock gives none.
 
     Raises what pickling raises. A class of the main module can be pickled; the processes then import that module.
     """
@@ -68,9 +73,10 @@ class WorkerPool:
         memory_limit: int | None = None,
         reserve: ReserveWhile = lambda *_: nullcontext(),
         engine_env: dict[str, str] | None = None,
+        silence: float = SILENCE_SECONDS,
     ):
         self._num_workers, self._reserve = num_workers, reserve
-        self._setup = pickle.dumps((initializer, initargs)), memory_limit, engine_env
+        self._setup = pickle.dumps((initializer, initargs)), memory_limit, engine_env, silence
         self._changed = threading.Condition()
         self._idle: list[_Worker] = []
         self._workers: set[_Worker] = set()
@@ -205,6 +211,20 @@ class _Limit:
         return POLL_SECONDS
 
     @contextmanager
+    def ending(self, end: Callable[[], None]) -> Iterator[None]:
+        """Call `end`, in a thread, if the time is over within."""
+        if self._timeout is None:
+            yield
+            return
+        timer = threading.Timer(self._end - time.monotonic(), end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    @contextmanager
     def paused(self) -> Iterator[None]:
         start = time.monotonic()
         yield
@@ -214,13 +234,14 @@ class _Limit:
 class _Worker:
     """A process, and the parent's end of its channel; used by one thread at a time."""
 
-    def __init__(self, setup: bytes, memory_limit: int | None, engine_env: dict[str, str] | None):
+    def __init__(self, setup: bytes, memory_limit: int | None, engine_env: dict[str, str] | None, silence: float):
         pipe, theirs = multiprocessing.Pipe()
-        shared = SharedBuffer.create()
+        shared, pulse = SharedBuffer.create(), new_pulse()
         self._channel = Channel(pipe, shared)
-        arguments = (theirs, shared, setup, memory_limit, engine_env)
+        arguments = (theirs, shared, setup, memory_limit, engine_env, pulse)
         self.process = start_process(serve, arguments, is_daemon=engine_env is None, needs_main=b"__main__" in setup)
         theirs.close()
+        self._watch = Watch(Watched("it", self.process, pulse), silence)
         self._is_ready = False
 
     @property
@@ -235,7 +256,8 @@ class _Worker:
     def run(self, task: Callable, args: tuple, limit: _Limit, reserve: ReserveWhile) -> tuple[bool, Any]:
         """Whether the task raised something, and its result or what it raised."""
         limit.next_wait()
-        self._send((task, args))
+        with limit.ending(partial(kill_process, self.process)):  # a process that was stopped reads nothing
+            self._send((task, args), limit)
         with ExitStack() as reserved:
             while True:
                 kind, value = self._receive(limit)
@@ -244,20 +266,21 @@ class _Worker:
                 reserved.close()
                 with limit.paused():
                     reserved.enter_context(reserve(value, limit.check_cancelled))
-                self._send(None)
+                self._send(None, limit)
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.join(KILL_SECONDS)
+        kill_process(self.process)
+        self._watch.end()
 
     def close(self) -> None:
         """Free what belongs to a process that has ended; nothing else may use it."""
         self._channel.close()
 
-    def _send(self, message: Any) -> None:
+    def _send(self, message: Any, limit: _Limit) -> None:
         try:
             self._channel.send(message)
         except OSError:
+            limit.next_wait()
             raise self._death() from None
 
     def _receive(self, limit: _Limit) -> tuple[str, Any]:
@@ -273,4 +296,4 @@ class _Worker:
                 raise self._death()
 
     def _death(self) -> WorkerDied:
-        return WorkerDied(f"it {how_it_ended(self.process)}")
+        return WorkerDied(self._watch.end())

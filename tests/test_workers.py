@@ -18,6 +18,7 @@ import pytest
 from mmvllm import workers
 from mmvllm.errors import ImageError
 from mmvllm.worker_process import NICENESS, serve
+from mmvllm.worker_watch import new_pulse
 from mmvllm.workers import TaskCancelled, WorkerDied, WorkerPool, WorkersUnusable, WorkerTimeout
 from tests.helpers import tasks
 from tests.helpers.processes import wait_until_gone
@@ -102,6 +103,46 @@ def test_an_idle_process_that_died_is_replaced_without_an_error(pool):
     assert pool.run(tasks.pid) != victim
 
 
+def test_a_stopped_process_that_is_given_much_is_ended_in_time(pool):
+    """It reads nothing, so that sending waits."""
+    os.kill(victim := pool.run(tasks.pid), signal.SIGSTOP)
+    with pytest.raises(WorkerTimeout, match=r"longer than 0\.5 s"):
+        pool.run(tasks.echo, b"x" * 10_000_000, timeout=0.5)
+    assert not psutil.pid_exists(victim)
+    assert pool.run(tasks.echo, 1, timeout=60) == 1
+
+
+@pytest.mark.parametrize("task", [tasks.sleep, tasks.echo])
+def test_a_process_without_a_sign_of_life_is_killed(task, tmp_path):
+    """Also one that is idle, and one that is given more than it can read."""
+    pool, marker = WorkerPool(1, silence=2.0), tmp_path / "begun"
+    try:
+        process = psutil.Process(pool.run(tasks.pid))
+        process.suspend()
+        if task is tasks.sleep:
+            process.wait(30)
+            process = psutil.Process(pool.run(tasks.pid))
+            with ThreadPoolExecutor(1) as threads:
+                future = threads.submit(pool.run, tasks.sleep, 60, marker)
+                while not marker.exists():
+                    time.sleep(0.01)
+                process.suspend()
+        else:
+            future = ThreadPoolExecutor(1).submit(pool.run, tasks.echo, b"x" * 10_000_000)
+        with pytest.raises(WorkerDied, match="it did not answer for 2 s and was killed"):
+            future.result(30)
+    finally:
+        pool.close()
+
+
+def test_a_process_that_is_killed_takes_stopped_ones_along(pool, tmp_path):
+    child = psutil.Process(pool.run(tasks.start_process_that_sleeps))
+    child.suspend()
+    with pytest.raises(WorkerTimeout):
+        pool.run(tasks.sleep, 60, timeout=0.2)
+    wait_until_gone([child.pid])
+
+
 def test_processes_that_end_at_once_are_an_error_of_the_pool():
     pool = WorkerPool(1, tasks.end_at_once)
     try:
@@ -171,6 +212,7 @@ def test_processes_ignore_signals_to_the_group_of_their_parent(pool):
 
 
 SCRIPT = """
+from mmvllm.worker_watch import new_pulse
 from mmvllm.workers import WorkerPool
 from tests.helpers import tasks
 print("begins")
@@ -192,6 +234,7 @@ def test_a_plain_script_is_not_run_again_by_its_processes_and_ends_cleanly(tmp_p
 
 
 MAIN_CLASS = """
+from mmvllm.worker_watch import new_pulse
 from mmvllm.workers import WorkerPool
 from tests.helpers import tasks
 class Mine:
@@ -272,7 +315,7 @@ def test_a_process_whose_parent_has_gone_ends_without_a_traceback():
     """The connection is reset, not closed, if the parent has not read all."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, None, pickle.dumps((dict, ())), None, None))
+    process = context.Process(target=serve, args=(theirs, None, pickle.dumps((dict, ())), None, None, new_pulse()))
     process.start()
     theirs.close()
     assert pipe.poll(30)

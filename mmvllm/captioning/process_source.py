@@ -2,8 +2,8 @@
 
     TaskQueue ── a thread for each engine ── WorkerPool of one process ── engine_process.exchange ── EngineWorker
 
-This process finds the images and alone writes the output. A process that dies is started anew, and its images are given
-to engines again. All processes end with this one.
+This process finds the images and alone writes the output. A process that dies, or gives no sign of life and is killed,
+is replaced, and its images are given to engines again. All processes end with this one.
 """
 
 import atexit
@@ -26,7 +26,8 @@ from mmvllm.captioning.worklist import Worklist
 from mmvllm.engine.placement import Placement
 from mmvllm.errors import EngineFailed
 from mmvllm.signals import wait_until
-from mmvllm.workers import KILL_SECONDS, NUM_WORKERS, WorkerDied, WorkerPool, WorkersUnusable
+from mmvllm.worker_start import KILL_SECONDS
+from mmvllm.workers import NUM_WORKERS, SILENCE_SECONDS, WorkerDied, WorkerPool, WorkersUnusable
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +41,19 @@ class _Engine:
 
     placement: Placement
     spec: EngineSpec
-    pool: WorkerPool
+    pool: WorkerPool = field(init=False)
     in_flight: dict[int, Work] = field(default_factory=dict)
     num_deaths: int = 0  # since its last caption
     is_ready: bool = False  # or was, before its process died
     wait_share: float = 0.0
+
+    def __post_init__(self):
+        self.pool = self.new_pool()
+
+    def new_pool(self) -> WorkerPool:
+        """For one process, which is killed if it gives no sign of life."""
+        silence = self.spec.engine_args.get("step_timeout", SILENCE_SECONDS)
+        return WorkerPool(1, engine_env=self.placement.env, silence=silence)
 
 
 class ProcessSource:
@@ -132,7 +141,7 @@ class ProcessSource:
 
     def _pool(self, engine: _Engine) -> WorkerPool:
         with self._changed:
-            engine.pool = WorkerPool(1, engine_env=engine.placement.env)
+            engine.pool = engine.new_pool()
             if self._is_closed:
                 engine.pool.close()
             else:  # at exit `close` must run before the pool's own handler: a process that is killed would be replaced
@@ -171,5 +180,4 @@ class ProcessSource:
 
 def _placed(spec: EngineSpec, placement: Placement) -> _Engine:
     engine_args = spec.engine_args | {"device": placement.device}
-    spec = replace(spec, engine_args=engine_args, num_threads=placement.num_threads)
-    return _Engine(placement, spec, WorkerPool(1, engine_env=placement.env))
+    return _Engine(placement, replace(spec, engine_args=engine_args, num_threads=placement.num_threads))

@@ -3,9 +3,8 @@
 from ctypes import c_uint64
 from multiprocessing.connection import Connection
 
-from mmvllm.engine.peer_watch import beating
 from mmvllm.worker_channel import Channel, SharedBuffer
-from mmvllm.worker_process import begin_engine
+from mmvllm.worker_process import beating, begin_engine
 
 
 def run_engine(

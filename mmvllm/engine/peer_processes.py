@@ -26,7 +26,6 @@ import torch.distributed as dist
 from mmvllm.engine.checkpoint import Checkpoint
 from mmvllm.engine.loading import load_runner
 from mmvllm.engine.model_runner import ModelRunner
-from mmvllm.engine.peer_watch import Watched, first_lost, new_pulse
 from mmvllm.engine.peers import Peers
 from mmvllm.engine.rank_process import CONNECT_TIMEOUT, Report, begun, rank_device, run_rank
 from mmvllm.engine.step_inputs import StepInputs
@@ -37,6 +36,7 @@ from mmvllm.signals import signals_deferred
 from mmvllm.transfer import current_device
 from mmvllm.worker_channel import Channel, PackedMessage, SharedBuffer
 from mmvllm.worker_start import start_process
+from mmvllm.worker_watch import Watched, first_lost, new_pulse
 
 NUM_BUFFERS = 4  # of steps without a report: one that runs, one launched ahead, and those that were interrupted
 EXIT_SECONDS = 5.0  # for a process to end by itself

@@ -17,14 +17,13 @@ from mmvllm.engine.checkpoint import Checkpoint
 from mmvllm.engine.device_errors import is_out_of_memory
 from mmvllm.engine.loading import load_runner
 from mmvllm.engine.model_runner import ModelRunner
-from mmvllm.engine.peer_watch import beating
 from mmvllm.engine.step_inputs import StepInputs
 from mmvllm.engine.stopwatch import Stopwatch
 from mmvllm.errors import first_line
 from mmvllm.ranks import ConnectedRanks, RanksFailed, RankUnable
 from mmvllm.transfer import current_device
 from mmvllm.worker_channel import Channel, SharedBuffer
-from mmvllm.worker_process import begin_engine
+from mmvllm.worker_process import beating, begin_engine
 
 CONNECT_TIMEOUT = timedelta(minutes=5)  # for all processes to begin
 

@@ -11,9 +11,9 @@ from typing import Any
 from mmvllm.config import EngineConfig
 from mmvllm.engine.engine_host import AbortCommand, AddCommand, StopCommand
 from mmvllm.engine.engine_process import run_engine
-from mmvllm.engine.peer_watch import Watched, first_lost, new_pulse
 from mmvllm.worker_channel import Channel, PackedMessage, SharedBuffer
-from mmvllm.worker_start import KILL_SECONDS, start_process
+from mmvllm.worker_start import kill_process, start_process
+from mmvllm.worker_watch import Watch, Watched, new_pulse
 
 STOP_SECONDS = 5.0  # for the step that runs, and for further ranks to end
 BATCH_COMMANDS = 64  # sent together
@@ -47,10 +47,7 @@ class RemoteEngine:
         self._queued: deque[Command] = deque()
         self._is_closed = False
         threading.Thread(target=self._send_all, name="mmvllm-send", daemon=True).start()
-        self._end = "its process could not be ended"
-        watched = [Watched("its process", self.process, pulse)]
-        self._watcher = threading.Thread(target=self._watch, args=(watched, setup[1].step_timeout), daemon=True)
-        self._watcher.start()
+        self._watch = Watch(Watched("its process", self.process, pulse), setup[1].step_timeout)
 
     def send(self, command: Command) -> None:
         """Send it after those before, from a thread; nothing happens if the process has ended."""
@@ -70,18 +67,14 @@ class RemoteEngine:
 
     def kill(self) -> str:
         """End the process, unless it has ended, and return how it did."""
-        self.process.kill()
-        self._watcher.join(2 * KILL_SECONDS)
-        return self._end
+        kill_process(self.process)
+        return self._watch.end()
 
     def close(self) -> None:
         """Give up what belongs to a process that has ended."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
-
-    def _watch(self, watched: list[Watched], timeout: float) -> None:
-        self._end = first_lost(watched, timeout)
 
     def _send_all(self) -> None:
         with suppress(EOFError, OSError):  # the process has ended

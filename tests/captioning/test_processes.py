@@ -72,6 +72,18 @@ def test_images_of_a_killed_engine_are_captioned_again(start, images, names, out
 
 
 @pytest.mark.slow
+def test_images_of_an_engine_that_does_not_answer_are_captioned_again(mixed, checkpoint, engines, caplog):
+    args = ENGINE | {"step_timeout": 2}
+    with caption_images(mixed, model=checkpoint, engine_args=args, max_tokens=4, data_parallel_size=2) as made:
+        engines()[0].suspend()
+        assert len([record for record in made if record["error"] is None]) == 22
+    assert [record.getMessage() for record in caplog.records if "is started again" in record.getMessage()] == [
+        "the process of an engine has ended and is started again: it did not answer for 2 s and was killed"
+    ]
+    assert engines() == []
+
+
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_process_and_is_resumed(start, images, names, out):
     run = start(names, "--output", out, *TWO, "--worker-processes", "--workers", "1")
     with all_but_the_last(images, names):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -50,6 +51,10 @@ def sleep(seconds: float, marker: Path | None = None) -> None:
     if marker is not None:
         marker.touch()
     time.sleep(seconds)
+
+
+def start_process_that_sleeps() -> int:
+    return subprocess.Popen(["sleep", "60"]).pid
 
 
 def allocate(num_bytes: int) -> int:

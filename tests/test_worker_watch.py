@@ -6,9 +6,10 @@ from ctypes import c_uint64
 
 import pytest
 
+from mmvllm import worker_process, worker_watch
 from mmvllm.config import EngineConfig
-from mmvllm.engine import peer_watch
-from mmvllm.engine.peer_watch import BEAT_SECONDS, Watched, beating, first_lost
+from mmvllm.worker_process import BEAT_SECONDS, beating
+from mmvllm.worker_watch import START_SECONDS, Watched, first_lost
 
 
 class Process:
@@ -18,6 +19,9 @@ class Process:
 
     def __init__(self):
         self.was_killed = False
+
+    def is_alive(self) -> bool:
+        return False
 
     def kill(self) -> None:
         self.was_killed = True
@@ -33,7 +37,7 @@ def looks(monkeypatch):
         now[0] += seconds
         return looks.pop(0)(now) or []
 
-    monkeypatch.setattr(peer_watch.connection, "wait", wait)
+    monkeypatch.setattr(worker_watch.connection, "wait", wait)
     return looks
 
 
@@ -43,6 +47,11 @@ def lost(looks, *, at: int, pulse: c_uint64, timeout: float) -> None:
     reason = first_lost([Watched("its process", process, pulse)], timeout)
     assert reason == f"its process did not answer for {timeout:g} s and was killed" and process.was_killed
     assert len(looks) == 100 - at
+
+
+def test_a_process_that_never_begins_to_count_is_killed(looks):
+    looks += [lambda _: None] * round(START_SECONDS / BEAT_SECONDS) + [lambda _: None] * 100
+    lost(looks, at=1, pulse=c_uint64(0), timeout=6 * BEAT_SECONDS)
 
 
 def test_a_process_whose_pulse_stops_is_killed(looks):
@@ -66,7 +75,7 @@ def test_a_pause_of_the_program_is_not_its_silence(looks):
 
 
 def test_a_process_beats_until_its_work_is_over(monkeypatch):
-    monkeypatch.setattr(peer_watch, "BEAT_SECONDS", 0.001)
+    monkeypatch.setattr(worker_process, "BEAT_SECONDS", 0.001)
     pulse = c_uint64(0)
     with beating(pulse):
         while pulse.value < 3:
