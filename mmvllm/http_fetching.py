@@ -9,7 +9,8 @@ import re
 import socket
 import urllib.parse
 from collections.abc import AsyncIterable
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from ssl import SSLContext
 
 import httpcore2
@@ -20,6 +21,9 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 MAX_URL_LENGTH = 8192
 MAX_ADDRESSES = 4  # per host, tried one after the other
+
+# Not the event loop's own threads, which data URIs need: a name server that does not answer holds these for seconds.
+_RESOLVERS = ThreadPoolExecutor(32, thread_name_prefix="mmvllm-resolve")
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _URL = re.compile(
@@ -52,6 +56,12 @@ _FAILURES = {
     httpcore2.NetworkError: "the connection was lost",
     OSError: "the connection was lost",
 }
+
+
+async def look_up(host: str, port: int) -> list[tuple]:
+    """What `socket.getaddrinfo` returns or raises."""
+    find = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    return await asyncio.get_running_loop().run_in_executor(_RESOLVERS, find)
 
 
 async def fetch_http(url: str, policy: MediaPolicy, kind: Kind = "image") -> bytes:
@@ -201,7 +211,7 @@ class _CheckedBackend(httpcore2.AnyIOBackend):
 
     async def _resolve(self, host: str, port: int) -> list[str]:
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            found = await look_up(host, port)
             addresses = [ipaddress.ip_address(place[0]) for *_, place in found]
         except (OSError, ValueError):
             addresses = []

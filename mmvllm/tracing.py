@@ -7,6 +7,7 @@ that does not answer, or any other failure of tracing, is told once and changes 
 
 import atexit
 import logging
+import re
 import threading
 import time
 import weakref
@@ -43,7 +44,7 @@ def traces_url(endpoint: str) -> str:
     parts = urlsplit(endpoint) if isinstance(endpoint, str) else None
     if parts is None or parts.scheme not in ("http", "https") or not parts.netloc:
         message = "{otlp_traces_endpoint} is {value}, must be a URL such as http://localhost:4318 (OTLP over HTTP)"
-        raise ArgumentError(message, value=repr(endpoint))
+        raise ArgumentError(message, value=_without_login(repr(endpoint)))
     try:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter
         import opentelemetry.sdk.trace  # noqa: F401
@@ -51,6 +52,11 @@ def traces_url(endpoint: str) -> str:
         message = '{otlp_traces_endpoint} needs {name}, which is not installed; pip install "mmvllm[otel]"'
         raise ArgumentError(message, name=error.name) from None
     return endpoint if parts.path.strip("/") else parts._replace(path="/v1/traces").geturl()
+
+
+def _without_login(text: str) -> str:
+    """A text for messages, without the user and the password of a URL in it."""
+    return re.sub(r"//[^\s]*@", "//***@", text)
 
 
 def check_endpoint(endpoint: str | None) -> None:
@@ -239,7 +245,7 @@ def telling(exporter: "SpanExporter", destination: str) -> "SpanExporter":
             is_losing = result is not SpanExportResult.SUCCESS
             if is_losing and not self._is_losing:
                 message = "traces cannot be sent to %s; requests are served, their spans are lost: %s"
-                logger.warning(message, destination, _REASONS.first)
+                logger.warning(message, _without_login(destination), _without_login(_REASONS.first))
             self._is_losing = is_losing
             return result
 

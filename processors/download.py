@@ -20,7 +20,7 @@ def download(url: str, file: BinaryIO, max_bytes: int, error_class: type[MediaFi
     """Fetch what a URL names into a file; failures, more than `max_bytes` and too long a time are `error_class`."""
     quoted = urllib.parse.quote(url, safe="%/:=&?~#+!$,;'@()*[]")  # keeps existing escapes
     limit = _TimeLimit()
-    opener = urllib.request.build_opener(_handler("http", limit), _handler("https", limit), _NoFTP())
+    opener = urllib.request.build_opener(_handler("http", limit), _handler("https", limit), _Redirects(), _NoFTP())
     try:
         # Some sites refuse urllib's default user agent.
         request = urllib.request.Request(quoted, headers={"User-Agent": "mmvllm"})
@@ -28,7 +28,10 @@ def download(url: str, file: BinaryIO, max_bytes: int, error_class: type[MediaFi
             while file.tell() <= max_bytes and (data := response.read1(min(1 << 20, max_bytes + 1 - file.tell()))):
                 file.write(data)
                 limit.extend(len(data) / BYTES_PER_SECOND)
+            is_cut = bool(response.length) and file.tell() <= max_bytes
         limit.check()
+        if is_cut:
+            raise OSError(f"the connection ended after {file.tell()} bytes, before all that its host announced")
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = limit.reason or str(error)
         raise error_class(url, f"cannot be fetched ({reason})") from None
@@ -93,6 +96,16 @@ class _TimeLimit:
             for connection in self._sockets:
                 with suppress(OSError):  # closed meanwhile
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)  # that of SSL sockets is not for other threads
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows redirects without their bodies, of which urllib would read all, however long they are."""
+
+    def http_error_302(self, request: urllib.request.Request, response: Any, *others: Any) -> Any:
+        response.read = bytes
+        return super().http_error_302(request, response, *others)
+
+    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
 
 
 class _NoFTP(urllib.request.FTPHandler):

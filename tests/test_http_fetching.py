@@ -1,16 +1,22 @@
 """Images are fetched over HTTP only from allowed hosts with checked addresses; nothing here leaves this machine."""
 
 import asyncio
+import base64
 import ipaddress
+import socket
+import threading
 import time
 import zlib
 from asyncio.selector_events import BaseSelectorEventLoop
 
 import pytest
 
+from mmvllm.fetching import fetch as fetch_media
 from mmvllm.http_fetching import is_allowed
 from mmvllm.media import MediaError, MediaPolicy
+from tests.helpers.async_engines import async_test
 from tests.helpers.web import (
+    ANYWHERE,
     NAME,
     PNG,
     PUBLIC,
@@ -263,6 +269,20 @@ def test_a_slow_lookup_times_out(network):
     network.names, network.delay = {NAME: [[PUBLIC]]}, 5.0
     with pytest.raises(MediaError, match="did not answer in time"):
         fetch(f"http://{NAME}/", MediaPolicy(allowed_domains=("*",), connect_timeout=0.1))
+
+
+@async_test
+async def test_names_that_do_not_resolve_hold_nothing_that_data_uris_need(monkeypatch):
+    may_end = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: may_end.wait(30) and [])
+    lookups = [asyncio.create_task(fetch_media(f"http://{NAME}/{i}", ANYWHERE)) for i in range(40)]
+    await asyncio.sleep(0)
+    try:
+        uri = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
+        assert await asyncio.wait_for(fetch_media(uri, ANYWHERE), 20) == PNG
+    finally:
+        may_end.set()
+    assert {type(error) for error in await asyncio.gather(*lookups, return_exceptions=True)} == {MediaError}
 
 
 def test_a_host_that_does_not_answer_times_out(network, monkeypatch):

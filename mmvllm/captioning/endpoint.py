@@ -1,11 +1,13 @@
 """A server with OpenAI's API as the source of captions: a request for each prompt, tried again where that may help."""
 
+import base64
 import email.utils
 import json
 import os
 import random
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +27,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds before another try; each is ab
 LONGEST_RETRY_AFTER = 300.0  # seconds that a server may ask for
 CONNECT_SECONDS = 10.0
 MAX_BYTES = 64 * 1024 * 1024  # of an answer
+MAX_COUNT = 2**31 - 1  # tokens
 SHORTEST_SECRET = 8  # characters; keys such as "none" are no secret, and may be parts of other words
 _AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _FINISH_REASONS = {"stop": "eos"}  # by the name that a record gives them; others are the same
@@ -58,13 +61,14 @@ class Endpoint:
         key, base_url = os.environ.get(KEY_VARIABLE, "").strip(), _base_url(url)
         headers = {"Authorization": f"Bearer {check_key(KEY_VARIABLE, key)}"} if key else {}
         raw = base_url.userinfo.decode()  # USER:PASSWORD, or a token alone
-        passwords = (base_url.password or base_url.username, raw.partition(":")[2] or raw)
-        self._secrets = [text for text in (key, *passwords) if len(text) >= SHORTEST_SECRET]
+        login = base64.b64encode(f"{base_url.username}:{base_url.password}".encode()).decode()  # as the client sends it
+        secrets = (key, login, base_url.password or base_url.username, raw.partition(":")[2] or raw)
+        self._secrets = [form for text in secrets if len(text) >= SHORTEST_SECRET for form in _forms(text)]
         self._timeout, self._max_retries = timeout, max_retries
         self._is_stopped = threading.Event()
-        self._client = httpx.Client(
+        self._client = _client(
             base_url=base_url,
-            headers=headers,
+            headers=headers | {"Accept-Encoding": "identity"},  # a compressed answer of any size is a few bytes
             timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),  # of each read; `_answer` limits all together
             limits=httpx.Limits(max_connections=None),  # the caller decides how many it begins
         )
@@ -173,8 +177,10 @@ class Endpoint:
 
     def _read(self, limit: TimeLimit, method: str, path: str, options: dict[str, Any]) -> "_Answer":
         with self._client.stream(method, path, **options) as response:
+            if (coding := response.headers.get("Content-Encoding", "identity")) != "identity":
+                raise _TryAgain(f"its answer is compressed ({coding[:100]}), which was not asked for")
             content = bytearray()
-            for part in response.iter_bytes():
+            for part in response.iter_raw():
                 limit.check()
                 content += part
                 if len(content) > MAX_BYTES:
@@ -186,9 +192,8 @@ class Endpoint:
             choices, usage = answer["choices"], answer.get("usage") or {}
             texts = [choice["message"].get("content") for choice in choices]
             reasons = [self._hidden(str(choice.get("finish_reason") or "stop")) for choice in choices]
-            num_tokens = int(usage.get("completion_tokens") or 0)
-            num_prompt_tokens = int(usage.get("prompt_tokens") or 0)
-        except (KeyError, TypeError, ValueError, AttributeError):
+            num_tokens, num_prompt_tokens = _count(usage, "completion_tokens"), _count(usage, "prompt_tokens")
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             raise _TryAgain("its answer is not a chat completion") from None
         if len(choices) != n:
             raise RequestError(f"the endpoint gave {len(choices)} completions, {n} were asked for")
@@ -197,7 +202,7 @@ class Endpoint:
                 raise RequestError(f"the endpoint gave no text; the reason is {reason[:100]!r}")
         # The server gives the number of tokens of all completions together; which ones they are is not known.
         completions = [
-            CompletionOutput(text, [0] * num_tokens if i == 0 else [], _FINISH_REASONS.get(reason, reason))
+            CompletionOutput(text, range(num_tokens if i == 0 else 0), _FINISH_REASONS.get(reason, reason))
             for i, (text, reason) in enumerate(zip(texts, reasons, strict=True))
         ]
         return RequestOutput("", completions, num_prompt_tokens=num_prompt_tokens)
@@ -215,6 +220,31 @@ class _Answer:
     def json(self) -> Any:
         """Raises ValueError if it is not JSON."""
         return parse_json(self.content)
+
+
+def _client(**options: Any) -> httpx.Client:
+    try:
+        return httpx.Client(**options)
+    except ImportError as error:  # of a package for SOCKS
+        raise ArgumentError("{endpoint} cannot be reached through the proxy: {reason}", reason=error) from None
+    except (ValueError, httpx.InvalidURL):  # whose text would show a password
+        raise ArgumentError(
+            "{endpoint} cannot be reached: HTTP_PROXY, HTTPS_PROXY or ALL_PROXY must be a URL such as "
+            "http://proxy.example.org:3128"
+        ) from None
+
+
+def _forms(secret: str) -> list[str]:
+    """A secret as it is, and as messages quote it, the longest first."""
+    forms = {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1], urllib.parse.quote(secret, safe="")}
+    return sorted(forms, key=len, reverse=True)
+
+
+def _count(usage: dict, name: str) -> int:
+    """A number of tokens; raises ValueError for what cannot be one."""
+    if not 0 <= (count := int(usage.get(name) or 0)) <= MAX_COUNT:
+        raise ValueError(f"{name} is {count}")
+    return count
 
 
 def _base_url(url: str) -> httpx.URL:
@@ -266,6 +296,6 @@ def _retry_after(answer: _Answer) -> float | None:
     except ValueError:
         try:
             seconds = email.utils.parsedate_to_datetime(text).timestamp() - time.time()
-        except ValueError:
+        except (ValueError, OverflowError):
             return None
     return min(LONGEST_RETRY_AFTER, max(0.0, seconds)) if seconds == seconds else None

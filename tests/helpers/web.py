@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from mmvllm import http_fetching
 from mmvllm.fetching import fetch as fetch_media
 from mmvllm.media import Kind, MediaPolicy
 from tests.helpers.images import encode
@@ -35,7 +36,7 @@ class FakeNetwork:
         self.connected: list[str] = []
         self.delay = 0.0
 
-    async def getaddrinfo(self, loop, host, port, **options):
+    async def look_up(self, host, port):
         self.lookups.append(host)
         await asyncio.sleep(self.delay)
         if host not in self.names:
@@ -60,7 +61,7 @@ SOCK_CONNECT = BaseSelectorEventLoop.sock_connect
 def fake_network(monkeypatch: pytest.MonkeyPatch) -> FakeNetwork:
     """Replace lookups and connections of the event loop."""
     made = FakeNetwork()
-    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", lambda *args, **kwargs: made.getaddrinfo(*args, **kwargs))
+    monkeypatch.setattr(http_fetching, "look_up", made.look_up)
     monkeypatch.setattr(BaseSelectorEventLoop, "sock_connect", lambda *args: made.sock_connect(*args))
     return made
 

@@ -69,6 +69,26 @@ def test_a_redirect_to_ftp_is_not_followed(host):
     other.close()
 
 
+@pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
+def test_the_body_of_a_redirect_is_not_read(host, code):
+    """It would be in memory as a whole, however long it is."""
+    target = Host(f"{HEAD}Content-Length: {len(PNG)}\r\n\r\n" + "a" * len(PNG), b"")
+    other = Host(f"HTTP/1.1 {code} Moved\r\nLocation: {target.url}/b.png\r\nConnection: close\r\n\r\n", b"x" * 10**6)
+    file = io.BytesIO()
+    download(f"{other.url}/a.png", file, 1000 * len(PNG), ImageError)
+    assert file.getvalue() == b"a" * len(PNG)
+    for each in (target, other):
+        each.close()
+
+
+def test_a_body_that_ends_early_is_an_error(monkeypatch):
+    host, file = Host(f"{HEAD}Content-Length: 40\r\n\r\n" + "a" * 25), io.BytesIO()
+    host.is_over.set()  # it closes the connection
+    with pytest.raises(ImageError, match=r"the connection ended after 25 bytes, before all that its host announced"):
+        download(f"{host.url}/a.png", file, 1000, ImageError)
+    host.close()
+
+
 def test_all_addresses_of_a_host_share_the_time(monkeypatch):
     """A listener whose queue is full answers nothing, as a host that is down."""
     monkeypatch.setattr(download_module, "DOWNLOAD_SECONDS", 0.4)
