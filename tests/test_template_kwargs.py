@@ -14,6 +14,7 @@ from mmvllm.demo.conversation import Options, Turn
 from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.session import Sessions
 from mmvllm.demo.settings import DemoSettings
+from mmvllm.processors.load_video import DIRECT
 from tests.helpers.pages import elsewhere
 from tests.helpers.requests import ask, noise_image
 from tests.helpers.server import CHAT, ENGINE, call, chat, data_uri, error_of, image_part, make_app, png
@@ -117,7 +118,7 @@ def test_the_page_gives_its_own(kwargs, engine, numbered, tmp_path):
         uploads = SimpleNamespace(release=lambda *_, **__: None)
         sessions = Sessions(engine, uploads, DemoSettings(chat_template_kwargs=kwargs))
         noise_image(60, 60).save(tmp_path / "a.png")
-        image = UploadedImage.read(tmp_path / "a.png", DemoSettings().policy)
+        image = UploadedImage.read(tmp_path / "a.png", DIRECT)
         options = Options("", 0, 1, 0, 1, 2, -1, 3136, 20_000)
         async with aclosing(sessions.answer(sessions.get("one"), Turn("What?", (image,)), options)) as ticks:
             async for _ in ticks:

@@ -119,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
                 auth=auth,
                 prevent_thread_lock=True,
                 quiet=True,
+                state_session_capacity=page.state_session_capacity,
                 **launch_options(page),
             )
             received = _received_signals()

@@ -17,7 +17,7 @@ from mmvllm.decoding import MediaDecoder
 from mmvllm.demo.conversation import Options, Turn, Uploaded, media_in, to_chat, turn_at
 from mmvllm.demo.estimate import estimate
 from mmvllm.demo.events import read_draft, read_files, read_index, read_kept, read_paths, read_text
-from mmvllm.demo.record import KeptTurn, read_turns, to_record
+from mmvllm.demo.record import KeptTurn, check_length, read_turns, to_record
 from mmvllm.demo.session import Session, Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
@@ -141,7 +141,6 @@ class Handlers:
     async def _cost(self, session: Session, paths: str, options: Options) -> str:
         try:
             media = await self._claimed(session, read_paths(paths), options)
-            await self.sessions.check(session, media)
             return self._estimate(media, options) if media else self.limits
         except ValueError as error:
             return f'<span class="bad" role="alert">{html.escape(spoken(error))}</span>'
@@ -164,7 +163,10 @@ class Handlers:
         return f"{limits}, and {videos} and {policy.max_video_seconds / 60:.3g} minutes"
 
     def _session(self, request: gr.Request) -> Session:
-        return self.sessions.get(request.session_hash)
+        try:
+            return self.sessions.get(request.session_hash)
+        except ValueError as error:
+            raise gr.Error(str(error), print_exception=False) from None
 
     def _asking(
         self, find: Callable[[Session, Any, dict, Options], Awaitable[Turn]]
@@ -243,6 +245,7 @@ class Handlers:
             return
         box = gr.update(value={"text": "", "files": []}, submit_btn=False, stop_btn=True)
         try:
+            check_length([*session.turns, turn])
             async with aclosing(self.sessions.answer(session, turn, options)) as ticks:
                 kept_at = 0.0
                 async for _ in ticks:

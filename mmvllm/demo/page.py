@@ -12,11 +12,12 @@ from mmvllm.demo.conversation import Turn
 from mmvllm.demo.events import MAX_FILES_PER_EVENT, RELOAD
 from mmvllm.demo.handlers import Handlers
 from mmvllm.demo.images import UploadedImage
-from mmvllm.demo.session import Sessions
+from mmvllm.demo.session import MAX_SESSIONS, Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads, process_uploads
 from mmvllm.demo.videos import SUFFIXES, ClipOptions, why_no_videos
 from mmvllm.demo.words import BUNDLED_NAME, BUNDLED_WARNING, spoken_model
+from mmvllm.processors.load_video import DIRECT
 from mmvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -35,13 +36,27 @@ MOST_TOKENS = 1280  # default maximum of tokens per image
 
 
 class Page(gr.Blocks):
-    """Blocks that accept only uploaded files.
+    """Blocks that accept only uploaded files, and keep nothing of a session that was removed.
 
     In place of a file gradio would fetch a URL, and on a page that is mounted it would copy any file of the server into
-    the folder from which it serves files.
+    the folder from which it serves files. It would keep results that no browser reads.
     """
 
     sessions: Sessions
+
+    def num_unread(self, session_id: str) -> int:
+        """How many events of a session have results that its browser has not read."""
+        return len(self._queue.pending_event_ids_session.get(session_id, ()))
+
+    def forget(self, session_id: str) -> None:
+        """Remove what gradio keeps of a session: results, and the values of components."""
+        for event in self._queue.event_ids_to_events.values():
+            if event.session_hash == session_id:
+                event.alive = False  # its results go nowhere
+        self._queue.pending_event_ids_session.pop(session_id, None)
+        self._queue.pending_messages_per_session.pop(session_id, None)
+        self.state_holder.session_data.pop(session_id, None)
+        self.state_holder.time_last_used.pop(session_id, None)
 
     def close(self, verbose: bool = True) -> None:
         self.sessions.is_closed = True
@@ -85,7 +100,7 @@ def _named_files(value: Any) -> Iterator[str]:
 def build_page(engine: "AsyncLLM", settings: DemoSettings, decoder: "MediaDecoder | None" = None) -> Page:
     """Build the page; launch or mount it with `**launch_options(page)`. By default it has a decoder of its own."""
     uploads = process_uploads()
-    handlers = Handlers(engine, settings, uploads, _examples(uploads, settings), decoder)
+    handlers = Handlers(engine, settings, uploads, _examples(uploads), decoder)
     with Page(title="mmvllm", analytics_enabled=False, fill_width=True, fill_height=True) as page:
         gr.HTML(_heading(engine), elem_id="heading", padding=False)
         chat = _chat(handlers.examples)
@@ -158,6 +173,8 @@ def build_page(engine: "AsyncLLM", settings: DemoSettings, decoder: "MediaDecode
             trigger(**counted)
         page.unload(handlers.leave)
     page.sessions = handlers.sessions
+    page.sessions.forget = page.forget
+    page.state_session_capacity = MAX_SESSIONS
     return page.queue(default_concurrency_limit=None, api_open=False)
 
 
@@ -175,14 +192,14 @@ def _read(name: str) -> str:
     return (HERE / name).read_text(encoding="utf-8")
 
 
-def _examples(uploads: Uploads, settings: DemoSettings) -> list[Turn]:
+def _examples(uploads: Uploads) -> list[Turn]:
     """The packaged examples, copied to the folder from which gradio serves files."""
     folder = uploads.folder / "examples"
     shutil.copytree(HERE / "examples", folder, dirs_exist_ok=True)
     paths = [folder / name for name in EXAMPLES]
     for path in paths:
         uploads.keep(path)
-    images = [UploadedImage.read(path, settings.policy) for path in paths]
+    images = [UploadedImage.read(path, DIRECT) for path in paths]
     return [Turn(question, (image,)) for question, image in zip(EXAMPLES.values(), images, strict=True)]
 
 

@@ -14,6 +14,7 @@ from mmvllm.demo.events import MAX_FILES_PER_EVENT, RELOAD
 from mmvllm.demo.videos import UploadedVideo
 
 MAX_TURNS = 500
+MAX_CHARACTERS = 2**18  # of a conversation, before its next answer; it has to fit into an event of the page
 MAX_BOXES = 100  # drawn on one image
 INTERRUPTED = "Stopped"  # the note of an answer that was still being written when the page was left
 
@@ -67,11 +68,19 @@ def _drawn(turns: Sequence[Turn]) -> dict[str, dict[str, Any]]:
     }
 
 
+def check_length(turns: Sequence[Turn]) -> None:
+    """Raise ValueError for a conversation that is too long to go on."""
+    if len(turns) > MAX_TURNS or sum(len(turn.question) + len(turn.answer) for turn in turns) > MAX_CHARACTERS:
+        raise ValueError("The conversation is too long to go on; start a new conversation")
+
+
 def read_turns(value: Any, max_files: int) -> list[KeptTurn]:
     """The turns of a record that the browser has kept, with at most `max_files` each."""
     if not isinstance(value, list) or len(value) > MAX_TURNS:
         raise ValueError(RELOAD)
     turns = [_read_turn(turn) for turn in value]
+    if sum(len(turn.question) + len(turn.answer) + len(turn.note) for turn in turns) > 2 * MAX_CHARACTERS:
+        raise ValueError(RELOAD)
     numbers = [len(turn.media) for turn in turns]
     if max(numbers, default=0) > max_files or sum(numbers) > MAX_FILES_PER_EVENT:
         raise ValueError(RELOAD)

@@ -1,8 +1,9 @@
 """Restricts which requests reach gradio: only routes that the page uses, within limits on their size. Pure ASGI."""
 
 import asyncio
+import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -12,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmvllm.demo.parts import FileParts
 from mmvllm.demo.session import Sessions
-from mmvllm.text import counted
+from mmvllm.text import counted, parse_json
 
 API = "/gradio_api/"
 # Gradio has further routes, which would fetch URLs for clients or write files that belong to no session.
@@ -23,20 +24,24 @@ ROUTES = frozenset(
 HEARTBEAT = "heartbeat/"  # followed by the session; this request stays open as long as the page is open
 FILE = "file="  # followed by the path of an uploaded file; gradio would also serve URLs and files of other folders
 EVENTS = ("queue/join", "run/")  # start the handler that the body has the number of
-ROUTES_WITH_NAMES = (HEARTBEAT, "run/")
+SESSION = re.compile(r"[0-9A-Za-z-]{1,64}")  # gradio's pages and clients choose letters and digits, or a UUID
 RANGE = re.compile(r"bytes=[0-9]{0,15}-[0-9]{0,15}")  # gradio fails with others, such as several ranges
 MAX_BODY_BYTES = 2**20  # of a request other than an upload, and of the multipart headers of an upload
-UPLOAD_SECONDS = 300.0
+MAX_UNREAD = 12  # results that gradio keeps for a session until its browser reads them
+UPLOAD_SECONDS, BODY_SECONDS = 300.0, 60.0
 
 
 class DemoRouteFilter:
-    """Responds with 400, 404, 408, 411, 413 or 507 instead of gradio, and tells the sessions which tabs are open.
+    """Responds with an error instead of gradio where that is needed, and tells the sessions which tabs are open.
 
-    `events` are gradio's numbers of the events that have a handler.
+    Args:
+        events: gradio's numbers of the events that have a handler.
+        num_unread: a session -> the number of its events whose results its browser has not read.
     """
 
-    def __init__(self, app: ASGIApp, sessions: Sessions, events: Collection[int]):
-        self.app, self._sessions, self._uploads, self._events = app, sessions, sessions.uploads, events
+    def __init__(self, app: ASGIApp, sessions: Sessions, events: Collection[int], num_unread: Callable[[str], int]):
+        self.app, self._sessions, self._uploads = app, sessions, sessions.uploads
+        self._events, self._num_unread = events, num_unread
         self._settings = sessions.settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -45,7 +50,7 @@ class DemoRouteFilter:
         self._sessions.sweep_regularly()
         route = scope["path"].partition(API)[2]
         num_bytes = 0 if scope["method"] in ("GET", "HEAD", "OPTIONS") else _content_length(scope)
-        if (refusal := self._refusal(route, num_bytes)) is not None:
+        if (refusal := self._refusal(route, num_bytes, Headers(scope=scope))) is not None:
             return await refusal(scope, receive, send)
         with suppress(ClientDisconnect):  # a client that disconnects while sending is not an error
             if route == "upload":
@@ -53,13 +58,15 @@ class DemoRouteFilter:
             elif route.startswith(HEARTBEAT):
                 with self._sessions.open_tab(route.removeprefix(HEARTBEAT)):
                     await self._until_closing(scope, receive, send)
-            elif route.startswith(EVENTS) and scope["method"] == "POST":
-                await self._start_event(scope, receive, send)
+            elif scope["method"] == "POST":
+                await self._post(route, scope, receive, send)
             else:
                 _ignore_odd_ranges(scope)
                 await self.app(scope, receive, send)
 
-    def _refusal(self, route: str, num_bytes: int | None) -> PlainTextResponse | None:
+    def _refusal(self, route: str, num_bytes: int | None, headers: Headers) -> PlainTextResponse | None:
+        if route and headers.get("sec-fetch-site") == "cross-site":  # browsers say so, through proxies too
+            return PlainTextResponse("Open the page itself", 403)
         if route and not self._is_known(route):
             return PlainTextResponse("There is nothing here", 404)
         if num_bytes is None:  # the length is unknown until the end
@@ -71,8 +78,10 @@ class DemoRouteFilter:
         return None
 
     def _is_known(self, route: str) -> bool:
+        if route.startswith(HEARTBEAT):
+            return SESSION.fullmatch(route.removeprefix(HEARTBEAT)) is not None
         if not route.startswith(FILE):
-            return route in ROUTES or route.startswith(ROUTES_WITH_NAMES)
+            return route in ROUTES or route.startswith(EVENTS)
         try:
             self._uploads.find(route.removeprefix(FILE))
         except ValueError:
@@ -85,20 +94,34 @@ class DemoRouteFilter:
         videos = f"{counted(settings.max_videos, 'video')} of {settings.policy.max_video_bytes:,} bytes"
         return f"Too much for one question; at most {images} and {videos} go into it"
 
-    async def _start_event(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
+    async def _post(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            is_known = (await request.json())["fn_index"] in self._events
-        except (ValueError, TypeError, KeyError, RecursionError):
-            is_known = False
-        if not is_known:
-            return await PlainTextResponse("There is no such event; reload the page", 400)(scope, receive, send)
-        pieces = [await request.body()]
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await Request(scope, receive).body()
+        except TimeoutError:
+            return await _late("The request took too long to arrive; try again")(scope, receive, send)
+        if route.startswith(EVENTS) and (refusal := self._refused_event(body)) is not None:
+            return await refusal(scope, receive, send)
+        pieces = [body]
 
         async def replay() -> Message:
             return {"type": "http.request", "body": pieces.pop()} if pieces else await receive()
 
         await self.app(scope, replay, send)
+
+    def _refused_event(self, body: bytes) -> PlainTextResponse | None:
+        try:
+            event = parse_json(body.decode())
+            session = event["session_hash"]
+            is_known = event["fn_index"] in self._events and SESSION.fullmatch(session) is not None
+            json.dumps(event, ensure_ascii=False, allow_nan=False).encode()  # gradio fails with NaN and lone surrogates
+        except (ValueError, TypeError, KeyError, RecursionError):
+            is_known = False
+        if not is_known:
+            return PlainTextResponse("There is no such event; reload the page", 400)
+        if self._num_unread(session) >= MAX_UNREAD:
+            return PlainTextResponse("Too much at once; wait for the last results, or reload the page", 429)
+        return None
 
     async def _until_closing(self, scope: Scope, receive: Receive, send: Send) -> None:
         """End an endless response when the page closes: the server waits for all responses before it exits."""
@@ -154,8 +177,11 @@ class DemoRouteFilter:
                 await self.app(scope, receive, send_and_note)
         except TimeoutError:
             if not has_started:
-                message = "The files took too long to arrive; try again"
-                await PlainTextResponse(message, 408, {"Connection": "close"})(scope, receive, send)
+                await _late("The files took too long to arrive; try again")(scope, receive, send)
+
+
+def _late(message: str) -> PlainTextResponse:
+    return PlainTextResponse(message, 408, {"Connection": "close"})
 
 
 def _ignore_odd_ranges(scope: Scope) -> None:

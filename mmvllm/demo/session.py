@@ -4,10 +4,11 @@ import asyncio
 import time
 import uuid
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from mmvllm.async_llm import AsyncLLM
 
 TICK_SECONDS = 0.05  # interval of the page's updates
-MAX_SESSIONS = 1000  # above this number the one that was idle longest is removed, without an open tab if there is one
+# Above these numbers of sessions, and of those without an open tab, the one that was idle longest of the latter goes.
+MAX_SESSIONS, MAX_CLOSED = 1000, 100
 SWEEP_SECONDS = 60.0
 RELOAD_SECONDS = 30.0  # the files of a closed tab are kept this long, since it may only be reloaded
 TOO_MUCH = (
@@ -55,8 +57,7 @@ class Session:
     # The last images and videos with question and answer, newest first.
     gallery: deque[tuple[Uploaded, str]] = field(default_factory=lambda: deque(maxlen=GALLERY_SIZE))
     draft: list[Path] = field(default_factory=list)  # files of the question that is being written
-    intact: set[Path] = field(default_factory=set)  # images that were decoded without an error
-    videos: dict[Path, UploadedVideo] = field(default_factory=dict)  # as they were last read
+    known: dict[Path, Uploaded] = field(default_factory=dict)  # files as they were last read
     num_counts: int = 0  # how often the cost of the draft was asked for
     request_id: str | None = None
     last_seen: float = 0.0  # on the monotonic clock
@@ -96,6 +97,7 @@ class Sessions:
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._open_tabs: Counter[str] = Counter()
         self._sweeper: asyncio.Task | None = None
+        self.forget: Callable[[str], None] = lambda session_id: None  # called with each session that is removed
         self.is_closed = False  # set by another thread
 
     @property
@@ -118,14 +120,24 @@ class Sessions:
             await asyncio.sleep(CLOSING_SECONDS)
 
     def get(self, session_id: str) -> Session:
-        session = self._sessions.setdefault(session_id, Session(session_id))
+        """The session, which begins here if there is none yet; raises ValueError if there are too many."""
+        session = self._sessions.get(session_id) or self._begin(session_id)
         session.last_seen = time.monotonic()
         self._sessions.move_to_end(session_id)
-        if len(self._sessions) > MAX_SESSIONS:
-            idle = [old for old in self._sessions.values() if old.request_id is None and old is not session]
-            if idle:
-                self._remove(min(idle, key=lambda old: old.id in self._open_tabs))  # the first without an open tab
         return session
+
+    def _begin(self, session_id: str) -> Session:
+        closed = [old for old in self._sessions.values() if self._is_closed(old)]
+        if len(closed) >= MAX_CLOSED or (closed and len(self._sessions) >= MAX_SESSIONS):
+            self._remove(closed[0])
+        if len(self._sessions) >= MAX_SESSIONS:
+            raise ValueError("Too many people have this page open; try again later")
+        self._sessions[session_id] = Session(session_id)
+        return self._sessions[session_id]
+
+    def _is_closed(self, session: Session) -> bool:
+        """Whether nobody has its tab open, as far as is known, and nothing is generated for it."""
+        return session.id not in self._open_tabs and session.request_id is None
 
     async def stop(self, session: Session) -> None:
         """Abort the answer that is being generated, if there is one."""
@@ -169,19 +181,19 @@ class Sessions:
         """Remove idle sessions that `end` will not be called for: those without an open tab."""
         oldest = time.monotonic() - ORPHAN_SECONDS
         for session in [*self._sessions.values()]:
-            is_idle = session.id not in self._open_tabs and session.request_id is None
-            if is_idle and session.last_seen < oldest:
+            if self._is_closed(session) and session.last_seen < oldest:
                 self._remove(session)
         await self.uploads.remove_orphans()
 
     def tidy(self, session: Session) -> None:
         """Remove files that can no longer be shown or asked about."""
         self.uploads.release(session.id, keep=session.files)
-        session.videos = {path: video for path, video in session.videos.items() if path in session.files}
+        session.known = {path: one for path, one in session.known.items() if path in session.files}
 
     def _remove(self, session: Session) -> None:
         self._sessions.pop(session.id, None)
         self.uploads.release(session.id)
+        self.forget(session.id)
 
     async def answer(self, session: Session, turn: Turn, options: Options) -> AsyncGenerator[None, None]:
         """Add a turn and generate its answer, yielding whenever the page has to be updated.
@@ -247,27 +259,21 @@ class Sessions:
     async def read(self, session: Session, path: Path, options: ClipOptions) -> Uploaded:
         """A file of the session; raises UploadError if it cannot be used.
 
-        Of an image only the header is read. Of a video a few of the frames that `options` ask for are decoded, unless
-        they have been.
+        An image is decoded, so that a damaged one is found before it is asked about, and of a video a few of the frames
+        that `options` ask for, unless they have been.
         """
-        if not is_video(path):
-            return await asyncio.to_thread(UploadedImage.read, path, self.settings.policy)
-        plan, known = self.clips.preview_plan(options), session.videos.get(path)
-        if known is None or known.indices != tuple(plan.frame_indices(known.info)):
+        known = session.known.get(path)
+        if is_video(path):
+            plan = self.clips.preview_plan(options)
+            is_known = known is not None and known.indices == tuple(plan.frame_indices(known.info))
+            read = partial(UploadedVideo.read, path, plan)
+        else:
+            is_known, read = known is not None, partial(UploadedImage.read, path)
+        if not is_known:
             with self.decoder.session() as decode:
-                given = path, plan, decode, self.settings.policy
-                known = await asyncio.get_running_loop().run_in_executor(self._checking, UploadedVideo.read, *given)
-            session.videos[path] = known
+                known = await asyncio.get_running_loop().run_in_executor(self._checking, read, decode)
+            session.known[path] = known
         return known
-
-    async def check(self, session: Session, media: list[Uploaded]) -> None:
-        """Decode images that have not been decoded yet, so that a damaged one is found before it is asked about."""
-        loop = asyncio.get_running_loop()
-        with self.decoder.session() as decode:
-            for image in media:
-                if isinstance(image, UploadedImage) and image.path not in session.intact:
-                    (await loop.run_in_executor(self._checking, image.load, decode)).close()
-                    session.intact.add(image.path)
 
     def _finish(self, session: Session, turn: Turn, options: Options, output: RequestOutput) -> None:
         if turn not in session.turns:  # it was removed in the meantime

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from mmvllm.demo.images import UploadError, check_bytes, damaged
+from mmvllm.demo.images import UploadError, decoded
 from mmvllm.demo.strip import PreviewPlan, Strip, strip_of
 from mmvllm.errors import VideoError
 from mmvllm.inputs import Media, MediaRules
-from mmvllm.media import MediaError, MediaPolicy
+from mmvllm.media import MediaPolicy
 from mmvllm.processors.chat import tokenize
 from mmvllm.processors.clip import DEFAULT_FPS, Clip, VideoInfo
 from mmvllm.processors.load_video import Load
@@ -118,10 +118,9 @@ class UploadedVideo:
     strip: Strip
 
     @classmethod
-    def read(cls, path: Path, plan: PreviewPlan, decode: Load, policy: MediaPolicy) -> "UploadedVideo":
+    def read(cls, path: Path, plan: PreviewPlan, decode: Load) -> "UploadedVideo":
         """Decode a few frames; raises UploadError if the file is not a video or exceeds the limits."""
-        check_bytes(path, policy.max_video_bytes)
-        clip = _load(path, plan, decode)
+        clip = decoded(path, lambda data: decode.video(data, plan))
         return cls(path, clip.info, clip.indices, strip_of(clip))
 
     def check_pixels(self, num_frames: int, policy: MediaPolicy) -> None:
@@ -133,17 +132,8 @@ class UploadedVideo:
 
     def load(self, decode: Load, plan: ClipPlan) -> Clip:
         """Decode the frames that a plan takes; raises UploadError."""
-        return _load(self.path, plan, decode)
+        return decoded(self.path, lambda data: decode.video(data, plan))
 
 
 def is_video(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES
-
-
-def _load(path: Path, plan: ClipPlan, decode: Load) -> Clip:
-    try:
-        return decode.video(path.read_bytes(), plan)
-    except (MediaError, VideoError) as error:
-        raise UploadError(f"{path.name}: {error.reason}") from None
-    except OSError:
-        raise damaged(path) from None

@@ -74,7 +74,7 @@ def build_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
         budget=ByteBudget(settings.max_bodies_bytes),
         open_paths=open_paths,
     )
-    if settings.cors_origins:
+    if settings.cors_origins or settings.has_demo:  # the page's own middleware would allow every origin
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )

@@ -14,6 +14,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 MAX_KEYS = 1000  # per object; each unknown key produces an error
 MAX_COMMAS = 2_000_000  # parsed, small items take 30 times their size in memory; parsing blocks the event loop
 MAX_DIGITS = 500  # of an integer; the time to parse one grows with the square of its length
+MAX_ESCAPES = 5_000_000  # each takes as long as dozens of characters; some clients escape each slash of base64
 MAX_BRACKETS = 100_000  # a list or object takes as long to parse as dozens of numbers
 
 
@@ -40,6 +41,8 @@ def parse(body: bytes) -> Any:
     """Parse a body; raises ApiError for JSON that is invalid, too deeply nested, ambiguous or slow to parse."""
     if body.count(b",") > MAX_COMMAS:
         raise ApiError(400, f"the body has more than {MAX_COMMAS} items")
+    if body.count(b"\\") > MAX_ESCAPES:
+        raise ApiError(400, f"the body has more than {MAX_ESCAPES} backslashes")
     if body.count(b"{") + body.count(b"[") > MAX_BRACKETS:
         raise ApiError(
             400, f"the body has more than {MAX_BRACKETS} opening brackets, of lists or objects or in strings"

@@ -38,8 +38,8 @@ def test_a_full_engine_gives_a_message_and_keeps_the_question(chromium, checkpoi
 @pytest.mark.parametrize(
     "content, message",
     [
-        (b"this is no picture", "broken.png is not a picture that can be read"),
-        (None, "broken.png cannot be read; it may be damaged"),
+        (b"this is no picture", "broken.png: not an image in PNG, JPEG"),
+        (None, "broken.png: cannot be decoded, damaged or truncated"),
     ],
 )
 def test_a_broken_file_gives_a_message_and_the_page_still_works(content, message, chromium, site, tmp_path):

@@ -19,6 +19,7 @@ from mmvllm.cli.main import main
 
 pytest.importorskip("gradio")
 
+from mmvllm.demo.route_filter import MAX_UNREAD
 from mmvllm.demo.uploads import process_uploads
 from tests.helpers.pages import CONTROLS, META, event, get, post, until
 
@@ -138,9 +139,22 @@ def test_an_example_needs_no_browser(site):
 
 def test_a_question_without_an_image_says_what_the_bundled_model_needs(site):
     before = site.engine.stats().num_finished
-    _, log = event(site, "box", "submit", [{"text": "What is written?", "files": []}, *CONTROLS], "no image")
+    _, log = event(site, "box", "submit", [{"text": "What is written?", "files": []}, *CONTROLS], "no-image")
     assert log == ["Add a picture first: this model answers questions about pictures only"]
     assert site.engine.stats().num_finished == before
+
+
+def test_results_that_nobody_reads_are_few_and_go_with_their_session(site):
+    body = {"data": [], "fn_index": site.events["chat", "clear"], "session_hash": "unread"}
+    answers = [post(f"{site.url}gradio_api/queue/join", json=body).status_code for _ in range(MAX_UNREAD + 2)]
+    assert answers == [200] * MAX_UNREAD + [429] * 2
+    page = site.page
+    until(lambda: not page._queue.event_ids_to_events)  # all have ended
+    assert page.num_unread("unread") == MAX_UNREAD and "unread" in page.state_holder
+    page.sessions._remove(page.sessions.get("unread"))
+    assert page.num_unread("unread") == 0 and "unread" not in page.state_holder
+    assert "unread" not in page._queue.pending_messages_per_session
+    assert event(site, "chat", "clear", [], "unread")[0]["success"]
 
 
 def test_a_model_that_takes_text_alone_needs_no_image(chatty_site):

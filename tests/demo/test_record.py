@@ -12,12 +12,14 @@ import gradio
 from mmvllm.demo.conversation import Turn
 from mmvllm.demo.handlers import Handlers
 from mmvllm.demo.images import UploadedImage
-from mmvllm.demo.record import INTERRUPTED, read_turns, to_record
+from mmvllm.demo.record import INTERRUPTED, MAX_CHARACTERS, MAX_TURNS, check_length, read_turns, to_record
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
 from mmvllm.demo.words import spoken, spoken_model
 from mmvllm.errors import EngineBusy, EngineStopped, PromptTooLong, RequestError
 from mmvllm.media import MediaPolicy
+from mmvllm.processors.load_video import DIRECT
+from tests.helpers.demo import InProcessDecoder
 from tests.helpers.requests import noise_image
 
 POLICY = MediaPolicy()
@@ -27,7 +29,7 @@ def uploaded(uploads: Uploads, name: str) -> UploadedImage:
     path = uploads.folder / f"hash-of-{name}" / name
     path.parent.mkdir()
     noise_image(60, 40).save(path)
-    return UploadedImage.read(path, POLICY)
+    return UploadedImage.read(path, DIRECT)
 
 
 def restored(handlers: Handlers, turns: list[dict], **flags) -> tuple[list[Turn], dict]:
@@ -43,7 +45,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
     turns = [Turn("**What** is <b>?", (image,), "A </script> star.", "5 tokens/s"), Turn("And?", (), "", "Looking …")]
     record = to_record(turns)
     assert "<" not in record  # it is inserted into a page
-    handlers = Handlers(SimpleNamespace(model="x"), DemoSettings(POLICY), uploads, [])
+    handlers = Handlers(SimpleNamespace(model="x"), DemoSettings(POLICY), uploads, [], InProcessDecoder(POLICY))
     got, again = restored(handlers, json.loads(record)["turns"])
     assert [(turn.question, turn.media, turn.answer, turn.note) for turn in got] == [
         ("**What** is <b>?", (image,), "A </script> star.", "5 tokens/s"),
@@ -60,7 +62,7 @@ def test_images_that_are_gone_are_asked_for_and_then_left_out(tmp_path):
     here = uploaded(uploads, "a.png")
     gone = str(tmp_path / "hash" / "gone.png")
     kept = [{"question": "q", "answer": "a", "note": "n", "images": [str(here.path), gone]}]
-    handlers = Handlers(SimpleNamespace(model="x"), DemoSettings(POLICY), uploads, [])
+    handlers = Handlers(SimpleNamespace(model="x"), DemoSettings(POLICY), uploads, [], InProcessDecoder(POLICY))
     assert restored(handlers, kept) == ([], {"turns": [], "missing": [gone], "strips": {}, "boxes": {}})
     (turn,), record = restored(handlers, kept, final=True)
     assert turn.media == (here,) and record["turns"][0]["images"] == [str(here.path)]
@@ -84,6 +86,20 @@ def test_a_record_of_a_wrong_shape_is_refused():
     with pytest.raises(ValueError, match="reload it"):
         read_turns([turn], max_files=8)
     assert len(read_turns([turn], max_files=9)) == 1
+
+
+def test_a_conversation_has_a_longest_length():
+    def record(length: int) -> list[dict]:
+        return [{"question": "q" * length, "answer": "a", "note": "n", "images": []}] * 2
+
+    check_length([Turn("q" * (MAX_CHARACTERS - 1), (), "a")])
+    with pytest.raises(ValueError, match="too long to go on; start a new conversation"):
+        check_length([Turn("q" * MAX_CHARACTERS, (), "a")])
+    with pytest.raises(ValueError, match="too long to go on"):
+        check_length([Turn("q")] * (MAX_TURNS + 1))
+    assert len(read_turns(record(MAX_CHARACTERS - 2), max_files=8)) == 2
+    with pytest.raises(ValueError, match="reload it"):
+        read_turns(record(MAX_CHARACTERS - 1), max_files=8)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,17 @@
 """Requests that do not reach gradio."""
 
 import asyncio
+import json
 import os
 
 import pytest
 from starlette.requests import Request
+from starlette.types import Receive
 
 from mmvllm.demo import route_filter as route_filter_module
 from mmvllm.demo import session as session_module
 from mmvllm.demo import uploads as uploads_module
-from mmvllm.demo.route_filter import MAX_BODY_BYTES, DemoRouteFilter
+from mmvllm.demo.route_filter import MAX_BODY_BYTES, MAX_UNREAD, DemoRouteFilter
 from mmvllm.demo.session import Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
@@ -29,7 +31,8 @@ def route_filter(tmp_path, monkeypatch) -> DemoRouteFilter:
     settings = DemoSettings(
         MediaPolicy(max_bytes=MAX_BODY_BYTES, max_video_bytes=MAX_BODY_BYTES), max_images=1, max_videos=1
     )
-    return DemoRouteFilter(app, Sessions(None, Uploads(tmp_path), settings), events={5})
+    sessions = Sessions(None, Uploads(tmp_path), settings)
+    return DemoRouteFilter(app, sessions, events={5}, num_unread=lambda session: MAX_UNREAD - (session != "busy"))
 
 
 def messages(route_filter: DemoRouteFilter, path: str, method: str = "POST", receive=None, **headers) -> list[dict]:
@@ -85,9 +88,49 @@ def test_only_uploaded_files_reach_gradio(route_filter, tmp_path):
         assert status(route_filter, f"/demo/gradio_api/file={path}", "HEAD") == want
 
 
+def body_of(text: str) -> Receive:
+    """What a client sends, and its disconnection after it."""
+    sent = iter([{"type": "http.request", "body": text.encode()}])
+
+    async def receive() -> dict:
+        return next(sent, {"type": "http.disconnect"})
+
+    return receive
+
+
+def start(route_filter: DemoRouteFilter, text: str, route: str = "queue/join") -> int:
+    """The status of an event."""
+    path = f"/demo/gradio_api/{route}"
+    return messages(route_filter, path, receive=body_of(text), content_length=len(text))[0]["status"]
+
+
+@pytest.mark.parametrize("route", ["queue/join", "run/predict"])
+def test_a_session_whose_results_are_not_read_starts_nothing(route, route_filter):
+    for session, want in {"0a9z": 200, "5b6e-77": 200, "busy": 429}.items():
+        assert start(route_filter, json.dumps({"fn_index": 5, "session_hash": session, "data": ["é"]}), route) == want
+
+
+@pytest.mark.parametrize("session", [None, "", "a b", "é", "x" * 65, "a/b", 5, ["x"], "\ud800"])
+def test_a_session_has_a_plain_name(session, route_filter):
+    assert start(route_filter, json.dumps({"fn_index": 5, "session_hash": session})) == 400
+    if isinstance(session, str):
+        assert status(route_filter, f"/gradio_api/heartbeat/{session}", "GET") == 404
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"\\ud800"', '{"\\udfff": 1}'])
+def test_values_that_gradio_fails_with_are_refused(value, route_filter):
+    assert start(route_filter, f'{{"fn_index": 5, "session_hash": "x", "data": [{value}]}}') == 400
+
+
+def test_a_stalled_request_times_out(route_filter, monkeypatch):
+    monkeypatch.setattr(route_filter_module, "BODY_SECONDS", 0)
+    for path in ("/login", "/gradio_api/queue/join", "/gradio_api/reset"):
+        assert messages(route_filter, path, receive=never, content_length=9)[0]["status"] == 408
+
+
 def test_requests_other_than_uploads_are_short(route_filter):
     for path in ("/login", "/gradio_api/reset"):
-        assert status(route_filter, path, content_length=MAX_BODY_BYTES) == 200
+        assert messages(route_filter, path, receive=body_of("x"), content_length=MAX_BODY_BYTES)[0]["status"] == 200
         assert status(route_filter, path, content_length=MAX_BODY_BYTES + 1) == 413
 
 

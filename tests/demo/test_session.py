@@ -21,6 +21,8 @@ from mmvllm.demo.uploads import Uploads
 from mmvllm.errors import EngineBusy
 from mmvllm.media import MediaPolicy
 from mmvllm.outputs import Delta
+from mmvllm.processors.load_video import DIRECT
+from tests.helpers.demo import InProcessDecoder
 from tests.helpers.images import image_config
 from tests.helpers.pages import elsewhere
 from tests.helpers.requests import noise_image
@@ -40,7 +42,7 @@ def sent(uploads: Uploads, session_id: str, name: str = "a.png") -> UploadedImag
     path = uploads.folder / "hash" / name
     path.parent.mkdir(exist_ok=True)
     noise_image(100, 80).save(path)
-    return UploadedImage.read(uploads.claim(session_id, str(path)), POLICY)
+    return UploadedImage.read(uploads.claim(session_id, str(path)), DIRECT)
 
 
 def with_engine(checkpoint: Path, work, **engine_args) -> None:
@@ -180,7 +182,7 @@ def test_an_invalid_question_leaves_no_turn(checkpoint, uploads):
         session, held, good = sessions.get("one"), sent(uploads, "one"), sent(uploads, "one", "b.png")
         held.path.write_bytes(held.path.read_bytes()[:100])
         for turn, options, message in (
-            (Turn("q", (held,)), OPTIONS, r"a\.png cannot be read"),
+            (Turn("q", (held,)), OPTIONS, r"a\.png: cannot be decoded"),
             (Turn("word " * 2000), OPTIONS, "max_model_len is 1024"),
             (Turn("q"), replace(OPTIONS, temperature=-1), "temperature is -1"),
             (Turn("q", (good,)), replace(OPTIONS, min_pixels=9000, max_pixels=8000), "min_pixels is 9000, above"),
@@ -210,17 +212,32 @@ def test_a_full_engine_refuses_a_question_and_takes_it_later(checkpoint, uploads
 
 
 def test_the_number_of_sessions_is_limited(uploads, monkeypatch):
+    """The one that was idle longest goes, unless its tab is open; while all are, no further one begins."""
     monkeypatch.setattr(session_module, "MAX_SESSIONS", 3)
-    sessions = Sessions(None, uploads, DemoSettings(POLICY))
+    sessions, forgotten = Sessions(None, uploads, DemoSettings(POLICY)), []
+    sessions.forget = forgotten.append
     held = sent(uploads, "old")
     sessions.get("old").turns.append(Turn("q", (held,)))
     sessions.get("busy").request_id = "runs"
-    with sessions.open_tab("open"):
+    with sessions.open_tab("open"), sessions.open_tab("new"):
         tab = sessions.get("open")
-        for i in range(3):
-            sessions.get(f"new-{i}")
-        assert not held.path.exists()
+        sessions.get("new")
+        assert not held.path.exists() and forgotten == ["old"]
+        with pytest.raises(ValueError, match="Too many people have this page open"):
+            sessions.get("one more")
         assert sessions.get("busy").request_id == "runs" and sessions.get("open") is tab
+    sessions.get("one more")
+    assert forgotten == ["old", "new"]
+
+
+def test_few_sessions_without_a_tab_are_kept(uploads, monkeypatch):
+    monkeypatch.setattr(session_module, "MAX_CLOSED", 2)
+    sessions, forgotten = Sessions(None, uploads, DemoSettings(POLICY)), []
+    sessions.forget = forgotten.append
+    with sessions.open_tab("open"):
+        for name in ("open", "a", "b", "a", "c"):
+            sessions.get(name)
+    assert forgotten == ["b"]
 
 
 def sweep(sessions: Sessions) -> None:
@@ -291,8 +308,8 @@ def test_a_damaged_image_is_named_when_it_is_added_and_good_ones_are_decoded_onc
     handlers, visitor = Handlers(engine, DemoSettings(POLICY), uploads, []), SimpleNamespace(session_hash="one")
     good, bad = sent(uploads, "one"), sent(uploads, "one", "bad.png")
     bad.path.write_bytes(bad.path.read_bytes()[:300])
-    decoded, load = [], UploadedImage.load
-    monkeypatch.setattr(UploadedImage, "load", lambda self, decode: (decoded.append(self.path), load(self, decode))[1])
+    decoded, read = [], UploadedImage.read
+    monkeypatch.setattr(UploadedImage, "read", lambda path, decode: (decoded.append(path), read(path, decode))[1])
     said = []
 
     async def add() -> None:
@@ -300,7 +317,7 @@ def test_a_damaged_image_is_named_when_it_is_added_and_good_ones_are_decoded_onc
             said.append(await counts(handlers, visitor, [str(image.path) for image in paths]))
 
     elsewhere(add())
-    assert said[0] == "12 picture tokens" and "bad.png cannot be read; it may be damaged" in said[1]
+    assert said[0] == "12 picture tokens" and "bad.png: cannot be decoded, damaged or truncated" in said[1]
     assert decoded == [good.path, bad.path]
 
 
@@ -309,18 +326,20 @@ def test_an_older_count_that_ends_later_does_not_replace_the_newer_one(uploads):
     from mmvllm.demo.handlers import Handlers
 
     async def work() -> None:
-        handlers = Handlers(SimpleNamespace(image_config=image_config()), DemoSettings(POLICY), uploads, [])
+        engine, decoder = SimpleNamespace(image_config=image_config()), InProcessDecoder(POLICY)
+        handlers = Handlers(engine, DemoSettings(POLICY), uploads, [], decoder)
         visitor, paths = SimpleNamespace(session_hash="one"), json.dumps([str(sent(uploads, "one").path)])
-        is_checking, may_end = asyncio.Event(), asyncio.Event()
+        is_reading, may_end, read = asyncio.Event(), asyncio.Event(), handlers.sessions.read
 
-        async def check(session, media):
-            if not is_checking.is_set():
-                is_checking.set()
+        async def slowly(*given):
+            if not is_reading.is_set():
+                is_reading.set()
                 await may_end.wait()
+            return await read(*given)
 
-        handlers.sessions.check = check
+        handlers.sessions.read = slowly
         older = asyncio.create_task(handlers.count(visitor, paths, *astuple(OPTIONS)))
-        await is_checking.wait()
+        await is_reading.wait()
         fewer = replace(OPTIONS, max_pixels=OPTIONS.min_pixels)
         assert await handlers.count(visitor, paths, *astuple(fewer)) == "2 picture tokens"
         may_end.set()

@@ -52,9 +52,9 @@ def engine(request, checkpoints, tmp_path_factory):
     elsewhere(engine.shutdown(drain=False))
 
 
-def read(decoder, rules: ClipRules, path: Path, options: ClipOptions = OPTIONS.of_clips, policy=POLICY):
+def read(decoder, rules: ClipRules, path: Path, options: ClipOptions = OPTIONS.of_clips):
     with decoder.session() as decode:
-        return UploadedVideo.read(path, rules.preview_plan(options), decode, policy)
+        return UploadedVideo.read(path, rules.preview_plan(options), decode)
 
 
 @pytest.mark.spawns
@@ -110,7 +110,7 @@ def test_a_file_that_is_no_video_is_named(content, message, engine, decoder, tmp
     with pytest.raises(UploadError, match=message):
         read(decoder, ClipRules.of(engine), path)
     path.unlink()
-    with pytest.raises(OSError):
+    with pytest.raises(UploadError, match=r"a\.mp4 cannot be read; remove it, or add it again"):
         read(decoder, ClipRules.of(engine), path)
 
 
@@ -118,13 +118,13 @@ def test_a_file_that_is_no_video_is_named(content, message, engine, decoder, tmp
 def test_limits_of_the_policy_are_told(engine, tmp_path):
     path, rules = make_clip(tmp_path / "a.mp4"), ClipRules.of(engine)
     for limit, message in (
-        ({"max_video_bytes": 100}, "a.mp4 has [0-9,]+ bytes; at most 100 are accepted"),
+        ({"max_video_bytes": 100}, "a.mp4: the video of [0-9]+ bytes: too large, at most 100 bytes are accepted"),
         ({"max_video_seconds": 2.0}, "a.mp4: lasts 3 s, more than 2 s"),
     ):
         policy = MediaPolicy(**limit)
         decoder = MediaDecoder(policy)
         with pytest.raises(UploadError, match=message):
-            read(decoder, rules, path, policy=policy)
+            read(decoder, rules, path)
         decoder.close()
 
 

@@ -84,6 +84,8 @@ def event(
     body = {"data": data, "fn_index": index, "session_hash": session, "event_data": about}
     sent = {"content": json.dumps(body), "headers": {"Content-Type": "application/json"}}
     joined = post(f"{site.url}gradio_api/queue/join", **sent)
+    if joined.status_code == 400:  # it does not reach the page
+        return {"success": False, "output": {"error": joined.text}}, []
     assert joined.is_success, joined.text
     messages = []
     with httpx.stream("GET", f"{site.url}gradio_api/queue/data", params={"session_hash": session}, timeout=30) as got:

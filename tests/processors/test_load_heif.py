@@ -14,7 +14,7 @@ from mmvllm.errors import ImageError
 from mmvllm.media import MediaPolicy
 from mmvllm.processors import decode
 from mmvllm.processors.load import load_image
-from mmvllm.processors.load_video import Load
+from mmvllm.processors.load_video import DIRECT, Load
 from tests.helpers.images import encode
 from tests.helpers.loading import UPRIGHT, exif, levels, rotated
 from tests.helpers.requests import noise_image
@@ -59,8 +59,9 @@ def test_server_and_page_accept_it(tmp_path):
     path = tmp_path / "a.heic"
     path.write_bytes(heif(6))
     assert MediaPolicy().load(path.read_bytes()).size == (64, 96)
-    uploaded = UploadedImage.read(path, MediaPolicy())
-    assert (uploaded.width, uploaded.height) == uploaded.load(Load(image=MediaPolicy().load)).size == (64, 96)
+    load = Load(image=MediaPolicy().load)
+    uploaded = UploadedImage.read(path, load)
+    assert (uploaded.width, uploaded.height) == uploaded.load(load).size == (64, 96)
 
 
 def test_captioning_finds_it(tmp_path):
@@ -88,8 +89,8 @@ def test_without_the_package_the_extra_is_named(without_package, tmp_path):
         with pytest.raises(ImageError) as raised:
             load(path)
         assert raised.value.reason == "is HEIC/HEIF; pip install 'mmvllm[heif]'"
-    with pytest.raises(UploadError, match="not a picture that can be read"):
-        UploadedImage.read(path, MediaPolicy())
+    with pytest.raises(UploadError, match=r"a\.heic: is HEIC/HEIF; pip install 'mmvllm\[heif\]'"):
+        UploadedImage.read(path, DIRECT)
 
 
 def test_without_the_package_other_files_are_not_called_heif(without_package):

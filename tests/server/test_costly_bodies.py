@@ -37,6 +37,11 @@ def test_long_integers_are_refused_before_they_are_parsed(app):
     assert answer.status_code == 400 and "an integer has 4000 digits, at most 500" in error_of(answer)["message"]
 
 
+def test_many_escapes_are_refused_before_they_are_parsed(app):
+    answer = call(app, "POST", CHAT, content='{"metadata": "' + "\\/" * 5_000_001 + " and no JSON", headers=JSON)
+    assert answer.status_code == 400 and error_of(answer)["message"] == "the body has more than 5000000 backslashes"
+
+
 @pytest.mark.parametrize(
     "messages",
     [[user("Hi")] * (MAX_PARTS // 2 + 1), [user(*["Hi"] * MAX_PARTS)], [{"role": "user", "content": ""}] * 40_000],

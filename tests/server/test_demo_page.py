@@ -41,6 +41,18 @@ def test_uploads_have_the_size_limit_of_images_not_of_bodies(with_demo):
     assert post(f"{with_demo.url}/demo/gradio_api/upload", files=files).status_code == 200
 
 
+def test_the_page_is_for_its_own_origin(with_demo):
+    other = {"Origin": "https://other.example"}
+    for url in (f"{with_demo.url}/demo/", f"{with_demo.url}/demo/config"):
+        answer = get(url, headers=other)
+        assert answer.status_code == 200
+        assert not [name for name in answer.headers if name.startswith("access-control-allow")]
+    across = get(f"{with_demo.url}/demo/gradio_api/startup-events", headers={"Sec-Fetch-Site": "cross-site"})
+    assert (across.status_code, across.text) == (403, "Open the page itself")
+    linked = get(f"{with_demo.url}/demo/", headers={"Sec-Fetch-Site": "cross-site"})
+    assert linked.status_code == 200
+
+
 @pytest.mark.spawns
 def test_without_the_option_there_is_no_page(running):
     assert running.get("/").status_code == running.get("/demo/").status_code == 404
