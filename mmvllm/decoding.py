@@ -17,7 +17,7 @@ from mmvllm.processors.clip import Clip
 from mmvllm.processors.draft import Draft, source_size, with_source_size
 from mmvllm.processors.pixels import orientation_of, with_orientation
 from mmvllm.worker_process import reserve_in_parent
-from mmvllm.workers import NUM_WORKERS, SILENCE_SECONDS, WorkerDied, WorkerPool, WorkerTimeout
+from mmvllm.workers import NUM_WORKERS, WorkerDied, WorkerPool, WorkerTimeout
 
 if TYPE_CHECKING:
     from mmvllm.processors.load_video import Load
@@ -40,21 +40,9 @@ class MediaDecoder:
     def __init__(self, policy: MediaPolicy):
         self._policy = policy
         limit = policy.max_pixels * BYTES_PER_PIXEL + BASE_BYTES
-        self._pool = WorkerPool(
-            NUM_WORKERS,
-            _start,
-            (policy,),
-            limit,
-            DECODING.reserve,
-            silence=max(SILENCE_SECONDS, policy.image_timeout),
-        )
+        self._pool = WorkerPool(initializer=_start, initargs=(policy,), memory_limit=limit, reserve=DECODING.reserve)
         self._video_pool = WorkerPool(
-            NUM_VIDEO_WORKERS,
-            _start_video,
-            (policy,),
-            limit + CLIP_BYTES,
-            VIDEO_DECODING.reserve,
-            silence=max(SILENCE_SECONDS, policy.video_timeout),
+            NUM_VIDEO_WORKERS, _start_video, (policy,), limit + CLIP_BYTES, VIDEO_DECODING.reserve
         )
 
     def start(self) -> None:
@@ -93,7 +81,7 @@ class MediaDecoder:
         return with_source_size(with_orientation(Image.frombytes("RGB", size, pixels), orientation), full)
 
     def _decode_video(self, data: bytes | list[bytes], plan: "ClipPlan", is_cancelled: Callable[[], bool]) -> Clip:
-        self._policy.check("video", data)  # as above
+        self._policy.check("video", data)  # before it is copied to a process
         timeout = self._policy.video_timeout
         with _sentences(VideoError, "video", timeout, "cut"):
             return self._video_pool.run(_decode_video, data, plan, timeout=timeout, is_cancelled=is_cancelled)

@@ -56,7 +56,7 @@ def traces_url(endpoint: str) -> str:
 
 def _without_login(text: str) -> str:
     """A text for messages, without the user and the password of a URL in it."""
-    return re.sub(r"//[^\s]*@", "//***@", text)
+    return re.sub(r"//\S*@", "//***@", text)
 
 
 def check_endpoint(endpoint: str | None) -> None:

@@ -28,10 +28,9 @@ def download(url: str, file: BinaryIO, max_bytes: int, error_class: type[MediaFi
             while file.tell() <= max_bytes and (data := response.read1(min(1 << 20, max_bytes + 1 - file.tell()))):
                 file.write(data)
                 limit.extend(len(data) / BYTES_PER_SECOND)
-            is_cut = bool(response.length) and file.tell() <= max_bytes
+            if response.length and file.tell() <= max_bytes:
+                raise OSError(f"the connection ended after {file.tell()} bytes, before all that its host announced")
         limit.check()
-        if is_cut:
-            raise OSError(f"the connection ended after {file.tell()} bytes, before all that its host announced")
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = limit.reason or str(error)
         raise error_class(url, f"cannot be fetched ({reason})") from None

@@ -13,7 +13,7 @@ from opentelemetry.trace import StatusCode
 from mmvllm import LLM, AsyncLLM, LoRARequest, SamplingParams
 from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.outputs import RequestOutput
-from mmvllm.tracing import RequestTracer, trace_headers_of, traces_url
+from mmvllm.tracing import RequestTracer, telling, trace_headers_of, traces_url
 from tests.helpers.adapters import make_adapter
 from tests.helpers.async_engines import LONG, OPTIONS, SHORT, async_test, collect
 from tests.helpers.engines import slow_steps
@@ -181,8 +181,11 @@ def test_a_collector_that_refuses_costs_one_warning(checkpoint, make_llm, caplog
 
 
 class Failing(SpanExporter):
+    def __init__(self, reason: str = "no route"):
+        self.reason = reason
+
     def export(self, spans):
-        raise OSError("no route")
+        raise OSError(self.reason)
 
 
 def test_an_exporter_or_a_span_that_fails_costs_one_warning(caplog):
@@ -197,6 +200,16 @@ def test_an_exporter_or_a_span_that_fails_costs_one_warning(caplog):
     assert messages[0].endswith("here; requests are served, their spans are lost: no route")
     assert messages[1:] == ["a request could not be traced; this is told once"]
     assert tracer._exporter.export([]) is SpanExportResult.FAILURE
+
+
+def test_a_login_is_in_no_message(caplog):
+    url = "//user:pa@ss/word@host/v1/traces"
+    telling(Failing(f"no route to http:{url}"), f"http:{url}").export([])
+    with pytest.raises(ArgumentError) as refused:
+        traces_url(f"grpc:{url}")
+    for message in (caplog.text, str(refused.value)):
+        assert "//***@host/v1/traces" in message
+        assert not [part for part in ("user", "pa@", "word") if part in message]
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4317", "grpc://localhost:4317", "http://", "", 5])

@@ -21,6 +21,7 @@ from mmvllm.worker_process import NICENESS, serve
 from mmvllm.worker_watch import new_pulse
 from mmvllm.workers import TaskCancelled, WorkerDied, WorkerPool, WorkersUnusable, WorkerTimeout
 from tests.helpers import tasks
+from tests.helpers.async_engines import wait_until
 from tests.helpers.processes import wait_until_gone
 
 pytestmark = pytest.mark.spawns
@@ -112,27 +113,33 @@ def test_a_stopped_process_that_is_given_much_is_ended_in_time(pool):
     assert pool.run(tasks.echo, 1, timeout=60) == 1
 
 
-@pytest.mark.parametrize("task", [tasks.sleep, tasks.echo])
-def test_a_process_without_a_sign_of_life_is_killed(task, tmp_path):
-    """Also one that is idle, and one that is given more than it can read."""
-    pool, marker = WorkerPool(1, silence=2.0), tmp_path / "begun"
-    try:
-        process = psutil.Process(pool.run(tasks.pid))
-        process.suspend()
-        if task is tasks.sleep:
-            process.wait(30)
-            process = psutil.Process(pool.run(tasks.pid))
-            with ThreadPoolExecutor(1) as threads:
-                future = threads.submit(pool.run, tasks.sleep, 60, marker)
-                while not marker.exists():
-                    time.sleep(0.01)
-                process.suspend()
-        else:
-            future = ThreadPoolExecutor(1).submit(pool.run, tasks.echo, b"x" * 10_000_000)
+@pytest.fixture
+def watchful() -> Iterator[WorkerPool]:
+    pool = WorkerPool(1, silence=2.0)
+    yield pool
+    pool.close()
+
+
+def test_an_idle_process_without_a_sign_of_life_is_replaced(watchful):
+    os.kill(victim := watchful.run(tasks.pid), signal.SIGSTOP)
+    wait_until_gone([victim])
+    assert watchful.run(tasks.pid) != victim
+
+
+def test_a_task_whose_process_gives_no_sign_of_life_ends(watchful, tmp_path):
+    victim, marker = watchful.run(tasks.pid), tmp_path / "begun"
+    with ThreadPoolExecutor(1) as threads:
+        future = threads.submit(watchful.run, tasks.sleep, 60, marker)
+        wait_until(marker.exists, "begun")
+        os.kill(victim, signal.SIGSTOP)
         with pytest.raises(WorkerDied, match="it did not answer for 2 s and was killed"):
             future.result(30)
-    finally:
-        pool.close()
+
+
+def test_a_task_that_its_process_does_not_read_ends(watchful):
+    os.kill(watchful.run(tasks.pid), signal.SIGSTOP)
+    with pytest.raises(WorkerDied, match="it did not answer for 2 s and was killed"):
+        watchful.run(tasks.echo, bytes(10_000_000))
 
 
 def test_a_process_that_is_killed_takes_stopped_ones_along(pool, tmp_path):

@@ -25,7 +25,7 @@ from mmvllm.processors.video import ClipPlan
 from mmvllm.processors.video_limits import VideoLimits
 from mmvllm.time_limit import TimeLimit
 from mmvllm.worker_process import reserve_in_parent
-from mmvllm.workers import SILENCE_SECONDS, WorkerDied, WorkerPool, WorkerTimeout
+from mmvllm.workers import WorkerDied, WorkerPool, WorkerTimeout
 
 T = TypeVar("T")
 
@@ -183,13 +183,7 @@ class WorkerProcesses:
     def __init__(self, processor: Processor | ForeignProcessor, num_workers: int, timeouts: Timeouts):
         self._timeouts = timeouts
         try:
-            self._pool = WorkerPool(
-                num_workers,
-                _start_worker,
-                (processor,),
-                reserve=DECODING.reserve,
-                silence=max(SILENCE_SECONDS, timeouts.image),
-            )
+            self._pool = WorkerPool(num_workers, _start_worker, (processor,), reserve=DECODING.reserve)
         except Exception as error:  # objects decide themselves what they raise
             raise ArgumentError(
                 "{worker_processes} needs a processor that can be pickled: {reason}", reason=error

@@ -41,19 +41,11 @@ class _Engine:
 
     placement: Placement
     spec: EngineSpec
-    pool: WorkerPool = field(init=False)
+    pool: WorkerPool | None = None  # of the process that runs it now
     in_flight: dict[int, Work] = field(default_factory=dict)
     num_deaths: int = 0  # since its last caption
     is_ready: bool = False  # or was, before its process died
     wait_share: float = 0.0
-
-    def __post_init__(self):
-        self.pool = self.new_pool()
-
-    def new_pool(self) -> WorkerPool:
-        """For one process, which is killed if it gives no sign of life."""
-        silence = self.spec.engine_args.get("step_timeout", SILENCE_SECONDS)
-        return WorkerPool(1, engine_env=self.placement.env, silence=silence)
 
 
 class ProcessSource:
@@ -110,7 +102,8 @@ class ProcessSource:
         with self._changed:
             self._is_closed = True
             for engine in self._engines:
-                engine.pool.close()
+                if engine.pool is not None:
+                    engine.pool.close()
         for thread in self._threads:  # one of them may have begun to end its process
             if thread is not threading.current_thread():
                 thread.join(KILL_SECONDS)
@@ -141,7 +134,8 @@ class ProcessSource:
 
     def _pool(self, engine: _Engine) -> WorkerPool:
         with self._changed:
-            engine.pool = engine.new_pool()
+            silence = engine.spec.engine_args.get("step_timeout", SILENCE_SECONDS)
+            engine.pool = WorkerPool(1, engine_env=engine.placement.env, silence=silence)
             if self._is_closed:
                 engine.pool.close()
             else:  # at exit `close` must run before the pool's own handler: a process that is killed would be replaced

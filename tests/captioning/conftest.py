@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from mmvllm.captioning import endpoint
 from mmvllm.captioning import walk as walk_module
 from tests.helpers.captioning import SERVER, TINY, Done, Run, many
 from tests.helpers.needs import needs
@@ -128,3 +129,10 @@ def colors(tmp_path) -> list[Path]:
     for i, path in enumerate(paths):
         Image.new("RGB", (60, 40), (20 * i, 0, 255 - 20 * i)).save(path)
     return paths
+
+
+@pytest.fixture
+def quick_retries(monkeypatch):
+    """An endpoint is asked again at once, and without a key."""
+    monkeypatch.setattr(endpoint, "FIRST_PAUSE", 0.01)
+    monkeypatch.delenv(endpoint.KEY_VARIABLE, raising=False)

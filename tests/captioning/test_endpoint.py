@@ -28,18 +28,14 @@ from tests.helpers.endpoints import as_json, failed, fake_endpoint, said
 from tests.helpers.requests import noise_image
 from tests.helpers.server import ENGINE, SCENES, serving
 
+pytestmark = pytest.mark.usefixtures("quick_retries")
+
 PROMPTS = ["Describe this image.", {"name": "count", "prompt": "How many stars are there?"}]
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
     return many(tmp_path / "images", 4)
-
-
-@pytest.fixture(autouse=True)
-def fast(monkeypatch):
-    monkeypatch.setattr(endpoint_module, "FIRST_PAUSE", 0.01)
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
 @pytest.mark.network

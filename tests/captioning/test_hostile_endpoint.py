@@ -8,21 +8,16 @@ from pathlib import Path
 import pytest
 
 from mmvllm.captioning import EndpointOptions, caption_images
-from mmvllm.captioning import endpoint as endpoint_module
 from mmvllm.errors import ArgumentError
 from tests.helpers.captioning import many
 from tests.helpers.endpoints import as_json, failed, fake_endpoint, said
+
+pytestmark = pytest.mark.usefixtures("quick_retries")
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
     return many(tmp_path / "images", 1)
-
-
-@pytest.fixture(autouse=True)
-def fast(monkeypatch):
-    monkeypatch.setattr(endpoint_module, "FIRST_PAUSE", 0.01)
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
 @pytest.mark.network
