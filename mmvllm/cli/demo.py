@@ -44,8 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     auth = parser.add_mutually_exclusive_group()
     auth.add_argument(
         "--auth",
+        nargs="+",
+        action="extend",
+        default=[],
         metavar="USER:PASSWORD",
-        help="require this login; other users of this machine can see it on the command line",
+        help="require one of these logins; other users of this machine can see them on the command line",
     )
     auth.add_argument("--auth-file", type=Path, metavar="FILE", help="a file with one USER:PASSWORD per line")
     limits = parser.add_argument_group("limits")
@@ -143,7 +146,7 @@ def _received_signals() -> list[int]:
 
 def _users(args: argparse.Namespace) -> list[tuple[str, str]] | None:
     """The accepted logins; None accepts everyone."""
-    lines = [args.auth] if args.auth is not None else []
+    lines = args.auth
     if args.auth_file is not None:
         lines = [line for line in map(str.strip, _read(args.auth_file).splitlines()) if line]
         if not lines:

@@ -67,11 +67,12 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--api-key",
-        action="append",
+        nargs="+",
+        action="extend",
         default=[],
         metavar="KEY",
-        help="require this API key on /v1, /docs and /openapi.json; may be repeated to accept several. Other users of "
-        f"this machine can see it; they cannot see a key in the environment variable {KEY_VARIABLE}",
+        help="require one of these API keys on /v1, /docs and /openapi.json. Other users of this machine can see them; "
+        f"they cannot see a key in the environment variable {KEY_VARIABLE}",
     )
     group.add_argument(
         "--cors-origin",

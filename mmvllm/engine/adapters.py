@@ -1,5 +1,6 @@
 """The LoRA adapters of requests, in host memory: read where requests are prepared, never in a step."""
 
+import math
 import os
 import threading
 from collections import OrderedDict
@@ -105,7 +106,8 @@ class AdapterStore:
     def _matrices(self, target: Target, pair: LoraPair) -> Matrices:
         """In the dtype of the weights, the scale in the second, in memory that is copied to a GPU without waiting."""
         made = pair.a.to(self._dtype), (pair.b.float() * pair.scale).to(self._dtype)
-        if not all(matrix.isfinite().all() for matrix in made):
+        largest = made[0].abs().amax(1), made[1].abs().amax(0)  # of each rank; the bound below is infinite if one is
+        if not math.prod(values.double() for values in largest).sum().to(self._dtype).isfinite():
             reason = f"is too large for {self._dtype} with its scale of {pair.scale:g}"
             raise ValueError(f"the change of {target[0]} {reason}")
         return tuple(map(self._ready, made))

@@ -1,13 +1,16 @@
 """Reading of Hugging Face configs: JSON files, and the fields that all decoders have."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmvllm.arguments import check_int, is_number
 from mmvllm.config import torch_dtype
 from mmvllm.quantized_config import CheckpointQuantization, parse_quantization
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.text import load_json
+
+if TYPE_CHECKING:
+    import torch
 
 # Fields of SamplingParams that generation_config.json has under the same names.
 SAMPLING_NAMES = (
@@ -80,7 +83,7 @@ def decoder_fields(raw: dict, generation: dict) -> dict[str, Any]:
         "rope_theta": float(rope["rope_theta"]),
         "mrope_section": integers("mrope_section", rope["mrope_section"]) if "mrope_section" in rope else None,
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings") or text.get("tie_word_embeddings")),
-        "dtype": torch_dtype(text.get("dtype") or text.get("torch_dtype")) or torch_dtype("float32"),
+        "dtype": _dtype(text.get("dtype") or text.get("torch_dtype") or "float32"),
         "eos_token_ids": _eos_token_ids(generation.get("eos_token_id", text.get("eos_token_id"))),
         "quantization": quantization_of(raw),
         "max_new_tokens": _max_new_tokens(generation),
@@ -120,6 +123,12 @@ def quantization_of(raw: dict) -> CheckpointQuantization | None:
     quantization = given.get("quantization_config") or given.get("compression_config") or {}
     quantization = json_object("quantization_config", quantization)
     return parse_quantization(quantization) if quantization else None
+
+
+def _dtype(name: Any) -> "torch.dtype":
+    if (dtype := torch_dtype(name)) is None:
+        raise ValueError(f"dtype is {name!r:.50}, must be float32, float16 or bfloat16")
+    return dtype
 
 
 def _max_new_tokens(generation: dict) -> int | None:

@@ -136,7 +136,10 @@ def _tensors(files: list[Path], progress: bool) -> Iterator[tuple[str, StoredTen
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
-                    yield name, file.get_slice(name)
+                    stored = file.get_slice(name)
+                    if stored.get_dtype() == "F4":  # which safetensors cannot slice
+                        raise ValueError(f"{path}: {name} has 4-bit floats, which are not supported")
+                    yield name, stored
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged: {error}; download it again") from None
 

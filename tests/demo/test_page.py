@@ -264,13 +264,16 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(options, message, tm
 
 
 @pytest.mark.parametrize(
-    "options", [["--auth", " ann: a:b \n"], ["--auth-file", "{folder}/users"]], ids=lambda options: options[0]
+    "options",
+    [["--auth", " ann: a:b \n", "bob:c"], ["--auth", "ann:a:b", "--auth", "bob:c"], ["--auth-file", "{folder}/users"]],
+    ids=["after one option", "after two", "in a file"],
 )
 def test_logins_are_taken_without_the_white_space_around_them(options, tmp_path):
-    (tmp_path / "users").write_bytes(b"\xef\xbb\xbfann :a:b \r\n\r\n")
+    (tmp_path / "users").write_bytes(b"\xef\xbb\xbfann :a:b \r\n\r\nbob:c")
     parser = argparse.ArgumentParser()
     demo.add_arguments(parser)
-    assert demo._users(parser.parse_args([option.format(folder=tmp_path) for option in options])) == [("ann", "a:b")]
+    args = parser.parse_args([option.format(folder=tmp_path) for option in options])
+    assert demo._users(args) == [("ann", "a:b"), ("bob", "c")]
 
 
 @pytest.mark.network

@@ -248,6 +248,8 @@ def test_all_missing_values_are_named(folder_of):
         (("use_sliding_window",), True, "sliding-window attention, which is not supported"),
         (("layer_types",), ["full_attention", "sliding_attention"], "sliding-window attention, which is not supported"),
         (("layer_types",), 5, "layer_types is 5, must be a list of names"),
+        (("torch_dtype",), "int8", "dtype is 'int8', must be float32, float16 or bfloat16"),
+        (("torch_dtype",), ["bfloat16"], r"dtype is \['bfloat16'\], must be float32, float16 or bfloat16"),
         (("hidden_act",), "gelu", "hidden_act is 'gelu', only 'silu' is supported"),
         (("rope_scaling", "type"), "yarn", "asks for 'yarn' rotary scaling; supported: 'default', 'mrope'"),
         (("rope_scaling", "rope_type"), "llama3", "asks for 'llama3' rotary scaling"),

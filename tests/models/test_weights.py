@@ -200,6 +200,13 @@ def test_a_tensor_that_is_not_of_floats_is_named(name, dtype, copy_of):
         load(folder)
 
 
+def test_a_tensor_of_4_bit_floats_is_named(copy_of):
+    floats = torch.ones(64, 32, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    folder = copy_of("gqa2-tied", lambda tensors: tensors | {"model.norm.weight": floats})
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has 4-bit floats, which are not supported$"):
+        load(folder)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(
     "name", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight", "visual.patch_embed.proj.weight"]
