@@ -46,7 +46,7 @@ def assert_equals_transformers(llm, hf, request: dict, params: SamplingParams, *
     assert_idle(llm)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("shape", IMAGE_SHAPES)
 def test_beams_equal_transformers_in_every_family(shape, checkpoints, reference, make_llm):
     llm, hf = make_llm(checkpoints(shape)), reference(shape)
@@ -54,7 +54,7 @@ def test_beams_equal_transformers_in_every_family(shape, checkpoints, reference,
         assert_equals_transformers(llm, hf, REQUESTS[name], BEAMS)
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("shape", RICHEST[:1])
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 0.7, 1.0])
@@ -95,7 +95,7 @@ def assert_as_expected(llm, expected) -> None:
     assert_idle(llm)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @every_way
 @every_family
 @pytest.mark.parametrize("caching", [True, False])
@@ -105,13 +105,14 @@ def test_together_cold_and_cached(caching, checkpoint, make_llm, expected):
     assert_as_expected(llm, expected)
 
 
+@pytest.mark.thinned(2)
 @every_way
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_block_sizes(block_size, checkpoint, make_llm, expected):
     assert_as_expected(make_llm(checkpoint, kvcache_block_size=block_size), expected)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(1)
 @every_way
 @pytest.mark.parametrize("max_num_seqs", [4, 5, 9])
 @pytest.mark.parametrize("budget", [1, 3, 30])

@@ -130,6 +130,7 @@ def test_a_wrong_argument_of_score_is_named(requests, continuations, words, llm)
         llm.score(requests, continuations, use_tqdm=False)
 
 
+@pytest.mark.thinned(2)
 @every_family
 def test_embeddings_are_served_beside_completions(checkpoint, reference, request):
     """Each family in an AsyncLLM: vectors are those of transformers."""

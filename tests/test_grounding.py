@@ -86,6 +86,7 @@ def test_boxes_are_in_pixels_of_the_upright_and_of_the_stored_image(
             assert (box.in_stored_pixels().geometry.width, box.in_stored_pixels().geometry.height) == stored.size
 
 
+@pytest.mark.slow
 def test_boxes_survive_copies(checkpoints, make_llm, monkeypatch):
     llm = make_llm(checkpoints(SHAPE_OF["qwen3_vl"]))
     text = '{"bbox_2d": [0, 0, 500, 500], "label": "<b>"} {"point_2d": [1000, 1000], "label": null}'

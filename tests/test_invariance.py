@@ -74,10 +74,12 @@ def test_batch_order(order, checkpoint, make_llm, expected):
     assert tokens(run(make_llm(checkpoint), tuple(REQUESTS)[::order])) == expected
 
 
+@pytest.mark.thinned(2)
 def test_after_a_warm_up(checkpoint, make_llm, expected):
     assert tokens(run(make_llm(checkpoint, skip_warmup=False))) == expected
 
 
+@pytest.mark.thinned(2)
 @every_way
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3])
 def test_max_num_seqs(max_num_seqs, checkpoint, make_llm, expected):
@@ -103,6 +105,7 @@ def test_token_budgets_with_several_requests(budget, checkpoint, make_llm, expec
     assert tokens(run(make_llm(checkpoint, max_num_batched_tokens=budget))) == expected
 
 
+@pytest.mark.thinned(4)
 @every_way
 @pytest.mark.parametrize("block_size", [1, 2, 3, 5, 8, 16, 64])
 def test_prefix_cold_and_hit(block_size, checkpoint, make_llm, expected):
@@ -173,6 +176,7 @@ def blocks_of(llm, name: str, block_size: int) -> int:
     return -(-(len(llm.processor(REQUESTS[name]).token_ids) + TOKENS) // block_size)
 
 
+@pytest.mark.thinned(2)
 @every_way
 @pytest.mark.parametrize("spare_blocks", [0, 5, 9])
 def test_preemption_when_blocks_run_out(spare_blocks, checkpoint, make_llm, expected):
@@ -205,6 +209,7 @@ def test_encoder_cache_eviction(num_images, budget, checkpoint, make_llm, expect
     assert tokens(run(llm)) == expected
 
 
+@pytest.mark.thinned(2)
 @every_way
 @pytest.mark.parametrize("patches", [1, 30, 60, 100])
 def test_vision_patch_budget(patches, checkpoint, make_llm, expected):
@@ -215,6 +220,7 @@ def test_vision_patch_budget(patches, checkpoint, make_llm, expected):
     assert max(encoded) <= max(patches, *sizes)
 
 
+@pytest.mark.thinned(2)
 @both_ways  # only calls of rank 0 are counted
 def test_an_image_is_encoded_once(checkpoint, make_llm, expected):
     """Requests with image A in the same and in later steps, with and without a common prefix: one ViT pass."""
@@ -227,6 +233,7 @@ def test_an_image_is_encoded_once(checkpoint, make_llm, expected):
     assert sum(encoded) == sum(patches)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("block_size", [1, 4, 7, 16])
 @pytest.mark.parametrize("caching", [True, False])
 def test_n_completions_share_the_blocks_of_the_prompt(block_size, caching, checkpoint, make_llm, expected):
@@ -251,6 +258,7 @@ def test_n_completions_share_the_blocks_of_the_prompt(block_size, caching, check
         assert_idle(llm)
 
 
+@pytest.mark.thinned(2)
 @every_way
 def test_n_completions_with_few_blocks(checkpoint, make_llm, expected):
     num_blocks = blocks_of(make_llm(checkpoint), "two apart", 4) + 1
@@ -262,6 +270,7 @@ def test_n_completions_with_few_blocks(checkpoint, make_llm, expected):
     assert_idle(llm)
 
 
+@pytest.mark.thinned(2)
 @every_way
 def test_seeded_sampling_does_not_depend_on_the_batch(checkpoint, make_llm):
     llm = make_llm(checkpoint)

@@ -63,7 +63,7 @@ def patches_of(llm, *names: str) -> int:
     return sum({item.digest: item.num_patches for item in items}.values())
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @both_ways
 @pytest.mark.parametrize(
     "options", [{}, {"max_num_seqs": 2}, {"max_num_batched_tokens": 7}, {"kvcache_block_size": 5}], ids=str
@@ -140,6 +140,7 @@ def test_an_encoder_cache_with_room_for_one_temporal_patch(budget, checkpoint, m
         assert run(llm) == expected
 
 
+@pytest.mark.thinned(2)
 def test_a_temporal_patch_that_does_not_fit_is_refused(checkpoint, make_llm):
     probe = make_llm(checkpoint)
     rows = probe.processor(REQUESTS["clip"]).items[0].num_tokens
@@ -156,6 +157,7 @@ def test_a_temporal_patch_that_does_not_fit_is_refused(checkpoint, make_llm):
     assert error.value.video_index == 1
 
 
+@pytest.mark.thinned(2)
 @both_ways
 @pytest.mark.parametrize("patches", [1, 30])
 def test_a_clip_is_encoded_in_parts(patches, checkpoint, make_llm, expected):
@@ -179,6 +181,7 @@ def test_the_prompt_is_computed_up_to_what_is_encoded(checkpoint, make_llm):
         llm.engine.step()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("caching", [True, False])
 def test_two_questions_about_one_clip_encode_it_once(caching, checkpoint, make_llm):
     llm = make_llm(checkpoint, enable_prefix_caching=caching)
@@ -206,6 +209,7 @@ def test_frames_that_clips_share_are_encoded_once(checkpoint, make_llm, expected
     assert len(shared) == 2 and sum(encoded) == patches_of(llm, "mixed")
 
 
+@pytest.mark.thinned(2)
 def test_another_rate_shares_nothing(checkpoint, make_llm):
     """Where the rate is in the positions, a hit would be wrong; the text before the clip is shared."""
     llm = make_llm(checkpoint, kvcache_block_size=1)
@@ -217,6 +221,7 @@ def test_another_rate_shares_nothing(checkpoint, make_llm):
     assert not {*digests_of(llm.processor(slow))} & {*digests_of(llm.processor(fast))}
 
 
+@pytest.mark.thinned(2)
 @both_ways
 @pytest.mark.parametrize("clip", [CLIP, LONG], ids=["short", "long"])
 def test_a_second_turn_continues_from_the_cache(clip, checkpoint, make_llm):

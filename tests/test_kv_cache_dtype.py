@@ -37,7 +37,7 @@ def alone(checkpoint, make_llm) -> list[list[int]]:
     return [run_at_once(llm, [request], GREEDY)[0] for request in ALL]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @every_family
 @pytest.mark.parametrize("budget", [4096, 1, 7, 30])
 def test_tokens_do_not_depend_on_steps(budget, checkpoint, make_llm, alone):
@@ -48,6 +48,7 @@ def test_tokens_do_not_depend_on_steps(budget, checkpoint, make_llm, alone):
     assert_idle(llm)
 
 
+@pytest.mark.thinned(1)
 def test_preempted(checkpoint, make_llm, alone):
     """The prompts fit together but their completions do not: sequences are preempted and computed again."""
     longest = len(make_llm(checkpoint).processor(ALL[2]).token_ids)

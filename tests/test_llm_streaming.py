@@ -187,6 +187,7 @@ def test_what_the_iterable_raises_reaches_the_caller(stream, llm):
         list(llm.stream_multimodal(broken(), SHORT, stream=stream))
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("on_error", ["raise", "return"])
 def test_an_abort_ends_its_request_and_the_others_finish(stream, on_error, llm):
@@ -219,6 +220,7 @@ def test_an_abort_ends_its_request_and_the_others_finish(stream, on_error, llm):
             assert parts[-1].finish_reason == outputs[name].outputs[i].finish_reason
 
 
+@pytest.mark.slow
 def test_every_event_before_an_abort_is_yielded_although_it_raises(llm):
     seen = []
     with pytest.raises(RequestsAborted):

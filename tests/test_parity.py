@@ -24,6 +24,7 @@ def test_greedy_tokens_equal_transformers(shape, checkpoints, reference, make_ll
         assert output.token_ids == reference(shape).generate(request), f"{shape}: {name}"
 
 
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("shape", RICHEST)
 @pytest.mark.parametrize("name", REQUESTS)
 def test_ids_grid_and_pixels_equal_transformers(name, shape, checkpoints, reference, make_llm):
@@ -36,6 +37,7 @@ def test_ids_grid_and_pixels_equal_transformers(name, shape, checkpoints, refere
         assert torch.equal(pixels, want["pixel_values"])
 
 
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("shape", RICHEST)
 @pytest.mark.parametrize("name", REQUESTS)
 def test_positions_equal_transformers(name, shape, checkpoints, reference, make_llm):
@@ -63,7 +65,7 @@ def assert_rows_no_worse(model, hf, inputs: dict) -> None:
         assert_no_worse(*slices)
 
 
-@pytest.mark.thinned(10)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("shape", IMAGE_SHAPES)
 @pytest.mark.parametrize("request_", [REQUESTS["three"], EXACT], ids=["odd sizes", "whole windows"])
 def test_the_error_of_the_vit_is_at_most_twice_that_of_transformers(shape, request_, checkpoints, reference, make_llm):
@@ -82,7 +84,7 @@ def test_the_error_of_several_frames_is_at_most_twice_that_of_transformers(shape
 TEXTS = [REQUESTS["text"], *(ask(text) for text in ("Hello", "What is at the top?", "Name a colour.", "1, 2, 3"))]
 
 
-@pytest.mark.thinned(10)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("shape", IMAGE_SHAPES)
 @pytest.mark.parametrize("requests", [TEXTS, [REQUESTS["three"], REQUESTS["one"]]], ids=["texts", "images"])
 def test_the_error_of_the_logits_is_at_most_twice_that_of_transformers(

@@ -17,13 +17,14 @@ every_shape = pytest.mark.parametrize("shape", RICHEST)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [*RICHEST[:2], pytest.param(RICHEST[2], marks=pytest.mark.essential), *RICHEST[3:]])
+@every_shape
 def test_greedy_tokens_equal_transformers(shape, checkpoints, reference, make_llm):
     outputs = make_llm(checkpoints(shape)).generate_multimodal(list(VIDEOS.values()), GREEDY)
     for name, request, output in zip(VIDEOS, VIDEOS.values(), outputs, strict=True):
         assert output.token_ids == reference(shape).generate(request), f"{shape}: {name}"
 
 
+@pytest.mark.essential(2)
 @pytest.mark.parametrize("shape", [shape for shape in IMAGE_SHAPES if shape not in RICHEST])
 def test_greedy_tokens_of_other_shapes_equal_transformers(shape, checkpoints, reference, make_llm):
     request = VIDEOS["clips and images"]

@@ -69,7 +69,7 @@ def test_ranks_that_share_a_model_read_the_same(shape, checkpoints, make_llm, ex
     check_all(groups, expected(shape, "two"))
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("ahead", [True, False])
 def test_preemption_at_each_step(ahead, caching, checkpoints, make_llm, expected):

@@ -29,7 +29,7 @@ WITH_IMAGES = [pair for pair in PAIRS if pair.values[0] in RICHEST]
 REQUEST = REQUESTS["two apart"]
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("shape", "method"), PAIRS)
 def test_float32_weights_are_the_values_exactly(shape, method, checkpoints, tmp_path):
     saved = quantized_checkpoint(checkpoints(shape), tmp_path, method)

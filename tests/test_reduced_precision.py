@@ -31,7 +31,7 @@ FP8 = {"dtype": "float32", "quantization": "fp8"}
 FP8_SHAPES = [name for name in IMAGE_SHAPES if "experts" not in name and SHAPES[name]["text"].get("hidden_size") != 56]
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("shape", IMAGE_SHAPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_request_is_answered(name, shape, checkpoints, make_llm):
@@ -104,6 +104,7 @@ def test_the_error_of_logits_with_weights_in_4_bits(question, shape, checkpoints
     assert_no_worse(got, rounded, hf.in_float64(hf.logits, inputs))
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("shape", FP8_SHAPES)
 @pytest.mark.parametrize("question", ["text", "three"])
 def test_the_error_of_logits_with_8_bit_floats(question, shape, checkpoints, reference, make_llm):
@@ -116,6 +117,7 @@ def test_the_error_of_logits_with_8_bit_floats(question, shape, checkpoints, ref
     assert_no_worse(got, plain, hf.in_float64(hf.logits, inputs))
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", FP8_SHAPES)
 def test_every_request_is_answered_with_8_bit_floats(shape, dtype, checkpoints, make_llm):

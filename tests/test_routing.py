@@ -337,6 +337,7 @@ events = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.lists(events, max_size=80))
 def test_loads_are_those_of_the_requests_in_flight(sequence):

@@ -25,7 +25,13 @@ HEARTBEAT = "heartbeat/"  # followed by the session; this request stays open as 
 FILE = "file="  # followed by the path of an uploaded file; gradio would also serve URLs and files of other folders
 EVENTS = ("queue/join", "run/")  # start the handler that the body has the number of
 SESSION = re.compile(r"[0-9A-Za-z-]{1,64}")  # gradio's pages and clients choose letters and digits, or a UUID
-RANGE = re.compile(r"bytes=[0-9]{0,15}-[0-9]{0,15}")  # gradio fails with others, such as several ranges
+# What gradio does not fail with: of ranges only one, of addresses before a proxy only plain ones.
+ODD = {
+    "range": re.compile(r"bytes=[0-9]{0,15}-[0-9]{0,15}"),
+    "x-forwarded-host": re.compile(r"([0-9A-Za-z._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?( *,.*)?"),
+    "x-gradio-server": re.compile(r"https?://[0-9A-Za-z._-]+(:[0-9]{1,5})?/?"),
+}
+MAX_NAME, MAX_PATH = 255, 4096  # bytes that Linux takes as the name and as the path of a file
 MAX_BODY_BYTES = 2**20  # of a request other than an upload, and of the multipart headers of an upload
 MAX_UNREAD = 12  # results that gradio keeps for a session until its browser reads them
 UPLOAD_SECONDS, BODY_SECONDS = 300.0, 60.0
@@ -48,9 +54,10 @@ class DemoRouteFilter:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         self._sessions.sweep_regularly()
+        _ignore_odd_headers(scope)
         route = scope["path"].partition(API)[2]
         num_bytes = 0 if scope["method"] in ("GET", "HEAD", "OPTIONS") else _content_length(scope)
-        if (refusal := self._refusal(route, num_bytes, Headers(scope=scope))) is not None:
+        if (refusal := self._refusal(scope["path"], route, num_bytes, Headers(scope=scope))) is not None:
             return await refusal(scope, receive, send)
         with suppress(ClientDisconnect):  # a client that disconnects while sending is not an error
             if route == "upload":
@@ -61,13 +68,12 @@ class DemoRouteFilter:
             elif scope["method"] == "POST":
                 await self._post(route, scope, receive, send)
             else:
-                _ignore_odd_ranges(scope)
                 await self.app(scope, receive, send)
 
-    def _refusal(self, route: str, num_bytes: int | None, headers: Headers) -> PlainTextResponse | None:
+    def _refusal(self, path: str, route: str, num_bytes: int | None, headers: Headers) -> PlainTextResponse | None:
         if route and headers.get("sec-fetch-site") == "cross-site":  # browsers say so, through proxies too
             return PlainTextResponse("Open the page itself", 403)
-        if route and not self._is_known(route):
+        if _is_too_long(path) or (route and not self._is_known(route)):
             return PlainTextResponse("There is nothing here", 404)
         if num_bytes is None:  # the length is unknown until the end
             return PlainTextResponse("Send a Content-Length", 411)
@@ -184,10 +190,18 @@ def _late(message: str) -> PlainTextResponse:
     return PlainTextResponse(message, 408, {"Connection": "close"})
 
 
-def _ignore_odd_ranges(scope: Scope) -> None:
-    """Remove a range that gradio would fail with; a server may respond with the whole file instead."""
-    if not RANGE.fullmatch(Headers(scope=scope).get("range", "bytes=-")):
-        del MutableHeaders(scope=scope)["range"]
+def _is_too_long(path: str) -> bool:
+    """Whether gradio would fail when it looks for such a file."""
+    names = path.encode(errors="replace").split(b"/")
+    return sum(map(len, names)) + len(names) > MAX_PATH or max(map(len, names)) > MAX_NAME
+
+
+def _ignore_odd_headers(scope: Scope) -> None:
+    """Remove headers that gradio would fail with; instead of a range a server may respond with the whole file."""
+    headers = MutableHeaders(scope=scope)
+    for name, expression in ODD.items():
+        if name in headers and not expression.fullmatch(headers[name]):
+            del headers[name]
 
 
 def _content_length(scope: Scope) -> int | None:

@@ -51,6 +51,7 @@ def test_parameters_equal_those_of_the_checkpoint(folder):
     assert costs.weights_read_by_a_step(enough) == counts["decoder"] + counts["embedding"]
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("grid", [(1, 2, 2), (1, 4, 6), (1, 10, 14)])
 def test_operations_of_the_vit(grid, folder, model):
     config, P = load_config(folder), grid[1] * grid[2]
@@ -59,6 +60,7 @@ def test_operations_of_the_vit(grid, folder, model):
     assert flops == ModelCosts(config).vision_flops(grid)
 
 
+@pytest.mark.thinned(6)
 def test_operations_of_a_prompt_and_of_a_decode_step(folder, model):
     costs, T = ModelCosts(load_config(folder)), 37
     prompt = torch.zeros(1, T, dtype=torch.int64)

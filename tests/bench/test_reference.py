@@ -50,6 +50,7 @@ def test_text_only_checkpoints(checkpoint, tmp_path, make_llm):
     assert lengths[0] == lengths[1] and all(not output.num_image_tokens for output in theirs.outputs)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("shape", [*RICHEST, "gqa3-untied", "qwen3-mqa-untied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_dummy_model_differs_from_a_real_one_only_in_weights(shape, dtype, checkpoints):

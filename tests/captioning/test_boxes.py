@@ -84,6 +84,7 @@ def test_the_report_has_places_in_per_cent(run, tmp_path):
     assert "<b>kite" not in page
 
 
+@pytest.mark.slow
 def test_captions_that_repeat_themselves_are_ended_and_counted(run, llm, monkeypatch):
     script(monkeypatch, llm.tokenizer, "a star and " * 150)
     job, made = run("out.jsonl")

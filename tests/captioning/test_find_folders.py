@@ -146,6 +146,7 @@ def _change(folder: int, name: str) -> int:
     return changed
 
 
+@pytest.mark.slow
 def test_images_are_found_at_any_depth(deep_folder):
     folder, levels = deep_folder
     assert relatives(folder) == ["d/" * levels + "a.png"]

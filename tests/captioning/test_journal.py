@@ -264,6 +264,7 @@ def test_repeatable_captions_are_stored_for_equal_images(settings, values, is_ke
 # Index
 
 
+@pytest.mark.slow
 def test_each_task_is_claimed_once_by_any_number_of_threads():
     index = Index()
     with ThreadPoolExecutor(8) as pool:

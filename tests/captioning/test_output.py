@@ -310,6 +310,7 @@ def test_another_prompt_writes_caption_files_to_another_folder(caption, two, tmp
     assert list(files_below(tmp_path / "captions", ".txt")) == ["a.txt", "deep/b.txt"]
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("format", ["txt", "webdataset-json"])
 @pytest.mark.parametrize("line", ["/", ".", "..", "{name}", "https://x.test/{name}"])
 def test_a_line_without_an_image_does_not_end_the_run(line, format, caption, two, tmp_path, monkeypatch):

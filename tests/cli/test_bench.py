@@ -95,6 +95,7 @@ def test_one_request_is_counted_in_the_singular(bench):
     assert "round 1: 1 request, mmvllm" in err and any(line.startswith("1 request, ") for line in lines)
 
 
+@pytest.mark.slow
 def test_throughput_compared_with_transformers(bench):
     code, lines, err = bench(
         "throughput", *SMALL, "--requests", "3", "--compare", "transformers", "--load-format", "dummy"
@@ -107,6 +108,7 @@ def test_throughput_compared_with_transformers(bench):
     assert results["ratio"]["requests_per_second"] == pytest.approx(ratio)
 
 
+@pytest.mark.slow
 def test_latency(bench):
     code, lines, _ = bench("latency", *SMALL, "--batch-sizes", "1,3", "--compare", "transformers")
     results = last(lines)["results"]
@@ -150,6 +152,7 @@ def test_preprocess_in_processes(bench):
     assert any("64x48 jpeg, 2 processes" in line for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_opencv", [True, False])
 def test_preprocess_of_a_video(has_opencv, bench, tmp_path, monkeypatch):
     if has_opencv:
@@ -166,6 +169,7 @@ def test_preprocess_of_a_video(has_opencv, bench, tmp_path, monkeypatch):
     assert any("OpenCV is not installed" in line for line in lines) != has_opencv
 
 
+@pytest.mark.slow
 def test_a_video_is_generated(bench, monkeypatch):
     monkeypatch.setattr(preprocess_video, "SECONDS", 1)
     monkeypatch.setattr(preprocess_video, "SIZE", (160, 90))

@@ -45,6 +45,7 @@ def _format(data: bytes) -> str | None:
         return image.format
 
 
+@pytest.mark.slow
 def test_the_corpus_has_both_kinds_of_files(files, formats):
     assert len({file.name for file in files}) == len(files) > 500
     assert sum(value is not None for value in formats.values()) > 250

@@ -124,6 +124,21 @@ def test_a_range_of_a_file_is_served_and_an_odd_one_ignored(site, capfd):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("path", ["", "config", f"static/{'a' * 256}", f"assets/{'é' * 200}", f"static/{'a/' * 3000}"])
+@pytest.mark.parametrize("header", ["X-Forwarded-Host", "X-Gradio-Server"])
+def test_no_address_and_no_path_is_an_error_of_the_server(header, path, site, capfd):
+    for value in ("[::1", "a:x", "a:b:c", "http://a:b", "xn--\x80", "%zz", "a b", "\xe9.org", "a" * 300):
+        answer = get(site.url + path, headers={header: value.encode("latin-1")})
+        assert answer.status_code == (404 if len(path) > 200 else 200), value
+    assert capfd.readouterr().err == ""
+
+
+def test_the_address_before_a_proxy_is_that_of_the_page(site):
+    for given in ("chat.example.org", "chat.example.org:8443, 10.0.0.1", "[::1]:80"):
+        root = get(f"{site.url}config", headers={"X-Forwarded-Host": given}).json()["root"]
+        assert root == f"http://{given.partition(',')[0].removesuffix(':80')}"
+
+
 def test_no_visitor_can_remove_the_examples(site):
     examples = [*(process_uploads().folder / "examples").iterdir()]
     event(site, "chat", "clear", [], "examples")

@@ -30,7 +30,7 @@ def controls(engine: AsyncLLM, **settings) -> dict[str, dict]:
     return {part["props"]["label"]: part["props"] for part in parts if part["props"].get("label")}
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(
     ("generation", "want"),
     [

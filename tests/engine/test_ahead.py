@@ -102,6 +102,7 @@ def test_completions_are_the_same(options, make_pair):
         assert llm.engine.scheduler.num_preemptions > 0 or "num_kvcache_blocks" not in options
 
 
+@pytest.mark.thinned(2)
 @every_family
 def test_the_prefix_cache_is_the_same(make_pair):
     """Blocks with generated tokens included."""
@@ -113,6 +114,7 @@ def test_the_prefix_cache_is_the_same(make_pair):
     assert contents[0] == contents[1]
 
 
+@pytest.mark.slow
 def test_a_stop_token_at_each_position(make_pair):
     """The other sequence of the batch, whose steps continue, is not affected."""
     plain, ahead = make_pair()

@@ -11,7 +11,7 @@ from tests.helpers.shapes import every_family
 pytestmark = pytest.mark.thinned
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @every_family
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("caching", [True, False])
@@ -66,7 +66,7 @@ def test_preemption_after_each_step(caching, make_pair):
             assert [completions(outputs[request_id]) for request_id in ids] == want
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @every_family
 @pytest.mark.parametrize("where", ["run", "schedule", "tokens", "postprocess"])
 def test_an_interrupt_in_each_step(where, make_pair, monkeypatch):
@@ -90,7 +90,7 @@ def test_an_interrupt_in_each_step(where, make_pair, monkeypatch):
         assert [completions(outputs[request_id]) for request_id in ids] == want
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("where", ["run", "tokens"])
 @pytest.mark.parametrize("at", range(TOKENS + 1))
 def test_a_failure_in_each_step(where, at, make_pair, monkeypatch):
@@ -121,6 +121,7 @@ def test_a_failure_in_each_step(where, at, make_pair, monkeypatch):
     assert run(ahead, [(0, GREEDY)]) == late_want
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("at", range(TOKENS))
 def test_a_row_without_a_valid_token(at, make_pair, monkeypatch):
     """The step launched ahead uses an arbitrary token id, and its result is discarded."""

@@ -56,6 +56,7 @@ def generated(model: TableModel, width: int, end_ids: list[int], **options) -> l
     return list(zip(texts, out.sequences_scores.tolist(), strict=True))
 
 
+@pytest.mark.thinned(5)
 @torch.inference_mode()
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 0.5, 1.0, 2.0])

@@ -113,6 +113,7 @@ def test_the_search_alone_finds_the_same(expected):
             assert hypotheses(scheduler(), [group]) == {group.request_id: expected[group.request_id]}
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("seed", range(40))
 def test_hypotheses_do_not_depend_on_blocks_budgets_and_preemptions(seed, expected):
     choose = random.Random(seed)

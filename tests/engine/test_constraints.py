@@ -104,7 +104,7 @@ def alone() -> list:
     return [run(llm, [i])[0] for i in range(len(CONSTRAINED))]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -136,6 +136,7 @@ def fails(token_ids, logits):
     raise KeyError("colour")
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("params", "message"),
     [

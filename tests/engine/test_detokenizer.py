@@ -70,6 +70,7 @@ def test_special_tokens_are_not_decoded_again_with_each_token(bundled):
     assert completion._decoder._stream is None  # the stream would keep them
 
 
+@pytest.mark.thinned(1)
 @settings(max_examples=150)
 @given(data=st.data())
 def test_the_text_is_that_of_a_stream_that_sees_every_token(tokenizer, data):

@@ -93,6 +93,7 @@ def test_check_finds_a_user_that_should_not_be():
         cache.check(set())
 
 
+@pytest.mark.thinned(2)
 @every_family
 def test_rows_are_freed_exactly_when_the_cache_drops_their_item(checkpoint, make_llm):
     """Room for one image: with each new one, the runner frees the rows of the one before, and no other."""
@@ -113,6 +114,7 @@ def test_rows_are_freed_exactly_when_the_cache_drops_their_item(checkpoint, make
     assert shapes == {(num_rows, llm.engine.model_config.row_size)}
 
 
+@pytest.mark.thinned(2)
 @every_family
 def test_dropped_rows_are_encoded_again(checkpoint, make_llm):
     llm = make_llm(checkpoint, enable_prefix_caching=False)

@@ -237,6 +237,7 @@ def write_and_validate(compiler, tokenizer, width: int, seeds: range) -> int:
     return num_finished
 
 
+@pytest.mark.slow
 def test_what_is_finished_validates(compiler, tokenizer):
     assert write_and_validate(compiler, tokenizer, WIDTH, range(100)) > 90
 

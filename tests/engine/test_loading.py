@@ -23,6 +23,7 @@ def test_max_model_len_must_fit_the_checkpoint_and_the_kv_cache(checkpoint, make
     assert output.num_prompt_tokens + len(output.token_ids) == 40 and output.finish_reason == "length"
 
 
+@pytest.mark.thinned(4)
 @every_family
 @pytest.mark.parametrize("max_model_len", [2, 3, 5])
 def test_warm_up_with_the_shortest_max_model_len(max_model_len, checkpoint, make_llm):

@@ -79,6 +79,7 @@ def test_num_blocks_is_at_most_what_all_sequences_can_use(checkpoint, make_llm):
     assert engine.model_runner.num_blocks == 3 * 7
 
 
+@pytest.mark.thinned(4)
 @every_family
 @pytest.mark.parametrize("patches", [1, 5, 64])
 def test_the_trial_run_computes_the_largest_step(patches, checkpoint, make_llm, monkeypatch):

@@ -178,6 +178,7 @@ def test_a_request_that_fails_alone_ends_with_an_error(error, ahead, make):
     assert sizes == [5, 2, 1, 1, 1, 1, 1]
 
 
+@pytest.mark.thinned(3)
 @with_and_without_launching_ahead
 @pytest.mark.parametrize("place", range(len(REQUESTS) + 1))
 def test_a_request_with_an_oversized_image_fails_alone(place, ahead, make, expected):

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.thinned
 FEW_PATCHES_OF_WINDOWS = ("windows2-vit80-untied", "windows1-vit64-tied")
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("shape", IMAGE_SHAPES)
 @torch.inference_mode()
 def test_rows_are_those_of_the_eager_call(shape, checkpoints, make_llm, replayed):

@@ -31,7 +31,7 @@ def test_requests_find_their_caches(workload, hits, num_engines):
     assert of["router"].in_flight < 1.8 and of["router"].work < 1.5
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", ["captions", "hot image"])
 @pytest.mark.parametrize("num_engines", SIZES)
 def test_what_has_no_affinity_is_spread_evenly(workload, num_engines):

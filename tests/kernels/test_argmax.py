@@ -16,6 +16,7 @@ INF = float("inf")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("V, block", [(1, 16), (7, 16), (1000, 256), (4096, 1024)])
 def test_equal_to_the_reference(V, block, dtype, device):

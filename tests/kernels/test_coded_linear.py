@@ -59,6 +59,7 @@ def assert_accurate(given):
     assert_no_worse(coded_linear_triton(*given), in_float32(*given), exact)
 
 
+@pytest.mark.thinned(3)
 @WIDTHS
 @SIZES
 @pytest.mark.parametrize("N", [1, 5, 17])
@@ -95,6 +96,7 @@ def test_scales_may_have_any_dtype_and_strides(bits, device, dtype):
     assert torch.equal(rows, want)
 
 
+@pytest.mark.thinned(1)
 @WIDTHS
 @pytest.mark.parametrize("splits", [1, 2, 3])
 def test_splits_are_added_in_their_order(splits, bits, device, dtype, monkeypatch):

@@ -70,6 +70,7 @@ def test_the_fused_norm_equals_the_norm_rounded_afterwards(N, C, device, dtype):
     assert torch.equal(total, add_rms_norm_fp8_torch(x, residual, weight, EPS)[1])
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("N,width", [(1, 8960), (3, 1024), (5, 1027), (4, 7), (33, 64)])
 def test_the_fused_activation_equals_the_activation_rounded_afterwards(N, width, device, dtype):
     torch.manual_seed(0)

@@ -43,6 +43,7 @@ def test_error_is_bounded_by_the_reference(counts, out_size, in_size, device, dt
     assert_no_worse(got, grouped_linear_torch(x, weight, offsets), exact_products(counts, x, weight))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [80, 700])
 def test_larger_tiles(rows, device):
     """Groups of many rows on average have tiles of 64 and 128 rows."""

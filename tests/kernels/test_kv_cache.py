@@ -89,6 +89,7 @@ def test_what_is_not_a_number_is_read_as_such(code_dtype):
     assert got[0, 0, 1].isnan().all() and not got[0, 0, 0].isnan().any()
 
 
+@pytest.mark.thinned(6)
 @CODES
 @pytest.mark.parametrize("H,K,D", [(4, 2, 80), (3, 1, 24), (12, 2, 128)])
 def test_the_kernel_stores_what_the_reference_stores(H, K, D, code_dtype, device, dtype):
@@ -129,7 +130,7 @@ def step_over_codes(query_lens, kv_lens, code_dtype, device, dtype, H=4, K=2, D=
 
 
 @CODES
-@pytest.mark.thinned
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("D", [80, 16])
 @pytest.mark.parametrize(
     ("query_lens", "kv_lens"), [([1, 1, 1], [1, 300, 65]), ([1, 25, 1], [70, 25, 9]), ([33], [70])], ids=str

@@ -56,6 +56,7 @@ def test_error_is_bounded_by_the_reference(counts, widths, in_size, rank, device
         assert_no_worse(result(function, *given), result(lora_add_torch, *given), want)
 
 
+@pytest.mark.slow
 def test_larger_tiles(device):
     given = arguments([150, 3, 40], (40, 8), 48, 16, device, torch.float16)
     assert_no_worse(result(lora_add_triton, *given), result(lora_add_torch, *given), exact(*given))

@@ -119,6 +119,7 @@ def test_decodes_take_the_kernel_that_splits_contexts(device, dtype):
     assert not torch.equal(paged_attention_triton(*step.args())[:3], decodes)  # the other kernel sums in another order
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("chunks", [[32, 32, 6], [1, 50, 19], [35, 35]])
 def test_chunks_of_a_prompt(chunks, device, dtype):
     whole = Step([70], [70], device, dtype, heads=(6, 2), D=80)
@@ -154,6 +155,7 @@ def test_split_counts_are_reset(device, dtype):
         assert torch.equal(paged_attention_triton(*step.args()), want)
 
 
+@pytest.mark.thinned(1)
 def test_padding_rows_change_nothing(device, dtype):
     """Padding rows of a CUDA graph's batch have at most one key, and a block table of zeros."""
     step = Step([1, 1, 1], [300, 1, 40], device, dtype)
@@ -167,6 +169,7 @@ def test_padding_rows_change_nothing(device, dtype):
     assert not got[4].any()
 
 
+@pytest.mark.thinned(1)
 def test_sequences_without_queries_change_nothing(device, dtype):
     """A CUDA graph of mixed steps has a fixed number of sequences."""
     check([1, 1, 40, 0, 0, 20, 0], [70, 1, 90, 0, 0, 20, 0], device, dtype, num_decodes=2)
@@ -194,6 +197,7 @@ def test_replays_of_a_cuda_graph_follow_the_lengths():
         assert torch.equal(out, paged_attention_triton(*args))
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("queries", [1, 7])
 def test_cache_with_more_than_two_to_the_31_values(queries, device):
     """Memory of a CPU is taken only where it is written."""

@@ -56,6 +56,7 @@ def normalised_in_float64(x, weight, eps):
     return weight.double() * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("N,H,K,D", [*SHAPES, (3, 4, 2, 48), (2, 32, 8, 128)])
 def test_writes_rotated_keys_and_values_to_their_slots(N, H, K, D, qk_norm, device, dtype):

@@ -66,6 +66,7 @@ def load(folder: Path, dtype: torch.dtype, quantization: str | None, ranks: Rank
 KINDS = [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8")]
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("shape", RICHEST)
 @pytest.mark.parametrize(("dtype", "quantization"), [*KINDS, (torch.bfloat16, "int4")])
 def test_bytes_of_a_loaded_model(shape, dtype, quantization, checkpoints):
@@ -74,6 +75,7 @@ def test_bytes_of_a_loaded_model(shape, dtype, quantization, checkpoints):
     assert predicted == pytest.approx(held_bytes(loaded), rel=1e-3)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("shape", ["gqa2-tied", "experts8-top3"])
 @pytest.mark.parametrize(("dtype", "quantization"), KINDS)
 def test_bytes_of_each_rank(shape, dtype, quantization, checkpoints):

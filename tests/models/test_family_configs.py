@@ -52,6 +52,7 @@ def nested(config: dict) -> dict:
     return {**outer, "text_config": text}
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_configs_saved_by_transformers(shape, checkpoints):
     config = assert_equals_transformers(checkpoints(shape))
@@ -100,6 +101,7 @@ def test_a_missing_head_size_is_that_of_transformers(shape, checkpoints, folder_
     assert assert_equals_transformers(folder_of(config)).head_dim == (16 if shape.startswith("experts") else 128)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("shape", RICHEST)
 def test_the_head_is_tied_as_in_transformers(shape, checkpoints, folder_of):
     """Of the value at the top and the one in `text_config`, each family of transformers reads another."""

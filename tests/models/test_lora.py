@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,7 @@ def test_merged_weights_are_those_of_peft(shape, kind, checkpoints, tmp_path):
     assert any(not torch.equal(got[name], plain[name]) for name in plain)
 
 
+@pytest.mark.slow
 def test_text_only(checkpoints, tmp_path):
     checkpoint = checkpoints("qwen2-gqa3-tied")
     adapter = make_adapter(tmp_path / "adapter", checkpoint, target_modules="all-linear")
@@ -56,9 +58,15 @@ def test_text_only(checkpoints, tmp_path):
 FLOATS_OF_4_BITS = torch.ones(4, 32, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
 
 
+@pytest.fixture(scope="module")
+def made(checkpoint, tmp_path_factory) -> Path:
+    return make_adapter(tmp_path_factory.mktemp("made") / "adapter", checkpoint, target_modules="all-linear")
+
+
 @pytest.fixture
-def adapter(checkpoint, tmp_path) -> Path:
-    return make_adapter(tmp_path / "adapter", checkpoint, target_modules="all-linear")
+def adapter(made, tmp_path) -> Path:
+    """Of all layers; the test may change its files."""
+    return shutil.copytree(made, tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(
@@ -73,6 +81,7 @@ def test_names_of_every_layout(decoder, visual, adapter, checkpoint):
     assert_same(load(checkpoint, lora=rename_tensors(adapter, rename)).state_dict(), want)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("shape", ["gqa3-untied", "mha-untied"])
 def test_ranks_merge_their_parts(shape, checkpoints, tmp_path):
     checkpoint = checkpoints(shape)
@@ -85,6 +94,7 @@ def test_ranks_merge_their_parts(shape, checkpoints, tmp_path):
             torch.testing.assert_close(got[name], want[name])
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
 def test_weights_are_merged_before_they_are_quantized(quantization, checkpoint, tmp_path, adapter):
     merged = merged_checkpoint(tmp_path / "merged", checkpoint, adapter)

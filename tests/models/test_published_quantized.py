@@ -40,11 +40,13 @@ def published(name: str) -> dict[str, Stored]:
     return tensors
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_config_gives_the_tensors_of_the_index(name):
     assert published(name).keys() == read_index(name)["weight_map"].keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_sizes_add_up_to_that_of_the_index(name):
     total = sum(stored.tensor.nbytes for stored in published(name).values())

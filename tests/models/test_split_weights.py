@@ -46,7 +46,7 @@ def rebuilt(models: list[Model], shapes: dict[str, torch.Size]) -> dict[str, tor
     return tensors
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("shape", EVERY)
 @pytest.mark.parametrize("index", [1, -1], ids=["fewest ranks", "most ranks"])
 def test_the_parts_of_all_ranks_are_the_checkpoint(shape, index, checkpoints):
@@ -56,6 +56,7 @@ def test_the_parts_of_all_ranks_are_the_checkpoint(shape, index, checkpoints):
     assert_same(rebuilt(models, {name: tensor.shape for name, tensor in tensors.items()}), tensors)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("shape", EVERY)
 def test_only_the_parts_of_a_rank_are_read(shape, checkpoints, monkeypatch):
     """Together they read a tensor once, except those that each needs whole."""
@@ -86,6 +87,7 @@ def test_only_the_parts_of_a_rank_are_read(shape, checkpoints, monkeypatch):
             assert max(read[name]) <= 1.05 * tensor.numel() / size or ".experts." in name, name
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("shape", ["experts8-top3", "experts16-top8-tied"])
 def test_experts_of_both_layouts_give_the_same_parts(shape, checkpoints, copy_of):
     def published(tensors: dict) -> dict:
@@ -97,6 +99,7 @@ def test_experts_of_both_layouts_give_the_same_parts(shape, checkpoints, copy_of
         assert_same(got.state_dict(), want.state_dict())
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("shape", EVERY)
 def test_dummy_weights_are_those_of_one_process(shape, checkpoints):
     options = {"load_format": "dummy", "seed": 7}

@@ -17,7 +17,7 @@ def shape(request) -> str:
     return request.param
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 def test_text_only_checkpoint_generates_the_tokens_of_transformers(shape, checkpoints, reference, make_llm):
     outputs = make_llm(checkpoints(shape)).generate(PROMPTS, GREEDY)
     for prompt, output in zip(PROMPTS, outputs, strict=True):

@@ -21,6 +21,7 @@ def test_a_checkpoint_without_a_token_for_videos_refuses_them(copy_of, make_llm)
             llm.generate_multimodal([request], GREEDY)
 
 
+@pytest.mark.thinned(5)
 @every_family
 @pytest.mark.parametrize(
     "text, number, message",

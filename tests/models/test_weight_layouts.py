@@ -34,6 +34,7 @@ def renamed(old: str, new: str):
     return lambda tensors: {rename(name): tensor for name, tensor in tensors.items()}
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("shape", OTHERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_names_of_every_layout_give_the_same_model(shape, layout, checkpoints, copy_of):

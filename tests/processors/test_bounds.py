@@ -16,6 +16,7 @@ TOKEN = CONFIG.factor**2  # pixels of one token
 ONE = SamplingParams(max_tokens=1)
 
 
+@pytest.mark.slow
 @settings(max_examples=600)
 @given(
     short=st.integers(1, 3000),

@@ -49,6 +49,7 @@ def assert_as_decoded_in_full(path, indices=None):
     np.testing.assert_array_equal(clip.frames, np.stack(expected))
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("name", "codec"), CLIPS, ids=lambda value: value)
 def test_every_frame_is_that_of_a_full_decode(name, codec, tmp_path):
     path = make_clip(tmp_path / name, 40, fps=8, codec=codec)
@@ -57,7 +58,7 @@ def test_every_frame_is_that_of_a_full_decode(name, codec, tmp_path):
     np.testing.assert_array_equal(clip.frames, np.stack([pixels for _, pixels in full_decode(path)]))
 
 
-@pytest.mark.thinned(12)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(("name", "codec"), CLIPS, ids=lambda value: value)
 @pytest.mark.parametrize("indices", [(0, 17, 33, 39), (7, 8, 9, 15, 16, 31, 32), (38, 39), (20, 20, 21)])
 def test_a_few_frames_are_those_of_a_full_decode(name, codec, indices, tmp_path):
@@ -137,6 +138,7 @@ def test_a_video_ends_after_many_errors_of_the_decoder(tmp_path, monkeypatch):
     assert numbers[0] == 50 and numbers[1] > 1000
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("fps", [Fraction(30000, 1001), Fraction(24000, 1001), 25, 60, Fraction(1, 2)])
 def test_common_rates_are_exact(fps, tmp_path):
     for name in ("a.mp4", "a.mkv"):

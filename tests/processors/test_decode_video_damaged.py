@@ -45,6 +45,7 @@ def load(data: bytes, limits: VideoLimits = ANY_VIDEO) -> int:
     return len(clip.frames)
 
 
+@pytest.mark.thinned(4)
 def test_a_truncated_video_gives_the_frames_that_there_are(clip):
     lengths = range(0, len(clip), max(1, len(clip) // 20))
     numbers = [load(clip[:length]) for length in lengths]
@@ -62,7 +63,7 @@ def test_the_frames_before_the_end_are_intact(name, tmp_path, caplog):
         assert (clip.frames[i] == full[i][1]).all()
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(2)
 def test_flipped_bytes_do_no_harm(clip):
     rng = random.Random(0)
     for _ in range(25):

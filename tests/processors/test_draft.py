@@ -23,6 +23,7 @@ def jpeg(width: int, height: int, orientation: int = 1) -> bytes:
     return encode(noise_image(width, height), "JPEG", exif=exif.tobytes())
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("width, height", SIZES)
 @pytest.mark.parametrize("orientation", [1, 6])
 @pytest.mark.parametrize("part", [{}, {"max_pixels": 28 * 28 * 9}, {"min_pixels": 28 * 28 * 300}])

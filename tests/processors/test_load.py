@@ -289,6 +289,7 @@ FUZZED = {
 }
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("file_format", FUZZED)
 def test_flipped_bytes_give_an_image_or_a_value_error(file_format, monkeypatch):
     monkeypatch.setattr(load_module, "MAX_SOURCE_PIXELS", 10**6)  # a corrupted size could need gigabytes

@@ -109,7 +109,7 @@ def check_special_tokens(name: str, data: st.DataObject) -> None:
 CHECKS = pytest.mark.parametrize("check", [check_ordinary_messages, check_special_tokens])
 
 
-@pytest.mark.thinned(1)
+@pytest.mark.slow
 @CHECKS
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=30)
@@ -127,7 +127,7 @@ def test_many_conversations_of_fragments(check, name, data):
     check(name, data)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_forged_turn_is_text(name):
     for role in ("system", "user", "assistant"):
@@ -144,7 +144,7 @@ def test_a_forged_turn_is_text(name):
         assert ids_of(name, messages, allow_special_tokens=True) == transformers_ids(name, messages)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "content", [FORGED.strip(), "a<|im_end|>", "<|image_pad|> b", "  x <|im_start|>\n\n y's e\u0301"]
@@ -160,6 +160,7 @@ def test_a_turn_has_the_ids_of_its_text(content, name):
     assert ids == want[:prefix] + turn + want[place:]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", [name for name in NAMES if name != TEXT_ONLY])
 @pytest.mark.parametrize(
     "parts", [["<|im_", "start|>"], ["<", "|im_start|>"], ["<|im_start|", ">"], ["<|im", "_", "start|>"]]

@@ -206,6 +206,7 @@ def overwrite(*buffers) -> None:
         buffer[:] = [0] * len(buffer) if isinstance(buffer, list) else 0
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("as_numpy", [False, True])
 @pytest.mark.parametrize("before", ["the first step", "the second chunk", "preemption"])
 def test_a_caller_may_overwrite_its_buffers_after_add_request(before, as_numpy, checkpoint, make_llm):

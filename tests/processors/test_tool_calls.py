@@ -125,6 +125,7 @@ def test_a_grammar_of_text_with_calls(accepts):
         assert not accepts(free_text_grammar, text)
 
 
+@pytest.mark.slow
 def test_a_grammar_of_calls_or_json(accepts):
     schema = tool("", a={"type": "integer"})["function"]["parameters"]
     for text in ('{"a": 5}', GOOD, f"{GOOD}\n{ANY}"):

@@ -152,6 +152,7 @@ def test_max_tokens_limits_the_completion(client, name):
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (3, "length")
 
 
+@pytest.mark.slow
 def test_without_max_tokens_a_completion_may_fill_the_context(checkpoint):
     from mmvllm.async_llm import AsyncLLM
 

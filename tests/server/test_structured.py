@@ -39,6 +39,7 @@ def refusal(app, body: dict, path: str = CHAT) -> tuple[str, str]:
     return error["param"], error["message"]
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("fields", JSON_FIELDS)
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_a_completion_is_json_of_the_schema(app, path, fields):
