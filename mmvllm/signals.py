@@ -1,4 +1,4 @@
-"""Signal handlers, which may raise exceptions anywhere in the main thread: when they run, and when not."""
+"""When signal handlers run, which may raise exceptions anywhere in the main thread, and how processes are ended."""
 
 import multiprocessing
 import os
@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 FORCED_SECONDS = 1.5  # for what ends in an orderly way after a second signal
@@ -82,8 +84,24 @@ def _end_at_second(received: socket.socket) -> None:
 def _end(code: int) -> None:
     with suppress(Exception):
         for process in multiprocessing.active_children():
-            process.kill()  # one that is stopped would not notice that its parent has ended
+            kill_process(process)  # one that is stopped would not notice that its parent has ended
     os._exit(code)
+
+
+def kill_process(process: BaseProcess) -> None:
+    """End a process at once.
+
+    What it has started ends with it, unless it is stopped (SIGSTOP): it is killed too, where the system tells (Linux).
+    """
+    children: list[int] = []
+    if process.is_alive():  # else its number may be another one's
+        with suppress(OSError):  # there is no /proc
+            tasks = [*Path(f"/proc/{process.pid}/task").iterdir()]
+            children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    process.kill()
+    for child in children:
+        with suppress(OSError):
+            os.kill(child, signal.SIGKILL)
 
 
 def run_below_first_process() -> None:

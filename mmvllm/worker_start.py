@@ -1,14 +1,12 @@
 """How a process is started: what it inherits of its parent, and what it does not."""
 
 import multiprocessing
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing import spawn
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 from typing import Any
 
 from mmvllm.worker_process import IGNORED_SIGNALS
@@ -67,22 +65,6 @@ def _main_module(is_needed: bool) -> Iterator[None]:
             yield
         finally:
             spawn.get_preparation_data = original
-
-
-def kill_process(process: SpawnProcess) -> None:
-    """End a process at once.
-
-    What it has started ends with it, unless it is stopped (SIGSTOP): it is killed too, where the system tells (Linux).
-    """
-    children: list[int] = []
-    if process.is_alive():  # else its number may be another one's
-        with suppress(OSError):  # there is no /proc
-            tasks = [*Path(f"/proc/{process.pid}/task").iterdir()]
-            children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    process.kill()
-    for child in children:
-        with suppress(OSError):
-            os.kill(child, signal.SIGKILL)
 
 
 def how_it_ended(process: SpawnProcess) -> str:

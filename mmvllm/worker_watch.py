@@ -12,8 +12,9 @@ from ctypes import c_uint64
 from multiprocessing import connection
 from typing import NamedTuple
 
+from mmvllm.signals import kill_process
 from mmvllm.worker_process import BEAT_SECONDS
-from mmvllm.worker_start import KILL_SECONDS, how_it_ended, kill_process
+from mmvllm.worker_start import KILL_SECONDS, how_it_ended
 
 START_SECONDS = 300.0  # for a process to begin to count: until then it loads Python and what it needs
 

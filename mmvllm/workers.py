@@ -19,9 +19,10 @@ from functools import partial
 from multiprocessing import connection
 from typing import Any
 
+from mmvllm.signals import kill_process
 from mmvllm.worker_channel import Channel, SharedBuffer
 from mmvllm.worker_process import serve
-from mmvllm.worker_start import kill_process, start_process
+from mmvllm.worker_start import start_process
 from mmvllm.worker_watch import Watch, Watched, new_pulse
 
 NUM_WORKERS = min(8, os.cpu_count() or 1)

@@ -11,8 +11,9 @@ from typing import Any
 from mmvllm.config import EngineConfig
 from mmvllm.engine.engine_host import AbortCommand, AddCommand, StopCommand
 from mmvllm.engine.engine_process import run_engine
+from mmvllm.signals import kill_process
 from mmvllm.worker_channel import Channel, PackedMessage, SharedBuffer
-from mmvllm.worker_start import kill_process, start_process
+from mmvllm.worker_start import start_process
 from mmvllm.worker_watch import Watch, Watched, new_pulse
 
 STOP_SECONDS = 5.0  # for the step that runs, and for further ranks to end

@@ -98,16 +98,17 @@ from types import SimpleNamespace
 
 from mmvllm.cli.stopping import stopping
 from mmvllm.signals import signals_deferred
-from mmvllm.worker_start import start_process
+from mmvllm.workers import WorkerPool
 from tests.helpers import tasks
 
 if __name__ == "__main__":
-    child = start_process(tasks.sleep, (1234,), is_daemon=True)
+    workers = WorkerPool(1)
+    processes = workers.run(tasks.pid), workers.run(tasks.start_process_that_sleeps)
     pool = ThreadPoolExecutor(1)
     pool.submit(time.sleep, 1234)  # Python waits for it at its end
     stop = lambda: print("stopping", file=sys.stderr, flush=True)
     with stopping(SimpleNamespace(stop=stop)), {"deferred": signals_deferred, "handled": nullcontext}[sys.argv[1]]():
-        print(child.pid, flush=True)
+        print(*processes, flush=True)
         time.sleep(1234)
 """
 
@@ -122,8 +123,9 @@ def test_a_second_signal_ends_the_program_and_its_processes_whatever_they_wait_f
     command = [sys.executable, str(script), how]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
-            child = int(process.stdout.readline())
-            os.kill(child, signal.SIGSTOP)  # as one that waits for a lost device, it does not notice its parent's end
+            children = [*map(int, process.stdout.readline().split())]
+            for child in children:  # as those that wait for a lost device, they do not notice their parent's end
+                os.kill(child, signal.SIGSTOP)
             process.send_signal(number)
             assert how == "deferred" or "stopping" in process.stderr.readline()
             process.send_signal(number)
@@ -133,7 +135,7 @@ def test_a_second_signal_ends_the_program_and_its_processes_whatever_they_wait_f
             assert process.wait(30) == 128 + number
         finally:
             process.kill()
-    wait_until_gone([child])
+    wait_until_gone(children)
 
 
 FIRST = "from mmvllm.signals import run_below_first_process\nrun_below_first_process()\n"
