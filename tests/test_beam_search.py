@@ -134,7 +134,7 @@ def test_few_blocks(spare_blocks, caching, checkpoint, make_llm, expected):
     assert llm.engine.scheduler.num_preemptions > 0
 
 
-@pytest.mark.thinned(1)
+@pytest.mark.slow
 @every_way
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("which", [0, -1, None])
@@ -157,6 +157,7 @@ def test_preemption_at_each_step(which, caching, checkpoint, make_llm, expected)
     assert step >= TOKENS
 
 
+@pytest.mark.thinned(1)
 @every_way
 def test_beams_among_other_requests(checkpoint, make_llm, expected):
     """Greedy and seeded requests, and several completions, are what they are alone."""

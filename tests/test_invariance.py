@@ -74,7 +74,7 @@ def test_batch_order(order, checkpoint, make_llm, expected):
     assert tokens(run(make_llm(checkpoint), tuple(REQUESTS)[::order])) == expected
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 def test_after_a_warm_up(checkpoint, make_llm, expected):
     assert tokens(run(make_llm(checkpoint, skip_warmup=False))) == expected
 
@@ -98,14 +98,14 @@ def test_every_token_budget(name, checkpoint, make_llm, expected):
         assert run(llm, (name,))[name].token_ids == expected[name], f"budget {budget} of {length}"
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(2)
 @every_way
 @pytest.mark.parametrize("budget", [1, 2, 3, 7, 16, 30, 61])
 def test_token_budgets_with_several_requests(budget, checkpoint, make_llm, expected):
     assert tokens(run(make_llm(checkpoint, max_num_batched_tokens=budget))) == expected
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(3)
 @every_way
 @pytest.mark.parametrize("block_size", [1, 2, 3, 5, 8, 16, 64])
 def test_prefix_cold_and_hit(block_size, checkpoint, make_llm, expected):
@@ -176,7 +176,7 @@ def blocks_of(llm, name: str, block_size: int) -> int:
     return -(-(len(llm.processor(REQUESTS[name]).token_ids) + TOKENS) // block_size)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @every_way
 @pytest.mark.parametrize("spare_blocks", [0, 5, 9])
 def test_preemption_when_blocks_run_out(spare_blocks, checkpoint, make_llm, expected):

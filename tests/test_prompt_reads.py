@@ -44,7 +44,7 @@ def expected(reference):
     return get
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("options", WAYS)
 @pytest.mark.parametrize("shape", RICHEST)
 def test_what_is_read_equals_transformers(shape, options, checkpoints, make_llm, expected, monkeypatch):

@@ -117,7 +117,7 @@ def prepare(model: Model) -> None:
     keep_codes(model, CPU, torch.bfloat16)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("ranks", [SINGLE, PlannedRank(0, 2), PlannedRank(1, 2)], ids=["alone", "first", "second"])
 @pytest.mark.parametrize("method", FORMATS)
 def test_bfloat16_products_are_near_those_of_the_values(method, ranks, checkpoints, tmp_path):

@@ -91,7 +91,7 @@ def test_the_error_of_the_logits_after_clips_where_routers_choose_the_same_exper
     assert_no_worse(got, plain, exact)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("shape", [name for name in IMAGE_SHAPES if "experts" not in name])
 @pytest.mark.parametrize("question", ["text", "three"])
 def test_the_error_of_logits_with_weights_in_4_bits(question, shape, checkpoints, reference, make_llm):

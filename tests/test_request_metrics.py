@@ -18,6 +18,7 @@ WAYS = {
 }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_stages_follow_each_other(checkpoint, make_llm, way, monkeypatch):
     llm = make_llm(checkpoint, **WAYS[way])

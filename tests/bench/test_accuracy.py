@@ -42,6 +42,7 @@ def test_a_kernel_with_errors_like_the_reference_passes_in_every_draw(num_values
         assert draw.problem_of(attention(draw.q, draw.k[:, :, order], draw.v[:, :, order])) is None
 
 
+@pytest.mark.thinned(4)
 @DTYPES
 @pytest.mark.parametrize("seed", range(3))
 def test_a_kernel_that_drops_a_tile_of_keys_fails(seed, dtype):
@@ -50,6 +51,7 @@ def test_a_kernel_that_drops_a_tile_of_keys_fails(seed, dtype):
     assert "the quantile of" in draw.problem_of(got)
 
 
+@pytest.mark.thinned(4)
 @DTYPES
 @pytest.mark.parametrize("seed", range(3))
 def test_a_kernel_with_one_wrong_row_of_a_hundred_fails(seed, dtype):

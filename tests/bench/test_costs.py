@@ -40,6 +40,7 @@ def count_flops(work) -> int:
     return counter.get_total_flops()
 
 
+@pytest.mark.thinned(4)
 def test_parameters_equal_those_of_the_checkpoint(folder):
     costs = ModelCosts(load_config(folder))
     counts = dict.fromkeys(("vision", "decoder", "embedding", "head"), 0)
@@ -82,6 +83,7 @@ def test_a_step_reads_the_experts_that_its_tokens_choose(checkpoints):
         assert costs.weights_read_by_a_step(num_tokens) == pytest.approx(expected)
 
 
+@pytest.mark.thinned(3)
 def test_a_text_only_model_has_no_vision_costs(folder):
     config = load_config(folder)
     text_only = replace(config, architecture="Qwen2ForCausalLM", vision=None, mrope_section=None, image_token_id=None)

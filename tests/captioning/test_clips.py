@@ -90,6 +90,7 @@ def test_worker_processes_make_the_same_records(clips, llm):
     assert [record["start"] for record in threads if record["path"].endswith("long.mov")] == [0.0, 4.0, 8.0]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("options", "num_frames"),
     [({"video_fps": 4}, 12), ({"video_fps": 0.5}, 4), ({"video_frames": 8}, 8), ({"video_frames": 1000}, 24)],

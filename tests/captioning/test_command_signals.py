@@ -28,7 +28,6 @@ def test_ctrl_c_ends_a_process_that_was_started_by_a_shell_command(checkpoint, i
     assert f"captioned      {len(by_name(out))}\n" in err
 
 
-@pytest.mark.essential
 def test_the_first_ctrl_c_finishes_requests_in_flight(start, images, names, tmp_path, out):
     whole = tmp_path / "whole.jsonl"
     run = start(names, "--output", out)

@@ -36,7 +36,7 @@ def test_nan_logits_fail_only_their_request(llm):
         assert outputs[good].error is None and len(outputs[good].token_ids) == 4
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("where", ["run", "postprocess"])
 @pytest.mark.parametrize("at", range(6))
 def test_an_interrupted_step_does_not_affect_other_requests(where, at, checkpoint, make_llm, monkeypatch):

@@ -73,6 +73,7 @@ def test_other_errors_are_not(error):
     assert not is_fatal(error)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("ahead", [False, True], ids=["synchronous", "ahead"])
 @pytest.mark.parametrize("where", ["run", "tokens"])
 @pytest.mark.parametrize("at", [0, 3])

@@ -14,6 +14,7 @@ from tests.helpers.shapes import every_family
 GiB = 2**30
 
 
+@pytest.mark.thinned(2)
 @every_family
 def test_num_blocks_on_a_cpu_follows_cpu_kvcache_bytes(checkpoint, make_llm):
     engine = make_llm(checkpoint, num_kvcache_blocks=None, cpu_kvcache_bytes=1_000_000).engine

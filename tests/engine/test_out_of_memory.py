@@ -109,7 +109,7 @@ def test_completions_equal_those_of_a_run_with_enough_memory(num_seqs, caching, 
     assert max(sizes) == 5  # the first sequence of each request, in the first step
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @with_and_without_launching_ahead
 @pytest.mark.parametrize("where", ["run", "tokens"])
 @pytest.mark.parametrize("at", range(TOKENS))

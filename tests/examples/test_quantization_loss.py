@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from mmvllm.models.folder import BUNDLED
@@ -12,6 +13,7 @@ from evaluate_demo_model import held_out
 from quantization_loss import agreement, run
 
 
+@pytest.mark.slow
 def test_each_request_has_logits_an_answer_and_a_size():
     requests = held_out(1)[1][:2]
     exact = run(BUNDLED, requests, dtype="float32")

@@ -59,7 +59,7 @@ def assert_accurate(given):
     assert_no_worse(coded_linear_triton(*given), in_float32(*given), exact)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(2)
 @WIDTHS
 @SIZES
 @pytest.mark.parametrize("N", [1, 5, 17])

@@ -35,6 +35,7 @@ def exact_products(counts, x, weight):
     return torch.cat([rows @ w.T for rows, w in zip(x.double().split(counts), weight.double(), strict=True)])
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("out_size,in_size", [(48, 64), (131, 67), (64, 200)])
 @COUNTS
 def test_error_is_bounded_by_the_reference(counts, out_size, in_size, device, dtype):

@@ -5,6 +5,7 @@ from mmvllm.kernels.silu_mul import silu_mul, silu_mul_torch, silu_mul_triton
 from tests.helpers.kernels import assert_no_worse
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("N,width", [(1, 8960), (3, 1024), (5, 1027), (4, 7), (33, 64)])
 def test_error_is_bounded_by_the_reference(N, width, device, dtype):
     torch.manual_seed(0)

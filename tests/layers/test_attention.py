@@ -8,6 +8,7 @@ from mmvllm.kernels.packed_attention import attention_torch
 from mmvllm.kernels.paged_attention import paged_attention_torch
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("H", "K", "n", "T", "D"), [(16, 16, 256, 256, 80), (4, 4, 1100, 1100, 16), (12, 2, 70, 300, 128)]
 )

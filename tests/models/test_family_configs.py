@@ -101,7 +101,7 @@ def test_a_missing_head_size_is_that_of_transformers(shape, checkpoints, folder_
     assert assert_equals_transformers(folder_of(config)).head_dim == (16 if shape.startswith("experts") else 128)
 
 
-@pytest.mark.thinned(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", RICHEST)
 def test_the_head_is_tied_as_in_transformers(shape, checkpoints, folder_of):
     """Of the value at the top and the one in `text_config`, each family of transformers reads another."""

@@ -34,7 +34,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("shape", RICHEST)
 def test_merged_weights_are_those_of_peft(shape, kind, checkpoints, tmp_path):

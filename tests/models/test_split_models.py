@@ -81,7 +81,7 @@ def loaded(folder, ranks: Ranks = SINGLE, dtype: torch.dtype = torch.float32, **
     return load_model(folder, load_config(folder), CPU, dtype, ranks=ranks, **options)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("shape", "size"), cases(SHAPES) + MANY)
 def test_logits_are_those_of_the_whole_model(shape, size, checkpoints):
     folder, whole = checkpoints(shape), loaded(checkpoints(shape))
@@ -99,7 +99,7 @@ def recorded(ranks: ConnectedRanks) -> list[Operation]:
     return submitted
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("num_tokens", "sample_at"), [(N, []), (N, [3, 8]), (2100, [0])])
 def test_the_operations_of_a_step_are_those_that_a_model_names(shape, num_tokens, sample_at, checkpoints):

@@ -191,6 +191,7 @@ def test_an_extra_tensor_is_named(name, copy_of):
         load(folder)
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("dtype", ["int8", "bool", "int16", "complex64", "float8_e4m3fn"])
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "visual.blocks.0.attn.qkv.weight"])
 def test_a_tensor_that_is_not_of_floats_is_named(name, dtype, copy_of):

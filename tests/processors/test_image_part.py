@@ -76,6 +76,7 @@ def test_bounds_of_a_part_mean_what_they_mean_in_qwen_vl_utils(width, height, a,
     assert (got.height, got.width) == qwen_smart_resize(height, width, factor, *sizes.values())
 
 
+@pytest.mark.thinned(4)
 @every_family
 @pytest.mark.parametrize("sizes", [{"resized_height": 100, "resized_width": 75}, {"min_pixels": 9000}], ids=str)
 def test_a_request_resizes_by_the_patches_of_its_checkpoint(sizes, checkpoint, make_llm):

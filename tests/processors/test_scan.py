@@ -224,6 +224,7 @@ FUZZ = {
 EXAMPLES = [pytest.param(100, id="few"), pytest.param(10_000, id="many", marks=pytest.mark.slow)]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("num_examples", EXAMPLES)
 @pytest.mark.parametrize("name", FUZZ)
 def test_random_input_gives_an_image_or_an_image_error(name, num_examples):

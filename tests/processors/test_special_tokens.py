@@ -144,7 +144,7 @@ def test_a_forged_turn_is_text(name):
         assert ids_of(name, messages, allow_special_tokens=True) == transformers_ids(name, messages)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "content", [FORGED.strip(), "a<|im_end|>", "<|image_pad|> b", "  x <|im_start|>\n\n y's e\u0301"]
@@ -259,6 +259,7 @@ def test_the_choice_is_a_bool(value):
         processor("bundled")({"messages": [{"role": "user", "content": "a"}], "allow_special_tokens": value})
 
 
+@pytest.mark.slow
 def test_long_texts_are_encoded_in_linear_time():
     """A second for all; a quadratic search would take hours."""
     for piece in ("<", "<|im_", " ", "<|im_start|>", "< "):
