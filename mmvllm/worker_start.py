@@ -3,6 +3,7 @@
 import multiprocessing
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import spawn
@@ -69,9 +70,13 @@ def _main_module(is_needed: bool) -> Iterator[None]:
 
 def how_it_ended(process: SpawnProcess) -> str:
     """A process that has ended, or is about to, was "ended by SIGKILL" or "ended with exit code 1"."""
-    process.join(KILL_SECONDS)
-    code = process.exitcode
-    return f"was ended by {_signal_name(-code)}" if code is not None and code < 0 else f"ended with exit code {code}"
+    end = time.monotonic() + KILL_SECONDS
+    # Not `join`, which returns before there is a code if another thread asks for it at the same time.
+    while (code := process.exitcode) is None and time.monotonic() < end:
+        time.sleep(0.01)
+    if code is None:
+        return "does not end"
+    return f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
 
 
 def _signal_name(number: int) -> str:

@@ -18,6 +18,7 @@ import pytest
 from mmvllm import workers
 from mmvllm.errors import ImageError
 from mmvllm.worker_process import NICENESS, serve
+from mmvllm.worker_start import how_it_ended
 from mmvllm.worker_watch import new_pulse
 from mmvllm.workers import TaskCancelled, WorkerDied, WorkerPool, WorkersUnusable, WorkerTimeout
 from tests.helpers import tasks
@@ -148,6 +149,18 @@ def test_a_process_that_is_killed_takes_stopped_ones_along(pool, tmp_path):
     with pytest.raises(WorkerTimeout):
         pool.run(tasks.sleep, 60, timeout=0.2)
     wait_until_gone([child.pid])
+
+
+def test_how_a_process_ended_is_known_while_another_thread_asks_for_it_too():
+    codes = iter([None, None, -signal.SIGKILL])  # the system tells one of them
+
+    class Ended:
+        exitcode = property(lambda self: next(codes))
+
+        def join(self, timeout: float) -> None:
+            pass
+
+    assert how_it_ended(Ended()) == "was ended by SIGKILL"
 
 
 def test_processes_that_end_at_once_are_an_error_of_the_pool():
