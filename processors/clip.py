@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 DEFAULT_FPS = 2.0  # of frames that are given as they are, and of sampling where neither request nor checkpoint say more
-MAX_FPS = 1000  # that may be asked for, or that a header is believed to have
+MIN_FPS, MAX_FPS = 1e-6, 1000  # that may be asked for, or that a header is believed to have
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ taken, so that videos with a variable frame rate are sampled evenly in time.
 import logging
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, BinaryIO, TypeVar
 
@@ -19,7 +20,7 @@ from mmvllm.processors.decode import Reserve
 from mmvllm.processors.scan import RefusedImage
 from mmvllm.processors.video import ClipPlan, Resize, resize_frame, resized_to
 from mmvllm.processors.video_limits import ANY_VIDEO, VideoLimits
-from mmvllm.processors.video_stream import VideoStream
+from mmvllm.processors.video_stream import FramesEnded, VideoStream
 
 T = TypeVar("T")
 
@@ -54,9 +55,20 @@ def decode_video(
     """
 
     def take(stream: VideoStream, info: VideoInfo) -> Clip:
-        if not (plan.is_preview or limits.containers):  # a client could fill the log of a server
-            _warn_of_missing_frames(name, stream.declared_seconds, info.duration)
-        return sampled(name, info, lambda index: stream.shown(index / info.fps, 1 / info.fps), plan, limits, reserve)
+        def frame_at(index: int) -> np.ndarray:
+            return stream.shown(index / info.fps, 1 / info.fps)
+
+        is_logged = not (plan.is_preview or limits.containers)  # a client could fill the log of a server
+        if is_logged and stream.declared_seconds > 1.1 * info.duration + 1:
+            _warn_of_missing_frames(name, stream.declared_seconds, info)
+        try:
+            return sampled(name, info, frame_at, plan, limits, reserve)
+        except FramesEnded as ended:
+            intact = replace(info, total_num_frames=round(ended.seconds * info.fps) + 1)
+        if is_logged:
+            _warn_of_missing_frames(name, info.duration, intact)
+        stream.begin()
+        return sampled(name, intact, frame_at, plan, limits, reserve)
 
     return _read(file, name, limits, take)
 
@@ -112,7 +124,7 @@ def guarded(name: str, read: Callable[[], T]) -> T:
 def _read(file: str | BinaryIO, name: str, limits: VideoLimits, use: Callable[[VideoStream, VideoInfo], T]) -> T:
     def read() -> T:
         open_container = partial(_open, file, name, limits)
-        with closing(VideoStream(open_container, name, limits.codecs, NUM_THREADS, limits.check_time)) as stream:
+        with closing(VideoStream(open_container, name, limits, NUM_THREADS)) as stream:
             return use(stream, _info(stream, name, limits))
 
     return guarded(name, read)
@@ -165,6 +177,5 @@ def _info(stream: VideoStream, name: str, limits: VideoLimits) -> VideoInfo:
     return info
 
 
-def _warn_of_missing_frames(name: str, declared: float, there: float) -> None:
-    if declared > 1.1 * there + 1:
-        _logger.warning("%s: declares %.1f s, but only %.1f s are there", name, declared, there)
+def _warn_of_missing_frames(name: str, declared: float, there: VideoInfo) -> None:
+    _logger.warning("%s: declares %.1f s, but only %.1f s are there", name, declared, there.duration)

@@ -24,7 +24,7 @@ from mmvllm.errors import ParameterError, PromptTooLong
 from mmvllm.inputs import Grid, Media
 from mmvllm.processors import qwen_vl_utils
 from mmvllm.processors.bounds import pixel_bounds
-from mmvllm.processors.clip import DEFAULT_FPS, MAX_FPS, Clip, VideoInfo
+from mmvllm.processors.clip import DEFAULT_FPS, MAX_FPS, MIN_FPS, Clip, VideoInfo
 from mmvllm.processors.image import ImageProcessorConfig, normalized_levels, patchify
 
 
@@ -80,9 +80,9 @@ class VideoProcessorConfig(ImageProcessorConfig):
 
 
 def check_fps(name: str, fps: Any) -> None:
-    """Raise ParameterError for anything but a number above 0 and at most `MAX_FPS`."""
-    if not is_number(fps) or not 0 < fps <= MAX_FPS:
-        raise ParameterError(name, fps, f"a number above 0 and at most {MAX_FPS}")
+    """Raise ParameterError for anything but a number from `MIN_FPS` to `MAX_FPS`."""
+    if not is_number(fps) or not MIN_FPS <= fps <= MAX_FPS:
+        raise ParameterError(name, fps, f"a number from {MIN_FPS} to {MAX_FPS}")
 
 
 class Resize(NamedTuple):

@@ -5,7 +5,7 @@ asked before each packet. Nothing here bounds memory: frames are yielded one by 
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,21 @@ import numpy as np
 from mmvllm.errors import VideoError
 from mmvllm.processors.clip import MAX_FPS, is_later_shown
 from mmvllm.processors.display_matrix import display_matrix, upright, upright_size
+from mmvllm.processors.video_limits import VideoLimits
 
 SEEKABLE = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "avi")  # whose times and keyframes are reliable
 MAX_ERRORS = 64  # consecutive errors of the container
 MAX_DECODER_ERRORS = 1000  # consecutive; more than the packets before the first keyframe of a cut recording
 MAX_RETREATS = 3  # keyframes that turn out to be shown too late, before a video is read without seeking
+LOST_PERIODS = 2  # behind the last frame: packets up to there may be second fields, or belong to no frame
+
+
+class FramesEnded(Exception):
+    """No frame can be decoded after the one that begins `seconds` after the first."""
+
+    def __init__(self, seconds: float):
+        super().__init__(f"no frame after {seconds:.1f} s")
+        self.seconds = seconds
 
 
 class VideoStream:
@@ -25,23 +35,15 @@ class VideoStream:
 
     Args:
         open_container: opens the file with PyAV, from its beginning; called again for formats that cannot go back.
-        codecs: FFmpeg's names of the decoders that may be used; empty for all.
+        limits: `check_time` is called before each packet.
         num_threads: of the decoder.
-        check_time: called before each packet; raises an error if decoding takes too long.
 
     Raises VideoError for a file without a video that can be decoded.
     """
 
-    def __init__(
-        self,
-        open_container: Callable[[], Any],
-        name: str,
-        codecs: Collection[str],
-        num_threads: int,
-        check_time: Callable[[], None],
-    ):
-        self._open_container, self._name, self._codecs = open_container, name, codecs
-        self._num_threads, self._check_time = num_threads, check_time
+    def __init__(self, open_container: Callable[[], Any], name: str, limits: VideoLimits, num_threads: int):
+        self._open_container, self._name, self._limits = open_container, name, limits
+        self._num_threads = num_threads
         self._open()
         self._can_seek = self._container.format.name in SEEKABLE
         # An AVI file has no times, only an order of decoding.
@@ -56,6 +58,8 @@ class VideoStream:
             self._container.close()
             raise
         self._stream.codec_context.thread_count = self._num_threads
+        # Before memory is taken for a frame that is larger than the first one; with the decoder's padding.
+        self._stream.codec_context.options = {"max_pixels": str(min(2 * self._limits.max_frame_pixels, 2**31 - 1))}
         self._time_base = float(self._stream.time_base or 0) or 1.0
         self._rate = self._declared_rate()
 
@@ -72,8 +76,8 @@ class VideoStream:
         codec = getattr(videos[0].codec_context, "name", None)
         if codec is None:
             raise VideoError(self._name, "its codec is not supported")
-        if self._codecs and codec not in self._codecs:
-            raise VideoError(self._name, f"its codec is {codec}, accepted are {', '.join(self._codecs)}")
+        if self._limits.codecs and codec not in self._limits.codecs:
+            raise VideoError(self._name, f"its codec is {codec}, accepted are {', '.join(self._limits.codecs)}")
         return videos[0]
 
     # How long it is
@@ -158,7 +162,7 @@ class VideoStream:
     def shown(self, at: float, period: float) -> np.ndarray:
         """The upright frame that stands for a time (see `is_later_shown`), (height, width, 3) uint8.
 
-        Times must not fall from call to call.
+        Times must not fall from call to call. Raises FramesEnded if the packets for this time cannot be decoded.
         """
         self._approach(at + 0.1 * period)
         while self._next is not None and (
@@ -167,6 +171,9 @@ class VideoStream:
             self._step()
         if self._current is None:
             raise VideoError(self._name, "cannot be decoded, damaged or truncated")
+        if self._next is None and min(at, self._end_of_packets) > self._current_time + LOST_PERIODS * period:
+            raise FramesEnded(self._current_time)
+        self._limits.check_size(self._name, self._current.height, self._current.width)
         return upright(self._current.to_ndarray(format="rgb24"), self._matrix)
 
     def _step(self) -> None:
@@ -176,6 +183,7 @@ class VideoStream:
 
     def _restart(self, is_first: Callable[[Any], bool]) -> None:
         self._frames, self._current, self._num_passed = self._decoded(), None, 0
+        self._num_packets, self._last_packet = 0, None
         self._next = next((frame for frame in self._frames if is_first(frame)), None)
 
     def _time(self) -> float:
@@ -184,12 +192,22 @@ class VideoStream:
             return self._num_passed / (self._rate or 1.0)
         return (self._pts(self._next) - self._start) * self._time_base
 
+    @property
+    def _end_of_packets(self) -> float:
+        """Seconds at which the last frame would begin if all packets up to here could be decoded."""
+        if self._is_counted:
+            return (self._num_packets - 1) / (self._rate or 1.0)
+        return 0 if self._last_packet is None else (self._last_packet - self._start) * self._time_base
+
     def _pts(self, frame: Any) -> int:
         return (frame.dts or 0) if frame.pts is None else frame.pts
 
     def _decoded(self) -> Iterator[Any]:
         num_errors = 0
         for packet in self._packets():
+            if packet.size and not packet.is_discard:
+                self._num_packets += 1
+                self._last_packet = max(self._pts(packet), self._last_packet or self._pts(packet))
             try:
                 yield from packet.decode()
                 num_errors = 0
@@ -203,7 +221,7 @@ class VideoStream:
         while num_errors < MAX_ERRORS:
             try:
                 for packet in self._container.demux(self._stream):
-                    self._check_time()
+                    self._limits.check_time()
                     num_errors = 0
                     yield packet
                 return

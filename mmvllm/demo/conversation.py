@@ -11,6 +11,7 @@ from mmvllm.demo.videos import ClipOptions, ClipRules, UploadedVideo
 from mmvllm.grounding import Box, Point
 from mmvllm.outputs import RequestOutput
 from mmvllm.processors.clip import DEFAULT_FPS
+from mmvllm.processors.parts import check_numbers
 from mmvllm.sampling_params import SamplingParams
 
 Uploaded = UploadedImage | UploadedVideo
@@ -44,6 +45,12 @@ class Options:
     min_pixels: int
     max_pixels: int
     fps: float = DEFAULT_FPS
+
+    @property
+    def pixel_bounds(self) -> tuple[int, int]:
+        """Of a resized image; raises ValueError for what the page's controls do not give."""
+        check_numbers({"min_pixels": self.min_pixels, "max_pixels": self.max_pixels})
+        return self.min_pixels, self.max_pixels
 
     @property
     def of_clips(self) -> ClipOptions:

@@ -71,7 +71,8 @@ class DemoRouteFilter:
                 await self.app(scope, receive, send)
 
     def _refusal(self, path: str, route: str, num_bytes: int | None, headers: Headers) -> PlainTextResponse | None:
-        if route and headers.get("sec-fetch-site") == "cross-site":  # browsers say so, through proxies too
+        # Browsers say which page a request comes from, through proxies too; one that is opened by hand comes from none.
+        if route and headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
             return PlainTextResponse("Open the page itself", 403)
         if _is_too_long(path) or (route and not self._is_known(route)):
             return PlainTextResponse("There is nothing here", 404)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmvllm.decoding import MediaDecoder
+from mmvllm.decoding import NUM_VIDEO_WORKERS, MediaDecoder
 from mmvllm.demo.conversation import (
     Options,
     TokenCounts,
@@ -93,7 +93,9 @@ class Sessions:
         self.decoder = decoder or MediaDecoder(settings.policy)
         self._clips: ClipRules | None = None
         # Not the event loop's own threads: files that take long to decode would delay all that needs one of them.
-        self._checking = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="mmvllm-check")
+        # Images have other threads than videos, which take longer.
+        self._checking_images = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="mmvllm-check")
+        self._checking_videos = ThreadPoolExecutor(NUM_VIDEO_WORKERS, thread_name_prefix="mmvllm-check")
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._open_tabs: Counter[str] = Counter()
         self._sweeper: asyncio.Task | None = None
@@ -248,7 +250,7 @@ class Sessions:
 
     def counts(self, media: list[Uploaded], options: Options) -> TokenCounts:
         """The tokens of images and videos; raises ValueError for options that cannot be."""
-        config, bounds = self.engine.image_config, (options.min_pixels, options.max_pixels)
+        config, bounds = self.engine.image_config, options.pixel_bounds
         images = [one for one in media if isinstance(one, UploadedImage)]
         videos = [one for one in media if isinstance(one, UploadedVideo)]
         return TokenCounts(
@@ -266,12 +268,13 @@ class Sessions:
         if is_video(path):
             plan = self.clips.preview_plan(options)
             is_known = known is not None and known.indices == tuple(plan.frame_indices(known.info))
-            read = partial(UploadedVideo.read, path, plan)
+            threads, read = self._checking_videos, partial(UploadedVideo.read, path, plan)
         else:
-            is_known, read = known is not None, partial(UploadedImage.read, path)
+            is_known = known is not None
+            threads, read = self._checking_images, partial(UploadedImage.read, path)
         if not is_known:
             with self.decoder.session() as decode:
-                known = await asyncio.get_running_loop().run_in_executor(self._checking, read, decode)
+                known = await asyncio.get_running_loop().run_in_executor(threads, read, decode)
             session.known[path] = known
         return known
 

@@ -16,7 +16,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from mmvllm.processors.clip import MAX_FPS
+from mmvllm.processors.clip import MAX_FPS, MIN_FPS
 from mmvllm.processors.tools import MAX_TOOLS
 from mmvllm.text import parse_json
 
@@ -81,7 +81,7 @@ class VideoUrl(StrictModel):
     )
 
 
-Rate = Annotated[float, Field(gt=0, le=MAX_FPS)]
+Rate = Annotated[float, Field(ge=MIN_FPS, le=MAX_FPS)]
 Size = Annotated[int, Field(ge=1, lt=INT64)]
 
 

@@ -1,6 +1,10 @@
 """Uploaded videos: what is taken of them, how many tokens that costs, and what is refused."""
 
+import asyncio
 import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,8 +27,10 @@ from mmvllm.media import MediaPolicy
 from mmvllm.models.folder import BUNDLED
 from mmvllm.processors.clip import VideoInfo
 from mmvllm.processors.load_video import Load
-from tests.helpers.demo import OPTIONS
+from mmvllm.workers import NUM_WORKERS
+from tests.helpers.demo import OPTIONS, InProcessDecoder
 from tests.helpers.pages import elsewhere
+from tests.helpers.requests import noise_image
 from tests.helpers.server import ENGINE
 from tests.helpers.videos import make_clip
 
@@ -140,6 +146,39 @@ def test_too_many_pixels_are_told_before_the_frames_are_decoded(engine, decoder,
 def test_values_that_no_control_has_are_refused(name, value, engine):
     with pytest.raises(ParameterError, match=f"{name} is"):
         ClipRules.of(engine).part_keys(ClipOptions(**{name: value}))
+
+
+@pytest.mark.parametrize("name, value", [("min_pixels", 0.5), ("max_pixels", "1"), ("max_pixels", 0)])
+def test_values_that_no_control_has_are_refused_for_images_too(name, value):
+    with pytest.raises(ParameterError, match=f"{name} is"):
+        assert replace(OPTIONS, **{name: value}).pixel_bounds
+
+
+def test_an_image_does_not_wait_for_videos(engine, tmp_path):
+    may_end = threading.Event()
+
+    class SlowDecoder(InProcessDecoder):
+        @contextmanager
+        def session(self) -> Iterator[Load]:
+            yield Load(POLICY.load, lambda data, plan: may_end.wait(60))
+
+    async def work() -> None:
+        sessions = Sessions(engine, Uploads(tmp_path), DemoSettings(POLICY), SlowDecoder(POLICY))
+        session = sessions.get("one")
+        reads = [sessions.read(session, tmp_path / "a.mp4", ClipOptions()) for _ in range(NUM_WORKERS)]
+        videos = [asyncio.create_task(read) for read in reads]
+        await asyncio.sleep(0)  # they are read
+        try:
+            async with asyncio.timeout(30):
+                assert (await sessions.read(session, tmp_path / "a.png", ClipOptions())).path == tmp_path / "a.png"
+            assert not any(video.done() for video in videos)
+        finally:
+            may_end.set()
+            await asyncio.gather(*videos, return_exceptions=True)  # what the decoder has returned is no clip
+
+    noise_image(30, 30).save(tmp_path / "a.png")
+    (tmp_path / "a.mp4").write_bytes(b"any")
+    elsewhere(work())
 
 
 @pytest.mark.parametrize("name, want", [("a.MP4", True), ("a.webm", True), ("a.gif", False), ("mp4", False)])

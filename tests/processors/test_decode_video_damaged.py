@@ -4,8 +4,12 @@ import io
 import random
 import socket
 from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
 
+import av
 import pytest
+from PIL import Image
 
 from mmvllm.errors import VideoError
 from mmvllm.media import MediaPolicy
@@ -61,6 +65,52 @@ def test_the_frames_before_the_end_are_intact(name, tmp_path, caplog):
     assert 16 <= len(clip.frames) < 48 and clip.info.fps == 8
     for i in range(len(clip.frames) - 4):  # at the end the decoder may lack frames that are decoded later
         assert (clip.frames[i] == full[i][1]).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "rest"), [("fast.mp4", "zeros"), ("fast.mp4", "noise"), ("hevc.mp4", "noise"), ("av1.mp4", "zeros")]
+)
+def test_an_end_that_cannot_be_decoded_is_no_copy_of_the_last_frame(name, rest, tmp_path, caplog):
+    """As of a download into a file that was given its size before."""
+    codec, options = next(one[1:] for one in CLIPS if one[0] == name)
+    path = make_clip(tmp_path / name, 80, codec=codec, options=options)
+    full, data = full_decode(path), path.read_bytes()
+    cut = len(data) // 2
+    data = data[:cut] + (bytes(len(data) - cut) if rest == "zeros" else random.Random(0).randbytes(len(data) - cut))
+    clip = load_video(data, FramesAt())
+    number = len(clip.frames)
+    assert number == clip.info.total_num_frames and 20 <= number < 60
+    for i in range(20):
+        assert (clip.frames[i] == full[i][1]).all()
+    assert any("but only" in message for message in caplog.messages)
+    caplog.clear()
+    assert len(load_video(data, FramesAt(), UNTRUSTED).frames) == number and not caplog.messages
+    with pytest.raises(VideoError, match="cannot be decoded"):
+        load_video(data, FramesAt((79,)))
+
+
+def grown(size: tuple[int, int], path: Path) -> bytes:
+    """Ten frames of 64 x 64, and five of this size."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mjpeg", rate=8, width=64, height=64, pix_fmt="yuvj420p")
+        for i in range(15):
+            buffer = io.BytesIO()
+            Image.new("RGB", (64, 64) if i < 10 else size, (i * 10, 0, 0)).save(buffer, "JPEG")
+            packet = av.Packet(buffer.getvalue())
+            packet.stream, packet.pts, packet.dts, packet.duration = stream, i, i, 1
+            packet.time_base, packet.is_keyframe = Fraction(1, 8), True
+            container.mux(packet)
+    return path.read_bytes()
+
+
+def test_frames_may_grow_up_to_the_limit(tmp_path):
+    limits = VideoLimits(max_frame_pixels=10_000)
+    clip = load_video(grown((100, 100), tmp_path / "a.avi"), FramesAt(), limits)
+    assert clip.frames.shape == (15, 64, 64, 3)
+    with pytest.raises(VideoError, match="has frames of 101x100, more than 10000 pixels; shrink it first"):
+        load_video(grown((101, 100), tmp_path / "b.avi"), FramesAt(), limits)
+    # Refused by the decoder, before it takes memory for it.
+    assert len(load_video(grown((200, 200), tmp_path / "c.avi"), FramesAt(), limits).frames) == 10
 
 
 @pytest.mark.thinned(2)

@@ -232,7 +232,8 @@ def test_frames_may_have_their_channels_first():
         ((FRAMES, {"total_num_frames": float("inf")}), VideoError, "have total_num_frames inf, must be a number"),
         ((FRAMES, {"total_num_frames": 10**400}), VideoError, "have total_num_frames 10{59}, must be a number"),
         ((FRAMES, {"duration": "3"}), VideoError, "have duration '3', must be a number from 0"),
-        ((FRAMES, {"fps": 0}), ParameterError, "fps is 0, must be a number above 0"),
+        ((FRAMES, {"fps": 0}), ParameterError, "fps is 0, must be a number from 1e-06 to 1000"),
+        ((FRAMES, {"fps": 1e-310}), ParameterError, "fps is 1e-310, must be a number from 1e-06 to 1000"),
     ],
 )
 def test_given_frames_that_make_no_clip(source, error, message):

@@ -182,7 +182,7 @@ BAD = {
         user({"video": "a.mp4", "detail": "low"}),
         "video 0: video part has unknown keys det",
     ),
-    "video with a rate of zero": (user({"video": "a.mp4", "fps": 0}), "video 0: fps is 0, must be a number above 0"),
+    "video with a rate of zero": (user({"video": "a.mp4", "fps": 0}), "video 0: fps is 0, must be a number from 1e-06"),
     "video with half a frame": (
         user({"video": "a.mp4", "nframes": 1.5}),
         "video 0: nframes is 1.5, must be an integer",

@@ -47,8 +47,12 @@ def test_the_page_is_for_its_own_origin(with_demo):
         answer = get(url, headers=other)
         assert answer.status_code == 200
         assert not [name for name in answer.headers if name.startswith("access-control-allow")]
-    across = get(f"{with_demo.url}/demo/gradio_api/startup-events", headers={"Sec-Fetch-Site": "cross-site"})
-    assert (across.status_code, across.text) == (403, "Open the page itself")
+    for site in ("cross-site", "same-site"):  # another host, another port of this one
+        across = get(f"{with_demo.url}/demo/gradio_api/startup-events", headers={"Sec-Fetch-Site": site})
+        assert (across.status_code, across.text) == (403, "Open the page itself")
+    for site in ("same-origin", "none"):
+        own = get(f"{with_demo.url}/demo/gradio_api/startup-events", headers={"Sec-Fetch-Site": site})
+        assert own.status_code == 200
     linked = get(f"{with_demo.url}/demo/", headers={"Sec-Fetch-Site": "cross-site"})
     assert linked.status_code == 200
 
