@@ -49,7 +49,7 @@ def refused(app, part: dict, **keys) -> dict:
             f"{PART}.video_url.detail",
             "",
         ),
-        (ANY | {"fps": 0}, {}, f"{PART}.fps", "greater than 0"),
+        (ANY | {"fps": 0}, {}, f"{PART}.fps", "greater than or equal to 0.000001"),
         (ANY | {"fps": 1001}, {}, f"{PART}.fps", "less than or equal to 1000"),
         (ANY | {"fps": "2"}, {}, f"{PART}.fps", "valid number"),
         (ANY | {"nframes": 0}, {}, f"{PART}.nframes", "greater than or equal to 1"),
