@@ -35,7 +35,7 @@ class VideoStream:
 
     Args:
         open_container: opens the file with PyAV, from its beginning; called again for formats that cannot go back.
-        limits: `check_time` is called before each packet.
+        limits: which codecs and sizes of frames are accepted; `check_time` is called before each packet.
         num_threads: of the decoder.
 
     Raises VideoError for a file without a video that can be decoded.

@@ -48,7 +48,10 @@ class Options:
 
     @property
     def pixel_bounds(self) -> tuple[int, int]:
-        """Of a resized image; raises ValueError for what the page's controls do not give."""
+        """The smallest and the largest number of pixels of a resized image.
+
+        Raises ValueError for values that the page's controls do not give.
+        """
         check_numbers({"min_pixels": self.min_pixels, "max_pixels": self.max_pixels})
         return self.min_pixels, self.max_pixels
 

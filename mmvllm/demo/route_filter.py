@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmvllm.demo.parts import FileParts
 from mmvllm.demo.session import Sessions
+from mmvllm.demo.uploads import MAX_PATH_LENGTH
 from mmvllm.text import counted, parse_json
 
 API = "/gradio_api/"
@@ -25,13 +26,13 @@ HEARTBEAT = "heartbeat/"  # followed by the session; this request stays open as 
 FILE = "file="  # followed by the path of an uploaded file; gradio would also serve URLs and files of other folders
 EVENTS = ("queue/join", "run/")  # start the handler that the body has the number of
 SESSION = re.compile(r"[0-9A-Za-z-]{1,64}")  # gradio's pages and clients choose letters and digits, or a UUID
-# What gradio does not fail with: of ranges only one, of addresses before a proxy only plain ones.
-ODD = {
+# Values that gradio accepts; it responds to others, such as several ranges or an invalid host, with 500.
+ACCEPTED = {
     "range": re.compile(r"bytes=[0-9]{0,15}-[0-9]{0,15}"),
     "x-forwarded-host": re.compile(r"([0-9A-Za-z._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?( *,.*)?"),
     "x-gradio-server": re.compile(r"https?://[0-9A-Za-z._-]+(:[0-9]{1,5})?/?"),
 }
-MAX_NAME, MAX_PATH = 255, 4096  # bytes that Linux takes as the name and as the path of a file
+MAX_NAME_LENGTH = 255  # bytes that file systems accept
 MAX_BODY_BYTES = 2**20  # of a request other than an upload, and of the multipart headers of an upload
 MAX_UNREAD = 12  # results that gradio keeps for a session until its browser reads them
 UPLOAD_SECONDS, BODY_SECONDS = 300.0, 60.0
@@ -192,15 +193,15 @@ def _late(message: str) -> PlainTextResponse:
 
 
 def _is_too_long(path: str) -> bool:
-    """Whether gradio would fail when it looks for such a file."""
-    names = path.encode(errors="replace").split(b"/")
-    return sum(map(len, names)) + len(names) > MAX_PATH or max(map(len, names)) > MAX_NAME
+    """Whether the file system would refuse such a path, which Gradio responds to with 500."""
+    encoded = path.encode(errors="replace")
+    return len(encoded) >= MAX_PATH_LENGTH or max(map(len, encoded.split(b"/"))) > MAX_NAME_LENGTH
 
 
 def _ignore_odd_headers(scope: Scope) -> None:
     """Remove headers that gradio would fail with; instead of a range a server may respond with the whole file."""
     headers = MutableHeaders(scope=scope)
-    for name, expression in ODD.items():
+    for name, expression in ACCEPTED.items():
         if name in headers and not expression.fullmatch(headers[name]):
             del headers[name]
 

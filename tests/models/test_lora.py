@@ -65,7 +65,7 @@ def made(checkpoint, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def adapter(made, tmp_path) -> Path:
-    """Of all layers; the test may change its files."""
+    """An adapter of all linear layers, whose files the test may change."""
     return shutil.copytree(made, tmp_path / "adapter")
 
 

@@ -71,7 +71,7 @@ def test_the_frames_before_the_end_are_intact(name, tmp_path, caplog):
     ("name", "rest"), [("fast.mp4", "zeros"), ("fast.mp4", "noise"), ("hevc.mp4", "noise"), ("av1.mp4", "zeros")]
 )
 def test_an_end_that_cannot_be_decoded_is_no_copy_of_the_last_frame(name, rest, tmp_path, caplog):
-    """As of a download into a file that was given its size before."""
+    """A download that ended early leaves such a file if its space was allocated before."""
     codec, options = next(one[1:] for one in CLIPS if one[0] == name)
     path = make_clip(tmp_path / name, 80, codec=codec, options=options)
     full, data = full_decode(path), path.read_bytes()
@@ -90,7 +90,7 @@ def test_an_end_that_cannot_be_decoded_is_no_copy_of_the_last_frame(name, rest, 
 
 
 def grown(size: tuple[int, int], path: Path) -> bytes:
-    """Ten frames of 64 x 64, and five of this size."""
+    """Make a clip of ten frames of 64 x 64 and five frames of another size."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mjpeg", rate=8, width=64, height=64, pix_fmt="yuvj420p")
         for i in range(15):
