@@ -7,14 +7,14 @@ from mmvllm.text import counted
 
 
 class FileParts:
-    """A multipart body of at most `max_files` files and no other fields.
+    """A multipart body of at most `max_files` files and no other fields; `num_files` of them have begun.
 
     Gradio itself would hold a field in memory, and a file open for each of a thousand parts until the last has come.
     Raises ValueError for the type of another body.
     """
 
     def __init__(self, content_type: str, max_files: int):
-        self._max_files, self._num_files = max_files, 0
+        self._max_files, self.num_files = max_files, 0
         self._name, self._value, self._disposition = b"", b"", b""
         on_data = {"on_header_field": self._on_header_field, "on_header_value": self._on_header_value}
         on_end = {"on_header_end": self._on_header_end, "on_headers_finished": self._on_headers_finished}
@@ -45,6 +45,6 @@ class FileParts:
     def _on_headers_finished(self) -> None:
         if b"filename" not in parse_options_header(self._disposition)[1]:
             raise MultiPartException("An upload consists of files; it has no other fields")
-        self._num_files += 1
-        if self._num_files > self._max_files:
+        self.num_files += 1
+        if self.num_files > self._max_files:
             raise MultiPartException(f"At most {counted(self._max_files, 'file')} go into one question")

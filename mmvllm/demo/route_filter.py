@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.formparsers import MultiPartException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -36,6 +37,9 @@ MAX_NAME_LENGTH = 255  # bytes that file systems accept
 MAX_BODY_BYTES = 2**20  # of a request other than an upload, and of the multipart headers of an upload
 MAX_UNREAD = 12  # results that gradio keeps for a session until its browser reads them
 UPLOAD_SECONDS, BODY_SECONDS = 300.0, 60.0
+# An upload that is slower on average is ended after the first seconds, since it holds space that others may need.
+FIRST_SECONDS, MIN_BYTES_PER_SECOND = 10.0, 32 * 1024
+NO_ROOM = "There is no room for more files right now; try again later"
 
 
 class DemoRouteFilter:
@@ -161,19 +165,26 @@ class DemoRouteFilter:
         except ValueError as error:
             return await PlainTextResponse(str(error), 400)(scope, receive, send)
 
-        async def receive_files() -> Message:
-            message = await receive()
-            parts.add(message.get("body", b""))
-            return message
-
-        with self._uploads.incoming(num_bytes, self._settings.max_files):
+        with self._uploads.incoming(num_bytes, parts):
             if await self._uploads.has_room():
-                return await self._with_timeout(scope, receive_files, send)
-        message = "There is no room for more files right now; try again later"
-        await PlainTextResponse(message, 507)(scope, receive, send)
+                return await self._with_timeout(parts, scope, receive, send)
+        await PlainTextResponse(NO_ROOM, 507)(scope, receive, send)
 
-    async def _with_timeout(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_started = False
+    async def _with_timeout(self, parts: FileParts, scope: Scope, receive: Receive, send: Send) -> None:
+        begin, num_bytes, has_started = asyncio.get_running_loop().time(), 0, False
+
+        async def receive_files() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            body = message.get("body", b"")
+            parts.add(body)
+            if self._uploads.has_too_many_open():
+                raise MultiPartException(NO_ROOM)
+            num_bytes += len(body)
+            rest = num_bytes / MIN_BYTES_PER_SECOND if message.get("more_body", False) else UPLOAD_SECONDS
+            if not limit.expired():
+                limit.reschedule(begin + min(FIRST_SECONDS + rest, UPLOAD_SECONDS))
+            return message
 
         async def send_and_note(message: Message) -> None:
             nonlocal has_started
@@ -181,8 +192,8 @@ class DemoRouteFilter:
             await send(message)
 
         try:
-            async with asyncio.timeout(UPLOAD_SECONDS):
-                await self.app(scope, receive, send_and_note)
+            async with asyncio.timeout(FIRST_SECONDS) as limit:
+                await self.app(scope, receive_files, send_and_note)
         except TimeoutError:
             if not has_started:
                 await _late("The files took too long to arrive; try again")(scope, receive, send)

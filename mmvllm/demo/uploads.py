@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
+from mmvllm.demo.parts import FileParts
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -18,7 +20,7 @@ except ImportError:  # Windows
 
 ORPHAN_SECONDS = 600.0  # an upload that no session has claimed is removed after this time
 MAX_BYTES, MAX_FILES = 8 * 2**30, 20_000  # of all sessions together
-MAX_INCOMING_FILES = 500  # of all uploads that arrive at the same time, and are open until all of an upload are there
+MAX_INCOMING_FILES = 500  # that have begun to arrive; they are open until all files of their upload are there
 MAX_PATH_LENGTH = 4096
 PREFIX = "mmvllm-page-"  # of the folder of each process
 STARTING_SECONDS = 60.0  # a folder that is younger may not be locked yet
@@ -34,7 +36,7 @@ class Uploads:
         self.folder = folder
         self._held: dict[str, set[Path]] = {}
         self._own: set[Path] = set()
-        self._incoming: list[tuple[int, int]] = []  # the bytes and files that each incoming upload may have
+        self._incoming: list[tuple[int, FileParts]] = []  # how many bytes each incoming upload will have, and its files
 
     def keep(self, path: Path) -> None:
         """Keep a file of the page itself, which no session can release."""
@@ -83,25 +85,32 @@ class Uploads:
         await asyncio.to_thread(self._remove_empty_folders)
 
     @contextmanager
-    def incoming(self, num_bytes: int, num_files: int) -> Iterator[None]:
-        """Reserve space for an incoming upload of at most this many bytes and files."""
-        reserved = num_bytes, num_files
-        self._incoming.append(reserved)
+    def incoming(self, num_bytes: int, parts: FileParts) -> Iterator[None]:
+        """Reserve space for an incoming upload of this many bytes, whose files are counted when they begin."""
+        upload = num_bytes, parts
+        self._incoming.append(upload)
         try:
             yield
         finally:
-            self._incoming.remove(reserved)
+            self._incoming.remove(upload)
 
     async def has_room(self) -> bool:
         """Whether all incoming uploads fit beside the existing files.
 
         An upload that is completed during the scan of the folder may be counted twice, but never not at all.
         """
-        num_bytes, num_files = map(sum, zip(*self._incoming, strict=True))
-        if num_files > MAX_INCOMING_FILES and len(self._incoming) > 1:
+        if self.has_too_many_open():
             return False
         sizes = await asyncio.to_thread(lambda: [stat.st_size for _, stat in self._files()])
-        return len(sizes) + num_files <= MAX_FILES and sum(sizes) + num_bytes <= MAX_BYTES
+        num_bytes = sum(num_bytes for num_bytes, _ in self._incoming)
+        return len(sizes) + self._num_open() <= MAX_FILES and sum(sizes) + num_bytes <= MAX_BYTES
+
+    def has_too_many_open(self) -> bool:
+        """Whether too many files are open. A single upload may have as many as a question has."""
+        return self._num_open() > MAX_INCOMING_FILES and len(self._incoming) > 1
+
+    def _num_open(self) -> int:
+        return sum(parts.num_files for _, parts in self._incoming)
 
     def _old(self) -> list[Path]:
         return [path for path, stat in self._files() if _is_old(stat)]

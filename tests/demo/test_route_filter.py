@@ -3,14 +3,19 @@
 import asyncio
 import json
 import os
+from collections.abc import Iterable
+from contextlib import nullcontext
+from itertools import chain, repeat
 
 import pytest
+from starlette.formparsers import MultiPartException
 from starlette.requests import Request
 from starlette.types import Receive
 
 from mmvllm.demo import route_filter as route_filter_module
 from mmvllm.demo import session as session_module
 from mmvllm.demo import uploads as uploads_module
+from mmvllm.demo.parts import FileParts
 from mmvllm.demo.route_filter import MAX_BODY_BYTES, MAX_UNREAD, DemoRouteFilter
 from mmvllm.demo.session import Sessions
 from mmvllm.demo.settings import DemoSettings
@@ -191,11 +196,57 @@ async def reading(scope, receive, send):
 
 
 def test_a_stalled_upload_times_out_and_releases_its_space(route_filter, monkeypatch):
-    monkeypatch.setattr(route_filter_module, "UPLOAD_SECONDS", 0)
+    monkeypatch.setattr(route_filter_module, "FIRST_SECONDS", 0)
     route_filter.app = reading
     for _ in range(3):
         refusal, text = messages(route_filter, UPLOAD, receive=never, content_length=2 * MAX_BODY_BYTES)
         assert (refusal["status"], text["body"]) == (408, b"The files took too long to arrive; try again")
+
+
+PART = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a"\r\n\r\n'
+
+
+def dripping(pieces: Iterable[bytes]) -> Receive:
+    """A body that arrives in pieces: the first at once, the others after a turn of other tasks."""
+    left = iter(enumerate(pieces))
+
+    async def receive() -> dict:
+        number, piece = next(left, (0, None))
+        if number:
+            await asyncio.sleep(0)
+        return {"type": "http.request", "body": piece or b"", "more_body": piece is not None}
+
+    return receive
+
+
+@pytest.mark.parametrize("rate, want", [(1e9, 408), (1e-9, 200)])
+def test_an_upload_that_drips_times_out(rate, want, route_filter, monkeypatch):
+    monkeypatch.setattr(route_filter_module, "FIRST_SECONDS", 1e-3)
+    monkeypatch.setattr(route_filter_module, "MIN_BYTES_PER_SECOND", rate)
+    route_filter.app = reading
+    pieces = repeat(b"x") if want == 408 else [b"x"] * 9
+    receive = dripping(chain([PART], pieces))
+    assert messages(route_filter, UPLOAD, receive=receive, content_length=10**6)[0]["status"] == want
+
+
+def test_an_upload_ends_in_time_however_fast_it_is(route_filter, monkeypatch):
+    monkeypatch.setattr(route_filter_module, "UPLOAD_SECONDS", 1e-3)
+    route_filter.app = reading
+    receive = dripping(chain([PART], repeat(b"x" * 1000)))
+    assert messages(route_filter, UPLOAD, receive=receive, content_length=10**6)[0]["status"] == 408
+
+
+def test_an_upload_is_ended_by_its_first_file_that_there_is_no_room_for(route_filter, monkeypatch):
+    monkeypatch.setattr(uploads_module, "MAX_INCOMING_FILES", 2)
+    route_filter.app = reading
+    for num_begun, is_accepted in {1: True, 2: False}.items():
+        other = FileParts("multipart/form-data; boundary=x", max_files=2)
+        other.add((PART + b"\r\n") * num_begun)
+        with (
+            route_filter._uploads.incoming(1, other),
+            nullcontext() if is_accepted else pytest.raises(MultiPartException, match="no room"),  # gradio: 400
+        ):
+            assert messages(route_filter, UPLOAD, receive=dripping([PART]), content_length=1)[0]["status"] == 200
 
 
 def test_a_timeout_during_the_response_sends_no_second_one(route_filter, monkeypatch):
@@ -203,7 +254,7 @@ def test_a_timeout_during_the_response_sends_no_second_one(route_filter, monkeyp
         await app(scope, receive, send)
         await never()
 
-    monkeypatch.setattr(route_filter_module, "UPLOAD_SECONDS", 0)
+    monkeypatch.setattr(route_filter_module, "FIRST_SECONDS", 0)
     route_filter.app = answering
     assert len(messages(route_filter, UPLOAD, content_length=1)) == 1
 

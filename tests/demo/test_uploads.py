@@ -14,6 +14,7 @@ from PIL import ExifTags, Image
 
 from mmvllm.demo import uploads as uploads_module
 from mmvllm.demo.images import UploadedImage, UploadError
+from mmvllm.demo.parts import FileParts
 from mmvllm.demo.uploads import MAX_INCOMING_FILES, ORPHAN_SECONDS, Uploads
 from mmvllm.media import MediaPolicy
 from mmvllm.processors.image import ImageProcessor
@@ -135,11 +136,19 @@ def test_files_of_the_page_itself_are_never_removed(uploads):
     assert path.exists()
 
 
+def parts_of(num_files: int) -> FileParts:
+    """An upload of which this many files have begun."""
+    parts = FileParts("multipart/form-data; boundary=x", max_files=10_000)
+    for number in range(num_files):
+        parts.add(b'--x\r\nContent-Disposition: form-data; name="files"; filename="%d"\r\n\r\n\r\n' % number)
+    return parts
+
+
 def has_room(uploads, *incoming: tuple[int, int]) -> bool:
-    """Whether uploads of these numbers of bytes and files fit together."""
+    """Whether uploads of these numbers of bytes, of which these numbers of files have begun, fit together."""
     with ExitStack() as stack:
-        for one in incoming:
-            stack.enter_context(uploads.incoming(*one))
+        for num_bytes, num_files in incoming:
+            stack.enter_context(uploads.incoming(num_bytes, parts_of(num_files)))
         return asyncio.run(uploads.has_room())
 
 
@@ -157,10 +166,14 @@ def test_the_number_of_files_is_limited(uploads, monkeypatch):
     assert has_room(uploads, (1, 2), (1, 2)) and not has_room(uploads, (1, 2), (1, 3))
 
 
-def test_the_number_of_uploads_at_the_same_time_is_limited(uploads):
+def test_the_number_of_files_that_are_open_is_limited(uploads):
     files = MAX_INCOMING_FILES // 5
-    assert has_room(uploads, *[(1, files)] * 5) and not has_room(uploads, *[(1, files)] * 6)
+    assert has_room(uploads, *[(1, files)] * 5) and not has_room(uploads, *[(1, files)] * 5, (1, 1))
     assert has_room(uploads, (1, MAX_INCOMING_FILES + 1))  # of one question that has as many
+
+
+def test_uploads_that_have_not_begun_hold_no_files(uploads):
+    assert has_room(uploads, *[(1, 0)] * 2 * MAX_INCOMING_FILES, (1, 1))
 
 
 def test_empty_folders_are_removed(uploads):
