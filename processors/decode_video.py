@@ -18,6 +18,7 @@ from mmvllm.processors.budget import VIDEO_DECODING
 from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.decode import Reserve
 from mmvllm.processors.scan import RefusedImage
+from mmvllm.processors.scan_boxes import scan_boxes
 from mmvllm.processors.video import ClipPlan, Resize, resize_frame, resized_to
 from mmvllm.processors.video_limits import ANY_VIDEO, VideoLimits
 from mmvllm.processors.video_stream import FramesEnded, VideoStream
@@ -123,6 +124,7 @@ def guarded(name: str, read: Callable[[], T]) -> T:
 
 def _read(file: str | BinaryIO, name: str, limits: VideoLimits, use: Callable[[VideoStream, VideoInfo], T]) -> T:
     def read() -> T:
+        scan_boxes(file, name, limits.check_time)
         open_container = partial(_open, file, name, limits)
         with closing(VideoStream(open_container, name, limits, NUM_THREADS)) as stream:
             return use(stream, _info(stream, name, limits))

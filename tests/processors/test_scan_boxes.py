@@ -1,0 +1,137 @@
+"""What makes FFmpeg's index of an MP4 long is counted before FFmpeg makes it."""
+
+import io
+import struct
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+
+from mmvllm.errors import VideoError
+from mmvllm.processors import scan_boxes as scan_boxes_module
+from mmvllm.processors.load_video import load_video, load_video_info
+from mmvllm.processors.scan_boxes import MAX_ENTRIES, scan_boxes
+from tests.helpers.videos import FramesAt, make_clip, moving
+
+CONTAINERS = (b"moov", b"trak", b"edts", b"mdia", b"minf", b"stbl", b"moof", b"traf")
+
+
+def box(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I4s", 8 + len(content), kind) + content
+
+
+def numbers(*values: int) -> bytes:
+    return struct.pack(f">{len(values)}I", *values)
+
+
+def changed(data: bytes, change: Callable[[bytes, bytes], bytes]) -> bytes:
+    """A file whose boxes without others inside have the content that `change` makes of a type and a content."""
+    at, out = 0, b""
+    while at < len(data):
+        size, kind = struct.unpack_from(">I4s", data, at)
+        content = data[at + 8 : at + size]
+        out += box(kind, changed(content, change) if kind in CONTAINERS else change(kind, content))
+        at += size
+    return out
+
+
+def with_content(data: bytes, **contents: bytes) -> bytes:
+    return changed(data, lambda kind, content: contents.get(kind.decode("latin-1"), content))
+
+
+@pytest.fixture
+def clip(tmp_path) -> bytes:
+    return make_clip(tmp_path / "a.mp4", 24, codec="mpeg4").read_bytes()
+
+
+def assert_refused(data: bytes, words: str) -> None:
+    for load in (lambda file: load_video(file, FramesAt()), load_video_info):
+        with pytest.raises(VideoError, match=words):
+            load(io.BytesIO(data))
+
+
+def entries(data: bytes) -> int:
+    """How long FFmpeg's index is, of all tracks."""
+    with av.open(io.BytesIO(data)) as container:
+        return sum(len(stream.index_entries) for stream in container.streams)
+
+
+@pytest.mark.parametrize("number", [MAX_ENTRIES + 1, 2**31 - 1, 2**32 - 1])
+def test_samples_of_equal_size_take_no_bytes_and_are_counted(clip, number):
+    declared = with_content(clip, stsz=numbers(0, 1, number), stts=numbers(0, 1, number, 1))
+    assert_refused(declared, f"an index of {number} samples, more than {MAX_ENTRIES}")
+
+
+def test_samples_of_fragments_are_counted(tmp_path):
+    clip = make_clip(tmp_path / "a.mp4", 24, codec="mpeg4", options={"movflags": "frag_keyframe+empty_moov"})
+    data = with_content(clip.read_bytes(), trun=numbers(0, MAX_ENTRIES // 2))  # three fragments
+    assert_refused(data, "an index of 15000000 samples")
+
+
+def test_edits_that_repeat_samples_are_counted(clip, monkeypatch):
+    repeated = with_content(clip, elst=numbers(0, 500) + numbers(10**6, 0, 0x10000) * 500)
+    monkeypatch.setattr(scan_boxes_module, "MAX_ENTRIES", entries(repeated) - 1)
+    assert entries(repeated) > 1000
+    assert_refused(repeated, "an index of 12000 samples")
+
+
+def test_a_compressed_header_is_refused():
+    start = box(b"ftyp", b"qt  " + numbers(0))
+    header = box(b"dcom", b"zlib") + box(b"cmvd", numbers(10**9))
+    for kind in (b"moov", b"free", b"hoov"):  # FFmpeg also finds the header of a file that was repaired
+        assert_refused(start + box(kind, box(b"cmov", header)), "a compressed header")
+
+
+def sound_and_video(path: Path) -> bytes:
+    """A second of sound without compression, and of frames."""
+    with av.open(str(path), "w") as container:
+        video = container.add_stream("mpeg4", rate=8)
+        video.height, video.width, video.pix_fmt = 64, 96, "yuv420p"
+        sound = container.add_stream("pcm_s16le", rate=48000, layout="mono")
+        for pixels in moving(8, 64, 96):
+            container.mux(video.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(video.encode())
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 48000), np.int16), format="s16", layout="mono")
+        frame.rate, frame.time_base = 48000, Fraction(1, 48000)
+        container.mux(sound.encode(frame))
+        container.mux(sound.encode())
+    return path.read_bytes()
+
+
+def test_sound_without_compression_has_an_entry_for_many_samples(tmp_path, monkeypatch):
+    data = sound_and_video(tmp_path / "a.mov")
+    monkeypatch.setattr(scan_boxes_module, "MAX_ENTRIES", entries(data) - 1)
+    assert_refused(data, "an index of")
+    monkeypatch.setattr(scan_boxes_module, "MAX_ENTRIES", 2 * entries(data))
+    assert load_video_info(io.BytesIO(data)).total_num_frames == 8
+    as_video = changed(data, lambda kind, content: content.replace(b"soun", b"vide") if kind == b"hdlr" else content)
+    assert_refused(as_video, "an index of 48008 samples")
+
+
+def test_boxes_of_any_size_and_depth_are_followed_to_the_end_of_the_file():
+    start, samples = box(b"ftyp", b"isom" + numbers(0)), box(b"stsz", numbers(0, 1, MAX_ENTRIES + 1))
+    large = struct.pack(">I4sQ", 1, b"moov", 16 + len(samples)) + samples
+    to_the_end, beyond_it = (numbers(size) + b"moov" + samples for size in (0, 10**9))
+    for header in (large, to_the_end, beyond_it, box(b"wide", b"") + large):
+        assert_refused(start + header, "an index of 10000001 samples")
+    scan_boxes(io.BytesIO(start + numbers(4, 0) + large), "it", lambda: None)  # FFmpeg reads nothing behind such a size
+    deep = b""
+    for _ in range(2000):
+        deep = box(b"moov", deep)
+    scan_boxes(io.BytesIO(deep), "it", lambda: None)
+
+
+def test_the_scan_of_many_boxes_has_the_time_of_the_video():
+    num_checks = 0
+
+    def check_time() -> None:
+        nonlocal num_checks
+        num_checks += 1
+        if num_checks == 100:
+            raise VideoError("it", "takes too long")
+
+    with pytest.raises(VideoError, match="takes too long"):
+        scan_boxes(io.BytesIO(box(b"wide", b"") * 1000), "it", check_time)
