@@ -44,7 +44,7 @@ def is_number(value: Any) -> bool:
 
 
 def check_key(source: str, key: str) -> str:
-    """An API key without the white space around it, such as the line break of a file.
+    """An API key or a token without the white space around it, such as the line break of a file.
 
     Raises ValueError for a key that no HTTP header can carry; the message names `source`, never the key.
     """

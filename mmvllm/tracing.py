@@ -7,6 +7,7 @@ that does not answer, or any other failure of tracing, is told once and changes 
 
 import atexit
 import logging
+import os
 import re
 import threading
 import time
@@ -14,7 +15,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import mmvllm
 from mmvllm.errors import ArgumentError
@@ -28,7 +29,10 @@ logger = logging.getLogger(__name__)
 
 TRACE_HEADERS = ("traceparent", "tracestate")  # of W3C Trace Context
 EXPORTER_LOGGER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+HEADER_VARIABLES = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
 FLUSH_SECONDS = 3.0  # for the spans that are left when an engine is shut down
+
+_HEADER = re.compile(r"""[^\s"(),/:;<=>?@\\{}\[\]]+\s*=[^",;\\]*""")  # what OpenTelemetry accepts of the environment
 
 
 def trace_headers_of(headers: Mapping[str, str]) -> dict[str, str] | None:
@@ -51,7 +55,20 @@ def traces_url(endpoint: str) -> str:
     except ImportError as error:
         message = '{otlp_traces_endpoint} needs {name}, which is not installed; pip install "mmvllm[otel]"'
         raise ArgumentError(message, name=error.name) from None
+    _check_headers()
     return endpoint if parts.path.strip("/") else parts._replace(path="/v1/traces").geturl()
+
+
+def _check_headers() -> None:
+    """Raise ArgumentError for headers of the environment that cannot be sent: errors of OpenTelemetry show them."""
+    for variable in HEADER_VARIABLES:
+        for header in filter(None, map(str.strip, os.environ.get(variable, "").split(","))):
+            sent = unquote(header)
+            if not (_HEADER.fullmatch(header) and sent.isascii() and sent.isprintable()):
+                message = (
+                    "{otlp_traces_endpoint}: {variable} must be NAME=VALUE,NAME=VALUE of printable ASCII characters"
+                )
+                raise ArgumentError(f"{message}; percent-encode others than letters and digits", variable=variable)
 
 
 def _without_login(text: str) -> str:

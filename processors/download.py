@@ -1,6 +1,8 @@
 """Fetches what an http(s) URL names, within limits of bytes and of time."""
 
+import base64
 import http.client
+import re
 import socket
 import threading
 import time
@@ -15,16 +17,25 @@ SILENCE_SECONDS = 20.0  # without receiving a byte
 DOWNLOAD_SECONDS = 60.0  # in all, and another second for every megabyte that has arrived
 BYTES_PER_SECOND = 1_000_000
 
+_LOGIN = re.compile(r"(?<=://)[^/?#]*@")  # USER:PASSWORD@
+_SECRET = re.compile(rf"{_LOGIN.pattern}|(?<=://)[^/?#\[]*:(?!\d*[/?#]).*@")  # also where the password has a slash
+
+
+def without_login(url: str) -> str:
+    """A URL for messages, without the user and the password in it."""
+    return _SECRET.sub("", url, count=1)
+
 
 def download(url: str, file: BinaryIO, max_bytes: int, error_class: type[MediaFileError]) -> None:
-    """Fetch what a URL names into a file; failures, more than `max_bytes` and too long a time are `error_class`."""
-    quoted = urllib.parse.quote(url, safe="%/:=&?~#+!$,;'@()*[]")  # keeps existing escapes
+    """Fetch what a URL names into a file; failures, more than `max_bytes` and too long a time are `error_class`.
+
+    A user and a password in the URL are sent to its host, as Basic authentication; no message shows them.
+    """
+    name = without_login(url)
     limit = _TimeLimit()
     opener = urllib.request.build_opener(_handler("http", limit), _handler("https", limit), _Redirects(), _NoFTP())
     try:
-        # Some sites refuse urllib's default user agent.
-        request = urllib.request.Request(quoted, headers={"User-Agent": "mmvllm"})
-        with opener.open(request, timeout=SILENCE_SECONDS) as response:
+        with opener.open(_request(url), timeout=SILENCE_SECONDS) as response:
             while file.tell() <= max_bytes and (data := response.read1(min(1 << 20, max_bytes + 1 - file.tell()))):
                 file.write(data)
                 limit.extend(len(data) / BYTES_PER_SECOND)
@@ -32,12 +43,26 @@ def download(url: str, file: BinaryIO, max_bytes: int, error_class: type[MediaFi
                 raise OSError(f"the connection ended after {file.tell()} bytes, before all that its host announced")
         limit.check()
     except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = limit.reason or str(error)
-        raise error_class(url, f"cannot be fetched ({reason})") from None
+        reason = limit.reason or re.sub(r"\S*@", "***@", str(error))  # the URL of a proxy may have a login, too
+        raise error_class(name, f"cannot be fetched ({reason})") from None
     finally:
         limit.end()
     if file.tell() > max_bytes:
-        raise error_class(url, f"more than {max_bytes} bytes; fetch and shrink it first")
+        raise error_class(name, f"more than {max_bytes} bytes; fetch and shrink it first")
+
+
+def _request(url: str) -> urllib.request.Request:
+    plain = _LOGIN.sub("", url, count=1)
+    if plain != without_login(url):
+        raise ValueError("the characters / ? # of a password must be percent-encoded")
+    quoted = urllib.parse.quote(plain, safe="%/:=&?~#+!$,;'@()*[]")  # keeps existing escapes
+    # Some sites refuse urllib's default user agent.
+    request = urllib.request.Request(quoted, headers={"User-Agent": "mmvllm"})
+    if found := _LOGIN.search(url):
+        user, _, password = found[0].removesuffix("@").partition(":")
+        login = base64.b64encode(urllib.parse.unquote_to_bytes(f"{user}:{password}")).decode()
+        request.add_unredirected_header("Authorization", f"Basic {login}")
+    return request
 
 
 class _TimeLimit:

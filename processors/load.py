@@ -20,7 +20,7 @@ from PIL import Image
 from mmvllm.errors import ImageError, MediaFileError, RequestError, without_frames
 from mmvllm.processors.budget import DECODING
 from mmvllm.processors.decode import Reserve, decode
-from mmvllm.processors.download import download
+from mmvllm.processors.download import download, without_login
 from mmvllm.processors.draft import Draft
 from mmvllm.text import with_article
 
@@ -120,7 +120,7 @@ def _read(source: Any) -> tuple[bytes, str]:
         return _read_file_object(source), "the image in the file object"
     scheme = source.partition(":")[0].lower() if isinstance(source, str) else ""
     if scheme in ("http", "https"):
-        return _download(source), f"the image at {source}"
+        return _download(source), f"the image at {without_login(source)}"
     if scheme == "data":
         return decode_data_uri(source), "the image in the data URI"
     if scheme == "file":

@@ -17,7 +17,7 @@ from mmvllm.processors.budget import VIDEO_DECODING
 from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.decode import Reserve
 from mmvllm.processors.decode_video import decode_video, video_info
-from mmvllm.processors.download import download
+from mmvllm.processors.download import download, without_login
 from mmvllm.processors.given_frames import clip_of, given_info, is_given
 from mmvllm.processors.load import MAX_FILE_BYTES, decode_data_uri, file_url_path, load_image, local_file
 from mmvllm.processors.video import ClipPlan
@@ -107,7 +107,7 @@ def _opened(source: Any) -> Iterator[tuple[str | BinaryIO, str]]:
     elif (scheme := source.partition(":")[0].lower() if isinstance(source, str) else "") in ("http", "https"):
         with tempfile.SpooledTemporaryFile(MEMORY_BYTES) as file:
             download(source, file, MAX_VIDEO_DOWNLOAD_BYTES, VideoError)
-            yield file, f"the video at {source}"
+            yield file, f"the video at {without_login(source)}"
     elif scheme == "data":
         yield io.BytesIO(decode_data_uri(source, "video/mp4", VideoError)), "the video in the data URI"
     elif scheme == "file" or isinstance(source, os.PathLike) or (isinstance(source, str) and "://" not in source):

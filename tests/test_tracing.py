@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import sys
 from contextlib import aclosing
 
@@ -9,11 +10,12 @@ import pytest
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
+from opentelemetry.util.re import parse_env_headers
 
 from mmvllm import LLM, AsyncLLM, LoRARequest, SamplingParams
 from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.outputs import RequestOutput
-from mmvllm.tracing import RequestTracer, telling, trace_headers_of, traces_url
+from mmvllm.tracing import HEADER_VARIABLES, RequestTracer, telling, trace_headers_of, traces_url
 from tests.helpers.adapters import make_adapter
 from tests.helpers.async_engines import LONG, OPTIONS, SHORT, async_test, collect
 from tests.helpers.engines import slow_steps
@@ -210,6 +212,32 @@ def test_a_login_is_in_no_message(caplog):
     for message in (caplog.text, str(refused.value)):
         assert "//***@host/v1/traces" in message
         assert not [part for part in ("user", "pa@", "word") if part in message]
+
+
+HEADERS_OUT_OF_FORM = [
+    "x-key=hidden%0A",
+    "x-key=hidden%0Aa: b",
+    "x-key=hidden%C3%A9",
+    "hidden",
+    "x-key=hid;den",
+    'a="hidden"',
+]
+
+
+@pytest.mark.parametrize("variable", HEADER_VARIABLES)
+@pytest.mark.parametrize("headers", HEADERS_OUT_OF_FORM)
+def test_headers_that_cannot_be_sent_are_refused_without_showing_them(headers, variable, monkeypatch, caplog):
+    monkeypatch.setenv(variable, f"x-good=1, {headers}")
+    with pytest.raises(ArgumentError, match=f"otlp_traces_endpoint: {variable} must be NAME=VALUE") as refused:
+        LLM(otlp_traces_endpoint=URL)
+    assert "hid" not in str(refused.value) + caplog.text
+
+
+def test_headers_of_the_environment_are_accepted_as_opentelemetry_reads_them(monkeypatch, caplog):
+    monkeypatch.setenv(HEADER_VARIABLES[0], "Authorization=Bearer%20key==, x-a=b c,")
+    assert traces_url(URL) == f"{URL}/v1/traces"
+    read = parse_env_headers(os.environ[HEADER_VARIABLES[0]], liberal=True)
+    assert (read, caplog.text) == ({"authorization": "Bearer key==", "x-a": "b c"}, "")
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4317", "grpc://localhost:4317", "http://", "", 5])

@@ -22,6 +22,7 @@ from mmvllm.errors import ArgumentError, MediaFileError, RequestError
 from mmvllm.intake import Prefetcher, Prepare, Prepared, pinning, timed
 from mmvllm.llm import LLM
 from mmvllm.outputs import RequestOutput
+from mmvllm.processors.download import without_login
 from mmvllm.workers import NUM_WORKERS, WorkersUnusable
 
 Select = Callable[[Prepared], bool]
@@ -296,7 +297,7 @@ def reason_of(item: Item, error: ValueError) -> str:
     """The text of an error about an item, without the item's own path."""
     if not isinstance(error, RequestError):
         return str(error)
-    is_named = isinstance(error, MediaFileError) and error.source != f"{item.path:.200}"
+    is_named = isinstance(error, MediaFileError) and error.source not in (f"{item.path:.200}", without_login(item.path))
     return f"{error.source}: {error.reason}" if is_named else error.reason
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager, redirect_stdout
 from typing import TextIO
 
 from mmvllm.captioning.several import shown_captions
+from mmvllm.processors.download import without_login
 
 MAX_FAILURES = 10  # printed while captions are recorded
 
@@ -50,11 +51,11 @@ class Printer:
 
 
 def _name(record: dict) -> str:
-    """The path, with the seconds of a clip that is only a part of its video."""
-    start, end = record.get("start"), record.get("end")
+    """The path without a login, with the seconds of a clip that is only a part of its video."""
+    path, start, end = without_login(record["path"]), record.get("start"), record.get("end")
     if end is None or (start == 0 and end == record["duration"]):
-        return record["path"]
-    return f"{record['path']} {start:g}-{end:g} s"
+        return path
+    return f"{path} {start:g}-{end:g} s"
 
 
 def _write(text: str, file: TextIO) -> None:

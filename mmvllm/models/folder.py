@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mmvllm.arguments import check_key
 from mmvllm.models.hf_config import quantization_of
 from mmvllm.models.registry import read_config
 from mmvllm.text import load_json
@@ -119,13 +120,16 @@ def _hub_config(model: str | Path) -> Path:
 
 @contextmanager
 def _hub_errors(model: str | Path) -> Iterator[None]:
+    from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HFValidationError
 
+    if not constants.HF_HUB_OFFLINE and (token := get_token()):  # the HTTP library's error would show it
+        check_key("the token for the hub (HF_TOKEN, or from `hf auth login`)", token)
     try:
         yield
     except HFValidationError:
         raise ValueError(_neither(model)) from None
-    except (OSError, ValueError, RuntimeError) as error:  # the hub's own errors are OSErrors
+    except Exception as error:  # of the hub, or any of the HTTP library's, for example for a wrong HTTPS_PROXY
         raise ValueError(_unavailable(model, error)) from error
 
 

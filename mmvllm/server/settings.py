@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mmvllm.arguments import check_key
 from mmvllm.config import MiB
 from mmvllm.media import MediaPolicy
 
@@ -16,8 +17,8 @@ class ServerSettings:
 
     Args:
         model_names: the names under which requests may address the model.
-        api_keys: keys that are accepted for /v1, /tokenize, /detokenize, /docs and /openapi.json; if empty, these need
-            no key.
+        api_keys: keys that are accepted for /v1, /tokenize, /detokenize, /docs and /openapi.json, without the white
+            space around them; if empty, these need no key. Raises ValueError for one that no HTTP header can carry.
         cors_origins: origins whose pages may call the server; "*" allows every origin.
         max_pixels: limit for images with detail "auto"; default: the checkpoint's limit, but at most 1280 tokens.
         max_images: images per request.
@@ -57,6 +58,10 @@ class ServerSettings:
     allow_lora_updating: bool = False
     log_requests: str | None = None
     has_demo: bool = False
+
+    def __post_init__(self) -> None:
+        keys = tuple(check_key("one of api_keys", key) for key in self.api_keys)
+        object.__setattr__(self, "api_keys", keys)
 
     def body_bytes(self, takes_videos: bool) -> int:
         """The maximum size of a body; by default there is room for one of the largest videos as a data URI."""

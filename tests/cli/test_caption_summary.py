@@ -2,6 +2,8 @@
 
 import tarfile
 
+import pytest
+
 from mmvllm.captioning.counts import MAX_NAMES, Counts
 from mmvllm.captioning.progress import kind_of_failure
 
@@ -42,6 +44,16 @@ def test_a_name_with_control_characters_stays_in_one_line(caption, images, tmp_p
     (images / "a\x1b[31m\nb.png").write_text("none")
     code, _, err = caption(images, "--output", tmp_path / "out.jsonl")
     assert code == 3 and f"{images}/a\\x1b[31m\\nb.png: not an image" in err
+
+
+@pytest.mark.network
+def test_the_login_of_a_url_is_not_printed(caption, images, tmp_path):
+    urls = "http://user:hidden@127.0.0.1:1/a.png", "http://user:hidden@127.0.0.1:1/b.mp4"
+    code, _, err = caption(*urls, "--output", tmp_path / "out.jsonl")
+    assert code == 3 and "hidden" not in err
+    for path in ("a.png", "b.mp4"):
+        assert f"\nhttp://127.0.0.1:1/{path}: cannot be fetched (<urlopen error [Errno 111]" in f"\n{err}"
+    assert rows(err)["reasons"] == "2 cannot be fetched"
 
 
 def test_no_image_is_counted_twice(caption, images, tmp_path):

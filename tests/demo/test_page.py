@@ -263,8 +263,10 @@ def test_a_server_with_the_page_exits_quietly(tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--auth", "ann"], "--auth is not USER:PASSWORD"),
+        (["--auth", "secret"], "--auth is not USER:PASSWORD"),
+        (["--auth", "ann:secret", "secret"], "--auth is not USER:PASSWORD"),
         (["--auth", ":secret"], "--auth is not USER:PASSWORD"),
+        (["--auth-file", "{folder}/token"], "token: a line is not USER:PASSWORD"),
         (["--auth-file", "{folder}/empty"], "is empty; write USER:PASSWORD"),
         (["--auth-file", "{folder}/none"], "No such file"),
         (["--auth-file", "{folder}/latin"], "latin must be UTF-8\n"),
@@ -274,8 +276,10 @@ def test_a_server_with_the_page_exits_quietly(tmp_path):
 def test_wrong_options_are_refused_before_a_model_is_loaded(options, message, tmp_path, capsys):
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "latin").write_bytes(b"ann:secret\xe4\n")
+    (tmp_path / "token").write_text("ann:secret\nsecret\n")
     assert main(["demo", "--model", "/no/such/model", *(option.format(folder=tmp_path) for option in options)]) == 2
-    assert message in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert message in told and "secret" not in told
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ class Host:
 
     def __init__(self, first: str, byte: bytes = b"0"):
         self._first, self._byte, self.is_over = first.encode(), byte, threading.Event()
+        self.heads: list[str] = []  # of the requests
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -37,7 +38,7 @@ class Host:
     def _drip(self, connection: socket.socket) -> None:
         with connection:
             try:
-                connection.recv(4096)
+                self.heads.append(connection.recv(4096).decode())
                 connection.sendall(self._first)
                 while not self.is_over.wait(0.05):
                     connection.sendall(self._byte)

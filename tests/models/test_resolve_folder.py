@@ -5,8 +5,11 @@ import pickle
 import shutil
 import subprocess
 import sys
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from mmvllm import LLM
@@ -75,6 +78,30 @@ def test_an_empty_name_means_the_current_folder(tmp_path, monkeypatch):
 def test_a_weight_file_is_refused(checkpoint):
     with pytest.raises(ValueError, match=r"is neither a local folder nor a hub id like 'Qwen/Qwen2-VL-2B"):
         LLM(checkpoint / "model.safetensors")
+
+
+@pytest.fixture
+def hub(monkeypatch) -> Iterator[None]:
+    """Online, with a client that is made in the test."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    huggingface_hub.close_session()
+    yield
+    huggingface_hub.close_session()
+
+
+@pytest.mark.parametrize("token", ["hf_hid\x0bden", "hf_hidé", "hf_hid\x7f"])
+def test_a_token_that_no_header_can_carry_is_refused_without_showing_it(token, hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(ValueError, match=r"the token for the hub \(HF_TOKEN, .*\) must be .* ASCII") as refused:
+        LLM("tiny/model")
+    assert "hid" not in "".join(traceback.format_exception(refused.value))
+
+
+def test_errors_of_the_http_library_are_sentences_without_logins(hub, monkeypatch):
+    monkeypatch.setenv("HTTPS_PROXY", "user:hidden@host:port")
+    with pytest.raises(ValueError, match=r"tiny/model' is not a local folder and cannot be downloaded") as refused:
+        LLM("tiny/model")
+    assert "hidden" not in "".join(traceback.format_exception(refused.value))
 
 
 @pytest.mark.spawns

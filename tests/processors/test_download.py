@@ -1,14 +1,16 @@
 """A download ends in time, whatever its host does."""
 
+import base64
 import io
 import socket
 import threading
 import time
+import urllib.parse
 from collections.abc import Iterator
 
 import pytest
 
-from mmvllm.errors import ImageError
+from mmvllm.errors import ImageError, VideoError
 from mmvllm.processors import download as download_module
 from mmvllm.processors.download import download
 from mmvllm.processors.load import load_image
@@ -125,3 +127,44 @@ def test_every_megabyte_gives_another_second(monkeypatch):
     download(f"{host.url}/a.png", file, 1000, ImageError)
     assert file.getvalue() == b"a" * 25 + b"0" * 15
     host.close()
+
+
+@pytest.mark.parametrize("login", ["user:hidden", "user:hid%2Fden%40", "hidden-token", "user:hid@den"])
+def test_a_login_is_sent_to_the_host_of_its_url_alone_and_shown_in_no_message(login, caplog):
+    target = Host(f"{HEAD}Content-Length: 3\r\n\r\n", b"a")
+    first = Host(f"HTTP/1.1 302 Found\r\nLocation: {target.url}/b.png\r\nContent-Length: 0\r\n\r\n")
+    for load in (load_image, load_video_info):
+        with pytest.raises((ImageError, VideoError)) as refused:
+            load(f"{first.url.replace('://', f'://{login}@')}/a.png")
+        assert "hid" not in str(refused.value) + caplog.text and f"{first.url}/a.png: " in str(refused.value)
+    user, _, password = urllib.parse.unquote(login).partition(":")
+    want = base64.b64encode(f"{user}:{password}".encode()).decode()
+    assert all(f"Authorization: Basic {want}\r\n" in head for head in first.heads) and len(first.heads) == 2
+    assert not any("Authorization" in head for head in target.heads) and len(target.heads) == 2
+    for each in (target, first):
+        each.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://user:hid/den@127.0.0.1:1/a.png",
+        "http://user:hid?den@127.0.0.1/a.png",
+        "http://user:hidden@host:port/a.png",
+        "http://user:hidden@[::1/a.png",
+        "http://user:hidden@127.0.0.1:1/a@2x.png",
+    ],
+)
+def test_a_login_in_a_url_that_cannot_be_fetched_is_not_shown(url):
+    with pytest.raises(ImageError, match=r"http://\S+\.png: cannot be fetched \(.+\)") as refused:
+        load_image(url)
+    assert "hid" not in str(refused.value) and "den" not in str(refused.value)
+
+
+@pytest.mark.parametrize("proxy", ["http:/user:hidden@host", "user:hidden@host:port", "http://user:hidden@127.0.0.1:1"])
+def test_the_login_of_a_proxy_is_not_shown(proxy, monkeypatch):
+    monkeypatch.setenv("http_proxy", proxy)
+    monkeypatch.setenv("no_proxy", "")
+    with pytest.raises(ImageError, match="cannot be fetched") as refused:
+        load_image("http://images.example/a.png")
+    assert "hidden" not in str(refused.value)

@@ -184,6 +184,7 @@ def test_the_demo_needs_its_extra(monkeypatch, capsys):
         (["--host", "no host"], "cannot listen on no host:0"),
         (["--max-images", "0"], "not a whole number of at least 1"),
         (["--api-key", ""], "--api-key is empty"),
+        (["--api-key", "ok", "secr\x0bet"], "--api-key must be a key of printable ASCII characters"),
         (["--cors-origin", "example.org"], "--cors-origin: 'example.org' is not an origin"),
         (["--cors-origin", "https://example.org/"], "is not an origin"),
         (["--image-timeout", "0"], "'0' is not a number of seconds above 0"),
@@ -196,7 +197,8 @@ def test_wrong_arguments_are_named(capsys, arguments, message):
         code = main(["serve", "--port", "0", *arguments])
     except SystemExit as error:
         code = error.code
-    assert code == 2 and message in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert code == 2 and message in told and "secr" not in told
 
 
 def test_keys_are_read_from_the_command_line_and_the_environment(monkeypatch):
@@ -207,7 +209,15 @@ def test_keys_are_read_from_the_command_line_and_the_environment(monkeypatch):
     assert serve._api_keys(args) == ("a", "b", "c", "from-env")
     monkeypatch.delenv(serve.KEY_VARIABLE)
     assert serve._api_keys(parser.parse_args([])) == ()
-    assert "secret" not in repr(ServerSettings(model_names=("m",), api_keys=("secret",)))
+
+
+def test_keys_of_python_are_checked_and_not_shown():
+    settings = ServerSettings(model_names=("m",), api_keys=(" secret\r\n", "b"))
+    assert settings.api_keys == ("secret", "b") and "secret" not in repr(settings)
+    for key in ("secr\net", "secrét", "", " "):
+        with pytest.raises(ValueError, match=r"one of api_keys (must be a key of printable|is empty)") as refused:
+            ServerSettings(model_names=("m",), api_keys=("b", key))
+        assert "secr" not in str(refused.value)
 
 
 @pytest.mark.network
