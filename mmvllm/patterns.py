@@ -38,15 +38,26 @@ class Expression(NamedTuple):
 
 def compiled(pattern: str) -> Expression:
     """Compile an expression; raises PatternError."""
+    _check_size(pattern)
+    try:
+        return Expression(regex.compile(pattern), _is_quick(pattern))
+    except (regex.error, ValueError, RecursionError) as error:
+        raise PatternError(pattern, f"is not valid: {error}") from None
+
+
+def check_repeats_no_group(pattern: str) -> None:
+    """Raise PatternError for an expression that an engine without a limit of time may match for ever, or compile."""
+    _check_size(pattern)
+    if _REPEATED_GROUP.search(pattern):
+        raise PatternError(pattern, "repeats a group, which may take longer than anybody waits; write it simpler")
+
+
+def _check_size(pattern: str) -> None:
     texts = [text.lstrip("0") for match in _COUNTS.finditer(pattern) for text in match.groups()]
     counts = [int(text[:9]) for text in texts if text]
     repeated = prod(counts) if _REPEATED_GROUP.search(pattern) else max(counts, default=1)
     if (size := len(pattern) * repeated) > MAX_SIZE:
         raise PatternError(pattern, f"has, with its repetitions, {counted(size, 'character')}; {MAX_SIZE} are accepted")
-    try:
-        return Expression(regex.compile(pattern), _is_quick(pattern))
-    except (regex.error, ValueError, RecursionError) as error:
-        raise PatternError(pattern, f"is not valid: {error}") from None
 
 
 class Matching:

@@ -14,7 +14,7 @@ from mmvllm.processors.load_video import DIRECT, Load
 from mmvllm.processors.parts import naming_media
 from mmvllm.processors.placeholders import place_media
 from mmvllm.processors.requests import ParsedRequest, parse_request
-from mmvllm.processors.special_tokens import SpecialTokens, check_unicode
+from mmvllm.processors.special_tokens import SpecialTokens, check_unicode, splitting
 from mmvllm.processors.tensors import own_token_ids
 from mmvllm.processors.tools import for_template
 from mmvllm.processors.video import ClipPlan, VideoProcessor, VideoProcessorConfig
@@ -27,8 +27,8 @@ _WATCHDOG = Watchdog()
 def tokenize(tokenizer, text: str) -> list[int]:
     """Token ids of a text as it stands, special tokens included."""
     check_unicode(text)
-    # Not verbose: a text that is too long for the model is refused with a message of our own.
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    with splitting():  # not verbose: a text that is too long for the model is refused with a message of our own
+        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 class Processor:

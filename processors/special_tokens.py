@@ -6,7 +6,8 @@ special token in them replaced by a mark: what is a special token in that render
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mmvllm.errors import RequestError
@@ -75,9 +76,10 @@ class SpecialTokens:
     def _plain_ids(self, marked: str) -> list[int]:
         """The tokenizer's pipeline without added tokens, and without settings that other threads could see."""
         text, backend = marked.translate(self._unmark), self._tokenizer.backend_tokenizer
-        if backend.normalizer is not None:
-            text = backend.normalizer.normalize_str(text)
-        pieces = [(text, None)] if backend.pre_tokenizer is None else backend.pre_tokenizer.pre_tokenize_str(text)
+        with splitting():
+            if backend.normalizer is not None:
+                text = backend.normalizer.normalize_str(text)
+            pieces = [(text, None)] if backend.pre_tokenizer is None else backend.pre_tokenizer.pre_tokenize_str(text)
         return [token.id for piece, _ in pieces for token in backend.model.tokenize(piece)]
 
     def _marked(self, value: Any) -> Any:
@@ -95,6 +97,17 @@ def check_unicode(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(f"the text is not valid Unicode ({error})") from None
+
+
+@contextmanager
+def splitting() -> Iterator[None]:
+    """Raise RequestError where the tokenizers library gives up, for example an expression after 10 million steps."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of Rust, whose class Python cannot import
+            raise
+        raise RequestError(f"the checkpoint's tokenizer cannot split the text ({error})") from None
 
 
 def _pattern(token: Any) -> str:

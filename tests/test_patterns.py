@@ -4,12 +4,12 @@ import re
 import signal
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 
 from mmvllm import patterns as patterns_module
-from mmvllm.patterns import MAX_SIZE, Matching, PatternError, compiled
+from mmvllm.patterns import MAX_SIZE, Matching, PatternError, check_repeats_no_group, compiled
 
 NAME = "model.language_model.layers.10.self_attn.q_proj"
 SLOW = r"(?:\w|\w\w|.)*\d"  # takes longer than anybody waits
@@ -58,6 +58,28 @@ def test_expressions_that_are_not_valid_or_too_large_are_refused_at_once(pattern
     with pytest.raises(PatternError, match=re.escape(reason)) as raised:
         compiled(pattern)
     assert time.thread_time() - begin < 5 and len(str(raised.value)) < 400
+
+
+QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        (QWEN, None),
+        (r"[\p{Lu}\p{Lt}]*[\p{Ll}]+(?i:'s|'t)?|\p{N}{1,3}", None),
+        ("(a+)+$", "repeats a group"),
+        ("(?:a|aa)*c", "repeats a group"),
+        ("(a|aa){9}", "repeats a group"),
+        ("((a{1000}){1000}){1000}", "has, with its repetitions"),
+    ],
+)
+def test_what_an_engine_without_a_limit_may_match_repeats_no_group(pattern, reason):
+    with nullcontext() if reason is None else pytest.raises(PatternError, match=reason):
+        check_repeats_no_group(pattern)
 
 
 def test_a_match_that_takes_too_long_ends(monkeypatch):

@@ -37,6 +37,7 @@ if program == "mmvllm":
 else:
     runpy.run_path(program, run_name="__main__")
 """
+END_SECONDS = 2.0  # after a second signal
 COMMANDS = {
     "caption": ["caption", "examples/images"],
     "serve": ["serve", "--port", "0"],
@@ -132,7 +133,7 @@ def test_a_second_signal_ends_the_program_and_its_processes_whatever_they_wait_f
             while how == "deferred" and process.poll() is None:  # two that come at the same time are one
                 process.send_signal(number)
                 time.sleep(0.2)
-            assert process.wait(30) == 128 + number
+            assert process.wait(END_SECONDS) == 128 + number
         finally:
             process.kill()
     wait_until_gone(children)
@@ -195,9 +196,10 @@ def test_a_command_that_is_the_first_process_of_a_container_ends_while_it_loads(
 
 
 @pytest.mark.slow
-def test_two_signals_end_a_server_whose_rank_does_not_answer():
+@pytest.mark.parametrize("options", [[], ["--drain-timeout", "2"]])
+def test_two_signals_end_a_server_whose_rank_does_not_answer(options):
     command = [sys.executable, "-m", "mmvllm", "serve", "--port", "0", "--device", "cpu", "--num-kvcache-blocks", "64"]
-    command += ["--tensor-parallel-size", "2"]
+    command += ["--tensor-parallel-size", "2", *options]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             url = process.stdout.readline().split()[-1]
@@ -209,7 +211,27 @@ def test_two_signals_end_a_server_whose_rank_does_not_answer():
             process.terminate()
             assert any("interrupt again" in line for line in iter(process.stderr.readline, ""))
             process.terminate()
-            process.wait(10)
+            process.wait(END_SECONDS)
         finally:
             process.kill()
     wait_until_gone([rank.pid])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_two_signals_end_a_page_whose_processes_do_not_answer(number):
+    command = [sys.executable, "-m", "mmvllm", "demo", "--port", "0", "--device", "cpu", "--data-parallel-size", "2"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert "(Ctrl-C ends it)" in process.stdout.readline()
+            processes = spawned(process.pid)
+            assert len(processes) > 2  # engines and decoders
+            for each in processes:
+                each.suspend()
+            process.send_signal(number)
+            time.sleep(0.5)  # two that come at the same time are one
+            process.send_signal(number)
+            process.wait(END_SECONDS)
+        finally:
+            process.kill()
+    wait_until_gone([each.pid for each in processes])

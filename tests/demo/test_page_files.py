@@ -288,3 +288,47 @@ def test_all_files_of_a_question_can_be_sent_together(page):
     files = [("files", (f"{i}.txt", f"text {i}")) for i in range(5)]
     paths = post(f"{page.url}gradio_api/upload", files=files).json()
     assert [Path(path).read_text() for path in paths] == [f"text {i}" for i in range(5)]
+
+
+NAMES = [
+    "",
+    "/",
+    ".",
+    "..",
+    "../../a.png",
+    "..\\a.png",
+    "%2e%2e%2fa.png",
+    " ",
+    "a" * 300 + ".png",
+    "é" * 200,
+    "a\0.png",
+]
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("name", NAMES)
+def test_the_name_of_an_upload_leads_nowhere(name, page, capsys):
+    folder = process_uploads().folder
+    outside = everything(folder.parent)
+    head = f'--x\r\nContent-Disposition: form-data; name="files"; filename="{name}"\r\n\r\n'
+    form = {"Content-Type": f"{FORM}; boundary=x"}
+    answer = post(f"{page.url}gradio_api/upload", content=f"{head}text\r\n--x--\r\n".encode(), headers=form)
+    assert answer.status_code in (200, 400), answer.text
+    for path in answer.json() if answer.is_success else ():
+        assert process_uploads().find(path).read_text() == "text"
+    assert [path for path in everything(folder.parent) if not path.startswith(f"{folder}/")] == [
+        path for path in outside if not path.startswith(f"{folder}/")
+    ]
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("path", ["{secret}", "/proc/self/environ", "{folder}/examples/fifo"])
+def test_an_event_without_a_queue_opens_and_gives_out_no_other_file(path, page, names):
+    folder, path = process_uploads().folder, path.format(**names)
+    before = everything(folder)
+    with opening(path, names["secret"], "/proc/self/environ") as opened:
+        for component, kind, data, about in places(path, str(folder / "examples" / "scene-06.png")):
+            body = {"data": data, "fn_index": page.events[component, kind], "session_hash": "run", "event_data": about}
+            answer = post(f"{page.url}gradio_api/run/predict", json=body)
+            assert SECRET not in answer.text and (opened, everything(folder)) == ([], before), (component, kind, data)

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from mmvllm import LLM, SamplingParams
+from mmvllm import LLM, RequestError, SamplingParams
 from tests.helpers.requests import ask, noise_image
 from tests.helpers.shapes import every_family
 
@@ -63,6 +63,42 @@ def test_a_special_token_that_is_a_text_is_refused(checkpoint, make_llm, tmp_pat
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "e" * 1001}))
     with pytest.raises(ValueError, match=r"long has a special token of 1001 characters, 'e+; at most 1000 are"):
         make_llm(folder)
+
+
+SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
+
+
+def with_expression(checkpoint, folder, pattern: str):
+    """A copy of a checkpoint whose tokenizer splits texts by an expression."""
+    shutil.copytree(checkpoint, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    split = SPLIT | {"pattern": {"Regex": pattern}}
+    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, tokenizer["pre_tokenizer"]]}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())  # other classes have expressions of their own
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return folder
+
+
+def test_an_expression_of_the_tokenizer_that_may_take_for_ever_is_refused(checkpoint, make_llm, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"tokenizer.json cannot be used: the expression '\(a\+\)\+\$' repeats a group"
+    ):
+        make_llm(with_expression(checkpoint, tmp_path / "slow", "(a+)+$"))
+    (tmp_path / "slow" / "tokenizer.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"tokenizer.json cannot be used"):
+        make_llm(tmp_path / "slow")
+
+
+@pytest.mark.slow
+def test_a_text_that_the_tokenizer_gives_up_is_refused(checkpoint, make_llm, tmp_path):
+    llm = make_llm(with_expression(checkpoint, tmp_path / "slow", "a*a*a*a*a*a*b"))
+    text = "a" * 500 + "cb"
+    for ask_for in (llm.generate, lambda text: llm.chat([{"role": "user", "content": text}])):
+        for prompt in (text, f"<|im_start|>{text}"):
+            with pytest.raises(RequestError, match="tokenizer cannot split the text"):
+                ask_for(prompt)
+    assert llm.generate("b", SamplingParams(max_tokens=1))[0].error is None
 
 
 def test_image_settings_that_do_not_fit_the_vit_are_refused(checkpoint, make_llm, tmp_path):
