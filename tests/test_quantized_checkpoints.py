@@ -58,6 +58,21 @@ def test_biases_of_zeros_that_a_tool_added_are_left_out(checkpoints, tmp_path):
         load(saved.quantized)
 
 
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("method", FORMATS)
+def test_scales_that_are_not_finite_are_named(method, value, checkpoints, make_llm, tmp_path):
+    saved = quantized_checkpoint(checkpoints("gqa2-tied"), tmp_path, method)
+    file, layer = saved.quantized / "model.safetensors", "model.layers.1.self_attn.k_proj"
+    tensors = load_file(file)
+    (scales,) = (name for name in tensors if name.startswith(layer) and "scale" in name)
+    tensors[scales].view(-1)[-1] = value
+    save_file(tensors, file)
+    for read in (load, make_llm):  # to float32, and as codes where an engine keeps them
+        with pytest.raises(ValueError, match=rf"NaN, infinite, or too large for the dtype \(1\): {layer}\.weight$"):
+            read(saved.quantized)
+
+
 def test_layers_that_are_not_complete_are_named(checkpoints, tmp_path):
     saved = quantized_checkpoint(checkpoints("gqa2-tied"), tmp_path, "awq")
     file, layer = saved.quantized / "model.safetensors", "model.layers.1.self_attn.k_proj"

@@ -81,13 +81,8 @@ def with_expression(checkpoint, folder, pattern: str):
 
 
 def test_an_expression_of_the_tokenizer_that_may_take_for_ever_is_refused(checkpoint, make_llm, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"tokenizer.json cannot be used: the expression '\(a\+\)\+\$' repeats a group"
-    ):
+    with pytest.raises(ValueError, match=r"cannot be used: the expression '\(a\+\)\+\$' repeats a group"):
         make_llm(with_expression(checkpoint, tmp_path / "slow", "(a+)+$"))
-    (tmp_path / "slow" / "tokenizer.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"tokenizer.json cannot be used"):
-        make_llm(tmp_path / "slow")
 
 
 @pytest.mark.slow

@@ -1,9 +1,14 @@
 """LoRA adapters as models of the server."""
 
 import asyncio
+import json
 import logging
+import shutil
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from mmvllm import AsyncLLM, LoRARequest, RequestError, SamplingParams
 from mmvllm.cli.main import main
@@ -101,6 +106,34 @@ def test_adapters_are_loaded_and_unloaded(engine, adapters):
     for name in ("mine", "bundled"):
         assert call(app, "POST", UNLOAD, json={"lora_name": name}).status_code == 404
     assert call(app, "POST", CHAT, json=chat("Hello") | {"model": "mine"}).status_code == 404
+
+
+def spoil(folder: Path, what: str) -> None:
+    """Change an adapter as nobody's program writes it."""
+    config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    fields = json.loads(config.read_text())
+    if what.startswith("tensor"):
+        shape = {"tensor without dimensions": (), "tensor of one dimension": (4,)}[what]
+        tensors = load_file(weights)
+        save_file(tensors | {next(iter(tensors)): torch.zeros(shape)}, weights)
+    elif what == "deep JSON":
+        config.write_text("[" * 200_000)
+    else:
+        name, value = {"alpha": ("lora_alpha", 10**400), "expression": ("target_modules", "(" * 5000)}[what]
+        config.write_text(json.dumps(fields | {name: value}))
+
+
+SPOILT = ["alpha", "deep JSON", "expression", "tensor without dimensions", "tensor of one dimension"]
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_an_adapter_that_cannot_be_used_is_the_clients_error(what, engine, adapters, tmp_path):
+    app, folder = make_app(engine, allow_lora_updating=True), shutil.copytree(adapters["first"], tmp_path / "spoilt")
+    spoil(folder, what)
+    answer = call(app, "POST", LOAD, json={"lora_name": "spoilt", "lora_path": str(folder)})
+    assert answer.status_code == 400 and error_of(answer)["param"] == "lora_path", answer.text
+    assert len(answer.text) < 1000 and call(app, "GET", "/health").json()["status"] == "ok"
+    assert call(app, "POST", CHAT, json=chat("Hello") | {"model": "spoilt"}).status_code == 404
 
 
 def test_an_adapter_that_is_gone_is_refused_by_its_model(engine, adapters, tmp_path):

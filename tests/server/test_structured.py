@@ -128,6 +128,23 @@ def test_text_is_the_format_of_any_completion(app):
     assert choice[0]["message"]["content"]
 
 
+CHOICE = [f"{i} {'x' * 20}" for i in range(9000)]
+LARGE = {  # restrictions of tens of thousands of characters or steps, and what their refusal says
+    "structured_outputs.choice": ({"structured_outputs": {"choice": CHOICE}}, "characters, at most"),
+    "guided_choice": ({"guided_choice": CHOICE}, "characters, at most"),
+    "guided_json": ({"guided_json": {"const": "x" * 60_000}}, "cannot be enforced"),
+    "guided_regex": ({"guided_regex": ".*" * 200}, "cannot be enforced"),
+}
+
+
+@pytest.mark.parametrize("field", LARGE)
+def test_a_restriction_that_is_too_large_is_the_clients_error(field, app):
+    fields, message = LARGE[field]
+    found, said = refusal(app, chat("Which?", **fields))
+    assert found == field and message in said and len(said) < 500
+    assert call(app, "GET", "/health").json()["status"] == "ok"
+
+
 @pytest.mark.parametrize("grammar", ['start: "a"{1000000}', doubling(), doubling("b")])
 def test_a_grammar_that_takes_too_much_is_the_clients_error(grammar, app):
     assert call(app, "POST", CHAT, json=chat("Which?", guided_grammar=grammar)).status_code == 400
