@@ -88,3 +88,4 @@ def test_a_process_beats_until_its_work_is_over(monkeypatch):
 def test_the_step_timeout_is_a_number_of_seconds(value):
     with pytest.raises(ValueError, match=r"step_timeout is .*, must be a number of seconds, at least 2"):
         EngineConfig(step_timeout=value)
+    assert EngineConfig().step_timeout == 60

@@ -1,8 +1,10 @@
 """Strict JSON bodies: Python's parser accepts more than the standard, and silently drops duplicate keys."""
 
+import asyncio
 import json
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastapi import Request, Response
@@ -10,19 +12,25 @@ from fastapi.routing import APIRoute
 
 from mmvllm.server.errors import ApiError, out_of_memory
 
+MANY_BYTES = 100_000  # of small items, which are parsed in a few milliseconds
+_PARSING = ThreadPoolExecutor(1, "mmvllm-parse")  # several threads would make the event loop wait for each of them
+
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 MAX_KEYS = 1000  # per object; each unknown key produces an error
-MAX_COMMAS = 2_000_000  # parsed, small items take 30 times their size in memory; parsing blocks the event loop
+MAX_COMMAS = 2_000_000  # parsed, small items take 30 times their size in memory
 MAX_DIGITS = 500  # of an integer; the time to parse one grows with the square of its length
 MAX_ESCAPES = 5_000_000  # each takes as long as dozens of characters; some clients escape each slash of base64
 MAX_BRACKETS = 100_000  # a list or object takes as long to parse as dozens of numbers
 
 
 class StrictRequest(Request):
-    """A request whose body is parsed by `parse`."""
+    """A request whose body is parsed by `parse`, in a thread if that takes long: the event loop goes on meanwhile."""
 
     async def json(self) -> Any:
-        return parse(await self.body())
+        body = await self.body()
+        if len(body) < MANY_BYTES:
+            return parse(body)
+        return await asyncio.get_running_loop().run_in_executor(_PARSING, parse, body)
 
 
 class StrictRoute(APIRoute):
@@ -41,7 +49,7 @@ def parse(body: bytes) -> Any:
     """Parse a body; raises ApiError for JSON that is invalid, too deeply nested, ambiguous or slow to parse."""
     if body.count(b",") > MAX_COMMAS:
         raise ApiError(400, f"the body has more than {MAX_COMMAS} items")
-    if body.count(b"\\") > MAX_ESCAPES:
+    if (num_escapes := body.count(b"\\")) > MAX_ESCAPES:
         raise ApiError(400, f"the body has more than {MAX_ESCAPES} backslashes")
     if body.count(b"{") + body.count(b"[") > MAX_BRACKETS:
         raise ApiError(
@@ -50,7 +58,7 @@ def parse(body: bytes) -> Any:
     try:
         text = body.decode()
         value = json.loads(text, object_pairs_hook=_object, parse_int=_int, parse_constant=_no_constant)
-        if _SURROGATE.search(text):
+        if num_escapes and _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()  # raises for a lone surrogate
         return value
     except RecursionError:

@@ -15,7 +15,7 @@ from mmvllm.server.response_builder import (
     call_id,
     token_text,
 )
-from mmvllm.server.responses import ChatCompletion, Usage
+from mmvllm.server.responses import ChatCompletion, ChatLogprobs, TokenLogprob, Usage
 
 
 class ChatResponseBuilder(ResponseBuilder):
@@ -44,10 +44,13 @@ class ChatResponseBuilder(ResponseBuilder):
             message["tool_calls"] = [
                 {"id": call_id(), "function": {"name": call.name, "arguments": call.arguments}} for call in calls
             ]
+        shown = self._logprobs(choice.logprobs)
+        if shown is not None:  # validated one by one, see `_shown`
+            shown = ChatLogprobs(content=[TokenLogprob(**entry) for entry in shown["content"]])
         return {
             "index": choice.index,
             "message": message | {"content": content or None if calls else content},
-            "logprobs": self._logprobs(choice.logprobs),
+            "logprobs": shown,
             "finish_reason": _reason(choice.finish_reason, bool(calls)),
             **self._token_ids(choice.token_ids),
             **self._extras(choice.boxes),

@@ -10,7 +10,7 @@ from typing import Any
 from mmvllm.grounding import Box, Point
 from mmvllm.outputs import Delta, LogprobsById, RequestOutput
 from mmvllm.server.errors import ApiError
-from mmvllm.server.responses import Usage
+from mmvllm.server.responses import PromptLogprob, Usage
 
 FINISH_REASONS = {None: None, "eos": "stop", "stop": "stop", "length": "length", "repetition": "repetition"}
 NO_LOGPROB = -9999.0  # JSON has no infinity
@@ -153,15 +153,16 @@ class ResponseBuilder:
             fields["prompt_logprobs"] = [None if entry is None else self._shown(entry) for entry in found]
         return fields
 
-    def _shown(self, found: LogprobsById) -> dict[str, dict]:
-        """The token itself, and as many of the most likely ones as were asked for."""
+    def _shown(self, found: LogprobsById) -> dict[str, PromptLogprob]:
+        """The token itself, and as many of the most likely ones as were asked for.
+
+        They are validated one by one: all of a response together would keep the event loop waiting for a second.
+        """
         items = islice(enumerate(found.items()), self._prompt_logprobs + 1)
         return {
-            str(token_id): {
-                "logprob": max(logprob, NO_LOGPROB),
-                "rank": logprob.rank,
-                "decoded_token": logprob.decoded_token,
-            }
+            str(token_id): PromptLogprob(
+                logprob=max(logprob, NO_LOGPROB), rank=logprob.rank, decoded_token=logprob.decoded_token
+            )
             for place, (token_id, logprob) in items
             if not place or logprob.rank <= self._prompt_logprobs
         }

@@ -14,7 +14,8 @@ from mmvllm.cli.common import option_name
 from mmvllm.cli.main import main
 from mmvllm.errors import ArgumentError
 from tests.helpers import poison, tasks
-from tests.helpers.captioning import all_but_the_last, by_name, many, recorded, records, until
+from tests.helpers.captioning import TINY, all_but_the_last, by_name, many, recorded, records, until
+from tests.helpers.drips import Host
 from tests.helpers.processes import spawned
 from tests.helpers.requests import noise_image
 
@@ -55,6 +56,18 @@ def test_two_engines_make_the_records_of_one(mixed, checkpoint, tmp_path, engine
     p = two.progress
     assert (p.num_captioned, p.num_duplicates, p.num_failed) == (21, 1, 2) and 0 <= p.engine_wait_share <= 1
     assert engines() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), TWO, ("--worker-processes",)], ids=["one engine", "two", "worker processes"])
+def test_the_time_of_an_image_holds_in_each_process(options, checkpoint, tmp_path):
+    silent, folder = Host(""), many(tmp_path / "images", 3)
+    (tmp_path / "list.txt").write_text("".join(f"{path}\n" for path in (f"{silent.url}/a.png", *folder.iterdir())))
+    command = ["caption", tmp_path / "list.txt", "--model", checkpoint, "--output", tmp_path / "out.jsonl", *TINY]
+    assert main([*map(str, command), "--image-timeout", "2", *options]) == 3
+    silent.close()
+    (failed,) = (record for record in records(tmp_path / "out.jsonl") if record["error"] is not None)
+    assert failed["path"] == f"{silent.url}/a.png" and failed["error"].startswith("took longer than 2 s to load")
 
 
 def test_images_of_a_killed_engine_are_captioned_again(start, images, names, out, caption, tmp_path):

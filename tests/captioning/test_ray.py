@@ -30,6 +30,7 @@ from mmvllm.captioning.worklist import Selection
 from mmvllm.cli.common import option_name
 from mmvllm.cli.main import main
 from mmvllm.errors import ArgumentError
+from tests.helpers.drips import Host
 from tests.helpers.requests import noise_image
 from tests.helpers.videos import make_clip
 
@@ -146,6 +147,16 @@ def test_records_of_several_actors_have_the_order_of_the_input(joined, tmp_path,
     folder = many(tmp_path / "images", 3 * CHUNK + 5)
     with run(folder, checkpoint, ray=TWO, ordered=True) as made:
         assert [Path(record["path"]).name for record in made] == sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.slow
+def test_the_time_of_an_image_holds_in_actors(joined, tmp_path, checkpoint):
+    silent, folder = Host(""), many(tmp_path / "images", 3)
+    with run([f"{silent.url}/a.png", folder], checkpoint, ray=TWO, image_timeout=2) as made:
+        errors = {record["path"]: record["error"] for record in made}
+    silent.close()
+    assert errors.pop(f"{silent.url}/a.png").startswith("took longer than 2 s to load")
+    assert [*errors.values()] == [None] * 3
 
 
 @pytest.mark.slow

@@ -1,0 +1,118 @@
+"""Whatever a client asks for, and whatever videos others send, probes and images are answered soon."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.helpers.hostile import slow_video, with_samples
+from tests.helpers.server import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    SCENES,
+    chat,
+    completion,
+    data_uri,
+    image_part,
+    post,
+    video_part,
+    video_uri,
+    wait_for,
+)
+from tests.helpers.videos import make_clip
+
+pytestmark = pytest.mark.slow
+
+IDS = [20 + i % 400 for i in range(2000)]
+COSTLY = {
+    "likely tokens of a prompt": (COMPLETIONS, completion(prompt=[IDS], max_tokens=0, prompt_logprobs=20)),
+    "as many as are accepted": (COMPLETIONS, completion(prompt=[IDS] * 3, max_tokens=0, prompt_logprobs=20)),
+    "of 16 prompts": (COMPLETIONS, completion(prompt=[IDS] * 16, max_tokens=0, prompt_logprobs=20)),
+    "of 64 prompts": (COMPLETIONS, completion(prompt=[IDS] * 64, max_tokens=0, prompt_logprobs=20)),
+    "of an echo": (COMPLETIONS, completion(prompt=[IDS[:400]] * 64, max_tokens=0, logprobs=20, echo=True)),
+    "of many completions": (
+        CHAT,
+        chat("Hello", max_tokens=380, ignore_eos=True, temperature=1, n=16, logprobs=True, top_logprobs=20),
+    ),
+    "embeddings": (EMBEDDINGS, {"model": "bundled", "input": [IDS] * 512}),
+    "allowed tokens": (CHAT, chat("Hello", max_tokens=1, allowed_token_ids=[20] * 10**6)),
+    "as many allowed tokens as are accepted": (CHAT, chat("Hello", max_tokens=1, allowed_token_ids=[20] * 2**18)),
+}
+
+
+PROBES = """
+import http.client, sys, threading, time
+
+threading.Thread(target=lambda: (sys.stdin.read(), is_done.set())).start()
+is_done, longest, begin = threading.Event(), 0.0, time.monotonic()
+while not is_done.wait(0.02):
+    begin = time.monotonic()
+    connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), timeout=60)
+    connection.request("GET", "/health/live")
+    assert connection.getresponse().status == 200
+    longest = max(longest, time.monotonic() - begin)
+print(longest)
+"""
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """Of a server in a process of its own, as the command starts it."""
+    command = [sys.executable, "-m", "mmvllm", "serve", "--device", "cpu", "--port", "0", "--skip-warmup"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process.stdout.readline().split()[-1].removesuffix("/v1")
+        finally:
+            process.terminate()
+
+
+@contextmanager
+def probing(url: str) -> Iterator[list[float]]:
+    """Probes from another process while the `with` runs; afterwards the seconds that one took at most."""
+    command, longest = [sys.executable, "-c", PROBES, url.rpartition(":")[2]], []
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield longest
+        longest.append(float(process.communicate(timeout=60)[0]))
+
+
+@pytest.mark.parametrize("what", COSTLY)
+def test_probes_are_answered_during_costly_requests(what, url):
+    path, body = COSTLY[what]
+    sent, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    with probing(url) as longest:
+        answer = httpx.post(url + path, content=sent, headers=headers, timeout=120)
+    assert answer.status_code in (200, 400), answer.text[:300]
+    assert longest[0] < 1
+
+
+def num_preparing(url: str) -> float:
+    families = text_string_to_metric_families(httpx.get(f"{url}/metrics").text)
+    return sum(one.value for family in families for one in family.samples if one.name.endswith("requests_preparing"))
+
+
+@pytest.mark.parametrize("kind", ["samples that are none", "frames that take long"])
+def test_videos_do_not_delay_an_image(kind, url, tmp_path):
+    made = {
+        "samples that are none": lambda: with_samples(make_clip(tmp_path / "a.mp4", 24).read_bytes(), 10**6),
+        "frames that take long": slow_video,
+    }
+    body = post(CHAT, chat("Look", video_part(video_uri(made[kind]()))))
+    clients = [socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) for _ in range(4)]
+    for client in clients:
+        client.sendall(body)
+    if kind == "frames that take long":
+        wait_for(lambda: num_preparing(url) == 4)
+    begin = time.monotonic()
+    image = chat("Look", image_part(data_uri(SCENES[0])), max_tokens=1)
+    answer = httpx.post(url + CHAT, json=image, timeout=120)
+    assert answer.status_code == 200 and time.monotonic() - begin < 3
+    for client in clients:
+        client.close()
