@@ -65,10 +65,8 @@ def _check_headers() -> None:
         for header in filter(None, map(str.strip, os.environ.get(variable, "").split(","))):
             sent = unquote(header)
             if not (_HEADER.fullmatch(header) and sent.isascii() and sent.isprintable()):
-                message = (
-                    "{otlp_traces_endpoint}: {variable} must be NAME=VALUE,NAME=VALUE of printable ASCII characters"
-                )
-                raise ArgumentError(f"{message}; percent-encode others than letters and digits", variable=variable)
+                message = "{otlp_traces_endpoint}: {variable} must be NAME=VALUE,NAME=VALUE, percent-encoded and ASCII"
+                raise ArgumentError(message, variable=variable)
 
 
 def _without_login(text: str) -> str:

@@ -101,9 +101,9 @@ class Uploads:
         """
         if self.has_too_many_open():
             return False
+        num_bytes, num_files = sum(num_bytes for num_bytes, _ in self._incoming), self._num_open()
         sizes = await asyncio.to_thread(lambda: [stat.st_size for _, stat in self._files()])
-        num_bytes = sum(num_bytes for num_bytes, _ in self._incoming)
-        return len(sizes) + self._num_open() <= MAX_FILES and sum(sizes) + num_bytes <= MAX_BYTES
+        return len(sizes) + num_files <= MAX_FILES and sum(sizes) + num_bytes <= MAX_BYTES
 
     def has_too_many_open(self) -> bool:
         """Whether too many files are open. A single upload may have as many as a question has."""
