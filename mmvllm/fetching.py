@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mmvllm.media import Kind, MediaError, MediaPolicy
+from mmvllm.processors.download import without_login
 from mmvllm.processors.load import decode_data_uri
 from mmvllm.text import with_article
 
@@ -94,7 +95,10 @@ def _read(file: BinaryIO, policy: MediaPolicy, kind: Kind) -> bytes:
 
 
 def _shown(url: str) -> str:
-    return "the data URI" if url[:5].lower() == "data:" else repr(url if len(url) <= 200 else url[:200] + "...")
+    if url[:5].lower() == "data:":
+        return "the data URI"
+    url = without_login(url)
+    return repr(url if len(url) <= 200 else url[:200] + "...")
 
 
 def _open_below(folder: Path, path: str, flags: int) -> int:

@@ -19,6 +19,10 @@ MATCH_SECONDS = 1.0  # of one match
 _COUNTS = regex.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
 _REPEATED_GROUP = regex.compile(r"\)\s*[*+{]")
 _CHOICE = regex.compile(r"[*+{|]|(?<!\()\?")
+# An escape, a class, the start of a group, a number of repetitions, or any other character.
+_TOKENS = regex.compile(
+    r"\\[pPux]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?(?:<?[=!>]|[\w-]*:|P?<\w+>))?|\{[\d, ]*\}|.", regex.DOTALL
+)
 MAX_QUICK_CHOICES = 5  # none of them a repeated group: the time is at most the fifth power of a name's length
 
 
@@ -38,26 +42,32 @@ class Expression(NamedTuple):
 
 def compiled(pattern: str) -> Expression:
     """Compile an expression; raises PatternError."""
-    _check_size(pattern)
+    texts = [text.lstrip("0") for match in _COUNTS.finditer(pattern) for text in match.groups()]
+    counts = [int(text[:9]) for text in texts if text]
+    repeated = prod(counts) if _REPEATED_GROUP.search(pattern) else max(counts, default=1)
+    if (size := len(pattern) * repeated) > MAX_SIZE:
+        raise PatternError(pattern, f"has, with its repetitions, {counted(size, 'character')}; {MAX_SIZE} are accepted")
     try:
         return Expression(regex.compile(pattern), _is_quick(pattern))
     except (regex.error, ValueError, RecursionError) as error:
         raise PatternError(pattern, f"is not valid: {error}") from None
 
 
-def check_repeats_no_group(pattern: str) -> None:
-    """Raise PatternError for an expression that an engine without a limit of time may match for ever, or compile."""
-    _check_size(pattern)
-    if _REPEATED_GROUP.search(pattern):
-        raise PatternError(pattern, "repeats a group, which may take longer than anybody waits; write it simpler")
+def check_repeats_no_choice(pattern: str) -> None:
+    """Raise PatternError for an expression that an engine without a limit of time may match for ever.
 
-
-def _check_size(pattern: str) -> None:
-    texts = [text.lstrip("0") for match in _COUNTS.finditer(pattern) for text in match.groups()]
-    counts = [int(text[:9]) for text in texts if text]
-    repeated = prod(counts) if _REPEATED_GROUP.search(pattern) else max(counts, default=1)
-    if (size := len(pattern) * repeated) > MAX_SIZE:
-        raise PatternError(pattern, f"has, with its repetitions, {counted(size, 'character')}; {MAX_SIZE} are accepted")
+    These repeat a group that can match in several ways, as in `(a+)+` and `(a|aa)*`.
+    """
+    groups, closed = [False], False  # whether each open group, and one that ends here, can match in several ways
+    for token in _TOKENS.findall(pattern):
+        if closed and token[0] in "*+{":
+            raise PatternError(pattern, "repeats a group with choices, which may take longer than anybody waits")
+        closed = token == ")" and groups.pop()
+        groups = groups or [False]
+        if token[0] == "(":
+            groups.append(False)
+        elif closed or token in ("*", "+", "?", "|") or (token[0] == "{" and "," in token):
+            groups[-1] = True
 
 
 class Matching:

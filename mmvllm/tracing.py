@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 TRACE_HEADERS = ("traceparent", "tracestate")  # of W3C Trace Context
 EXPORTER_LOGGER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
-HEADER_VARIABLES = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
+HEADER_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")  # the first one counts
 FLUSH_SECONDS = 3.0  # for the spans that are left when an engine is shut down
 
 _HEADER = re.compile(r"""[^\s"(),/:;<=>?@\\{}\[\]]+\s*=[^",;\\]*""")  # what OpenTelemetry accepts of the environment
@@ -61,12 +61,12 @@ def traces_url(endpoint: str) -> str:
 
 def _check_headers() -> None:
     """Raise ArgumentError for headers of the environment that cannot be sent: errors of OpenTelemetry show them."""
-    for variable in HEADER_VARIABLES:
-        for header in filter(None, map(str.strip, os.environ.get(variable, "").split(","))):
-            sent = unquote(header)
-            if not (_HEADER.fullmatch(header) and sent.isascii() and sent.isprintable()):
-                message = "{otlp_traces_endpoint}: {variable} must be NAME=VALUE,NAME=VALUE, percent-encoded and ASCII"
-                raise ArgumentError(message, variable=variable)
+    variable = next((name for name in HEADER_VARIABLES if os.environ.get(name)), HEADER_VARIABLES[0])
+    for header in filter(None, map(str.strip, os.environ.get(variable, "").split(","))):
+        sent = unquote(header)
+        if not (_HEADER.fullmatch(header) and sent.isascii() and sent.isprintable()):
+            message = "{otlp_traces_endpoint}: {variable} must be NAME=VALUE,NAME=VALUE, percent-encoded ASCII"
+            raise ArgumentError(message, variable=variable)
 
 
 def _without_login(text: str) -> str:

@@ -17,19 +17,20 @@ SILENCE_SECONDS = 20.0  # without receiving a byte
 DOWNLOAD_SECONDS = 60.0  # in all, and another second for every megabyte that has arrived
 BYTES_PER_SECOND = 1_000_000
 
-_LOGIN = re.compile(r"(?<=://)[^/?#]*@")  # USER:PASSWORD@
-_SECRET = re.compile(rf"{_LOGIN.pattern}|(?<=://)[^/?#\[]*:(?!\d*[/?#]).*@")  # also where the password has a slash
+_LOGIN = re.compile(r"^(\w+://)([^/?#]*)@")  # USER:PASSWORD@
+_SECRET = re.compile(r"^(\w+://)([^/?#]*|[^/?#:@\[]*:(?!\d*([/?#]|$)).*)@")  # also with a password that has a slash
 
 
 def without_login(url: str) -> str:
     """A URL for messages, without the user and the password in it."""
-    return _SECRET.sub("", url, count=1)
+    return _SECRET.sub(r"\1", url)
 
 
 def download(url: str, file: BinaryIO, max_bytes: int, error_class: type[MediaFileError]) -> None:
     """Fetch what a URL names into a file; failures, more than `max_bytes` and too long a time are `error_class`.
 
-    A user and a password in the URL are sent to its host, as Basic authentication; no message shows them.
+    A user and a password in the URL are sent to its host, but not after a redirect, as Basic authentication; no message
+    shows them.
     """
     name = without_login(url)
     limit = _TimeLimit()
@@ -52,14 +53,14 @@ def download(url: str, file: BinaryIO, max_bytes: int, error_class: type[MediaFi
 
 
 def _request(url: str) -> urllib.request.Request:
-    plain = _LOGIN.sub("", url, count=1)
+    plain = _LOGIN.sub(r"\1", url)
     if plain != without_login(url):
         raise ValueError("the characters / ? # of a password must be percent-encoded")
     quoted = urllib.parse.quote(plain, safe="%/:=&?~#+!$,;'@()*[]")  # keeps existing escapes
     # Some sites refuse urllib's default user agent.
     request = urllib.request.Request(quoted, headers={"User-Agent": "mmvllm"})
     if found := _LOGIN.search(url):
-        user, _, password = found[0].removesuffix("@").partition(":")
+        user, _, password = found[2].partition(":")
         login = base64.b64encode(urllib.parse.unquote_to_bytes(f"{user}:{password}")).decode()
         request.add_unredirected_header("Authorization", f"Basic {login}")
     return request

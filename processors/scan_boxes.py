@@ -15,18 +15,21 @@ import numpy as np
 
 from mmvllm.errors import VideoError
 
-MAX_ENTRIES = 10_000_000  # of the index; 46 hours at 60 frames per second
+MAX_ENTRIES = 20_000_000  # of the index; 92 hours at 60 frames per second
 MAX_DEPTH = 10  # boxes inside each other, which is FFmpeg's limit, too
+MAX_RUNS = 1_000_000  # of chunks that have the same number of samples; a table of them has 12 MB
 ENTRY_SAMPLES = 1024  # of sound without compression, which have one entry together
+MAX_DESCRIPTIONS = 1024 * 1024  # bytes of a table of codecs
 
-_CONTAINERS = frozenset(b"moov hoov free trak edts mdia minf stbl moof traf".split())  # FFmpeg finds headers in all
-
-_SAMPLES = {b"stsz": 8, b"stz2": 8, b"trun": 4}  # boxes that have a number of samples, and where
+# Data that are not boxes. FFmpeg finds tables in most others, also where the format has none.
+_OPAQUE = (b"mdat", b"idat", b"uuid")
+_SAMPLES = {b"stsz": 8, b"stz2": 8}  # tables with a number of samples, and where it is
+_TABLES = (*_SAMPLES, b"trun", b"elst", b"cmov")
 _MEDIA = (b"vide", b"soun", b"subp", b"clcp")  # handlers that say what a track has; others say where its data are
 
 
 def scan_boxes(file: str | BinaryIO, name: str, check_time: Callable[[], None]) -> None:
-    """Raise VideoError, which calls the video `name`, for an index that takes unreasonable memory.
+    """Raise VideoError, which calls the video `name`, for an index that may take unreasonable memory.
 
     Args:
         file: a path, or a binary file object that can seek; other formats have no such boxes.
@@ -41,31 +44,39 @@ def scan_boxes(file: str | BinaryIO, name: str, check_time: Callable[[], None]) 
         check_time()
         if kind == b"cmov":
             raise VideoError(name, "has a compressed header (cmov); convert it first, for example with FFmpeg")
+        if kind == b"stsd" and content.size > MAX_DESCRIPTIONS:
+            raise VideoError(name, f"describes its codecs in {content.size} bytes, more than {MAX_DESCRIPTIONS}")
         if kind == b"trak":
             num_entries, track = num_entries + track.num_entries, Track()
-        track.add(kind, content)
-        if num_entries + track.num_entries > MAX_ENTRIES:
-            number = num_entries + track.num_entries
-            raise VideoError(name, f"has an index of {number} samples, more than {MAX_ENTRIES}; cut it first")
+        elif kind == b"trun":  # of a fragment, after all tracks
+            num_entries += content.number(4)
+        else:
+            track.add(kind, content)
+        if (number := num_entries + track.num_entries) > MAX_ENTRIES:
+            raise VideoError(name, f"may have an index of {number} entries, more than {MAX_ENTRIES}; cut it first")
     return None
 
 
 @dataclass(slots=True)
 class Track:
-    """What a track declares, as far as it says how long FFmpeg's index of it is."""
+    """What a track declares, as far as it says how long FFmpeg's index of it may be."""
 
     num_samples: int = 0
     num_edits: int = 1
     num_chunks: int = 0
-    chunk_samples: int = 0  # of the largest chunk
+    runs: np.ndarray = field(default_factory=lambda: np.empty((0, 3), ">u4"))  # first chunk, samples of each, codec
     durations: list[int] = field(default_factory=list)  # of runs of samples, as far as two of them
     handler: bytes = b""
 
     @property
     def num_entries(self) -> int:
         is_raw_sound = self.handler == b"soun" and self.durations == [1]  # as FFmpeg tells it from other tracks
-        entries = self.num_chunks * -(-self.chunk_samples // ENTRY_SAMPLES) if is_raw_sound else self.num_samples
-        return entries * self.num_edits
+        return (self._num_sound_entries() if is_raw_sound else self.num_samples) * self.num_edits
+
+    def _num_sound_entries(self) -> int:
+        first, samples = self.runs[:, 0].astype(np.int64), self.runs[:, 1].astype(np.int64)
+        num_chunks = np.diff(first, append=self.num_chunks + 1).clip(0, self.num_chunks)
+        return int((num_chunks * -(-samples // ENTRY_SAMPLES)).sum())
 
     def add(self, kind: bytes, content: "Content") -> None:
         if kind == b"hdlr":
@@ -78,8 +89,8 @@ class Track:
         elif kind in (b"stco", b"co64"):
             self.num_chunks = max(self.num_chunks, content.number(4))
         elif kind == b"stsc":
-            runs = content.read(8, content.size - 8)
-            self.chunk_samples = int(np.frombuffer(runs, ">u4", len(runs) // 12 * 3)[1::3].max(initial=0))
+            runs = content.read(8, 12 * min(content.number(4), MAX_RUNS))
+            self.runs = np.frombuffer(runs, ">u4", len(runs) // 12 * 3).reshape(-1, 3)
         elif kind == b"stts":
             self.durations = [content.number(12 + 8 * i) for i in range(min(content.number(4), 2))]
 
@@ -88,10 +99,14 @@ class Content:
     """The bytes of a box behind its type."""
 
     def __init__(self, file: BinaryIO, start: int, end: int):
-        self._file, self._start, self.size = file, start, end - start
+        self._file, self.start, self.end = file, start, end
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
 
     def read(self, offset: int, size: int) -> bytes:
-        self._file.seek(self._start + offset)
+        self._file.seek(self.start + offset)
         return self._file.read(max(0, min(size, self.size - offset)))
 
     def number(self, offset: int) -> int:
@@ -110,7 +125,21 @@ def _boxes(file: BinaryIO, at: int, end: int, depth: int) -> Iterator[tuple[byte
         stop = end if size == 0 else min(at + size, end)
         if stop < start:
             return
-        yield kind, Content(file, start, stop)
-        if kind in _CONTAINERS:
-            yield from _boxes(file, start, stop, depth + 1)
+        content = Content(file, start, stop)
+        yield kind, content
+        if kind == b"stsd":
+            yield from _tables_inside(file, content)
+        elif kind not in _OPAQUE and kind not in _TABLES:
+            for offset in (0, 4) if kind == b"meta" else (0,):  # in MP4 files, a version precedes what is inside
+                yield from _boxes(file, start + offset, stop, depth + 1)
         at = stop
+
+
+def _tables_inside(file: BinaryIO, content: Content) -> Iterator[tuple[bytes, Content]]:
+    """Tables behind the fields of a codec, whose length depends on it: they are searched by name."""
+    data = content.read(0, MAX_DESCRIPTIONS)
+    for kind in _TABLES:
+        at = data.find(kind)
+        while at >= 0:
+            yield kind, Content(file, content.start + at + 4, content.end)
+            at = data.find(kind, at + 4)

@@ -37,6 +37,13 @@ def test_other_schemes_are_refused(url, network):
 
 
 @pytest.mark.spawns
+@pytest.mark.parametrize("url", ["https://user:hidden@example.org/a.png", "ftp://user:hidden@example.org/a.png"])
+def test_a_login_is_not_shown(url, network):
+    with pytest.raises(MediaError, match=r"//example\.org/a\.png") as refused:
+        fetch(url, ANYWHERE)
+    assert "hidden" not in str(refused.value) and not network.lookups
+
+
 def test_the_http_client_is_imported_only_when_a_host_is_allowed():
     code = """
 import asyncio, sys

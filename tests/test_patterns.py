@@ -9,7 +9,7 @@ from contextlib import nullcontext, suppress
 import pytest
 
 from mmvllm import patterns as patterns_module
-from mmvllm.patterns import MAX_SIZE, Matching, PatternError, check_repeats_no_group, compiled
+from mmvllm.patterns import MAX_SIZE, Matching, PatternError, check_repeats_no_choice, compiled
 
 NAME = "model.language_model.layers.10.self_attn.q_proj"
 SLOW = r"(?:\w|\w\w|.)*\d"  # takes longer than anybody waits
@@ -71,15 +71,19 @@ QWEN = (
     [
         (QWEN, None),
         (r"[\p{Lu}\p{Lt}]*[\p{Ll}]+(?i:'s|'t)?|\p{N}{1,3}", None),
-        ("(a+)+$", "repeats a group"),
-        ("(?:a|aa)*c", "repeats a group"),
-        ("(a|aa){9}", "repeats a group"),
-        ("((a{1000}){1000}){1000}", "has, with its repetitions"),
+        (r"\p{N}{1,3}(?=(?:\p{N}{3})*(?:\P{N}|$))", None),
+        (r"\)+|[(*){]+|(a+)?|\(a+\)*|(?:ab)+", None),
+        ("(a+)+$", "repeats a group with choices"),
+        ("(?:a|aa)*c", "repeats a group with choices"),
+        ("((a+)b)+", "repeats a group with choices"),
+        ("(?:(?:a?)){9}", "repeats a group with choices"),
+        ("(?<name>a{1,2})*", "repeats a group with choices"),
+        ("))(a*)*", "repeats a group with choices"),
     ],
 )
-def test_what_an_engine_without_a_limit_may_match_repeats_no_group(pattern, reason):
+def test_what_an_engine_without_a_limit_may_match_repeats_no_choice(pattern, reason):
     with nullcontext() if reason is None else pytest.raises(PatternError, match=reason):
-        check_repeats_no_group(pattern)
+        check_repeats_no_choice(pattern)
 
 
 def test_a_match_that_takes_too_long_ends(monkeypatch):

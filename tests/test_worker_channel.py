@@ -124,6 +124,9 @@ def held_by_this_process() -> tuple[int, int]:
 @pytest.mark.slow
 @linux
 def test_processes_killed_at_any_moment_leave_no_memory_behind():
+    WorkerPool(
+        1
+    ).close()  # the first one opens files that stay: of multiprocessing's resource tracker and shared memory
     before, outcomes = held_by_this_process(), []
     pool = WorkerPool(1)
     with ThreadPoolExecutor(1) as threads:

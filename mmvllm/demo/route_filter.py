@@ -37,8 +37,8 @@ MAX_NAME_LENGTH = 255  # bytes that file systems accept
 MAX_BODY_BYTES = 2**20  # of a request other than an upload, and of the multipart headers of an upload
 MAX_UNREAD = 12  # results that gradio keeps for a session until its browser reads them
 UPLOAD_SECONDS, BODY_SECONDS = 300.0, 60.0
-# An upload that is slower on average is ended after the first seconds, since it holds space that others may need.
-FIRST_SECONDS, MIN_BYTES_PER_SECOND = 10.0, 32 * 1024
+# An upload that falls further behind is ended, since it holds space that others may need.
+FIRST_SECONDS, MIN_BYTES_PER_SECOND = 20.0, 8 * 1024
 NO_ROOM = "There is no room for more files right now; try again later"
 
 
@@ -177,8 +177,9 @@ class DemoRouteFilter:
             nonlocal num_bytes
             message = await receive()
             body = message.get("body", b"")
+            before = parts.num_files
             parts.add(body)
-            if self._uploads.has_too_many_open():
+            if parts.num_files > before and self._uploads.has_too_many_open():
                 raise MultiPartException(NO_ROOM)
             num_bytes += len(body)
             rest = num_bytes / MIN_BYTES_PER_SECOND if message.get("more_body", False) else UPLOAD_SECONDS

@@ -8,7 +8,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mmvllm.config import ModelConfig
-from mmvllm.patterns import PatternError, check_repeats_no_group
+from mmvllm.patterns import PatternError, check_repeats_no_choice
+from mmvllm.processors.special_tokens import splitting
 from mmvllm.text import load_json
 
 MAX_ADDED_TOKEN = 1000  # characters: texts are searched for each of these tokens
@@ -17,12 +18,13 @@ MAX_ADDED_TOKEN = 1000  # characters: texts are searched for each of these token
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """With the chat template, which older checkpoints have in a file of its own; raises ValueError without one."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        with splitting():  # the normalizer is run on added tokens
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # a broken or missing tokenizer file makes the library raise anything
         raise ValueError(f"{folder} has no tokenizer that transformers can load: {error}") from error
     try:
         for pattern in _expressions(tokenizer.backend_tokenizer):
-            check_repeats_no_group(pattern)
+            check_repeats_no_choice(pattern)
     except PatternError as error:
         raise ValueError(f"{folder} has a tokenizer that cannot be used: {error}") from None
     longest = max((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, default="")

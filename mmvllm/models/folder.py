@@ -123,14 +123,20 @@ def _hub_errors(model: str | Path) -> Iterator[None]:
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HFValidationError
 
-    if not constants.HF_HUB_OFFLINE and (token := get_token()):  # the HTTP library's error would show it
+    is_sent = not (constants.HF_HUB_OFFLINE or constants.HF_HUB_DISABLE_IMPLICIT_TOKEN)
+    if is_sent and (token := get_token()):  # the HTTP library's error would show it
         check_key("the token for the hub (HF_TOKEN, or from `hf auth login`)", token)
     try:
         yield
     except HFValidationError:
         raise ValueError(_neither(model)) from None
-    except Exception as error:  # of the hub, or any of the HTTP library's, for example for a wrong HTTPS_PROXY
+    except (OSError, ValueError, RuntimeError) as error:  # the hub's own errors are OSErrors
         raise ValueError(_unavailable(model, error)) from error
+    except Exception as error:  # of the HTTP library, whose text may show a part of a proxy's login
+        reason = (
+            f"{type(error).__name__}; HTTPS_PROXY and HF_ENDPOINT, if they are set, must be URLs of servers that run"
+        )
+        raise ValueError(_unavailable(model, RuntimeError(reason))) from None
 
 
 def _neither(model: str | Path) -> str:

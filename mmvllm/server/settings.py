@@ -18,7 +18,7 @@ class ServerSettings:
     Args:
         model_names: the names under which requests may address the model.
         api_keys: keys that are accepted for /v1, /tokenize, /detokenize, /docs and /openapi.json, without the white
-            space around them; if empty, these need no key. Raises ValueError for one that no HTTP header can carry.
+            space around them; if empty, these need no key. ValueError is raised for one that no HTTP header can carry.
         cors_origins: origins whose pages may call the server; "*" allows every origin.
         max_pixels: limit for images with detail "auto"; default: the checkpoint's limit, but at most 1280 tokens.
         max_images: images per request.
@@ -60,6 +60,8 @@ class ServerSettings:
     has_demo: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.api_keys, str):
+            raise ValueError("api_keys must be a tuple of keys, got a string; write (key,)")
         keys = tuple(check_key("one of api_keys", key) for key in self.api_keys)
         object.__setattr__(self, "api_keys", keys)
 

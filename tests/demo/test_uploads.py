@@ -172,6 +172,14 @@ def test_the_number_of_files_that_are_open_is_limited(uploads):
     assert has_room(uploads, (1, MAX_INCOMING_FILES + 1))  # of one question that has as many
 
 
+def test_an_upload_that_ends_while_the_folder_is_scanned_is_counted(uploads, monkeypatch):
+    monkeypatch.setattr(uploads_module, "MAX_BYTES", 20)
+    with ExitStack() as other:
+        other.enter_context(uploads.incoming(15, parts_of(1)))
+        monkeypatch.setattr(uploads, "_files", lambda: other.close() or iter(()))  # its files are scanned too early
+        assert not has_room(uploads, (6, 1))
+
+
 def test_uploads_that_have_not_begun_hold_no_files(uploads):
     assert has_room(uploads, *[(1, 0)] * 2 * MAX_INCOMING_FILES, (1, 1))
 

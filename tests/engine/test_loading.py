@@ -83,6 +83,12 @@ def with_expression(checkpoint, folder, pattern: str):
 def test_an_expression_of_the_tokenizer_that_may_take_for_ever_is_refused(checkpoint, make_llm, tmp_path):
     with pytest.raises(ValueError, match=r"cannot be used: the expression '\(a\+\)\+\$' repeats a group"):
         make_llm(with_expression(checkpoint, tmp_path / "slow", "(a+)+$"))
+    tokenizer = json.loads((tmp_path / "slow" / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}
+    tokenizer["added_tokens"][0] |= {"content": "a" * 40 + "b", "normalized": True, "special": False}
+    (tmp_path / "slow" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match="slow has no tokenizer that transformers can load: "):
+        make_llm(tmp_path / "slow")
 
 
 @pytest.mark.slow

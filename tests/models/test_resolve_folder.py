@@ -97,11 +97,12 @@ def test_a_token_that_no_header_can_carry_is_refused_without_showing_it(token, h
     assert "hid" not in "".join(traceback.format_exception(refused.value))
 
 
-def test_errors_of_the_http_library_are_sentences_without_logins(hub, monkeypatch):
-    monkeypatch.setenv("HTTPS_PROXY", "user:hidden@host:port")
+@pytest.mark.parametrize("proxy", ["user:hidden@host:port", "http://user:hid/den@127.0.0.1:1"])
+def test_errors_of_the_http_library_are_sentences_without_logins(proxy, hub, monkeypatch):
+    monkeypatch.setenv("HTTPS_PROXY", proxy)
     with pytest.raises(ValueError, match=r"tiny/model' is not a local folder and cannot be downloaded") as refused:
         LLM("tiny/model")
-    assert "hidden" not in "".join(traceback.format_exception(refused.value))
+    assert "hid" not in "".join(traceback.format_exception(refused.value))
 
 
 @pytest.mark.spawns

@@ -12,7 +12,7 @@ import pytest
 
 from mmvllm.errors import ImageError, VideoError
 from mmvllm.processors import download as download_module
-from mmvllm.processors.download import download
+from mmvllm.processors.download import download, without_login
 from mmvllm.processors.load import load_image
 from mmvllm.processors.load_video import load_video_info
 from tests.helpers.drips import DRIPS, HEAD, Host
@@ -159,6 +159,22 @@ def test_a_login_in_a_url_that_cannot_be_fetched_is_not_shown(url):
     with pytest.raises(ImageError, match=r"http://\S+\.png: cannot be fetched \(.+\)") as refused:
         load_image(url)
     assert "hid" not in str(refused.value) and "den" not in str(refused.value)
+
+
+@pytest.mark.parametrize("rest", ["fetch/http://a:b@example.org/a.png", "?from=http://a@example.org/a.png", "a@2x.png"])
+def test_a_login_is_only_what_stands_before_the_host(rest):
+    host = Host(f"{HEAD}Content-Length: 3\r\n\r\n", b"a")
+    download(f"{host.url}/{rest}", io.BytesIO(), 1000, ImageError)
+    host.close()
+    assert without_login(f"{host.url}/{rest}") == f"{host.url}/{rest}"
+    assert host.heads[0].startswith(f"GET /{rest} HTTP/1.1\r\n") and "Authorization" not in host.heads[0]
+
+
+def test_logins_are_found_in_linear_time():
+    begin = time.thread_time()
+    for part in (":", "@", "a:", "/"):
+        without_login("http://" + part * 10**6)
+    assert time.thread_time() - begin < 2
 
 
 @pytest.mark.parametrize("proxy", ["http:/user:hidden@host", "user:hidden@host:port", "http://user:hidden@127.0.0.1:1"])

@@ -27,15 +27,20 @@ def numbers(*values: int) -> bytes:
     return struct.pack(f">{len(values)}I", *values)
 
 
-def changed(data: bytes, change: Callable[[bytes, bytes], bytes]) -> bytes:
-    """A file whose boxes without others inside have the content that `change` makes of a type and a content."""
+def rebuilt(data: bytes, make: Callable[[bytes, bytes], bytes]) -> bytes:
+    """A file with what `make` gives for the type and content of each box without others inside."""
     at, out = 0, b""
     while at < len(data):
         size, kind = struct.unpack_from(">I4s", data, at)
         content = data[at + 8 : at + size]
-        out += box(kind, changed(content, change) if kind in CONTAINERS else change(kind, content))
+        out += box(kind, rebuilt(content, make)) if kind in CONTAINERS else make(kind, content)
         at += size
     return out
+
+
+def changed(data: bytes, change: Callable[[bytes, bytes], bytes]) -> bytes:
+    """A file whose boxes have the content that `change` gives."""
+    return rebuilt(data, lambda kind, content: box(kind, change(kind, content)))
 
 
 def with_content(data: bytes, **contents: bytes) -> bytes:
@@ -62,20 +67,48 @@ def entries(data: bytes) -> int:
 @pytest.mark.parametrize("number", [MAX_ENTRIES + 1, 2**31 - 1, 2**32 - 1])
 def test_samples_of_equal_size_take_no_bytes_and_are_counted(clip, number):
     declared = with_content(clip, stsz=numbers(0, 1, number), stts=numbers(0, 1, number, 1))
-    assert_refused(declared, f"an index of {number} samples, more than {MAX_ENTRIES}")
+    assert_refused(declared, f"an index of {number} entries, more than {MAX_ENTRIES}")
 
 
 def test_samples_of_fragments_are_counted(tmp_path):
     clip = make_clip(tmp_path / "a.mp4", 24, codec="mpeg4", options={"movflags": "frag_keyframe+empty_moov"})
     data = with_content(clip.read_bytes(), trun=numbers(0, MAX_ENTRIES // 2))  # three fragments
-    assert_refused(data, "an index of 15000000 samples")
+    assert_refused(data, "an index of 30000000 entries")
+
+
+def test_samples_of_fragments_are_counted_whatever_the_last_track_is(tmp_path):
+    clip = make_clip(tmp_path / "a.mp4", 24, codec="mpeg4", options={"movflags": "frag_keyframe+empty_moov"})
+    sound = box(b"hdlr", numbers(0, 0) + b"soun" + numbers(0, 0, 0)) + box(b"stts", numbers(0, 1, 1, 1))
+    data = with_content(clip.read_bytes(), trun=numbers(0, MAX_ENTRIES // 2))
+    at = data.index(b"moof") - 4
+    assert_refused(data[:at] + box(b"moov", box(b"trak", sound)) + data[at:], "an index of 30000000 entries")
+
+
+TABLE = box(b"stsz", numbers(0, 1, MAX_ENTRIES + 1))
+PARENTS = [b"udta", b"dinf", b"tref", b"mvex", b"sinf", b"schi", b"wave", b"ilst", b"mdia", b"stsd", b"meta"]
+
+
+@pytest.mark.parametrize("parent", PARENTS)
+def test_tables_are_found_wherever_ffmpeg_finds_them(parent, clip):
+    def make(kind: bytes, content: bytes) -> bytes:
+        if kind == b"stsd" == parent:  # behind the fields of the first codec
+            (size,) = struct.unpack_from(">I", content, 8)
+            return box(kind, content[:8] + numbers(size + len(TABLE)) + content[12:] + TABLE)
+        if kind != b"stsz":
+            return box(kind, content)
+        inside = {b"stsd": b"", b"meta": numbers(0) + box(b"hdlr", bytes(24)) + TABLE}.get(parent, TABLE)
+        return box(parent, inside) if inside else b""
+
+    data = rebuilt(clip, make)
+    assert entries(data) == 24  # FFmpeg has as many as there are in the chunks
+    assert_refused(data, f"an index of {MAX_ENTRIES + 1} entries")
 
 
 def test_edits_that_repeat_samples_are_counted(clip, monkeypatch):
     repeated = with_content(clip, elst=numbers(0, 500) + numbers(10**6, 0, 0x10000) * 500)
     monkeypatch.setattr(scan_boxes_module, "MAX_ENTRIES", entries(repeated) - 1)
     assert entries(repeated) > 1000
-    assert_refused(repeated, "an index of 12000 samples")
+    assert_refused(repeated, "an index of 12000 entries")
 
 
 def test_a_compressed_header_is_refused():
@@ -108,7 +141,7 @@ def test_sound_without_compression_has_an_entry_for_many_samples(tmp_path, monke
     monkeypatch.setattr(scan_boxes_module, "MAX_ENTRIES", 2 * entries(data))
     assert load_video_info(io.BytesIO(data)).total_num_frames == 8
     as_video = changed(data, lambda kind, content: content.replace(b"soun", b"vide") if kind == b"hdlr" else content)
-    assert_refused(as_video, "an index of 48008 samples")
+    assert_refused(as_video, "an index of 48008 entries")
 
 
 def test_boxes_of_any_size_and_depth_are_followed_to_the_end_of_the_file():
@@ -116,7 +149,7 @@ def test_boxes_of_any_size_and_depth_are_followed_to_the_end_of_the_file():
     large = struct.pack(">I4sQ", 1, b"moov", 16 + len(samples)) + samples
     to_the_end, beyond_it = (numbers(size) + b"moov" + samples for size in (0, 10**9))
     for header in (large, to_the_end, beyond_it, box(b"wide", b"") + large):
-        assert_refused(start + header, "an index of 10000001 samples")
+        assert_refused(start + header, f"an index of {MAX_ENTRIES + 1} entries")
     scan_boxes(io.BytesIO(start + numbers(4, 0) + large), "it", lambda: None)  # FFmpeg reads nothing behind such a size
     deep = b""
     for _ in range(2000):

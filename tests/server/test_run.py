@@ -218,6 +218,8 @@ def test_keys_of_python_are_checked_and_not_shown():
         with pytest.raises(ValueError, match=r"one of api_keys (must be a key of printable|is empty)") as refused:
             ServerSettings(model_names=("m",), api_keys=("b", key))
         assert "secr" not in str(refused.value)
+    with pytest.raises(ValueError, match="api_keys must be a tuple of keys, got a string"):
+        ServerSettings(model_names=("m",), api_keys="secret")
 
 
 @pytest.mark.network
