@@ -36,7 +36,6 @@ def test_other_schemes_are_refused(url, network):
         fetch(url, local())
 
 
-@pytest.mark.spawns
 @pytest.mark.parametrize("url", ["https://user:hidden@example.org/a.png", "ftp://user:hidden@example.org/a.png"])
 def test_a_login_is_not_shown(url, network):
     with pytest.raises(MediaError, match=r"//example\.org/a\.png") as refused:
@@ -44,6 +43,7 @@ def test_a_login_is_not_shown(url, network):
     assert "hidden" not in str(refused.value) and not network.lookups
 
 
+@pytest.mark.spawns
 def test_the_http_client_is_imported_only_when_a_host_is_allowed():
     code = """
 import asyncio, sys
