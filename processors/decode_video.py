@@ -153,9 +153,13 @@ def _open(file: str | BinaryIO, name: str, limits: VideoLimits) -> Any:
 
 
 def _options(limits: VideoLimits) -> dict[str, str]:
-    """For FFmpeg: no playlist is opened, and whatever else a file refers to is not fetched over a network."""
+    """For FFmpeg: no playlist is opened, and whatever else a file refers to is not fetched over a network.
+
+    Chapters are not read: a file of 180 kB may have gigabytes of them.
+    """
+    always = {"protocol_whitelist": "file", "ignore_chapters": "1"}
     allowed = {"format_whitelist": limits.containers or _self_contained(), "codec_whitelist": limits.codecs}
-    return {"protocol_whitelist": "file"} | {name: ",".join(values) for name, values in allowed.items() if values}
+    return always | {name: ",".join(values) for name, values in allowed.items() if values}
 
 
 @cache

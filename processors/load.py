@@ -127,7 +127,7 @@ def _read(source: Any) -> tuple[bytes, str]:
         return _read_file(file_url_path(source))
     if isinstance(source, os.PathLike) or (isinstance(source, str) and "://" not in source):
         return _read_file(os.fsdecode(source))
-    given = f"{source:.100}" if isinstance(source, str) else type(source).__name__
+    given = f"{without_login(source):.100}" if isinstance(source, str) else type(source).__name__
     accepted = "a PIL image, a path, bytes, a binary file, a file:// or http(s):// URL, a data: URI, or a uint8 array"
     raise ImageError("", f"cannot load an image from {given}; give {accepted}")
 

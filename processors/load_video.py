@@ -115,7 +115,7 @@ def _opened(source: Any) -> Iterator[tuple[str | BinaryIO, str]]:
         with local_file(path, "video", VideoError) as (path, name), _file_at(path) as file:
             yield file, name
     else:
-        given = f"{source:.100}" if isinstance(source, str) else type(source).__name__
+        given = f"{without_login(source):.100}" if isinstance(source, str) else type(source).__name__
         accepted = "a path, bytes, a binary file, a file:// or http(s):// URL, a data: URI, or frames"
         raise VideoError("", f"cannot load a video from {given}; give {accepted}")
 

@@ -2,7 +2,8 @@
 
 While FFmpeg opens such a file, it makes an entry of its index, of about 35 bytes, for every sample that the file
 declares, again for every edit in which the sample is shown. Samples of equal size take no bytes in the file: one of
-20 kB may declare billions. A compressed header may inflate to any size.
+20 kB may declare billions. A compressed header may inflate to any size. What FFmpeg reads is followed here as far as
+it is known; only a limit of the process's memory, as the server's decoders have, is safe.
 """
 
 import os
@@ -18,13 +19,14 @@ from mmvllm.errors import VideoError
 MAX_ENTRIES = 20_000_000  # of the index; 92 hours at 60 frames per second
 MAX_DEPTH = 10  # boxes inside each other, which is FFmpeg's limit, too
 MAX_RUNS = 1_000_000  # of chunks that have the same number of samples; a table of them has 12 MB
-ENTRY_SAMPLES = 1024  # of sound without compression, which have one entry together
+ENTRY_SAMPLES = 160  # of sound without compression, which have one entry together; most formats have 1024
 MAX_DESCRIPTIONS = 1024 * 1024  # bytes of a table of codecs
 
-# Data that are not boxes. FFmpeg finds tables in most others, also where the format has none.
-_OPAQUE = (b"mdat", b"idat", b"uuid")
-_SAMPLES = {b"stsz": 8, b"stz2": 8}  # tables with a number of samples, and where it is
-_TABLES = (*_SAMPLES, b"trun", b"elst", b"cmov")
+_OF_FRAGMENTS = (b"trun", b"senc")  # tables of samples
+_LONG = (*_OF_FRAGMENTS, b"stsz", b"stz2", b"elst", b"cmov")  # tables that make an index long
+_TABLES = frozenset((*_LONG, b"hdlr", b"stco", b"co64", b"stsc", b"stts", b"ctts"))
+# These have no boxes inside. FFmpeg finds tables in most others, also where the format has none.
+_OPAQUE = _TABLES | {b"mdat", b"idat", b"uuid", b"stss"}
 _MEDIA = (b"vide", b"soun", b"subp", b"clcp")  # handlers that say what a track has; others say where its data are
 
 
@@ -39,7 +41,7 @@ def scan_boxes(file: str | BinaryIO, name: str, check_time: Callable[[], None]) 
         with open(file, "rb") as opened:
             return scan_boxes(opened, name, check_time)
     file.seek(0, os.SEEK_END)
-    num_entries, track = 0, Track()
+    num_entries, num_tracks, track = 0, 0, Track()
     for kind, content in _boxes(file, 0, file.tell(), depth=0):
         check_time()
         if kind == b"cmov":
@@ -47,9 +49,11 @@ def scan_boxes(file: str | BinaryIO, name: str, check_time: Callable[[], None]) 
         if kind == b"stsd" and content.size > MAX_DESCRIPTIONS:
             raise VideoError(name, f"describes its codecs in {content.size} bytes, more than {MAX_DESCRIPTIONS}")
         if kind == b"trak":
-            num_entries, track = num_entries + track.num_entries, Track()
-        elif kind == b"trun":  # of a fragment, after all tracks
+            num_entries, num_tracks, track = num_entries + track.num_entries, num_tracks + 1, Track()
+        elif kind in _OF_FRAGMENTS:
             num_entries += content.number(4)
+        elif kind == b"moof":
+            num_entries += num_tracks  # a fragment has an entry for each
         else:
             track.add(kind, content)
         if (number := num_entries + track.num_entries) > MAX_ENTRIES:
@@ -67,11 +71,15 @@ class Track:
     runs: np.ndarray = field(default_factory=lambda: np.empty((0, 3), ">u4"))  # first chunk, samples of each, codec
     durations: list[int] = field(default_factory=list)  # of runs of samples, as far as two of them
     handler: bytes = b""
+    has_offsets: bool = False  # of the times at which samples are shown
 
     @property
     def num_entries(self) -> int:
-        is_raw_sound = self.handler == b"soun" and self.durations == [1]  # as FFmpeg tells it from other tracks
-        return (self._num_sound_entries() if is_raw_sound else self.num_samples) * self.num_edits
+        if self.durations != [1]:
+            return self.num_samples * self.num_edits
+        # FFmpeg takes it for sound without compression, if it is sound, which a codec may say as well.
+        is_sound = self.handler == b"soun" and not self.has_offsets
+        return max(self._num_sound_entries(), 0 if is_sound else self.num_samples) * self.num_edits
 
     def _num_sound_entries(self) -> int:
         first, samples = self.runs[:, 0].astype(np.int64), self.runs[:, 1].astype(np.int64)
@@ -82,10 +90,12 @@ class Track:
         if kind == b"hdlr":
             handler = content.read(8, 4)
             self.handler = handler if handler in _MEDIA else self.handler
-        elif kind in _SAMPLES:
-            self.num_samples += content.number(_SAMPLES[kind])
-        elif kind == b"elst":
-            self.num_edits = max(self.num_edits, content.number(4))
+        elif kind in (b"stsz", b"stz2"):
+            self.num_samples += content.number(8)
+        elif kind == b"elst":  # FFmpeg counts by the size of the table
+            self.num_edits = max(self.num_edits, content.number(4), (content.size - 8) // 12)
+        elif kind == b"ctts":
+            self.has_offsets = True
         elif kind in (b"stco", b"co64"):
             self.num_chunks = max(self.num_chunks, content.number(4))
         elif kind == b"stsc":
@@ -110,8 +120,9 @@ class Content:
         return self._file.read(max(0, min(size, self.size - offset)))
 
     def number(self, offset: int) -> int:
-        """Four bytes; 0 behind the end."""
-        return int.from_bytes(self.read(offset, 4))
+        """Four bytes, also behind the end of the box, where FFmpeg goes on to read."""
+        self._file.seek(self.start + offset)
+        return int.from_bytes(self._file.read(4))
 
 
 def _boxes(file: BinaryIO, at: int, end: int, depth: int) -> Iterator[tuple[bytes, Content]]:
@@ -129,7 +140,7 @@ def _boxes(file: BinaryIO, at: int, end: int, depth: int) -> Iterator[tuple[byte
         yield kind, content
         if kind == b"stsd":
             yield from _tables_inside(file, content)
-        elif kind not in _OPAQUE and kind not in _TABLES:
+        elif kind not in _OPAQUE:
             for offset in (0, 4) if kind == b"meta" else (0,):  # in MP4 files, a version precedes what is inside
                 yield from _boxes(file, start + offset, stop, depth + 1)
         at = stop
@@ -138,7 +149,7 @@ def _boxes(file: BinaryIO, at: int, end: int, depth: int) -> Iterator[tuple[byte
 def _tables_inside(file: BinaryIO, content: Content) -> Iterator[tuple[bytes, Content]]:
     """Tables behind the fields of a codec, whose length depends on it: they are searched by name."""
     data = content.read(0, MAX_DESCRIPTIONS)
-    for kind in _TABLES:
+    for kind in _LONG:
         at = data.find(kind)
         while at >= 0:
             yield kind, Content(file, content.start + at + 4, content.end)

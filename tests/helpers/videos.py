@@ -1,7 +1,9 @@
 """Clips made with PyAV: frames whose content says which they are, and a full decode to compare with."""
 
+import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -24,6 +26,21 @@ def moving(number: int, height: int, width: int, seed: int = 0) -> np.ndarray:
         frames[t, ..., 2] = 40 + t % 180
         frames[t, :, (t * 4) % width :][:, :6] = 255
     return frames
+
+
+@contextmanager
+def as_scheduled() -> Iterator[None]:
+    """This thread is scheduled as before: where SVT-AV1 may (as root), it gives the thread that calls it real-time
+    priority, which all threads and processes inherit that are started afterwards, and others wait for minutes.
+    """
+    if not hasattr(os, "sched_setscheduler"):  # macOS and Windows
+        yield
+        return
+    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, parameters)
 
 
 def make_clip(
@@ -51,7 +68,7 @@ def make_clip(
         options: of the container.
     """
     frames = moving(number, *size, seed) if frames is None else frames
-    with av.open(str(path), "w", format=format, options=options) as container:
+    with as_scheduled(), av.open(str(path), "w", format=format, options=options) as container:
         stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
         stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], pix_fmt
         stream.codec_context.gop_size = gop
