@@ -19,6 +19,7 @@ from tests.helpers.needs import allowed, mark_by_fixtures, needs, watched
 from tests.helpers.quarantine import FILE as QUARANTINE
 from tests.helpers.quarantine import quarantined, set_aside
 from tests.helpers.reference import Reference
+from tests.helpers.scheduling import as_scheduled
 from tests.helpers.thinning import thin
 
 # The same examples in every run, however slow the machine.
@@ -50,6 +51,16 @@ def undeclared_needs(request):
         yield
     if missing := found - allowed(request.node):
         pytest.fail(f"the test needs the markers {sorted(missing)}; see tests/helpers/needs.py", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def normal_priority():
+    """Fail a test that leaves its thread with another scheduling policy, which all later tests would inherit."""
+    with as_scheduled() as is_unchanged:
+        yield
+        unchanged = is_unchanged()
+    if not unchanged:
+        pytest.fail("the test leaves its thread with another scheduling policy; see as_scheduled", pytrace=False)
 
 
 @pytest.fixture(scope="session")

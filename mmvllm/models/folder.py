@@ -104,7 +104,7 @@ def _local_folder(model: str | Path | None) -> Path | None:
         if folder.is_dir():
             return folder
     except (OSError, RuntimeError) as error:  # a name that is too long, an unknown home
-        raise ValueError(_unavailable(model, error)) from None
+        raise ValueError(_unavailable(model, str(error))) from None
     if "/" not in str(model):  # the hub has such names, but none that is supported, and asking it takes long
         raise ValueError(_neither(model))
     return None
@@ -131,25 +131,21 @@ def _hub_errors(model: str | Path) -> Iterator[None]:
     except HFValidationError:
         raise ValueError(_neither(model)) from None
     except (OSError, ValueError, RuntimeError) as error:  # the hub's own errors are OSErrors
-        raise ValueError(_unavailable(model, error)) from error
+        reason = str(error)
+        if constants.HF_HUB_OFFLINE and isinstance(error, FileNotFoundError):
+            reason = "it is not in the cache, and HF_HUB_OFFLINE sets offline mode"
+        raise ValueError(_unavailable(model, reason)) from error
     except Exception as error:  # of the HTTP library, whose text may show a part of a proxy's login
-        reason = (
-            f"{type(error).__name__}; HTTPS_PROXY and HF_ENDPOINT, if they are set, must be URLs of servers that run"
-        )
-        raise ValueError(_unavailable(model, RuntimeError(reason))) from None
+        reason = f"{type(error).__name__}; if HTTPS_PROXY or HF_ENDPOINT is set, check that it is a URL"
+        raise ValueError(_unavailable(model, reason)) from None
 
 
 def _neither(model: str | Path) -> str:
     return f"model {str(model)!r} is neither a local folder nor a hub id like 'Qwen/Qwen2-VL-2B'"
 
 
-def _unavailable(model: str | Path, error: Exception) -> str:
-    from huggingface_hub import constants
-
-    reason = str(error).strip().rstrip(".")
-    if constants.HF_HUB_OFFLINE and isinstance(error, FileNotFoundError):
-        reason = "it is not in the cache, and HF_HUB_OFFLINE sets offline mode"
-    told = told_by_name(str(model))
+def _unavailable(model: str | Path, reason: str) -> str:
+    told, reason = told_by_name(str(model)), reason.strip().rstrip(".")
     return (
         f"model {str(model)!r} is not a local folder and cannot be downloaded from the hub: {reason}"
         f"{f'; its name says {told}' if told else ''}"

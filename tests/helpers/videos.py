@@ -1,9 +1,7 @@
 """Clips made with PyAV: frames whose content says which they are, and a full decode to compare with."""
 
-import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -14,6 +12,7 @@ import numpy as np
 
 from mmvllm.processors.clip import VideoInfo
 from mmvllm.processors.video import Resize
+from tests.helpers.scheduling import as_scheduled
 
 
 def moving(number: int, height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -26,21 +25,6 @@ def moving(number: int, height: int, width: int, seed: int = 0) -> np.ndarray:
         frames[t, ..., 2] = 40 + t % 180
         frames[t, :, (t * 4) % width :][:, :6] = 255
     return frames
-
-
-@contextmanager
-def as_scheduled() -> Iterator[None]:
-    """This thread is scheduled as before: where SVT-AV1 may (as root), it gives the thread that calls it real-time
-    priority, which all threads and processes inherit that are started afterwards, and others wait for minutes.
-    """
-    if not hasattr(os, "sched_setscheduler"):  # macOS and Windows
-        yield
-        return
-    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
-    try:
-        yield
-    finally:
-        os.sched_setscheduler(0, policy, parameters)
 
 
 def make_clip(

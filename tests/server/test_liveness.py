@@ -68,7 +68,7 @@ print(longest)
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """Of a server in a process of its own, as the command starts it."""
+    """Start `mmvllm serve` in a separate process, and yield the server's URL."""
     command = [sys.executable, "-m", "mmvllm", "serve", "--device", "cpu", "--port", "0", "--skip-warmup"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -79,7 +79,7 @@ def url() -> Iterator[str]:
 
 @contextmanager
 def probing(url: str) -> Iterator[list[float]]:
-    """Probes from another process while the `with` runs; afterwards the seconds that one took at most."""
+    """Send probes from another process while the `with` runs, and then add the longest response time in seconds."""
     command, longest = [sys.executable, "-c", PROBES, url.rpartition(":")[2]], []
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "begun\n"
