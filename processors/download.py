@@ -17,8 +17,9 @@ SILENCE_SECONDS = 20.0  # without receiving a byte
 DOWNLOAD_SECONDS = 60.0  # in all, and another second for every megabyte that has arrived
 BYTES_PER_SECOND = 1_000_000
 
-_LOGIN = re.compile(r"^(\w+://)([^/?#]*)@")  # USER:PASSWORD@
-_SECRET = re.compile(r"^(\w+://)([^/?#]*|[^/?#:@\[]*:(?!\d*([/?#]|$)).*)@")  # also with a password that has a slash
+_SCHEME = r"^([^:/?#]+://)"
+_LOGIN = re.compile(_SCHEME + r"([^/?#]*)@")  # USER:PASSWORD@
+_SECRET = re.compile(_SCHEME + r"([^/?#]*|[^/?#:@\[]*:(?!\d*([/?#]|$)).*)@")  # also with a password that has a slash
 
 
 def without_login(url: str) -> str:
@@ -29,8 +30,8 @@ def without_login(url: str) -> str:
 def download(url: str, file: BinaryIO, max_bytes: int, error_class: type[MediaFileError]) -> None:
     """Fetch what a URL names into a file; failures, more than `max_bytes` and too long a time are `error_class`.
 
-    A user and a password in the URL are sent to its host, but not after a redirect, as Basic authentication; no message
-    shows them.
+    A user and a password in the URL are sent as Basic authentication, but not to another host after a redirect; no
+    message shows them.
     """
     name = without_login(url)
     limit = _TimeLimit()
@@ -124,13 +125,29 @@ class _TimeLimit:
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects without their bodies, of which urllib would read all, however long they are."""
+    """Follows redirects without their bodies, of which urllib would read all, however long they are.
+
+    The login is sent again to the same scheme, host and port only, and that of a proxy only to a proxy.
+    """
 
     def http_error_302(self, request: urllib.request.Request, response: Any, *others: Any) -> Any:
         response.read = bytes
         return super().http_error_302(request, response, *others)
 
     http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
+
+    def redirect_request(self, request: urllib.request.Request, *others: Any) -> urllib.request.Request | None:
+        redirected = super().redirect_request(request, *others)
+        if redirected is not None:
+            redirected.remove_header("Proxy-authorization")  # urllib adds it again where there is a proxy
+            if (login := request.unredirected_hdrs.get("Authorization")) and _origin(redirected) == _origin(request):
+                redirected.add_unredirected_header("Authorization", login)
+        return redirected
+
+
+def _origin(request: urllib.request.Request) -> tuple[str, str]:
+    parts = urllib.parse.urlsplit(request.full_url)
+    return parts.scheme, parts.netloc.lower()
 
 
 class _NoFTP(urllib.request.FTPHandler):

@@ -18,10 +18,10 @@ DRIPS = {  # what a host sends at once; then a byte now and then
 
 
 class Host:
-    """A host that sends `first` on each connection, and then the same byte again and again."""
+    """A host that sends `first` on each connection, or the next of several, and then the same byte again and again."""
 
-    def __init__(self, first: str, byte: bytes = b"0"):
-        self._first, self._byte, self.is_over = first.encode(), byte, threading.Event()
+    def __init__(self, first: str | list[str], byte: bytes = b"0"):
+        self._firsts, self._byte, self.is_over = [first] if isinstance(first, str) else first, byte, threading.Event()
         self.heads: list[str] = []  # of the requests
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -39,7 +39,7 @@ class Host:
         with connection:
             try:
                 self.heads.append(connection.recv(4096).decode())
-                connection.sendall(self._first)
+                connection.sendall(self._firsts[min(len(self.heads), len(self._firsts)) - 1].encode())
                 while not self.is_over.wait(0.05):
                     connection.sendall(self._byte)
             except OSError:

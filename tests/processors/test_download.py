@@ -30,6 +30,10 @@ def host(request, monkeypatch) -> Iterator[Host]:
     host.close()
 
 
+def redirecting(path: str) -> str:
+    return f"HTTP/1.1 302 Found\r\nLocation: {path}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
 def assert_ends_in_time(load, url: str) -> None:
     begin = time.monotonic()
     with pytest.raises(
@@ -57,15 +61,13 @@ def test_a_proxy(host, monkeypatch):
 
 
 def test_redirects_that_never_end_their_heads(host):
-    other = Host(f"HTTP/1.1 302 Found\r\nLocation: {host.url}/b.png\r\nContent-Length: 0\r\n\r\n")
+    other = Host(redirecting(f"{host.url}/b.png"))
     assert_ends_in_time(load_image, f"{other.url}/a.png")
     other.close()
 
 
 def test_a_redirect_to_ftp_is_not_followed(host):
-    other = Host(
-        f"HTTP/1.1 302 Found\r\nLocation: {host.url.replace('http', 'ftp')}/b.png\r\nContent-Length: 0\r\n\r\n"
-    )
+    other = Host(redirecting(f"{host.url.replace('http', 'ftp')}/b.png"))
     with pytest.raises(ImageError, match="a redirect to an ftp:// URL is not followed"):
         load_image(f"{other.url}/a.png")
     other.close()
@@ -132,7 +134,7 @@ def test_every_megabyte_gives_another_second(monkeypatch):
 @pytest.mark.parametrize("login", ["user:hidden", "user:hid%2Fden%40", "hidden-token", "user:hid@den"])
 def test_a_login_is_sent_to_the_host_of_its_url_alone_and_shown_in_no_message(login, caplog):
     target = Host(f"{HEAD}Content-Length: 3\r\n\r\n", b"a")
-    first = Host(f"HTTP/1.1 302 Found\r\nLocation: {target.url}/b.png\r\nContent-Length: 0\r\n\r\n")
+    first = Host(redirecting(f"{target.url}/b.png"))
     for load in (load_image, load_video_info):
         with pytest.raises((ImageError, VideoError)) as refused:
             load(f"{first.url.replace('://', f'://{login}@')}/a.png")
@@ -143,6 +145,26 @@ def test_a_login_is_sent_to_the_host_of_its_url_alone_and_shown_in_no_message(lo
     assert not any("Authorization" in head for head in target.heads) and len(target.heads) == 2
     for each in (target, first):
         each.close()
+
+
+def test_a_login_is_sent_again_after_a_redirect_to_the_same_host():
+    host = Host([redirecting("/b.png"), f"{HEAD}Content-Length: 3\r\n\r\n"], b"a")
+    download(f"{host.url.replace('://', '://user:hidden@')}/a.png", io.BytesIO(), 1000, ImageError)
+    host.close()
+    assert [head.splitlines()[0] for head in host.heads] == ["GET /a.png HTTP/1.1", "GET /b.png HTTP/1.1"]
+    assert all("Authorization: Basic dXNlcjpoaWRkZW4=\r\n" in head for head in host.heads)
+
+
+def test_the_login_of_a_proxy_is_not_sent_to_a_host(monkeypatch):
+    target = Host(f"{HEAD}Content-Length: 3\r\n\r\n", b"a")
+    proxy = Host(redirecting(f"{target.url}/b.png"))
+    monkeypatch.setenv("http_proxy", proxy.url.replace("://", "://user:hidden@"))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    download("http://images.example/a.png", io.BytesIO(), 1000, ImageError)
+    for each in (target, proxy):
+        each.close()
+    assert "Proxy-Authorization: Basic dXNlcjpoaWRkZW4=\r\n" in proxy.heads[0] and len(proxy.heads) == 1
+    assert "uthorization" not in target.heads[0] and len(target.heads) == 1
 
 
 @pytest.mark.parametrize(
@@ -159,6 +181,12 @@ def test_a_login_in_a_url_that_cannot_be_fetched_is_not_shown(url):
     with pytest.raises(ImageError, match=r"http://\S+\.png: cannot be fetched \(.+\)") as refused:
         load_image(url)
     assert "hid" not in str(refused.value) and "den" not in str(refused.value)
+
+
+@pytest.mark.parametrize("load", [load_image, load_video_info])
+def test_a_login_in_a_url_of_another_scheme_is_not_shown(load):
+    with pytest.raises((ImageError, VideoError), match=r"from svn\+ssh://host/a\.png; give"):
+        load("svn+ssh://user:hidden@host/a.png")
 
 
 @pytest.mark.parametrize("rest", ["fetch/http://a:b@example.org/a.png", "?from=http://a@example.org/a.png", "a@2x.png"])
