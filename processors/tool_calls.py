@@ -14,7 +14,10 @@ from dataclasses import dataclass
 
 START, END = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*(?=\{)')
-_TAIL = re.compile(r"\s*(?:\}\s*)?(</tool_call>)?")
+_BEGINS_AN_OBJECT = re.compile(r"\s*(\{|$)")
+_MEMBER = re.compile(r'\s*[{,]\s*("(?:[^"\\]|\\.)*")\s*:\s*')
+_TAIL = re.compile(r'\s*(?:,\s*(?:"[^{}<]*|$))?\}?\s*(</tool_call>)?')  # other members may follow the arguments
+_NOT_JSON = {"NaN": "null", "Infinity": "null", "-Infinity": "null", "None": "null", "True": "true", "False": "false"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class CallPiece:
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """A call of a function; `arguments` is a JSON object."""
+    """A call of a function; `arguments` is a JSON object, cut off where the completion was."""
 
     name: str
     arguments: str
@@ -36,26 +39,35 @@ class FunctionCall:
 
 def read_tool_calls(text: str, names: Collection[str]) -> tuple[str, list[FunctionCall]]:
     """The content and the calls of a whole completion, given the names of the functions that may be called."""
-    pieces = ToolCallParser(names, streams=False).feed(text, is_last=True)
-    content = "".join(piece for piece in pieces if isinstance(piece, str))
-    return content, [FunctionCall(piece.name, piece.arguments) for piece in pieces if isinstance(piece, CallPiece)]
+    content, calls = "", []
+    for piece in ToolCallParser(names).feed(text, is_last=True):
+        if isinstance(piece, str):
+            content += piece
+        elif piece.name is not None:
+            calls.append(FunctionCall(piece.name, piece.arguments))
+        else:
+            calls[-1] = FunctionCall(calls[-1].name, calls[-1].arguments + piece.arguments)
+    return content, calls
 
 
 class ToolCallParser:
     """Takes the text of one completion in pieces; returns pieces of its content and of its calls.
 
+    However the text is cut into pieces, content and calls are the same together. The arguments are the model's own
+    text, as far as it is JSON: see `_ObjectScanner`.
+
     Args:
         names: of the functions that may be called.
-        streams: give the arguments of a call as they come, rather than the call once all of it has been checked.
     """
 
-    def __init__(self, names: Collection[str], streams: bool = True):
-        self._names, self._streams = names, streams
+    def __init__(self, names: Collection[str]):
+        self._names = names
         self._rest = ""  # what has not been read
         self._gap = ""  # white space before a call, which is content if the call is not one
         self._is_after_call = False  # and white space
         self._read: Callable[[list, bool], bool] = self._content
         self._object = _ObjectScanner()
+        self._scanned, self._num_scanned = "", 0  # of a call in another order: its JSON, and characters of `_rest`
         self.num_calls = 0
 
     def feed(self, text: str, is_last: bool = False) -> list[str | CallPiece]:
@@ -70,7 +82,9 @@ class ToolCallParser:
         """Text up to the next call. White space beside calls belongs to the format."""
         if self._is_after_call:
             self._rest = self._rest.lstrip()
-            self._is_after_call = not self._rest
+            if START.startswith(self._rest) and self._rest != START:  # the mark of another call, which may be cut off
+                return False
+            self._is_after_call = False
         text, start, after = self._rest.partition(START)
         if not start:
             size = len(text) if is_last else _num_settled(text)
@@ -79,84 +93,105 @@ class ToolCallParser:
             return False
         pieces.append(text.rstrip())
         self._gap, self._rest, self._read = text[len(text.rstrip()) :], after, self._head
+        self._object, self._scanned, self._num_scanned = _ObjectScanner(), "", 0
         return True
 
     def _head(self, pieces: list, is_last: bool) -> bool:
         """A call's name; or all of a call that is not written in the usual order."""
-        match = _HEAD.match(self._rest) if self._streams else None
-        if match and match[1] in self._names:
-            self._begin(pieces, match[1], "", match.end())
-            self._read = self._arguments
-        elif END not in self._rest and not is_last:
-            return False
-        elif call := self._whole_call():
-            self._begin(pieces, *call)
-            self._read = self._tail
+        if (match := _HEAD.match(self._rest)) and match[1] in self._names:
+            self._begin(pieces, match[1], match.end(), self._arguments)
+            return True
+        is_call = not match and _BEGINS_AN_OBJECT.match(self._rest) is not None
+        if is_call and not self._object.is_complete:
+            scanned, size = self._object.feed(self._rest[self._num_scanned :])
+            self._scanned, self._num_scanned = self._scanned + scanned, self._num_scanned + size
+            if not self._object.is_complete and not is_last:
+                return False
+        call = _read_call(self._scanned) if self._object.is_complete else None
+        if call is not None and call.name in self._names:
+            self._begin(pieces, call.name, self._num_scanned, self._tail, call.arguments)
         else:
-            body, end, after = self._rest.partition(END)
-            pieces.append(self._gap + START + body + end)
-            self._rest, self._read = after, self._content
-        self._gap = ""
+            pieces.append(self._gap + START)
+            self._read = self._content
         return True
 
-    def _begin(self, pieces: list, name: str, arguments: str, size: int) -> None:
+    def _begin(self, pieces: list, name: str, size: int, read: Callable, arguments: str = "") -> None:
         pieces.append(CallPiece(self.num_calls, name, arguments))
         self.num_calls += 1
-        self._rest, self._object = self._rest[size:], _ObjectScanner()
+        self._rest, self._read, self._object = self._rest[size:], read, _ObjectScanner()
 
-    def _whole_call(self) -> tuple[str, str, int] | None:
-        """The name and the arguments of the call that comes next, and where it ends."""
-        start = len(self._rest) - len(self._rest.lstrip())
-        try:
-            call, end = json.JSONDecoder().raw_decode(self._rest, start)
-        except (ValueError, RecursionError):
-            return None
-        name = call.get("name") if isinstance(call, dict) else None
-        if not isinstance(name, str) or name not in self._names or not isinstance(call.get("arguments"), dict):
-            return None
-        return name, json.dumps(call["arguments"], ensure_ascii=False), end
-
-    def _arguments(self, pieces: list, _: bool) -> bool:
-        size = self._object.feed(self._rest)
-        if size:
-            pieces.append(CallPiece(self.num_calls - 1, None, self._rest[:size]))
+    def _arguments(self, pieces: list, is_last: bool) -> bool:
+        arguments, size = self._object.feed(self._rest, is_last)
+        if arguments:
+            pieces.append(CallPiece(self.num_calls - 1, None, arguments))
         self._rest = self._rest[size:]
         if self._object.is_complete:
             self._read = self._tail
         return self._object.is_complete
 
     def _tail(self, _: list, is_last: bool) -> bool:
-        """The end of a call, which some models leave out."""
+        """The end of a call, which some models leave out, and which may be cut off."""
         match = _TAIL.match(self._rest)
         rest = self._rest[match.end() :]
-        if not match[1] and END.startswith(rest) and not is_last:
-            return False
+        if not match[1] and END.startswith(rest):
+            if not is_last:
+                return False
+            rest = ""
         self._rest, self._read, self._is_after_call = rest, self._content, True
         return True
 
 
 class _ObjectScanner:
-    """Finds the end of a JSON object that comes in pieces."""
+    """Finds the end of a JSON object that comes in pieces, and makes JSON of what models write in its place.
+
+    Line breaks and other control characters in strings are escaped. The constants of Python become those of JSON, and
+    NaN and Infinity become null, as in JavaScript. All else stays as it is.
+    """
 
     def __init__(self) -> None:
         self._depth, self._in_string, self._is_escaped = 0, False, False
+        self._word = ""  # a number or a constant, as far as it has come
         self.is_complete = False
 
-    def feed(self, text: str) -> int:
-        """How many of the characters belong to the object."""
+    def feed(self, text: str, is_last: bool = False) -> tuple[str, int]:
+        """JSON, and how many of the characters belong to the object."""
+        made = []
         for i, char in enumerate(text):
-            if self._is_escaped:
-                self._is_escaped = False
-            elif self._in_string:
-                self._is_escaped, self._in_string = char == "\\", char != '"'
-            elif char == '"':
-                self._in_string = True
+            if self._in_string:
+                is_control = char < " " and not self._is_escaped
+                made.append(json.dumps(char)[1:-1] if is_control else char)
+                self._in_string = char != '"' or self._is_escaped
+                self._is_escaped = char == "\\" and not self._is_escaped
+            elif char.isalnum() or char in "+-.":
+                self._word += char
             else:
+                made += self._take_word(), char
+                self._in_string = char == '"'
                 self._depth += (char in "{[") - (char in "}]")
-                if self._depth == 0:
+                if char in "}]" and self._depth == 0:
                     self.is_complete = True
-                    return i + 1
-        return len(text)
+                    return "".join(made), i + 1
+        if is_last:
+            made.append(self._take_word())
+        return "".join(made), len(text)
+
+    def _take_word(self) -> str:
+        word, self._word = self._word, ""
+        return _NOT_JSON.get(word, word)
+
+
+def _read_call(text: str) -> FunctionCall | None:
+    """The call that an object is; None if it is no call. A call may leave out its arguments if there are none."""
+    members, at = {"arguments": "{}"}, 0
+    try:
+        while match := _MEMBER.match(text, at):
+            _, at = json.JSONDecoder().raw_decode(text, match.end())
+            members[json.loads(match[1])] = text[match.end() : at]
+        name, arguments = json.loads(members.get("name", "null")), members["arguments"]
+    except (ValueError, RecursionError):
+        return None
+    is_call = isinstance(name, str) and arguments.startswith("{") and text[at:].strip() == "}"
+    return FunctionCall(name, arguments) if is_call else None
 
 
 def _num_settled(text: str) -> int:

@@ -14,6 +14,8 @@ from tests.helpers.tokenizers import NAMES, tokenizer_of
 ARGUMENTS = '{"a": "x</tool_call>\\"{ ü", "b": [1, {"c": 2}]}'
 CALL = f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'
 UNKNOWN = '<tool_call>\n{"name": "no", "arguments": {}}\n</tool_call>'
+A_LIST = '<tool_call>{"name": "f", "arguments": []}</tool_call>'
+DAMAGED = '<tool_call>{"name": "f" oops}</tool_call>'
 F = ("f", ARGUMENTS)
 TEXTS = {
     "hello  \n": ("hello  \n", []),
@@ -26,16 +28,61 @@ TEXTS = {
     f"a\n{UNKNOWN} b": (f"a\n{UNKNOWN} b", []),
     f"{UNKNOWN}\n{CALL}": (UNKNOWN, [F]),
     "a\n<tool_call>oops": ("a\n<tool_call>oops", []),
+    f"<tool_call>oops {CALL}": ("<tool_call>oops", [F]),
     "a <tool": ("a <tool", []),
     "<tool_call>{}</tool_call>\n\nb": ("<tool_call>{}</tool_call>\n\nb", []),
     CALL.removesuffix("\n</tool_call>"): ("", [F]),
-    '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>': ("", [("f", '{"a": 1}')]),
     '<tool_call>{"name": "f", "arguments": {}}<tool_call>{"name": "f", "arguments": {}}': ("", [("f", "{}")] * 2),
-    '<tool_call>{"name": "f", "arguments": []}</tool_call>': (
-        '<tool_call>{"name": "f", "arguments": []}</tool_call>',
-        [],
+    A_LIST: (A_LIST, []),
+    DAMAGED: (DAMAGED, []),
+    # In another order, with other members, or without arguments
+    '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>': ("", [("f", '{"a": 1}')]),
+    '<tool_call>{"arguments": {"a": "</tool_call>"}, "name": "f"}</tool_call> b': (
+        "b",
+        [("f", '{"a": "</tool_call>"}')],
     ),
+    '<tool_call>{"id": 1, "name": "f", "arguments": {}}</tool_call>': ("", [("f", "{}")]),
+    '<tool_call>{"name": "f", "arguments": {}, "id": "1"}</tool_call>': ("", [("f", "{}")]),
+    '<tool_call>{"name": "f", "arguments": {}, he said': (", he said", [("f", "{}")]),
+    '<tool_call>{"name": "f"}</tool_call>': ("", [("f", "{}")]),
+    # Cut off
+    f"{CALL[:-1]}": ("", [F]),
+    f"{CALL[:-11]}": ("", [F]),
+    f"{CALL}\n<tool": ("", [F]),
+    CALL[:60]: ("", [("f", ARGUMENTS[: 60 - CALL.index(ARGUMENTS)])]),
+    CALL[:30]: (CALL[:30], []),
 }
+ARGUMENT_TEXTS = {  # as models write them: as they are sent
+    '{"a": 1e999, "b": -0.12345678901234567890123}': None,
+    '{"c": 1, "c": 2}': None,
+    r'{"a": "\ud83d"}': None,
+    r'{"a": "\\", "b": "\"True, NaN"}': None,
+    '{"a": {"b": [true, null, 1]}}': None,
+    "{'a': 1,}": None,  # no JSON
+    '{"a": NaN, "b": [Infinity,-Infinity]}': '{"a": null, "b": [null,null]}',
+    '{"a": True, "b": [False, None]}': '{"a": true, "b": [false, null]}',
+    '{"a": "x\n\ty\x00"}': r'{"a": "x\n\ty\u0000"}',
+}
+
+
+def together(pieces: list[str | CallPiece]) -> tuple[str, list[FunctionCall]]:
+    content, calls = "", []
+    for piece in pieces:
+        if isinstance(piece, str):
+            content += piece
+        else:
+            assert (piece.name is not None) == (piece.index == len(calls)) and piece.index >= len(calls) - 1
+            name, arguments = (piece.name, "") if piece.name is not None else calls.pop()
+            calls.append((name, arguments + piece.arguments))
+    return content, [FunctionCall(*call) for call in calls]
+
+
+def fed(*texts: str) -> tuple[str, list[FunctionCall]]:
+    """What a parser gives for a completion in pieces."""
+    parser = ToolCallParser({"f"})
+    content, calls = together([piece for text in texts for piece in parser.feed(text)] + parser.feed("", is_last=True))
+    assert parser.num_calls == len(calls)
+    return content, calls
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -44,23 +91,35 @@ def test_a_completion_is_taken_apart(text):
     assert read_tool_calls(text, {"f"}) == (content, [FunctionCall(*call) for call in calls])
 
 
+@pytest.mark.parametrize("arguments", ARGUMENT_TEXTS)
+def test_arguments_are_the_models_own_text_where_it_is_json(arguments):
+    want = ("", [FunctionCall("f", ARGUMENT_TEXTS[arguments] or arguments)])
+    for call in (f'{{"name": "f", "arguments": {arguments}}}', f'{{"arguments": {arguments}, "name": "f"}}'):
+        text = f"<tool_call>\n{call}\n</tool_call>"
+        if arguments.startswith("{'") and call.endswith('"f"}'):
+            want = (text, [])  # it cannot be read
+        assert read_tool_calls(text, {"f"}) == fed(*text) == want
+
+
 @pytest.mark.parametrize("text", TEXTS)
-def test_pieces_together_are_the_whole(text):
-    for seed in range(40):
-        draw, parser, pieces, at = random.Random(seed), ToolCallParser({"f"}), [], 0
-        while at < len(text):
-            size = draw.choice([1, 2, 5, 30])
-            pieces += parser.feed(text[at : at + size])
-            at += size
-        pieces += parser.feed("", is_last=True)
-        content, calls = TEXTS[text]
-        assert "".join(piece for piece in pieces if isinstance(piece, str)) == content
-        of_calls = [piece for piece in pieces if isinstance(piece, CallPiece)]
-        for i, call in enumerate(calls):
-            first, *rest = (piece for piece in of_calls if piece.index == i)
-            assert first.name == call[0] and not any(piece.name for piece in rest)
-            assert first.arguments + "".join(piece.arguments for piece in rest) == call[1]
-        assert parser.num_calls == len(calls)
+def test_pieces_together_are_the_whole_wherever_a_completion_is_cut(text):
+    for end in range(len(text) + 1):
+        whole = read_tool_calls(text[:end], {"f"})
+        assert fed(*text[:end]) == whole
+        assert all(fed(text[:at], text[at:end]) == whole for at in range(0, end, 7))
+
+
+def test_damaged_completions_are_the_same_in_pieces():
+    draw = random.Random(0)
+    for _ in range(400):
+        text = list(
+            draw.choice([*TEXTS, *(f'<tool_call>{{"name": "f", "arguments": {one}}}' for one in ARGUMENT_TEXTS)])
+        )
+        for _ in range(draw.randint(1, 4)):
+            at = draw.randint(0, len(text))
+            text[at : at + draw.randint(0, 3)] = draw.choice(["", "{", "}", '"', "\\", ",", "<", "\n", "<tool_call>"])
+        text = "".join(text)
+        assert fed(*text) == read_tool_calls(text, {"f"})
 
 
 def test_arguments_come_before_the_call_is_complete():
@@ -70,14 +129,7 @@ def test_arguments_come_before_the_call_is_complete():
         CallPiece(0, "f"),
         CallPiece(0, None, '{"a"'),
     ]
-    assert parser.feed(": 1") == [CallPiece(0, None, ": 1")]
-
-
-def test_a_call_that_is_cut_off_is_content_only_where_nothing_was_sent():
-    cut = CALL[:60]
-    assert read_tool_calls(cut, {"f"}) == (cut, [])
-    pieces = ToolCallParser({"f"}).feed(cut, is_last=True)
-    assert "".join(piece.arguments for piece in pieces) == cut[cut.index("arguments") + len('arguments": ') :]
+    assert parser.feed(': "x y') == [CallPiece(0, None, ': "x y')]
 
 
 def tool(name: str, **properties) -> dict:

@@ -105,12 +105,24 @@ def test_every_choice_has_its_own_calls(client, writes):
     assert [[one["name"] for one in of_choice.values()] for of_choice in calls] == [["count"], [], ["find"]]
 
 
-def test_a_call_that_is_cut_off_says_so(client, writes):
-    writes(CALL[:60], finish_reason="length")
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        (CALL[:60], '{"shape": "star",'),
+        (CALL[:-4], ARGUMENTS["count"]),
+        (CALL.replace("star", r"\ud83d"), r'{"shape": "\ud83d", "most": 5}'),
+        (CALL.replace("5", "1e999"), '{"shape": "star", "most": 1e999}'),
+        (CALL.replace("5", "NaN"), '{"shape": "star", "most": null}'),
+    ],
+)
+def test_a_call_is_the_same_whole_and_streamed_however_it_ends(client, writes, text, arguments):
+    writes(text, finish_reason="length")
     [choice] = ask(client).choices
-    assert (choice.message.content, choice.finish_reason) == (CALL[:60], "length")
-    _, [calls], reasons = streamed(ask(client, stream=True))
-    assert calls == {0: {"name": "count", "arguments": '{"shape": "star",'}} and reasons == ["length"]
+    [made] = choice.message.tool_calls
+    assert (choice.message.content, made.function.name, choice.finish_reason) == (None, "count", "length")
+    assert made.function.arguments == arguments
+    [content], [calls], reasons = streamed(ask(client, stream=True))
+    assert (content, calls, reasons) == ("", {0: {"name": "count", "arguments": arguments}}, ["length"])
 
 
 @pytest.mark.parametrize("choice", ["none", None])
