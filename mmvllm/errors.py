@@ -100,7 +100,14 @@ class VideoError(MediaFileError):
 
 
 class PromptTooLong(RequestError):
-    """A prompt that leaves no room for a completion; `value` is its tokens, `limit` the model's."""
+    """A prompt that leaves no room for a completion; `value` is its tokens, `limit` the model's.
+
+    Clients that shorten a conversation recognize the error by the words "maximum context length is".
+    """
+
+    def __init__(self, problem: str, advice: str, *, value: int, limit: int):
+        reason = f"{problem}, the maximum context length is {limit} tokens (max_model_len); {advice}"
+        super().__init__(reason, value=value, limit=limit)
 
 
 class ArgumentError(ValueError):

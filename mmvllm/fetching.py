@@ -42,7 +42,8 @@ async def _fetch(url: str, policy: MediaPolicy, kind: Kind) -> bytes:
             return await asyncio.to_thread(_read_data, url, policy, kind)
         case "file":
             return await asyncio.to_thread(_read_allowed, url, policy, kind)
-    raise MediaError(f"not a URL of {with_article(kind)}; give an http(s):// URL or a data: URI")
+    accepted = f"an http(s):// URL, or base64 as data:{_EXAMPLES[kind]};base64,<data>"
+    raise MediaError(f"not a URL of {with_article(kind)}; give {accepted}")
 
 
 async def _fetch_http(url: str, policy: MediaPolicy, kind: Kind) -> bytes:

@@ -1,6 +1,6 @@
 """The keywords of JSON schemas that llguidance enforces. It ignores some of the others, so they are refused by name."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from math import lcm
 from typing import Any
@@ -29,6 +29,26 @@ MAX_MULTIPLE = 2**53  # larger integers are not exact in float64
 MAX_REMAINDERS = 10_000  # 0.05 s: each is a state of the lexer, and where schemas are combined each pair, triple ... is
 _OF_ONE, _OF_LISTS = ("additionalProperties", "items", "additionalItems"), ("anyOf", "oneOf", "allOf", "prefixItems")
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
+_VALUES = ("const", "enum", "default", "examples", "example")  # which may be null
+
+
+def without_nulls(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema without its keywords and properties of the value null, with which generators of schemas mean none."""
+    made = {}
+    for keyword, value in schema.items():
+        if keyword in _VALUES:
+            made[keyword] = value
+        elif keyword in _OF_NAMES and isinstance(value, Mapping):
+            made[keyword] = {name: _without_nulls(part) for name, part in value.items() if part is not None}
+        elif value is not None:
+            made[keyword] = _without_nulls(value)
+    return made
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return without_nulls(value)
+    return [_without_nulls(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def check_keywords(schema: dict[str, Any]) -> None:

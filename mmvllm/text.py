@@ -24,6 +24,22 @@ def listed(items: Iterable[Any], conjunction: str = "or") -> str:
     return f"{', '.join(first)} {conjunction} {last}" if first else last
 
 
+def with_whole_characters(value: Any) -> Any:
+    """The same value with U+FFFD in place of each half of a surrogate pair in its strings, which no encoding has.
+
+    Clients that cut texts leave such halves, and would send them again with each later message of a conversation.
+    """
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        return value
+    if isinstance(value, dict):
+        return {with_whole_characters(key): with_whole_characters(item) for key, item in value.items()}
+    return [with_whole_characters(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def parse_json(text: str | bytes, **options: Any) -> Any:
     """What `json.loads` returns; raises ValueError for whatever is not JSON, or is nested too deeply to be parsed."""
     try:

@@ -14,10 +14,11 @@ from mmvllm.processors.load_video import DIRECT, Load
 from mmvllm.processors.parts import naming_media
 from mmvllm.processors.placeholders import place_media
 from mmvllm.processors.requests import ParsedRequest, parse_request
-from mmvllm.processors.special_tokens import SpecialTokens, check_unicode, splitting
+from mmvllm.processors.special_tokens import SpecialTokens, splitting
 from mmvllm.processors.tensors import own_token_ids
 from mmvllm.processors.tools import for_template
 from mmvllm.processors.video import ClipPlan, VideoProcessor, VideoProcessorConfig
+from mmvllm.text import with_whole_characters
 from mmvllm.time_limit import TimeIsOver, Watchdog
 
 TEMPLATE_SECONDS = 10.0  # for a chat template, which is a program of the checkpoint's
@@ -26,9 +27,8 @@ _WATCHDOG = Watchdog()
 
 def tokenize(tokenizer, text: str) -> list[int]:
     """Token ids of a text as it stands, special tokens included."""
-    check_unicode(text)
     with splitting():  # not verbose: a text that is too long for the model is refused with a message of our own
-        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return tokenizer(with_whole_characters(text), add_special_tokens=False, verbose=False)["input_ids"]
 
 
 class Processor:
@@ -156,9 +156,9 @@ def rendered(
         return text
 
     if parsed.messages is None:
-        return checked(parsed.text), None
+        return checked(with_whole_characters(parsed.text)), None
     messages, tools = for_template(parsed.messages, parsed.tools, owner)
-    given = [messages, {**parsed.template_kwargs, **tools}]
+    given = with_whole_characters([messages, {**parsed.template_kwargs, **tools}])
     if parsed.allow_special_tokens:
         return checked(_apply_template(owner, *given)), None
     return special_tokens.render(lambda values: checked(_apply_template(owner, *values)), given)

@@ -23,8 +23,5 @@ class LengthLimit:
         length = -(-len(prompt) // self.max_token_length) if isinstance(prompt, str) else len(prompt)
         num_tokens = length + num_extra_tokens
         if num_tokens >= self.max_model_len:
-            raise PromptTooLong(
-                f"the prompt has at least {num_tokens} tokens, max_model_len is {self.max_model_len}; shorten it",
-                value=num_tokens,
-                limit=self.max_model_len,
-            )
+            problem = f"the prompt has at least {num_tokens} tokens"
+            raise PromptTooLong(problem, "shorten it", value=num_tokens, limit=self.max_model_len)

@@ -30,6 +30,7 @@ MAX_FILE_BYTES = 1024 * 1024 * 1024
 MAX_DOWNLOAD_BYTES = 64 * 1024 * 1024
 
 _WHITESPACE = string.whitespace.encode()
+_STANDARD_BASE64 = bytes.maketrans(b"-_", b"+/")  # of the alphabet for URLs
 
 # A lazily opened PIL image or a file object that several requests share must not be read by two threads at once.
 _SHARED = threading.Lock()
@@ -209,6 +210,7 @@ def decode_data_uri(uri: str, example: str = "image/png", error_class: type[Medi
         data = urllib.parse.unquote_to_bytes(payload)
         if not header.lower().endswith(";base64"):
             return data
-        return base64.b64decode(data.translate(None, _WHITESPACE), validate=True)  # encoders insert line breaks
+        data = data.translate(_STANDARD_BASE64, _WHITESPACE)  # encoders insert line breaks
+        return base64.b64decode(data + b"=" * (-len(data) % 4), validate=True)  # and leave the padding out
     except ValueError as error:
         raise error_class("", f"data URI is not valid base64 ({error}): {uri[:40]!r}") from None

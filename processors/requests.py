@@ -161,8 +161,8 @@ def _parse_messages(messages: Any) -> tuple[list[dict], list[dict], list[dict]]:
     parsed, images, videos = [], [], []
     for i, message in enumerate(messages):
         calls = check_calls(message, f"messages[{i}]") if isinstance(message, dict) else []
-        if calls and message.get("content") is None:
-            message = {**message, "content": ""}
+        if isinstance(message, dict) and message.get("role") in ("assistant", "tool") and not message.get("content"):
+            message = {**message, "content": message.get("refusal") or ""}  # clients and models leave some empty
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise RequestError(f"a message must be a dict with 'role' and 'content', not {message!r:.100}")
         content = message["content"]

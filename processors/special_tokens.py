@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mmvllm.errors import RequestError
+from mmvllm.text import with_whole_characters
 
 NEVER = "(?!)"  # a pattern without matches
 FIRST_MARK = 0xD800  # half of a surrogate pair: no valid text has it, and it is one character, as what it stands for
@@ -42,11 +43,10 @@ class SpecialTokens:
         """What a template makes of messages or of anything with strings; and, if special tokens of theirs are in it,
         the same text with marks.
 
-        Raises RequestError for a template that renders marked strings differently, since it reads or changes what they
-        mark, and for text that is not valid Unicode.
+        The strings have whole characters, since halves of surrogate pairs are marks. Raises RequestError for a template
+        that renders marked strings differently, since it reads or changes what they mark.
         """
-        text = apply_template(given)
-        check_unicode(text)
+        text = with_whole_characters(apply_template(given))
         marked_given = self._marked(given)
         if marked_given == given and not self._has_spellings:
             return text, None
@@ -89,14 +89,6 @@ class SpecialTokens:
         if isinstance(value, dict):
             return {self._marked(key): self._marked(item) for key, item in value.items()}
         return [self._marked(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def check_unicode(text: str) -> None:
-    """Raise RequestError for a text with half a surrogate pair, from a file name or a broken JSON."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"the text is not valid Unicode ({error})") from None
 
 
 @contextmanager

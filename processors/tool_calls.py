@@ -11,6 +11,9 @@ import json
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
+
+from mmvllm.text import parse_json
 
 START, END = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*(?=\{)')
@@ -48,6 +51,17 @@ def read_tool_calls(text: str, names: Collection[str]) -> tuple[str, list[Functi
         else:
             calls[-1] = FunctionCall(calls[-1].name, calls[-1].arguments + piece.arguments)
     return content, calls
+
+
+def read_arguments(text: str) -> dict[str, Any] | None:
+    """The arguments of a call; None if they are no object, or were cut off. Text may follow them."""
+    text, scanner = text.strip(), _ObjectScanner()
+    arguments, _ = scanner.feed(text)
+    try:
+        read = parse_json(arguments) if text.startswith("{") and scanner.is_complete else None
+    except ValueError:
+        return None
+    return read
 
 
 class ToolCallParser:

@@ -5,13 +5,19 @@ of Qwen2.5 and Qwen3 write: the Hermes format, functions within <tools> and call
 """
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from mmvllm.errors import RequestError
 from mmvllm.processors.template_kwargs import json_object_copy
-from mmvllm.text import parse_json
+from mmvllm.processors.tool_calls import read_arguments
+from mmvllm.schema_keywords import without_nulls
+
+logger = logging.getLogger(__name__)
 
 MAX_TOOLS = 128
 NAME = r"[A-Za-z0-9_.:-]{1,128}"
@@ -48,6 +54,7 @@ def check_parameters(schema: Any, param: str = "parameters") -> dict:
     """A copy of a function's JSON schema; raises RequestError if it cannot be that of an object."""
     if not isinstance(schema, Mapping) or not all(isinstance(key, str) for key in schema):
         raise _error(param, f"must be a JSON schema, an object, not {type(schema).__name__}")
+    schema = without_nulls(json_object_copy(schema, lambda reason: _error(param, reason)))
     if schema.get("type", "object") != "object":
         raise _error(param, f"must have the type 'object', not {schema['type']!r:.50}")
     properties, required = schema.get("properties", {}), schema.get("required", [])
@@ -55,11 +62,14 @@ def check_parameters(schema: Any, param: str = "parameters") -> dict:
         raise _error(param, "has 'properties' that are not an object of JSON schemas")
     if not isinstance(required, list | tuple) or not all(isinstance(name, str) for name in required):
         raise _error(param, "has 'required' that is not a list of names")
-    return json_object_copy(schema, lambda reason: _error(param, reason))
+    return schema
 
 
 def check_calls(message: Mapping[str, Any], place: str) -> list[dict]:
-    """The calls of a message of the assistant, with arguments as objects; raises RequestError that names the field."""
+    """The calls of a message of the assistant, with arguments as objects; raises RequestError that names the field.
+
+    Arguments that are not a JSON object are replaced by an empty one.
+    """
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list | tuple):
         raise _error(f"{place}.tool_calls", f"must be a list, not {type(calls).__name__}")
@@ -103,16 +113,28 @@ def _checked_call(call: Any, place: str) -> dict:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise _error(f"{place}.function", "must be a dict with 'name' and 'arguments'")
-    arguments, param = function.get("arguments"), f"{place}.function.arguments"
-    if isinstance(arguments, str):
-        try:
-            arguments = parse_json(arguments)
-        except ValueError:
-            raise _error(param, f"is not valid JSON: {arguments!r:.50}") from None
-    if not isinstance(arguments, dict):
-        raise _error(param, f"must be an object, as JSON, not {type(arguments).__name__}")
-    arguments = json_object_copy(arguments, lambda reason: _error(param, reason))
-    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    made = {"name": function["name"], "arguments": _arguments_of_history(function.get("arguments"))}
+    return {"type": "function", "function": made}
+
+
+def _arguments_of_history(given: Any) -> dict:
+    """The arguments of an earlier call, as an object; an empty one where there are none, or where they are not JSON.
+
+    A model may have written anything, and a client that cannot change the history must be able to go on.
+    """
+    if given is None or given == "":
+        return {}
+    arguments = read_arguments(given) if isinstance(given, str) else given
+    with suppress(RequestError):
+        if isinstance(arguments, Mapping):
+            return json_object_copy(arguments, RequestError)
+    _warn("a request has arguments of an earlier call that are not a JSON object; the model is shown {}; told once")
+    return {}
+
+
+@cache
+def _warn(message: str) -> None:
+    logger.warning(message)
 
 
 def _in_hermes_format(messages: list[dict], tools: list[dict]) -> list[dict]:

@@ -167,12 +167,9 @@ class ClipPlan:
     def _check_length(self, num_frames: int, height: int, width: int) -> None:
         num_tokens = -(-num_frames // self.config.temporal_patch_size) * (height * width // self.config.factor**2)
         if self.max_tokens is not None and num_tokens >= self.max_tokens:
-            raise PromptTooLong(
-                f"{num_frames} frames of {width}x{height} pixels are {num_tokens} tokens, max_model_len is "
-                f"{self.max_tokens}; lower fps, num_frames or max_pixels",
-                value=num_tokens,
-                limit=self.max_tokens,
-            )
+            problem = f"{num_frames} frames of {width}x{height} pixels are {num_tokens} tokens"
+            advice = "lower fps, num_frames or max_pixels"
+            raise PromptTooLong(problem, advice, value=num_tokens, limit=self.max_tokens)
 
 
 def resized_to(sizes: Sequence[Resize], height: int, width: int) -> tuple[int, int]:

@@ -122,7 +122,7 @@ def test_the_same_continuations_serve_all_requests(llm):
         ("a", [[10**6]], r"continuations\[0\] has token ids outside \[0, "),
         ("", ["b"], "request 0: prompt is empty"),
         ({"prompt": "a", "sampling_params": {"n": 2}}, ["b"], "request 0: sampling_params has no meaning for a score"),
-        ("a", [[5] * 5000], "request 0: prompt has 500[0-9] tokens, max_model_len is"),
+        ("a", [[5] * 5000], "request 0: prompt has 500[0-9] tokens, the maximum context length is"),
     ],
 )
 def test_a_wrong_argument_of_score_is_named(requests, continuations, words, llm):

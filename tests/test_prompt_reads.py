@@ -185,9 +185,9 @@ def test_a_prompt_may_fill_the_context_if_nothing_is_generated(checkpoints, make
     llm = make_llm(checkpoints(RICHEST[0]), max_model_len=20)
     assert llm.embed([5] * 20)[0].num_prompt_tokens == 20
     assert len(llm.generate([5] * 20, ONLY_READING, use_tqdm=False)[0].prompt_logprobs) == 20
-    with pytest.raises(ValueError, match=r"prompt has 21 tokens, max_model_len is 20; shorten it or raise"):
+    with pytest.raises(ValueError, match=r"prompt has 21 tokens, the maximum context length is 20 tokens \(max_model"):
         llm.embed([5] * 21)
-    with pytest.raises(ValueError, match="including the completion"):
+    with pytest.raises(ValueError, match="20 tokens and the completion at least one"):
         llm.generate([5] * 20, GREEDY)
 
 

@@ -166,7 +166,8 @@ def in_chat(name: str, value) -> SamplingParams:
 
 
 def in_completion(name: str, value) -> SamplingParams:
-    return completion_params(CompletionRequest(**completion(**beside(name) | {OTHER_NAMES.get(name, name): value})))
+    body = CompletionRequest(**completion(**beside(name) | {OTHER_NAMES.get(name, name): value}))
+    return completion_params(body, 100)
 
 
 @pytest.mark.parametrize("request_", [in_chat, in_completion])

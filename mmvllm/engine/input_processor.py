@@ -225,8 +225,8 @@ class InputProcessor:
             of_media = f" ({num_media_tokens} of them from {kinds})" if num_media_tokens else ""
             lower = f", lower {'fps, num_frames or ' if 'videos' in kinds else ''}max_pixels" if of_media else ""
             raise PromptTooLong(
-                f"prompt has {num_tokens} tokens{of_media}, max_model_len is {self._max_model_len}"
-                f"{' including the completion' if generates else ''}; shorten it{lower} or raise max_model_len",
+                f"prompt has {num_tokens} tokens{of_media}{' and the completion at least one' if generates else ''}",
+                f"shorten it{lower} or raise max_model_len",
                 value=num_tokens,
                 limit=self._max_model_len,
             )

@@ -1,6 +1,7 @@
 """Strict JSON bodies: Python's parser accepts more than the standard, and silently drops duplicate keys."""
 
 import asyncio
+import codecs
 import json
 import re
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from mmvllm.server.errors import ApiError, out_of_memory
+from mmvllm.text import with_whole_characters
 
 MANY_BYTES = 100_000  # of small items, which are parsed in a few milliseconds
 _PARSING = ThreadPoolExecutor(1, "mmvllm-parse")  # several threads would make the event loop wait for each of them
@@ -56,17 +58,26 @@ def parse(body: bytes) -> Any:
             400, f"the body has more than {MAX_BRACKETS} opening brackets, of lists or objects or in strings"
         )
     try:
-        text = body.decode()
+        text = body.removeprefix(codecs.BOM_UTF8).decode()
         value = json.loads(text, object_pairs_hook=_object, parse_int=_int, parse_constant=_no_constant)
-        if num_escapes and _SURROGATE.search(text):
-            json.dumps(value, ensure_ascii=False).encode()  # raises for a lone surrogate
-        return value
+        return with_whole_characters(value) if num_escapes and _has_half_pairs(text, value) else value
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
     except MemoryError:
         raise out_of_memory() from None
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {_reason(error)}") from None
+
+
+def _has_half_pairs(text: str, value: Any) -> bool:
+    """Whether strings of a value have halves of surrogate pairs, given its JSON."""
+    if not _SURROGATE.search(text):
+        return False
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _reason(error: ValueError) -> str:

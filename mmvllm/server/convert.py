@@ -15,11 +15,19 @@ from mmvllm.server.messages import (
     HistoryMessage,
     ImagePart,
     InputMessage,
+    Part,
     TextPart,
     VideoPart,
     parts_of,
 )
-from mmvllm.server.protocol import ChatPrompt, ChatRequest, CompletionRequest, EmbeddingRequest, SamplingRequest
+from mmvllm.server.protocol import (
+    NO_LIMIT,
+    ChatPrompt,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    SamplingRequest,
+)
 from mmvllm.server.structured import StructuredField, structured_field
 from mmvllm.server.videos import KWARGS
 
@@ -134,27 +142,32 @@ def chat_request(
 def texts_of(body: ChatPrompt) -> Iterator[str]:
     """All texts of a conversation."""
     for message in body.messages:
-        yield from (call.function.arguments for call in _calls_of(message))
-        if isinstance(message.content, list):
-            yield from (part.text for part in message.content if isinstance(part, TextPart))
+        yield from (call.function.arguments for call in _calls_of(message) if isinstance(call.function.arguments, str))
+        content = _content_of(message)
+        if isinstance(content, str):
+            yield content
         else:
-            yield message.content or ""
+            yield from (part.text for part in content if isinstance(part, TextPart))
 
 
 def _calls_of(message: InputMessage) -> Sequence[CallOfHistory]:
     return (message.tool_calls or ()) if isinstance(message, HistoryMessage) else ()
 
 
+def _content_of(message: InputMessage) -> str | Sequence[Part]:
+    return message.content or (message.refusal if isinstance(message, HistoryMessage) else None) or ""
+
+
 def _message(message: InputMessage, media: Mapping[type, Iterator[dict]]) -> dict:
     made: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     if calls := _calls_of(message):
         made["tool_calls"] = [call.model_dump(include={"function"}) for call in calls]
-    if not isinstance(message.content, list):
-        return made | {"content": message.content or ""}
-    content = [
-        {"type": "text", "text": part.text} if isinstance(part, TextPart) else next(media[type(part)])
-        for part in message.content
-    ]
+    content = _content_of(message)
+    if not isinstance(content, str):
+        content = [
+            {"type": "text", "text": part.text} if isinstance(part, TextPart) else next(media[type(part)])
+            for part in content
+        ]
     return made | {"content": content}
 
 
@@ -182,7 +195,7 @@ def chat_params(body: ChatRequest, max_model_len: int, defaults: Mapping[str, An
     """
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    limits = {body.max_completion_tokens, body.max_tokens} - {None}
+    limits = {body.max_completion_tokens, body.max_tokens} - {None, NO_LIMIT}
     if len(limits) == 2:
         message = "max_completion_tokens and max_tokens are two names of the same limit; give one of them"
         raise ApiError(400, message, param="max_tokens")
@@ -190,9 +203,11 @@ def chat_params(body: ChatRequest, max_model_len: int, defaults: Mapping[str, An
     return _params(body, defaults, max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
 
 
-def completion_params(body: CompletionRequest, defaults: Mapping[str, Any] = OPENAI_DEFAULTS) -> SamplingParams:
+def completion_params(
+    body: CompletionRequest, max_model_len: int, defaults: Mapping[str, Any] = OPENAI_DEFAULTS
+) -> SamplingParams:
     """The sampling parameters of a completion request, with `defaults` for those that are left out or null."""
-    max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens = {None: COMPLETION_TOKENS, NO_LIMIT: max_model_len}.get(body.max_tokens, body.max_tokens)
     if max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
         raise ApiError(400, "max_tokens is 0, which needs echo: true or prompt_logprobs", param="max_tokens")
     own = {}

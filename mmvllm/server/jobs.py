@@ -210,7 +210,7 @@ class JobFactory:
     def completion(self, body: CompletionRequest) -> CompletionJob:
         """A job for one or several prompts without a chat template."""
         adapter = self._models.adapter_of(body.model)
-        params = convert.completion_params(body, self._sampling_defaults)
+        params = convert.completion_params(body, self._engine.max_model_len, self._sampling_defaults)
         prompts = convert.prompts_of(body)
         self._check_lengths("prompt", prompts)
         if len(prompts) > self._engine.max_requests:

@@ -1,7 +1,9 @@
 """Pydantic models of the messages of a chat and their parts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -18,7 +20,6 @@ from pydantic_core import PydanticCustomError
 
 from mmvllm.processors.clip import MAX_FPS, MIN_FPS
 from mmvllm.processors.tools import MAX_TOOLS
-from mmvllm.text import parse_json
 
 INT64 = 2**63
 
@@ -46,11 +47,42 @@ class StrictModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_unknown_nulls(cls, value: Any) -> Any:
-        """A null means "not given", also for fields that this server does not know."""
+    def _as_clients_write(cls, value: Any) -> Any:
+        """A null means "not given", also for fields that this server does not know; 512.0 is an integer in JSON."""
         if not isinstance(value, dict):
             return value
-        return {key: item for key, item in value.items() if item is not None or key in cls.model_fields}
+        fields, integers = cls.model_fields, _integers_of(cls)
+        given = {key: item for key, item in value.items() if item is not None or key in fields}
+        whole = {key: int(given[key]) for key in integers & given.keys() if _is_whole_float(given[key])}
+        return given | whole
+
+
+@cache
+def _integers_of(model: type[BaseModel]) -> frozenset[str]:
+    """The keys of a model's fields that may be integers, but no floats."""
+    kinds = {field.alias or name: set(_kinds_of(field.annotation)) for name, field in model.model_fields.items()}
+    return frozenset(key for key, found in kinds.items() if int in found and float not in found)
+
+
+def _kinds_of(annotation: Any) -> Iterator[Any]:
+    """The types in an annotation, without those of the items of lists."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin in (Union, UnionType, Annotated):
+        for one in args[:1] if origin is Annotated else args:
+            yield from _kinds_of(one)
+    else:
+        yield from map(type, args) if origin is Literal else [annotation]
+
+
+def _is_whole_float(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer()
+
+
+def _as_flag(value: Any) -> Any:
+    return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+
+
+Flag = Annotated[bool | None, BeforeValidator(_as_flag)]
 
 
 class TextPart(StrictModel):
@@ -114,13 +146,21 @@ def tag_by(key: str, tags: Mapping[str | None, str], other: str | None = None) -
     return tag
 
 
+def refusal_as_text(part: Any) -> Any:
+    """A part of an earlier answer in which a model refused it, as a part of text."""
+    is_refusal = isinstance(part, dict) and part.get("type") == "refusal"
+    return {"type": "text", "text": part.get("refusal")} if is_refusal else part
+
+
 Part = Annotated[
     Annotated[TextPart, Tag("text part")]
     | Annotated[ImagePart, Tag("image part")]
     | Annotated[VideoPart, Tag("video part")],
     Discriminator(tag_by("type", {"text": "text part", "image_url": "image part", "video_url": "video part"})),
+    BeforeValidator(refusal_as_text),
 ]
 Parts = Annotated[list[Part], Field(fail_fast=True, min_length=1)]
+PartsOfHistory = Annotated[list[Part], Field(fail_fast=True)]  # clients and models leave some empty
 
 
 class InputMessage(StrictModel):
@@ -143,24 +183,15 @@ class ToolMessage(InputMessage):
     """The result of a call."""
 
     role: Literal["tool"]
+    content: str | PartsOfHistory | None = None
     tool_call_id: str | None = None
-
-
-def _check_arguments(text: str) -> str:
-    try:
-        value = parse_json(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise PydanticCustomError("arguments", "must be a JSON object, as text")
-    return text
 
 
 class CalledFunction(StrictModel):
     model_config = ConfigDict(extra="ignore")
 
     name: str
-    arguments: Annotated[str, AfterValidator(_check_arguments)]
+    arguments: Any = Field(None, description="A JSON object, as text. Whatever else a model has written is read as {}.")
 
 
 class CallOfHistory(StrictModel):
@@ -177,7 +208,8 @@ class HistoryMessage(InputMessage):
     model_config = ConfigDict(extra="ignore")
 
     role: Literal["assistant"]
-    content: str | Parts | None = None
+    content: str | PartsOfHistory | None = None
+    refusal: str | None = Field(None, description="Read as the content, if there is none.")
     annotations: Ignored = None
     tool_calls: Annotated[list[CallOfHistory], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
 

@@ -12,6 +12,7 @@ from mmvllm.server.messages import INT64, Ignored, Message, Rate, Size, StrictMo
 from mmvllm.server.structured import StructuredFields
 from mmvllm.server.tools import ToolChoice, Tools
 
+NO_LIMIT = -1  # of a completion's tokens, but for max_model_len
 MAX_CHOICES = 16  # completions per prompt
 MAX_PROMPTS = 64  # prompts per request
 MAX_INPUTS = 2048  # of a request for embeddings, as in OpenAI's API
@@ -37,7 +38,14 @@ def _check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
     return checked
 
 
+def _check_token_limit(value: int) -> int:
+    if value < 1 and value != NO_LIMIT:
+        raise PydanticCustomError("token_limit", "must be at least 1, or -1 for no limit")
+    return value
+
+
 # fail_fast: otherwise a long list of invalid items would produce one error per item.
+TokenLimit = Annotated[int, Field(lt=INT64), AfterValidator(_check_token_limit)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 TokenId = Annotated[int, Field(ge=0, lt=INT64)]
@@ -100,7 +108,7 @@ class SamplingRequest(StructuredFields):
         le=MAX_CHOICES,
         description="Completions to generate, of which the n most likely per token are returned.",
     )
-    seed: int | None = Field(None, ge=-INT64, lt=INT64)
+    seed: int | None = Field(None, description="Any integer.")
     stop: Stop | Stops | None = None
     stop_token_ids: StopTokenIds | None = None
     min_tokens: int | None = Field(None, ge=0, lt=INT64)
@@ -179,10 +187,10 @@ class ChatPrompt(StrictModel):
 class ChatRequest(ChatPrompt, SamplingRequest):
     """POST /v1/chat/completions"""
 
-    max_completion_tokens: int | None = Field(
-        None, ge=1, lt=INT64, description="Default: as many tokens as max_model_len leaves for the completion."
+    max_completion_tokens: TokenLimit | None = Field(
+        None, description="Default, and -1: as many tokens as max_model_len leaves for the completion."
     )
-    max_tokens: int | None = Field(None, ge=1, lt=INT64, description="The older name of max_completion_tokens.")
+    max_tokens: TokenLimit | None = Field(None, description="The older name of max_completion_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     mmvllm: Extras | None = Field(None, description="Adds a field of this name to each choice.")
@@ -227,7 +235,11 @@ class CompletionRequest(SamplingRequest):
         Discriminator(_prompt_tag),
     ]
     max_tokens: int | None = Field(
-        None, ge=0, lt=INT64, description="Default: 16. 0 needs echo or prompt_logprobs: nothing is generated."
+        None,
+        ge=NO_LIMIT,
+        lt=INT64,
+        description="Default: 16. 0 needs echo or prompt_logprobs: nothing is generated. -1: as many as max_model_len "
+        "leaves for the completion.",
     )
     echo: bool | None = Field(None, description="The text and the logprobs begin with the prompt's.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

@@ -104,9 +104,11 @@ def _add_call(messages: list[dict], item: FunctionCallItem) -> None:
     messages[-1].setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
 
 
-def _content(content: str | Sequence[InputText | InputImage], path: str, image_params: list[str]) -> str | list[dict]:
-    if isinstance(content, str):
-        return content
+def _content(
+    content: str | Sequence[InputText | InputImage] | None, path: str, image_params: list[str]
+) -> str | list[dict]:
+    if content is None or isinstance(content, str):
+        return content or ""
     made = []
     for j, part in enumerate(content):
         if isinstance(part, InputText):

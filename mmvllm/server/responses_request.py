@@ -2,12 +2,19 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from mmvllm.processors.tools import MAX_TOOLS
-from mmvllm.server.messages import INT64, CalledFunction, Ignored, StrictModel, Unsupported, tag_by
-from mmvllm.server.protocol import SamplingRequest, TemplateKwargs, check_number_of_parts
+from mmvllm.server.messages import (
+    CalledFunction,
+    Ignored,
+    StrictModel,
+    Unsupported,
+    refusal_as_text,
+    tag_by,
+)
+from mmvllm.server.protocol import SamplingRequest, TemplateKwargs, TokenLimit, check_number_of_parts
 from mmvllm.server.structured import NamedSchema
 from mmvllm.server.tools import FunctionDefinition, FunctionReference, choice_tag
 
@@ -34,8 +41,9 @@ InputPart = Annotated[
         custom_error_type="input_part",
         custom_error_message="must be a part of the type 'input_text', 'output_text' or 'input_image'",
     ),
+    BeforeValidator(refusal_as_text),
 ]
-InputParts = Annotated[list[InputPart], Field(fail_fast=True, min_length=1)]
+InputParts = Annotated[list[InputPart], Field(fail_fast=True)]
 
 
 class InputItem(StrictModel):
@@ -43,10 +51,19 @@ class InputItem(StrictModel):
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | InputParts
+    content: str | InputParts | None = Field(
+        None, validate_default=True, description="Only that of an earlier answer may be missing or empty."
+    )
     id: Ignored = None
     status: Ignored = None
     phase: Ignored = None
+
+    @field_validator("content")
+    @classmethod
+    def _require_content(cls, content: Any, info: ValidationInfo) -> Any:
+        if content in (None, []) and info.data.get("role") != "assistant":
+            raise PydanticCustomError("content", "content must be a string, or a list of at least 1 part")
+        return content
 
 
 class FunctionCallItem(CalledFunction):
@@ -61,7 +78,7 @@ class FunctionOutputItem(StrictModel):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | InputParts
+    output: str | InputParts | None = None
     id: Ignored = None
     status: Ignored = None
 
@@ -151,8 +168,8 @@ class ResponsesRequest(SamplingRequest):
         Discriminator(_input_tag),
     ]
     instructions: str | None = Field(None, description="A system message before the input.")
-    max_output_tokens: int | None = Field(
-        None, ge=1, lt=INT64, description="Default: as many tokens as max_model_len leaves for the completion."
+    max_output_tokens: TokenLimit | None = Field(
+        None, description="Default, and -1: as many tokens as max_model_len leaves for the completion."
     )
     text: TextOptions | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from mmvllm.errors import RequestError
-from mmvllm.server.messages import Ignored, StrictModel, Unsupported
+from mmvllm.server.messages import Flag, Ignored, StrictModel, Unsupported
 from mmvllm.structured import NAMES, StructuredOutputsParams, as_structured
 
 Text = Annotated[str, Field(min_length=1)]
@@ -27,7 +27,7 @@ class NamedSchema(StrictModel):
     name: Annotated[str, Field(min_length=1, max_length=64)]
     description: Ignored = None  # the prompt says what is wanted
     schema_: Schema = Field(alias="schema")
-    strict: bool | None = Field(None, description="The schema is enforced in any case.")
+    strict: Flag = Field(None, description="The schema is enforced in any case.")
 
 
 class ResponseFormat(StrictModel):

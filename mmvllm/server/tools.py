@@ -14,7 +14,7 @@ from mmvllm.processors.tool_grammar import calls_or_json_grammar, free_text_gram
 from mmvllm.processors.tools import MAX_TOOLS, NAME, check_names, check_parameters
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.errors import ApiError
-from mmvllm.server.messages import StrictModel
+from mmvllm.server.messages import Flag, StrictModel
 from mmvllm.server.structured import StructuredField
 from mmvllm.structured import StructuredOutputsParams
 
@@ -35,7 +35,7 @@ class FunctionDefinition(StrictModel):
     name: FunctionName
     description: str | None = None
     parameters: Parameters | None = Field(None, description="A JSON schema of an object.")
-    strict: bool | None = Field(None, description="Calls of this function always fit its parameters.")
+    strict: Flag = Field(None, description="Calls of this function always fit its parameters.")
 
 
 class ToolDefinition(StrictModel):

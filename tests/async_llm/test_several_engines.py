@@ -142,7 +142,7 @@ async def test_requests_on_any_engine_are_aborted(fleet):
         ("", {}, "at least one token"),
         ([1, 10**9], {}, "token ids are integers"),
         (["a"], {}, "token ids"),
-        (ask("word " * 2000), {}, "max_model_len is"),
+        (ask("word " * 2000), {}, "maximum context length is"),
         (ask("a", priority="high"), {}, "priority is 'high'"),
         (ask("a", cache_salt=object), {}, "cache_salt"),
         (ask("a", cache_salt=lambda: None), {}, "cannot be sent|pickle"),

@@ -82,7 +82,7 @@ async def test_settings_in_a_request_override_the_arguments(engine):
         (QUESTION, {"request_id": 5}, "request_id is 5"),
         (QUESTION, {"params": {"temperature": -1}}, "temperature is -1"),
         (QUESTION, {"params": {"heat": 1}}, "sampling_params"),
-        (ask("word " * 2000), {}, "max_model_len is"),
+        (ask("word " * 2000), {}, "maximum context length is"),
         ({**QUESTION, "priority": "high"}, {}, "priority is 'high'"),
     ],
 )

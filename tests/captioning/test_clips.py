@@ -128,7 +128,7 @@ def test_fewer_frames_are_taken_of_a_clip_that_would_not_fit_the_models_context(
     assert most * 0.9 < record["image_tokens"] <= most
     assert record["num_frames"] % 2 == 0 and record["fps"] == pytest.approx(record["num_frames"] / 120, abs=1e-3)
     (record,) = caption_images(tmp_path / "long.mp4", llm=llm, max_tokens=2, video_frames=240)
-    assert "240 frames of" in record["error"] and "max_model_len is" in record["error"]
+    assert "240 frames of" in record["error"] and "maximum context length is" in record["error"]
 
 
 def test_duplicates_are_clips_with_equal_frames_and_options(clips, llm, tmp_path):

@@ -183,7 +183,7 @@ def test_an_invalid_question_leaves_no_turn(checkpoint, uploads):
         held.path.write_bytes(held.path.read_bytes()[:100])
         for turn, options, message in (
             (Turn("q", (held,)), OPTIONS, r"a\.png: cannot be decoded"),
-            (Turn("word " * 2000), OPTIONS, "max_model_len is 1024"),
+            (Turn("word " * 2000), OPTIONS, "maximum context length is 1024"),
             (Turn("q"), replace(OPTIONS, temperature=-1), "temperature is -1"),
             (Turn("q", (good,)), replace(OPTIONS, min_pixels=9000, max_pixels=8000), "min_pixels is 9000, above"),
         ):

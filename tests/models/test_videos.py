@@ -55,7 +55,11 @@ def test_errors_say_which_video_they_are_about(checkpoint, make_llm):
     thin, many = frames(2, 300, 1), frames(12, 96, 96)
     for videos, index, message in (
         ([CLIP, thin], 1, "a frame is 300x1 pixels: the long side may be at most 200 times the short one"),
-        ([many], 0, "12 frames of .* pixels are .* tokens, max_model_len is 50; lower fps, num_frames or max_pixels"),
+        (
+            [many],
+            0,
+            "12 frames of .* pixels are .* tokens, the maximum .* is 50 tokens .*; lower fps, num_frames or max_pixels",
+        ),
         ([CLIP, []], 1, "the list of frames: is empty"),
         ([CLIP, CLIP[:1] + frames(1, 40, 40)], 1, "frame 1 of the list: is 40x40 pixels, frame 0 56x84"),
     ):

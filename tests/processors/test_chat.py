@@ -216,6 +216,17 @@ def test_a_placeholder_in_a_message_is_text(typed, processor):
     assert spans_of(processor(ask(f"{typed} is before", A)))[0][1] == spans_of(plain)[0][1]
 
 
+@pytest.mark.parametrize("make", [lambda text: {"text": text}, ask, lambda text: ask(f"<|im_end|>{text}")])
+def test_half_of_a_surrogate_pair_is_a_replacement_character(make, processor):
+    assert processor(make("a\ud83d b\udc00")).token_ids == processor(make("a\ufffd b\ufffd")).token_ids
+    assert processor(make("\ud83e\udd8a")).token_ids == processor(make("🦊")).token_ids
+
+
+def test_half_of_a_surrogate_pair_for_a_foreign_processor(foreign):
+    for make in (ask, lambda text: {"text": text}):
+        assert foreign(make("a\ud83d b")).token_ids == foreign(make("a\ufffd b")).token_ids
+
+
 def test_a_foreign_processor_refuses_special_tokens_in_messages(foreign):
     with pytest.raises(RequestError, match=r"would encode as control tokens; .* allow_special_tokens") as error:
         foreign(ask(A, "Hi<|im_end|>"))
@@ -348,7 +359,9 @@ def test_what_a_template_writes_is_not_tokenized_if_it_cannot_fit(tokenizer):
     wordy.chat_template = "{{ 'a' * " + str(99 * longest) + " }}"
     assert len(prepare(ask("hi")).token_ids) > 100  # the engine counts them
     wordy.chat_template = "{% for _ in range(99999) %}aaaaaaaaaa{% endfor %}"
-    with pytest.raises(PromptTooLong, match=r"the prompt has at least \d+ tokens, max_model_len is 100; shorten it"):
+    with pytest.raises(
+        PromptTooLong, match=r"at least \d+ tokens, the maximum context length is 100 tokens .*; shorten it"
+    ):
         prepare(ask("hi"))
 
 

@@ -62,6 +62,7 @@ FORMS = {
     "data, no subtype": lambda home: "data:image;base64," + base64.b64encode(PNG).decode(),
     "data, upper case": lambda home: "DATA:image/png;BASE64," + base64.b64encode(PNG).decode(),
     "data, wrapped": lambda home: "data:image/png;base64,\n" + base64.encodebytes(PNG).decode(),
+    "data, base64 for URLs": lambda home: "data:;base64," + base64.urlsafe_b64encode(PNG).decode().rstrip("="),
     "data, base64 escaped": lambda home: "data:;base64," + urllib.parse.quote(base64.b64encode(PNG), safe=""),
     "data, percent": lambda home: "data:image/png," + urllib.parse.quote_from_bytes(PNG),
 }

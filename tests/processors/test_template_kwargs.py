@@ -203,17 +203,14 @@ def test_a_template_that_reads_special_tokens_in_values_is_refused():
         ("{% for x in items %}{{ x }}{% endfor %}", {"items": 5}, "'int' object is not iterable"),
         ("{{ raise_exception('x') }}", {"raise_exception": 5}, "'int' object is not callable"),
         ("{{ mode + 1 }}", {"mode": "a"}, "can only concatenate str"),
-        ("{{ mode }}", {"mode": "\ud800"}, "the text is not valid Unicode"),
     ],
 )
 def test_errors_of_a_template_are_sentences(template, kwargs, message):
     with pytest.raises(RequestError) as error:
         with_template(template)({"messages": [QUESTION], "chat_template_kwargs": kwargs})
     text = str(error.value)
-    assert message in text and (
-        text.startswith("the chat template cannot render these messages and chat_template_kwargs: ")
-        or "not valid Unicode" in text
-    )
+    assert text.startswith("the chat template cannot render these messages and chat_template_kwargs: ")
+    assert message in text
 
 
 class Recorder:

@@ -119,7 +119,7 @@ def test_ignored_fields_are_not_kept():
 def test_default_parameters_are_those_of_openai():
     del (body := chat("Hi"))["temperature"]
     assert chat_params(ChatRequest(**body), 99) == SamplingParams(temperature=1.0, max_tokens=99)
-    assert completion_params(CompletionRequest(model="m", prompt="Hi")) == SamplingParams(
+    assert completion_params(CompletionRequest(model="m", prompt="Hi"), 99) == SamplingParams(
         temperature=1.0, max_tokens=16
     )
 
@@ -142,7 +142,7 @@ def test_every_parameter_reaches_the_engine():
         "ignore_eos": True,
     }
     assert chat_params(request("Hi", **given, logprobs=True, top_logprobs=4), 99) == SamplingParams(**given, logprobs=4)
-    assert completion_params(CompletionRequest(model="m", prompt="", **given)) == SamplingParams(**given)
+    assert completion_params(CompletionRequest(model="m", prompt="", **given), 99) == SamplingParams(**given)
 
 
 def test_equal_limits_under_both_names_are_accepted():

@@ -87,7 +87,7 @@ def test_embeddings_are_no_completions_in_the_metrics(app):
         ({"input": [[1], []]}, "input[1]", "at least 1"),
         ({"input": [10**6]}, "input", "token ids are integers in [0, 768)"),
         ({"input": ["a"] * 2049}, "input", "at most 2048"),
-        ({"input": "a " * 40000}, "input", "max_model_len is 2048"),
+        ({"input": "a " * 40000}, "input", "maximum context length is 2048 tokens"),
         ({"input": 5}, "input", "must be a string"),
         ({"input": "a", "dimensions": 4000}, "dimensions", "dimensions is 4000, must be at most 192"),
         ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),

@@ -60,7 +60,7 @@ def test_text_and_tokens_are_inverse(app):
         (TOKENIZE, {"prompt": ""}, "prompt", "at least 1 character"),
         (TOKENIZE, {"prompt": [1]}, "prompt", "must be a string"),
         (TOKENIZE, {"prompt": "Hi", "model": "other"}, "model", "does not exist"),
-        (TOKENIZE, {"prompt": "Hi " * 30000}, "prompt", "max_model_len is 2048"),
+        (TOKENIZE, {"prompt": "Hi " * 30000}, "prompt", "maximum context length is 2048 tokens"),
         (TOKENIZE, {"prompt": "<|image_pad|>"}, "prompt", "image"),
         (TOKENIZE, {"messages": []}, "messages", "at least 1 item"),
         (TOKENIZE, {"messages": [user("Hi")], "prompt": "Hi"}, "prompt", "is not a field"),

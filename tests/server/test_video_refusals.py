@@ -107,7 +107,10 @@ def test_a_prompt_that_is_too_long_says_how_many_tokens(app, tmp_path):
     clip = make_clip(tmp_path / "long.mp4", number=240)
     error = refused(app, video_part(video_uri(clip), nframes=240))
     assert (error["param"], error["code"]) == (URL, "context_length_exceeded")
-    assert "240 frames of" in error["message"] and "4800 tokens, max_model_len is 2048" in error["message"]
+    assert (
+        "240 frames of" in error["message"]
+        and "4800 tokens, the maximum context length is 2048 tokens" in error["message"]
+    )
 
 
 def test_more_videos_than_allowed_are_refused_before_they_are_fetched(app):

@@ -1,0 +1,218 @@
+"""Requests as clients send them: histories that they cannot change, and numbers and texts in other spellings."""
+
+import base64
+import codecs
+import json
+import logging
+
+import pytest
+
+from mmvllm.processors import tools
+from tests.helpers.server import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    call,
+    chat,
+    completion,
+    data_uri,
+    error_of,
+    image_part,
+    png,
+    user,
+)
+
+TOKENIZE, RESPONSES = "/tokenize", "/v1/responses"
+
+
+def called(arguments: object = "{}", **keys) -> list[dict]:
+    """A conversation in which a function was called."""
+    function = {"name": "f"} | ({} if arguments is ... else {"arguments": arguments})
+    calls = [{"id": "a", "type": "function", "function": function}]
+    answer = {"role": "assistant", "content": None, "tool_calls": calls}
+    return [user("Hi"), answer, {"role": "tool", "tool_call_id": "a", "content": "It failed."} | keys]
+
+
+def answered(app, path: str, body: dict) -> dict:
+    answer = call(app, "POST", path, content=json.dumps(body).encode(), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def tokens_of(app, messages: list[dict]) -> list[int]:
+    return answered(app, TOKENIZE, {"messages": messages})["tokens"]
+
+
+ARGUMENTS = [
+    *(..., None, "", "{", '{"city": "Ber', "[]", "null", '"x"', "5", "no JSON", [1], '{"a": 1e999}', '{"a": ' * 50),
+]
+READ_AS = {
+    '{"a": NaN}': '{"a": null}',
+    ' {"a": 1}\nThat is all.': '{"a": 1}',
+    '{"a": "x\ny"}': r'{"a": "x\ny"}',
+    r'{"a": "\ud83d"}': '{"a": "\ufffd"}',
+}
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_an_earlier_call_whose_arguments_are_no_object_does_not_end_the_conversation(app, arguments):
+    assert tokens_of(app, called(arguments)) == tokens_of(app, called("{}"))
+    item = {"type": "function_call", "name": "f", "call_id": "a"} | (
+        {} if arguments is ... else {"arguments": arguments}
+    )
+    items = [user("Hi"), item, {"type": "function_call_output", "call_id": "a", "output": "It failed."}]
+    answered(app, RESPONSES, {"model": "bundled", "input": items, "max_output_tokens": 1})
+
+
+@pytest.mark.parametrize("arguments", [*READ_AS, {"a": 1}])
+def test_arguments_that_can_be_read_are_shown_to_the_model(app, arguments):
+    want = READ_AS[arguments] if isinstance(arguments, str) else json.dumps(arguments)
+    assert tokens_of(app, called(arguments)) == tokens_of(app, called(want)) != tokens_of(app, called("{}"))
+
+
+def test_arguments_that_are_replaced_are_told_once(app, caplog):
+    tools._warn.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            tokens_of(app, called("{"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "a request has arguments of an earlier call that are not a JSON object; the model is shown {}; told once"
+    ]
+
+
+@pytest.mark.parametrize("content", [[], None, ""])
+def test_earlier_answers_and_results_may_be_empty(app, content):
+    assert tokens_of(app, called(content=content)) == tokens_of(app, called(content=""))
+    plain = [user("Hi"), {"role": "assistant", "content": content}, user("Go on")]
+    assert tokens_of(app, plain) == tokens_of(app, [user("Hi"), {"role": "assistant", "content": ""}, user("Go on")])
+    items = [
+        *(user("Hi"), {"role": "assistant", "content": content}),
+        {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "a"},
+        {"type": "function_call_output", "call_id": "a", "output": content},
+    ]
+    answered(app, RESPONSES, {"model": "bundled", "input": items, "max_output_tokens": 1})
+
+
+def test_a_refusal_is_the_text_of_an_earlier_answer(app):
+    want = tokens_of(app, [user("Hi"), {"role": "assistant", "content": "I cannot"}])
+    part = {"type": "refusal", "refusal": "I cannot"}
+    for answer in ({"content": None, "refusal": "I cannot"}, {"refusal": "I cannot"}, {"content": [part]}):
+        assert tokens_of(app, [user("Hi"), {"role": "assistant", **answer}]) == want
+    items = [user("Hi"), {"type": "message", "role": "assistant", "content": [part]}]
+    answered(app, RESPONSES, {"model": "bundled", "input": items, "max_output_tokens": 1})
+
+
+CUT = "cut \ud83d here \udc00"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, chat(CUT, max_tokens=1, cache_salt=CUT, stop=[CUT], chat_template_kwargs={"x": CUT})),
+        (COMPLETIONS, completion(prompt=CUT, max_tokens=1)),
+        (RESPONSES, {"model": "bundled", "input": CUT, "max_output_tokens": 1}),
+        (EMBEDDINGS, {"model": "bundled", "input": [CUT]}),
+        (TOKENIZE, {"prompt": CUT}),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_a_replacement_character(app, path, body):
+    answered(app, path, body)
+    assert tokens_of(app, [user(CUT)]) == tokens_of(app, [user("cut \ufffd here \ufffd")])
+    assert tokens_of(app, [user("a 🦊")]) == tokens_of(app, [user("a \ud83e\udd8a")])
+
+
+def test_a_body_may_begin_with_a_byte_order_mark(app):
+    for path, body in ((CHAT, chat("Hi", max_tokens=1)), (TOKENIZE, {"prompt": "Hi"})):
+        data = codecs.BOM_UTF8 + json.dumps(body).encode()
+        assert call(app, "POST", path, content=data, headers={"Content-Type": "application/json"}).is_success
+
+
+def test_bytes_that_are_not_utf_8_are_refused(app):
+    data = json.dumps(chat("x")).encode().replace(b'"x"', b'"\xed\xa0\xbd"')
+    answer = call(app, "POST", CHAT, content=data, headers={"Content-Type": "application/json"})
+    assert "not valid Unicode" in error_of(answer)["message"]
+
+
+NULLS = {"type": "object", "properties": None, "required": None}
+DEEP = {
+    "type": "object",
+    "properties": {"a": {"type": "object", "properties": {"b": {"enum": [None, 1], "description": None}, "c": None}}},
+    "required": None,
+    "$defs": None,
+}
+PLAIN = {
+    "type": "object",
+    "properties": {"a": {"type": "object", "properties": {"b": {"enum": [None, 1]}}}},
+}
+
+
+def function(schema: dict) -> dict:
+    return {"type": "function", "function": {"name": "now", "parameters": schema}}
+
+
+@pytest.mark.parametrize(("schema", "plain"), [(NULLS, {"type": "object"}), (DEEP, PLAIN)])
+@pytest.mark.parametrize("choice", [None, "required", {"type": "function", "function": {"name": "now"}}])
+def test_null_in_a_schema_means_that_a_keyword_is_not_given(app, schema, plain, choice):
+    bodies = [chat("Hi", tools=[function(one)], tool_choice=choice, max_tokens=4) for one in (schema, plain)]
+    given, want = (answered(app, CHAT, body) for body in bodies)
+    assert given["usage"]["prompt_tokens"] == want["usage"]["prompt_tokens"]
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    answered(app, CHAT, chat("Hi", response_format=form, max_tokens=4))
+    tool = {"type": "function", "name": "now", "parameters": schema}
+    answered(app, RESPONSES, {"model": "bundled", "input": "Hi", "tools": [tool], "max_output_tokens": 1})
+
+
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        ({"max_tokens": -1}, {}),
+        ({"max_completion_tokens": -1}, {}),
+        ({"max_tokens": 4.0}, {"max_tokens": 4}),
+        ({"max_tokens": 4, "seed": 7.0, "n": 2.0, "top_k": 5.0}, {"max_tokens": 4, "seed": 7, "n": 2, "top_k": 5}),
+    ],
+)
+def test_numbers_as_other_servers_take_them(app, given, plain):
+    answers = [answered(app, CHAT, chat("Hi", temperature=1, **{"seed": 3} | keys)) for keys in (given, plain)]
+    assert answers[0]["choices"] == answers[1]["choices"]
+
+
+def test_a_completion_and_a_response_without_a_limit(app):
+    answered(app, COMPLETIONS, completion(max_tokens=-1))
+    answered(app, RESPONSES, {"model": "bundled", "input": "Hi", "max_output_tokens": -1})
+
+
+@pytest.mark.parametrize("seed", [2**64 - 1, 2**63, -(2**63), 10**30])
+def test_every_integer_is_a_seed(app, seed):
+    body = chat("Hi", max_tokens=4, temperature=2, seed=seed)
+    assert answered(app, CHAT, body)["choices"] == answered(app, CHAT, body)["choices"]
+
+
+def test_strict_may_be_a_text(app):
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}, "strict": "true"}}
+    answered(app, CHAT, chat("Hi", response_format=form, max_tokens=1))
+    tool = function({"type": "object"})
+    tool["function"]["strict"] = "false"
+    answered(app, CHAT, chat("Hi", tools=[tool], max_tokens=1))
+    tool["function"]["strict"] = "maybe"
+    answer = call(app, "POST", CHAT, json=chat("Hi", tools=[tool]))
+    assert error_of(answer)["param"] == "tools[0].function.strict"
+
+
+IMAGE = png(61, 40)
+SPELLINGS = {
+    "without padding": base64.b64encode(IMAGE).rstrip(b"="),
+    "for URLs": base64.urlsafe_b64encode(IMAGE),
+    "for URLs without padding": base64.urlsafe_b64encode(IMAGE).rstrip(b"="),
+}
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_base64_as_other_encoders_write_it(app, spelling):
+    given = image_part(f"data:image/png;base64,{SPELLINGS[spelling].decode()}")
+    assert tokens_of(app, [user(given)]) == tokens_of(app, [user(image_part(data_uri(IMAGE)))])
+
+
+def test_base64_alone_is_refused_with_what_is_missing(app):
+    body = chat(image_part(base64.b64encode(IMAGE).decode()))
+    assert "data:image/png;base64,<data>" in error_of(call(app, "POST", CHAT, json=body))["message"]
