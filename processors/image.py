@@ -33,6 +33,7 @@ FRAME = "a frame"  # what errors call what is resized, if it is no image
 # qwen-vl-utils' own bounds in tokens, which apply to an image part that carries sizes of its own.
 PART_MIN_TOKENS = 4
 PART_MAX_TOKENS = 16384
+LOW_TOKENS = 256  # of an image whose detail is "low", at most
 PART_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 
 STRIP_PIXELS = 224 * 1024  # that are cut at a time; 448x448 is one strip
@@ -204,19 +205,24 @@ def resize_for_part(image: Image.Image, part: dict, factor: int) -> Image.Image:
     """Apply the sizes an image part carries, with the meaning they have in qwen-vl-utils' `fetch_image`.
 
     `resized_height` with `resized_width` ask for that size (one alone is ignored), `min_pixels` and `max_pixels` bound
-    the area. The image processor's own bounds apply afterwards, as they do when qwen-vl-utils feeds transformers'
-    processor.
+    the area, as does `detail` "low", which is OpenAI's. The image processor's own bounds apply afterwards, as they do
+    when qwen-vl-utils feeds transformers' processor.
     """
-    if not any(part.get(key) for key in PART_SIZES):
+    if not any(part.get(key) for key in (*PART_SIZES, "detail")):
         return image
     low, high = PART_MIN_TOKENS * factor**2, PART_MAX_TOKENS * factor**2
     if part.get("resized_height") and part.get("resized_width"):
         height, width = part["resized_height"], part["resized_width"]
     else:
         width, height = source_size(image)
-        low, high = pixel_bounds(part.get("min_pixels"), part.get("max_pixels"), low, high)
+        low, high = pixel_bounds(part.get("min_pixels"), _most_pixels(part, factor), low, high)
     height, width = smart_resize(height, width, factor, low, high, min_side=factor)
     return with_source_size(image.resize((width, height), Image.Resampling.BICUBIC), (width, height))
+
+
+def _most_pixels(part: dict, factor: int) -> int | None:
+    limits = [part.get("max_pixels"), LOW_TOKENS * factor**2 if part.get("detail") == "low" else None]
+    return min(filter(None, limits), default=None)
 
 
 def draft_for(
@@ -226,9 +232,9 @@ def draft_for(
     if part.get("resized_height") and part.get("resized_width"):
         return None
     _, high = pixel_bounds(min_pixels, max_pixels, config.min_pixels, config.max_pixels)
-    if any(part.get(key) for key in PART_SIZES):  # the image is resized to the part's bounds first
+    if any(part.get(key) for key in (*PART_SIZES, "detail")):  # the image is resized to the part's bounds first
         bounds = PART_MIN_TOKENS * config.factor**2, PART_MAX_TOKENS * config.factor**2
-        _, high = pixel_bounds(part.get("min_pixels"), part.get("max_pixels"), *bounds)
+        _, high = pixel_bounds(part.get("min_pixels"), _most_pixels(part, config.factor), *bounds)
     return Draft(high, config.factor)
 
 

@@ -13,11 +13,12 @@ from mmvllm.errors import ParameterError, RequestError
 from mmvllm.processors import qwen_vl_utils
 from mmvllm.processors.image import PART_SIZES
 from mmvllm.processors.video import check_fps
-from mmvllm.text import with_article
+from mmvllm.text import listed, with_article
 
 SOURCE_KEYS = ("image", "image_url", "url", "path", "base64")
 VIDEO_SOURCE_KEYS = ("video", "video_url", "url", "path", "base64")
-IMAGE_KEYS = frozenset(("type", *SOURCE_KEYS, *PART_SIZES))
+DETAILS = ("auto", "low", "high")  # of OpenAI's API
+IMAGE_KEYS = frozenset(("type", "detail", *SOURCE_KEYS, *PART_SIZES))
 VIDEO_KEYS = frozenset(("type", *VIDEO_SOURCE_KEYS, *qwen_vl_utils.KEYS, "num_frames"))
 PROCESSOR_KEYS = frozenset(("fps", "num_frames", "min_pixels", "max_pixels", "jpeg_draft"))
 _RATES = ("fps", "sample_fps", "raw_fps")
@@ -33,16 +34,19 @@ def is_video_part(part: Mapping[str, Any]) -> bool:
 def image_part(i: int, part: dict) -> dict:
     """What to load under "image", with the sizes that are given."""
     with naming_media(image_index=i):
-        part = without_nulls(part)
+        part = _with_options_of_url(without_nulls(part), "image_url")
         check_keys("image part", part, IMAGE_KEYS)
         check_numbers(part)
-        return {"image": _source("image", SOURCE_KEYS, part), **{key: part[key] for key in PART_SIZES if key in part}}
+        if (detail := part.get("detail", "auto")) not in DETAILS:
+            raise ParameterError("detail", detail, listed(DETAILS))
+        own = {key: part[key] for key in PART_SIZES if key in part}
+        return {"image": _source("image", SOURCE_KEYS, part), **own} | ({"detail": detail} if detail == "low" else {})
 
 
 def video_part(i: int, part: dict) -> dict:
     """What to load under "video", with the options of `qwen_vl_utils` that are given."""
     with naming_media(video_index=i):
-        part = without_nulls(part)
+        part = _with_options_of_url(without_nulls(part), "video_url")
         check_keys("video part", part, VIDEO_KEYS)
         check_numbers(part)
         source = _source("video", VIDEO_SOURCE_KEYS, part)
@@ -68,6 +72,18 @@ def without_nulls(part: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in part.items() if value is not None}
 
 
+def _with_options_of_url(part: dict[str, Any], key: str) -> dict[str, Any]:
+    """The part with what stands beside the URL in its object as options of its own."""
+    if not isinstance(given := part.get(key), Mapping):
+        return part
+    options = without_nulls(given)
+    made = part | {key: options.pop("url", None)} | options
+    if twice := [name for name in options if name in part and part[name] != options[name]]:
+        both = f"{part[twice[0]]!r:.50} and {options[twice[0]]!r:.50}"
+        raise RequestError(f"{twice[0]} is given twice, {both}; leave one of them out", param=twice[0])
+    return without_nulls(made)
+
+
 def _source(kind: str, keys: tuple[str, ...], part: dict) -> Any:
     """What `load_image` or `load_video` takes, from the keys of mmvllm, OpenAI, qwen-vl-utils and transformers."""
     if "path" in part:
@@ -76,8 +92,6 @@ def _source(kind: str, keys: tuple[str, ...], part: dict) -> Any:
         text = _string(kind, part, "base64")
         return text if text.startswith("data:") else f"data:{kind}/*;base64,{text}"
     source = next((part[key] for key in keys if key in part), None)
-    if isinstance(source, dict):
-        source = source.get("url")
     if source is None:
         raise RequestError(f"{with_article(kind)} part needs {kind!r}, or '{kind}_url' with 'url'")
     return source

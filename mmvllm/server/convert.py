@@ -1,23 +1,25 @@
 """Converts OpenAI requests to requests and sampling parameters of the engine."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from mmvllm.errors import RequestError
 from mmvllm.pooling_params import PoolingParams
-from mmvllm.processors.image import ImageProcessorConfig
+from mmvllm.processors.image import LOW_TOKENS, ImageProcessorConfig
 from mmvllm.sampling_params import CHOSEN_AT_END, SamplingParams, with_defaults
 from mmvllm.server.errors import ApiError
 from mmvllm.server.messages import (
     CallOfHistory,
     HistoryMessage,
     ImagePart,
+    ImageSizes,
     InputMessage,
     Part,
     TextPart,
     VideoPart,
+    options_of,
     parts_of,
 )
 from mmvllm.server.protocol import (
@@ -31,7 +33,7 @@ from mmvllm.server.protocol import (
 from mmvllm.server.structured import StructuredField, structured_field
 from mmvllm.server.videos import KWARGS
 
-LOW_TOKENS, AUTO_TOKENS = 256, 1280  # maximum image tokens of an image with detail low and auto
+AUTO_TOKENS = 1280  # maximum image tokens of an image with detail auto
 COMPLETION_TOKENS = 16
 
 PARAMS_OF_BOTH_APIS = (
@@ -68,17 +70,25 @@ class DetailLimits:
 
 @dataclass(frozen=True, slots=True)
 class ImageReference:
-    """An image of a request; `param` is the path of its URL in the request."""
+    """An image of a request; `param` is the path of its URL in the request, `sizes` are the fields of ImageSizes."""
 
     param: str
     url: str
     detail: str | None
+    sizes: Mapping[str, int]
+
+    def bound(self, name: str) -> tuple[str, int | None]:
+        """The path of one of its sizes, and its value."""
+        return f"{self.param.removesuffix('.url').removesuffix('.image_url')}.{name}", self.sizes.get(name)
 
 
 def images_of(body: ChatPrompt) -> list[ImageReference]:
     """All images of a request, in the order of the prompt."""
     return [
-        ImageReference(f"{path}.image_url.url", part.image_url.url, part.image_url.detail)
+        ImageReference(
+            *(f"{path}.image_url.url", part.image_url.url, part.image_url.detail),
+            options_of(ImageSizes, path, part, part.image_url),
+        )
         for path, part in parts_of(body.messages, ImagePart)
     ]
 
@@ -86,15 +96,33 @@ def images_of(body: ChatPrompt) -> list[ImageReference]:
 def max_pixels_of(body: ChatPrompt, images: Sequence[ImageReference], limits: DetailLimits) -> list[int]:
     """Maximum pixels of each image; raises ApiError for bounds that are too large or contradict each other."""
     bounds = [_bound_of(body, name, images) for name in ("min_pixels", "max_pixels")]
-    for param, value in bounds:
-        if value is not None and value > limits.high:  # otherwise small images could be enlarged without limit
-            raise ApiError(400, f"{param} is {value}, must be at most {limits.high} here", param=param)
+    _check_most(bounds, limits.high)
     (param, low), (_, high) = bounds
-    found = [limits.max_pixels(image.detail, high) for image in images]
-    if low is not None and found and low > min(found):
-        message = f"{param} is {low}, above the {min(found)} that detail and max_pixels allow"
-        raise ApiError(400, message, param=param)
+    found = [_max_pixels(image, high, limits) for image in images]
+    for image, most in zip(images, found, strict=True):
+        _check_low(*((param, low) if "min_pixels" not in image.sizes else image.bound("min_pixels")), most)
     return found
+
+
+def _max_pixels(image: ImageReference, requested: int | None, limits: DetailLimits) -> int:
+    _check_most(map(image.bound, ("min_pixels", "max_pixels")), limits.high)
+    if "resized_height" in image.sizes:
+        size = image.sizes["resized_height"] * image.sizes["resized_width"]
+        _check_most([(image.bound("resized_height")[0], size)], limits.high)
+        return limits.high  # the image has this size, whatever its detail
+    return limits.max_pixels(image.detail, image.sizes.get("max_pixels", requested))
+
+
+def _check_most(bounds: Iterable[tuple[str, int | None]], most: int) -> None:
+    for param, value in bounds:
+        if value is not None and value > most:  # otherwise small images could be enlarged without limit
+            raise ApiError(400, f"{param} is {value}, must be at most {most} here", param=param)
+
+
+def _check_low(param: str, low: int | None, most: int) -> None:
+    if low is not None and low > most:
+        message = f"{param} is {low}, above the {most} that detail and max_pixels allow"
+        raise ApiError(400, message, param=param)
 
 
 def _bound_of(body: ChatPrompt, name: str, images: Sequence[ImageReference]) -> tuple[str, int | None]:
@@ -119,12 +147,12 @@ def chat_request(
     the parts of the request's videos (`VideoReference.part`); `tools` are the functions that the prompt describes.
 
     The largest `max_pixels` becomes that of the request, as in `LLM.generate_multimodal`; images with a smaller limit
-    carry it in their part.
+    carry it in their part, beside sizes of their own.
     """
     largest = max(max_pixels, default=None)
     images = (
-        {"type": "image", "image": image} | ({"max_pixels": limit} if limit < largest else {})
-        for image, limit in zip(data, max_pixels, strict=True)
+        {"type": "image", "image": one, **image.sizes} | ({"max_pixels": limit} if limit < largest else {})
+        for image, one, limit in zip(images_of(body), data, max_pixels, strict=True)
     )
     parts = {ImagePart: images, VideoPart: iter(videos)}
     request = {"messages": [_message(message, parts) for message in body.messages], "cache_salt": body.cache_salt}

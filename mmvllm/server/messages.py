@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from mmvllm.processors.clip import MAX_FPS, MIN_FPS
 from mmvllm.processors.tools import MAX_TOOLS
+from mmvllm.server.errors import ApiError
 
 INT64 = 2**63
 
@@ -91,7 +92,26 @@ class TextPart(StrictModel):
     cache_control: Ignored = None  # Anthropic's prompt caching hint, which LiteLLM passes on
 
 
-class ImageUrl(StrictModel):
+Rate = Annotated[float, Field(ge=MIN_FPS, le=MAX_FPS)]
+Size = Annotated[int, Field(ge=1, lt=INT64)]
+
+
+class ImageSizes(StrictModel):
+    """The sizes of an image, with the meaning that they have in qwen-vl-utils."""
+
+    min_pixels: Size | None = Field(None, description="A smaller image is enlarged to this many pixels.")
+    max_pixels: Size | None = Field(None, description="Replaces the limit of detail auto and high.")
+    resized_height: Size | None = Field(None, description="With resized_width: the size of the image.")
+    resized_width: Size | None = None
+
+    @model_validator(mode="after")
+    def _check_resized(self) -> Self:
+        if (self.resized_height is None) != (self.resized_width is None):
+            raise PydanticCustomError("sizes", "resized_height and resized_width must be given together")
+        return self
+
+
+class ImageUrl(ImageSizes):
     url: str = Field(description="A data: URI, or an http(s): or file: URL that the server's media policy allows.")
     detail: Literal["auto", "low", "high"] | None = Field(
         None,
@@ -99,29 +119,18 @@ class ImageUrl(StrictModel):
     )
 
 
-class ImagePart(StrictModel):
+class ImagePart(ImageSizes):
+    """An image. Its sizes may stand beside `image_url` or in it."""
+
     type: Literal["image_url"]
     image_url: ImageUrl
     cache_control: Ignored = None
     uuid: Ignored = None  # vLLM's cache key of the image
 
 
-class VideoUrl(StrictModel):
-    url: str = Field(
-        description="A data: URI of a video, or of JPEG frames (data:video/jpeg;base64,FRAME,FRAME); or an http(s): or "
-        "file: URL that the server's media policy allows."
-    )
+class VideoOptions(StrictModel):
+    """What to take of a video, with the meaning that it has in qwen-vl-utils; the checkpoint bounds it."""
 
-
-Rate = Annotated[float, Field(ge=MIN_FPS, le=MAX_FPS)]
-Size = Annotated[int, Field(ge=1, lt=INT64)]
-
-
-class VideoPart(StrictModel):
-    """A video. The options mean what they mean in qwen-vl-utils; the checkpoint bounds them."""
-
-    type: Literal["video_url"]
-    video_url: VideoUrl
     fps: Rate | None = Field(None, description="Frames to take per second; of JPEG frames, those that there are.")
     nframes: Size | None = Field(None, description="Frames to take, in place of fps.")
     min_frames: Size | None = None
@@ -131,8 +140,32 @@ class VideoPart(StrictModel):
     total_pixels: Size | None = Field(None, description="Pixels of all frames.")
     video_start: float | None = Field(None, description="Seconds.")
     video_end: float | None = Field(None, description="Seconds.")
+
+
+class VideoUrl(VideoOptions):
+    url: str | Annotated[list[str], Field(fail_fast=True, min_length=1)] = Field(
+        description="A data: URI of a video, or of JPEG frames (data:video/jpeg;base64,FRAME,FRAME); an http(s): or "
+        "file: URL that the server's media policy allows; or a list of such URLs of the frames."
+    )
+
+
+class VideoPart(VideoOptions):
+    """A video. Its options may stand beside `video_url` or in it."""
+
+    type: Literal["video_url"]
+    video_url: VideoUrl
     cache_control: Ignored = None
     uuid: Ignored = None
+
+
+def options_of(kind: type[StrictModel], path: str, *given: StrictModel) -> dict[str, Any]:
+    """What is given of the fields of `kind` in one of several places; raises ApiError for a field with two values."""
+    found: dict[str, Any] = {}
+    for one in given:
+        for name in kind.model_fields:
+            if (value := getattr(one, name)) is not None and found.setdefault(name, value) != value:
+                raise ApiError(400, f"{name} is given twice; leave one of them out", param=f"{path}.{name}")
+    return found
 
 
 # Tags of unions appear in pydantic's error locations. With a space in them, they are not mistaken for fields.
@@ -152,12 +185,28 @@ def refusal_as_text(part: Any) -> Any:
     return {"type": "text", "text": part.get("refusal")} if is_refusal else part
 
 
+def in_openai_form(part: Any) -> Any:
+    """A part of a chat in the forms of qwen-vl-utils, a string, or with a URL that is not in an object."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    part = refusal_as_text(part)
+    kind = _MEDIA.get(part.get("type")) if isinstance(part, dict) else None
+    if kind is None:
+        return part
+    key, source = f"{kind}_url", part.get(kind, part.get(f"{kind}_url"))
+    made = {name: value for name, value in part.items() if name not in (kind, key)} | {"type": key}
+    return made if source is None else made | {key: {"url": source} if isinstance(source, str | list) else source}
+
+
+_MEDIA = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
+
+
 Part = Annotated[
     Annotated[TextPart, Tag("text part")]
     | Annotated[ImagePart, Tag("image part")]
     | Annotated[VideoPart, Tag("video part")],
     Discriminator(tag_by("type", {"text": "text part", "image_url": "image part", "video_url": "video part"})),
-    BeforeValidator(refusal_as_text),
+    BeforeValidator(in_openai_form),
 ]
 Parts = Annotated[list[Part], Field(fail_fast=True, min_length=1)]
 PartsOfHistory = Annotated[list[Part], Field(fail_fast=True)]  # clients and models leave some empty

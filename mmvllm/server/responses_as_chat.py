@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pydantic import ValidationError
 
 from mmvllm.server.errors import ApiError, explain
+from mmvllm.server.messages import ImageSizes
 from mmvllm.server.protocol import ChatRequest, SamplingRequest
 from mmvllm.server.responses_request import (
     FunctionCallItem,
@@ -115,7 +116,8 @@ def _content(
             made.append({"type": "text", "text": part.text})
             continue
         image_params.append(f"{path}[{j}].image_url")
-        made.append({"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail}})
+        sizes = {name: getattr(part, name) for name in ImageSizes.model_fields}
+        made.append({"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail}, **sizes})
     return made
 
 

@@ -9,6 +9,7 @@ from mmvllm.processors.tools import MAX_TOOLS
 from mmvllm.server.messages import (
     CalledFunction,
     Ignored,
+    ImageSizes,
     StrictModel,
     Unsupported,
     refusal_as_text,
@@ -26,7 +27,7 @@ class InputText(StrictModel):
     logprobs: Ignored = None
 
 
-class InputImage(StrictModel):
+class InputImage(ImageSizes):
     type: Literal["input_image"]
     image_url: str = Field(description="A data: URI, or an http(s): or file: URL that the media policy allows.")
     detail: Literal["auto", "low", "high"] | None = None

@@ -7,7 +7,7 @@ from typing import Any
 from mmvllm.processors import qwen_vl_utils
 from mmvllm.processors.video import VideoProcessorConfig
 from mmvllm.server.errors import ApiError
-from mmvllm.server.messages import VideoPart, parts_of
+from mmvllm.server.messages import VideoOptions, VideoPart, options_of, parts_of
 from mmvllm.server.protocol import ChatPrompt, ProcessorKwargs
 
 KWARGS = "mm_processor_kwargs"
@@ -19,7 +19,7 @@ class VideoReference:
     """A video of a request; `path` is that of its part, `options` are the keys of `qwen_vl_utils` in it."""
 
     path: str
-    url: str
+    url: str | list[str]
     options: Mapping[str, Any]
 
     @property
@@ -30,11 +30,13 @@ class VideoReference:
     @property
     def has_frames(self) -> bool:
         """Whether it is given as frames, one by one."""
-        return self.url[: len(FRAMES_PREFIX)].lower() == FRAMES_PREFIX
+        return isinstance(self.url, list) or self.url[: len(FRAMES_PREFIX)].lower() == FRAMES_PREFIX
 
     @property
     def frames(self) -> list[str]:
-        """The data URIs of its frames."""
+        """The URLs of its frames."""
+        if isinstance(self.url, list):
+            return self.url
         return [f"data:image/jpeg;base64,{frame}" for frame in self.url[len(FRAMES_PREFIX) :].split(",")]
 
     def part(self, data: bytes | list[bytes]) -> dict[str, Any]:
@@ -45,13 +47,9 @@ class VideoReference:
 def videos_of(body: ChatPrompt) -> list[VideoReference]:
     """All videos of a request, in the order of the prompt."""
     return [
-        VideoReference(path, part.video_url.url, _options(part)) for path, part in parts_of(body.messages, VideoPart)
+        VideoReference(path, part.video_url.url, options_of(VideoOptions, path, part, part.video_url))
+        for path, part in parts_of(body.messages, VideoPart)
     ]
-
-
-def _options(part: VideoPart) -> dict[str, Any]:
-    given = {name: getattr(part, name, None) for name in qwen_vl_utils.KEYS}
-    return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,7 @@ class VideoOptionLimits:
             names = ("nframes", "min_frames", "max_frames")
             _check_most(video.path, video.options, dict.fromkeys(names, self.max_frames))
             _check_most(video.path, video.options, {"min_pixels": self.max_frame_pixels})
-            if video.has_frames and (number := video.url.count(",")) > self.max_frames:
+            if video.has_frames and (number := len(video.frames)) > self.max_frames:
                 message = f"{number} frames, at most {self.max_frames} are accepted; leave some out"
                 raise ApiError(400, message, param=video.param)
         if kwargs is not None:

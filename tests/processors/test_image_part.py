@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmvllm.processors.image import resize_for_part
+from mmvllm.processors.image import draft_for, resize_for_part
+from tests.helpers.images import image_config
 from tests.helpers.requests import grids_of, noise_image, user
 from tests.helpers.shapes import every_family
 
@@ -86,6 +87,18 @@ def test_a_request_resizes_by_the_patches_of_its_checkpoint(sizes, checkpoint, m
     resized = fetch_image({"image": image, **sizes}, factor)
     grid = 1, resized.height // (factor // 2), resized.width // (factor // 2)
     assert grids_of(llm.processor(user(part))) == [grid]
+
+
+@pytest.mark.parametrize("factor", [28, 32])
+def test_low_detail_is_at_most_256_tokens(factor):
+    image, most = noise_image(700, 600), 256 * factor**2
+    low = resize_for_part(image, {"detail": "low"}, factor)
+    assert low.tobytes() == resize_for_part(image, {"max_pixels": most}, factor).tobytes() and low.size != image.size
+    assert resize_for_part(image, {"detail": "low", "max_pixels": 2 * most}, factor).size == low.size
+    fewer = resize_for_part(image, {"max_pixels": most // 2}, factor)
+    assert resize_for_part(image, {"detail": "low", "max_pixels": most // 2}, factor).size == fewer.size
+    config = image_config(patch_size=factor // 2)
+    assert draft_for(config, {"detail": "low"}) == draft_for(config, {"max_pixels": most})
 
 
 def test_a_part_without_sizes_does_not_change_the_image():

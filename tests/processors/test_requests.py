@@ -23,7 +23,7 @@ FORMS = {
     "image_url string": (user({"type": "image_url", "image_url": "a.png"}), [[{"type": "image"}]], ["a.png"]),
     "image_url dict": (user({"type": "image_url", "image_url": {"url": "a.png"}}), [[{"type": "image"}]], ["a.png"]),
     "image_url detail": (
-        user({"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}}),
+        user({"type": "image_url", "image_url": {"url": "a.png", "detail": "auto"}}),
         [[{"type": "image"}]],
         ["a.png"],
     ),
@@ -53,6 +53,25 @@ def test_messages_in_every_form(name):
     messages, parts, *_ = parse_request(request)
     assert [message["content"] for message in messages] == contents
     assert parts == [{"image": image} for image in images]
+
+
+SIZES = {"min_pixels": 4000, "max_pixels": 9000, "resized_height": 56, "resized_width": 84, "detail": "low"}
+OPTIONS = {"fps": 1, "min_frames": 2, "max_frames": 8, "max_pixels": 9000, "total_pixels": 90000, "video_start": 1.0}
+
+
+@pytest.mark.parametrize(("kind", "given"), [("image", SIZES), ("video", OPTIONS)])
+def test_options_beside_a_url_and_in_its_object_are_the_same(kind, given):
+    def parsed(inside: dict, beside: dict) -> list[dict]:
+        part = {"type": f"{kind}_url", f"{kind}_url": {"url": "a", **inside}, **beside}
+        return getattr(parse_request(user(part)), f"{kind}s")
+
+    for name, value in given.items():
+        one = {name: value}
+        assert parsed(one, {}) == parsed({}, one) == parsed(one, one) == [{kind: "a", **one}]
+        with pytest.raises(ValueError, match=f"{kind} 0: {name} is given twice, .*; leave one of them out"):
+            parsed(one, {name: "auto" if name == "detail" else value + 1})
+    with pytest.raises(ValueError, match=f"{kind} 0: {kind} part has unknown keys speed"):
+        parsed({"speed": 2}, {})
 
 
 def test_the_order_of_parts_is_kept_across_messages():
@@ -207,7 +226,11 @@ BAD = {
     ),
     "image with text": (
         user({"image": "a.png", "text": "x"}),
-        "image 0: image part has unknown keys text; known: base64, image, image_url, max_pixels, ",
+        "image 0: image part has unknown keys text; known: base64, detail, image, image_url, max_pixels, ",
+    ),
+    "unknown detail": (
+        user({"image_url": {"url": "a.png", "detail": "tiny"}}),
+        "image 0: detail is 'tiny', must be 'auto', 'low' or 'high'",
     ),
     "misspelt size": (
         user({"image": 1}, {"image": 2, "max_pixel": 9}),

@@ -2,6 +2,7 @@
 
 import pytest
 from PIL import Image
+from pydantic import ValidationError
 
 from mmvllm import SamplingParams
 from mmvllm.server.convert import (
@@ -16,6 +17,9 @@ from mmvllm.server.convert import (
 from mmvllm.server.errors import ApiError
 from mmvllm.server.protocol import ChatRequest, CompletionRequest
 from mmvllm.server.response_builder import token_text
+from mmvllm.server.responses_as_chat import as_chat
+from mmvllm.server.responses_request import ResponsesRequest
+from mmvllm.server.videos import videos_of
 from tests.helpers.images import image_config
 from tests.helpers.requests import digests_of
 from tests.helpers.server import chat, image_part, user
@@ -74,6 +78,74 @@ def test_max_pixels_replaces_the_limits_of_auto_and_high():
     )
     assert made["max_pixels"] == 300 * TOKEN
     assert [image.get("max_pixels") for image in image_parts(made)] == [256 * TOKEN, None, None]
+
+
+SIZES = [
+    {"max_pixels": TOKEN * 300},
+    {"min_pixels": TOKEN * 20, "max_pixels": TOKEN * 2000},
+    {"min_pixels": TOKEN * 20},
+    {"resized_height": 560, "resized_width": 2800},
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_sizes_of_an_image_beside_its_url_and_in_its_object_are_the_same(sizes):
+    inside, beside = image_part("a", **sizes), image_part("a") | sizes
+    vendors = {"type": "image", "image": "a"} | sizes
+    made = [engine_request(one, image_part("b")) for one in (inside, beside, vendors, beside | {"image_url": "a"})]
+    assert made[0] == made[1] == made[2] == made[3]
+    item = {"type": "input_image", "image_url": "a", **sizes}
+    chat_body, _ = as_chat(ResponsesRequest(model="m", input=[{"role": "user", "content": [item]}]))
+    assert [image.sizes for image in images_of(chat_body)] == [sizes]
+
+
+def test_an_image_with_sizes_of_its_own_leaves_those_of_others():
+    [own, other] = image_parts(made := engine_request(image_part("a") | SIZES[0], image_part("b")))
+    assert made["max_pixels"] == other.get("max_pixels", made["max_pixels"]) == 1280 * TOKEN
+    assert own["max_pixels"] == 300 * TOKEN
+    [own, other] = image_parts(made := engine_request(image_part("a") | SIZES[1], image_part("b")))
+    assert (made["max_pixels"], own["min_pixels"], other["max_pixels"]) == (2000 * TOKEN, 20 * TOKEN, 1280 * TOKEN)
+    [own, other] = image_parts(made := engine_request(image_part("a") | SIZES[3], image_part("b")))
+    assert made["max_pixels"] == 16384 * TOKEN and other["max_pixels"] == 1280 * TOKEN
+    assert (own["resized_height"], own["resized_width"], own.get("max_pixels")) == (560, 2800, None)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "param", "words"),
+    [
+        ({"max_pixels": 16385 * TOKEN}, "max_pixels", "must be at most"),
+        ({"min_pixels": 16385 * TOKEN}, "min_pixels", "must be at most"),
+        ({"min_pixels": 1281 * TOKEN}, "min_pixels", "that detail and max_pixels allow"),
+        ({"min_pixels": 400, "max_pixels": 300}, "min_pixels", "that detail and max_pixels allow"),
+        ({"resized_height": 10**5, "resized_width": 10**5}, "resized_height", "must be at most"),
+    ],
+)
+def test_sizes_of_an_image_are_bounded(sizes, param, words):
+    with pytest.raises(ApiError) as refused:
+        engine_request("Hi", image_part("a") | sizes)
+    assert (refused.value.param, words in refused.value.detail) == (f"messages[0].content[1].{param}", True)
+
+
+@pytest.mark.parametrize(
+    ("inside", "beside"), [({"max_pixels": 800}, {"max_pixels": 900}), ({"resized_width": 56}, {})]
+)
+def test_sizes_that_contradict_each_other_are_refused(inside, beside):
+    with pytest.raises((ApiError, ValidationError), match=r"given twice|must be given together"):
+        engine_request(image_part("a", **inside) | beside)
+
+
+def test_a_string_among_parts_is_text():
+    given = ChatRequest(model="m", messages=[{"role": "user", "content": ["Hi", "there"]}])
+    assert [part.text for part in given.messages[0].content] == ["Hi", "there"]
+
+
+def test_a_list_of_frames_and_options_of_a_video():
+    urls = ["data:image/jpeg;base64,AA", "data:image/jpeg;base64,BB"]
+    vendors = {"type": "video", "video": urls, "fps": 2, "max_pixels": 9000}
+    inside = {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AA,BB", "fps": 2, "max_pixels": 9000}}
+    made = [videos_of(ChatRequest(**chat(one)))[0] for one in (vendors, inside)]
+    assert made[0].frames == made[1].frames == urls and made[0].has_frames and made[1].has_frames
+    assert made[0].options == made[1].options == {"fps": 2, "max_pixels": 9000}
 
 
 def test_text_only_requests_have_no_pixel_limits():

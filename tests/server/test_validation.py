@@ -43,7 +43,7 @@ def nested(depth: int) -> list:
             "messages[0].content[1]",
             "'input_audio', must be 'text', 'image_url' or 'video_url'",
         ),
-        (chat("Hi", {"type": "image_url", "image_url": "x"}), "messages[0].content[1].image_url", "must be an object"),
+        (chat("Hi", {"type": "image_url", "image_url": 5}), "messages[0].content[1].image_url", "must be an object"),
         (chat("Hi", response_format={"type": "xml"}), "response_format.type", "must be 'text'"),
         (chat("Hi", {"type": "image_url"}), "messages[0].content[1].image_url", "is missing"),
         (chat(image_part(5)), "messages[0].content[0].image_url.url", "must be a string"),

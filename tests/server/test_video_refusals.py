@@ -39,7 +39,11 @@ def refused(app, part: dict, **keys) -> dict:
     ("part", "keys", "param", "words"),
     [
         (video_part(5), {}, URL, "must be a string"),
-        ({"type": "video_url", "video_url": "x"}, {}, f"{PART}.video_url", "must be an object"),
+        ({"type": "video_url", "video_url": 5}, {}, f"{PART}.video_url", "must be an object"),
+        ({"type": "video", "video": "x"}, {}, URL, "not a URL of a video"),
+        ({"type": "video", "video": []}, {}, PART, "at least 1 item"),
+        pytest.param({"type": "video", "video": ["data:,"] * 769}, {}, URL, "769 frames, at most 768", id="frames"),
+        (ANY | {"video_url": {"url": "x", "fps": 1}, "fps": 2}, {}, f"{PART}.fps", "is given twice"),
         ({"type": "video_url"}, {}, f"{PART}.video_url", "is missing"),
         (ANY | {"speed": 2}, {}, f"{PART}.speed", "is not a field"),
         (ANY | {"resized_height": 28}, {}, f"{PART}.resized_height", "is not a field"),
