@@ -35,9 +35,9 @@ def given_info(source: Any) -> VideoInfo:
 def clip_of(source: Any, plan: ClipPlan, load_frame: LoadFrame = load_image, limits: VideoLimits = ANY_VIDEO) -> Clip:
     """The clip of given frames, each of which is loaded and resized before the next one.
 
-    All are taken, unless the metadata's `do_sample_frames` is true, or neither it nor `frames_indices` is there and the
-    request has `fps` or `num_frames`. Raises VideoError for frames of different sizes or wrong metadata, ImageError for
-    a frame.
+    All are taken, unless `do_sample_frames` of the request, or else of the metadata, is true, or neither it nor
+    `frames_indices` is there and the request has `fps` or `num_frames`. Raises VideoError for frames of different sizes
+    or wrong metadata, ImageError for a frame.
     """
     given = _GivenFrames.of(source)
     fps = given.fps or plan.part.get("sample_fps") or plan.part.get("fps") or plan.fps or DEFAULT_FPS
@@ -108,16 +108,31 @@ class _GivenFrames:
     def is_sampled(self, plan: ClipPlan) -> bool:
         if "frames_indices" in self.metadata or plan.part or not self.metadata:
             return False
-        return bool(self.metadata.get("do_sample_frames", plan.fps is not None or plan.num_frames is not None))
+        asked = self.metadata.get("do_sample_frames") if plan.do_sample_frames is None else plan.do_sample_frames
+        return bool(plan.fps is not None or plan.num_frames is not None if asked is None else asked)
 
 
 def _channels_last(frames: Any) -> Any:
     """(frames, height, width, 3), which torch often has as (frames, 3, height, width)."""
+    frames = _with_levels(frames)
     shape, dtype = tuple(frames.shape), str(frames.dtype).removeprefix("torch.")
     if len(shape) != 4 or dtype != "uint8" or not (shape[3] in (3, 4) or shape[1] == 3):
         required = "uint8 of shape (frames, height, width, 3) or (frames, 3, height, width)"
         raise VideoError("the array", f"has shape {shape} and dtype {dtype}, must be {required}")
     return frames if shape[3] in (3, 4) else frames.swapaxes(1, 2).swapaxes(2, 3)
+
+
+def _with_levels(frames: Any) -> Any:
+    """As uint8, where all values of a float array are levels of it: qwen-vl-utils returns frames so."""
+    dtype = str(frames.dtype).removeprefix("torch.")
+    if dtype not in ("float16", "float32", "float64"):
+        return frames
+    values = np.asarray(frames if isinstance(frames, np.ndarray) else frames.cpu())
+    with np.errstate(invalid="ignore"):
+        levels = values.astype(np.uint8)
+    if not np.array_equal(levels, values):
+        raise VideoError("the array", f"has dtype {dtype} and values that are no integers from 0 to 255; give uint8")
+    return levels
 
 
 def _number(metadata: Mapping[str, Any], key: str, most: float) -> Any:

@@ -20,7 +20,8 @@ VIDEO_SOURCE_KEYS = ("video", "video_url", "url", "path", "base64")
 DETAILS = ("auto", "low", "high")  # of OpenAI's API
 IMAGE_KEYS = frozenset(("type", "detail", *SOURCE_KEYS, *PART_SIZES))
 VIDEO_KEYS = frozenset(("type", *VIDEO_SOURCE_KEYS, *qwen_vl_utils.KEYS, "num_frames"))
-PROCESSOR_KEYS = frozenset(("fps", "num_frames", "min_pixels", "max_pixels", "jpeg_draft"))
+PROCESSOR_KEYS = frozenset(("fps", "num_frames", "do_sample_frames", "min_pixels", "max_pixels", "jpeg_draft"))
+_EDGES = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}  # of `size`, which are pixels in all
 _RATES = ("fps", "sample_fps", "raw_fps")
 _TIMES = ("video_start", "video_end")
 
@@ -101,6 +102,27 @@ def _string(kind: str, part: dict, key: str) -> str:
     if not isinstance(part[key], str):
         raise RequestError(f"{key!r} of {with_article(kind)} part must be a string, not {type(part[key]).__name__}")
     return part[key]
+
+
+def plain_processor_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`mm_processor_kwargs` without nulls, in which `fps` is a number, and `size` is `min_pixels` and `max_pixels`.
+
+    The vendor's processors take `size`, and qwen-vl-utils returns a list of rates. Raises RequestError.
+    """
+    kwargs = without_nulls(given)
+    if isinstance(rates := kwargs.get("fps"), list | tuple):
+        if any(rate != rates[0] for rate in rates):
+            reason = f"fps has the rates {listed(rates, 'and')}; give each video its own, in its part or its metadata"
+            raise RequestError(reason, param="fps")
+        kwargs = without_nulls(kwargs | {"fps": rates[0] if rates else None})
+    size = kwargs.pop("size", {})
+    if not isinstance(size, Mapping) or size.keys() - _EDGES.keys():
+        raise ParameterError("size", size, f"a dict of {listed(_EDGES)}")
+    for edge, bound in _EDGES.items():
+        if (value := size.get(edge)) is not None and kwargs.setdefault(bound, value) != value:
+            reason = f"size has {edge} {value!r:.50}, and {bound} is {kwargs[bound]!r:.50}; leave one of them out"
+            raise RequestError(reason, param="size")
+    return kwargs
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from mmvllm.processors.parts import (
     given_videos,
     image_part,
     is_video_part,
+    plain_processor_kwargs,
     video_part,
     without_nulls,
 )
@@ -143,11 +144,12 @@ def _processor_kwargs(request: dict) -> dict[str, Any]:
     kwargs = request.get("mm_processor_kwargs") or {}
     if not isinstance(kwargs, Mapping):
         raise ParameterError("mm_processor_kwargs", kwargs, "a dict")
-    kwargs = without_nulls(kwargs)
-    check_keys("mm_processor_kwargs", kwargs, PROCESSOR_KEYS)
+    check_keys("mm_processor_kwargs", kwargs, PROCESSOR_KEYS | {"size"})
+    kwargs = plain_processor_kwargs(kwargs)
     check_numbers(kwargs)
-    if not isinstance(draft := kwargs.get("jpeg_draft", False), bool):
-        raise ParameterError("jpeg_draft", draft, "True or False")
+    for name in ("jpeg_draft", "do_sample_frames"):
+        if not isinstance(flag := kwargs.get(name, False), bool):
+            raise ParameterError(name, flag, "True or False")
     if "fps" in kwargs and "num_frames" in kwargs:
         raise RequestError("mm_processor_kwargs has both fps and num_frames; give one of them", param="num_frames")
     return kwargs

@@ -105,6 +105,7 @@ class ClipPlan:
     Args:
         fps, num_frames, min_pixels, max_pixels: of the request, in place of the checkpoint's, with the meaning that
             they have in transformers.
+        do_sample_frames: of the request, too; False takes all frames.
         part: keys of the video's part of a message, with the meaning that they have in qwen-vl-utils; the checkpoint's
             bounds of pixels apply afterwards.
         max_tokens: a video of more placeholder tokens is refused before its frames are decoded.
@@ -115,6 +116,7 @@ class ClipPlan:
     num_frames: int | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
+    do_sample_frames: bool | None = None
     part: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
     is_preview: ClassVar[bool] = False  # of a video that is read with another plan, too, which gives the warnings
@@ -123,6 +125,8 @@ class ClipPlan:
         """The frames to take, in order; an index may occur twice."""
         if self.part:
             return qwen_vl_utils.frame_indices(self.part, info)
+        if self.do_sample_frames is False:
+            return list(range(info.total_num_frames))
         return self.config.frame_indices(info, self.fps, self.num_frames)
 
     def sizes(self, num_frames: int, height: int, width: int) -> list[Resize]:

@@ -26,7 +26,8 @@ def load_with_qwen_vl_utils(source: Any, plan: ClipPlan) -> Clip:
 
     Lists of frames are among that: 0.0.14 resizes them by a wrong factor.
     """
-    if not isinstance(source, str | PathLike) or (isinstance(source, str) and source.startswith("data:")):
+    is_read = isinstance(source, str | PathLike) and not str(source).startswith("data:")
+    if not is_read or plan.do_sample_frames is False:
         return load_video(source, plan)
     name, options = fspath(source), {"fps": plan.fps, "nframes": plan.num_frames, **plan.part}
     options = {key: value for key, value in options.items() if value is not None}

@@ -3,10 +3,11 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from mmvllm.errors import RequestError
+from mmvllm.processors.parts import plain_processor_kwargs
 from mmvllm.processors.template_kwargs import check_template_kwargs
 from mmvllm.server.messages import INT64, Ignored, Message, Rate, Size, StrictModel, Unsupported
 from mmvllm.server.structured import StructuredFields
@@ -79,15 +80,28 @@ class StreamOptions(StrictModel):
 
 
 class ProcessorKwargs(StrictModel):
-    """vLLM's arguments for the processors of images and videos, with the meaning that they have in transformers."""
+    """vLLM's arguments for the processors of images and videos, with the meaning that they have in transformers.
+
+    `size` with `shortest_edge` and `longest_edge` is another spelling of `min_pixels` and `max_pixels`; `fps` may be a
+    list of one rate.
+    """
 
     fps: Rate | None = Field(None, description="Frames to take per second of a video.")
     num_frames: Size | None = Field(None, description="Frames to take of a video, in place of fps.")
     min_pixels: Size | None = Field(None, description="As the checkpoint's, of videos and images.")
     max_pixels: Size | None = Field(None, description="As the checkpoint's, of videos and images.")
+    do_sample_frames: bool | None = Field(None, description="false takes all frames of a video.")
     jpeg_draft: bool | None = Field(
         None, description="Decode large JPEGs at a reduced scale, which is faster and changes pixel values."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_one_spelling(cls, value: Any) -> Any:
+        try:
+            return plain_processor_kwargs(value) if isinstance(value, dict) else value
+        except RequestError as error:
+            raise PydanticCustomError("processor_kwargs", "{reason}", {"reason": str(error)}) from None
 
 
 class SamplingRequest(StructuredFields):

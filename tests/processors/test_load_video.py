@@ -201,11 +201,24 @@ def test_given_frames_that_were_taken_from_a_video():
         ({"fps": 3.0}, {"fps": 2.0}, (0, 2, 3, 5)),
         ({"fps": 3.0, "do_sample_frames": True}, {}, (0, 2, 3, 5)),
         ({"fps": 3.0, "do_sample_frames": False}, {"num_frames": 4}, (0, 1, 2, 3, 4, 5)),
+        ({"fps": 3.0}, {"do_sample_frames": True}, (0, 2, 3, 5)),
+        ({"fps": 3.0}, {"num_frames": 4, "do_sample_frames": False}, (0, 1, 2, 3, 4, 5)),
+        ({"fps": 3.0, "do_sample_frames": True}, {"do_sample_frames": False}, (0, 1, 2, 3, 4, 5)),
     ],
 )
 def test_given_frames_are_sampled_where_it_is_asked_for(metadata, settings, indices):
     clip = load_video((FRAMES, metadata), ClipPlan(VIDEO_DEFAULTS, min_pixels=1, max_pixels=10**9, **settings))
     assert (clip.info, clip.indices) == (VideoInfo(6, 3.0, 56, 84), indices)
+
+
+def test_all_frames_of_a_file_are_taken_where_it_is_asked_for(path):
+    plan = ClipPlan(VIDEO_DEFAULTS, fps=1, min_pixels=1, max_pixels=10**9, do_sample_frames=False)
+    assert load_video(path, plan).indices == tuple(range(load_video_info(path).total_num_frames))
+
+
+def test_frames_may_be_floats_as_qwen_vl_utils_returns_them():
+    for floats in (FRAMES.astype(np.float32), torch.from_numpy(FRAMES).permute(0, 3, 1, 2).float()):
+        assert np.array_equal(load_video(floats, FramesAt()).frames, FRAMES)
 
 
 def test_frames_may_have_their_channels_first():
@@ -223,7 +236,9 @@ def test_frames_may_have_their_channels_first():
             VideoError,
             r"the array: has shape \(6, 56, 84, 2\) .*, must be uint8 of shape \(frames, he",
         ),
-        (FRAMES.astype(np.float32), VideoError, "the array: has .* dtype float32, must be uint8"),
+        (FRAMES.astype(np.float32) / 255, VideoError, "the array: has dtype float32 and values that are no integers"),
+        (FRAMES.astype(np.float32) + 1, VideoError, "the array: has dtype float32 and values that are no integers"),
+        (FRAMES.astype(np.int64), VideoError, "the array: has .* dtype int64, must be uint8"),
         ((FRAMES, {"frames_indices": [0, 1]}), VideoError, r"the frames: have frames_indices \[0, 1\], must be 6"),
         ((FRAMES, {"frames_indices": [0, 1, 2, 3, 4, -1]}), VideoError, "integers of at least 0"),
         ((FRAMES, {"frames_indices": [0, 1, 2, 3, 4, 10**30]}), VideoError, "integers of at least 0"),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mmvllm.processors.requests import parse_request
+from mmvllm.server.protocol import ProcessorKwargs
 from tests.helpers.requests import noise_image, text, user
 
 A, B, C = noise_image(200, 120, 1), noise_image(133, 260, 2), noise_image(180, 180, 3)
@@ -72,6 +73,24 @@ def test_options_beside_a_url_and_in_its_object_are_the_same(kind, given):
             parsed(one, {name: "auto" if name == "detail" else value + 1})
     with pytest.raises(ValueError, match=f"{kind} 0: {kind} part has unknown keys speed"):
         parsed({"speed": 2}, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        ({"size": {"shortest_edge": 4, "longest_edge": 9}}, {"min_pixels": 4, "max_pixels": 9}),
+        ({"size": {"longest_edge": 9, "shortest_edge": None}, "max_pixels": 9}, {"max_pixels": 9}),
+        ({"fps": [2.0]}, {"fps": 2.0}),
+        ({"fps": [2.0, 2]}, {"fps": 2.0}),
+        ({"fps": []}, {}),
+        ({"fps": None, "size": None, "do_sample_frames": None}, {}),
+        ({"do_sample_frames": True}, {"do_sample_frames": True}),
+    ],
+)
+def test_arguments_of_the_vendors_processors(given, plain):
+    for keys in (given, plain):
+        assert parse_request({"text": "x", "mm_processor_kwargs": keys}).processor_kwargs == plain
+    assert ProcessorKwargs(**given).model_dump(exclude_none=True) == plain
 
 
 def test_the_order_of_parts_is_kept_across_messages():
@@ -215,8 +234,28 @@ BAD = {
         "mm_processor_kwargs has both fps and num_frames",
     ),
     "processor arguments of another kind": (
-        {"text": "x", "mm_processor_kwargs": {"size": {}}},
-        "mm_processor_kwargs has unknown keys size; known: fps, jpeg_draft, max_pixels, min_pixels, num_frames",
+        {"text": "x", "mm_processor_kwargs": {"do_resize": False}},
+        "mm_processor_kwargs has unknown keys do_resize; known: do_sample_frames, fps, jpeg_draft, max_pixels, ",
+    ),
+    "size of another kind": (
+        {"text": "x", "mm_processor_kwargs": {"size": {"height": 5}}},
+        "size is {'height': 5}, must be a dict of 'shortest_edge' or 'longest_edge'",
+    ),
+    "size that is no number": (
+        {"text": "x", "mm_processor_kwargs": {"size": {"shortest_edge": "a"}}},
+        "min_pixels is 'a', must be an integer",
+    ),
+    "size and another bound": (
+        {"text": "x", "mm_processor_kwargs": {"size": {"shortest_edge": 5}, "min_pixels": 6}},
+        "size has shortest_edge 5, and min_pixels is 6; leave one of them out",
+    ),
+    "several rates": (
+        {"text": "x", "mm_processor_kwargs": {"fps": [1, 2.0]}},
+        "fps has the rates 1 and 2.0; give each video its own, in its part or its metadata",
+    ),
+    "sampling of another kind": (
+        {"text": "x", "mm_processor_kwargs": {"do_sample_frames": 1}},
+        "do_sample_frames is 1, must be True or False",
     ),
     "text without text": (user({"type": "text"}), "a text part needs 'text' with a string, not None"),
     "text of another type": (user({"type": "text", "text": 5}), "a text part needs 'text' with a string, not 5"),

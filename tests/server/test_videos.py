@@ -87,6 +87,25 @@ def test_the_completion_equals_that_of_llm(client, llm, tmp_path, name, codec, p
 
 
 @pytest.mark.spawns
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        ({"fps": 2, "do_sample_frames": True}, {"fps": 2}),
+        (
+            {"fps": [2.0], "size": {"shortest_edge": 3136, "longest_edge": 12544}},
+            {"fps": 2, "min_pixels": 3136, "max_pixels": 12544},
+        ),
+        ({"do_sample_frames": False}, {"num_frames": 24}),
+    ],
+)
+def test_arguments_of_the_vendors_processors_have_their_meaning(client, clip, given, plain):
+    parts = video_part(video_uri(clip)), image_part(data_uri()), QUESTION
+    answers = [create(client, *parts, mm_processor_kwargs=keys) for keys in (given, plain)]
+    assert answers[0].usage.prompt_tokens == answers[1].usage.prompt_tokens
+    assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+
+
+@pytest.mark.spawns
 def test_streams_and_several_choices_have_the_same_text(client, llm, clip):
     expected = offline(llm, {"type": "video", "video": str(clip)}, QUESTION).text
     stream = create(client, video_part(video_uri(clip)), QUESTION, stream=True, stream_options={"include_usage": True})
@@ -238,5 +257,5 @@ def test_the_default_size_of_a_body_follows_from_that_of_a_video():
 def test_the_schema_has_the_parts_and_the_options(app):
     schemas = call(app, "GET", "/openapi.json").json()["components"]["schemas"]
     assert {"fps", "nframes", "video_start", "total_pixels"} <= schemas["VideoPart"]["properties"].keys()
-    names = {"fps", "num_frames", "min_pixels", "max_pixels", "jpeg_draft"}
+    names = {"fps", "num_frames", "do_sample_frames", "min_pixels", "max_pixels", "jpeg_draft"}
     assert schemas["ProcessorKwargs"]["properties"].keys() == names
