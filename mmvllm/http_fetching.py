@@ -7,6 +7,7 @@ import asyncio
 import ipaddress
 import re
 import socket
+import threading
 import urllib.parse
 from collections.abc import AsyncIterable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 MAX_URL_LENGTH = 8192
 MAX_ADDRESSES = 4  # per host, tried one after the other
+SMALL_CHUNK_BYTES, MAX_SMALL_CHUNKS = 64, 4096  # of a body
 
 # Not the event loop's own threads, which data URIs need: a name server that does not answer holds these for seconds.
 _RESOLVERS = ThreadPoolExecutor(32, thread_name_prefix="mmvllm-resolve")
@@ -65,10 +67,23 @@ async def look_up(host: str, port: int) -> list[tuple]:
 
 
 async def fetch_http(url: str, policy: MediaPolicy, kind: Kind = "image") -> bytes:
-    """Fetch the body behind an http(s) URL.
+    """Fetch the body behind an http(s) URL, in an event loop of another thread.
+
+    A host that sends tiny chunks, or one interim response after the other, keeps the loop that reads them busy.
 
     Raises MediaError with the reason, which never reveals the target of a redirect or the address of a host.
     """
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_fetch(url, policy, kind), _loop()))
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="mmvllm-fetch", daemon=True).start()
+    return loop
+
+
+async def _fetch(url: str, policy: MediaPolicy, kind: Kind) -> bytes:
     prefix = ""
     for _ in range(policy.max_redirects + 1):
         try:
@@ -169,9 +184,12 @@ async def _body(fields: dict[bytes, str], chunks: AsyncIterable[bytes], policy: 
         raise MediaError(f"is compressed ({encoding:.20}) although no compression was requested")
     if int(fields.get(b"content-length", 0)) > policy.most_bytes(kind):
         raise policy.too_large(kind)
-    body = bytearray()
+    body, num_small = bytearray(), 0
     async for chunk in chunks:
         body += chunk
+        num_small += len(chunk) < SMALL_CHUNK_BYTES
+        if num_small > MAX_SMALL_CHUNKS:
+            raise MediaError(f"comes in more than {MAX_SMALL_CHUNKS} chunks of less than {SMALL_CHUNK_BYTES} bytes")
         if len(body) > policy.most_bytes(kind):
             raise policy.too_large(kind)
     return bytes(body)

@@ -24,6 +24,9 @@ _TOKENS = regex.compile(
     r"\\[pPux]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?(?:<?[=!>]|[\w-]*:|P?<\w+>))?|\{[\d, ]*\}|.", regex.DOTALL
 )
 MAX_QUICK_CHOICES = 5  # none of them a repeated group: the time is at most the fifth power of a name's length
+MAX_QUICK_NAME = 100  # characters
+_REFERENCE = regex.compile(r"\\[1-9gk]|\(\?P=")  # to what a group has matched
+_CALL = regex.compile(r"\(\?(R|&|P>|[+-]?\d)")  # of a group, or of the whole; Python's own engine has none
 
 
 class PatternError(ValueError):
@@ -34,7 +37,7 @@ class PatternError(ValueError):
 
 
 class Expression(NamedTuple):
-    """A compiled expression; a quick one needs no limit of time, which takes ten times as long as its matches."""
+    """A compiled expression; a quick one needs no limit of time for short names, which takes ten times as long."""
 
     pattern: regex.Pattern
     is_quick: bool
@@ -47,6 +50,8 @@ def compiled(pattern: str) -> Expression:
     repeated = prod(counts) if _REPEATED_GROUP.search(pattern) else max(counts, default=1)
     if (size := len(pattern) * repeated) > MAX_SIZE:
         raise PatternError(pattern, f"has, with its repetitions, {counted(size, 'character')}; {MAX_SIZE} are accepted")
+    if _CALL.search(pattern):
+        raise PatternError(pattern, "calls itself or one of its groups, which is not supported")
     try:
         return Expression(regex.compile(pattern), _is_quick(pattern))
     except (regex.error, ValueError, RecursionError) as error:
@@ -85,7 +90,7 @@ class Matching:
         """Whether the whole text matches; raises PatternError if that takes too long."""
         pattern, is_quick = expression
         with self._counted(pattern.pattern):
-            if is_quick:
+            if is_quick and len(text) <= MAX_QUICK_NAME:
                 return pattern.fullmatch(text) is not None
             try:
                 seconds = min(MATCH_SECONDS, self._seconds_left)
@@ -106,5 +111,5 @@ class Matching:
 
 
 def _is_quick(pattern: str) -> bool:
-    has_repeated_group = _REPEATED_GROUP.search(pattern) is not None
-    return not has_repeated_group and len(_CHOICE.findall(pattern)) <= MAX_QUICK_CHOICES
+    is_simple = _REPEATED_GROUP.search(pattern) is None and _REFERENCE.search(pattern) is None
+    return is_simple and len(_CHOICE.findall(pattern)) <= MAX_QUICK_CHOICES

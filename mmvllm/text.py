@@ -1,6 +1,7 @@
 """Texts: numbers, kinds of media and choices in messages; JSON that may be anything."""
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,24 @@ def listed(items: Iterable[Any], conjunction: str = "or") -> str:
     """The representations of one or several items: "'a', 'b' or 'c'"."""
     *first, last = map(repr, items)
     return f"{', '.join(first)} {conjunction} {last}" if first else last
+
+
+def has_more_values(value: Any, most: int) -> bool:
+    """Whether the lists and dicts in a value have more than `most` values together, counted no further than needed."""
+    found, count = [value], 0
+    while found:
+        one = found.pop()
+        if isinstance(one, dict | list):
+            count += len(one)
+            if count > most:
+                return True
+            found.extend(one.values() if isinstance(one, dict) else one)
+    return False
+
+
+def without_logins(text: str) -> str:
+    """A text for messages, without the users and passwords of URLs in it."""
+    return re.sub(r"//\S*@", "//***@", text)
 
 
 def with_whole_characters(value: Any) -> Any:

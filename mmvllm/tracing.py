@@ -21,6 +21,7 @@ import mmvllm
 from mmvllm.errors import ArgumentError
 from mmvllm.outputs import CompletionOutput, RequestOutput
 from mmvllm.sampling_params import SamplingParams
+from mmvllm.text import without_logins
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -32,6 +33,7 @@ EXPORTER_LOGGER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 HEADER_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")  # the first one counts
 FLUSH_SECONDS = 3.0  # for the spans that are left when an engine is shut down
 
+_SPLIT_LOGIN = re.compile(r"\s|//[^/]*/.*@")  # a space or a slash of a password that is not percent-encoded
 _HEADER = re.compile(r"""[^\s"(),/:;<=>?@\\{}\[\]]+\s*=[^",;\\]*""")  # what OpenTelemetry accepts of the environment
 
 
@@ -46,9 +48,10 @@ def traces_url(endpoint: str) -> str:
     It raises one, too, if OpenTelemetry is not installed.
     """
     parts = urlsplit(endpoint) if isinstance(endpoint, str) else None
-    if parts is None or parts.scheme not in ("http", "https") or not parts.netloc:
+    is_whole = parts is not None and not _SPLIT_LOGIN.search(endpoint)
+    if not is_whole or parts.scheme not in ("http", "https") or not parts.netloc:
         message = "{otlp_traces_endpoint} is {value}, must be a URL such as http://localhost:4318 (OTLP over HTTP)"
-        raise ArgumentError(message, value=_without_login(repr(endpoint)))
+        raise ArgumentError(message, value=without_logins(repr(endpoint)))
     try:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter
         import opentelemetry.sdk.trace  # noqa: F401
@@ -67,11 +70,6 @@ def _check_headers() -> None:
         if not (_HEADER.fullmatch(header) and sent.isascii() and sent.isprintable()):
             message = "{otlp_traces_endpoint}: {variable} must be NAME=VALUE,NAME=VALUE, percent-encoded ASCII"
             raise ArgumentError(message, variable=variable)
-
-
-def _without_login(text: str) -> str:
-    """A text for messages, without the user and the password of a URL in it."""
-    return re.sub(r"//\S*@", "//***@", text)
 
 
 def check_endpoint(endpoint: str | None) -> None:
@@ -260,7 +258,7 @@ def telling(exporter: "SpanExporter", destination: str) -> "SpanExporter":
             is_losing = result is not SpanExportResult.SUCCESS
             if is_losing and not self._is_losing:
                 message = "traces cannot be sent to %s; requests are served, their spans are lost: %s"
-                logger.warning(message, _without_login(destination), _without_login(_REASONS.first))
+                logger.warning(message, without_logins(destination), without_logins(_REASONS.first))
             self._is_losing = is_losing
             return result
 

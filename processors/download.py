@@ -45,8 +45,9 @@ def download(url: str, file: BinaryIO, max_bytes: int, error_class: type[MediaFi
                 raise OSError(f"the connection ended after {file.tell()} bytes, before all that its host announced")
         limit.check()
     except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = limit.reason or re.sub(r"\S*@", "***@", str(error))  # the URL of a proxy may have a login, too
-        raise error_class(name, f"cannot be fetched ({reason})") from None
+        is_about_url = isinstance(error, http.client.InvalidURL) or "nonnumeric port" in str(error)
+        reason = "the URL, or that of the proxy, is not valid" if is_about_url else re.sub(r"\S*@", "***@", str(error))
+        raise error_class(name, f"cannot be fetched ({limit.reason or reason})") from None
     finally:
         limit.end()
     if file.tell() > max_bytes:

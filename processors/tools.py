@@ -13,9 +13,10 @@ from functools import cache
 from typing import Any
 
 from mmvllm.errors import RequestError
-from mmvllm.processors.template_kwargs import json_object_copy
+from mmvllm.processors.template_kwargs import MAX_VALUES, json_object_copy
 from mmvllm.processors.tool_calls import read_arguments
 from mmvllm.schema_keywords import without_nulls
+from mmvllm.text import has_more_values
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ def _arguments_of_history(given: Any) -> dict:
         return {}
     arguments = read_arguments(given) if isinstance(given, str) else given
     with suppress(RequestError):
-        if isinstance(arguments, Mapping):
+        if isinstance(arguments, Mapping) and not has_more_values(arguments, MAX_VALUES):
             return json_object_copy(arguments, RequestError)
     _warn("a request has arguments of an earlier call that are not a JSON object; the model is shown {}; told once")
     return {}

@@ -11,6 +11,7 @@ from asyncio.selector_events import BaseSelectorEventLoop
 
 import pytest
 
+from mmvllm import http_fetching
 from mmvllm.fetching import fetch as fetch_media
 from mmvllm.http_fetching import is_allowed
 from mmvllm.media import MediaError, MediaPolicy
@@ -235,6 +236,29 @@ def test_an_endless_body_is_stopped_at_the_limit(network):
     with pytest.raises(MediaError, match="at most 1000000 bytes"):
         fetch_from(StubServer({"/a.png": flood}), local(max_bytes=1_000_000))
     assert sent < 20_000_000  # the limit and what the sockets hold
+
+
+@pytest.mark.network
+def test_a_body_of_tiny_chunks_is_refused(network):
+    async def blast(writer):
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 5000)
+
+    with pytest.raises(MediaError, match="comes in more than 4096 chunks of less than 64 bytes"):
+        fetch_from(StubServer({"/a.png": blast}), local())
+
+
+def test_urls_are_fetched_beside_the_event_loop_of_the_server(network, monkeypatch):
+    """A host that sends what takes long to read keeps only downloads waiting."""
+    threads = []
+
+    async def look_up(*_):
+        threads.append(threading.current_thread().name)
+        return []
+
+    monkeypatch.setattr(http_fetching, "look_up", look_up)
+    with pytest.raises(MediaError, match="no public address"):
+        fetch(f"http://{NAME}/", ANYWHERE)
+    assert threads == ["mmvllm-fetch"]
 
 
 async def stall(writer):

@@ -50,6 +50,10 @@ def test_some_that_python_never_ends_are_quick(pattern):
         ("((a{000000000000500}){000000000000500}){000000000000500}", "has, with its repetitions"),
         ("(?x)((a{ 500 }) { 500 }){ 500}", "has, with its repetitions"),
         ("(?au)a", "is not valid: "),
+        ("(?:a|aa)(?R)|b", "calls itself or one of its groups"),
+        ("((?1))", "calls itself or one of its groups"),
+        ("(?P<a>b(?&a)?)", "calls itself or one of its groups"),
+        ("(?P<a>b(?P>a)?)", "calls itself or one of its groups"),
         ("a" * (MAX_SIZE + 1), "has, with its repetitions, 1000001 characters"),
     ],
 )
@@ -124,6 +128,20 @@ def test_expressions_without_a_repeated_group_are_limited_too(pattern, monkeypat
     with suppress(PatternError):
         assert not Matching(0.1).is_match(compiled(pattern), NAME)
     assert time.thread_time() - begin < 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        (r"(.*)(.*)(.*)(.*)(.*)\1\2\3[cd]", "a" * 90),
+        (r"(?P<a>.*)(.*)(.*)(.*)(?P=a)[cd]", "a" * 90),
+        (r".*.*.*.*.*[cd]", "a" * 2000),
+    ],
+)
+def test_references_and_long_names_are_matched_within_a_limit(pattern, name, monkeypatch):
+    monkeypatch.setattr(patterns_module, "MATCH_SECONDS", 0.05)
+    with pytest.raises(PatternError, match="takes too long to match"):
+        Matching(5.0).is_match(compiled(pattern), name)
 
 
 def test_all_matches_of_a_file_share_their_time(monkeypatch):

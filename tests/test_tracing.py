@@ -208,7 +208,7 @@ def test_a_login_is_in_no_message(caplog):
     url = "//user:pa@ss/word@host/v1/traces"
     telling(Failing(f"no route to http:{url}"), f"http:{url}").export([])
     with pytest.raises(ArgumentError) as refused:
-        traces_url(f"grpc:{url}")
+        traces_url(f"http:{url}")
     for message in (caplog.text, str(refused.value)):
         assert "//***@host/v1/traces" in message
         assert not [part for part in ("user", "pa@", "word") if part in message]

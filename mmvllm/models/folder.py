@@ -1,5 +1,6 @@
 """The folder of a checkpoint, and what its files alone show to be unsupported: without torch, so that it is fast."""
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from pathlib import Path
 from mmvllm.arguments import check_key
 from mmvllm.models.hf_config import quantization_of
 from mmvllm.models.registry import read_config
-from mmvllm.text import load_json
+from mmvllm.text import load_json, without_logins
 
 BUNDLED = Path(__file__).parent.parent / "assets" / "demo"
 BUNDLED_NAME = "bundled"
@@ -123,6 +124,8 @@ def _hub_errors(model: str | Path) -> Iterator[None]:
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HFValidationError
 
+    for handler in logging.getLogger("huggingface_hub").handlers:  # its warnings show URLs
+        handler.addFilter(_hide_logins)  # once, however often it is added
     is_sent = not (constants.HF_HUB_OFFLINE or constants.HF_HUB_DISABLE_IMPLICIT_TOKEN)
     if is_sent and (token := get_token()):  # the HTTP library's error would show it
         check_key("the token for the hub (HF_TOKEN, or from `hf auth login`)", token)
@@ -131,13 +134,18 @@ def _hub_errors(model: str | Path) -> Iterator[None]:
     except HFValidationError:
         raise ValueError(_neither(model)) from None
     except (OSError, ValueError, RuntimeError) as error:  # the hub's own errors are OSErrors
-        reason = str(error)
+        reason = without_logins(str(error))  # that of HF_ENDPOINT
         if constants.HF_HUB_OFFLINE and isinstance(error, FileNotFoundError):
             reason = "it is not in the cache, and HF_HUB_OFFLINE sets offline mode"
-        raise ValueError(_unavailable(model, reason)) from error
+        raise ValueError(_unavailable(model, reason)) from None
     except Exception as error:  # of the HTTP library, whose text may show a part of a proxy's login
         reason = f"{type(error).__name__}; if HTTPS_PROXY or HF_ENDPOINT is set, check that it is a URL"
         raise ValueError(_unavailable(model, reason)) from None
+
+
+def _hide_logins(record: logging.LogRecord) -> bool:
+    record.msg, record.args = without_logins(record.getMessage()), None
+    return True
 
 
 def _neither(model: str | Path) -> str:

@@ -130,7 +130,7 @@ def _read_tensors(folder: Path) -> dict[tuple[str, str], Tensor]:
         raise ValueError(f"{path} has no tensors")
     if flat := [name for name, tensor in loaded.items() if tensor.dim() < 2]:
         raise ValueError(f"{path} has tensors of fewer than two dimensions: {_listed(flat)}")
-    if not_finite := [name for name, tensor in loaded.items() if not tensor.float().isfinite().all()]:
+    if not_finite := [name for name, tensor in loaded.items() if not tensor.isfinite().all()]:
         raise ValueError(f"{path} has NaN or infinity in {_listed(not_finite)}")
     # A convolution whose kernel is its stride is a matrix product: its kernels are flattened.
     return {match.groups(): loaded[name].flatten(1) for name, match in matches.items()}
@@ -213,4 +213,4 @@ def linear_regions(model: Model) -> dict[Target, Region]:
 
 def _listed(names: list[str]) -> str:
     more = f" and {counted(len(names) - 5, 'other')}" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
+    return ", ".join(f"{name:.200}" for name in names[:5]) + more

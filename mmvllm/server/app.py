@@ -171,7 +171,10 @@ def _operations(engine: AsyncLLM, metrics: Metrics) -> APIRouter:
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}} | ERRORS)
     async def prometheus(request: Request) -> Response:
         """Metrics in the Prometheus text format."""
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        try:
+            encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        except (TypeError, ValueError):  # a version that is no number
+            encode, content_type = choose_encoder("")
         return Response(encode(metrics.registry), headers={"Content-Type": content_type})
 
     @router.get("/version", responses=ERRORS)

@@ -189,7 +189,8 @@ def _content_of(message: InputMessage) -> str | Sequence[Part]:
 def _message(message: InputMessage, media: Mapping[type, Iterator[dict]]) -> dict:
     made: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     if calls := _calls_of(message):
-        made["tool_calls"] = [call.model_dump(include={"function"}) for call in calls]
+        functions = ({"name": call.function.name, "arguments": call.function.arguments} for call in calls)
+        made["tool_calls"] = [{"function": function} for function in functions]
     content = _content_of(message)
     if not isinstance(content, str):
         content = [

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse
@@ -16,6 +18,8 @@ from mmvllm.server.protocol import LoadAdapterRequest, UnloadAdapterRequest
 from mmvllm.server.responses import ErrorResponse, ModelCard, ModelList
 from mmvllm.server.settings import ServerSettings
 
+# Not the event loop's own threads, which data URIs need: expressions of an adapter may hold these for half a minute.
+_LOADERS = ThreadPoolExecutor(2, thread_name_prefix="mmvllm-adapter")
 ERRORS = {"default": {"model": ErrorResponse, "description": "An OpenAI error object"}}
 
 
@@ -52,7 +56,8 @@ class ServedModels:
             self._check_new(name)
             self._loading.add(name)
             try:
-                self._add(await asyncio.to_thread(_loaded, self._engine, name, path))
+                load = partial(_loaded, self._engine, name, path)
+                self._add(await asyncio.get_running_loop().run_in_executor(_LOADERS, load))
             finally:
                 self._loading.discard(name)
         except RequestError as error:

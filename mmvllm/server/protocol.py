@@ -11,7 +11,7 @@ from mmvllm.processors.parts import plain_processor_kwargs
 from mmvllm.processors.template_kwargs import check_template_kwargs
 from mmvllm.server.messages import INT64, Ignored, Message, Rate, Size, StrictModel, Unsupported
 from mmvllm.server.structured import StructuredFields
-from mmvllm.server.tools import ToolChoice, Tools
+from mmvllm.server.tools import ToolChoice, Tools, check_size
 
 NO_LIMIT = -1  # of a completion's tokens, but for max_model_len
 MAX_CHOICES = 16  # completions per prompt
@@ -58,7 +58,7 @@ LogitBias = Annotated[
 BadWordList = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 StopTokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
 PromptTokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
-TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_check_template_kwargs)]
+TemplateKwargs = Annotated[dict[str, Any], BeforeValidator(check_size), AfterValidator(_check_template_kwargs)]
 
 
 def check_number_of_parts(messages: Any) -> Any:

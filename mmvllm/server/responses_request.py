@@ -17,7 +17,7 @@ from mmvllm.server.messages import (
 )
 from mmvllm.server.protocol import SamplingRequest, TemplateKwargs, TokenLimit, check_number_of_parts
 from mmvllm.server.structured import NamedSchema
-from mmvllm.server.tools import FunctionDefinition, FunctionReference, choice_tag
+from mmvllm.server.tools import FunctionDefinition, FunctionReference, check_size, choice_tag
 
 
 class InputText(StrictModel):
@@ -173,7 +173,7 @@ class ResponsesRequest(SamplingRequest):
         None, description="Default, and -1: as many tokens as max_model_len leaves for the completion."
     )
     text: TextOptions | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS), BeforeValidator(check_size)] | None = None
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("a word")]

@@ -8,13 +8,16 @@ from pydantic_core import PydanticCustomError
 
 from mmvllm.errors import RequestError
 from mmvllm.server.messages import Flag, Ignored, StrictModel, Unsupported
-from mmvllm.structured import NAMES, StructuredOutputsParams, as_structured
+from mmvllm.structured import MAX_CHARACTERS, NAMES, StructuredOutputsParams, as_structured
+from mmvllm.text import has_more_values
 
 Text = Annotated[str, Field(min_length=1)]
 Choices = Annotated[list[Text], Field(fail_fast=True, min_length=1)]
 
 
 def _require_schema(value: Any) -> Any:
+    if has_more_values(value, MAX_CHARACTERS):
+        raise PydanticCustomError("schema", f"has more than {MAX_CHARACTERS} values")
     if isinstance(value, str | dict) and value:
         return value
     raise PydanticCustomError("schema", "must be a JSON schema, as an object that is not empty or as text")

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from mmvllm.errors import RequestError
+from mmvllm.processors.template_kwargs import MAX_VALUES
 from mmvllm.processors.tool_calls import END
 from mmvllm.processors.tool_grammar import calls_or_json_grammar, free_text_grammar, tool_call_grammar
 from mmvllm.processors.tools import MAX_TOOLS, NAME, check_names, check_parameters
@@ -17,6 +18,7 @@ from mmvllm.server.errors import ApiError
 from mmvllm.server.messages import Flag, StrictModel
 from mmvllm.server.structured import StructuredField
 from mmvllm.structured import StructuredOutputsParams
+from mmvllm.text import has_more_values
 
 
 def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +59,14 @@ def choice_tag(choice: Any) -> str:
     return "a function" if isinstance(choice, dict | BaseModel) else "a word"
 
 
-Tools = Annotated[list[ToolDefinition], Field(fail_fast=True, max_length=MAX_TOOLS)]
+def check_size(tools: Any) -> Any:
+    """Refuse what would keep the event loop busy: the prompt has to show it, and would not fit."""
+    if has_more_values(tools, MAX_VALUES):
+        raise PydanticCustomError("too_many_values", f"has more than {MAX_VALUES} values")
+    return tools
+
+
+Tools = Annotated[list[ToolDefinition], Field(fail_fast=True, max_length=MAX_TOOLS), BeforeValidator(check_size)]
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("a word")] | Annotated[NamedToolChoice, Tag("a function")],
     Discriminator(choice_tag),

@@ -1,5 +1,7 @@
 """A model is named by a folder or a hub id; anything else is refused, and pickled weights are never loaded."""
 
+import io
+import logging
 import os
 import pickle
 import shutil
@@ -103,6 +105,24 @@ def test_errors_of_the_http_library_are_sentences_without_logins(proxy, hub, mon
     with pytest.raises(ValueError, match=r"tiny/model' is not a local folder and cannot be downloaded") as refused:
         LLM("tiny/model")
     assert "hid" not in "".join(traceback.format_exception(refused.value))
+
+
+@pytest.mark.parametrize("error", [OSError, ValueError, RuntimeError, LookupError])
+def test_the_login_of_the_hubs_url_is_not_shown(error, hub, monkeypatch, capsys):
+    url = "http://user:hidden@127.0.0.1:1/tiny/model"  # from HF_ENDPOINT
+
+    def download(*_):
+        logging.getLogger("huggingface_hub.utils._http").warning("thrown while requesting %s", url)
+        raise error(f"Client error '401 Unauthorized' for url '{url}'")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    stream = io.StringIO()
+    for handler in logging.getLogger("huggingface_hub").handlers:
+        monkeypatch.setattr(handler, "stream", stream)
+    with pytest.raises(ValueError, match="cannot be downloaded from the hub") as refused:
+        resolve_folder("tiny/model")
+    assert "hidden" not in "".join(traceback.format_exception(refused.value)) + stream.getvalue()
+    assert "//***@127.0.0.1:1" in stream.getvalue()
 
 
 @pytest.mark.spawns

@@ -205,7 +205,13 @@ def test_logins_are_found_in_linear_time():
     assert time.thread_time() - begin < 2
 
 
-@pytest.mark.parametrize("proxy", ["http:/user:hidden@host", "user:hidden@host:port", "http://user:hidden@127.0.0.1:1"])
+@pytest.mark.parametrize(
+    "proxy",
+    [
+        *("http:/user:hidden@host", "user:hidden@host:port", "http://user:hidden@127.0.0.1:1"),
+        *("user:hidden", "http://user:hidden word", "http://user:hidden"),
+    ],
+)
 def test_the_login_of_a_proxy_is_not_shown(proxy, monkeypatch):
     monkeypatch.setenv("http_proxy", proxy)
     monkeypatch.setenv("no_proxy", "")

@@ -14,6 +14,14 @@ from tests.helpers.server import CHAT, COMPLETIONS, EMBEDDINGS, call, chat, comp
 JSON = {"Content-Type": "application/json"}
 
 
+def function(name: str = "f", **schema) -> dict:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", **schema}}}
+
+
+def form_of(schema: dict) -> dict:
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -55,6 +63,34 @@ def test_too_many_parts_are_refused_before_they_are_validated(app, messages):
 def test_as_many_parts_as_are_allowed_are_accepted(app):
     body = chat(*[""] * (MAX_PARTS - 1), max_tokens=1)
     assert call(app, "POST", CHAT, json=body).status_code == 200
+
+
+MANY = [0] * 100_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, chat("Hi", chat_template_kwargs={"a": MANY}), "chat_template_kwargs"),
+        (CHAT, chat("Hi", tools=[function(enum=MANY)]), "tools"),
+        (CHAT, chat("Hi", tools=[function(enum=MANY[:2000], name=f"f{i}") for i in range(50)]), "tools"),
+        ("/tokenize", {"messages": [user("Hi")], "tools": [function(enum=MANY)]}, "tools"),
+        ("/v1/responses", {"model": "bundled", "input": "Hi", "tools": [{"type": "function", "a": MANY}]}, "tools"),
+        (CHAT, chat("Hi", guided_json={"enum": MANY}), "guided_json"),
+        (CHAT, chat("Hi", response_format=form_of({"enum": MANY})), "response_format.json_schema.schema"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_more_values_than_a_prompt_can_show_are_refused_before_they_are_copied(app, path, body, param):
+    answer = call(app, "POST", path, json=body)
+    error = error_of(answer)
+    assert (answer.status_code, error["param"]) == (400, param) and "has more than 65536 values" in error["message"]
+
+
+def test_arguments_of_an_earlier_call_with_many_values_are_not_copied(app):
+    calls = [{"function": {"name": "f", "arguments": {"a": MANY}}}]
+    messages = [user("Hi"), {"role": "assistant", "tool_calls": calls}]
+    assert call(app, "POST", CHAT, json=chat(messages=messages, max_tokens=1)).is_success
 
 
 IDS = [*range(20, 30)]

@@ -107,6 +107,14 @@ def test_responses_of_middleware_are_counted_by_path(engine):
     assert counted[("path", CHAT), ("status", "401")] == counted[("path", "other"), ("status", "401")] == 1
 
 
+@pytest.mark.parametrize(
+    "accept", ["text/plain; version=zzz", "application/openmetrics-text; version=abc", ";", "\xff"]
+)
+def test_metrics_are_sent_whatever_a_client_accepts(app, accept):
+    answer = call(app, "GET", "/metrics", headers={"Accept": accept.encode("latin-1")})
+    assert answer.status_code == 200 and "# TYPE" in answer.text
+
+
 @pytest.mark.spawns
 def test_metrics_are_valid_and_count_requests(app):
     before = metric_samples(app)
