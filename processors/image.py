@@ -148,7 +148,12 @@ def _known_settings(config_class: type, raw: dict) -> dict[str, Any]:
             found.setdefault(name, bound)
     for name in ("image_mean", "image_std"):
         if name in found:  # one number stands for all three channels
-            found[name] = tuple(np.broadcast_to(np.asarray(found[name], dtype=np.float64), 3).tolist())
+            values = np.broadcast_to(np.asarray(found[name], dtype=np.float64), 3)
+            if not np.isfinite(values).all() or (name == "image_std" and not (values > 0).all()):
+                raise ValueError(
+                    f"{name} is {raw[name]!r:.60}, must be finite numbers{', above 0' * (name[-3:] == 'std')}"
+                )
+            found[name] = tuple(values.tolist())
     return found
 
 

@@ -202,7 +202,9 @@ class Endpoint:
                 raise RequestError(f"the endpoint gave no text; the reason is {reason[:100]!r}")
         # The server gives the number of tokens of all completions together; which ones they are is not known.
         completions = [
-            CompletionOutput(text, range(num_tokens if i == 0 else 0), _FINISH_REASONS.get(reason, reason))
+            CompletionOutput(
+                self._hidden(text), range(num_tokens if i == 0 else 0), _FINISH_REASONS.get(reason, reason)
+            )
             for i, (text, reason) in enumerate(zip(texts, reasons, strict=True))
         ]
         return RequestOutput("", completions, num_prompt_tokens=num_prompt_tokens)

@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmvllm.demo.parts import FileParts
-from mmvllm.demo.session import Sessions
+from mmvllm.demo.session import MAX_SESSIONS, Sessions
 from mmvllm.demo.uploads import MAX_PATH_LENGTH
 from mmvllm.text import counted, parse_json
 
@@ -35,6 +35,7 @@ ACCEPTED = {
 }
 MAX_NAME_LENGTH = 255  # bytes that file systems accept
 MAX_BODY_BYTES = 2**20  # of a request other than an upload, and of the multipart headers of an upload
+MAX_ENDINGS = 4  # heartbeats that end at a time
 MAX_UNREAD = 12  # results that gradio keeps for a session until its browser reads them
 UPLOAD_SECONDS, BODY_SECONDS = 300.0, 60.0
 # An upload that falls further behind is ended, since it holds space that others may need.
@@ -54,6 +55,7 @@ class DemoRouteFilter:
         self.app, self._sessions, self._uploads = app, sessions, sessions.uploads
         self._events, self._num_unread = events, num_unread
         self._settings = sessions.settings
+        self._endings = asyncio.Semaphore(MAX_ENDINGS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -68,6 +70,8 @@ class DemoRouteFilter:
             if route == "upload":
                 await self._upload(num_bytes, scope, receive, send)
             elif route.startswith(HEARTBEAT):
+                if self._sessions.num_open_tabs >= MAX_SESSIONS:
+                    return await PlainTextResponse("Too many pages are open; close some", 429)(scope, receive, send)
                 with self._sessions.open_tab(route.removeprefix(HEARTBEAT)):
                     await self._until_closing(scope, receive, send)
             elif scope["method"] == "POST":
@@ -136,8 +140,19 @@ class DemoRouteFilter:
         return None
 
     async def _until_closing(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """End an endless response when the page closes: the server waits for all responses before it exits."""
-        is_complete = False
+        """End an endless response when the page closes: the server waits for all responses before it exits.
+
+        Gradio does much when such a response ends, so many that end together do so in turns.
+        """
+        is_complete, has_turn = False, False
+
+        async def receive_in_turn() -> Message:
+            nonlocal has_turn
+            message = await receive()
+            if message["type"] == "http.disconnect" and not has_turn:
+                await self._endings.acquire()
+                has_turn = True
+            return message
 
         async def send_and_note(message: Message) -> None:
             nonlocal is_complete
@@ -147,7 +162,7 @@ class DemoRouteFilter:
                 raise asyncio.CancelledError
 
         closing = asyncio.create_task(self._sessions.closing())
-        responding = asyncio.create_task(self.app(scope, receive, send_and_note))
+        responding = asyncio.create_task(self.app(scope, receive_in_turn, send_and_note))
         try:
             await asyncio.wait((responding, closing), return_when=asyncio.FIRST_COMPLETED)
             if responding.done():
@@ -156,6 +171,8 @@ class DemoRouteFilter:
             responding.cancel()
             closing.cancel()
             await asyncio.gather(responding, closing, return_exceptions=True)
+            if has_turn:
+                self._endings.release()
         if not is_complete:
             await send({"type": "http.response.body", "body": b""})
 

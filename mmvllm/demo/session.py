@@ -160,6 +160,11 @@ class Sessions:
         if session.id not in self._open_tabs and self._sessions.get(session.id) is session:
             self._remove(session)
 
+    @property
+    def num_open_tabs(self) -> int:
+        """How many tabs are open, as far as is known."""
+        return self._open_tabs.total()
+
     @contextmanager
     def open_tab(self, session_id: str) -> Iterator[None]:
         """Keep the session while its tab is open, however long it is idle."""

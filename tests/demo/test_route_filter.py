@@ -16,7 +16,7 @@ from mmvllm.demo import route_filter as route_filter_module
 from mmvllm.demo import session as session_module
 from mmvllm.demo import uploads as uploads_module
 from mmvllm.demo.parts import FileParts
-from mmvllm.demo.route_filter import MAX_BODY_BYTES, MAX_UNREAD, DemoRouteFilter
+from mmvllm.demo.route_filter import MAX_BODY_BYTES, MAX_ENDINGS, MAX_UNREAD, DemoRouteFilter
 from mmvllm.demo.session import Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
@@ -280,6 +280,39 @@ def test_a_session_is_kept_while_its_tab_is_open(route_filter, monkeypatch):
     messages(route_filter, "/demo/gradio_api/heartbeat/one", "GET")
     asyncio.run(sessions.sweep())
     assert sessions.get("one") is not session
+
+
+def test_heartbeats_that_end_together_do_so_in_turns(route_filter):
+    """Gradio does much when a page is closed; meanwhile other clients are answered."""
+    at_once, most = 0, 0
+
+    async def ending(scope, receive, send):
+        nonlocal at_once, most
+        assert (await receive())["type"] == "http.disconnect"
+        at_once += 1
+        most = max(most, at_once)
+        await asyncio.sleep(0)
+        at_once -= 1
+
+    async def gone():
+        return {"type": "http.disconnect"}
+
+    async def all_of_them() -> None:
+        scopes = [
+            {"type": "http", "method": "GET", "path": f"/gradio_api/heartbeat/{i}", "headers": []} for i in range(30)
+        ]
+        await asyncio.gather(*(route_filter(scope, gone, lambda _: asyncio.sleep(0)) for scope in scopes))
+
+    route_filter.app = ending
+    asyncio.run(all_of_them())
+    assert (at_once, most) == (0, MAX_ENDINGS)
+
+
+def test_open_pages_are_limited(route_filter, monkeypatch):
+    monkeypatch.setattr(route_filter_module, "MAX_SESSIONS", 1)
+    with route_filter._sessions.open_tab("one"):
+        assert status(route_filter, "/gradio_api/heartbeat/two", "GET") == 429
+    assert status(route_filter, "/gradio_api/heartbeat/two", "GET") == 200
 
 
 def test_unclaimed_uploads_are_removed_without_further_requests(route_filter, monkeypatch, tmp_path):
