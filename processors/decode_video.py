@@ -29,7 +29,10 @@ NUM_THREADS = 1  # of a decoder: several videos are decoded at once, and every t
 BYTES_PER_PIXEL = 48  # of a frame: those that a decoder keeps for reference, one in RGB, one that is being resized
 READ_BYTES = 1 << 18  # at once from Python's file objects
 REFERRING = frozenset(  # formats of FFmpeg whose files name other files, streams or devices
-    ("hls", "dash", "concat", "imf", "sdp", "rtsp", "rtp", "sap", "webm_dash_manifest", "vobsub", "lavfi", "avisynth")
+    (
+        *("hls", "dash", "concat", "imf", "sdp", "rtsp", "rtp", "sap", "webm_dash_manifest", "vobsub", "lavfi"),
+        *("avisynth", "image2", "image2_alias_pix", "image2_brender_pix"),  # the last ones take a name as a pattern
+    )
 )
 TEXT_FORMATS = ("tty", "bin", "xbin", "adf", "idf")  # whose text FFmpeg would show as on a terminal
 

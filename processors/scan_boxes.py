@@ -16,18 +16,19 @@ import numpy as np
 
 from mmvllm.errors import VideoError
 
-MAX_ENTRIES = 20_000_000  # of the index; 92 hours at 60 frames per second
+MAX_ENTRIES = 100_000_000  # of the index, which take 3.5 GB; 460 hours at 60 frames per second
+FEW_ENTRIES = 100_000  # are accepted of small files, too; else each has at least a byte
 MAX_DEPTH = 10  # boxes inside each other, which is FFmpeg's limit, too
 MAX_RUNS = 1_000_000  # of chunks that have the same number of samples; a table of them has 12 MB
 ENTRY_SAMPLES = 160  # of sound without compression, which have one entry together; most formats have 1024
+READ_BYTES = 1 << 18  # at once, to find a box
 MAX_DESCRIPTIONS = 1024 * 1024  # bytes of a table of codecs
 
 _OF_FRAGMENTS = (b"trun", b"senc")  # tables of samples
-_LONG = (*_OF_FRAGMENTS, b"stsz", b"stz2", b"elst", b"cmov")  # tables that make an index long
-_TABLES = frozenset((*_LONG, b"hdlr", b"stco", b"co64", b"stsc", b"stts", b"ctts"))
+_TABLES = (*_OF_FRAGMENTS, b"stsz", b"stz2", b"elst", b"cmov", b"hdlr", b"stco", b"co64", b"stsc", b"stts", b"ctts")
 # These have no boxes inside. FFmpeg finds tables in most others, also where the format has none.
-_OPAQUE = _TABLES | {b"mdat", b"idat", b"uuid", b"stss"}
-_MEDIA = (b"vide", b"soun", b"subp", b"clcp")  # handlers that say what a track has; others say where its data are
+_OPAQUE = {*_TABLES, b"mdat", b"idat", b"uuid", b"stss"}
+_MEDIA = {b"vide", b"soun", b"subp", b"clcp"}  # handlers that say what a track has; others say where its data are
 
 
 def scan_boxes(file: str | BinaryIO, name: str, check_time: Callable[[], None]) -> None:
@@ -40,9 +41,10 @@ def scan_boxes(file: str | BinaryIO, name: str, check_time: Callable[[], None]) 
     if isinstance(file, str):
         with open(file, "rb") as opened:
             return scan_boxes(opened, name, check_time)
-    file.seek(0, os.SEEK_END)
-    num_entries, num_tracks, track = 0, 0, Track()
-    for kind, content in _boxes(file, 0, file.tell(), depth=0):
+    num_bytes = file.seek(0, os.SEEK_END)
+    most = min(MAX_ENTRIES, max(FEW_ENTRIES, num_bytes))
+    num_entries, num_tracks, max_edits, track = 0, 0, 1, Track()
+    for kind, content in _boxes(file, 0, num_bytes, depth=0):
         check_time()
         if kind == b"cmov":
             raise VideoError(name, "has a compressed header (cmov); convert it first, for example with FFmpeg")
@@ -54,55 +56,59 @@ def scan_boxes(file: str | BinaryIO, name: str, check_time: Callable[[], None]) 
             num_entries += content.number(4)
         elif kind == b"moof":
             num_entries += num_tracks  # a fragment has an entry for each
+        elif kind == b"elst":  # FFmpeg counts by the size of the table
+            max_edits = max(max_edits, content.number(4), (content.size - 8) // 12)
         else:
             track.add(kind, content)
-        if (number := num_entries + track.num_entries) > MAX_ENTRIES:
-            raise VideoError(name, f"may have an index of {number} entries, more than {MAX_ENTRIES}; cut it first")
+        if (number := (num_entries + track.num_entries) * max_edits) > most:
+            raise VideoError(name, f"may have an index of {number} entries, more than {most}; cut it first")
     return None
 
 
 @dataclass(slots=True)
 class Track:
-    """What a track declares, as far as it says how long FFmpeg's index of it may be."""
+    """What a track declares, as far as it says how long FFmpeg's index of it may be.
+
+    FFmpeg ignores some of the boxes that are found here, so that none may make the number smaller.
+    """
 
     num_samples: int = 0
-    num_edits: int = 1
     num_chunks: int = 0
-    runs: np.ndarray = field(default_factory=lambda: np.empty((0, 3), ">u4"))  # first chunk, samples of each, codec
-    durations: list[int] = field(default_factory=list)  # of runs of samples, as far as two of them
-    handler: bytes = b""
+    runs: list[np.ndarray] = field(default_factory=list)  # (n, 3): first chunk, samples of each, codec
+    durations: list[list[int]] = field(default_factory=list)  # of runs of samples, as far as two of them
+    handlers: set[bytes] = field(default_factory=set)
     has_offsets: bool = False  # of the times at which samples are shown
 
     @property
     def num_entries(self) -> int:
-        if self.durations != [1]:
-            return self.num_samples * self.num_edits
+        if not self.durations or any(one not in ([1], [-1 % 2**32]) for one in self.durations):
+            return max(self.num_samples, self._num_sound_entries())
         # FFmpeg takes it for sound without compression, if it is sound, which a codec may say as well.
-        is_sound = self.handler == b"soun" and not self.has_offsets
-        return max(self._num_sound_entries(), 0 if is_sound else self.num_samples) * self.num_edits
+        is_sound = self.handlers == {b"soun"} and not self.has_offsets
+        return max(self._num_sound_entries(), 0 if is_sound else self.num_samples)
 
     def _num_sound_entries(self) -> int:
-        first, samples = self.runs[:, 0].astype(np.int64), self.runs[:, 1].astype(np.int64)
+        return max(map(self._num_entries_of, self.runs), default=0)
+
+    def _num_entries_of(self, runs: np.ndarray) -> int:
+        first, samples = runs[:, 0].astype(np.int64), runs[:, 1].astype(np.int64)
         num_chunks = np.diff(first, append=self.num_chunks + 1).clip(0, self.num_chunks)
         return int((num_chunks * -(-samples // ENTRY_SAMPLES)).sum())
 
     def add(self, kind: bytes, content: "Content") -> None:
         if kind == b"hdlr":
-            handler = content.read(8, 4)
-            self.handler = handler if handler in _MEDIA else self.handler
+            self.handlers |= {content.read(8, 4)} & _MEDIA
         elif kind in (b"stsz", b"stz2"):
             self.num_samples += content.number(8)
-        elif kind == b"elst":  # FFmpeg counts by the size of the table
-            self.num_edits = max(self.num_edits, content.number(4), (content.size - 8) // 12)
         elif kind == b"ctts":
             self.has_offsets = True
         elif kind in (b"stco", b"co64"):
             self.num_chunks = max(self.num_chunks, content.number(4))
         elif kind == b"stsc":
             runs = content.read(8, 12 * min(content.number(4), MAX_RUNS))
-            self.runs = np.frombuffer(runs, ">u4", len(runs) // 12 * 3).reshape(-1, 3)
+            self.runs.append(np.frombuffer(runs, ">u4", len(runs) // 12 * 3).reshape(-1, 3))
         elif kind == b"stts":
-            self.durations = [content.number(12 + 8 * i) for i in range(min(content.number(4), 2))]
+            self.durations.append([content.number(12 + 8 * i) for i in range(min(content.number(4), 2))])
 
 
 class Content:
@@ -141,15 +147,25 @@ def _boxes(file: BinaryIO, at: int, end: int, depth: int) -> Iterator[tuple[byte
         if kind == b"stsd":
             yield from _tables_inside(file, content)
         elif kind not in _OPAQUE:
-            for offset in (0, 4) if kind == b"meta" else (0,):  # in MP4 files, a version precedes what is inside
-                yield from _boxes(file, start + offset, stop, depth + 1)
+            inside = _place_of_handler(content) if kind == b"meta" else 0  # a version may precede what is inside
+            yield from _boxes(file, start + inside, stop, depth + 1)
         at = stop
+
+
+def _place_of_handler(content: Content) -> int:
+    """Where FFmpeg begins to read the boxes in `meta`; its end, where it reads none."""
+    for offset in range(0, content.size, READ_BYTES):
+        data = content.read(offset, READ_BYTES)
+        words = np.frombuffer(data, "S4", len(data) // 4)
+        if len(found := np.flatnonzero(words == b"hdlr")):
+            return offset + 4 * int(found[0]) - 4
+    return content.size
 
 
 def _tables_inside(file: BinaryIO, content: Content) -> Iterator[tuple[bytes, Content]]:
     """Tables behind the fields of a codec, whose length depends on it: they are searched by name."""
     data = content.read(0, MAX_DESCRIPTIONS)
-    for kind in _LONG:
+    for kind in _TABLES:
         at = data.find(kind)
         while at >= 0:
             yield kind, Content(file, content.start + at + 4, content.end)
