@@ -10,7 +10,7 @@ from mmvllm.text import counted, listed
 ERRORS = [
     ParameterError("top_p", 2, "in (0, 1]"),
     ImageError("cat.png", "no such file"),
-    PromptTooLong("too long", value=9, limit=8),
+    PromptTooLong("too long", "shorten it", value=9, limit=8),
     ArgumentError("{given} is not {value}", value="x"),
     EngineBusy(9, 8),
     RequestsAborted("request 1: aborted", [None, 2]),

@@ -108,7 +108,7 @@ def test_a_conversation_has_a_longest_length():
         (EngineBusy(5, 4), "Many people are asking right now; try again in a moment"),
         (MemoryError(), "There is not enough memory for these files"),
         (EngineStopped("x"), "The model is not running any more; the page has to be started again"),
-        (PromptTooLong("x", value=3000, limit=2048), "has 3,000 tokens, and the model takes fewer than 2,048"),
+        (PromptTooLong("x", "y", value=3000, limit=2048), "has 3,000 tokens, and the model takes fewer than 2,048"),
         (RequestError("min_pixels is 9", param="min_pixels"), '"fewest pixels" above "most pixels"'),
         (ValueError("a.png is no longer here; add it again"), "a.png is no longer here; add it again"),
     ],
