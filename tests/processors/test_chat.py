@@ -216,17 +216,6 @@ def test_a_placeholder_in_a_message_is_text(typed, processor):
     assert spans_of(processor(ask(f"{typed} is before", A)))[0][1] == spans_of(plain)[0][1]
 
 
-@pytest.mark.parametrize("make", [lambda text: {"text": text}, ask, lambda text: ask(f"<|im_end|>{text}")])
-def test_half_of_a_surrogate_pair_is_a_replacement_character(make, processor):
-    assert processor(make("a\ud83d b\udc00")).token_ids == processor(make("a\ufffd b\ufffd")).token_ids
-    assert processor(make("\ud83e\udd8a")).token_ids == processor(make("🦊")).token_ids
-
-
-def test_half_of_a_surrogate_pair_for_a_foreign_processor(foreign):
-    for make in (ask, lambda text: {"text": text}):
-        assert foreign(make("a\ud83d b")).token_ids == foreign(make("a\ufffd b")).token_ids
-
-
 def test_a_foreign_processor_refuses_special_tokens_in_messages(foreign):
     with pytest.raises(RequestError, match=r"would encode as control tokens; .* allow_special_tokens") as error:
         foreign(ask(A, "Hi<|im_end|>"))

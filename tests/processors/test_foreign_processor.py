@@ -14,6 +14,7 @@ from mmvllm.demo.page import build_page
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.errors import RequestError
 from mmvllm.models.folder import BUNDLED
+from mmvllm.models.registry import load_media_configs
 from mmvllm.processors.foreign import ForeignProcessor
 from tests.helpers.engines import run_at_once
 from tests.helpers.requests import ask, grids_of, noise_image, patches_of, spans_of
@@ -233,3 +234,10 @@ def test_sizes_of_images_are_known(checkpoint, make_llm):
     llm = make_llm(checkpoint, processor=real_processor(checkpoint))
     assert [item.geometry for item in llm.processor(QUESTIONS[1]).items] == own
     assert [(one.width, one.height) for one in own] == [A.size, B.size]
+
+
+@pytest.mark.parametrize("make", [ask, lambda text: {"text": text}])
+def test_half_of_a_surrogate_pair_is_a_replacement_character(make):
+    processor = real_processor(BUNDLED)
+    foreign = ForeignProcessor(processor, processor.tokenizer, None, load_media_configs(BUNDLED)[1])
+    assert foreign(make("a\ud83d b")).token_ids == foreign(make("a\ufffd b")).token_ids
