@@ -29,7 +29,7 @@ MAX_MULTIPLE = 2**53  # larger integers are not exact in float64
 MAX_REMAINDERS = 10_000  # 0.05 s: each is a state of the lexer, and where schemas are combined each pair, triple ... is
 _OF_ONE, _OF_LISTS = ("additionalProperties", "items", "additionalItems"), ("anyOf", "oneOf", "allOf", "prefixItems")
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
-_VALUES = ("const", "enum", "default", "examples", "example")  # which may be null
+_VALUES = ("const", "default", "examples", "example")  # which may be null
 
 
 def without_nulls(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def without_nulls(schema: Mapping[str, Any]) -> dict[str, Any]:
         elif keyword in _OF_NAMES and isinstance(value, Mapping):
             made[keyword] = {name: _without_nulls(part) for name, part in value.items() if part is not None}
         elif value is not None:
-            made[keyword] = _without_nulls(value)
+            made[keyword] = value if keyword == "enum" else _without_nulls(value)
     return made
 
 

@@ -35,9 +35,9 @@ def given_info(source: Any) -> VideoInfo:
 def clip_of(source: Any, plan: ClipPlan, load_frame: LoadFrame = load_image, limits: VideoLimits = ANY_VIDEO) -> Clip:
     """The clip of given frames, each of which is loaded and resized before the next one.
 
-    All are taken, unless `do_sample_frames` of the request, or else of the metadata, is true, or neither it nor
-    `frames_indices` is there and the request has `fps` or `num_frames`. Raises VideoError for frames of different sizes
-    or wrong metadata, ImageError for a frame.
+    All are taken, unless there are metadata without `frames_indices`, and `do_sample_frames` of the request, or else of
+    the metadata, is true, or else the request has `fps` or `num_frames`. Raises VideoError for frames of different
+    sizes or wrong metadata, ImageError for a frame.
     """
     given = _GivenFrames.of(source)
     fps = given.fps or plan.part.get("sample_fps") or plan.part.get("fps") or plan.fps or DEFAULT_FPS

@@ -35,7 +35,7 @@ def is_video_part(part: Mapping[str, Any]) -> bool:
 def image_part(i: int, part: dict) -> dict:
     """What to load under "image", with the sizes that are given."""
     with naming_media(image_index=i):
-        part = _with_options_of_url(without_nulls(part), "image_url")
+        part = _with_options_of_urls(without_nulls(part), "image")
         check_keys("image part", part, IMAGE_KEYS)
         check_numbers(part)
         if (detail := part.get("detail", "auto")) not in DETAILS:
@@ -47,7 +47,7 @@ def image_part(i: int, part: dict) -> dict:
 def video_part(i: int, part: dict) -> dict:
     """What to load under "video", with the options of `qwen_vl_utils` that are given."""
     with naming_media(video_index=i):
-        part = _with_options_of_url(without_nulls(part), "video_url")
+        part = _with_options_of_urls(without_nulls(part), "video")
         check_keys("video part", part, VIDEO_KEYS)
         check_numbers(part)
         source = _source("video", VIDEO_SOURCE_KEYS, part)
@@ -73,16 +73,17 @@ def without_nulls(part: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in part.items() if value is not None}
 
 
-def _with_options_of_url(part: dict[str, Any], key: str) -> dict[str, Any]:
-    """The part with what stands beside the URL in its object as options of its own."""
-    if not isinstance(given := part.get(key), Mapping):
-        return part
-    options = without_nulls(given)
-    made = part | {key: options.pop("url", None)} | options
-    if twice := [name for name in options if name in part and part[name] != options[name]]:
-        both = f"{part[twice[0]]!r:.50} and {options[twice[0]]!r:.50}"
-        raise RequestError(f"{twice[0]} is given twice, {both}; leave one of them out", param=twice[0])
-    return without_nulls(made)
+def _with_options_of_urls(part: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The part with what stands beside the URL in an object as options of its own."""
+    for key in (kind, f"{kind}_url"):
+        if isinstance(given := part.get(key), Mapping):
+            options = without_nulls(given)
+            url = options.pop("url", None)
+            if twice := [name for name in options if name in part and part[name] != options[name]]:
+                both = f"{part[twice[0]]!r:.50} and {options[twice[0]]!r:.50}"
+                raise RequestError(f"{twice[0]} is given twice, {both}; leave one of them out", param=twice[0])
+            part = without_nulls(part | {key: url} | options)
+    return part
 
 
 def _source(kind: str, keys: tuple[str, ...], part: dict) -> Any:
@@ -111,8 +112,9 @@ def plain_processor_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     kwargs = without_nulls(given)
     if isinstance(rates := kwargs.get("fps"), list | tuple):
-        if any(rate != rates[0] for rate in rates):
-            reason = f"fps has the rates {listed(rates, 'and')}; give each video its own, in its part or its metadata"
+        if others := [rate for rate in rates if rate != rates[0]]:
+            both = f"{rates[0]!r:.50} and {others[0]!r:.50}"
+            reason = f"fps has the rates {both}; give each video its own, in its part or its metadata"
             raise RequestError(reason, param="fps")
         kwargs = without_nulls(kwargs | {"fps": rates[0] if rates else None})
     size = kwargs.pop("size", {})

@@ -144,6 +144,7 @@ def _processor_kwargs(request: dict) -> dict[str, Any]:
     kwargs = request.get("mm_processor_kwargs") or {}
     if not isinstance(kwargs, Mapping):
         raise ParameterError("mm_processor_kwargs", kwargs, "a dict")
+    kwargs = without_nulls(kwargs)
     check_keys("mm_processor_kwargs", kwargs, PROCESSOR_KEYS | {"size"})
     kwargs = plain_processor_kwargs(kwargs)
     check_numbers(kwargs)

@@ -91,9 +91,9 @@ class Track:
         return max(map(self._num_entries_of, self.runs), default=0)
 
     def _num_entries_of(self, runs: np.ndarray) -> int:
-        first, samples = runs[:, 0].astype(np.int64), runs[:, 1].astype(np.int64)
+        first, samples = runs[:, 0].astype(np.float64), runs[:, 1].astype(np.float64)  # whose sums do not overflow
         num_chunks = np.diff(first, append=self.num_chunks + 1).clip(0, self.num_chunks)
-        return int((num_chunks * -(-samples // ENTRY_SAMPLES)).sum())
+        return int((num_chunks * np.ceil(samples / ENTRY_SAMPLES)).sum())
 
     def add(self, kind: bytes, content: "Content") -> None:
         if kind == b"hdlr":

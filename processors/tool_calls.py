@@ -10,6 +10,7 @@ Text around calls is content, as is a call of a function that there is not, or o
 import json
 import re
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,8 @@ START, END = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*(?=\{)')
 _BEGINS_AN_OBJECT = re.compile(r"\s*(\{|$)")
 _MEMBER = re.compile(r'\s*[{,]\s*("(?:[^"\\]|\\.)*")\s*:\s*')
-_TAIL = re.compile(r'\s*(?:,\s*(?:"[^{}<]*|$))?\}?\s*(</tool_call>)?')  # other members may follow the arguments
+# Other members may follow the arguments.
+_TAIL = re.compile(r'\s*(?:,\s*(?:".*?(?=</?tool_call>)|".*$|$))?\}?\s*(</tool_call>)?', re.DOTALL)
 _NOT_JSON = {"NaN": "null", "Infinity": "null", "-Infinity": "null", "None": "null", "True": "true", "False": "false"}
 
 
@@ -55,13 +57,20 @@ def read_tool_calls(text: str, names: Collection[str]) -> tuple[str, list[Functi
 
 def read_arguments(text: str) -> dict[str, Any] | None:
     """The arguments of a call; None if they are no object, or were cut off. Text may follow them."""
-    text, scanner = text.strip(), _ObjectScanner()
-    arguments, _ = scanner.feed(text)
-    try:
-        read = parse_json(arguments) if text.startswith("{") and scanner.is_complete else None
-    except ValueError:
+    text = text.strip()
+    if not text.startswith("{"):
         return None
-    return read
+    with suppress(ValueError):
+        return parse_json(text, parse_constant=_refuse)
+    scanner = _ObjectScanner()
+    arguments, _ = scanner.feed(text)
+    with suppress(ValueError):
+        return parse_json(arguments) if scanner.is_complete else None
+    return None
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 class ToolCallParser:
@@ -172,8 +181,8 @@ class _ObjectScanner:
         made = []
         for i, char in enumerate(text):
             if self._in_string:
-                is_control = char < " " and not self._is_escaped
-                made.append(json.dumps(char)[1:-1] if is_control else char)
+                is_control = char < " "  # behind a backslash, too, which then stands for itself
+                made.append("\\" * self._is_escaped + json.dumps(char)[1:-1] if is_control else char)
                 self._in_string = char != '"' or self._is_escaped
                 self._is_escaped = char == "\\" and not self._is_escaped
             elif char.isalnum() or char in "+-.":
@@ -195,15 +204,17 @@ class _ObjectScanner:
 
 
 def _read_call(text: str) -> FunctionCall | None:
-    """The call that an object is; None if it is no call. A call may leave out its arguments if there are none."""
-    members, at = {"arguments": "{}"}, 0
+    """The call that an object is; None if it is no call. A call without arguments may leave them out."""
+    members, at = {}, 0
     try:
         while match := _MEMBER.match(text, at):
             _, at = json.JSONDecoder().raw_decode(text, match.end())
             members[json.loads(match[1])] = text[match.end() : at]
-        name, arguments = json.loads(members.get("name", "null")), members["arguments"]
+        name = json.loads(members.get("name", "null"))
     except (ValueError, RecursionError):
         return None
+    has_others = any(value[0] in "{[" for value in members.values())  # which may be arguments under another name
+    arguments = members.get("arguments", "" if has_others else "{}")
     is_call = isinstance(name, str) and arguments.startswith("{") and text[at:].strip() == "}"
     return FunctionCall(name, arguments) if is_call else None
 

@@ -24,6 +24,7 @@ SLOW = r"(?:\w|\w\w|.)*\d"  # takes longer than anybody waits
         r".*layers\.\d{1,2}\.self_attn\..*",
         "|".join([r"layers\.0\.[a-z]{1,9}"] * 20),
         r"model\.visual.*",
+        r"model.*\(?Right\)?",
         "",
     ],
 )

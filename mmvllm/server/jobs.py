@@ -251,7 +251,13 @@ class JobFactory:
 
     async def _fetch_video(self, video: VideoReference, reservation: ByteReservation) -> bytes | list[bytes]:
         if video.has_frames:
-            return [await self._fetch(frame, video.param, reservation) for frame in video.frames]
+            limit = self._settings.media.total_timeout
+            try:
+                async with asyncio.timeout(limit):
+                    return [await self._fetch(frame, video.param, reservation) for frame in video.frames]
+            except TimeoutError:
+                message = f"the frames took longer than {limit:g} s together"
+                raise ApiError(400, message, param=video.param) from None
         return await self._fetch(video.url, video.param, reservation, "video")
 
     async def _fetch(self, url: str, param: str, reservation: ByteReservation, kind: Kind = "image") -> bytes:

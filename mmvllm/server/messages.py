@@ -193,9 +193,12 @@ def in_openai_form(part: Any) -> Any:
     kind = _MEDIA.get(part.get("type")) if isinstance(part, dict) else None
     if kind is None:
         return part
-    key, source = f"{kind}_url", part.get(kind, part.get(f"{kind}_url"))
+    key = f"{kind}_url"
+    sources = [part[name] for name in (kind, key) if part.get(name) is not None]
+    if len(sources) != 1:
+        return part | {"type": key}  # which is refused
     made = {name: value for name, value in part.items() if name not in (kind, key)} | {"type": key}
-    return made if source is None else made | {key: {"url": source} if isinstance(source, str | list) else source}
+    return made | {key: {"url": sources[0]} if isinstance(sources[0], str | list) else sources[0]}
 
 
 _MEDIA = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
@@ -240,7 +243,9 @@ class CalledFunction(StrictModel):
     model_config = ConfigDict(extra="ignore")
 
     name: str
-    arguments: Any = Field(None, description="A JSON object, as text. Whatever else a model has written is read as {}.")
+    arguments: Any = Field(
+        None, description="A JSON object, also as text. Whatever else a model has written is read as {}."
+    )
 
 
 class CallOfHistory(StrictModel):

@@ -33,6 +33,13 @@ class VideoReference:
         return isinstance(self.url, list) or self.url[: len(FRAMES_PREFIX)].lower() == FRAMES_PREFIX
 
     @property
+    def num_frames(self) -> int:
+        """How many frames are given one by one, counted without making their URLs."""
+        if isinstance(self.url, list):
+            return len(self.url)
+        return self.url.count(",") if self.has_frames else 0
+
+    @property
     def frames(self) -> list[str]:
         """The URLs of its frames."""
         if isinstance(self.url, list):
@@ -78,8 +85,8 @@ class VideoOptionLimits:
             names = ("nframes", "min_frames", "max_frames")
             _check_most(video.path, video.options, dict.fromkeys(names, self.max_frames))
             _check_most(video.path, video.options, {"min_pixels": self.max_frame_pixels})
-            if video.has_frames and (number := len(video.frames)) > self.max_frames:
-                message = f"{number} frames, at most {self.max_frames} are accepted; leave some out"
+            if video.num_frames > self.max_frames:
+                message = f"{video.num_frames} frames, at most {self.max_frames} are accepted; leave some out"
                 raise ApiError(400, message, param=video.param)
         if kwargs is not None:
             given = kwargs.model_dump(exclude_none=True)

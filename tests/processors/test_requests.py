@@ -69,6 +69,8 @@ def test_options_beside_a_url_and_in_its_object_are_the_same(kind, given):
     for name, value in given.items():
         one = {name: value}
         assert parsed(one, {}) == parsed({}, one) == parsed(one, one) == [{kind: "a", **one}]
+        plain = {"type": kind, kind: {"url": "a", **one}, f"{kind}_url": None}
+        assert getattr(parse_request(user(plain)), f"{kind}s") == [{kind: "a", **one}]
         with pytest.raises(ValueError, match=f"{kind} 0: {name} is given twice, .*; leave one of them out"):
             parsed(one, {name: "auto" if name == "detail" else value + 1})
     with pytest.raises(ValueError, match=f"{kind} 0: {kind} part has unknown keys speed"):
@@ -83,7 +85,7 @@ def test_options_beside_a_url_and_in_its_object_are_the_same(kind, given):
         ({"fps": [2.0]}, {"fps": 2.0}),
         ({"fps": [2.0, 2]}, {"fps": 2.0}),
         ({"fps": []}, {}),
-        ({"fps": None, "size": None, "do_sample_frames": None}, {}),
+        ({"fps": None, "size": None, "do_sample_frames": None, "unknown": None}, {}),
         ({"do_sample_frames": True}, {"do_sample_frames": True}),
     ],
 )

@@ -157,6 +157,13 @@ def test_no_box_makes_the_number_smaller(decoy, is_before, clip):
     assert_refused(data, "an index of 100200 entries")
 
 
+def test_sums_do_not_overflow(clip):
+    runs = numbers(0, 160) + numbers(1, 2**32 - 1, 1, 2**32 - 1, 2**32 - 1, 1) * 80
+    tables = box(b"stsc", runs) + box(b"stco", numbers(0, 2**32 - 1))
+    data = rebuilt(clip, lambda kind, content: tables if kind == b"stsc" else box(kind, content))
+    assert_refused(data, "an index of")
+
+
 @pytest.mark.parametrize("duration", [1, 2**32 - 1])
 def test_a_table_of_chunks_does_not_hide_another(duration, clip):
     def make(kind: bytes, content: bytes) -> bytes:

@@ -15,6 +15,7 @@ ARGUMENTS = '{"a": "x</tool_call>\\"{ ü", "b": [1, {"c": 2}]}'
 CALL = f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'
 UNKNOWN = '<tool_call>\n{"name": "no", "arguments": {}}\n</tool_call>'
 A_LIST = '<tool_call>{"name": "f", "arguments": []}</tool_call>'
+OTHER_NAME = '<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>'
 DAMAGED = '<tool_call>{"name": "f" oops}</tool_call>'
 F = ("f", ARGUMENTS)
 TEXTS = {
@@ -45,6 +46,10 @@ TEXTS = {
     '<tool_call>{"name": "f", "arguments": {}, "id": "1"}</tool_call>': ("", [("f", "{}")]),
     '<tool_call>{"name": "f", "arguments": {}, he said': (", he said", [("f", "{}")]),
     '<tool_call>{"name": "f"}</tool_call>': ("", [("f", "{}")]),
+    '<tool_call>{"name": "f", "id": "1"}</tool_call>': ("", [("f", "{}")]),
+    OTHER_NAME: (OTHER_NAME, []),
+    '<tool_call>{"name": "f", "arguments": {}, "x": {"a": "<{}>"}}\n</tool_call>b': ("b", [("f", "{}")]),
+    '<tool_call>{"name": "f", "arguments": {}, "x": 1<tool_call>{"name": "f"}': ("", [("f", "{}")] * 2),
     # Cut off
     f"{CALL[:-1]}": ("", [F]),
     f"{CALL[:-11]}": ("", [F]),
@@ -62,6 +67,7 @@ ARGUMENT_TEXTS = {  # as models write them: as they are sent
     '{"a": NaN, "b": [Infinity,-Infinity]}': '{"a": null, "b": [null,null]}',
     '{"a": True, "b": [False, None]}': '{"a": true, "b": [false, null]}',
     '{"a": "x\n\ty\x00"}': r'{"a": "x\n\ty\u0000"}',
+    '{"a": "x \\\ny"}': r'{"a": "x \\\ny"}',
 }
 
 

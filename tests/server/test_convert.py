@@ -134,6 +134,20 @@ def test_sizes_that_contradict_each_other_are_refused(inside, beside):
         engine_request(image_part("a", **inside) | beside)
 
 
+def test_one_of_two_names_of_a_source_may_be_null():
+    want = engine_request(image_part("a"))
+    for part in (image_part("a") | {"image": None}, {"type": "image", "image": "a", "image_url": None}):
+        assert engine_request(part) == want
+    with pytest.raises(ValidationError, match="image"):
+        engine_request(image_part("a") | {"image": "b"})
+
+
+def test_frames_are_counted_without_making_their_urls():
+    body = ChatRequest(**chat({"type": "video", "video": "data:video/jpeg;base64," + "," * 10**6}))
+    [video] = videos_of(body)
+    assert (video.num_frames, video.has_frames) == (10**6 + 1, True)
+
+
 def test_a_string_among_parts_is_text():
     given = ChatRequest(model="m", messages=[{"role": "user", "content": ["Hi", "there"]}])
     assert [part.text for part in given.messages[0].content] == ["Hi", "there"]
