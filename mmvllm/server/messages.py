@@ -185,6 +185,9 @@ def refusal_as_text(part: Any) -> Any:
     return {"type": "text", "text": part.get("refusal")} if is_refusal else part
 
 
+_MEDIA = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}  # by the types of parts
+
+
 def in_openai_form(part: Any) -> Any:
     """A part of a chat in the forms of qwen-vl-utils, a string, or with a URL that is not in an object."""
     if isinstance(part, str):
@@ -199,9 +202,6 @@ def in_openai_form(part: Any) -> Any:
         return part | {"type": key}  # which is refused
     made = {name: value for name, value in part.items() if name not in (kind, key)} | {"type": key}
     return made | {key: {"url": sources[0]} if isinstance(sources[0], str | list) else sources[0]}
-
-
-_MEDIA = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
 
 
 Part = Annotated[
