@@ -124,9 +124,9 @@ def held_by_this_process() -> tuple[int, int]:
 @pytest.mark.slow
 @linux
 def test_processes_killed_at_any_moment_leave_no_memory_behind():
-    WorkerPool(
-        1
-    ).close()  # the first one opens files that stay: of multiprocessing's resource tracker and shared memory
+    # The first one opens files that stay: of multiprocessing's resource tracker and shared memory.
+    WorkerPool(1).close()
+    gc.collect()  # what other tests have left must not go meanwhile
     before, outcomes = held_by_this_process(), []
     pool = WorkerPool(1)
     with ThreadPoolExecutor(1) as threads:
@@ -144,7 +144,8 @@ def test_processes_killed_at_any_moment_leave_no_memory_behind():
     assert all(isinstance(error, WorkerDied | None) for error in outcomes), outcomes
     pool.close()
     assert held_by_this_process()[1] == before[1]
-    del pool, arriving, outcomes  # errors hold frames, and those hold what tells how a process ended
+    del pool, arriving, outcomes  # errors hold frames, and those hold what tells how a process ended, in cycles
+    gc.collect()
     assert held_by_this_process() == before
 
 
