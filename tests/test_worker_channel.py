@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -124,9 +125,10 @@ def held_by_this_process() -> tuple[int, int]:
 @pytest.mark.slow
 @linux
 def test_processes_killed_at_any_moment_leave_no_memory_behind():
-    # The first one opens files that stay: of multiprocessing's resource tracker and shared memory.
-    WorkerPool(1).close()
-    gc.collect()  # what other tests have left must not go meanwhile
+    # The first process opens files that stay: of multiprocessing's resource tracker and shared memory.
+    with closing(WorkerPool(1)) as first:
+        first.run(tasks.pid)
+    del first
     before, outcomes = held_by_this_process(), []
     pool = WorkerPool(1)
     with ThreadPoolExecutor(1) as threads:
@@ -144,8 +146,7 @@ def test_processes_killed_at_any_moment_leave_no_memory_behind():
     assert all(isinstance(error, WorkerDied | None) for error in outcomes), outcomes
     pool.close()
     assert held_by_this_process()[1] == before[1]
-    del pool, arriving, outcomes  # errors hold frames, and those hold what tells how a process ended, in cycles
-    gc.collect()
+    del pool, arriving, outcomes  # errors hold frames, and those hold what tells how a process ended
     assert held_by_this_process() == before
 
 
