@@ -36,12 +36,12 @@ def without_nulls(schema: Mapping[str, Any]) -> dict[str, Any]:
     """A schema without its keywords and properties of the value null, with which generators of schemas mean none."""
     made = {}
     for keyword, value in schema.items():
-        if keyword in _VALUES:
+        if keyword in _VALUES or (keyword == "enum" and value is not None):
             made[keyword] = value
         elif keyword in _OF_NAMES and isinstance(value, Mapping):
             made[keyword] = {name: _without_nulls(part) for name, part in value.items() if part is not None}
         elif value is not None:
-            made[keyword] = value if keyword == "enum" else _without_nulls(value)
+            made[keyword] = _without_nulls(value)
     return made
 
 

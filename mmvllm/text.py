@@ -44,9 +44,10 @@ def without_logins(text: str) -> str:
 
 
 def with_whole_characters(value: Any) -> Any:
-    """The same value with U+FFFD in place of each half of a surrogate pair in its strings, which no encoding has.
+    """Return a copy of a JSON value in which U+FFFD replaces each lone surrogate of its strings.
 
-    Clients that cut texts leave such halves, and would send them again with each later message of a conversation.
+    Lone surrogates cannot be encoded. Clients that cut texts leave them, and send them again with each later message of
+    a conversation.
     """
     if isinstance(value, str):
         try:

@@ -74,7 +74,7 @@ def without_nulls(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_options_of_urls(part: dict[str, Any], kind: str) -> dict[str, Any]:
-    """The part with what stands beside the URL in an object as options of its own."""
+    """Return the part with the options from the objects of its URLs merged into it."""
     for key in (kind, f"{kind}_url"):
         if isinstance(given := part.get(key), Mapping):
             options = without_nulls(given)

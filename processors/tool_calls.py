@@ -167,8 +167,8 @@ class ToolCallParser:
 class _ObjectScanner:
     """Finds the end of a JSON object that comes in pieces, and makes JSON of what models write in its place.
 
-    Line breaks and other control characters in strings are escaped. The constants of Python become those of JSON, and
-    NaN and Infinity become null, as in JavaScript. All else stays as it is.
+    Line breaks and other control characters in strings are escaped. Python's True, False and None are written as in
+    JSON, and NaN and Infinity become null, as in JavaScript. All else stays as it is.
     """
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class _ObjectScanner:
         made = []
         for i, char in enumerate(text):
             if self._in_string:
-                is_control = char < " "  # behind a backslash, too, which then stands for itself
+                is_control = char < " "  # a backslash before it is escaped, too
                 made.append("\\" * self._is_escaped + json.dumps(char)[1:-1] if is_control else char)
                 self._in_string = char != '"' or self._is_escaped
                 self._is_escaped = char == "\\" and not self._is_escaped

@@ -142,7 +142,7 @@ class DemoRouteFilter:
     async def _until_closing(self, scope: Scope, receive: Receive, send: Send) -> None:
         """End an endless response when the page closes: the server waits for all responses before it exits.
 
-        Gradio does much when such a response ends, so many that end together do so in turns.
+        Gradio does much work when such a response ends, so that only a few may end at the same time.
         """
         is_complete, has_turn = False, False
 

@@ -66,7 +66,7 @@ def _integers_of(model: type[BaseModel]) -> frozenset[str]:
 
 
 def _kinds_of(annotation: Any) -> Iterator[Any]:
-    """The types in an annotation, without those of the items of lists."""
+    """Yield the types of a union, but not the types of the items of its lists."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin in (Union, UnionType, Annotated):
         for one in args[:1] if origin is Annotated else args:
