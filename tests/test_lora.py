@@ -11,6 +11,7 @@ from mmvllm.engine.adapters import AdapterStore, model_without_weights
 from mmvllm.models.lora import linear_regions
 from mmvllm.models.registry import load_config
 from tests.helpers.adapters import DECODER, VISION, make_adapter, merged_checkpoint
+from tests.helpers.cpu import kinds
 from tests.helpers.engines import assert_idle
 from tests.helpers.rank_threads import use_rank_threads
 from tests.helpers.requests import ask, noise_image
@@ -117,7 +118,7 @@ def test_two_ranks(checkpoints, adapters, expected, make_llm, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+@pytest.mark.parametrize("quantization", kinds(["int8", "fp8"]))
 def test_quantized_layers(quantization, checkpoints, adapters, make_llm):
     """Alone as in a batch, and other than without adapters."""
     options = {"dtype": "bfloat16", "quantization": quantization, "enable_prefix_caching": False}

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mmvllm import SamplingParams
+from tests.helpers.cpu import NEEDS_8_BITS, kinds
 from tests.helpers.engines import assert_idle
 from tests.helpers.parity import REQUESTS, VIDEOS
 from tests.helpers.reference import (
@@ -33,7 +34,7 @@ FP8_SHAPES = [name for name in IMAGE_SHAPES if "experts" not in name and SHAPES[
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("shape", IMAGE_SHAPES)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", kinds(FORMATS))
 def test_every_request_is_answered(name, shape, checkpoints, make_llm):
     llm = make_llm(checkpoints(shape), **FORMATS[name])
     outputs = llm.generate_multimodal(list(REQUESTS.values()), EIGHT)
@@ -51,7 +52,7 @@ def plain_logits(name: str, hf: Reference, folder, inputs: dict) -> torch.Tensor
 
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize("shape", IMAGE_SHAPES)
-@pytest.mark.parametrize("name", ["bfloat16", "int8"])
+@pytest.mark.parametrize("name", kinds(["bfloat16", "int8"]))
 @pytest.mark.parametrize("question", ["text", "three"])
 def test_the_error_of_the_logits_is_at_most_twice_that_of_plain_torch(
     question, name, shape, checkpoints, reference, make_llm
@@ -65,7 +66,7 @@ def test_the_error_of_the_logits_is_at_most_twice_that_of_plain_torch(
 @pytest.mark.spawns
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", RICHEST)
-@pytest.mark.parametrize("name", ["bfloat16", "int8"])
+@pytest.mark.parametrize("name", kinds(["bfloat16", "int8"]))
 def test_the_error_of_the_logits_after_clips(name, shape, checkpoints, reference, make_llm):
     hf, folder = reference(shape), checkpoints(shape)
     inputs = hf.inputs(VIDEOS["one clip"])
@@ -75,7 +76,7 @@ def test_the_error_of_the_logits_after_clips(name, shape, checkpoints, reference
 
 @pytest.mark.spawns
 @pytest.mark.parametrize("shape", RICHEST)
-@pytest.mark.parametrize("name", ["bfloat16", "int8"])
+@pytest.mark.parametrize("name", kinds(["bfloat16", "int8"]))
 def test_the_error_of_the_logits_after_clips_where_routers_choose_the_same_experts(
     name, shape, checkpoints, reference, make_llm
 ):
@@ -91,6 +92,7 @@ def test_the_error_of_the_logits_after_clips_where_routers_choose_the_same_exper
     assert_no_worse(got, plain, exact)
 
 
+@NEEDS_8_BITS
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("shape", [name for name in IMAGE_SHAPES if "experts" not in name])
 @pytest.mark.parametrize("question", ["text", "three"])

@@ -15,6 +15,7 @@ from mmvllm.layers.grouped import GroupedInt4Weight
 from mmvllm.layers.linear import Linear
 from mmvllm.layers.packed import Int8Weight, PackedWeight
 from mmvllm.outputs import CompletionOutput, RequestOutput
+from tests.helpers.cpu import NEEDS_BFLOAT16, kinds
 
 
 def step(end: float, prefill: int, decode: int, images: int = 0, running: int = 1, **seconds: float) -> StepStats:
@@ -121,7 +122,7 @@ def test_the_limit_depends_on_concurrency(run, make_llm):
     ("dtype", "quantization", "form"),
     [
         (torch.float32, None, None),
-        (torch.bfloat16, None, PackedWeight),
+        pytest.param(torch.bfloat16, None, PackedWeight, marks=NEEDS_BFLOAT16),
         (torch.bfloat16, "fp8", Fp8Weight),
         (torch.bfloat16, "int4", Int8Weight),
     ],
@@ -137,7 +138,7 @@ def test_a_machine_is_measured(dtype, quantization, form, monkeypatch):
     assert forms == [form]
 
 
-@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+@pytest.mark.parametrize("quantization", kinds(["int8", "fp8"]))
 def test_quantized_weights_take_a_byte_each_beside_their_scales(quantization, make_llm):
     llm = make_llm(None, quantization=quantization, dtype="bfloat16")
     config, costs = llm.engine.model_config, ModelCosts(llm.engine.model_config)

@@ -13,6 +13,7 @@ from mmvllm.captioning import CaptionSettings, JobError, caption_images
 from mmvllm.captioning.record import COLUMNS
 from mmvllm.errors import ArgumentError
 from mmvllm.intake import Prefetcher
+from tests.helpers.cpu import NEEDS_8_BITS
 from tests.helpers.requests import ask, noise_image
 
 
@@ -355,6 +356,7 @@ def test_the_fingerprint_of_settings_is_stable(settings, fingerprint):
     assert CaptionSettings(**settings).fingerprint == fingerprint
 
 
+@NEEDS_8_BITS
 def test_the_dtype_and_quantization_of_an_engine_are_recorded(folder, llm, checkpoint):
     assert run(folder, llm).settings.dtype == "float32" and run(folder, llm).settings.quantization is None
     options = {"device": "cpu", "num_kvcache_blocks": 64, "skip_warmup": True, "quantization": "int8"}

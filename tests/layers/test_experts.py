@@ -11,7 +11,7 @@ from mmvllm.kernels import grouped_linear, silu_mul
 from mmvllm.layers import experts as file
 from mmvllm.layers.experts import SparseMLP
 from mmvllm.layers.packed import Int8Weight, PackedWeight
-from mmvllm.models.forms import packs_well
+from tests.helpers.cpu import NEEDS_8_BITS, NEEDS_BFLOAT16
 from tests.helpers.kernels import assert_no_worse
 from tests.helpers.packing import pack_weights
 
@@ -121,10 +121,10 @@ def test_results_are_added_in_an_order_that_depends_on_the_token_alone(implement
         assert torch.equal(mlp.experts(x[rows], chosen[rows], weights[rows]), together[rows])
 
 
+@NEEDS_BFLOAT16
 @pytest.mark.parametrize("number", [1, 5, 64, 3000])
 def test_packed_experts_have_at_most_twice_the_error_of_plain_ones(number):
     dtype = torch.bfloat16
-    assert packs_well(dtype)
     mlp, x = sparse_mlp(4, 2, dtype), tokens(number, dtype)
     reference, exact = mlp(x), in_float64(mlp, x)
     pack_weights(mlp, dtype)
@@ -133,6 +133,7 @@ def test_packed_experts_have_at_most_twice_the_error_of_plain_ones(number):
     assert_no_worse(mlp(x), reference, exact)
 
 
+@NEEDS_8_BITS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8_experts_are_as_accurate_as_8_bits_allow(dtype):
     mlp, x = sparse_mlp(4, 2, dtype), tokens(100, dtype)
@@ -143,6 +144,7 @@ def test_int8_experts_are_as_accurate_as_8_bits_allow(dtype):
     assert (mlp(x).double() - plain).square().mean().sqrt() / plain.square().mean().sqrt() < 0.03
 
 
+@NEEDS_8_BITS
 def test_int8_rows_are_independent():
     mlp, x = sparse_mlp(8, 4), tokens(30)
     probs = mlp.gate(x).softmax(-1).topk(4)

@@ -1,8 +1,10 @@
 """Packed weights compute the same products as plain ones; 8-bit weights are as accurate as their steps allow."""
 
 import os
+import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from mmvllm import LLM, SamplingParams
 from mmvllm.layers import packed
 from mmvllm.layers.linear import Linear, MergedLinear, SiluGate, by_rows
 from mmvllm.layers.packed import Int8Weight, WidenedWeight
+from tests.helpers.cpu import NEEDS_8_BITS, NEEDS_BFLOAT16, PACKS_BFLOAT16, SUMS_8_BITS
 from tests.helpers.packing import pack_weights
 
 ROWS = (1, 2, 5, 6, 7, 64, 300)
@@ -32,6 +35,7 @@ def worst(got: torch.Tensor, exact: torch.Tensor) -> float:
     return (got.double() - exact).abs().max().item()
 
 
+@NEEDS_BFLOAT16
 @pytest.mark.parametrize("make", [lambda: Linear(96, 72), lambda: Linear(96, 72, bias=False), lambda: SiluGate(96, 56)])
 @pytest.mark.parametrize("number", ROWS)
 def test_packed_layers_have_at_most_twice_the_error_of_plain_ones(make, number):
@@ -46,6 +50,7 @@ def test_packed_layers_have_at_most_twice_the_error_of_plain_ones(make, number):
     assert worst(got, exact) <= 2 * worst(expected, exact) + torch.finfo(dtype).eps / 2 * exact.abs().max()
 
 
+@NEEDS_BFLOAT16
 @pytest.mark.parametrize("is_bfloat16_slow", [True, False])
 def test_rows_of_packed_layers_are_independent(is_bfloat16_slow, monkeypatch):
     monkeypatch.setattr(packed, "multiplies_float32_faster", lambda: is_bfloat16_slow)
@@ -94,6 +99,7 @@ def test_merged_layers_split_their_output():
         torch.testing.assert_close(part, expected)
 
 
+@NEEDS_8_BITS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("number", ROWS)
 def test_int8_is_as_accurate_as_its_steps_allow(number, dtype):
@@ -130,6 +136,15 @@ def test_unsupported_quantization_is_refused(checkpoint):
         LLM(checkpoint, quantization="int2")
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="names of flags of other CPUs")
+def test_what_a_cpu_can_multiply_is_what_its_flags_say():
+    """Tests that need it are skipped elsewhere, and would be skipped here if this were wrong."""
+    flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()
+    assert any(flag in flags for flag in ("avx512_vnni", "avx_vnni", "amx_int8")) == SUMS_8_BITS
+    avx512 = all(flag in flags for flag in ("avx512bw", "avx512vl", "avx512dq"))
+    assert (avx512 or "avx_ne_convert" in flags) == PACKS_BFLOAT16
+
+
 @pytest.mark.slow
 def test_int8_is_refused_where_sums_would_overflow():
     """oneDNN is limited to the instructions of CPUs without VNNI."""
@@ -149,6 +164,7 @@ def test_weights_are_not_packed_without_onednn(monkeypatch):
         pack_weights(layer, torch.bfloat16, "int8")
 
 
+@NEEDS_8_BITS
 def test_int8_completions_do_not_depend_on_the_batch(checkpoint, make_llm):
     llm = make_llm(checkpoint, quantization="int8", enable_prefix_caching=False)
     params = SamplingParams(max_tokens=8, ignore_eos=True)

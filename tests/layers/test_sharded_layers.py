@@ -15,6 +15,7 @@ from mmvllm.layers.vocabulary import VocabularyEmbedding, VocabularyHead
 from mmvllm.models.splitting import PlannedRank
 from mmvllm.models.weights import checkpoint_views
 from mmvllm.ranks import SINGLE, Operation
+from tests.helpers.cpu import NEEDS_BFLOAT16, kinds
 from tests.helpers.kernels import assert_no_worse
 from tests.helpers.packing import pack_weights
 from tests.helpers.ranks import on_ranks
@@ -103,13 +104,14 @@ def test_experts_are_dealt_out(implementation, num_experts, top_k, size, number,
     assert all(part.isfinite().all() for part in parts)
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_experts_of_a_rank_are_packed(int8):
+@NEEDS_BFLOAT16
+@pytest.mark.parametrize("quantization", kinds([None, "int8"]))
+def test_experts_of_a_rank_are_packed(quantization):
     experts = ExpertsConfig(num_experts=4, num_experts_per_tok=2, intermediate_size=40)
     x, results = tokens(20).bfloat16(), []
     for ranks in [SINGLE, *ranks_of(3)]:
         mlp = sparse_mlp(experts, ranks).bfloat16()
-        pack_weights(mlp, torch.bfloat16, "int8" if int8 else None)
+        pack_weights(mlp, torch.bfloat16, quantization)
         results.append(mlp(x).double())
     assert len(mlp.experts.converted) == 0  # 4 experts over 3 ranks: the last has none
     torch.testing.assert_close(sum(results[1:]), results[0], rtol=0.02, atol=0.02)

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from mmvllm.engine.device_adapters import DeviceAdapters
 from mmvllm.layers.attention import TorchAttention
-from mmvllm.models.forms import packs_well
 from mmvllm.models.lora import linear_regions
 from mmvllm.models.registry import family_of, load_config
 from tests.helpers.adapters import DECODER, MLP, VISION, make_adapter, merged_checkpoint, rename_tensors
+from tests.helpers.cpu import NEEDS_BFLOAT16, kinds
 from tests.helpers.packing import pack_weights
 from tests.helpers.ranks import on_ranks
 from tests.helpers.shapes import RICHEST
@@ -94,11 +94,11 @@ def test_ranks_merge_their_parts(shape, checkpoints, tmp_path):
             torch.testing.assert_close(got[name], want[name])
 
 
+@NEEDS_BFLOAT16
 @pytest.mark.thinned(1)
-@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+@pytest.mark.parametrize("quantization", kinds(["int8", "fp8"]))
 def test_weights_are_merged_before_they_are_quantized(quantization, checkpoint, tmp_path, adapter):
     merged = merged_checkpoint(tmp_path / "merged", checkpoint, adapter)
-    assert packs_well(torch.bfloat16)
     models = []
     for folder, lora in ((checkpoint, adapter), (merged, None)):
         models.append(load(folder, torch.bfloat16, lora=lora))

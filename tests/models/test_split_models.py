@@ -10,13 +10,13 @@ from mmvllm.batch import Batch, prompt_batch
 from mmvllm.config import EngineConfig
 from mmvllm.engine.memory import empty_kv_cache, num_kv_blocks
 from mmvllm.layers.attention import TorchAttention
-from mmvllm.models.forms import packs_well
 from mmvllm.models.interface import Model
 from mmvllm.models.registry import load_config
 from mmvllm.models.rotary import inverse_frequencies
 from mmvllm.models.splitting import PlannedRank, possible_sizes
 from mmvllm.models.weights import load_model
 from mmvllm.ranks import SINGLE, ConnectedRanks, Operation, Ranks
+from tests.helpers.cpu import NEEDS_8_BITS, NEEDS_BFLOAT16
 from tests.helpers.packing import pack_weights
 from tests.helpers.ranks import on_ranks
 from tests.helpers.reference import Float64, assert_no_worse
@@ -149,17 +149,16 @@ def test_a_vocabulary_need_not_be_divisible(copy_of):
 # 8-bit floats need sizes that are multiples of 16, and no experts.
 ROUNDED = ("gqa2-tied", "mha-untied", "windows2-vit80-untied", "qwen3-mqa-untied")
 PACKED = (*ROUNDED, "deepstack3-tied", "experts4-top2-vit72")
-KINDS = [(*case, "fp8") for case in cases(ROUNDED)] + [
-    (*case, kind) for kind in (None, "int8", "int4") for case in cases(PACKED)
-]
+KINDS = [(*case, "fp8") for case in cases(ROUNDED)] + [(*case, None) for case in cases(PACKED)]
+KINDS += [pytest.param(*case, kind, marks=NEEDS_8_BITS) for kind in ("int8", "int4") for case in cases(PACKED)]
 
 
+@NEEDS_BFLOAT16
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize(("shape", "size", "quantization"), KINDS)
 def test_packed_and_quantized_weights_of_ranks(shape, size, quantization, checkpoints):
     """As near to the exact logits as those of one process with weights of the same kind."""
     folder, dtype = checkpoints(shape), torch.bfloat16
-    assert packs_well(dtype)
 
     def run(ranks: Ranks) -> torch.Tensor:
         model = loaded(folder, ranks, dtype)
