@@ -12,6 +12,7 @@ from PIL import Image
 from mmvllm.config import MiB
 from mmvllm.errors import ImageError, MediaFileError, VideoError
 from mmvllm.media import MediaPolicy
+from mmvllm.memory_limit import memory_limit
 from mmvllm.processors.budget import DECODING, VIDEO_DECODING
 from mmvllm.processors.clip import Clip
 from mmvllm.processors.draft import Draft, source_size, with_source_size
@@ -23,11 +24,9 @@ if TYPE_CHECKING:
     from mmvllm.processors.load_video import Load
     from mmvllm.processors.video import ClipPlan
 
-# What a decoder and the conversion to RGB allocate at most for a pixel, with room: Pillow alone holds three copies of 4
-# bytes at a time, and decoders of progressive JPEG and AVIF planes of their own; those of videos hold frames.
-BYTES_PER_PIXEL = 48
-BASE_BYTES = 256 * MiB
-CLIP_BYTES = 2048 * MiB  # frames that are kept, and their copy for the parent
+# What a process may allocate beyond what its task reserves, which is an estimate.
+IMAGE_BYTES = 256 * MiB
+VIDEO_BYTES = 512 * MiB  # FFmpeg decodes frames before their size is known: of 8K in H.264, 10 bits, in 131 MiB
 NUM_VIDEO_WORKERS = min(4, NUM_WORKERS)  # each of which loads torch, for resizing
 
 
@@ -39,11 +38,8 @@ class MediaDecoder:
 
     def __init__(self, policy: MediaPolicy):
         self._policy = policy
-        limit = policy.max_pixels * BYTES_PER_PIXEL + BASE_BYTES
-        self._pool = WorkerPool(initializer=_start, initargs=(policy,), memory_limit=limit, reserve=DECODING.reserve)
-        self._video_pool = WorkerPool(
-            NUM_VIDEO_WORKERS, _start_video, (policy,), limit + CLIP_BYTES, VIDEO_DECODING.reserve
-        )
+        self._pool = WorkerPool(initializer=_start, initargs=(policy,), reserve=DECODING.reserve)
+        self._video_pool = WorkerPool(NUM_VIDEO_WORKERS, _start_video, (policy,), VIDEO_DECODING.reserve)
 
     def start(self) -> None:
         """Start a process before the first image needs it."""
@@ -121,9 +117,11 @@ def _start_video(policy: MediaPolicy) -> None:
 
 def _decode(data: bytes, draft: Draft | None) -> tuple[tuple[int, int], pickle.PickleBuffer, int, tuple[int, int]]:
     """The size, the pixels, 3 bytes each, the orientation and the full size of what is encoded."""
-    image = _policy.load(data, draft, reserve_in_parent)
+    with memory_limit(IMAGE_BYTES):
+        image = _policy.load(data, draft, reserve_in_parent)
     return image.size, pickle.PickleBuffer(image.tobytes()), orientation_of(image), source_size(image)
 
 
 def _decode_video(data: bytes | list[bytes], plan: "ClipPlan") -> Clip:
-    return _policy.load_video(data, plan, reserve_in_parent)
+    with memory_limit(VIDEO_BYTES):
+        return _policy.load_video(data, plan, reserve_in_parent)

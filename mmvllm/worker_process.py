@@ -1,5 +1,6 @@
 """What runs in worker processes: one task after the other, until the parent ends."""
 
+import logging
 import multiprocessing
 import os
 import pickle
@@ -8,10 +9,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from ctypes import c_uint64
+from logging.handlers import QueueHandler
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from mmvllm.errors import without_frames
+from mmvllm.memory_limit import allow
 from mmvllm.worker_channel import Channel, SharedBuffer
 
 BEAT_SECONDS = 0.5
@@ -27,9 +29,13 @@ _parent: Channel | None = None
 
 @contextmanager
 def reserve_in_parent(num_bytes: int) -> Iterator[None]:
-    """Have the parent reserve bytes for the rest of the task, in place of what the task reserved before."""
+    """Have the parent reserve bytes for the rest of the task, in place of what the task reserved before.
+
+    Within a `memory_limit`, they may be allocated from now on.
+    """
     _parent.send(("reserve", num_bytes))
     _parent.receive()
+    allow(num_bytes)
     yield
 
 
@@ -37,7 +43,6 @@ def serve(
     pipe: Connection,
     shared: SharedBuffer | None,
     setup: bytes,
-    memory_limit: int | None,
     engine_env: dict[str, str] | None,
     pulse: c_uint64,
 ) -> None:
@@ -48,8 +53,6 @@ def serve(
     with beating(pulse), suppress(EOFError, ConnectionError):  # the parent has ended
         initializer, initargs = pickle.loads(setup)
         initializer(*initargs)
-        if memory_limit is not None:
-            _limit_memory(memory_limit)
         channel.send(("ready", None))
         while True:
             _answer(channel, *channel.receive())
@@ -77,9 +80,20 @@ def _become_worker(engine_env: dict[str, str] | None) -> None:
         begin_engine(engine_env)
         return
     follow_parent()
+    logging.getLogger().addHandler(_LogOfParent(None))
     os.environ.update(ONE_THREAD)
     if hasattr(os, "nice"):
         os.nice(NICENESS)
+
+
+class _LogOfParent(QueueHandler):
+    """Has the parent log what a task logs."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.thread == threading.main_thread().ident  # the channel is that of the thread that runs tasks
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        _parent.send(("log", record))
 
 
 def begin_engine(env: dict[str, str]) -> None:
@@ -105,15 +119,6 @@ def follow_parent() -> None:
 def _exit_with_parent() -> None:
     multiprocessing.parent_process().join()
     os._exit(1)
-
-
-def _limit_memory(num_bytes: int) -> None:
-    with suppress(ImportError, OSError, ValueError):  # not Linux, or a sandbox that does not let it be limited
-        import resource
-
-        pages = int(Path("/proc/self/statm").read_text().split()[5])  # of writable memory
-        limit, (_, most) = pages * resource.getpagesize() + num_bytes, resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit if most < 0 else min(limit, most), most))
 
 
 def _answer(channel: Channel, task: Callable, args: tuple) -> None:

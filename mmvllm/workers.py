@@ -1,4 +1,4 @@
-"""Worker processes that run one task at a time, each with a time limit and a memory limit.
+"""Worker processes that run one task at a time, within a time limit.
 
     WorkerPool.run, in a thread of the parent  <── a channel for each process ──>  serve, in the process
 
@@ -7,6 +7,7 @@ task starts another. Processes are spawned, not forked: the parent's threads may
 """
 
 import atexit
+import logging
 import multiprocessing
 import os
 import pickle
@@ -55,8 +56,6 @@ class WorkerPool:
     Args:
         num_workers: maximum number of processes.
         initializer: called with `initargs` in each new process; both are pickled.
-        memory_limit: bytes that a process may allocate beyond what it has after `initializer`; more is a MemoryError
-            in it. Only where the system can tell and limit them (Linux).
         reserve: what `reserve_in_parent` takes bytes from.
         engine_env: environment variables for processes that run an engine: their number of threads, and their devices.
             Such a process has the priority of its parent, and may start processes of its own.
@@ -71,13 +70,12 @@ class WorkerPool:
         num_workers: int = NUM_WORKERS,
         initializer: Callable = nullcontext,
         initargs: tuple = (),
-        memory_limit: int | None = None,
         reserve: ReserveWhile = lambda *_: nullcontext(),
         engine_env: dict[str, str] | None = None,
         silence: float = SILENCE_SECONDS,
     ):
         self._num_workers, self._reserve = num_workers, reserve
-        self._setup = pickle.dumps((initializer, initargs)), memory_limit, engine_env, silence
+        self._setup = pickle.dumps((initializer, initargs)), engine_env, silence
         self._changed = threading.Condition()
         self._idle: list[_Worker] = []
         self._workers: set[_Worker] = set()
@@ -235,11 +233,11 @@ class _Limit:
 class _Worker:
     """A process, and the parent's end of its channel; used by one thread at a time."""
 
-    def __init__(self, setup: bytes, memory_limit: int | None, engine_env: dict[str, str] | None, silence: float):
+    def __init__(self, setup: bytes, engine_env: dict[str, str] | None, silence: float):
         pipe, theirs = multiprocessing.Pipe()
         shared, pulse = SharedBuffer.create(), new_pulse()
         self._channel = Channel(pipe, shared)
-        arguments = (theirs, shared, setup, memory_limit, engine_env, pulse)
+        arguments = (theirs, shared, setup, engine_env, pulse)
         self.process = start_process(serve, arguments, is_daemon=engine_env is None, needs_main=b"__main__" in setup)
         theirs.close()
         self._watch = Watch(Watched("it", self.process, pulse), silence)
@@ -262,6 +260,9 @@ class _Worker:
         with ExitStack() as reserved:
             while True:
                 kind, value = self._receive(limit)
+                if kind == "log":
+                    logging.getLogger(value.name).handle(value)
+                    continue
                 if kind != "reserve":
                     return kind == "error", value
                 reserved.close()

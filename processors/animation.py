@@ -14,7 +14,7 @@ from PIL import Image, UnidentifiedImageError
 from mmvllm.errors import VideoError
 from mmvllm.processors.clip import DEFAULT_FPS, Clip, VideoInfo, is_later_shown
 from mmvllm.processors.decode import Reserve, readable_formats
-from mmvllm.processors.decode_video import guarded, sampled
+from mmvllm.processors.decode_video import BYTES_PER_PIXEL, guarded, sampled
 from mmvllm.processors.pixels import upright_rgb
 from mmvllm.processors.scan import TIFF_MAGIC, scan
 from mmvllm.processors.video import ClipPlan
@@ -36,9 +36,9 @@ def is_animation(head: bytes) -> bool:
     return head.startswith(_MAGIC) or is_webp or head[4:12] in (b"ftypavif", b"ftypavis")
 
 
-def animation_info(data: bytes, name: str, limits: VideoLimits) -> VideoInfo:
+def animation_info(data: bytes, name: str, limits: VideoLimits, reserve: Reserve) -> VideoInfo:
     """As `video_info`."""
-    return _read(data, name, limits, lambda animation: animation.info)
+    return _read(data, name, limits, reserve, lambda animation: animation.info)
 
 
 def decode_animation(data: bytes, name: str, plan: ClipPlan, limits: VideoLimits, reserve: Reserve) -> Clip:
@@ -47,18 +47,17 @@ def decode_animation(data: bytes, name: str, plan: ClipPlan, limits: VideoLimits
     def take(animation: "_Animation") -> Clip:
         return sampled(name, animation.info, animation.frame_at, plan, limits, reserve)
 
-    return _read(data, name, limits, take)
+    return _read(data, name, limits, reserve, take)
 
 
 class _Animation:
     """An opened image, whose frames are read at the indices of a constant rate."""
 
     def __init__(self, image: Image.Image, name: str, limits: VideoLimits):
-        self._image, self._name, self._check_time = image, name, limits.check_time
+        self._image, self._name = image, name
         # Such a PNG shows its first image only where animations are not supported.
         self._first = 1 if getattr(image, "default_image", False) else 0
         number = max(getattr(image, "n_frames", 1) - self._first, 1)
-        limits.check(name, VideoInfo(1, 1.0, image.height, image.width))
         *starts, end = accumulate(self._durations(number), initial=0)
         number, self._starts = len(starts), [start / 1000 for start in starts]
         self._image.seek(self._first)
@@ -72,14 +71,12 @@ class _Animation:
         shown = bisect_right(self._starts, at) - 1
         while shown + 1 < len(self._starts) and is_later_shown(at, *self._starts[shown : shown + 2], period):
             shown += 1
-        self._check_time()
         self._image.seek(self._first + shown)
         return np.array(upright_rgb(self._image))
 
     def _durations(self, number: int) -> Iterator[float]:
         """Milliseconds of each frame up to the first one that cannot be decoded."""
         for i in range(number):
-            self._check_time()
             try:
                 self._image.seek(self._first + i)
                 self._image.load()
@@ -92,7 +89,7 @@ class _Animation:
             yield 1000 / DEFAULT_FPS if is_page else self._image.info.get("duration") or DEFAULT_MILLISECONDS
 
 
-def _read(data: bytes, name: str, limits: VideoLimits, use: Callable[[_Animation], T]) -> T:
+def _read(data: bytes, name: str, limits: VideoLimits, reserve: Reserve, use: Callable[[_Animation], T]) -> T:
     formats = readable_formats(limits.animated)
 
     def read() -> T:
@@ -104,6 +101,9 @@ def _read(data: bytes, name: str, limits: VideoLimits, use: Callable[[_Animation
         except Image.DecompressionBombError as error:
             raise VideoError(name, f"too large to decode ({error}); shrink it first") from None
         with closing(image):
-            return use(_Animation(image, name, limits))
+            limits.check_size(name, image.height, image.width)
+            with reserve(image.height * image.width * BYTES_PER_PIXEL):
+                animation = _Animation(image, name, limits)
+            return use(animation)
 
     return guarded(name, read)

@@ -39,9 +39,11 @@ TEXT_FORMATS = ("tty", "bin", "xbin", "adf", "idf")  # whose text FFmpeg would s
 _logger = logging.getLogger(__name__)
 
 
-def video_info(file: str | BinaryIO, name: str, limits: VideoLimits = ANY_VIDEO) -> VideoInfo:
+def video_info(
+    file: str | BinaryIO, name: str, limits: VideoLimits = ANY_VIDEO, reserve: Reserve = VIDEO_DECODING.reserve
+) -> VideoInfo:
     """What is known before frames are taken; raises VideoError, which calls the video `name`."""
-    return _read(file, name, limits, lambda stream, info: info)
+    return _read(file, name, limits, reserve, lambda stream, info: info)
 
 
 def decode_video(
@@ -55,7 +57,7 @@ def decode_video(
 
     Args:
         file: a path, or a binary file object that can seek.
-        reserve: called with the bytes that decoding takes, before it begins (see `load_image`).
+        reserve: called with the bytes that decoding takes, before it begins (see `load_image`): first for one frame.
     """
 
     def take(stream: VideoStream, info: VideoInfo) -> Clip:
@@ -74,7 +76,7 @@ def decode_video(
         stream.begin()
         return sampled(name, intact, frame_at, plan, limits, reserve)
 
-    return _read(file, name, limits, take)
+    return _read(file, name, limits, reserve, take)
 
 
 def sampled(
@@ -125,12 +127,18 @@ def guarded(name: str, read: Callable[[], T]) -> T:
     raise VideoError(name, reason)  # here, where the exception above and the frames that it holds are gone
 
 
-def _read(file: str | BinaryIO, name: str, limits: VideoLimits, use: Callable[[VideoStream, VideoInfo], T]) -> T:
+def _read(
+    file: str | BinaryIO,
+    name: str,
+    limits: VideoLimits,
+    reserve: Reserve,
+    use: Callable[[VideoStream, VideoInfo], T],
+) -> T:
     def read() -> T:
-        scan_boxes(file, name, limits.check_time)
+        scan_boxes(file, name)
         open_container = partial(_open, file, name, limits)
         with closing(VideoStream(open_container, name, limits, NUM_THREADS)) as stream:
-            return use(stream, _info(stream, name, limits))
+            return use(stream, _info(stream, name, limits, reserve))
 
     return guarded(name, read)
 
@@ -173,12 +181,14 @@ def _self_contained() -> tuple[str, ...]:
     return tuple(sorted(av.formats_available - REFERRING))
 
 
-def _info(stream: VideoStream, name: str, limits: VideoLimits) -> VideoInfo:
+def _info(stream: VideoStream, name: str, limits: VideoLimits, reserve: Reserve) -> VideoInfo:
     """Also goes to the first frame."""
     limits.check_seconds(name, stream.declared_seconds)
-    limits.check_size(name, *stream.declared_size)  # before memory is taken for a frame
+    height, width = stream.declared_size
+    limits.check_size(name, height, width)
     number, fps = stream.measure()
-    size = stream.begin()
+    with reserve(height * width * BYTES_PER_PIXEL):
+        size = stream.begin()
     if size is None:
         raise VideoError(name, "has no frame that can be decoded")
     info = VideoInfo(max(number, 1), fps, *size)

@@ -62,14 +62,16 @@ def load_video(
         del source, failure
 
 
-def load_video_info(source: Any, limits: VideoLimits = ANY_VIDEO) -> VideoInfo:
+def load_video_info(
+    source: Any, limits: VideoLimits = ANY_VIDEO, reserve: Reserve = VIDEO_DECODING.reserve
+) -> VideoInfo:
     """What is known of a video before its frames are taken, given as for `load_video`."""
     if is_given(source):
         return given_info(source)
     return _read(
         source,
-        lambda file, name: video_info(file, name, limits),
-        lambda data, name: animation_info(data, name, limits),
+        lambda file, name: video_info(file, name, limits, reserve),
+        lambda data, name: animation_info(data, name, limits, reserve),
     )
 
 
@@ -88,11 +90,13 @@ def _read(source: Any, video: Callable[[Any, str], T], animation: Callable[[byte
 
 
 def _bytes_of(file: str | BinaryIO, size: int) -> bytes:
+    """The first bytes, at most `size` of them."""
     if isinstance(file, str):
         with open(file, "rb") as opened:
-            return opened.read(size)
+            return _bytes_of(opened, size)
+    there = file.seek(0, os.SEEK_END)
     file.seek(0)
-    return file.read(size)
+    return file.read(min(size, there))  # `read` takes memory for all that it is asked for
 
 
 @contextmanager

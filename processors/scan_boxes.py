@@ -8,7 +8,7 @@ is known; only a memory limit of the process, as the server's decoders have, bou
 
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
@@ -31,21 +31,19 @@ _OPAQUE = {*_TABLES, b"mdat", b"idat", b"uuid", b"stss"}
 _MEDIA = {b"vide", b"soun", b"subp", b"clcp"}  # handlers that say what a track has; others say where its data are
 
 
-def scan_boxes(file: str | BinaryIO, name: str, check_time: Callable[[], None]) -> None:
+def scan_boxes(file: str | BinaryIO, name: str) -> None:
     """Raise VideoError, which calls the video `name`, for an index that may take unreasonable memory.
 
     Args:
         file: a path, or a binary file object that can seek; other formats have no such boxes.
-        check_time: called for each box; raises an error if the scan takes too long.
     """
     if isinstance(file, str):
         with open(file, "rb") as opened:
-            return scan_boxes(opened, name, check_time)
+            return scan_boxes(opened, name)
     num_bytes = file.seek(0, os.SEEK_END)
     most = min(MAX_ENTRIES, max(FEW_ENTRIES, num_bytes))
     num_entries, num_tracks, max_edits, track = 0, 0, 1, Track()
     for kind, content in _boxes(file, 0, num_bytes, depth=0):
-        check_time()
         if kind == b"cmov":
             raise VideoError(name, "has a compressed header (cmov); convert it first, for example with FFmpeg")
         if kind == b"stsd" and content.size > MAX_DESCRIPTIONS:

@@ -1,6 +1,5 @@
 """What is accepted of a video, checked before frames are decoded."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from mmvllm.errors import VideoError
@@ -19,7 +18,6 @@ class VideoLimits:
         animated: Pillow's names of the formats of animated images.
         max_frame_pixels: pixels of a frame; `max_pixels`: of all frames that are taken, before they are resized.
         max_seconds: duration.
-        check_time: called between packets and between animated images; raises an error if decoding takes too long.
     """
 
     containers: tuple[str, ...] = ()
@@ -28,7 +26,6 @@ class VideoLimits:
     max_frame_pixels: int = MAX_SOURCE_PIXELS
     max_pixels: int | None = None
     max_seconds: float | None = None
-    check_time: Callable[[], None] = lambda: None
 
     def check(self, name: str, info: VideoInfo) -> None:
         """Raise VideoError for frames that are too large, and for a video that is too long."""

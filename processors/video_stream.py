@@ -1,7 +1,7 @@
 """The frames of one video stream by PyAV, in the order in which they are shown, with seeks to keyframes.
 
-Packets that FFmpeg cannot decode are skipped; too many consecutive errors end the stream. The caller bounds the time,
-asked before each packet. Nothing here bounds memory: frames are yielded one by one.
+Packets that FFmpeg cannot decode are skipped; too many consecutive errors end the stream. Nothing here bounds time or
+memory: frames are yielded one by one.
 """
 
 from bisect import bisect_left
@@ -35,7 +35,7 @@ class VideoStream:
 
     Args:
         open_container: opens the file with PyAV, from its beginning; called again for formats that cannot go back.
-        limits: which codecs and sizes of frames are accepted; `check_time` is called before each packet.
+        limits: which codecs and sizes of frames are accepted.
         num_threads: of the decoder.
 
     Raises VideoError for a file without a video that can be decoded.
@@ -221,7 +221,6 @@ class VideoStream:
         while num_errors < MAX_ERRORS:
             try:
                 for packet in self._container.demux(self._stream):
-                    self._limits.check_time()
                     num_errors = 0
                     yield packet
                 return

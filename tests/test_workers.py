@@ -1,5 +1,6 @@
 """Worker processes run tasks within a time limit and a memory limit, and are replaced when they end."""
 
+import logging
 import multiprocessing
 import os
 import pickle
@@ -174,14 +175,21 @@ def test_processes_that_end_at_once_are_an_error_of_the_pool():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory limit is Linux's")
 def test_memory_over_the_limit_is_an_error_in_the_process():
-    pool = WorkerPool(1, tasks.remember, (0,), memory_limit=64 * MiB)
+    pool = WorkerPool(1)
     try:
-        assert pool.run(tasks.allocate, 32 * MiB) == 32 * MiB
-        with pytest.raises(MemoryError):
-            pool.run(tasks.allocate, 100 * MiB)
-        assert pool.run(tasks.echo, 1) == 1
+        for limit, reserved in ((64, 0), (16, 64)):
+            limits = limit * MiB, reserved * MiB
+            assert pool.run(tasks.allocate_with_reservation, 48 * MiB, *limits) == 48 * MiB
+            with pytest.raises(MemoryError):
+                pool.run(tasks.allocate_with_reservation, 100 * MiB, *limits)
+        assert pool.run(tasks.allocate, 200 * MiB) == 200 * MiB  # without a limit again
     finally:
         pool.close()
+
+
+def test_what_a_task_logs_is_logged_by_the_parent(pool, caplog):
+    pool.run(tasks.warn, "careful")
+    assert caplog.record_tuples == [("mmvllm.tasks", logging.WARNING, "careful!")]
 
 
 def test_reserved_bytes_are_held_until_the_task_ends_and_waiting_for_them_takes_no_time():

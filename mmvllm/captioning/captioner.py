@@ -10,6 +10,7 @@ from typing import Any
 from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.index import Index, keep_caption
 from mmvllm.captioning.items import Item
+from mmvllm.captioning.loading import ItemLoader
 from mmvllm.captioning.objects import with_object
 from mmvllm.captioning.ordering import in_order
 from mmvllm.captioning.preparation import CaptionPreparer, WorkerProcesses
@@ -17,7 +18,6 @@ from mmvllm.captioning.prompts import PromptPrefetcher
 from mmvllm.captioning.record import COLUMNS, SEEN
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.captioning.several import LIST, captions_of, first_error
-from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from mmvllm.errors import ArgumentError, MediaFileError, RequestError
 from mmvllm.intake import Prefetcher, Prepare, Prepared, pinning, timed
 from mmvllm.llm import LLM
@@ -58,17 +58,19 @@ class Captioner:
         self,
         llm: LLM | None,
         settings: CaptionSettings,
+        loader: ItemLoader,
         num_workers: int | None = None,
         in_processes: bool = False,
         ordered: bool = False,
-        timeouts: Timeouts = DEFAULT_TIMEOUTS,
     ):
         self.llm, self.settings = llm, settings
         if llm is not None:
             _check_schema(llm, settings)
-        self._ordered, self._timeouts = ordered, timeouts
+        self._loader, self._ordered = loader, ordered
         self._num_workers = num_workers or NUM_WORKERS
-        self._processes = WorkerProcesses(llm.processor, self._num_workers, timeouts) if in_processes else None
+        self._processes = None
+        if in_processes:
+            self._processes = WorkerProcesses(llm.processor, self._num_workers, loader.timeouts)
         self._prefetcher: Prefetcher | PromptPrefetcher | None = None
         self._is_stopped = False
 
@@ -114,7 +116,8 @@ class Captioner:
                     if num_failures > 2 * self.max_requests:  # more than any few steps can have
                         raise JobError(f"{self.noun} fails every time, now with: {output.error}")
         except WorkersUnusable as error:
-            raise JobError(f"{error}; run the same job again without worker processes") from error
+            remedy = "videos need them" if self._processes is None else "run the same job again without them"
+            raise JobError(f"{error}; {remedy}") from error
         finally:
             self._prefetcher.close()
             if self._processes is not None:
@@ -133,7 +136,7 @@ class Captioner:
         return PromptPrefetcher(prefetcher, self.settings.num_prompts, self._is_computed)
 
     def _preparer(self) -> Prepare:
-        prepare = self._processes or CaptionPreparer(self.llm.processor, self._timeouts)
+        prepare = self._processes or CaptionPreparer(self.llm.processor, self._loader)
         return timed(pinning(prepare, self.llm.device))
 
     def _outputs(self, select: Select) -> Iterator[tuple[int, RequestOutput | None]]:

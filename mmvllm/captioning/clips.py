@@ -5,40 +5,34 @@ import math
 from collections.abc import Iterator
 
 from mmvllm.captioning.items import Item, part_of_key
+from mmvllm.captioning.loading import ItemLoader
 from mmvllm.captioning.names import is_animation_name
 from mmvllm.captioning.settings import CaptionSettings
-from mmvllm.captioning.timeouts import Timeouts
 from mmvllm.processors.clip import VideoInfo
-from mmvllm.processors.load_video import load_video_info
-from mmvllm.processors.video_limits import VideoLimits
 
 SHORTEST_SHARE = 0.25  # of the seconds of a clip; a last piece that is shorter joins the clip before it
 
 
-def clips_of(item: Item, settings: CaptionSettings, timeouts: Timeouts) -> Iterator[Item]:
+def clips_of(item: Item, settings: CaptionSettings, loader: ItemLoader) -> Iterator[Item]:
     """The clips of a video, in their order; anything else as it is.
 
     The header of a video is read only where the settings need it. Raises ValueError if it cannot be read.
     """
-    if item.error is None and settings.animations_as_clips and _is_animation(item, timeouts):
+    if item.error is None and settings.animations_as_clips and _is_animation(item, loader):
         item = dataclasses.replace(item, is_video=True)
     if item.error is not None or not item.is_video or settings.clip_seconds is None:
         yield item
     else:
-        yield from _cut(item, _info(item, timeouts), settings.clip_seconds)
+        yield from _cut(item, loader.info(item), settings.clip_seconds)
 
 
-def _is_animation(item: Item, timeouts: Timeouts) -> bool:
+def _is_animation(item: Item, loader: ItemLoader) -> bool:
     if item.is_video or not is_animation_name(item.path):
         return False
     try:
-        return _info(item, timeouts).total_num_frames > 1
+        return loader.info(item).total_num_frames > 1
     except ValueError:  # as an image, it fails with the reason
         return False
-
-
-def _info(item: Item, timeouts: Timeouts) -> VideoInfo:
-    return timeouts.load(item, lambda limit: load_video_info(item.read(), VideoLimits(check_time=limit.check)))
 
 
 def _cut(item: Item, info: VideoInfo, seconds: float) -> Iterator[Item]:

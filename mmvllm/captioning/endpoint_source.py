@@ -14,17 +14,14 @@ from PIL import Image
 
 from mmvllm.captioning.captioner import Captioner, Select
 from mmvllm.captioning.endpoint import Endpoint
-from mmvllm.captioning.items import Item, item_of
+from mmvllm.captioning.items import item_of
+from mmvllm.captioning.loading import ItemLoader
 from mmvllm.captioning.objects import parsed
 from mmvllm.captioning.preparation import seen_of_image
 from mmvllm.captioning.settings import CaptionSettings
-from mmvllm.captioning.timeouts import Timeouts, outside
 from mmvllm.errors import RequestError
 from mmvllm.intake import Prepare, Prepared
 from mmvllm.outputs import RequestOutput
-from mmvllm.processors.budget import DECODING
-from mmvllm.processors.load import load_image
-from mmvllm.time_limit import TimeLimit
 
 MAX_PIXELS = 2048 * 2048  # of an image that is sent, unless the settings say it
 LOSSLESS_PIXELS = 512 * 512  # images up to this size are sent as PNG, larger ones as JPEG
@@ -46,15 +43,15 @@ class EndpointInput:
 class EndpointPreparer:
     """Requests for an item -> conversations; raises RequestError for an image that cannot be used."""
 
-    def __init__(self, max_pixels: int | None, timeouts: Timeouts):
-        self._max_pixels, self._timeouts = max_pixels or MAX_PIXELS, timeouts
+    def __init__(self, max_pixels: int | None, loader: ItemLoader):
+        self._max_pixels, self._loader = max_pixels or MAX_PIXELS, loader
 
     def __call__(self, request: dict) -> EndpointInput:
         item = item_of(request["messages"])
         if item.is_video:
             item.read()  # an item that cannot be read says why
             raise RequestError("videos are not sent to an endpoint; caption them with an engine of this machine")
-        image = self._timeouts.load(item, partial(_load, item))
+        image = self._loader.image(item)
         seen, uri = seen_of_image(image), data_uri(image, self._max_pixels)
         first, *others = [
             EndpointInput(_with_uri(messages, uri), seen, len(uri))
@@ -72,12 +69,12 @@ class EndpointSource(Captioner):
         self,
         endpoint: Endpoint,
         settings: CaptionSettings,
+        loader: ItemLoader,
         concurrency: int,
         num_workers: int | None,
-        timeouts: Timeouts,
         ordered: bool,
     ):
-        super().__init__(None, settings, num_workers, ordered=ordered, timeouts=timeouts)
+        super().__init__(None, settings, loader, num_workers, ordered=ordered)
         self._endpoint, self._concurrency = endpoint, concurrency
         self._changed = threading.Condition()
         self._in_flight: set[str] = set()  # ids, where the job has several prompts
@@ -94,7 +91,7 @@ class EndpointSource(Captioner):
         self._endpoint.stop()
 
     def _preparer(self) -> Prepare:
-        return EndpointPreparer(self.settings.max_pixels, self._timeouts)
+        return EndpointPreparer(self.settings.max_pixels, self._loader)
 
     def _is_computed(self, request_id: str) -> bool:
         return request_id not in self._in_flight
@@ -144,10 +141,6 @@ class EndpointSource(Captioner):
             answers = [self._answers.popleft() for _ in range(len(self._answers))]
         self._num_in_flight -= len(answers)
         yield from answers
-
-
-def _load(item: Item, limit: TimeLimit) -> Image.Image:
-    return load_image(item.read(), reserve=outside(limit, DECODING.reserve))
 
 
 def _fields(settings: CaptionSettings) -> dict[str, Any]:

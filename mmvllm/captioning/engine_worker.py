@@ -13,6 +13,7 @@ import torch
 from mmvllm.captioning.captioner import Captioner, Task, asked_of
 from mmvllm.captioning.index import Index, keep_caption
 from mmvllm.captioning.items import Item
+from mmvllm.captioning.loading import ItemLoader
 from mmvllm.captioning.objects import OBJECT
 from mmvllm.captioning.record import SEEN
 from mmvllm.captioning.settings import CaptionSettings
@@ -42,8 +43,8 @@ class EngineWorker:
         llm = LLM(spec.model, **spec.engine_args)
         self.max_requests = llm.admission.max_requests
         num_workers = spec.num_workers or spec.num_threads
-        in_processes, timeouts = spec.worker_processes, spec.timeouts
-        self._captioner = Captioner(llm, spec.settings, num_workers, in_processes, timeouts=timeouts)
+        loader = ItemLoader(spec.timeouts, num_workers)
+        self._captioner = Captioner(llm, spec.settings, loader, num_workers, spec.worker_processes)
         self._tickets = map(str, count())
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._lock = threading.Lock()

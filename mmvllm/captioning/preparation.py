@@ -3,31 +3,25 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import xxhash
 from PIL.Image import Image
 
 from mmvllm.captioning.items import Item, item_of
-from mmvllm.captioning.timeouts import Timeouts, outside
-from mmvllm.errors import ArgumentError, RequestError
+from mmvllm.captioning.loading import Loader, LoaderInWorker, run_twice
+from mmvllm.captioning.timeouts import Timeouts
+from mmvllm.errors import ArgumentError
 from mmvllm.inputs import EngineInput
-from mmvllm.processors.budget import DECODING, VIDEO_DECODING
+from mmvllm.processors.budget import DECODING
 from mmvllm.processors.chat import Processor
 from mmvllm.processors.clip import Clip, VideoInfo
-from mmvllm.processors.decode import Reserve
 from mmvllm.processors.draft import Draft, source_size
 from mmvllm.processors.foreign import ForeignProcessor
-from mmvllm.processors.load import load_image
-from mmvllm.processors.load_video import Load, load_video
+from mmvllm.processors.load_video import Load
 from mmvllm.processors.qwen_vl_utils import TOTAL_TOKENS
 from mmvllm.processors.video import ClipPlan
-from mmvllm.processors.video_limits import VideoLimits
-from mmvllm.time_limit import TimeLimit
-from mmvllm.worker_process import reserve_in_parent
-from mmvllm.workers import WorkerDied, WorkerPool, WorkerTimeout
-
-T = TypeVar("T")
+from mmvllm.workers import WorkerPool, WorkerTimeout
 
 CONTEXT_SHARE = 0.75  # of the model's longest sequence, for the frames of a clip
 
@@ -44,37 +38,21 @@ class CaptionInput(EngineInput):
 
 
 class CaptionPreparer:
-    """Prepares requests whose image or video is an `Item`; raises RequestError for one that cannot be used.
+    """Prepares requests whose image or video is an `Item`; raises RequestError for one that cannot be used."""
 
-    Args:
-        timeouts: for loading; None if the caller ends what takes too long.
-        reserve: what decoding takes memory from; by default this process's own budgets.
-    """
-
-    def __init__(
-        self, processor: Processor | ForeignProcessor, timeouts: Timeouts | None, reserve: Reserve | None = None
-    ):
-        self._processor = processor
-        self._loaded = _without_limit if timeouts is None else timeouts.load
-        self._reserve_image, self._reserve_video = reserve or DECODING.reserve, reserve or VIDEO_DECODING.reserve
+    def __init__(self, processor: Processor | ForeignProcessor, loader: Loader):
+        self._processor, self._loader = processor, loader
 
     def __call__(self, request: dict) -> CaptionInput:
         seen: dict[str, Any] = {}
 
         def image(item: Item, draft: Draft | None = None) -> Image:
-            def load(limit: TimeLimit) -> Image:
-                return load_image(item.read(), draft, reserve=outside(limit, self._reserve_image))
-
-            image = self._loaded(item, load)
+            image = self._loader.image(item, draft)
             seen.update(seen_of_image(image))
             return image
 
         def video(item: Item, plan: ClipPlan) -> Clip:
-            def load(limit: TimeLimit) -> Clip:
-                limits, reserve = VideoLimits(check_time=limit.check), outside(limit, self._reserve_video)
-                return load_video(item.read(), _within_context(plan), limits, reserve)
-
-            clip = self._loaded(item, load)
+            clip = self._loader.clip(item, _within_context(plan))
             seen.update(_seen_of_clip(item, clip))
             return clip
 
@@ -85,10 +63,6 @@ class CaptionPreparer:
         requests = [shared, *(shared | {"messages": messages} for messages in request["more"])]
         first, *others = self._processor.together(requests, load)
         return _caption_input(first, seen, tuple(_with_media_of(first, other) for other in others))
-
-
-def _without_limit(_: Item, load: Callable[[TimeLimit], T]) -> T:
-    return load(TimeLimit(float("inf")))
 
 
 def _caption_input(made: EngineInput, seen: dict[str, Any], others: tuple[EngineInput, ...] = ()) -> CaptionInput:
@@ -190,19 +164,10 @@ class WorkerProcesses:
             ) from error
 
     def __call__(self, request: dict) -> CaptionInput:
-        try:
-            return self._prepare(request)
-        except WorkerDied:
-            pass
-        try:
-            return self._prepare(request)
-        except WorkerDied as error:
-            raise RequestError(f"preparation failed, its worker process died twice: {error}") from None
-
-    def _prepare(self, request: dict) -> CaptionInput:
         item = item_of(request["messages"])
+        seconds = self._timeouts.seconds_for(item)
         try:
-            return self._pool.run(_prepare_in_worker, request, timeout=self._timeouts.seconds_for(item))
+            return run_twice(lambda: self._pool.run(_prepare_in_worker, request, timeout=seconds))
         except WorkerTimeout:
             raise self._timeouts.exceeded(item) from None
 
@@ -216,7 +181,7 @@ _prepare: CaptionPreparer | None = None  # of a worker process
 
 def _start_worker(processor: Processor | ForeignProcessor) -> None:
     global _prepare
-    _prepare = CaptionPreparer(processor, None, reserve_in_parent)
+    _prepare = CaptionPreparer(processor, LoaderInWorker())
 
 
 def _prepare_in_worker(request: dict) -> CaptionInput:

@@ -14,6 +14,7 @@ from mmvllm.captioning.engine_worker import EngineSpec, EngineWorker
 from mmvllm.captioning.files import CaptionFiles
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item
+from mmvllm.captioning.loading import ItemLoader
 from mmvllm.captioning.output import Output
 from mmvllm.captioning.progress import Progress
 from mmvllm.captioning.settings import EarlierRuns
@@ -82,7 +83,8 @@ def walk(_: pyarrow.Table, job: RayJobSpec, recorded: "ray.ObjectRef") -> Iterat
     job.enter_folder()
     index = Index()
     index.load(ray.get(recorded))
-    worklist = Worklist(job.engine.settings, job.selection, _RemoteOutput(index, job), Progress(), job.engine.timeouts)
+    loader = ItemLoader(job.engine.timeouts, num_workers=1)
+    worklist = Worklist(job.engine.settings, job.selection, _RemoteOutput(index, job), Progress(), loader)
     tasks = iter(worklist)
     try:
         while items := [task.item for task in islice(tasks, CHUNK)]:
@@ -91,6 +93,8 @@ def walk(_: pyarrow.Table, job: RayJobSpec, recorded: "ray.ObjectRef") -> Iterat
         yield Chunk(**worklist.progress.of_the_walk).pack()
     except (ValueError, OSError) as error:
         yield Chunk(error=str(error)).pack()
+    finally:
+        loader.close()
 
 
 class CaptionActor:

@@ -23,9 +23,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
+from mmvllm.captioning.loading import ItemLoader
 from mmvllm.captioning.record import as_line, is_clip
 from mmvllm.captioning.replacing import replacing
 from mmvllm.captioning.several import LIST, shown_captions
+from mmvllm.captioning.strips import strip_of_frames
 from mmvllm.captioning.tars import TarMember, tar_members
 from mmvllm.captioning.throughput import draw_throughput, measure_throughput
 from mmvllm.captioning.thumbnails import Source, thumbnail
@@ -156,7 +158,8 @@ def _cards(records: Iterable[dict], home: Path) -> Iterator[tuple[dict, str, str
     pending: deque[tuple[dict, str, Future[str | None]]] = deque()
     index_of: dict[tuple, int] = {}  # the card of each image or clip, for its duplicates
     tar_index = lru_cache(maxsize=2)(_tar_index)
-    with ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="mmvllm-thumbnail") as pool:
+    threads = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="mmvllm-thumbnail")
+    with closing(ItemLoader(num_workers=NUM_WORKERS)) as loader, threads as pool:
         for index, record in enumerate(records):
             card = _card(record, home)
             if (original := index_of.get((card.get("duplicate_of"), card.get("start")))) is not None:
@@ -164,7 +167,7 @@ def _cards(records: Iterable[dict], home: Path) -> Iterator[tuple[dict, str, str
             elif "web" not in card:
                 index_of[card["path"], card.get("start")] = index
             source = None if {"same", "web"} & card.keys() else _source(_path(record), tar_index)
-            pending.append((card, as_line(record), _submit(pool, source, record)))
+            pending.append((card, as_line(record), _submit(pool, loader, source, record)))
             if len(pending) > LOOKAHEAD:
                 card, line, thumbnail = pending.popleft()
                 yield card, line, thumbnail.result()
@@ -172,11 +175,9 @@ def _cards(records: Iterable[dict], home: Path) -> Iterator[tuple[dict, str, str
             yield card, line, thumbnail.result()
 
 
-def _submit(pool: ThreadPoolExecutor, source: Source | None, record: dict) -> Future[str | None]:
+def _submit(pool: ThreadPoolExecutor, loader: ItemLoader, source: Source | None, record: dict) -> Future[str | None]:
     if is_clip(record):
-        from mmvllm.captioning.strips import strip_of_frames  # here, because it imports torch
-
-        return pool.submit(strip_of_frames, source, record["start"], record.get("end"))
+        return pool.submit(strip_of_frames, loader, source, record["start"], record.get("end"))
     return pool.submit(thumbnail, source)
 
 
@@ -228,7 +229,7 @@ def _path(record: dict) -> str:
 
 def _source(path: str, tar_index: Callable[[str], dict[str, TarMember]]) -> Source | None:
     if os.path.isfile(path):
-        return Path(path).absolute()  # also with a name such as "~a.jpg" or "data:a.jpg"
+        return str(Path(path).absolute())  # also with a name such as "~a.jpg" or "data:a.jpg"
     for match in re.finditer(r"\.tar/", path, re.IGNORECASE):
         tar, member = path[: match.end() - 1], path[match.end() :]
         if os.path.isfile(tar):

@@ -15,6 +15,7 @@ from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.files import FILE_FORMATS
 from mmvllm.captioning.find import find_items
 from mmvllm.captioning.index import Index
+from mmvllm.captioning.loading import ItemLoader
 from mmvllm.captioning.output import Output
 from mmvllm.captioning.process_source import ProcessSource
 from mmvllm.captioning.progress import Progress
@@ -122,6 +123,8 @@ def caption_images(
         out = Output(job, output, format, output_dir, *resuming, caption_extension)
         stack.callback(out.close)
         out.reserve(path for path in paths if os.path.isfile(path))
+        loader = ItemLoader(timeouts, workers)
+        stack.callback(loader.close)
         spec = EngineSpec(job, model, engine_args, workers, worker_processes, timeouts)
         places = _places(data_parallel_size, engine_args)
         if ray is not None:
@@ -132,7 +135,7 @@ def caption_images(
         elif server is not None:
             from mmvllm.captioning.endpoint_source import EndpointSource  # here, because httpx is optional
 
-            source = EndpointSource(server, job, endpoint.concurrency, workers, timeouts, ordered)
+            source = EndpointSource(server, job, loader, endpoint.concurrency, workers, ordered)
         elif len(places) > 1:
             source = ProcessSource(spec, places, ordered)
             stack.callback(source.close)
@@ -140,8 +143,8 @@ def caption_images(
             if llm is None:
                 llm = LLM(model, **engine_args)
                 stack.callback(llm.exit)
-            source = Captioner(llm, job, workers, worker_processes, ordered, timeouts)
-        worklist = Worklist(job, selection, out, Progress(), timeouts)
+            source = Captioner(llm, job, loader, workers, worker_processes, ordered)
+        worklist = Worklist(job, selection, out, Progress(), loader)
         return CaptionRun(worklist, source, out, fail_fast, stack.pop_all().close)
 
 

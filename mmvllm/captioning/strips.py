@@ -4,10 +4,11 @@ from contextlib import suppress
 
 from PIL import Image
 
-from mmvllm.captioning.thumbnails import Source, encoded, read
+from mmvllm.captioning.items import Item
+from mmvllm.captioning.loading import ItemLoader
+from mmvllm.captioning.thumbnails import Source, encoded
 from mmvllm.models.video import VIDEO_DEFAULTS
 from mmvllm.processors.clip import VideoInfo
-from mmvllm.processors.load_video import load_video
 from mmvllm.processors.video import ClipPlan, Resize, shrunk
 
 NUM_FRAMES = 4
@@ -33,12 +34,13 @@ class StripPlan(ClipPlan):
         return [min(int(place), last) for place in places]
 
 
-def strip_of_frames(source: Source | None, start: float, end: float | None) -> str | None:
+def strip_of_frames(loader: ItemLoader, source: Source | None, start: float, end: float | None) -> str | None:
     """Frames from `start` to `end`, in seconds, as a WebP image in base64; None if they cannot be read."""
     if source is None:
         return None
     with suppress(ValueError):
-        clip = load_video(read(source), StripPlan(VIDEO_DEFAULTS, part={"video_start": start, "video_end": end}))
+        video = Item("", "", source, is_video=True)
+        clip = loader.clip(video, StripPlan(VIDEO_DEFAULTS, part={"video_start": start, "video_end": end}))
         _, height, width, _ = clip.frames.shape
         strip = Image.new("RGB", (len(clip.frames) * (width + GAP) - GAP, height), "white")
         for i, frame in enumerate(clip.frames):

@@ -2,7 +2,6 @@
 
 import base64
 import io
-from pathlib import Path
 
 from PIL import Image
 
@@ -12,7 +11,7 @@ from mmvllm.processors.load import load_image
 
 SIDE = 160  # pixels, the longer side
 
-Source = str | Path | TarMember
+Source = str | TarMember
 
 
 def thumbnail(source: Source | None) -> str | None:
@@ -20,16 +19,12 @@ def thumbnail(source: Source | None) -> str | None:
     if source is None:
         return None
     try:
-        image = load_image(read(source), draft=Draft(1, SIDE))
+        data = source.read() if isinstance(source, TarMember) else source
+        image = load_image(data, draft=Draft(1, SIDE))
     except ValueError:
         return None
     image.thumbnail((SIDE, SIDE))
     return encoded(image)
-
-
-def read(source: Source) -> str | Path | bytes:
-    """What `load_image` and `load_video` take."""
-    return source.read() if isinstance(source, TarMember) else source
 
 
 def encoded(image: Image.Image) -> str:

@@ -15,11 +15,11 @@ from mmvllm.captioning.counts import Counts
 from mmvllm.captioning.find import find_items
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item, real_folder, real_name
+from mmvllm.captioning.loading import ItemLoader
 from mmvllm.captioning.names import SUFFIXES, VIDEO_SUFFIXES
 from mmvllm.captioning.output import Output
 from mmvllm.captioning.progress import Progress
 from mmvllm.captioning.settings import CaptionSettings
-from mmvllm.captioning.timeouts import Timeouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ class Worklist:
         selection: Selection,
         output: Output,
         progress: Progress,
-        timeouts: Timeouts,
+        loader: ItemLoader,
     ):
-        self.settings, self.selection, self._timeouts = settings, selection, timeouts
+        self.settings, self.selection, self._loader = settings, selection, loader
         self._output, self.progress = output, progress
         self._earlier = output.earlier
         real_folder.cache_clear()  # a link may lead elsewhere since the last run
@@ -91,7 +91,7 @@ class Worklist:
         """The clips of a video, or one item with an error if its header cannot be read; an image as it is."""
         has_failed = None
         try:
-            for clip in clips_of(item, self.settings, self._timeouts):
+            for clip in clips_of(item, self.settings, self._loader):
                 if has_failed is None:
                     has_failed = self.index.has_failed(self._key(clip))
                 else:

@@ -6,16 +6,40 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from mmvllm.captioning import endpoint
+from mmvllm.captioning import endpoint, loading
 from mmvllm.captioning import walk as walk_module
+from mmvllm.processors.budget import VIDEO_DECODING
 from tests.helpers.captioning import SERVER, TINY, Done, Run, many
-from tests.helpers.needs import needs
+from tests.helpers.needs import allowed, needs
+
+
+class _PoolOfThisProcess:
+    def __init__(self, num_workers: int, reserve: Callable):
+        pass
+
+    def run(self, task: Callable, *args, timeout: float) -> object:
+        return task(*args)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def videos_in_this_process(request, monkeypatch):
+    """Decode videos here, where the start of a process would take longer than the test; not in one that may start any.
+
+    The limits of time and memory then do not hold.
+    """
+    if "spawns" not in allowed(request.node):
+        monkeypatch.setattr(loading, "WorkerPool", _PoolOfThisProcess)
+        monkeypatch.setattr(loading, "memory_limit", nullcontext)
+        monkeypatch.setattr(loading, "reserve_in_parent", VIDEO_DECODING.reserve)
 
 
 @pytest.fixture(scope="session")

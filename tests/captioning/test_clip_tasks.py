@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from mmvllm.captioning import CaptionSettings
-from mmvllm.captioning import clips as clips_module
 from mmvllm.captioning.clips import clips_of
 from mmvllm.captioning.items import Item
+from mmvllm.captioning.loading import ItemLoader
 from mmvllm.captioning.output import Output
 from mmvllm.captioning.progress import Progress
 from mmvllm.captioning.record import COLUMNS
-from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS
 from mmvllm.captioning.worklist import Selection, Worklist
 from mmvllm.errors import ArgumentError
 from mmvllm.processors.clip import VideoInfo
@@ -87,9 +86,9 @@ def test_videos_are_cut_and_a_short_rest_joins_the_clip_before(videos, tmp_path)
     ],
 )
 def test_clips_are_cut_at_these_seconds(info, seconds, want, monkeypatch):
-    monkeypatch.setattr(clips_module, "load_video_info", lambda source, limits: info)
+    monkeypatch.setattr(ItemLoader, "info", lambda self, item: info)
     settings = CaptionSettings(clip_seconds=seconds)
-    made = list(clips_of(Item("a.mp4", "a.mp4", "a.mp4", is_video=True), settings, DEFAULT_TIMEOUTS))
+    made = list(clips_of(Item("a.mp4", "a.mp4", "a.mp4", is_video=True), settings, ItemLoader()))
     assert [clip.start for clip in made] == want
     if len(made) > 1:
         assert [clip.end for clip in made] == [*want[1:], info.duration]
@@ -98,21 +97,19 @@ def test_clips_are_cut_at_these_seconds(info, seconds, want, monkeypatch):
 @pytest.mark.parametrize("fps", [29.97, 30000 / 1001, 120, 0.3])
 def test_the_shortest_clips_have_two_frames(fps, monkeypatch):
     info = VideoInfo(200, fps, 40, 40)
-    monkeypatch.setattr(clips_module, "load_video_info", lambda source, limits: info)
+    monkeypatch.setattr(ItemLoader, "info", lambda self, item: info)
     video, settings = Item("a.mp4", "a.mp4", "a.mp4", is_video=True), CaptionSettings(clip_seconds=0.01)
-    for clip in clips_of(video, settings, DEFAULT_TIMEOUTS):
+    for clip in clips_of(video, settings, ItemLoader()):
         assert len(frame_indices({"video_start": clip.start, "video_end": clip.end}, info)) >= 2
 
 
 def test_headers_are_read_as_tasks_are_taken(videos, tmp_path, monkeypatch):
     read = []
-    info = clips_module.load_video_info
-    monkeypatch.setattr(
-        clips_module, "load_video_info", lambda source, limits: read.append(Path(source).name) or info(source)
-    )
+    info = ItemLoader.info
+    monkeypatch.setattr(ItemLoader, "info", lambda self, item: read.append(Path(item.path).name) or info(self, item))
     out = Output(CUT, tmp_path / "out.jsonl")
     out.begin()
-    tasks = iter(Worklist(CUT, Selection([videos]), out, Progress(), DEFAULT_TIMEOUTS))
+    tasks = iter(Worklist(CUT, Selection([videos]), out, Progress(), ItemLoader()))
     next(tasks)
     assert read == ["a.mp4"]
     assert places([next(tasks), next(tasks)]) == [("a.mp4", 2.0, 2.5), ("long.mp4", 0.0, 2.0)]

@@ -9,6 +9,7 @@ import pytest
 from mmvllm import LLM
 from mmvllm.captioning import CaptionSettings, JobError, caption_images, ordering
 from mmvllm.captioning.captioner import Captioner
+from mmvllm.captioning.loading import ItemLoader
 from mmvllm.captioning.ordering import InOrder
 from tests.helpers.captioning import records, until
 from tests.helpers.requests import noise_image
@@ -122,7 +123,7 @@ def test_records_that_wait_are_given_when_the_engine_fails(names, llm, tmp_path,
         raise JobError("the engine fails every time")
 
     monkeypatch.setattr(Captioner, "_numbered", numbered)
-    made, given = Captioner(llm, CaptionSettings(), ordered=True).records([], None), []
+    made, given = Captioner(llm, CaptionSettings(), ItemLoader(), ordered=True).records([], None), []
     with pytest.raises(JobError):
         given.extend(made)
     assert [record["path"] for record in given] == ["1", "2"]

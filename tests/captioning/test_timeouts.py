@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from mmvllm import LLM
-from mmvllm.captioning import caption_images, clips, endpoint_source, preparation
+from mmvllm.captioning import caption_images, loading
 from mmvllm.captioning.timeouts import outside
 from mmvllm.cli.main import main
 from mmvllm.errors import ArgumentError
 from mmvllm.processors.budget import DecodeBudget
 from mmvllm.time_limit import TimeIsOver, TimeLimit
+from tests.helpers import tasks
 from tests.helpers.captioning import many
 from tests.helpers.endpoints import fake_endpoint, said
 from tests.helpers.server import ENGINE
@@ -30,27 +31,21 @@ def llm(checkpoint):
 @pytest.fixture
 def stuck(monkeypatch) -> Iterator[set[str]]:
     """Names of files that no loader returns from."""
-    names, release, loading = set(), threading.Event(), []
+    names, release, threads = set(), threading.Event(), []
 
     def sticking(load):
         def stick(source, *args, **options):
             if Path(source).name in names:
-                loading.append(threading.current_thread())
+                threads.append(threading.current_thread())
                 release.wait()
             return load(source, *args, **options)
 
         return stick
 
-    for module, name in (
-        (preparation, "load_image"),
-        (preparation, "load_video"),
-        (clips, "load_video_info"),
-        (endpoint_source, "load_image"),
-    ):
-        monkeypatch.setattr(module, name, sticking(getattr(module, name)))
+    monkeypatch.setattr(loading, "load_image", sticking(loading.load_image))
     yield names
     release.set()
-    for thread in loading:
+    for thread in threads:
         thread.join()
 
 
@@ -60,11 +55,12 @@ def test_an_image_that_never_ends_fails(llm, stuck, tmp_path):
     assert record["error"] == TOO_LONG.format("image") and record["caption"] is None
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("options", [{}, {"clip_seconds": 1}], ids=["frames", "header"])
-def test_a_video_that_never_ends_fails(options, llm, stuck, tmp_path):
-    pytest.importorskip("av")
+def test_a_video_that_never_ends_fails(options, llm, monkeypatch, tmp_path):
     make_clip(tmp_path / "a.mp4", 24)
-    stuck.add("a.mp4")
+    for task in ("load_clip", "_load_info"):
+        monkeypatch.setattr(loading, task, tasks.sleep_on)
     (record,) = caption_images(tmp_path / "a.mp4", llm=llm, video_timeout=0.01, **options)
     assert record["error"] == TOO_LONG.format("video") and record["start"] == 0.0
 

@@ -1,5 +1,6 @@
 """Tasks for worker processes, which import this module."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from mmvllm.config import MiB
+from mmvllm.memory_limit import memory_limit
 from mmvllm.worker_process import reserve_in_parent
 from mmvllm.workers import WorkerPool
 
@@ -94,8 +97,18 @@ def ignored_signals() -> list[bool]:
     return [signal.getsignal(number) == signal.SIG_IGN for number in (signal.SIGINT, signal.SIGTERM)]
 
 
-def need_memory(*_) -> None:
-    return allocate(8 * 1024**3)
+def need_memory(*_) -> int:
+    with memory_limit(MiB):
+        return allocate(64 * MiB)
+
+
+def allocate_with_reservation(num_bytes: int, limit: int, reserved: int) -> int:
+    with memory_limit(limit), reserve_in_parent(reserved):
+        return allocate(num_bytes)
+
+
+def warn(text: str) -> None:
+    logging.getLogger("mmvllm.tasks").warning("%s!", text)
 
 
 def crash_on(*_) -> None:

@@ -1,14 +1,14 @@
 """The tasks that a captioning run would take, without an engine."""
 
 from collections.abc import Iterable
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
+from mmvllm.captioning.loading import ItemLoader
 from mmvllm.captioning.output import Output
 from mmvllm.captioning.progress import Progress
 from mmvllm.captioning.record import COLUMNS
 from mmvllm.captioning.settings import CaptionSettings
-from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS
 from mmvllm.captioning.worklist import Selection, Worklist
 
 
@@ -18,7 +18,8 @@ def opened(settings: CaptionSettings, *paths, output: Path | None, retry_failed:
     out = Output(settings, output, retry_failed=retry_failed, **options)
     try:
         out.begin()
-        yield out, list(Worklist(settings, Selection(list(paths), retry_failed), out, Progress(), DEFAULT_TIMEOUTS))
+        with closing(ItemLoader()) as loader:
+            yield out, list(Worklist(settings, Selection(list(paths), retry_failed), out, Progress(), loader))
         out.finish()
     finally:
         out.close()

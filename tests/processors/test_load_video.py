@@ -21,8 +21,6 @@ from mmvllm.processors import load_video as module
 from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.load_video import load_video, load_video_info
 from mmvllm.processors.video import ClipPlan
-from mmvllm.processors.video_limits import VideoLimits
-from mmvllm.time_limit import TimeIsOver
 from tests.helpers.needs import needs
 from tests.helpers.videos import FramesAt, full_decode, make_clip, moving
 from tests.helpers.web import serving_files
@@ -254,23 +252,3 @@ def test_frames_may_have_their_channels_first():
 def test_given_frames_that_make_no_clip(source, error, message):
     with pytest.raises(error, match=message):
         load_video(source, FramesAt())
-
-
-@pytest.mark.parametrize("kind", ["mp4", "gif"])
-def test_decoding_ends_when_its_time_is_over(kind, tmp_path):
-    if kind == "mp4":
-        source = make_clip(tmp_path / "a.mp4", 24)
-    else:
-        source = tmp_path / "a.gif"
-        first, *others = map(Image.fromarray, moving(24, 40, 60))
-        first.save(source, save_all=True, append_images=others)
-    for allowed in (0, 5, 20, 30):  # in the header, while packets are counted, among the frames
-        left = iter(range(allowed))
-
-        def check_time(left=left):
-            if next(left, None) is None:
-                raise TimeIsOver("too late")
-
-        with pytest.raises(VideoError, match="too late"):
-            load_video(source, FramesAt(), VideoLimits(check_time=check_time))
-        assert next(left, None) is None

@@ -49,6 +49,14 @@ def with_content(data: bytes, **contents: bytes) -> bytes:
     return changed(data, lambda kind, content: contents.get(kind.decode("latin-1"), content))
 
 
+class CountedReads(io.BytesIO):
+    num_reads = 0
+
+    def read(self, *args) -> bytes:
+        self.num_reads += 1
+        return super().read(*args)
+
+
 @pytest.fixture
 def clip(tmp_path) -> bytes:
     return make_clip(tmp_path / "a.mp4", 24, codec="mpeg4").read_bytes()
@@ -135,7 +143,7 @@ def test_as_many_samples_as_a_file_has_bytes_are_accepted(clip):
     """Recordings of hours, for example of many tracks of sound, have millions."""
     table = with_content(clip, stsz=numbers(0, 1, FEW_ENTRIES + 5000))
     assert_refused(table, f"an index of {FEW_ENTRIES + 5000} entries")
-    scan_boxes(io.BytesIO(table + box(b"free", bytes(FEW_ENTRIES + 5000))), "it", lambda: None)
+    scan_boxes(io.BytesIO(table + box(b"free", bytes(FEW_ENTRIES + 5000))), "it")
 
 
 SOUND = box(b"hdlr", numbers(0, 0) + b"soun" + numbers(0, 0, 0))
@@ -181,14 +189,9 @@ def test_the_boxes_in_meta_begin_with_its_handler():
     deep = TABLE
     for _ in range(400):
         deep = box(b"meta", numbers(0) + SOUND + deep)
-    num_boxes = 0
-
-    def count() -> None:
-        nonlocal num_boxes
-        num_boxes += 1
-
-    scan_boxes(io.BytesIO(box(b"moov", deep)), "it", count)
-    assert num_boxes < 40
+    file = CountedReads(box(b"moov", deep))
+    scan_boxes(file, "it")
+    assert file.num_reads < 100
 
 
 def test_many_chapters_take_no_memory():
@@ -234,21 +237,8 @@ def test_boxes_of_any_size_and_depth_are_followed_to_the_end_of_the_file():
     to_the_end, beyond_it = (numbers(size) + b"moov" + samples for size in (0, 10**9))
     for header in (large, to_the_end, beyond_it, box(b"wide", b"") + large):
         assert_refused(start + header, f"an index of {FEW_ENTRIES + 1} entries")
-    scan_boxes(io.BytesIO(start + numbers(4, 0) + large), "it", lambda: None)  # FFmpeg reads nothing behind such a size
+    scan_boxes(io.BytesIO(start + numbers(4, 0) + large), "it")  # FFmpeg reads nothing behind such a size
     deep = b""
     for _ in range(2000):
         deep = box(b"moov", deep)
-    scan_boxes(io.BytesIO(deep), "it", lambda: None)
-
-
-def test_the_scan_of_many_boxes_has_the_time_of_the_video():
-    num_checks = 0
-
-    def check_time() -> None:
-        nonlocal num_checks
-        num_checks += 1
-        if num_checks == 100:
-            raise VideoError("it", "takes too long")
-
-    with pytest.raises(VideoError, match="takes too long"):
-        scan_boxes(io.BytesIO(box(b"wide", b"") * 1000), "it", check_time)
+    scan_boxes(io.BytesIO(deep), "it")

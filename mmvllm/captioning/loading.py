@@ -1,0 +1,115 @@
+"""How the images and videos of a job are loaded: within limits of time, and videos within a limit of memory, too.
+
+Images are decoded in threads. A few bytes of a video can make FFmpeg allocate gigabytes before the video's size is
+known, so videos are decoded in worker processes, which can be limited.
+"""
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from PIL.Image import Image
+
+from mmvllm.captioning.items import Item
+from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS, Timeouts, outside
+from mmvllm.decoding import VIDEO_BYTES
+from mmvllm.errors import RequestError
+from mmvllm.memory_limit import memory_limit
+from mmvllm.processors.budget import DECODING, VIDEO_DECODING
+from mmvllm.processors.clip import Clip, VideoInfo
+from mmvllm.processors.draft import Draft
+from mmvllm.processors.load import load_image
+from mmvllm.processors.load_video import load_video, load_video_info
+from mmvllm.processors.video import ClipPlan
+from mmvllm.time_limit import TimeLimit
+from mmvllm.worker_process import reserve_in_parent
+from mmvllm.workers import NUM_WORKERS, WorkerDied, WorkerPool, WorkerTimeout
+
+T = TypeVar("T")
+
+
+class Loader(Protocol):
+    """Loads the images and clips of a job; raises ValueError for one that cannot be used."""
+
+    def image(self, item: Item, draft: Draft | None = None) -> Image: ...
+
+    def clip(self, item: Item, plan: ClipPlan) -> Clip: ...
+
+
+class ItemLoader:
+    """The loader of a process that decodes for a job; `close` ends its worker processes.
+
+    Args:
+        timeouts: for what takes too long; an image's thread is then left behind, a video's process is killed.
+        num_workers: maximum number of worker processes, each of which is started when a video needs it.
+    """
+
+    def __init__(self, timeouts: Timeouts = DEFAULT_TIMEOUTS, num_workers: int | None = None):
+        self.timeouts = timeouts
+        self._pool = WorkerPool(num_workers or NUM_WORKERS, reserve=VIDEO_DECODING.reserve)
+
+    def close(self) -> None:
+        """End the processes at once."""
+        self._pool.close()
+
+    def image(self, item: Item, draft: Draft | None = None) -> Image:
+        """The image of an item; raises ValueError."""
+
+        def load(limit: TimeLimit) -> Image:
+            return load_image(item.read(), draft, reserve=outside(limit, DECODING.reserve))
+
+        return self.timeouts.load(item, load)
+
+    def clip(self, item: Item, plan: ClipPlan) -> Clip:
+        """The frames that the plan takes; raises ValueError."""
+        return self._in_process(load_clip, item, plan)
+
+    def info(self, item: Item) -> VideoInfo:
+        """What is known of a video before its frames are decoded; raises ValueError."""
+        return self._in_process(_load_info, item)
+
+    def _in_process(self, task: Callable[..., T], item: Item, *args: ClipPlan) -> T:
+        seconds = self.timeouts.seconds_for(item)
+        try:
+            return run_twice(lambda: self._pool.run(task, item, *args, timeout=seconds))
+        except WorkerTimeout:
+            raise self.timeouts.exceeded(item) from None
+
+
+class LoaderInWorker:
+    """The loader of a worker process, which its parent kills for what takes too long."""
+
+    def image(self, item: Item, draft: Draft | None = None) -> Image:
+        """The image of an item; raises ValueError."""
+        return load_image(item.read(), draft, reserve=reserve_in_parent)
+
+    def clip(self, item: Item, plan: ClipPlan) -> Clip:
+        """The frames that the plan takes; raises ValueError."""
+        return load_clip(item, plan)
+
+
+def run_twice(run: Callable[[], T]) -> T:
+    """What `run` returns, at the second attempt if the first one ends its worker process."""
+    try:
+        return run()
+    except WorkerDied:
+        pass
+    try:
+        return run()
+    except WorkerDied as error:
+        raise RequestError(f"preparation failed, its worker process died twice: {error}") from None
+
+
+# What follows runs in the worker processes.
+
+
+def load_clip(item: Item, plan: ClipPlan) -> Clip:
+    """The frames that the plan takes of a video, within the limit of memory; raises ValueError."""
+    source = item.read()
+    with memory_limit(VIDEO_BYTES):
+        return load_video(source, plan, reserve=reserve_in_parent)
+
+
+def _load_info(item: Item) -> VideoInfo:
+    source = item.read()
+    with memory_limit(VIDEO_BYTES):
+        return load_video_info(source, reserve=reserve_in_parent)
