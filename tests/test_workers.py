@@ -343,7 +343,7 @@ def test_a_process_whose_parent_has_gone_ends_without_a_traceback():
     """The connection is reset, not closed, if the parent has not read all."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, None, pickle.dumps((dict, ())), None, None, new_pulse()))
+    process = context.Process(target=serve, args=(theirs, None, pickle.dumps((dict, ())), None, new_pulse()))
     process.start()
     theirs.close()
     assert pipe.poll(30)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mmvllm import LLM, SamplingParams
-from mmvllm.captioning import CaptionSettings, caption_images, preparation
+from mmvllm.captioning import CaptionSettings, caption_images, loading
 from mmvllm.captioning.record import COLUMNS
 from mmvllm.captioning.report import write_report
 from mmvllm.errors import ArgumentError
@@ -67,7 +67,7 @@ def test_an_image_has_the_caption_of_each_prompt(folder, llm):
 def test_an_image_is_read_and_encoded_once_and_its_prefix_shared(folder, llm, way, monkeypatch):
     outputs, step, num_encoded, reads = [], llm.engine.step, [], []
     monkeypatch.setattr(llm.engine, "on_step", lambda step: num_encoded.append(step.num_images))
-    monkeypatch.setattr(preparation, "load_image", lambda *args, **keys: reads.append(1) or load_image(*args, **keys))
+    monkeypatch.setattr(loading, "load_image", lambda *args, **keys: reads.append(1) or load_image(*args, **keys))
 
     def followed():
         finished, number = step()
