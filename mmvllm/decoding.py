@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from mmvllm.processors.load_video import Load
     from mmvllm.processors.video import ClipPlan
 
-# What a process may allocate beyond what its task reserves, which is an estimate.
-IMAGE_BYTES = 256 * MiB
-VIDEO_BYTES = 512 * MiB  # FFmpeg decodes frames before their size is known: of 8K in H.264, 10 bits, in 131 MiB
+# What a process may allocate beyond what its task reserves: Pillow and FFmpeg take memory when they open a file.
+IMAGE_BYTES, OPENED_BYTES_PER_PIXEL = 256 * MiB, 8  # of a WebP image, two canvases
+VIDEO_BYTES = 1024 * MiB  # an animated WebP image as large as those; 131 MiB for H.264 of 8K in 10 bits
 NUM_VIDEO_WORKERS = min(4, NUM_WORKERS)  # each of which loads torch, for resizing
 
 
@@ -110,14 +110,19 @@ def _start(policy: MediaPolicy) -> None:
 
 def _start_video(policy: MediaPolicy) -> None:
     _start(policy)
-    for name in ("mmvllm.processors.load_video", "av"):  # now, so that the first video has its time and memory
+    import_video_decoders()
+
+
+def import_video_decoders() -> None:
+    """Import what decodes videos now, so that the first one has its time and memory."""
+    for name in ("mmvllm.processors.load_video", "av"):
         with suppress(ImportError):
             import_module(name)
 
 
 def _decode(data: bytes, draft: Draft | None) -> tuple[tuple[int, int], pickle.PickleBuffer, int, tuple[int, int]]:
     """The size, the pixels, 3 bytes each, the orientation and the full size of what is encoded."""
-    with memory_limit(IMAGE_BYTES):
+    with memory_limit(IMAGE_BYTES + OPENED_BYTES_PER_PIXEL * _policy.max_pixels):
         image = _policy.load(data, draft, reserve_in_parent)
     return image.size, pickle.PickleBuffer(image.tobytes()), orientation_of(image), source_size(image)
 

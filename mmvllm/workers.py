@@ -260,9 +260,6 @@ class _Worker:
         with ExitStack() as reserved:
             while True:
                 kind, value = self._receive(limit)
-                if kind == "log":
-                    logging.getLogger(value.name).handle(value)
-                    continue
                 if kind != "reserve":
                     return kind == "error", value
                 reserved.close()
@@ -286,14 +283,21 @@ class _Worker:
             raise self._death() from None
 
     def _receive(self, limit: _Limit) -> tuple[str, Any]:
+        """The next message that is no log record; these are logged here."""
         while True:
             ready = connection.wait([self._channel.pipe, self.process.sentinel], limit.next_wait())
             limit.next_wait()  # this thread may have been kept waiting: what came too late does not count
             if self._channel.pipe in ready:
                 try:
-                    return self._channel.receive()
+                    kind, value = self._channel.receive()
                 except (EOFError, OSError):
                     raise self._death() from None
+                if kind != "log":
+                    return kind, value
+                logger = logging.getLogger(value.name)
+                if logger.isEnabledFor(value.levelno):
+                    logger.handle(value)
+                continue
             if ready:
                 raise self._death()
 

@@ -3,7 +3,7 @@
 While FFmpeg opens such a file, it makes an entry of its index, of about 35 bytes, for every sample that the file
 declares, again for every edit in which the sample is shown. Samples of equal size take no bytes in the file: one of
 20 kB may declare billions. A compressed header may inflate to any size. This scan follows FFmpeg's demuxer as far as it
-is known; only a memory limit of the process, as the server's decoders have, bounds the memory in all cases.
+is known; only a memory limit of the process, as worker processes have, bounds the memory in all cases.
 """
 
 import os

@@ -4,6 +4,7 @@ Packets that FFmpeg cannot decode are skipped; too many consecutive errors end t
 memory: frames are yielded one by one.
 """
 
+import errno
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -211,7 +212,9 @@ class VideoStream:
             try:
                 yield from packet.decode()
                 num_errors = 0
-            except (ValueError, OSError, EOFError):  # FFmpeg's errors are among them
+            except (ValueError, OSError, EOFError) as error:  # FFmpeg's errors are among them
+                if getattr(error, "errno", None) == errno.ENOMEM:
+                    raise MemoryError from None  # frames that are there are not skipped
                 num_errors += 1
                 if num_errors == MAX_DECODER_ERRORS:
                     return

@@ -63,6 +63,15 @@ def test_memory_over_the_limit_is_a_sentence(decoder, monkeypatch):
         load.image(b"")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("file_format", ["WEBP", "AVIF", "JPEG", "PNG"])
+def test_memory_that_a_format_takes_before_it_is_decoded_is_there(file_format):
+    decoder, data = MediaDecoder(MediaPolicy()), encode(Image.new("RGB", (8000, 8000)), file_format)
+    with decoder.session() as load:
+        assert load.image(data).size == (8000, 8000)
+    decoder.close()
+
+
 def test_an_image_that_ends_its_process_is_refused(decoder, monkeypatch):
     monkeypatch.setattr("mmvllm.decoding._decode", tasks.crash_on)
     with decoder.session() as load, pytest.raises(ImageError, match=r"its worker process died: .* SIGSEGV"):

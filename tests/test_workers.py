@@ -187,9 +187,17 @@ def test_memory_over_the_limit_is_an_error_in_the_process():
         pool.close()
 
 
-def test_what_a_task_logs_is_logged_by_the_parent(pool, caplog):
-    pool.run(tasks.warn, "careful")
-    assert caplog.record_tuples == [("mmvllm.tasks", logging.WARNING, "careful!")]
+def test_what_a_process_logs_is_logged_by_the_parent(caplog):
+    pool = WorkerPool(1, tasks.warn, ("ready",))
+    try:
+        assert [pool.run(tasks.echo, i) for i in range(3)] == [0, 1, 2]
+        pool.run(tasks.warn, "done")
+        logging.getLogger("mmvllm.tasks").setLevel(logging.ERROR)
+        pool.run(tasks.warn, "quiet")
+    finally:
+        pool.close()
+        logging.getLogger("mmvllm.tasks").setLevel(logging.NOTSET)
+    assert caplog.record_tuples == [("mmvllm.tasks", logging.WARNING, text) for text in ("ready!", "done!")]
 
 
 def test_reserved_bytes_are_held_until_the_task_ends_and_waiting_for_them_takes_no_time():

@@ -5,13 +5,14 @@ known, so videos are decoded in worker processes, which can be limited.
 """
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from PIL.Image import Image
 
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS, Timeouts, outside
-from mmvllm.decoding import VIDEO_BYTES
+from mmvllm.decoding import VIDEO_BYTES, import_video_decoders
 from mmvllm.errors import RequestError
 from mmvllm.memory_limit import memory_limit
 from mmvllm.processors.budget import DECODING, VIDEO_DECODING
@@ -45,7 +46,7 @@ class ItemLoader:
 
     def __init__(self, timeouts: Timeouts = DEFAULT_TIMEOUTS, num_workers: int | None = None):
         self.timeouts = timeouts
-        self._pool = WorkerPool(num_workers or NUM_WORKERS, reserve=VIDEO_DECODING.reserve)
+        self._pool = WorkerPool(num_workers or NUM_WORKERS, import_video_decoders, reserve=VIDEO_DECODING.reserve)
 
     def close(self) -> None:
         """End the processes at once."""
@@ -61,18 +62,11 @@ class ItemLoader:
 
     def clip(self, item: Item, plan: ClipPlan) -> Clip:
         """The frames that the plan takes; raises ValueError."""
-        return self._in_process(load_clip, item, plan)
+        return run_for(item, self.timeouts, self._pool, load_clip, item, plan)
 
     def info(self, item: Item) -> VideoInfo:
         """What is known of a video before its frames are decoded; raises ValueError."""
-        return self._in_process(_load_info, item)
-
-    def _in_process(self, task: Callable[..., T], item: Item, *args: ClipPlan) -> T:
-        seconds = self.timeouts.seconds_for(item)
-        try:
-            return run_twice(lambda: self._pool.run(task, item, *args, timeout=seconds))
-        except WorkerTimeout:
-            raise self.timeouts.exceeded(item) from None
+        return run_for(item, self.timeouts, self._pool, _load_info, item)
 
 
 class LoaderInWorker:
@@ -87,16 +81,21 @@ class LoaderInWorker:
         return load_clip(item, plan)
 
 
-def run_twice(run: Callable[[], T]) -> T:
-    """What `run` returns, at the second attempt if the first one ends its worker process."""
+def run_for(item: Item, timeouts: Timeouts, pool: WorkerPool, task: Callable[..., T], *args: Any) -> T:
+    """The result of `task(*args)` in a process, at the second attempt if the first one ends its process.
+
+    Raises RequestError if both do, or if it takes longer than an item may.
+    """
+    run = partial(pool.run, task, *args, timeout=timeouts.seconds_for(item))
     try:
-        return run()
-    except WorkerDied:
-        pass
-    try:
-        return run()
+        try:
+            return run()
+        except WorkerDied:
+            return run()
     except WorkerDied as error:
         raise RequestError(f"preparation failed, its worker process died twice: {error}") from None
+    except WorkerTimeout:
+        raise timeouts.exceeded(item) from None
 
 
 # What follows runs in the worker processes.
@@ -104,12 +103,18 @@ def run_twice(run: Callable[[], T]) -> T:
 
 def load_clip(item: Item, plan: ClipPlan) -> Clip:
     """The frames that the plan takes of a video, within the limit of memory; raises ValueError."""
-    source = item.read()
-    with memory_limit(VIDEO_BYTES):
-        return load_video(source, plan, reserve=reserve_in_parent)
+    return _limited(lambda source: load_video(source, plan, reserve=reserve_in_parent), item)
 
 
 def _load_info(item: Item) -> VideoInfo:
+    return _limited(lambda source: load_video_info(source, reserve=reserve_in_parent), item)
+
+
+def _limited(load: Callable[[Any], T], item: Item) -> T:
     source = item.read()
-    with memory_limit(VIDEO_BYTES):
-        return load_video_info(source, reserve=reserve_in_parent)
+    try:
+        with memory_limit(VIDEO_BYTES):
+            return load(source)
+    except MemoryError:
+        pass
+    raise RequestError("takes too much memory to decode; shrink it")  # here, where the error above is gone

@@ -9,7 +9,7 @@ import xxhash
 from PIL.Image import Image
 
 from mmvllm.captioning.items import Item, item_of
-from mmvllm.captioning.loading import Loader, LoaderInWorker, run_twice
+from mmvllm.captioning.loading import Loader, LoaderInWorker, run_for
 from mmvllm.captioning.timeouts import Timeouts
 from mmvllm.errors import ArgumentError
 from mmvllm.inputs import EngineInput
@@ -21,7 +21,7 @@ from mmvllm.processors.foreign import ForeignProcessor
 from mmvllm.processors.load_video import Load
 from mmvllm.processors.qwen_vl_utils import TOTAL_TOKENS
 from mmvllm.processors.video import ClipPlan
-from mmvllm.workers import WorkerPool, WorkerTimeout
+from mmvllm.workers import WorkerPool
 
 CONTEXT_SHARE = 0.75  # of the model's longest sequence, for the frames of a clip
 
@@ -165,11 +165,7 @@ class WorkerProcesses:
 
     def __call__(self, request: dict) -> CaptionInput:
         item = item_of(request["messages"])
-        seconds = self._timeouts.seconds_for(item)
-        try:
-            return run_twice(lambda: self._pool.run(_prepare_in_worker, request, timeout=seconds))
-        except WorkerTimeout:
-            raise self._timeouts.exceeded(item) from None
+        return run_for(item, self._timeouts, self._pool, _prepare_in_worker, request)
 
     def close(self) -> None:
         """End the processes at once."""

@@ -11,6 +11,7 @@ import pyarrow
 import ray
 
 from mmvllm.captioning.engine_worker import EngineSpec, EngineWorker
+from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.files import CaptionFiles
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item
@@ -91,7 +92,7 @@ def walk(_: pyarrow.Table, job: RayJobSpec, recorded: "ray.ObjectRef") -> Iterat
             worklist.in_flight.clear()
             yield Chunk(items, **worklist.progress.of_the_walk).pack()
         yield Chunk(**worklist.progress.of_the_walk).pack()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, JobError) as error:
         yield Chunk(error=str(error)).pack()
     finally:
         loader.close()

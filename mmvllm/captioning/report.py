@@ -17,17 +17,15 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
-from functools import lru_cache
+from contextlib import ExitStack, closing, suppress
+from functools import cache, lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from mmvllm.captioning.loading import ItemLoader
 from mmvllm.captioning.record import as_line, is_clip
 from mmvllm.captioning.replacing import replacing
 from mmvllm.captioning.several import LIST, shown_captions
-from mmvllm.captioning.strips import strip_of_frames
 from mmvllm.captioning.tars import TarMember, tar_members
 from mmvllm.captioning.throughput import draw_throughput, measure_throughput
 from mmvllm.captioning.thumbnails import Source, thumbnail
@@ -158,8 +156,8 @@ def _cards(records: Iterable[dict], home: Path) -> Iterator[tuple[dict, str, str
     pending: deque[tuple[dict, str, Future[str | None]]] = deque()
     index_of: dict[tuple, int] = {}  # the card of each image or clip, for its duplicates
     tar_index = lru_cache(maxsize=2)(_tar_index)
-    threads = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="mmvllm-thumbnail")
-    with closing(ItemLoader(num_workers=NUM_WORKERS)) as loader, threads as pool:
+    with ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="mmvllm-thumbnail") as pool, ExitStack() as stack:
+        submit = _submitter(pool, stack)
         for index, record in enumerate(records):
             card = _card(record, home)
             if (original := index_of.get((card.get("duplicate_of"), card.get("start")))) is not None:
@@ -167,7 +165,7 @@ def _cards(records: Iterable[dict], home: Path) -> Iterator[tuple[dict, str, str
             elif "web" not in card:
                 index_of[card["path"], card.get("start")] = index
             source = None if {"same", "web"} & card.keys() else _source(_path(record), tar_index)
-            pending.append((card, as_line(record), _submit(pool, loader, source, record)))
+            pending.append((card, as_line(record), submit(source, record)))
             if len(pending) > LOOKAHEAD:
                 card, line, thumbnail = pending.popleft()
                 yield card, line, thumbnail.result()
@@ -175,10 +173,22 @@ def _cards(records: Iterable[dict], home: Path) -> Iterator[tuple[dict, str, str
             yield card, line, thumbnail.result()
 
 
-def _submit(pool: ThreadPoolExecutor, loader: ItemLoader, source: Source | None, record: dict) -> Future[str | None]:
-    if is_clip(record):
-        return pool.submit(strip_of_frames, loader, source, record["start"], record.get("end"))
-    return pool.submit(thumbnail, source)
+def _submitter(pool: ThreadPoolExecutor, stack: ExitStack) -> Callable[[Source | None, dict], "Future[str | None]"]:
+    """A function that has the thumbnail of a record made, until `stack` ends what decodes videos."""
+
+    @cache
+    def strip_maker() -> Callable[..., str | None]:
+        from mmvllm.captioning.loading import ItemLoader  # here, because they import torch
+        from mmvllm.captioning.strips import strip_of_frames
+
+        return partial(strip_of_frames, stack.enter_context(closing(ItemLoader(num_workers=NUM_WORKERS))))
+
+    def submit(source: Source | None, record: dict) -> "Future[str | None]":
+        if is_clip(record):
+            return pool.submit(strip_maker(), source, record["start"], record.get("end"))
+        return pool.submit(thumbnail, source)
+
+    return submit
 
 
 def _card(record: dict, home: Path) -> dict[str, Any]:

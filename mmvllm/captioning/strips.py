@@ -10,6 +10,7 @@ from mmvllm.captioning.thumbnails import Source, encoded
 from mmvllm.models.video import VIDEO_DEFAULTS
 from mmvllm.processors.clip import VideoInfo
 from mmvllm.processors.video import ClipPlan, Resize, shrunk
+from mmvllm.workers import WorkersUnusable
 
 NUM_FRAMES = 4
 SIDE = 128  # pixels, the longer side of a frame
@@ -38,7 +39,7 @@ def strip_of_frames(loader: ItemLoader, source: Source | None, start: float, end
     """Frames from `start` to `end`, in seconds, as a WebP image in base64; None if they cannot be read."""
     if source is None:
         return None
-    with suppress(ValueError):
+    with suppress(ValueError, WorkersUnusable):
         video = Item("", "", source, is_video=True)
         clip = loader.clip(video, StripPlan(VIDEO_DEFAULTS, part={"video_start": start, "video_end": end}))
         _, height, width, _ = clip.frames.shape

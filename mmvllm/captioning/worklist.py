@@ -12,6 +12,7 @@ from mmvllm.captioning.captioner import Task, reason_of
 from mmvllm.captioning.clips import clips_of
 from mmvllm.captioning.context import read_context
 from mmvllm.captioning.counts import Counts
+from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.find import find_items
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item, real_folder, real_name
@@ -20,6 +21,7 @@ from mmvllm.captioning.names import SUFFIXES, VIDEO_SUFFIXES
 from mmvllm.captioning.output import Output
 from mmvllm.captioning.progress import Progress
 from mmvllm.captioning.settings import CaptionSettings
+from mmvllm.workers import WorkersUnusable
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ class Worklist:
                 yield clip
         except ValueError as error:
             yield dataclasses.replace(item, error=reason_of(item, error))
+        except WorkersUnusable as error:
+            raise JobError(f"{error}; videos need them") from error
 
     def _with_context(self, task: Task) -> Task:
         """The task with the text beside its image, or with an error if that cannot be read."""

@@ -1,12 +1,12 @@
 """Python's garbage collection in processes that serve for long."""
 
-import ctypes
 import gc
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import torch
+
+from mmvllm.memory_limit import return_freed_memory
 
 
 @contextmanager
@@ -32,6 +32,4 @@ def collect_everything(device: torch.device) -> None:
     if device.type == "cuda":
         with suppress(RuntimeError):  # of a device that is lost
             torch.cuda.empty_cache()
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):  # another C library than glibc, which keeps what small tensors had
-            ctypes.CDLL(None).malloc_trim(0)
+    return_freed_memory()

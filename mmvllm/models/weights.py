@@ -1,8 +1,6 @@
 """Checkpoint folder -> model: safetensors through memory maps, or random weights; a rank reads its part of each."""
 
-import ctypes
 import logging
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
@@ -19,6 +17,7 @@ from mmvllm.layers.attention import AttentionBackend, TorchAttention
 from mmvllm.layers.coded import CodedWeight, CodesView
 from mmvllm.layers.linear import AssembledModule, ConvertedModule
 from mmvllm.layers.sharding import CheckpointView, Shard
+from mmvllm.memory_limit import return_freed_memory
 from mmvllm.models.coded_layouts import FLOATS, QuantizedTensor, StoredTensor
 from mmvllm.models.folder import weight_files
 from mmvllm.models.interface import Model
@@ -114,7 +113,7 @@ class Places:
             for own in self._targets[name]:
                 del self._views[own]
             module.convert()
-            _return_freed_memory()
+            return_freed_memory()
 
     def _allocate(self, name: str) -> None:
         self._allocated.add(name)
@@ -249,12 +248,6 @@ def _views_of(name: str, module: nn.Module) -> Iterator[CheckpointView]:
     else:
         for parameter_name, parameter in module.named_parameters(prefix=name, recurse=False):
             yield CheckpointView(parameter_name, None, parameter.data, tuple(map(Shard.of, parameter.shape)))
-
-
-def _return_freed_memory() -> None:
-    """To the system, which the C library does not do by itself: it would keep as much as a fifth of the weights."""
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # glibc
-        trim(0)
 
 
 def _part(stored: StoredTensor, place: CheckpointView) -> Tensor | None:

@@ -20,8 +20,8 @@ from tests.helpers.needs import allowed, needs
 
 
 class _PoolOfThisProcess:
-    def __init__(self, num_workers: int, reserve: Callable):
-        pass
+    def __init__(self, num_workers: int, initializer: Callable, reserve: Callable):
+        initializer()
 
     def run(self, task: Callable, *args, timeout: float) -> object:
         return task(*args)

@@ -55,7 +55,7 @@ def server() -> MediaDecoder:
 def test_a_video_that_takes_gigabytes_before_its_size_is_known(made, tmp_path):
     good = make_clip(tmp_path / "good.mp4", 4, size=(2000, 2000))
     hostile = tmp_path / "hostile.mp4"
-    hostile.write_bytes(with_tracks(good.read_bytes(), 150))
+    hostile.write_bytes(with_tracks(good.read_bytes(), 250))
     with closing(made()) as decoder:
         pool = decoder._pool if made is job else decoder._video_pool
 
@@ -67,11 +67,12 @@ def test_a_video_that_takes_gigabytes_before_its_size_is_known(made, tmp_path):
 
         load(good)
         before = peak(pool)
-        try:
-            load(hostile)
-        except ValueError as error:
-            assert "not enough memory" in str(error)
-        assert 0.5 * VIDEO_BYTES < peak(pool) - before < VIDEO_BYTES + 200 * MiB  # 1.3 GiB without a limit
+        for _ in range(2):
+            try:
+                load(hostile)
+            except ValueError as error:
+                assert "memory" in str(error)
+        assert 0.5 * VIDEO_BYTES < peak(pool) - before < VIDEO_BYTES + 200 * MiB  # 2.2 GiB without a limit
 
 
 @pytest.mark.spawns

@@ -37,7 +37,7 @@ def converted(monkeypatch) -> list[str]:
         before = held[:-1] if kinds[-1] == "codes" else held  # codes read last are still held by those who read them
         assert all(storage.expired() for storages in before for storage in storages)
 
-    monkeypatch.setattr(weights, "_return_freed_memory", check)
+    monkeypatch.setattr(weights, "return_freed_memory", check)
     return kinds
 
 
