@@ -96,7 +96,7 @@ class VideoStream:
         if end is None:
             return self._counted()
         found = round(end * rate)
-        if not number and found:
+        if not number and 0 < found <= num_bytes:
             return found, rate
         return (number, rate) if abs(found - number) <= 1 else self._counted()
 

@@ -94,10 +94,26 @@ def test_a_video_that_ends_its_process_fails_alone(llm, tmp_path, monkeypatch):
     assert "its worker process died twice: it was ended by SIGSEGV" in record["error"]
 
 
-def test_a_job_ends_where_no_process_can_be_started(llm, tmp_path, monkeypatch):
-    def unusable(*args, **options):
+@pytest.mark.parametrize(("step", "options"), [("load_video", {}), ("load_video_info", {"clip_seconds": 2})])
+def test_a_video_that_takes_all_memory_fails_alone(step, options, llm, tmp_path, monkeypatch):
+    def needs_too_much(source, *args, **options):
+        if source.endswith("a.mp4"):
+            raise MemoryError
+        return load(source, *args, **options)
+
+    load = getattr(loading, step)
+    monkeypatch.setattr(loading, step, needs_too_much)
+    for name in ("a.mp4", "b.mp4"):
+        make_clip(tmp_path / name, 16)
+    failed, made = caption_images(tmp_path, llm=llm, max_tokens=2, ordered=True, **options)
+    assert failed["error"] == "takes too much memory to decode; shrink it" and made["error"] is None
+
+
+@pytest.mark.parametrize(("step", "options"), [("clip", {}), ("info", {"clip_seconds": 2})])
+def test_a_job_ends_where_no_process_can_be_started(step, options, llm, tmp_path, monkeypatch):
+    def unusable(*args):
         raise WorkersUnusable("worker processes end as soon as they begin: it ended with exit code 3")
 
-    monkeypatch.setattr(ItemLoader, "clip", unusable)
+    monkeypatch.setattr(ItemLoader, step, unusable)
     with pytest.raises(JobError, match=r"end as soon as they begin: .* code 3; videos need them"):
-        next(caption_images(make_clip(tmp_path / "a.mp4"), llm=llm))
+        next(caption_images(make_clip(tmp_path / "a.mp4"), llm=llm, **options))

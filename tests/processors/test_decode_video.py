@@ -248,6 +248,13 @@ def test_more_samples_than_an_mp4_has(tmp_path):
     assert video_info(str(path), "a.mp4").total_num_frames == 24
 
 
+def test_a_gap_of_days_is_not_full_of_frames(tmp_path):
+    """Cut into clips of seconds, a file of a few kilobytes would be hundreds of thousands of them."""
+    path = make_clip(tmp_path / "a.mkv", 60, times=[*(at / 8 for at in range(59)), 1_000_000])
+    assert path.stat().st_size < 100_000
+    assert video_info(str(path), "a.mkv").total_num_frames == 60
+
+
 # What has no frames
 
 
