@@ -12,7 +12,7 @@ from PIL import Image
 from mmvllm.config import MiB
 from mmvllm.errors import ImageError, MediaFileError, VideoError
 from mmvllm.media import MediaPolicy
-from mmvllm.memory_limit import memory_limit
+from mmvllm.memory_limit import memory_limit, return_freed_memory
 from mmvllm.processors.budget import DECODING, VIDEO_DECODING
 from mmvllm.processors.clip import Clip
 from mmvllm.processors.draft import Draft, source_size, with_source_size
@@ -127,6 +127,16 @@ def _decode(data: bytes, draft: Draft | None) -> tuple[tuple[int, int], pickle.P
     return image.size, pickle.PickleBuffer(image.tobytes()), orientation_of(image), source_size(image)
 
 
+@contextmanager
+def memory_of_video() -> Iterator[None]:
+    """The memory limit of a worker process that decodes a video, which keeps nothing of it for itself."""
+    try:
+        with memory_limit(VIDEO_BYTES):
+            yield
+    finally:
+        return_freed_memory()
+
+
 def _decode_video(data: bytes | list[bytes], plan: "ClipPlan") -> Clip:
-    with memory_limit(VIDEO_BYTES):
+    with memory_of_video():
         return _policy.load_video(data, plan, reserve_in_parent)

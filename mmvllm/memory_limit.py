@@ -24,7 +24,6 @@ def memory_limit(num_bytes: int) -> Iterator[None]:
     finally:
         _limit = None
         _limit_memory(None)
-        return_freed_memory()
 
 
 def allow(num_bytes: int) -> None:

@@ -12,9 +12,8 @@ from PIL.Image import Image
 
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS, Timeouts, outside
-from mmvllm.decoding import VIDEO_BYTES, import_video_decoders
+from mmvllm.decoding import import_video_decoders, memory_of_video
 from mmvllm.errors import RequestError
-from mmvllm.memory_limit import memory_limit
 from mmvllm.processors.budget import DECODING, VIDEO_DECODING
 from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.draft import Draft
@@ -113,7 +112,7 @@ def _load_info(item: Item) -> VideoInfo:
 def _limited(load: Callable[[Any], T], item: Item) -> T:
     source = item.read()
     try:
-        with memory_limit(VIDEO_BYTES):
+        with memory_of_video():
             return load(source)
     except MemoryError:
         pass

@@ -38,7 +38,7 @@ def videos_in_this_process(request, monkeypatch):
     """
     if "spawns" not in allowed(request.node):
         monkeypatch.setattr(loading, "WorkerPool", _PoolOfThisProcess)
-        monkeypatch.setattr(loading, "memory_limit", nullcontext)
+        monkeypatch.setattr(loading, "memory_of_video", nullcontext)
         monkeypatch.setattr(loading, "reserve_in_parent", VIDEO_DECODING.reserve)
 
 

@@ -85,20 +85,8 @@ def test_captions_of_clips_are_printed_with_their_place(caption, clips):
 
 def test_a_run_that_is_interrupted_within_a_video_is_resumed(start, tmp_path, out):
     long = make_clip(tmp_path / "long.mp4", 240, size=(32, 48))
-    options = (
-        long,
-        "--clip-seconds",
-        "0.5",
-        "--max-num-seqs",
-        "2",
-        "--workers",
-        "1",
-        "--output",
-        out,
-        "--ordered",
-        "--progress",
-        "none",
-    )
+    options = (long, "--clip-seconds", "0.5", "--output", out, "--ordered", "--progress", "none")
+    options += ("--max-num-seqs", "2", "--workers", "1")  # so that few clips are in flight
     run = start(*options)
     until(lambda: recorded(out) >= 5)
     run.send(signal.SIGINT)
