@@ -27,7 +27,7 @@ def llm(checkpoint):
 
 
 def with_tracks(mp4: bytes, number: int) -> bytes:
-    """The MP4 file with so many tracks of the same packets, each of which FFmpeg decodes before it knows its size."""
+    """An MP4 file with `number` tracks that share their packets; FFmpeg decodes each before it knows its size."""
     at = mp4.index(b"moov") - 4
     size, track = struct.unpack_from(">I", mp4, at)[0], mp4.index(b"trak") - 4
     length = struct.unpack_from(">I", mp4, track)[0]
