@@ -95,7 +95,7 @@ def assert_as_expected(llm, expected) -> None:
     assert_idle(llm)
 
 
-@pytest.mark.thinned(1)
+@pytest.mark.slow
 @every_way
 @every_family
 @pytest.mark.parametrize("caching", [True, False])

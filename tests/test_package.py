@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,11 @@ def python(*args: str, **env: str) -> str:
     done = subprocess.run([sys.executable, *args], cwd=ROOT, env=os.environ | env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.spawns
@@ -108,7 +114,7 @@ OWN_PICKLES = ("mmvllm/workers.py", "mmvllm/worker_process.py", "mmvllm/worker_c
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_source_unpickles_runs_remote_code_or_imports_what_it_must_not(path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path)
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     if path.relative_to(ROOT).as_posix() in OWN_PICKLES:
@@ -125,7 +131,7 @@ def test_no_source_unpickles_runs_remote_code_or_imports_what_it_must_not(path):
 def test_class_names_are_unique():
     modules = defaultdict(list)
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef):
                 modules[node.name].append(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in modules.items() if len(paths) > 1} == {}
@@ -145,7 +151,7 @@ def test_an_image_is_called_image():
 def test_names_in_the_demo_say_image():
     names = set()
     for path in (ROOT / "mmvllm" / "demo").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             names |= {getattr(node, field) for field in ("id", "name", "arg", "attr") if hasattr(node, field)}
     assert {name for name in names if name and "picture" in name.lower()} == set()
 

@@ -27,6 +27,7 @@ def bench(monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_each_step_gives_every_sequence_a_token(bench):
     code, lines, _ = bench(*SMALL, "--streams", "3")
     record = json.loads(lines[-1])

@@ -16,7 +16,7 @@ from tests.helpers.shapes import RICHEST, SHAPES
 CPU, FLOAT32 = torch.device("cpu"), torch.float32
 
 
-@pytest.mark.thinned(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [None, *RICHEST], ids=lambda shape: shape or "bundled")
 def test_both_engines_generate_the_same_tokens(shape, make_llm, checkpoints):
     """In left-padded batches with and without images, and one of text only; no completion ends early."""

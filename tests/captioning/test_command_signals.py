@@ -9,9 +9,13 @@ import sys
 import time
 from contextlib import suppress
 
+import psutil
 import pytest
 
+from mmvllm.signals import FORCED_SECONDS
 from tests.helpers.captioning import TINY, all_but_the_last, by_name, recorded, records, stats, until
+from tests.helpers.hostile import slow_video
+from tests.helpers.processes import spawned, wait_until_gone
 from tests.helpers.requests import noise_image
 
 
@@ -104,6 +108,25 @@ def test_two_signals_end_a_run_that_waits_for_standard_input(start, folder, out,
     # The first signal may end the run, and the second may reach an interpreter that has restored the default handler.
     assert done.code in (130, -signal.SIGINT) and "Fatal" not in done.err
     assert len(records(out)) == 1
+
+
+@pytest.mark.slow
+def test_two_signals_end_a_run_that_decodes_a_video(start, out, tmp_path):
+    (tmp_path / "slow.mkv").write_bytes(slow_video())
+    run = start(tmp_path / "slow.mkv", "--output", out)
+    until(lambda: any(seconds_of(decoder) > 5 for decoder in spawned(run.pid)), 120)
+    run.send(signal.SIGINT)
+    until(lambda: "interrupt again to stop now" in run.err)
+    decoders = spawned(run.pid)
+    run.send(signal.SIGINT)
+    done = run.end(FORCED_SECONDS + 3.5)
+    assert done.code == 130 and "Traceback" not in done.err and not out.exists()
+    wait_until_gone([decoder.pid for decoder in decoders])
+
+
+def seconds_of(process: psutil.Process) -> float:
+    """The time of the processor that a process has taken; to import torch takes less than five seconds."""
+    return process.cpu_times().user
 
 
 @pytest.mark.slow

@@ -76,7 +76,6 @@ def test_a_video_that_takes_gigabytes_before_its_size_is_known(made, tmp_path):
 
 
 @pytest.mark.spawns
-@pytest.mark.essential
 def test_a_video_that_is_cut_is_captioned_with_a_warning(llm, tmp_path, caplog):
     path = make_clip(tmp_path / "a.mkv", 24)
     path.write_bytes(declare_seconds(path.read_bytes(), 60))

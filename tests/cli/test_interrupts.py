@@ -179,21 +179,37 @@ def test_below_the_first_process_of_a_terminal_standard_input_can_be_read():
 
 
 @pytest.mark.spawns
-def test_a_command_that_is_the_first_process_of_a_container_ends_while_it_loads():
+@pytest.mark.parametrize(("command", "number"), [("serve", signal.SIGTERM), ("caption", signal.SIGINT)])
+def test_a_command_that_is_the_first_process_of_a_container_ends_while_it_loads(command, number):
     """Linux ignores signals to such a process unless it has a handler."""
     container = ["unshare", "--fork", "--pid", "--mount-proc"]
     if shutil.which("unshare") is None or subprocess.run([*container, "true"], capture_output=True).returncode:
         pytest.skip("needs the right to make a PID namespace")
-    command = [*container, sys.executable, "-m", "mmvllm", "serve", "--port", "0"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as outside:
+    words = [*container, sys.executable, "-m", "mmvllm", *COMMANDS[command]]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as outside:
         try:
             wait_until(lambda: len(psutil.Process(outside.pid).children(recursive=True)) == 2, "started")
             first, below = psutil.Process(outside.pid).children(recursive=True)
-            first.terminate()
-            assert outside.wait(30) == 128 + signal.SIGTERM and outside.stdout.read() == ""
+            wait_until(lambda: loads_torch(below), "loading")
+            first.send_signal(number)
+            assert outside.wait(END_SECONDS) == 128 + number and outside.stdout.read() == ""
         finally:
             outside.kill()
     wait_until_gone([first.pid, below.pid])
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("command", ["serve", "caption"])
+def test_sigterm_ends_a_command_while_it_loads(command):
+    words = [sys.executable, "-m", "mmvllm", *COMMANDS[command]]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: loads_torch(psutil.Process(process.pid)), "loading")
+        process.terminate()
+        assert process.wait(END_SECONDS) == -signal.SIGTERM and process.stdout.read() == ""
+
+
+def loads_torch(process: psutil.Process) -> bool:
+    return any("libtorch" in part.path for part in process.memory_maps())
 
 
 @pytest.mark.slow

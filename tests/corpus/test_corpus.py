@@ -95,6 +95,7 @@ def _different(is_accepted: dict[str, bool], formats: dict[str, str | None]) -> 
     return sorted(name for name in formats if is_accepted[name] != (formats[name] is not None))
 
 
+@pytest.mark.slow
 def test_accepted_files_are_rgb_of_the_upright_size(files, formats):
     for file in files:
         if formats[file.name] is not None:

@@ -1,4 +1,4 @@
-"""Image files and videos that are small and take much time or memory to open or decode."""
+"""Image files, videos and expressions that are small and take much time or memory to open, decode or match."""
 
 import io
 import struct
@@ -48,6 +48,9 @@ def jpeg_with_scans(num_scans: int, size: tuple[int, int] = (64, 64)) -> bytes:
 def slow_jpeg(side: int = 7900, num_scans: int = 90) -> bytes:
     """A small file that takes a long time to decode: a grey progressive JPEG whose last scan is repeated."""
     return with_last_scan(encode(Image.new("L", (side, side), 90), "JPEG", progressive=True), num_scans)
+
+
+SLOW_EXPRESSION = r"(?:\w|\w\w|.)*\d"  # takes longer than anybody waits to match a name of a layer
 
 
 def slow_video(number: int = 30) -> bytes:

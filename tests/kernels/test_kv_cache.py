@@ -130,7 +130,7 @@ def step_over_codes(query_lens, kv_lens, code_dtype, device, dtype, H=4, K=2, D=
 
 
 @CODES
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("D", [80, 16])
 @pytest.mark.parametrize(
     ("query_lens", "kv_lens"), [([1, 1, 1], [1, 300, 65]), ([1, 25, 1], [70, 25, 9]), ([33], [70])], ids=str

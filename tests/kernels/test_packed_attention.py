@@ -29,7 +29,7 @@ def cumulative(lens: list[int], device) -> torch.Tensor:
     return torch.tensor([0, *lens], device=device).cumsum(0, dtype=torch.int32)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(
     ("D", "H", "lens"),
     [
@@ -63,7 +63,7 @@ def test_operands_may_have_different_strides(device, dtype):
     assert torch.equal(got, want)
 
 
-@pytest.mark.thinned(1)
+@pytest.mark.slow
 def test_segments_do_not_attend_to_each_other(device, dtype):
     lens = [50, 70, 30]
     q, k, v = (x.clone() for x in packed_rows(lens, 2, 80, device, dtype))

@@ -92,7 +92,6 @@ def test_prefill(shape, device, dtype):
     check([1, 25, 1, 3, 1, 45], [70, 25, 1, 66, 16, 50], device, dtype, **shape)
 
 
-@pytest.mark.essential(1)
 @pytest.mark.slow
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize(
@@ -155,7 +154,7 @@ def test_split_counts_are_reset(device, dtype):
         assert torch.equal(paged_attention_triton(*step.args()), want)
 
 
-@pytest.mark.thinned(1)
+@pytest.mark.slow
 def test_padding_rows_change_nothing(device, dtype):
     """Padding rows of a CUDA graph's batch have at most one key, and a block table of zeros."""
     step = Step([1, 1, 1], [300, 1, 40], device, dtype)
@@ -169,7 +168,7 @@ def test_padding_rows_change_nothing(device, dtype):
     assert not got[4].any()
 
 
-@pytest.mark.thinned(1)
+@pytest.mark.slow
 def test_sequences_without_queries_change_nothing(device, dtype):
     """A CUDA graph of mixed steps has a fixed number of sequences."""
     check([1, 1, 40, 0, 0, 20, 0], [70, 1, 90, 0, 0, 20, 0], device, dtype, num_decodes=2)

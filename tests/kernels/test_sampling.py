@@ -121,7 +121,7 @@ def test_evenly_spread_uniforms_give_the_distribution(device, filters):
     assert (drawn - count * probs).abs().max() <= 1
 
 
-@pytest.mark.thinned(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24, 1 - 2**-53], ids=["zero", "one-in-float32", "one-in-float64"])
 def test_extreme_uniforms_draw_the_first_and_the_last_possible_token(device, uniform):
     """The tokens around them are impossible: -inf, filtered out, or too unlikely for float32."""

@@ -73,7 +73,7 @@ def test_transformers_has_the_size_of_a_single_published_file():
     assert 0 < header < 100_000
 
 
-@pytest.mark.essential(2)
+@pytest.mark.essential(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_published_tensors_and_parameters_match_one_to_one(name, load):

@@ -113,7 +113,7 @@ def test_frames_may_grow_up_to_the_limit(tmp_path):
     assert len(load_video(grown((200, 200), tmp_path / "c.avi"), FramesAt(), limits).frames) == 10
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 def test_flipped_bytes_do_no_harm(clip):
     rng = random.Random(0)
     for _ in range(25):

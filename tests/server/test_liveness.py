@@ -12,7 +12,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.helpers.hostile import slow_video, with_samples
+from mmvllm.models.folder import BUNDLED
+from tests.helpers.adapters import make_adapter
+from tests.helpers.hostile import SLOW_EXPRESSION, slow_video, with_samples
 from tests.helpers.server import (
     CHAT,
     COMPLETIONS,
@@ -70,6 +72,7 @@ print(longest)
 def url() -> Iterator[str]:
     """Start `mmvllm serve` in a separate process, and yield the server's URL."""
     command = [sys.executable, "-m", "mmvllm", "serve", "--device", "cpu", "--port", "0", "--skip-warmup"]
+    command += ["--enable-lora", "--allow-lora-updating"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process.stdout.readline().split()[-1].removesuffix("/v1")
@@ -94,6 +97,17 @@ def test_probes_are_answered_during_costly_requests(what, url):
     with probing(url) as longest:
         answer = httpx.post(url + path, content=sent, headers=headers, timeout=120)
     assert answer.status_code in (200, 400), answer.text[:300]
+    assert longest[0] < 1
+
+
+def test_probes_are_answered_while_an_adapter_is_matched(url, tmp_path):
+    folder = make_adapter(tmp_path / "adapter", BUNDLED, target_modules=["q_proj"])
+    config = folder / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"target_modules": SLOW_EXPRESSION}))
+    with probing(url) as longest:
+        body = {"lora_name": "slow", "lora_path": str(folder)}
+        answer = httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=120)
+    assert answer.status_code == 400 and "takes too long" in answer.text, answer.text
     assert longest[0] < 1
 
 

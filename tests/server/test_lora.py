@@ -15,6 +15,7 @@ from mmvllm.cli.main import main
 from mmvllm.models.folder import BUNDLED
 from tests.helpers.adapters import make_adapter
 from tests.helpers.fleets import FLEET
+from tests.helpers.hostile import SLOW_EXPRESSION as SLOW
 from tests.helpers.server import CHAT, COMPLETIONS, ENGINE, call, chat, error_of, make_app, serving
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -113,17 +114,29 @@ def spoil(folder: Path, what: str) -> None:
     config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     fields = json.loads(config.read_text())
     if what.startswith("tensor"):
-        shape = {"tensor without dimensions": (), "tensor of one dimension": (4,)}[what]
-        tensors = load_file(weights)
-        save_file(tensors | {next(iter(tensors)): torch.zeros(shape)}, weights)
+        (name, tensor), *_ = (tensors := load_file(weights)).items()
+        changed = {
+            "tensor without dimensions": torch.zeros(()),
+            "tensor of one dimension": torch.zeros(4),
+            "tensor of NaN": tensor * torch.nan,
+            "tensor of infinities": tensor * torch.inf,
+        }
+        save_file(tensors | {name: changed[what]}, weights)
     elif what == "deep JSON":
         config.write_text("[" * 200_000)
     else:
-        name, value = {"alpha": ("lora_alpha", 10**400), "expression": ("target_modules", "(" * 5000)}[what]
+        name, value = {
+            "alpha": ("lora_alpha", 10**400),
+            "expression": ("target_modules", "(" * 5000),
+            "slow expression": ("target_modules", SLOW),
+        }[what]
         config.write_text(json.dumps(fields | {name: value}))
 
 
-SPOILT = ["alpha", "deep JSON", "expression", "tensor without dimensions", "tensor of one dimension"]
+SPOILT = [
+    *("alpha", "deep JSON", "expression", pytest.param("slow expression", marks=pytest.mark.slow)),
+    *("tensor without dimensions", "tensor of one dimension", "tensor of NaN", "tensor of infinities"),
+]
 
 
 @pytest.mark.parametrize("what", SPOILT)

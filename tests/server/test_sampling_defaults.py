@@ -102,6 +102,7 @@ def test_a_request_without_parameters_is_sampled_as_the_checkpoint_says(engine_w
     assert len(texts(engine_with({}))) > 2  # as OpenAI's
 
 
+@pytest.mark.slow
 def test_the_schema_says_where_defaults_come_from(engine_with):
     schema = call(make_app(engine_with({})), "GET", "/openapi.json").json()["components"]["schemas"]
     for name in OWN:

@@ -254,6 +254,7 @@ def test_the_default_size_of_a_body_follows_from_that_of_a_video():
     assert replace(settings, max_body_bytes=7).body_bytes(takes_videos=True) == 7
 
 
+@pytest.mark.slow
 def test_the_schema_has_the_parts_and_the_options(app):
     schemas = call(app, "GET", "/openapi.json").json()["components"]["schemas"]
     assert {"fps", "nframes", "video_start", "total_pixels"} <= schemas["VideoPart"]["properties"].keys()
