@@ -1,6 +1,7 @@
 """The keywords of JSON schemas that llguidance enforces. It ignores some of the others, so they are refused by name."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from math import lcm
 from typing import Any
@@ -21,9 +22,23 @@ ANNOTATIONS = frozenset(
     (
         *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"),
         *("$schema", "$id", "$anchor", "$comment", "$vocabulary", "discriminator", "propertyOrdering"),
-        *("contentEncoding", "contentMediaType", "contentSchema"),
+        *("contentEncoding", "contentMediaType", "contentSchema", "strict"),
     )
 )
+FORMATS = frozenset(  # which llguidance knows
+    ("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+)
+_DEMANDING_NOTHING = {  # values of keywords that are not enforced
+    "uniqueItems": (False,),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "nullable": (False,),
+}
+# The group is what expressions of llguidance lack. A class that does not end goes on to the end of the expression.
+_REGEX_TOKENS = re.compile(r"(\\[1-9kbB]|\(\?<?[=!])|\\.|\[\^?\]?(?:\\.|[^\]\\])*+(?:\]|\\?\Z)|.", re.DOTALL)
 MAX_PATTERNS = 12  # where schemas are combined: compiling a conjunction of n expressions takes 2^n steps
 MAX_MULTIPLE = 2**53  # larger integers are not exact in float64
 MAX_REMAINDERS = 10_000  # 0.05 s: each is a state of the lexer, and where schemas are combined each pair, triple ... is
@@ -51,9 +66,51 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(part) for part in value] if isinstance(value, list | tuple) else value
 
 
+def enforceable(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema without keywords that demand nothing, and without alternatives that cannot be enforced.
+
+    An unknown `format` demands nothing, as JSON Schema says. An alternative of `anyOf` whose `pattern` cannot be
+    enforced is left out where others remain: whatever fits the result fits the schema.
+    """
+    made = {}
+    for keyword, value in schema.items():
+        if _demands_nothing(keyword, value):
+            continue
+        if keyword == "anyOf" and isinstance(value, list):
+            value = [part for part in value if not _has_unenforced_pattern(part)] or value
+        if keyword in (*_OF_ONE, *_OF_LISTS):
+            made[keyword] = [_enforceable(part) for part in value] if isinstance(value, list) else _enforceable(value)
+        elif keyword in _OF_NAMES and isinstance(value, Mapping):
+            made[keyword] = {name: _enforceable(part) for name, part in value.items()}
+        else:
+            made[keyword] = value
+    return made
+
+
+def _enforceable(part: Any) -> Any:
+    return enforceable(part) if isinstance(part, Mapping) else part
+
+
+def _demands_nothing(keyword: str, value: Any) -> bool:
+    is_unknown_format = keyword == "format" and isinstance(value, str) and value not in FORMATS
+    return is_unknown_format or value in _DEMANDING_NOTHING.get(keyword, ())
+
+
+def _has_unenforced_pattern(part: Any) -> bool:
+    return isinstance(part, Mapping) and not _is_enforced(part.get("pattern"))
+
+
+def _is_enforced(pattern: Any) -> bool:
+    return not isinstance(pattern, str) or not any(_REGEX_TOKENS.findall(pattern))
+
+
 def check_keywords(schema: dict[str, Any]) -> None:
     """Raise RequestError with the first keyword that cannot be enforced, and where it is."""
     for place, part in _parts(schema):
+        for keyword, patterns in (("pattern", [part.get("pattern")]), ("patternProperties", _names_in(part))):
+            if not all(map(_is_enforced, patterns)):
+                reason = "has a look-around, a back-reference or \\b, and cannot be enforced"
+                raise _refused(keyword, place, reason)
         for keyword in part:
             if not (keyword in ENFORCED or keyword in ANNOTATIONS or str(keyword).startswith("x-")):
                 raise _refused(keyword, place, "cannot be enforced")
@@ -62,6 +119,11 @@ def check_keywords(schema: dict[str, Any]) -> None:
         if isinstance(most, int) and most > (len(set(map(str, required))) if isinstance(required, list) else 0):
             raise _refused("minProperties", place, "can be enforced only up to the number of required properties")
     check_cost(schema)
+
+
+def _names_in(part: dict[str, Any]) -> Iterable[Any]:
+    named = part.get("patternProperties")
+    return named if isinstance(named, dict) else ()
 
 
 def check_cost(schema: dict[str, Any]) -> None:

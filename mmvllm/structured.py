@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmvllm.errors import RequestError
-from mmvllm.schema_keywords import check_cost, check_keywords, without_nulls
+from mmvllm.schema_keywords import check_cost, check_keywords, enforceable, without_nulls
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 NAMES = (*KINDS, "whitespace_pattern")  # of all fields
@@ -149,7 +149,7 @@ def _schema_text(given: Any) -> str:
         raise _wrong("json", f"is {schema!r:.200}, must be a JSON schema that is an object")
     if _depth(schema) > MAX_DEPTH:
         raise _too_deep()
-    if not (schema := without_nulls(schema)):
+    if not (schema := enforceable(without_nulls(schema))):
         raise _wrong("json", "is an empty schema; give one with a type, or json_object for any object")
     try:
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

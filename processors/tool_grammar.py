@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mmvllm.processors.tool_calls import END, START
+from mmvllm.schema_keywords import enforceable
 
 # As `json.dumps` writes JSON, which is how prompts show calls. A \u escape could spell the name of a property.
 STYLE = {
@@ -53,7 +54,7 @@ def _calls(tokenizer: Any, parallel: bool) -> str:
 
 def _rule(name: str, function: dict[str, Any]) -> str:
     head = json.dumps(f'{{"name": "{function["name"]}", "arguments": ')
-    schema = {"type": "object", **(function.get("parameters") or {}), "x-guidance": STYLE}
+    schema = {"type": "object", **enforceable(function.get("parameters") or {}), "x-guidance": STYLE}
     return f'{name}: {head} %json {json.dumps(schema)} "}}"'
 
 

@@ -2,12 +2,14 @@
 
 import json
 import pickle
+import time
 from typing import Literal
 
 import pytest
 from pydantic import BaseModel
 
 from mmvllm import RequestError, SamplingParams, StructuredOutputsParams
+from mmvllm.schema_keywords import FORMATS
 from mmvllm.structured import MAX_CHARACTERS, MAX_DEPTH
 
 
@@ -119,6 +121,63 @@ def test_a_keyword_that_is_not_enforced_is_refused_with_its_place(keyword, place
     assert f" at {place}, which can" in str(caught.value) and caught.value.value == keyword
 
 
+DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # as pydantic up to 2.12 has it, beside a number
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_alternative_whose_pattern_cannot_be_enforced_is_left_out(place):
+    total = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": DECIMAL}], "title": "Total"}
+    wanted = PLACES[place]({"anyOf": [{"type": "number"}], "title": "Total"})
+    assert json.loads(of(json=PLACES[place](total)).json) == wanted
+
+
+@pytest.mark.parametrize("pattern", [DECIMAL, r"(a)\1", "a(?=b)", "(?<!a)b", r"\bred\b", r"[\]]\B", r"(?P<a>b)\k<a>"])
+def test_a_pattern_without_an_alternative_is_refused_with_its_place(pattern):
+    with pytest.raises(RequestError, match="has the keyword 'pattern' at /properties/total, which has a look-around"):
+        of(json={"type": "object", "properties": {"total": {"type": "string", "pattern": pattern}}})
+    with pytest.raises(RequestError, match="has the keyword 'patternProperties' at /, which has a look-around"):
+        of(json={"type": "object", "patternProperties": {pattern: {}}})
+
+
+@pytest.mark.parametrize("pattern", [r"\(?=", "[(?=]", r"[^\](?!]", "(?:a)(?<n>b)(?i)", r"\\b", "[]\\b]", "["])
+def test_a_pattern_that_only_looks_so_is_not(pattern):
+    assert json.loads(of(json={"type": "string", "pattern": pattern}).json)["pattern"] == pattern
+
+
+@pytest.mark.parametrize("text", ["[", "[\\", "(", "[a"])
+def test_a_long_pattern_is_read_in_linear_time(text):
+    pattern = text * (30_000 // len(text)) + "\\"
+    begin = time.thread_time()
+    of(json={"anyOf": [{"type": "string", "pattern": pattern}, {"type": "null"}]})
+    assert time.thread_time() - begin < 2
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        *({"format": name} for name in ("path", "binary", "int64", "ipv4network", "multi-host-uri")),
+        *({"uniqueItems": False}, {"propertyNames": {"type": "string"}}, {"unevaluatedProperties": {}}),
+        *({"unevaluatedItems": True}, {"dependentRequired": {}}, {"dependentSchemas": {}}, {"nullable": False}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_keywords_that_demand_nothing_are_left_out(keywords, place):
+    part = {"type": "string", "title": "A"}
+    assert of(json=PLACES[place](part | keywords)) == of(json=PLACES[place](part))
+
+
+def test_known_formats_are_those_of_llguidance():
+    matcher = pytest.importorskip("llguidance").LLMatcher
+
+    def error(name: str) -> str:
+        schema = json.dumps({"type": "string", "format": name})
+        return matcher.validate_grammar(matcher.grammar_from_json_schema(schema))
+
+    assert {name: error(name) for name in FORMATS} == dict.fromkeys(FORMATS, "")
+    assert error("path") == "Unknown format: path"
+
+
 def test_annotations_and_properties_of_any_name_are_accepted():
     annotations = {
         "title": "A",
@@ -127,6 +186,7 @@ def test_annotations_and_properties_of_any_name_are_accepted():
         "examples": [{}],
         "deprecated": False,
         "$comment": "",
+        "strict": True,
     }
     named = {"type": "object", "properties": {"uniqueItems": {"const": {"not": 1}}}, "required": ["uniqueItems"]}
     assert of(json=named | annotations | {"x-order": 3, "minProperties": 1}).kind == "json"

@@ -98,7 +98,7 @@ REFUSED = [
     ({"response_format": {"type": "yaml"}}, "response_format.type", "must be 'text', 'json_object' or 'json_schema'"),
     ({"guided_json": {}}, "guided_json", "not empty"),
     ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json", "'uniqueItems' at /"),
-    ({"guided_json": {"type": "string", "format": "zip"}}, "guided_json", "Unknown format: zip"),
+    ({"guided_json": {"type": "string", "pattern": "("}}, "guided_json", "unclosed group"),
     ({"guided_json": "{"}, "guided_json", "is not JSON"),
     ({"guided_regex": "a(?=b)"}, "guided_regex", "look-around"),
     ({"guided_choice": []}, "guided_choice", "at least 1 item"),

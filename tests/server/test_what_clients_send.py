@@ -146,8 +146,8 @@ PLAIN = {
 }
 
 
-def function(schema: dict) -> dict:
-    return {"type": "function", "function": {"name": "now", "parameters": schema}}
+def function(schema: dict, name: str = "now") -> dict:
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
 
 
 @pytest.mark.parametrize(("schema", "plain"), [(NULLS, {"type": "object"}), (DEEP, PLAIN)])
@@ -160,6 +160,39 @@ def test_null_in_a_schema_means_that_a_keyword_is_not_given(app, schema, plain, 
     answered(app, CHAT, chat("Hi", response_format=form, max_tokens=4))
     tool = {"type": "function", "name": "now", "parameters": schema}
     answered(app, RESPONSES, {"model": "bundled", "input": "Hi", "tools": [tool], "max_output_tokens": 1})
+
+
+GENERATED = {  # as pydantic, zod and others write schemas
+    "type": "object",
+    "properties": {
+        "total": {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]},
+        "file": {"type": "string", "format": "path"},
+        "data": {"type": "string", "format": "binary"},
+        "tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": False},
+        "counts": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}},
+    },
+    "required": ["total"],
+    "strict": True,
+}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+def test_schemas_as_generators_write_them(app, choice):
+    answered(app, CHAT, chat("Hi", tools=[function(GENERATED)], tool_choice=choice, max_tokens=4))
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": GENERATED}}
+    answered(app, CHAT, chat("Hi", response_format=form, max_tokens=4))
+    answered(app, CHAT, chat("Hi", structured_outputs={"json": GENERATED}, max_tokens=4))
+    text = {"format": {"type": "json_schema", "name": "a", "schema": GENERATED}}
+    answered(app, RESPONSES, {"model": "bundled", "input": "Hi", "text": text, "max_output_tokens": 4})
+
+
+def test_what_cannot_be_enforced_names_the_tool_and_the_property(app):
+    schema = {"type": "object", "properties": {"total": {"type": "string", "pattern": "(?=a)b"}}}
+    tools = [function({"type": "object"}), function(schema, "pay")]
+    answer = call(app, "POST", CHAT, json=chat("Hi", tools=tools, tool_choice="required", max_tokens=4))
+    assert answer.status_code == 400
+    message = "tools[1].function.parameters has the keyword 'pattern' at /properties/total, which has a look-around"
+    assert message in error_of(answer)["message"]
 
 
 @pytest.mark.parametrize(
