@@ -37,8 +37,11 @@ _DEMANDING_NOTHING = {  # values of keywords that are not enforced
     "dependentSchemas": ({},),
     "nullable": (False,),
 }
-# The group is what expressions of llguidance lack. A class that does not end goes on to the end of the expression.
-_REGEX_TOKENS = re.compile(r"(\\[1-9kbB]|\(\?<?[=!])|\\.|\[\^?\]?(?:\\.|[^\]\\])*+(?:\]|\\?\Z)|.", re.DOTALL)
+# An expression without a look-around, a back-reference or \b, which those of llguidance lack. What looks so in a class
+# is none; a class that is not closed goes on to the end of the expression.
+_ENFORCED_PATTERN = re.compile(
+    r"(?:\\[^1-9kbB]|\[\^?\]?(?:\\.|[^\]\\])*+(?:\]|\\?\Z)|\((?!\?(?:<?[=!]|P=))|[^\\\[(])*+\\?", re.DOTALL
+)
 MAX_PATTERNS = 12  # where schemas are combined: compiling a conjunction of n expressions takes 2^n steps
 MAX_MULTIPLE = 2**53  # larger integers are not exact in float64
 MAX_REMAINDERS = 10_000  # 0.05 s: each is a state of the lexer, and where schemas are combined each pair, triple ... is
@@ -70,30 +73,35 @@ def enforceable(schema: Mapping[str, Any]) -> dict[str, Any]:
     """A schema without keywords that demand nothing, and without alternatives that cannot be enforced.
 
     An unknown `format` demands nothing, as JSON Schema says. An alternative of `anyOf` whose `pattern` cannot be
-    enforced is left out where others remain: whatever fits the result fits the schema.
+    enforced becomes false where others remain: whatever fits the result then fits the schema, unless it has `oneOf`,
+    where what fits fewer alternatives may fit more.
     """
+    return _enforceable(schema, not any("oneOf" in part for _, part in _parts(schema)))
+
+
+def _enforceable(schema: Any, drops: bool) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
     made = {}
     for keyword, value in schema.items():
         if _demands_nothing(keyword, value):
             continue
-        if keyword == "anyOf" and isinstance(value, list):
-            value = [part for part in value if not _has_unenforced_pattern(part)] or value
+        if keyword == "anyOf" and isinstance(value, list) and drops and not all(map(_has_unenforced_pattern, value)):
+            value = [False if _has_unenforced_pattern(part) else part for part in value]
         if keyword in (*_OF_ONE, *_OF_LISTS):
-            made[keyword] = [_enforceable(part) for part in value] if isinstance(value, list) else _enforceable(value)
+            is_list = isinstance(value, list)
+            made[keyword] = [_enforceable(part, drops) for part in value] if is_list else _enforceable(value, drops)
         elif keyword in _OF_NAMES and isinstance(value, Mapping):
-            made[keyword] = {name: _enforceable(part) for name, part in value.items()}
+            made[keyword] = {name: _enforceable(part, drops) for name, part in value.items()}
         else:
             made[keyword] = value
     return made
 
 
-def _enforceable(part: Any) -> Any:
-    return enforceable(part) if isinstance(part, Mapping) else part
-
-
 def _demands_nothing(keyword: str, value: Any) -> bool:
-    is_unknown_format = keyword == "format" and isinstance(value, str) and value not in FORMATS
-    return is_unknown_format or value in _DEMANDING_NOTHING.get(keyword, ())
+    if keyword == "format":
+        return isinstance(value, str) and value not in FORMATS
+    return isinstance(value, bool | dict) and value in _DEMANDING_NOTHING.get(keyword, ())
 
 
 def _has_unenforced_pattern(part: Any) -> bool:
@@ -101,7 +109,7 @@ def _has_unenforced_pattern(part: Any) -> bool:
 
 
 def _is_enforced(pattern: Any) -> bool:
-    return not isinstance(pattern, str) or not any(_REGEX_TOKENS.findall(pattern))
+    return not isinstance(pattern, str) or _ENFORCED_PATTERN.fullmatch(pattern) is not None
 
 
 def check_keywords(schema: dict[str, Any]) -> None:

@@ -149,15 +149,19 @@ def _schema_text(given: Any) -> str:
         raise _wrong("json", f"is {schema!r:.200}, must be a JSON schema that is an object")
     if _depth(schema) > MAX_DEPTH:
         raise _too_deep()
-    if not (schema := enforceable(without_nulls(schema))):
-        raise _wrong("json", "is an empty schema; give one with a type, or json_object for any object")
+    schema = without_nulls(schema)
     try:
-        text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        _check_size("json", _compact(schema))
     except (TypeError, ValueError) as error:
         raise _wrong("json", f"is not JSON: {error}") from None
-    _check_size("json", text)
+    if not (schema := enforceable(schema)):
+        raise _wrong("json", "is an empty schema; give one with a type, or json_object for any object")
     check_keywords(schema)
-    return text
+    return _compact(schema)
+
+
+def _compact(schema: dict[str, Any]) -> str:
+    return json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def _too_deep() -> RequestError:

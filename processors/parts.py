@@ -105,6 +105,12 @@ def _string(kind: str, part: dict, key: str) -> str:
     return part[key]
 
 
+def refusal_as_text(part: Any) -> Any:
+    """A part of an earlier answer in which a model refused it, as a part of text."""
+    is_refusal = isinstance(part, dict) and part.get("type") == "refusal"
+    return {"type": "text", "text": part.get("refusal")} if is_refusal else part
+
+
 def plain_processor_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
     """`mm_processor_kwargs` without nulls, in which `fps` is a number, and `size` is `min_pixels` and `max_pixels`.
 

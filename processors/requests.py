@@ -15,6 +15,7 @@ from mmvllm.processors.parts import (
     image_part,
     is_video_part,
     plain_processor_kwargs,
+    refusal_as_text,
     video_part,
     without_nulls,
 )
@@ -181,7 +182,7 @@ def _parse_part(part: Any, images: list[dict], videos: list[dict]) -> dict:
     """The part as the template needs it; what to load goes to `images` or `videos`."""
     if not isinstance(part, dict):
         raise RequestError(f"a content part must be a dict, not {type(part).__name__}")
-    part = without_nulls(part)
+    part = refusal_as_text(without_nulls(part))
     if is_video_part(part):
         videos.append(video_part(len(videos), part))
         return {"type": "video"}

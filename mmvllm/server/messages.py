@@ -19,6 +19,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from mmvllm.processors.clip import MAX_FPS, MIN_FPS
+from mmvllm.processors.parts import refusal_as_text
 from mmvllm.processors.tools import MAX_TOOLS
 from mmvllm.server.errors import ApiError
 
@@ -177,12 +178,6 @@ def tag_by(key: str, tags: Mapping[str | None, str], other: str | None = None) -
         return tags.get(value, other or value) if isinstance(value, str | None) else other
 
     return tag
-
-
-def refusal_as_text(part: Any) -> Any:
-    """A part of an earlier answer in which a model refused it, as a part of text."""
-    is_refusal = isinstance(part, dict) and part.get("type") == "refusal"
-    return {"type": "text", "text": part.get("refusal")} if is_refusal else part
 
 
 _MEDIA = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}  # by the types of parts

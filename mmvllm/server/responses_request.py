@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from mmvllm.processors.parts import refusal_as_text
 from mmvllm.processors.tools import MAX_TOOLS
 from mmvllm.server.messages import (
     CalledFunction,
@@ -12,7 +13,6 @@ from mmvllm.server.messages import (
     ImageSizes,
     StrictModel,
     Unsupported,
-    refusal_as_text,
     tag_by,
 )
 from mmvllm.server.protocol import SamplingRequest, TemplateKwargs, TokenLimit, check_number_of_parts

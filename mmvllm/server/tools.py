@@ -108,6 +108,7 @@ def use_of(
         names = [choice.function.name]
         is_parallel = False
     enforced = [is_demanded(choice, tool) for tool in tools]
+    _check_schemas(given, enforced)
     grammar = None
     if choice in (None, "auto"):
         grammar = _free_grammar(given, enforced, params.structured, is_parallel, tokenizer)
@@ -122,7 +123,6 @@ def use_of(
         # With a single call allowed, the completion ends with it.
         params = params if is_parallel else replace(params, stop=(*params.stop, END))
         return ToolUse(params, given, frozenset(names))
-    _check_schemas(given, enforced)
     field = StructuredField({"grammar": grammar}, {"grammar": "tools"})
     return ToolUse(_structured(params, field), given, frozenset(names), field)
 

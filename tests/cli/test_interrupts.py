@@ -203,9 +203,12 @@ def test_a_command_that_is_the_first_process_of_a_container_ends_while_it_loads(
 def test_sigterm_ends_a_command_while_it_loads(command):
     words = [sys.executable, "-m", "mmvllm", *COMMANDS[command]]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        wait_until(lambda: loads_torch(psutil.Process(process.pid)), "loading")
-        process.terminate()
-        assert process.wait(END_SECONDS) == -signal.SIGTERM and process.stdout.read() == ""
+        try:
+            wait_until(lambda: loads_torch(psutil.Process(process.pid)), "loading")
+            process.terminate()
+            assert process.wait(END_SECONDS) == -signal.SIGTERM and process.stdout.read() == ""
+        finally:
+            process.kill()
 
 
 def loads_torch(process: psutil.Process) -> bool:

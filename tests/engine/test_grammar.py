@@ -188,7 +188,7 @@ REFUSED = [
     ({"json": {"allOf": [{"$ref": "#/$defs/a"}, {}], "$defs": {"a": {"allOf": texts_of(20)}}}}, "is one of 20"),
     ({"json": {"$ref": "#"}}, "structured.json cannot be enforced"),
     ({"json": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}, "structured.json cannot be enforced"),
-    ({"json": {"type": "string", "pattern": "("}}, "structured.json cannot be enforced: regex parse error: unclosed group"),
+    ({"json": {"type": "string", "pattern": "("}}, "structured.json cannot be enforced: regex parse error"),
     ({"json": {"type": "strin"}}, "Invalid type: strin"),
     ({"json": {"type": "integer", "minimum": 2, "maximum": 1}}, "minimum (2) is greater than maximum (1)"),
     ({"json": {"$ref": "http://a.b/c"}}, "http://a.b/c"),

@@ -85,10 +85,12 @@ def test_whatever_a_model_has_written_does_not_end_a_conversation(prepare, argum
     assert text(arguments, content) == text(shown, "")
 
 
-def test_a_refusal_is_the_content_of_an_answer(prepare):
-    given, plain = {"content": None, "refusal": "No"}, {"content": "No"}
-    made = [text_of(prepare, messages=[TURNS[0], {"role": "assistant", **keys}]) for keys in (given, plain)]
-    assert made[0] == made[1]
+@pytest.mark.parametrize(
+    "keys", [{"content": None, "refusal": "No"}, {"content": [{"type": "refusal", "refusal": "No", "text": None}]}]
+)
+def test_a_refusal_is_the_content_of_an_answer(prepare, keys):
+    texts = [text_of(prepare, messages=[TURNS[0], {"role": "assistant", **one}]) for one in (keys, {"content": "No"})]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.slow
