@@ -7,6 +7,7 @@ import pytest
 
 from mmvllm.bench import roofline
 from mmvllm.cli.main import main
+from tests.helpers.cpu import NEEDS_8_BITS
 from tests.helpers.openvino_stub import write_converted, write_stub
 
 SMALL = ("--device", "cpu", "--size", "64x48", "--output-tokens", "5", "--repeat", "1", "--compare", "openvino")
@@ -41,7 +42,13 @@ def converted(tmp_path):
     return write_converted(tmp_path / "converted")
 
 
-@pytest.mark.parametrize("quantization", [(), ("--quantization", "int8", "--dtype", "bfloat16")], ids=["", "int8"])
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        pytest.param((), id=""),
+        pytest.param(("--quantization", "int8", "--dtype", "bfloat16"), id="int8", marks=NEEDS_8_BITS),
+    ],
+)
 def test_latency_beside_openvino(quantization, bench, stub, converted):
     arguments = ("--batch-sizes", "1,3", "--openvino-model", converted, "--openvino-python", sys.executable)
     code, lines, err = bench("latency", *SMALL, *arguments, *quantization)
