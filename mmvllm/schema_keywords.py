@@ -37,8 +37,8 @@ _DEMANDING_NOTHING = {  # values of keywords that are not enforced
     "dependentSchemas": ({},),
     "nullable": (False,),
 }
-# An expression without a look-around, a back-reference or \b, which those of llguidance lack. What looks so in a class
-# is none; a class that is not closed goes on to the end of the expression.
+# An expression without a look-around, a back-reference or \b, which llguidance does not support. In a character class
+# these have no such meaning; an unclosed class extends to the end of the expression.
 _ENFORCED_PATTERN = re.compile(
     r"(?:\\[^1-9kbB]|\[\^?\]?(?:\\.|[^\]\\])*+(?:\]|\\?\Z)|\((?!\?(?:<?[=!]|P=))|[^\\\[(])*+\\?", re.DOTALL
 )

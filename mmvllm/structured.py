@@ -151,9 +151,10 @@ def _schema_text(given: Any) -> str:
         raise _too_deep()
     schema = without_nulls(schema)
     try:
-        _check_size("json", _compact(schema))
+        text = _compact(schema)
     except (TypeError, ValueError) as error:
         raise _wrong("json", f"is not JSON: {error}") from None
+    _check_size("json", text)
     if not (schema := enforceable(schema)):
         raise _wrong("json", "is an empty schema; give one with a type, or json_object for any object")
     check_keywords(schema)
