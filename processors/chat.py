@@ -1,6 +1,7 @@
 """Requests -> `EngineInput`: chat template, images and videos, and their placeholders expanded."""
 
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -117,15 +118,15 @@ class Processor:
     def _video(self, i: int, part: dict, parsed: ParsedRequest, load: Load) -> Media:
         with naming_media(video_index=i):
             config, max_tokens = self.video_processor.config, self.max_tokens
-            return self.video_processor(load_clip(load, part, parsed, config, max_tokens))
+            return self.video_processor(load_clip(load, part, parsed.video_kwargs[i], config, max_tokens))
 
 
 def load_clip(
-    load: Load, part: dict, parsed: ParsedRequest, config: VideoProcessorConfig, max_tokens: int | None
+    load: Load, part: dict, kwargs: Mapping[str, Any], config: VideoProcessorConfig, max_tokens: int | None
 ) -> Clip:
-    """The frames of a video that its part of a request asks for, and when they are shown."""
+    """The frames of a video that its part and the request's own arguments ask for, and when they are shown."""
     keys = {key: value for key, value in part.items() if key != "video"}
-    plan = ClipPlan(config, **parsed.processor_kwargs, part=keys, max_tokens=max_tokens)
+    plan = ClipPlan(config, **kwargs, part=keys, max_tokens=max_tokens)
     return plan.timed(load.video(part["video"], plan))
 
 

@@ -100,7 +100,7 @@ class ForeignProcessor:
 
     def _clip(self, i: int, part: dict, parsed: ParsedRequest, load: Load) -> Clip:
         with naming_media(video_index=i):
-            return load_clip(load, part, parsed, self.video_config, self.max_tokens)
+            return load_clip(load, part, parsed.video_kwargs[i], self.video_config, self.max_tokens)
 
     def _engine_input(self, made, sources: list[SourceGeometry], clips: list[Clip]) -> EngineInput:
         token_ids = own_token_ids(_returned(made, "input_ids")[0])

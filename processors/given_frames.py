@@ -16,6 +16,7 @@ from mmvllm.processors.load import is_array, load_image
 from mmvllm.processors.video import ClipPlan, check_fps, resize_frame, resized_to
 from mmvllm.processors.video_limits import ANY_VIDEO, VideoLimits
 
+FLOATS = ("float16", "float32", "float64")
 MOST_FRAMES = 2**53  # of the video that they were taken from: up to it, times in seconds are exact
 LoadFrame = Callable[[Any], Image.Image]
 
@@ -49,10 +50,10 @@ def clip_of(source: Any, plan: ClipPlan, load_frame: LoadFrame = load_image, lim
         places, indices = places + places[-1:], (*indices, indices[-1] + 1)
         info = given.info(fps, first.height, first.width, at_least=len(places))
     limits.check_frames("the list of frames", info, len(places))
-    return Clip(_resized([given.frames[i] for i in places], plan, load_frame), info, indices)
+    return Clip(_resized([given.frames[i] for i in places], plan, given.were_floats, load_frame), info, indices)
 
 
-def _resized(frames: Sequence[Any], plan: ClipPlan, load_frame: LoadFrame) -> np.ndarray:
+def _resized(frames: Sequence[Any], plan: ClipPlan, as_floats: bool, load_frame: LoadFrame) -> np.ndarray:
     """(T, height, width, 3) uint8."""
     resized = np.empty(0)
     for i, frame in enumerate(frames):
@@ -62,6 +63,7 @@ def _resized(frames: Sequence[Any], plan: ClipPlan, load_frame: LoadFrame) -> np
         if i == 0:
             size = image.size
             sizes = plan.sizes(len(frames), image.height, image.width)
+            sizes = [size._replace(as_floats=True) for size in sizes] if as_floats else sizes
             resized = np.empty((len(frames), *resized_to(sizes, image.height, image.width), 3), dtype=np.uint8)
         _check_size(i, image, size)
         resized[i] = resize_frame(np.array(image), sizes)
@@ -76,20 +78,25 @@ def _check_size(i: int, image: Image.Image, size: tuple[int, int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _GivenFrames:
-    """Frames, and what vLLM's metadata say: `indices` in a video of `total` frames at `fps`."""
+    """Frames, and what vLLM's metadata say: `indices` in a video of `total` frames at `fps`.
+
+    `were_floats` says whether qwen-vl-utils may have prepared them: it resizes frames as floats.
+    """
 
     frames: Sequence[Any]
     indices: Sequence[int]
     total: int
     fps: float | None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    were_floats: bool = False
 
     @classmethod
     def of(cls, source: Any) -> "_GivenFrames":
         has_metadata = isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Mapping)
         frames, metadata = source if has_metadata else (source, {})
+        were_floats = is_array(frames) and _dtype(frames) in FLOATS
         if is_array(frames):
-            frames = _channels_last(frames)
+            frames = _channels_last(_with_levels(frames) if were_floats else frames)
         if len(frames) == 0:
             raise VideoError("the list of frames", "is empty")
         metadata = {key: value for key, value in metadata.items() if value is not None}
@@ -100,7 +107,7 @@ class _GivenFrames:
             fps = total / duration
         if fps is not None:
             check_fps("fps", fps)
-        return cls(frames, indices, total, fps, metadata)
+        return cls(frames, indices, total, fps, metadata, were_floats)
 
     def info(self, fps: float, height: int, width: int, at_least: int = 0) -> VideoInfo:
         return VideoInfo(max(self.total, at_least), fps, height, width)
@@ -114,8 +121,7 @@ class _GivenFrames:
 
 def _channels_last(frames: Any) -> Any:
     """(frames, height, width, 3), which torch often has as (frames, 3, height, width)."""
-    frames = _with_levels(frames)
-    shape, dtype = tuple(frames.shape), str(frames.dtype).removeprefix("torch.")
+    shape, dtype = tuple(frames.shape), _dtype(frames)
     if len(shape) != 4 or dtype != "uint8" or not (shape[3] in (3, 4) or shape[1] == 3):
         required = "uint8 of shape (frames, height, width, 3) or (frames, 3, height, width)"
         raise VideoError("the array", f"has shape {shape} and dtype {dtype}, must be {required}")
@@ -123,16 +129,19 @@ def _channels_last(frames: Any) -> Any:
 
 
 def _with_levels(frames: Any) -> Any:
-    """As uint8, where all values of a float array are levels of it: qwen-vl-utils returns frames so."""
-    dtype = str(frames.dtype).removeprefix("torch.")
-    if dtype not in ("float16", "float32", "float64"):
-        return frames
+    """A float array as uint8, if all its values are levels of it: qwen-vl-utils returns frames so."""
     values = np.asarray(frames if isinstance(frames, np.ndarray) else frames.cpu())
     with np.errstate(invalid="ignore"):
         levels = values.astype(np.uint8)
     if not np.array_equal(levels, values):
-        raise VideoError("the array", f"has dtype {dtype} and values that are no integers from 0 to 255; give uint8")
+        reason = f"has dtype {_dtype(frames)} and values that are no integers from 0 to 255; give uint8"
+        raise VideoError("the array", reason)
     return levels
+
+
+def _dtype(array: Any) -> str:
+    """The name of the dtype of an array of numpy or torch."""
+    return str(array.dtype).removeprefix("torch.")
 
 
 def _number(metadata: Mapping[str, Any], key: str, most: float) -> Any:
@@ -148,6 +157,8 @@ def _indices(metadata: Mapping[str, Any], number: int) -> list[int]:
     indices = metadata.get("frames_indices")
     if indices is None:
         return list(range(number))
+    if is_array(indices):
+        indices = indices.tolist()  # torchvision's reader of qwen-vl-utils returns a tensor
     given = list(indices) if isinstance(indices, Iterable) else [indices]
     if len(given) != number or not all(isinstance(index, Integral) and 0 <= index < MOST_FRAMES for index in given):
         raise VideoError("the frames", f"have frames_indices {indices!r:.60}, must be {number} integers of at least 0")

@@ -112,16 +112,13 @@ def refusal_as_text(part: Any) -> Any:
 
 
 def plain_processor_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`mm_processor_kwargs` without nulls, in which `fps` is a number, and `size` is `min_pixels` and `max_pixels`.
+    """`mm_processor_kwargs` without nulls, with `min_pixels` and `max_pixels` for `size`.
 
-    The vendor's processors take `size`, and qwen-vl-utils returns a list of rates. Raises RequestError.
+    The vendor's processors take `size`, and qwen-vl-utils returns the rate of each video as `fps`; it remains a list if
+    they differ. Raises RequestError.
     """
     kwargs = without_nulls(given)
-    if isinstance(rates := kwargs.get("fps"), list | tuple):
-        if others := [rate for rate in rates if rate != rates[0]]:
-            both = f"{rates[0]!r:.50} and {others[0]!r:.50}"
-            reason = f"fps has the rates {both}; give each video its own, in its part or its metadata"
-            raise RequestError(reason, param="fps")
+    if isinstance(rates := kwargs.get("fps"), list | tuple) and all(rate == rates[0] for rate in rates):
         kwargs = without_nulls(kwargs | {"fps": rates[0] if rates else None})
     size = kwargs.pop("size", {})
     if not isinstance(size, Mapping) or size.keys() - _EDGES.keys():

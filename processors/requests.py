@@ -21,14 +21,14 @@ from mmvllm.processors.parts import (
 )
 from mmvllm.processors.template_kwargs import check_template_kwargs
 from mmvllm.processors.tools import check_calls, check_tools
-from mmvllm.text import listed
+from mmvllm.text import counted, listed
 
 FORMS = ("messages", "text", "prompt", "prompt_token_ids")
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data")
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs")
 REQUEST_KEYS = frozenset(
     (
         *("messages", "text", "images", "videos", "min_pixels", "max_pixels", *PROMPT_KEYS),
-        *("allow_special_tokens", "chat_template_kwargs", "mm_processor_kwargs", "tools"),
+        *("allow_special_tokens", "chat_template_kwargs", "tools"),
         *("request_id", "priority", "cache_salt", "lora_request", "trace_headers", "sampling_params"),
     )
 )
@@ -39,16 +39,16 @@ class ParsedRequest(NamedTuple):
     """A request taken apart; one of `messages` (for the chat template), `text` and `token_ids` is given.
 
     Each of `images` is a dict with what to load under "image", and perhaps sizes of its own; each of `videos` one with
-    what to load under "video", and perhaps keys of `qwen_vl_utils`. `processor_kwargs` are the request's own arguments
-    for videos, `image_bounds` its `min_pixels` and `max_pixels` for images; with `jpeg_draft` JPEGs may be decoded at a
-    reduced scale. Special tokens in messages are text, unless `allow_special_tokens`. `template_kwargs` are arguments
-    for the chat template, `tools` the functions that the model may call.
+    what to load under "video", and perhaps keys of `qwen_vl_utils`. `video_kwargs` are the request's own arguments for
+    each of its videos, `image_bounds` its `min_pixels` and `max_pixels` for images; with `jpeg_draft` JPEGs may be
+    decoded at a reduced scale. Special tokens in messages are text, unless `allow_special_tokens`. `template_kwargs`
+    are arguments for the chat template, `tools` the functions that the model may call.
     """
 
     messages: list[dict] | None
     images: list[dict]
     videos: list[dict]
-    processor_kwargs: Mapping[str, Any]
+    video_kwargs: Sequence[Mapping[str, Any]]
     image_bounds: tuple[int | None, int | None]
     text: str | None = None
     token_ids: Any = None
@@ -77,11 +77,12 @@ def parse_request(request: Any) -> ParsedRequest:
         if images or videos:
             raise RequestError("images and videos go with 'text'; with 'messages', put each into its message as a part")
         keys = {"allow_special_tokens": allow_special_tokens, "template_kwargs": template_kwargs, "tools": tools}
-        return ParsedRequest(*_parse_messages(content), kwargs, bounds, **keys, jpeg_draft=draft)
+        messages, images, videos = _parse_messages(content)
+        return ParsedRequest(messages, images, videos, _for_each(videos, kwargs), bounds, **keys, jpeg_draft=draft)
     images = [image if isinstance(image, dict) else {"image": image} for image in images]
     videos = [video if isinstance(video, dict) else {"video": video} for video in videos]
     images, videos = list(map(image_part, count(), images)), list(map(video_part, count(), videos))
-    parsed = ParsedRequest(None, images, videos, kwargs, bounds, jpeg_draft=draft)
+    parsed = ParsedRequest(None, images, videos, _for_each(videos, kwargs), bounds, jpeg_draft=draft)
     if form == "prompt_token_ids":
         return parsed._replace(token_ids=content)
     if not isinstance(content, str):
@@ -148,13 +149,31 @@ def _processor_kwargs(request: dict) -> dict[str, Any]:
     kwargs = without_nulls(kwargs)
     check_keys("mm_processor_kwargs", kwargs, PROCESSOR_KEYS | {"size"})
     kwargs = plain_processor_kwargs(kwargs)
-    check_numbers(kwargs)
+    for rate in _rates(kwargs):
+        check_numbers({**kwargs, "fps": rate})
     for name in ("jpeg_draft", "do_sample_frames"):
         if not isinstance(flag := kwargs.get(name, False), bool):
             raise ParameterError(name, flag, "True or False")
     if "fps" in kwargs and "num_frames" in kwargs:
         raise RequestError("mm_processor_kwargs has both fps and num_frames; give one of them", param="num_frames")
     return kwargs
+
+
+def _rates(kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    """`fps` of `plain_processor_kwargs`, which may have one for each video."""
+    fps = kwargs.get("fps")
+    return fps if isinstance(fps, list | tuple) else [fps]
+
+
+def _for_each(videos: list[dict], kwargs: dict[str, Any]) -> list[dict[str, Any]]:
+    """The arguments for each video."""
+    rates = _rates(kwargs)
+    if len(rates) == 1:
+        return [kwargs] * len(videos)
+    if len(rates) != len(videos):
+        reason = f"fps has {len(rates)} rates for {counted(len(videos), 'video')}; give one, or one for each video"
+        raise RequestError(reason, param="fps")
+    return [{**kwargs, "fps": rate} for rate in rates]
 
 
 def _parse_messages(messages: Any) -> tuple[list[dict], list[dict], list[dict]]:

@@ -41,7 +41,7 @@ from mmvllm.server.settings import ServerSettings
 from mmvllm.server.structured import StructuredField, structured_field
 from mmvllm.server.tokens import TokenizeChat, TokenizeText
 from mmvllm.server.tools import ToolUse, prompt_tools, use_of
-from mmvllm.server.videos import VideoOptionLimits, VideoReference, param_of, videos_of
+from mmvllm.server.videos import VideoOptionLimits, VideoReference, processor_param_of, videos_of
 
 MAX_FETCHES = 16
 MAX_VIDEO_FETCHES = 4  # what they hold counts in the byte budget once it is complete
@@ -57,12 +57,13 @@ class PromptJob:
     processor_kwargs: ProcessorKwargs | None
 
     def param_of(self, error: ValueError) -> str | None:
-        """The field of an image or a video to which an error of the engine refers."""
+        """The field of an image or a video, or of `mm_processor_kwargs`, to which an error of the engine refers."""
         if (i := getattr(error, "image_index", None)) is not None:
             return self.images[i].param
+        own = processor_param_of(error, self.processor_kwargs)
         if (i := getattr(error, "video_index", None)) is not None:
-            return param_of(error, self.videos[i], self.processor_kwargs)
-        return None
+            return self.videos[i].option_of(error) or own or self.videos[i].param
+        return own
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,10 +83,10 @@ class ProcessorKwargs(StrictModel):
     """vLLM's arguments for the processors of images and videos, with the meaning that they have in transformers.
 
     `size` with `shortest_edge` and `longest_edge` is another spelling of `min_pixels` and `max_pixels`; `fps` may be a
-    list of one rate.
+    list of the rate of each video.
     """
 
-    fps: Rate | None = Field(None, description="Frames to take per second of a video.")
+    fps: Rate | list[Rate] | None = Field(None, description="Frames to take per second of a video, or of each video.")
     num_frames: Size | None = Field(None, description="Frames to take of a video, in place of fps.")
     min_pixels: Size | None = Field(None, description="As the checkpoint's, of videos and images.")
     max_pixels: Size | None = Field(None, description="As the checkpoint's, of videos and images.")

@@ -27,6 +27,11 @@ class VideoReference:
         """The path of its URL in the request."""
         return f"{self.path}.video_url.url"
 
+    def option_of(self, error: ValueError) -> str | None:
+        """The path of its option to which an error of the engine refers; None if to no option."""
+        name = getattr(error, "param", None)
+        return f"{self.path}.{name}" if name in self.options else None
+
     @property
     def has_frames(self) -> bool:
         """Whether it is given as frames, one by one."""
@@ -107,9 +112,7 @@ def _check_most(path: str, given: Mapping[str, Any], limits: Mapping[str, int]) 
             raise ApiError(400, f"{name} is {given[name]}, must be at most {most} here", param=f"{path}.{name}")
 
 
-def param_of(error: ValueError, video: VideoReference, kwargs: ProcessorKwargs | None) -> str:
-    """The field of the request to which the engine's error about a video refers."""
+def processor_param_of(error: ValueError, kwargs: ProcessorKwargs | None) -> str | None:
+    """The field of `mm_processor_kwargs` to which an error of the engine refers; None if to no field of it."""
     name = getattr(error, "param", None)
-    if name in video.options:
-        return f"{video.path}.{name}"
-    return f"{KWARGS}.{name}" if getattr(kwargs, str(name), None) is not None else video.param
+    return f"{KWARGS}.{name}" if getattr(kwargs, str(name), None) is not None else None

@@ -6,7 +6,7 @@ arrays.
 
 import multiprocessing
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from importlib import import_module
@@ -59,6 +59,16 @@ def fetched(
         as_published: False mends the factor of frames that are given as a list, which 0.0.14 doubles.
     """
     return _process().submit(_fetched, part, patch_size, source, as_published).result()
+
+
+def vision_info(messages: list[dict], patch_size: int, sources: Mapping[str, tuple], **keys: bool) -> tuple:
+    """What qwen-vl-utils' `process_vision_info` returns for messages.
+
+    Args:
+        sources: frames and rate of each file that a part names as its video.
+        keys: `return_video_kwargs` and `return_video_metadata`.
+    """
+    return _process().submit(_vision_info, messages, patch_size, sources, keys).result()
 
 
 def _process() -> ProcessPoolExecutor:
@@ -145,6 +155,18 @@ def _fetched(part: dict, patch_size: int, source: VideoInfo | tuple | None, as_p
         (video, metadata), fps = package.fetch_video(part, **options)
     metadata["sample_fps"] = fps
     return (tuple(video.shape) if video.is_meta else video.numpy()), metadata
+
+
+def _vision_info(messages: list[dict], patch_size: int, sources: Mapping, keys: dict) -> tuple:
+    import torch
+    from qwen_vl_utils import vision_process as package
+
+    def read(part: dict) -> tuple:
+        frames, metadata, fps = _read(sources[part["video"]], package, part)
+        return frames, metadata | {"frames_indices": torch.tensor(metadata["frames_indices"])}, fps  # as torchvision's
+
+    package.VIDEO_READER_BACKENDS = dict.fromkeys(package.VIDEO_READER_BACKENDS, read)
+    return package.process_vision_info(messages, image_patch_size=patch_size, **keys)
 
 
 def _with_patch_size(fetch: Callable, patch_size: int, part: dict, given: int) -> Any:

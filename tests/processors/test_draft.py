@@ -87,8 +87,8 @@ def test_a_worker_process_decodes_a_draft():
 
 def test_requests_may_ask_for_it():
     request = {"text": "x", "mm_processor_kwargs": {"jpeg_draft": True, "max_pixels": 5000}}
-    parsed = parse_request(request)
-    assert parsed.jpeg_draft and parsed.processor_kwargs == {"max_pixels": 5000}
+    parsed = parse_request(request | {"videos": ["a.mp4"]})
+    assert parsed.jpeg_draft and parsed.video_kwargs == [{"max_pixels": 5000}]
     assert parse_request({"messages": [{"role": "user", "content": "x"}], **request} | {"text": None}).jpeg_draft
     assert not parse_request({"text": "x"}).jpeg_draft
     with pytest.raises(RequestError, match="jpeg_draft is 1, must be True or False"):

@@ -85,13 +85,17 @@ def test_options_beside_a_url_and_in_its_object_are_the_same(kind, given):
         ({"fps": [2.0]}, {"fps": 2.0}),
         ({"fps": [2.0, 2]}, {"fps": 2.0}),
         ({"fps": []}, {}),
+        ({"fps": [1, 2.5]}, {"fps": [1, 2.5]}),
         ({"fps": None, "size": None, "do_sample_frames": None, "unknown": None}, {}),
         ({"do_sample_frames": True}, {"do_sample_frames": True}),
     ],
 )
 def test_arguments_of_the_vendors_processors(given, plain):
+    rates = plain.get("fps")
+    each = [{**plain, "fps": rate} for rate in rates] if isinstance(rates, list) else [plain] * 2
     for keys in (given, plain):
-        assert parse_request({"text": "x", "mm_processor_kwargs": keys}).processor_kwargs == plain
+        request = {"text": "x", "videos": ["a.mp4", "b.mp4"], "mm_processor_kwargs": keys}
+        assert parse_request(request).video_kwargs == each
     assert ProcessorKwargs(**given).model_dump(exclude_none=True) == plain
 
 
@@ -251,9 +255,13 @@ BAD = {
         {"text": "x", "mm_processor_kwargs": {"size": {"shortest_edge": 5}, "min_pixels": 6}},
         "size has shortest_edge 5, and min_pixels is 6; leave one of them out",
     ),
-    "several rates": (
-        {"text": "x", "mm_processor_kwargs": {"fps": [1, 2.0]}},
-        "fps has the rates 1 and 2.0; give each video its own, in its part or its metadata",
+    "a rate that no video has": (
+        {**user({"video": "a.mp4"}), "mm_processor_kwargs": {"fps": [1, 2.0]}},
+        "fps has 2 rates for 1 video; give one, or one for each video",
+    ),
+    "one of several rates that is none": (
+        {"text": "x", "videos": ["a.mp4", "b.mp4"], "mm_processor_kwargs": {"fps": [1, 0]}},
+        "fps is 0, must be a number from 1e-06",
     ),
     "sampling of another kind": (
         {"text": "x", "mm_processor_kwargs": {"do_sample_frames": 1}},
