@@ -15,7 +15,7 @@ from mmvllm import LLM
 from mmvllm.models.folder import BUNDLED
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import assert_idle
-from tests.helpers.needs import allowed, mark_by_fixtures, needs, watched
+from tests.helpers.needs import mark_by_fixtures, needs, undeclared
 from tests.helpers.quarantine import FILE as QUARANTINE
 from tests.helpers.quarantine import quarantined, set_aside
 from tests.helpers.reference import Reference
@@ -44,13 +44,19 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
     return None
 
 
-@pytest.fixture(autouse=True)
-def undeclared_needs(request):
-    """Fail a test that starts a process or opens a socket without the marker that says so."""
-    with watched() as found:
-        yield
-    if missing := found - allowed(request.node):
-        pytest.fail(f"the test needs the markers {sorted(missing)}; see tests/helpers/needs.py", pytrace=False)
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item):  # with the fixtures of its module
+    return (yield from undeclared(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item):
+    return (yield from undeclared(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item):
+    return (yield from undeclared(item))
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.helpers.needs import watched
+from tests.helpers.quarantine import FILE as QUARANTINE
 from tests.helpers.quarantine import quarantined, set_aside
 from tests.helpers.thinning import thin
 
@@ -73,13 +75,19 @@ def test_a_test_or_one_of_its_cases_is_in_quarantine():
     assert all(case.has("quarantine") for case in cases)
 
 
+def _spawn() -> None:
+    process = multiprocessing.get_context("spawn").Process(target=abs, args=(0,))
+    process.start()
+    process.join()
+
+
 @pytest.mark.spawns
-def test_a_process_is_noticed():
+@pytest.mark.parametrize(
+    "start", [partial(subprocess.run, [sys.executable, "-c", ""]), partial(os.system, "true"), _spawn]
+)
+def test_a_process_is_noticed(start):
     with watched() as needs:
-        subprocess.run([sys.executable, "-c", ""], check=True)
-        process = multiprocessing.get_context("spawn").Process(target=abs, args=(0,))
-        process.start()
-        process.join()
+        start()
     assert needs == {"spawns"}
 
 
@@ -97,14 +105,23 @@ def test_a_socket_is_noticed(tmp_path, monkeypatch):
 def test_pytest_collects_every_file_with_tests():
     """The default run looks for `test_*.py` in tests/."""
     for folder, names, files in os.walk(ROOT):
+        built = {"build", "dist"} if Path(folder) == ROOT else set()
         no_tests = {name for name in names if name.startswith(".") or Path(folder, name, "pyvenv.cfg").exists()}
-        names[:] = {*names} - no_tests - {"build", "dist"}
+        names[:] = {*names} - no_tests - built
         for path in (Path(folder, name) for name in files if name.endswith(".py")):
-            if re.search(r"^(async )?def test_", path.read_text(), re.MULTILINE):
+            if re.search(r"^ *(async )?def test_", path.read_text(), re.MULTILINE):
                 assert path.name.startswith("test_") and path.is_relative_to(ROOT / "tests"), path.relative_to(ROOT)
 
 
 def test_the_full_check_names_every_folder_with_tests():
-    full = (ROOT / ".ci" / "full").read_text()
+    """Once in a part for slow tests, which have no marker that names them all."""
+    slow = re.findall(r'tests=\(-m "slow and .*', (ROOT / ".ci" / "full").read_text())
     folders = {path.relative_to(ROOT).parts[1] for path in (ROOT / "tests").glob("*/**/test_*.py")}
-    assert folders and not {name for name in folders if f"tests/{name}" not in full}
+    named = re.findall(r"tests/(\w+)(?= |\))", " ".join(slow))
+    assert folders and sorted(folders) == sorted(named)
+
+
+def test_what_is_in_quarantine_exists():
+    for test in quarantined(QUARANTINE.read_text()):
+        path, name = test.partition("[")[0].split("::", 1)
+        assert f"def {name.rpartition('::')[2]}(" in (ROOT / path).read_text(), test

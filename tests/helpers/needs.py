@@ -12,11 +12,10 @@ from contextlib import contextmanager
 
 import pytest
 
-EVENTS = {"subprocess.Popen": "spawns", "os.fork": "spawns", "os.posix_spawn": "spawns", "mmvllm.spawn": "spawns"} | {
-    "socket.bind": "network",
-    "socket.connect": "network",
-}
-ANYTHING = {"slow", "ray", "browser", "docs", "clients", "gpu"}  # tests with these markers may do both
+SPAWNS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "mmvllm.spawn")
+SOCKETS = ("socket.bind", "socket.connect", "socket.sendto")
+EVENTS = dict.fromkeys(SPAWNS, "spawns") | dict.fromkeys(SOCKETS, "network")
+ANYTHING = {"slow", "network", "ray", "browser", "docs", "clients", "gpu"}  # tests with these markers may do both
 _needed: set[str] | None = None
 
 
@@ -46,17 +45,26 @@ def allowed(item: pytest.Item) -> set[str]:
 def watched() -> Iterator[set[str]]:
     """The needs that show while the `with` runs."""
     global _needed
-    _needed = set()
+    outer, _needed = _needed, set()
     try:
         yield _needed
     finally:
-        _needed = None
+        _needed = outer
+
+
+def undeclared(item: pytest.Item) -> Iterator[None]:
+    """Wrap a phase of a test: it fails if it starts a process or opens a socket without the marker that says so."""
+    with watched() as found:
+        result = yield
+    if missing := found - allowed(item):
+        pytest.fail(f"the test needs the markers {sorted(missing)}; see tests/helpers/needs.py", pytrace=False)
+    return result
 
 
 def _audit(event: str, arguments: tuple) -> None:
     if _needed is None or event not in EVENTS:
         return
-    if event.startswith("socket.") and not isinstance(arguments[1], tuple):
+    if event in SOCKETS and not isinstance(arguments[1], tuple):
         return  # a Unix socket, which multiprocessing and asyncio use within a program
     _needed.add(EVENTS[event])
 
