@@ -94,6 +94,12 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
         help="let clients load adapters from any folder that the server can read, and unload adapters; needs "
         "--enable-lora",
     )
+    group.add_argument(
+        "--ignore-unknown-fields",
+        action="store_true",
+        help="ignore fields of requests that this server does not know, and name them in the log, instead of refusing "
+        "the request",
+    )
     group.add_argument("--demo", action="store_true", help="also serve the demo page at /demo, which requires no key")
     group.add_argument(
         "--drain-timeout",
@@ -239,6 +245,7 @@ def _settings(
         uses_generation_config=args.generation_config == "auto",
         lora_modules=modules,
         allow_lora_updating=args.allow_lora_updating,
+        ignores_unknown_fields=args.ignore_unknown_fields,
         log_requests=args.log_requests,
         has_demo=args.demo,
     )

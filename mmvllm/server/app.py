@@ -14,7 +14,7 @@ from mmvllm.async_llm import AsyncLLM
 from mmvllm.decoding import MediaDecoder
 from mmvllm.engine.health import EngineHealth
 from mmvllm.server import docs, errors
-from mmvllm.server.body import StrictRoute
+from mmvllm.server.body import OpenRoute, StrictRoute
 from mmvllm.server.completion_response import CompletionResponse
 from mmvllm.server.jobs import CompletionJob, JobFactory
 from mmvllm.server.limits import AuthAndSizeLimitMiddleware, ByteBudget
@@ -91,10 +91,14 @@ def _mount_demo(app: FastAPI, engine: AsyncLLM, settings: ServerSettings, decode
     return (f"{demo.PATH}/",)
 
 
+def _route_class(settings: ServerSettings) -> type[StrictRoute]:
+    return OpenRoute if settings.ignores_unknown_fields else StrictRoute
+
+
 def _completions(
     engine: AsyncLLM, settings: ServerSettings, metrics: Metrics, decoder: MediaDecoder, jobs: JobFactory
 ) -> APIRouter:
-    router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["completions"])
+    router = APIRouter(prefix="/v1", route_class=_route_class(settings), tags=["completions"])
     log = RequestLog(settings.log_requests)
 
     def response(job: CompletionJob) -> CompletionResponse:
@@ -124,7 +128,7 @@ def _completions(
 
 
 def _tokens(engine: AsyncLLM, settings: ServerSettings, decoder: MediaDecoder, jobs: JobFactory) -> APIRouter:
-    router = APIRouter(route_class=StrictRoute, tags=["tokens"], responses=ERRORS)
+    router = APIRouter(route_class=_route_class(settings), tags=["tokens"], responses=ERRORS)
     tokens = TokenCounter(engine, settings, decoder, jobs)
 
     @router.post("/tokenize")

@@ -2,22 +2,28 @@
 
 import asyncio
 import codecs
+import inspect
 import json
+import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from functools import cached_property
+from typing import Annotated, Any, get_args, get_origin
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from mmvllm.server.errors import ApiError, out_of_memory
+from mmvllm.server.errors import MAX_KEY_SHOWN, ApiError, out_of_memory
 from mmvllm.text import with_whole_characters
 
+logger = logging.getLogger(__name__)
 MANY_BYTES = 100_000  # of small items, which are parsed in a few milliseconds
 _PARSING = ThreadPoolExecutor(1, "mmvllm-parse")  # several threads would make the event loop wait for each of them
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_TOLD: set[str] = set()  # fields that were ignored
+MAX_TOLD = 100
 MAX_KEYS = 1000  # per object; each unknown key produces an error
 MAX_COMMAS = 2_000_000  # parsed, small items take 30 times their size in memory
 MAX_DIGITS = 500  # of an integer; the time to parse one grows with the square of its length
@@ -38,13 +44,55 @@ class StrictRequest(Request):
 class StrictRoute(APIRoute):
     """A route whose request bodies are parsed by `parse`."""
 
+    request_class = StrictRequest
+
+    @cached_property
+    def fields(self) -> frozenset[str]:
+        """The fields that the body of a request may have."""
+        body = inspect.signature(self.endpoint).parameters.get("body")
+        return frozenset() if body is None else frozenset(_fields_of(body.annotation))
+
     def get_route_handler(self) -> Callable:
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            return await handler(StrictRequest(request.scope, request.receive))
+            return await handler(self.request_class(request.scope, request.receive))
 
         return handle
+
+
+class OpenRequest(StrictRequest):
+    """A request whose unknown fields are ignored; the log names each of the first ones once."""
+
+    async def json(self) -> Any:
+        value = await super().json()
+        if not isinstance(value, dict):
+            return value
+        known = self.scope["route"].fields
+        _tell_ignored(value.keys() - known)
+        return {name: item for name, item in value.items() if name in known}
+
+
+class OpenRoute(StrictRoute):
+    """A route that ignores the unknown fields of its requests."""
+
+    request_class = OpenRequest
+
+
+def _tell_ignored(names: Collection[str]) -> None:
+    for name in [name[:MAX_KEY_SHOWN] for name in names][: MAX_TOLD - len(_TOLD)]:
+        if name not in _TOLD:
+            _TOLD.add(name)
+            logger.warning("requests have the field %r, which is ignored; told once", name)
+
+
+def _fields_of(kind: Any) -> Iterator[str]:
+    """The fields of a model, or of the members of an annotated union of models."""
+    if isinstance(kind, type):
+        yield from (field.alias or name for name, field in kind.model_fields.items())
+    else:
+        for member in get_args(kind)[:1] if get_origin(kind) is Annotated else get_args(kind):
+            yield from _fields_of(member)
 
 
 def parse(body: bytes) -> Any:

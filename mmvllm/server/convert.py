@@ -162,9 +162,16 @@ def chat_request(
         request["mm_processor_kwargs"] = body.mm_processor_kwargs.model_dump(exclude_none=True)
     if body.allow_special_tokens:
         request["allow_special_tokens"] = True
-    if kwargs := {**template_kwargs, **(body.chat_template_kwargs or {})}:
+    if kwargs := {**template_kwargs, **_reasoning_kwargs(body), **(body.chat_template_kwargs or {})}:
         request["chat_template_kwargs"] = kwargs
     return request | ({"min_pixels": body.min_pixels, "max_pixels": largest} if max_pixels else {})
+
+
+def _reasoning_kwargs(body: ChatPrompt) -> dict[str, Any]:
+    """Arguments of the chat template, as in vLLM."""
+    if body.reasoning_effort in (None, "none"):
+        return {} if body.reasoning_effort is None else {"enable_thinking": False}
+    return {"reasoning_effort": body.reasoning_effort, "enable_thinking": True}
 
 
 def texts_of(body: ChatPrompt) -> Iterator[str]:

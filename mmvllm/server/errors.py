@@ -1,8 +1,9 @@
 """Every error as OpenAI's error object: {"error": {"message", "type", "param", "code"}}."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -122,12 +123,14 @@ def install(app: FastAPI) -> None:
         }.get(error.status_code, str(error.detail))
         return ApiError(error.status_code, message, headers=error.headers).response()
 
-    async def from_validation(_: Request, error: RequestValidationError) -> Response:
+    async def from_validation(request: Request, error: RequestValidationError) -> Response:
         if error.body is None:
             return ApiError(400, "the body is empty; send the request as JSON").response()
         if isinstance(error.body, bytes):
             return ApiError(415, "the body must be JSON, with the header Content-Type: application/json").response()
         param, message = explain(error.errors(), error.body)
+        if message == MESSAGES["extra_forbidden"] and param in error.body:
+            message += _hint(param, request.scope["route"].fields)
         return ApiError(400, f"{param}: {message}" if param else message, param=param).response()
 
     async def from_memory(_request: Request, _error: MemoryError) -> Response:
@@ -153,6 +156,11 @@ def explain(errors: list[dict], body: Any) -> tuple[str | None, str]:
     path = next(path for path, _ in found if len(path) == deepest)
     messages = dict.fromkeys(message for other, message in found if other == path)
     return _format_path(path) or None, ", or ".join(messages)
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    close = get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _message(error: dict) -> str:

@@ -121,49 +121,50 @@ class JobFactory:
 
     def chat(self, body: ChatRequest, reservation: ByteReservation) -> CompletionJob:
         """A job for a chat; the images and videos that it fetches are counted in `reservation`."""
-        adapter = self._models.adapter_of(body.model)
+        model, adapter = self._models.find(body.model)
         use = self._tool_use(body)
         prompt = self.prompt(body, use.tools, reservation, adapter=adapter)
         shown = use.params.logprobs, body.prompt_logprobs, bool(body.return_token_ids)
         options = {"functions": use.names, "boxes": body.mmvllm.boxes if body.mmvllm else None}
-        builder = ChatResponseBuilder(body.model, self._engine.tokenizer, *shown, **options)
+        builder = ChatResponseBuilder(model, self._engine.tokenizer, *shown, **options)
         field = use.field or structured_field(body)
         described = partial(described_chat, body)
         return CompletionJob([prompt.request], use.params, builder, described, prompt, field, **_streaming(body))
 
     def response(self, body: ResponsesRequest, reservation: ByteReservation) -> CompletionJob:
         """A job for a request of OpenAI's Responses API."""
-        adapter = self._models.adapter_of(body.model)
+        model, adapter = self._models.find(body.model)
         with named_as_input():
             chat, image_params = as_chat(body)
             use = self._tool_use(chat)
             prompt = self.prompt(chat, use.tools, reservation, image_params, adapter)
-        builder = ResponseObjectBuilder(body, use.params, use.names)
+        builder = ResponseObjectBuilder(model, body, use.params, use.names)
         field = use.field or in_text_options(structured_field(chat))
         described, streams = partial(described_chat, chat), bool(body.stream)
         return CompletionJob([prompt.request], use.params, builder, described, prompt, field, streams)
 
     def tokens(self, body: TokenizeChat | TokenizeText, reservation: ByteReservation) -> PromptJob | str:
         """The prompt whose tokens are asked for."""
-        if body.model is not None:
-            self.check_model(body.model)
+        self.check_model(body.model)
         if isinstance(body, TokenizeChat):
             return self.prompt(body, prompt_tools(body.tools), reservation)
         self._check_lengths("prompt", [body.prompt])
         return body.prompt
 
     def _tool_use(self, body: ChatRequest) -> ToolUse:
+        if body.tools and body.tool_choice not in (None, "none", "auto"):  # a format is that of messages: there is none
+            body = body.model_copy(update={"response_format": None})
         params = convert.chat_params(body, self._engine.max_model_len, self._sampling_defaults)
         return use_of(body.tools, body.tool_choice, body.parallel_tool_calls, params, self._engine.tokenizer)
 
     def embeddings(self, body: EmbeddingRequest, reservation: ByteReservation) -> CompletionJob:
         """A job for the vectors of several inputs, or of one conversation."""
-        adapter = self._models.adapter_of(body.model)
+        model, adapter = self._models.find(body.model)
         field = "input" if body.messages is None else "messages"
         if (body.input is None) is (body.messages is None):
             raise ApiError(400, f"{field}: give input or messages, one of them", param=field)
         pooling = convert.pooling_params(body, self._engine.hidden_size)
-        builder = EmbeddingResponseBuilder(body.model, field, body.encoding_format == "base64")
+        builder = EmbeddingResponseBuilder(model, field, body.encoding_format == "base64")
         if body.messages is not None:
             prompt = self.prompt(body, prompt_tools(body.tools), reservation, adapter=adapter)
             described = partial(described_chat, body)
@@ -210,7 +211,7 @@ class JobFactory:
 
     def completion(self, body: CompletionRequest) -> CompletionJob:
         """A job for one or several prompts without a chat template."""
-        adapter = self._models.adapter_of(body.model)
+        model, adapter = self._models.find(body.model)
         params = convert.completion_params(body, self._engine.max_model_len, self._sampling_defaults)
         prompts = convert.prompts_of(body)
         self._check_lengths("prompt", prompts)
@@ -218,14 +219,14 @@ class JobFactory:
             message = f"{len(prompts)} prompts, at most {self._engine.max_requests} are accepted (max_waiting)"
             raise ApiError(400, message, param="prompt")
         shown = params.logprobs, body.prompt_logprobs, bool(body.return_token_ids)
-        builder = CompletionResponseBuilder(body.model, self._engine.tokenizer, *shown, echoes=bool(body.echo))
+        builder = CompletionResponseBuilder(model, self._engine.tokenizer, *shown, echoes=bool(body.echo))
         described, field = partial(described_prompts, prompts), structured_field(body)
         requests = _with_adapter(prompts, adapter)
         return CompletionJob(requests, params, builder, described, structured=field, **_streaming(body))
 
-    def check_model(self, name: str) -> None:
+    def check_model(self, name: str | None) -> None:
         """Raises ApiError for a name under which neither the model nor an adapter is served."""
-        self._models.adapter_of(name)
+        self._models.find(name)
 
     def _check_lengths(self, param: str, prompts: Iterable[str | list[int]], num_extra_tokens: int = 0) -> None:
         with engine_errors(lambda error: (str(error), param)):

@@ -1,6 +1,7 @@
 """Pydantic models of the messages of a chat and their parts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
@@ -18,12 +19,16 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from mmvllm.processors import qwen_vl_utils
 from mmvllm.processors.clip import MAX_FPS, MIN_FPS
-from mmvllm.processors.parts import refusal_as_text
+from mmvllm.processors.parts import PROCESSOR_KEYS, refusal_as_text
 from mmvllm.processors.tools import MAX_TOOLS
 from mmvllm.server.errors import ApiError
 
 INT64 = 2**63
+MEDIA_OPTIONS = sorted({*qwen_vl_utils.KEYS, *PROCESSOR_KEYS, "detail"})
+KEYS_OF_PARTS = frozenset(("text", "image", "image_url", "video", "video_url", *MEDIA_OPTIONS))
+MOST_COMPARED = 4  # unknown keys of a part: comparing one takes 0.02 ms
 
 P = TypeVar("P")
 
@@ -59,6 +64,31 @@ class StrictModel(BaseModel):
         return given | whole
 
 
+class OpenModel(StrictModel):
+    """An object to which clients add keys of their own: these are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class OpenPart(OpenModel):
+    """A part of a message, of whose content nothing is ignored, and nothing that may be meant as an option of it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lose_nothing(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        others = [key for key, item in value.items() if item is not None and key not in cls.model_fields]
+        for key in others:
+            if key in KEYS_OF_PARTS:
+                raise PydanticCustomError("key_of_part", "{key} does not belong here", {"key": key})
+        for key in others[:MOST_COMPARED]:
+            if len(key) < 20 and (close := get_close_matches(key, MEDIA_OPTIONS, n=1, cutoff=0.8)):
+                reason = "{key} does not belong here; did you mean {close}?"
+                raise PydanticCustomError("key_of_part", reason, {"key": key, "close": close[0]})
+        return value
+
+
 @cache
 def _integers_of(model: type[BaseModel]) -> frozenset[str]:
     """The keys of a model's fields that may be integers, but no floats."""
@@ -87,17 +117,16 @@ def _as_flag(value: Any) -> Any:
 Flag = Annotated[bool | None, BeforeValidator(_as_flag)]
 
 
-class TextPart(StrictModel):
+class TextPart(OpenPart):
     type: Literal["text"]
     text: str
-    cache_control: Ignored = None  # Anthropic's prompt caching hint, which LiteLLM passes on
 
 
 Rate = Annotated[float, Field(ge=MIN_FPS, le=MAX_FPS)]
 Size = Annotated[int, Field(ge=1, lt=INT64)]
 
 
-class ImageSizes(StrictModel):
+class ImageSizes(OpenPart):
     """The sizes of an image, with the meaning that they have in qwen-vl-utils."""
 
     min_pixels: Size | None = Field(None, description="A smaller image is enlarged to this many pixels.")
@@ -125,15 +154,14 @@ class ImagePart(ImageSizes):
 
     type: Literal["image_url"]
     image_url: ImageUrl
-    cache_control: Ignored = None
-    uuid: Ignored = None  # vLLM's cache key of the image
 
 
-class VideoOptions(StrictModel):
+class VideoOptions(OpenPart):
     """What to take of a video, with the meaning that it has in qwen-vl-utils; the checkpoint bounds it."""
 
     fps: Rate | None = Field(None, description="Frames to take per second; of JPEG frames, those that there are.")
     nframes: Size | None = Field(None, description="Frames to take, in place of fps.")
+    num_frames: Size | None = Field(None, description="Another name of nframes.")
     min_frames: Size | None = None
     max_frames: Size | None = None
     min_pixels: Size | None = Field(None, description="Pixels of a frame.")
@@ -155,8 +183,6 @@ class VideoPart(VideoOptions):
 
     type: Literal["video_url"]
     video_url: VideoUrl
-    cache_control: Ignored = None
-    uuid: Ignored = None
 
 
 def options_of(kind: type[StrictModel], path: str, *given: StrictModel) -> dict[str, Any]:
@@ -210,15 +236,12 @@ Parts = Annotated[list[Part], Field(fail_fast=True, min_length=1)]
 PartsOfHistory = Annotated[list[Part], Field(fail_fast=True)]  # clients and models leave some empty
 
 
-class InputMessage(StrictModel):
+class InputMessage(OpenModel):
     role: Annotated[
         Literal["system", "developer", "user", "assistant", "tool"],  # all of them, for the error message
         WithJsonSchema({"type": "string", "enum": ["system", "developer", "user"]}),
     ]
     content: str | Parts
-    name: Ignored = None
-    type: Ignored = None  # lm-eval sends "text"
-    cache_control: Ignored = None
     refusal: Unsupported = None
     annotations: Unsupported = None
     audio: Unsupported = None
@@ -234,27 +257,21 @@ class ToolMessage(InputMessage):
     tool_call_id: str | None = None
 
 
-class CalledFunction(StrictModel):
-    model_config = ConfigDict(extra="ignore")
-
+class CalledFunction(OpenModel):
     name: str
     arguments: Any = Field(
         None, description="A JSON object, also as text. Whatever else a model has written is read as {}."
     )
 
 
-class CallOfHistory(StrictModel):
-    model_config = ConfigDict(extra="ignore")
-
+class CallOfHistory(OpenModel):
     id: str | None = None
     type: Literal["function"] | None = None
     function: CalledFunction
 
 
 class HistoryMessage(InputMessage):
-    """An assistant message in the history, to which clients and other servers add fields of their own."""
-
-    model_config = ConfigDict(extra="ignore")
+    """An assistant message in the history."""
 
     role: Literal["assistant"]
     content: str | PartsOfHistory | None = None

@@ -39,14 +39,19 @@ class ServedModels:
         """All names, those of the model first."""
         return [*self._names, *self._adapters]
 
-    def adapter_of(self, name: str) -> LoRARequest | None:
-        """The adapter of a name, None for the model's own; raises ApiError for a name that is not served."""
+    def find(self, given: str | None) -> tuple[str, LoRARequest | None]:
+        """The name that a request gives, or else the model's first one; and the adapter that has this name, if one has.
+
+        Raises ApiError for a name that is not served.
+        """
+        name = given or self._names[0]
         if name not in self._created:
             raise model_not_found(name, self.names())
-        return self._adapters.get(name)
+        return name, self._adapters.get(name)
 
     def card(self, name: str) -> ModelCard:
-        parent = None if self.adapter_of(name) is None else self._names[0]
+        _, adapter = self.find(name)
+        parent = None if adapter is None else self._names[0]
         limit = self._engine.max_model_len
         return ModelCard(id=name, created=self._created[name], max_model_len=limit, parent=parent)
 

@@ -1,7 +1,7 @@
 """Pydantic models of the requests: unknown fields are refused unless they cannot change a completion."""
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
@@ -13,6 +13,7 @@ from mmvllm.server.messages import INT64, Ignored, Message, Rate, Size, StrictMo
 from mmvllm.server.structured import StructuredFields
 from mmvllm.server.tools import ToolChoice, Tools, check_size
 
+ALL_FRAMES = -1
 NO_LIMIT = -1  # of a completion's tokens, but for max_model_len
 MAX_CHOICES = 16  # completions per prompt
 MAX_PROMPTS = 64  # prompts per request
@@ -25,6 +26,7 @@ MAX_ALLOWED_IDS = 2**18  # more than a vocabulary has; reading them blocks the e
 MAX_SALT = 1024  # characters; the prefix cache stores the salt
 MAX_TEMPLATE_KWARGS = 16384  # characters as JSON: the template may write them into the prompt
 DEFAULT = "Default: that of the checkpoint's generation_config.json"
+ServedModel = Field(None, description="Default: the first name of the served model.")
 
 
 def _check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -58,6 +60,7 @@ LogitBias = Annotated[
 BadWordList = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 StopTokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
 PromptTokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TemplateKwargs = Annotated[dict[str, Any], BeforeValidator(check_size), AfterValidator(_check_template_kwargs)]
 
 
@@ -104,10 +107,23 @@ class ProcessorKwargs(StrictModel):
             raise PydanticCustomError("processor_kwargs", "{reason}", {"reason": str(error)}) from None
 
 
+class VideoIoKwargs(StrictModel):
+    fps: Rate | None = None
+    num_frames: Size | Literal[-1] | None = Field(None, description="-1: all, or as many as fps says.")
+
+
+class MediaIoKwargs(StrictModel):
+    """vLLM's arguments for reading media: other names of fields of `mm_processor_kwargs`, which win."""
+
+    video: VideoIoKwargs | None = None
+    image: Ignored = None  # images are RGB in any case
+    audio: Ignored = None
+
+
 class SamplingRequest(StructuredFields):
     """The fields that both endpoints share."""
 
-    model: str
+    model: str | None = ServedModel
     temperature: float | None = Field(None, ge=0, le=2, description=f"{DEFAULT}, else 1.")
     top_p: float | None = Field(None, gt=0, le=1, description=f"{DEFAULT}, else 1.")
     top_k: int | None = Field(None, ge=-1, lt=INT64, description=f"{DEFAULT}, else 0, which keeps all tokens.")
@@ -143,14 +159,13 @@ class SamplingRequest(StructuredFields):
     echo: Unsupported = None
     # Extensions of vLLM, accepted with the values that describe what this server does anyway.
     skip_special_tokens: Literal[True] | None = None
-    add_special_tokens: Literal[False] | None = None
     priority: Literal[0] | None = None
     use_beam_search: bool | None = Field(None, description="Beam search with beam_width, else best_of, else n beams.")
     beam_width: int | None = Field(None, ge=1, lt=INT64, description="Beam search with this many beams.")
     length_penalty: float | None = Field(None, ge=-10, le=10, description="Of beam search. Default: 1.")
     early_stopping: bool | Literal["never"] | None = Field(None, description="Of beam search. Default: false.")
     include_stop_str_in_output: Unsupported = None
-    truncate_prompt_tokens: Unsupported = None
+    truncate_prompt_tokens: Literal[-1] | None = None  # to what fits: a prompt that does not is refused
     return_tokens_as_token_ids: Unsupported = None
     return_token_ids: bool | None = Field(None, description="Add the token ids of the prompt and of each completion.")
     logits_processors: Unsupported = None
@@ -158,6 +173,7 @@ class SamplingRequest(StructuredFields):
     kv_transfer_params: Unsupported = None
     vllm_xargs: Unsupported = None
     spaces_between_special_tokens: Ignored = None  # special tokens are skipped
+    add_special_tokens: Ignored = None  # the tokenizers add none
     request_id: Ignored = None
 
 
@@ -192,10 +208,27 @@ class ChatPrompt(StrictModel):
     chat_template_kwargs: TemplateKwargs | None = Field(
         None, description="Arguments of the chat template, such as enable_thinking; they come before the server's own."
     )
+    reasoning_effort: ReasoningEffort | None = Field(
+        None,
+        description="The argument reasoning_effort of the chat template, whose enable_thinking it sets to true; none "
+        "sets that to false. chat_template_kwargs win.",
+    )
+    media_io_kwargs: MediaIoKwargs | None = None
     # Extensions of vLLM, accepted with the values that describe what this server does anyway.
     add_generation_prompt: Literal[True] | None = None
     continue_final_message: Unsupported = None
     chat_template: Unsupported = None
+
+    @model_validator(mode="after")
+    def _take_media_io_kwargs(self) -> Self:
+        video = self.media_io_kwargs.video if self.media_io_kwargs else None
+        kwargs = self.mm_processor_kwargs or ProcessorKwargs()
+        if video is not None and kwargs.fps is None and kwargs.num_frames is None:
+            given = {"fps": video.fps, "num_frames": video.num_frames}
+            if video.num_frames == ALL_FRAMES:
+                given = {"fps": video.fps} if video.fps else {"do_sample_frames": False}
+            self.mm_processor_kwargs = kwargs.model_copy(update=given)
+        return self
 
 
 class ChatRequest(ChatPrompt, SamplingRequest):
@@ -222,8 +255,7 @@ class ChatRequest(ChatPrompt, SamplingRequest):
     function_call: Unsupported = None
     audio: Unsupported = None
     web_search_options: Unsupported = None
-    reasoning_effort: Unsupported = None
-    verbosity: Unsupported = None
+    verbosity: Ignored = None
     documents: Unsupported = None
     include_reasoning: Ignored = None  # the models do not separate reasoning from the completion
 
@@ -263,7 +295,7 @@ class CompletionRequest(SamplingRequest):
 class EmbeddingRequest(ChatPrompt):
     """POST /v1/embeddings: of `input`, or of one conversation in `messages`, as vLLM takes it."""
 
-    model: str
+    model: str | None = ServedModel
     input: (
         Annotated[
             Annotated[str, Tag("a string")]
@@ -285,9 +317,9 @@ class EmbeddingRequest(ChatPrompt):
     normalize: bool | None = Field(None, description="Divide the vector by its length; true by default.")
     user: Ignored = None
     request_id: Ignored = None
-    add_special_tokens: Literal[False] | None = None
+    add_special_tokens: Ignored = None
     priority: Literal[0] | None = None
-    truncate_prompt_tokens: Unsupported = None
+    truncate_prompt_tokens: Literal[-1] | None = None
 
 
 MAX_NAME, MAX_PATH = 256, 4096  # characters

@@ -1,16 +1,24 @@
-"""Request ids as in OpenAI's API, where clients show them in their errors."""
+"""Request ids as in OpenAI's API, where clients show them in their errors: that of the client, or else a new one."""
 
 import logging
+import re
 import uuid
 from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
+ACCEPTED = re.compile(rb"[!-~]{1,128}")  # of a client: the log shows it
+HEADER = b"x-request-id"
 
 
 def new_request_id() -> str:
     return f"req_{uuid.uuid4().hex}"
+
+
+def _request_id(scope: Scope) -> str:
+    given = next((value for name, value in scope["headers"] if name == HEADER), b"")
+    return given.decode() if ACCEPTED.fullmatch(given) else new_request_id()
 
 
 class RequestIdMiddleware:
@@ -25,9 +33,9 @@ class RequestIdMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        request_id = new_request_id()
+        request_id = _request_id(scope)
         scope.setdefault("state", {})["request_id"] = request_id
-        header = (b"x-request-id", request_id.encode())
+        header = (HEADER, request_id.encode())
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

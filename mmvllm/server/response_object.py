@@ -26,10 +26,10 @@ class ResponseObjectBuilder:
     def count(self, _delta: Delta, _is_streamed: bool) -> None:
         """There is nothing to count."""
 
-    def __init__(self, body: ResponsesRequest, params: SamplingParams, functions: Collection[str]):
+    def __init__(self, model: str, body: ResponsesRequest, params: SamplingParams, functions: Collection[str]):
         """`functions` are the names of those whose calls are looked for in the completion."""
-        self.model = body.model
-        self._head = _head(body, params)
+        self.model = model
+        self._head = _head(model, body, params)
         self._functions = functions
         self._parser = ToolCallParser(functions)
         self._items: list[dict] = []
@@ -145,13 +145,13 @@ class ResponseObjectBuilder:
         return {"type": kind, "sequence_number": self._num_events - 1, **fields}
 
 
-def _head(body: ResponsesRequest, params: SamplingParams) -> dict:
+def _head(model: str, body: ResponsesRequest, params: SamplingParams) -> dict:
     """What a response says of its request."""
     return {
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
         "created_at": int(time.time()),
-        "model": body.model,
+        "model": model,
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,
@@ -159,13 +159,14 @@ def _head(body: ResponsesRequest, params: SamplingParams) -> dict:
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         "store": False,
         "temperature": params.temperature,
         "text": {"format": _dumped(body.text.format) if body.text and body.text.format else {"type": "text"}},
         "tool_choice": _dumped(body.tool_choice) or "auto",
         "tools": [_dumped(tool) for tool in body.tools or ()],
         "top_p": params.top_p,
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "usage": None,
     }
 

@@ -183,13 +183,14 @@ class ResponseObject(BaseModel):
     output: list[OutputMessage | OutputCall]
     parallel_tool_calls: bool
     previous_response_id: None
+    reasoning: dict[str, str | None]
     store: Literal[False]
     temperature: float
     text: dict
     tool_choice: str | dict[str, str]
     tools: list[dict]
     top_p: float
-    truncation: Literal["disabled"]
+    truncation: Literal["disabled", "auto"]
     usage: ResponseUsage
 
 

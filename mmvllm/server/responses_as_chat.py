@@ -58,6 +58,7 @@ def as_chat(body: ResponsesRequest) -> tuple[ChatRequest, list[str]]:
     fields = {name: getattr(body, name) for name in shared & body.model_fields_set}
     fields |= {"messages": messages, "max_completion_tokens": body.max_output_tokens}
     fields |= {"chat_template_kwargs": body.chat_template_kwargs, "parallel_tool_calls": body.parallel_tool_calls}
+    fields["reasoning_effort"] = body.reasoning.effort if body.reasoning else None
     fields["tools"] = [
         {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
         for tool in body.tools or ()

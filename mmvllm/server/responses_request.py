@@ -11,20 +11,26 @@ from mmvllm.server.messages import (
     CalledFunction,
     Ignored,
     ImageSizes,
+    OpenModel,
+    OpenPart,
     StrictModel,
     Unsupported,
     tag_by,
 )
-from mmvllm.server.protocol import SamplingRequest, TemplateKwargs, TokenLimit, check_number_of_parts
+from mmvllm.server.protocol import (
+    ReasoningEffort,
+    SamplingRequest,
+    TemplateKwargs,
+    TokenLimit,
+    check_number_of_parts,
+)
 from mmvllm.server.structured import NamedSchema
 from mmvllm.server.tools import FunctionDefinition, FunctionReference, check_size, choice_tag
 
 
-class InputText(StrictModel):
+class InputText(OpenPart):
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: Ignored = None
-    logprobs: Ignored = None
 
 
 class InputImage(ImageSizes):
@@ -47,7 +53,7 @@ InputPart = Annotated[
 InputParts = Annotated[list[InputPart], Field(fail_fast=True)]
 
 
-class InputItem(StrictModel):
+class InputItem(OpenModel):
     """A message."""
 
     type: Literal["message"] | None = None
@@ -55,9 +61,6 @@ class InputItem(StrictModel):
     content: str | InputParts | None = Field(
         None, validate_default=True, description="Only that of an earlier answer may be missing or empty."
     )
-    id: Ignored = None
-    status: Ignored = None
-    phase: Ignored = None
 
     @field_validator("content")
     @classmethod
@@ -74,14 +77,12 @@ class FunctionCallItem(CalledFunction):
     call_id: str
 
 
-class FunctionOutputItem(StrictModel):
+class FunctionOutputItem(OpenModel):
     """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
     output: str | InputParts | None = None
-    id: Ignored = None
-    status: Ignored = None
 
 
 ITEM_TAGS = {None: "a message", "message": "a message", "function_call": "a call", "function_call_output": "a result"}
@@ -151,7 +152,14 @@ class TextOptions(StrictModel):
         ]
         | None
     ) = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Ignored = None
+
+
+class Reasoning(StrictModel):
+    effort: ReasoningEffort | None = Field(None, description="reasoning_effort of chats.")
+    summary: Ignored = None
+    generate_summary: Ignored = None
+    context: Ignored = None
 
 
 class EventOptions(StrictModel):
@@ -190,9 +198,11 @@ class ResponsesRequest(SamplingRequest):
     background: Unsupported = None
     include: Unsupported = None
     prompt: Unsupported = None
-    reasoning: Unsupported = None
+    reasoning: Reasoning | None = None
     top_logprobs: Literal[0] | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["disabled", "auto"] | None = Field(
+        None, description="No input is left out: one that is too long is refused."
+    )
     max_tool_calls: Ignored = None  # of tools that the server itself would call
     safety_identifier: Ignored = None
     service_tier: Ignored = None

@@ -35,6 +35,7 @@ class ServerSettings:
             generation_config.json, where it has them; otherwise, and for the others, OpenAI's defaults.
         lora_modules: folders of adapters by the names under which requests may address them.
         allow_lora_updating: clients may load adapters from any folder that the server can read, and unload adapters.
+        ignores_unknown_fields: unknown fields of requests are ignored, and named in the log, instead of refused.
         log_requests: log a line per completion request when it ends: "facts", or "full" with texts; None logs none.
         has_demo: also serve the demo page at /demo, without API keys.
     """
@@ -56,6 +57,7 @@ class ServerSettings:
     uses_generation_config: bool = True
     lora_modules: Mapping[str, str] = field(default_factory=dict)
     allow_lora_updating: bool = False
+    ignores_unknown_fields: bool = False
     log_requests: str | None = None
     has_demo: bool = False
 

@@ -28,8 +28,7 @@ class TokenCounter:
 
     def detokenize(self, body: DetokenizeRequest) -> DetokenizeResponse:
         """The text of tokens, with that of special tokens."""
-        if body.model is not None:
-            self._jobs.check_model(body.model)
+        self._jobs.check_model(body.model)
         tokenizer, most = self._engine.tokenizer, self._engine.max_model_len
         if len(body.tokens) > most:
             raise ApiError(

@@ -1,10 +1,10 @@
 """Pydantic models of requests about tokens, with vLLM's names."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Discriminator, Field, Tag
 
-from mmvllm.server.messages import StrictModel
+from mmvllm.server.messages import Ignored, StrictModel
 from mmvllm.server.protocol import ChatPrompt, PromptTokenIds
 
 
@@ -13,7 +13,7 @@ class TokenizeText(StrictModel):
 
     model: str | None = None
     prompt: str = Field(min_length=1)
-    add_special_tokens: bool | None = Field(None, description="The tokenizers add none.")
+    add_special_tokens: Ignored = None
     return_token_strs: bool | None = None
 
 
@@ -21,7 +21,7 @@ class TokenizeChat(ChatPrompt):
     """POST /tokenize, of a conversation"""
 
     model: str | None = None
-    add_special_tokens: Literal[False] | None = None
+    add_special_tokens: Ignored = None
     return_token_strs: bool | None = None
 
 

@@ -15,7 +15,7 @@ from mmvllm.processors.tool_grammar import calls_or_json_grammar, free_text_gram
 from mmvllm.processors.tools import MAX_TOOLS, NAME, check_names, check_parameters
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.errors import ApiError
-from mmvllm.server.messages import Flag, StrictModel
+from mmvllm.server.messages import Flag, OpenModel, StrictModel
 from mmvllm.server.structured import StructuredField
 from mmvllm.structured import StructuredOutputsParams
 from mmvllm.text import has_more_values
@@ -33,14 +33,14 @@ FunctionName = Annotated[str, Field(pattern=f"^{NAME}$")]
 Parameters = Annotated[dict[str, Any], AfterValidator(_check_parameters)]
 
 
-class FunctionDefinition(StrictModel):
+class FunctionDefinition(OpenModel):
     name: FunctionName
     description: str | None = None
     parameters: Parameters | None = Field(None, description="A JSON schema of an object.")
     strict: Flag = Field(None, description="Calls of this function always fit its parameters.")
 
 
-class ToolDefinition(StrictModel):
+class ToolDefinition(OpenModel):
     type: Literal["function"]
     function: FunctionDefinition
 

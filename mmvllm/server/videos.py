@@ -87,7 +87,8 @@ class VideoOptionLimits:
         """Raises ApiError for options above the limits, and for two of which only one may be given."""
         for video in videos:
             _check_one_of(video.path, video.options, ("fps", "nframes"))
-            names = ("nframes", "min_frames", "max_frames")
+            _check_one_of(video.path, video.options, ("fps", "num_frames"))
+            names = ("nframes", "num_frames", "min_frames", "max_frames")
             _check_most(video.path, video.options, dict.fromkeys(names, self.max_frames))
             _check_most(video.path, video.options, {"min_pixels": self.max_frame_pixels})
             if video.num_frames > self.max_frames:

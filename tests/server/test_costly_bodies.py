@@ -26,12 +26,12 @@ def form_of(schema: dict) -> dict:
     "body",
     [
         chat("Hello", **{"x" * 2**20: 1}),
-        chat("Hello") | {"messages": [user("Hello") | {"\u00e9" * 2**20: 1}]},
+        chat("Hello") | {"stream_options": {"\u00e9" * 2**20: 1}},
         chat({"type": "x" * 2**20}),
         chat("Hello", **{f"key {i}": 1 for i in range(900)}),
         chat("Hello") | {"model": "x" * 2**20},
     ],
-    ids=["key", "key of a message", "type", "many keys", "model"],
+    ids=["key", "key of an object", "type", "many keys", "model"],
 )
 def test_an_error_is_small_even_if_what_is_wrong_is_not(app, body):
     answer = call(app, "POST", CHAT, json=body)

@@ -93,7 +93,7 @@ def test_embeddings_are_no_completions_in_the_metrics(app):
         ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
         ({"input": "a", "pooling": "max"}, "pooling", "must be 'last' or 'mean'"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "must be 'float' or 'base64'"),
-        ({"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "not supported"),
+        ({"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "must be -1"),
         ({"input": "a", "temperature": 0}, "temperature", "is not a field"),
         ({"input": "a", "allow_special_tokens": True}, "allow_special_tokens", "not allowed by this server"),
         ({"messages": [user(image_part("data:,x"))]}, "messages[0].content[0].image_url.url", "image"),
