@@ -16,6 +16,7 @@ from mmvllm.cli.common import (
     at_least_one,
     seconds,
     tell_sampling_defaults,
+    whole_number,
 )
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 from mmvllm.cli.media import OPTIONS, add_image_arguments, add_source_arguments, add_video_arguments, media_policy
@@ -177,6 +178,21 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         help="maximum size of all request bodies, images and videos held at a time (default: %(default)s)",
     )
     group.add_argument(
+        "--max-stored-bytes",
+        type=whole_number,
+        default=DEFAULTS.max_stored_bytes,
+        metavar="N",
+        help="maximum size of the responses that are kept for previous_response_id; 0 keeps none (default: "
+        "%(default)s)",
+    )
+    group.add_argument(
+        "--stored-seconds",
+        type=seconds,
+        default=DEFAULTS.stored_seconds,
+        metavar="SECONDS",
+        help="time for which a response is kept after it was made or went on (default: %(default)g)",
+    )
+    group.add_argument(
         "--allow-special-tokens",
         action="store_true",
         help="accept requests with allow_special_tokens, whose messages may have control tokens; otherwise special "
@@ -238,6 +254,8 @@ def _settings(
         max_body_bytes=args.max_body_bytes,
         body_timeout=args.body_timeout,
         max_bodies_bytes=args.max_bodies_bytes,
+        max_stored_bytes=args.max_stored_bytes,
+        stored_seconds=args.stored_seconds,
         media=media,
         media_names=OPTIONS,
         allow_special_tokens=args.allow_special_tokens,

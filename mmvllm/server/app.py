@@ -16,6 +16,7 @@ from mmvllm.engine.health import EngineHealth
 from mmvllm.server import docs, errors
 from mmvllm.server.body import OpenRoute, StrictRoute
 from mmvllm.server.completion_response import CompletionResponse
+from mmvllm.server.errors import ApiError
 from mmvllm.server.jobs import CompletionJob, JobFactory
 from mmvllm.server.limits import AuthAndSizeLimitMiddleware, ByteBudget
 from mmvllm.server.metrics import CountingMiddleware, Metrics
@@ -23,9 +24,11 @@ from mmvllm.server.models import ERRORS, ServedModels, adapters_router, models_r
 from mmvllm.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
 from mmvllm.server.request_id import RequestIdMiddleware
 from mmvllm.server.request_log import RequestLog
+from mmvllm.server.response_store import MISSING, ResponseStore
 from mmvllm.server.responses import (
     ChatCompletion,
     Completion,
+    DeletedResponse,
     DetokenizeResponse,
     EmbeddingList,
     HealthResponse,
@@ -58,6 +61,7 @@ def build_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     metrics, models = Metrics(engine), ServedModels(engine, settings)
     jobs = JobFactory(engine, settings, models)
     app.include_router(_completions(engine, settings, metrics, decoder, jobs))
+    app.include_router(_stored_responses(jobs.responses))
     app.include_router(_tokens(engine, settings, decoder, jobs))
     app.include_router(models_router(models))
     if settings.allow_lora_updating:
@@ -76,7 +80,10 @@ def build_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     )
     if settings.cors_origins or settings.has_demo:  # the page's own middleware would allow every origin
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
         )
     app.add_middleware(CountingMiddleware, metrics=metrics)
     app.add_middleware(RequestIdMiddleware)
@@ -116,13 +123,36 @@ def _completions(
 
     @router.post("/responses", response_model=ResponseObject, responses=STREAMS)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        """Create a response as OpenAI's Responses API has it; nothing is kept between requests."""
+        """Create a response as OpenAI's Responses API has it."""
         return response(jobs.response(body, request.state.reservation))
 
     @router.post("/embeddings", response_model=EmbeddingList, responses=ERRORS)
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """Create a vector for each of several inputs, or for a conversation with images and videos."""
         return response(jobs.embeddings(body, request.state.reservation))
+
+    return router
+
+
+def _stored_responses(stored: ResponseStore) -> APIRouter:
+    router = APIRouter(prefix="/v1/responses", tags=["completions"], responses=ERRORS)
+
+    def missing(response_id: str) -> ApiError:
+        return ApiError(404, f"the response {response_id!r:.100} {MISSING}", param="response_id")
+
+    @router.get("/{response_id}", response_model=ResponseObject)
+    async def response(response_id: str) -> Response:
+        """A response that is stored."""
+        if (found := stored.get(response_id)) is None:
+            raise missing(response_id)
+        return Response(found.response, media_type="application/json")
+
+    @router.delete("/{response_id}")
+    async def delete(response_id: str) -> DeletedResponse:
+        """Store a response no more."""
+        if not stored.remove(response_id):
+            raise missing(response_id)
+        return DeletedResponse(id=response_id)
 
     return router
 

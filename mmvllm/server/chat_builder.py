@@ -3,17 +3,15 @@
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
-from mmvllm.engine.detokenizer import token_bytes
 from mmvllm.grounding import Box, Point
 from mmvllm.outputs import Delta, LogprobsById
 from mmvllm.processors.tool_calls import CallPiece, ToolCallParser, read_tool_calls
 from mmvllm.server.response_builder import (
     FINISH_REASONS,
-    NO_LOGPROB,
     ChoiceBuffer,
     ResponseBuilder,
     call_id,
-    token_text,
+    shown_logprobs,
 )
 from mmvllm.server.responses import ChatCompletion, ChatLogprobs, TokenLogprob, Usage
 
@@ -100,16 +98,7 @@ class ChatResponseBuilder(ResponseBuilder):
     def _logprobs(self, entries: Sequence[LogprobsById]) -> dict | None:
         if self._top_logprobs is None:
             return None
-        made = []
-        for logprobs in entries:
-            sampled, logprob = next(iter(logprobs.items()))
-            top = [self._entry(*item) for item in self._top(logprobs)]
-            made.append(self._entry(sampled, logprob) | {"top_logprobs": top})
-        return {"content": made}
-
-    def _entry(self, token_id: int, logprob: float) -> dict:
-        data = token_bytes(self._tokenizer, token_id)
-        return {"token": token_text(data), "logprob": max(logprob, NO_LOGPROB), "bytes": list(data)}
+        return {"content": shown_logprobs(entries, self._top_logprobs, self._tokenizer)}
 
 
 def _call_part(piece: CallPiece) -> dict:

@@ -6,7 +6,14 @@ from typing import Any
 
 from mmvllm.engine.detokenizer import special_ids, token_bytes
 from mmvllm.outputs import Delta, LogprobsById, RequestOutput
-from mmvllm.server.response_builder import FINISH_REASONS, NO_LOGPROB, ChoiceBuffer, ResponseBuilder, token_text
+from mmvllm.server.response_builder import (
+    FINISH_REASONS,
+    NO_LOGPROB,
+    ChoiceBuffer,
+    ResponseBuilder,
+    token_text,
+    top_of,
+)
 from mmvllm.server.responses import Completion, Usage
 
 
@@ -103,7 +110,7 @@ class CompletionResponseBuilder(ResponseBuilder):
         """Includes the sampled token; of tokens with the same text, the most likely one is shown."""
         sampled = next(iter(logprobs.items()))
         made: dict[str, float] = {}
-        for token_id, logprob in [*self._top(logprobs), sampled]:
+        for token_id, logprob in [*top_of(logprobs, self._top_logprobs), sampled]:
             made.setdefault(self._token_text(token_id), max(logprob, NO_LOGPROB))
         return made
 

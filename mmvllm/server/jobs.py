@@ -35,8 +35,9 @@ from mmvllm.server.protocol import (
 )
 from mmvllm.server.response_builder import ResponseBuilder
 from mmvllm.server.response_object import ResponseObjectBuilder
+from mmvllm.server.response_store import MISSING, ResponseStore, StoredResponse
 from mmvllm.server.responses_as_chat import as_chat, in_text_options, named_as_input
-from mmvllm.server.responses_request import ResponsesRequest
+from mmvllm.server.responses_request import Item, ItemReference, ResponsesRequest
 from mmvllm.server.settings import ServerSettings
 from mmvllm.server.structured import StructuredField, structured_field
 from mmvllm.server.tokens import TokenizeChat, TokenizeText
@@ -111,6 +112,7 @@ class JobFactory:
 
     def __init__(self, engine: AsyncLLM, settings: ServerSettings, models: ServedModels):
         self._engine, self._settings, self._models = engine, settings, models
+        self.responses = ResponseStore(settings.max_stored_bytes, settings.stored_seconds)
         self._detail_limits = convert.DetailLimits.of(engine.image_config, settings.max_pixels)
         self._length_limit = LengthLimit.of(engine.tokenizer, engine.max_model_len)
         own = engine.sampling_defaults if settings.uses_generation_config else {}
@@ -134,14 +136,40 @@ class JobFactory:
     def response(self, body: ResponsesRequest, reservation: ByteReservation) -> CompletionJob:
         """A job for a request of OpenAI's Responses API."""
         model, adapter = self._models.find(body.model)
+        given, earlier = self._resolved(body.items), self._earlier(body.previous_response_id)
         with named_as_input():
-            chat, image_params = as_chat(body)
+            chat, image_params = as_chat(body, given, earlier.items() if earlier else ())
             use = self._tool_use(chat)
             prompt = self.prompt(chat, use.tools, reservation, image_params, adapter)
-        builder = ResponseObjectBuilder(model, body, use.params, use.names)
+        if use.names and body.num_logprobs is not None:
+            message = "log-probabilities are shown of texts; leave out top_logprobs and include, or the tools"
+            raise ApiError(400, message, param="top_logprobs" if body.top_logprobs else "include")
+        keep = None
+        if self.responses.is_open and body.store is not False:
+            keep = partial(self.responses.add, given=given, earlier=earlier)
+        builder = ResponseObjectBuilder(model, self._engine.tokenizer, body, use.params, use.names, keep)
         field = use.field or in_text_options(structured_field(chat))
         described, streams = partial(described_chat, chat), bool(body.stream)
         return CompletionJob([prompt.request], use.params, builder, described, prompt, field, streams)
+
+    def _earlier(self, response_id: str | None) -> StoredResponse | None:
+        """The stored response with which a conversation goes on."""
+        if response_id is None:
+            return None
+        if (stored := self.responses.get(response_id)) is None:
+            message = f"the response {response_id!r:.100} {MISSING}; send the conversation as a whole"
+            raise ApiError(400, message, param="previous_response_id", code="previous_response_not_found")
+        return stored
+
+    def _resolved(self, items: Sequence[Item]) -> list[Item]:
+        """Items, with those of stored responses in place of references to them."""
+        made = []
+        for i, item in enumerate(items):
+            found = self.responses.output_item(item.id) if isinstance(item, ItemReference) else item
+            if found is None:
+                raise ApiError(400, f"the item {item.id!r:.100} {MISSING}", param=f"input[{i}].id")
+            made.append(found)
+        return made
 
     def tokens(self, body: TokenizeChat | TokenizeText, reservation: ByteReservation) -> PromptJob | str:
         """The prompt whose tokens are asked for."""

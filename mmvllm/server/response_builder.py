@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from mmvllm.engine.detokenizer import token_bytes
 from mmvllm.grounding import Box, Point
 from mmvllm.outputs import Delta, LogprobsById, RequestOutput
 from mmvllm.server.errors import ApiError
@@ -113,11 +114,9 @@ class ResponseBuilder:
             num_copies = len(prompt.completions) if self.repeats_prompt and not is_streamed else 1
             self.num_values += num_copies * len(prompt.prompt_logprobs or ()) * self._num_per_prompt_token
         self.num_values += len(entries) * (1 + (self._top_logprobs or 0))
-        if self.num_values > MAX_LOGPROBS_OF_RESPONSE:
-            field = self.logprobs_field if self._prompt_logprobs is None else "prompt_logprobs"
-            message = f"more than {MAX_LOGPROBS_OF_RESPONSE} log-probabilities are not put into a response"
-            remedy = f"lower {field}, n, or the number of prompts or tokens, or have the response streamed"
-            raise ApiError(400, f"{message}; {remedy}", param=field)
+        field = self.logprobs_field if self._prompt_logprobs is None else "prompt_logprobs"
+        remedy = "n, or the number of prompts or tokens, or have the response streamed"
+        check_num_values(self.num_values, field, remedy)
 
     @property
     def _num_per_prompt_token(self) -> int:
@@ -167,10 +166,30 @@ class ResponseBuilder:
             if not place or logprob.rank <= self._prompt_logprobs
         }
 
-    def _top(self, logprobs: LogprobsById) -> list[tuple[int, float]]:
-        """The requested number of most likely tokens, which need not include the sampled one."""
-        ranked = sorted(logprobs.items(), key=lambda item: -item[1])
-        return ranked[: self._top_logprobs]
+
+def check_num_values(number: int, field: str, others: str) -> None:
+    """Raise ApiError for so many log-probabilities; `others` is what may be lowered beside the field."""
+    if number > MAX_LOGPROBS_OF_RESPONSE:
+        message = f"more than {MAX_LOGPROBS_OF_RESPONSE} log-probabilities are not put into a response"
+        raise ApiError(400, f"{message}; lower {field}, {others}", param=field)
+
+
+def top_of(logprobs: LogprobsById, number: int | None) -> list[tuple[int, float]]:
+    """The most likely tokens, which need not include the sampled one."""
+    return sorted(logprobs.items(), key=lambda item: -item[1])[:number]
+
+
+def shown_logprobs(entries: Sequence[LogprobsById], number: int, tokenizer: Any) -> list[dict]:
+    """The log-probabilities of tokens, and of the `number` most likely ones, as chats and responses have them."""
+
+    def entry(token_id: int, logprob: float) -> dict:
+        data = token_bytes(tokenizer, token_id)
+        return {"token": token_text(data), "logprob": max(logprob, NO_LOGPROB), "bytes": list(data)}
+
+    return [
+        entry(*next(iter(one.items()))) | {"top_logprobs": [entry(*item) for item in top_of(one, number)]}
+        for one in entries
+    ]
 
 
 def call_id() -> str:

@@ -2,16 +2,22 @@
 
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
-from mmvllm.outputs import Delta
+from mmvllm.outputs import Delta, LogprobsById
 from mmvllm.processors.tool_calls import CallPiece, ToolCallParser, read_tool_calls
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.errors import ApiError
-from mmvllm.server.response_builder import FINISH_REASONS, ChoiceBuffer, call_id
+from mmvllm.server.response_builder import (
+    FINISH_REASONS,
+    ChoiceBuffer,
+    call_id,
+    check_num_values,
+    shown_logprobs,
+)
 from mmvllm.server.responses import ResponseObject, Usage
 from mmvllm.server.responses_request import ResponsesRequest
 
@@ -21,16 +27,25 @@ class ResponseObjectBuilder:
 
     prompt_field = "input"
     end = None  # the last event ends the stream
-    num_values = 0  # it has no log-probabilities
 
-    def count(self, _delta: Delta, _is_streamed: bool) -> None:
-        """There is nothing to count."""
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Any,
+        body: ResponsesRequest,
+        params: SamplingParams,
+        functions: Collection[str],
+        keep: Callable[[dict], None] | None,
+    ):
+        """`functions` are the names of those whose calls are looked for in the completion.
 
-    def __init__(self, model: str, body: ResponsesRequest, params: SamplingParams, functions: Collection[str]):
-        """`functions` are the names of those whose calls are looked for in the completion."""
+        `keep` is called with the response once it is whole.
+        """
         self.model = model
-        self._head = _head(model, body, params)
-        self._functions = functions
+        self._head = _head(model, body, params, is_stored=keep is not None)
+        self._tokenizer, self._functions, self._keep = tokenizer, functions, keep
+        self._num_logprobs, self.num_values = params.logprobs, 0
+        self._logprobs: list[dict] = []  # of tokens whose text is still to come
         self._parser = ToolCallParser(functions)
         self._items: list[dict] = []
         self._is_open = False  # whether more may come for the last item
@@ -41,13 +56,18 @@ class ResponseObjectBuilder:
     def id(self) -> str:
         return self._head["id"]
 
+    def count(self, delta: Delta, _is_streamed: bool) -> None:
+        """Add the log-probabilities of a delta to `num_values`; raises ApiError for too many."""
+        self.num_values += len(delta.logprobs or ()) * (1 + (self._num_logprobs or 0))
+        check_num_values(self.num_values, "top_logprobs", "or max_output_tokens")  # the last event has all of them
+
     def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> ResponseObject:
         """The response to a request that is not streamed."""
         [choice] = choices
         text, self._finish_reason = "".join(choice.text), choice.finish_reason
         content, calls = read_tool_calls(text, self._functions) if self._functions else (text, [])
         if content or not calls:
-            self._items.append(_message(content))
+            self._items.append(_message(content, self._shown(choice.logprobs)))
         self._items += [_call(call.name, call.arguments) for call in calls]
         self._items[-1]["status"] = self._status
         return ResponseObject(**self._response(usage))
@@ -61,6 +81,7 @@ class ResponseObjectBuilder:
         """The events for new tokens: none while their text may belong to the mark of a call."""
         self._finish_reason = FINISH_REASONS[delta.finish_reason]
         is_last = delta.finish_reason is not None
+        self._logprobs += self._shown(delta.logprobs or ())
         pieces = self._parser.feed(delta.text, is_last) if self._functions else filter(None, [delta.text])
         return [event for piece in pieces for event in self._add(piece)]
 
@@ -69,6 +90,11 @@ class ResponseObjectBuilder:
         events = [] if self._items else self._open(_message(""))
         events += self._close(self._status)
         return [*events, self._event(f"response.{self._status}", response=self._response(usage))]
+
+    def _shown(self, entries: Sequence[LogprobsById]) -> list[dict]:
+        if self._num_logprobs is None:
+            return []
+        return shown_logprobs(entries, self._num_logprobs, self._tokenizer)
 
     def error_chunk(self, error: ApiError) -> dict:
         """The event that ends a stream with an error."""
@@ -89,7 +115,10 @@ class ResponseObjectBuilder:
             "total_tokens": usage.total_tokens,
         }
         made = {"status": self._status, "incomplete_details": details, "output": self._items, "usage": counts}
-        return self._head | made
+        response = self._head | made
+        if self._keep is not None:
+            self._keep(response)
+        return response
 
     def _add(self, piece: str | CallPiece) -> list[dict]:
         """The events for a piece of content or of a call."""
@@ -97,13 +126,20 @@ class ResponseObjectBuilder:
         if isinstance(piece, str):
             if not self._is_open or self._items[-1]["type"] != "message":
                 events = self._close("completed") + self._open(_message(""))
-            self._items[-1]["content"][0]["text"] += piece
-            return [*events, self._about_text("output_text.delta", delta=piece, logprobs=[])]
+            return [*events, self._add_text(piece)]
         if piece.name is not None:
             events = self._close("completed") + self._open(_call(piece.name, ""))
         self._items[-1]["arguments"] += piece.arguments
         delta = self._about("function_call_arguments.delta", delta=piece.arguments)
         return [*events, delta] if piece.arguments else events
+
+    def _add_text(self, piece: str) -> dict:
+        """The event for a piece of text, with the log-probabilities of all tokens since the last one."""
+        part, logprobs = self._items[-1]["content"][0], self._logprobs
+        part["text"] += piece
+        part["logprobs"] += logprobs
+        self._logprobs = []
+        return self._about_text("output_text.delta", delta=piece, logprobs=logprobs)
 
     def _open(self, item: dict) -> list[dict]:
         item["status"] = "in_progress"
@@ -123,8 +159,9 @@ class ResponseObjectBuilder:
         item["status"] = status
         if item["type"] == "message":
             part = item["content"][0]
+            part["logprobs"] += self._logprobs  # of tokens without a text
             events = [
-                self._about_text("output_text.done", text=part["text"], logprobs=[]),
+                self._about_text("output_text.done", text=part["text"], logprobs=part["logprobs"]),
                 self._about_text("content_part.done", part=part),
             ]
         else:
@@ -145,7 +182,7 @@ class ResponseObjectBuilder:
         return {"type": kind, "sequence_number": self._num_events - 1, **fields}
 
 
-def _head(model: str, body: ResponsesRequest, params: SamplingParams) -> dict:
+def _head(model: str, body: ResponsesRequest, params: SamplingParams, is_stored: bool) -> dict:
     """What a response says of its request."""
     return {
         "id": f"resp_{uuid.uuid4().hex}",
@@ -158,13 +195,14 @@ def _head(model: str, body: ResponsesRequest, params: SamplingParams) -> dict:
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-        "store": False,
+        "store": is_stored,
         "temperature": params.temperature,
         "text": {"format": _dumped(body.text.format) if body.text and body.text.format else {"type": "text"}},
         "tool_choice": _dumped(body.tool_choice) or "auto",
         "tools": [_dumped(tool) for tool in body.tools or ()],
+        "top_logprobs": body.num_logprobs or 0,
         "top_p": params.top_p,
         "truncation": body.truncation or "disabled",
         "usage": None,
@@ -175,8 +213,8 @@ def _dumped(value: Any) -> Any:
     return value.model_dump(by_alias=True) if isinstance(value, BaseModel) else value
 
 
-def _message(text: str) -> dict:
-    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _message(text: str, logprobs: Sequence[dict] = ()) -> dict:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": [*logprobs]}
     name = f"msg_{uuid.uuid4().hex}"
     return {"type": "message", "id": name, "status": "completed", "role": "assistant", "content": [part]}
 

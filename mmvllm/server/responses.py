@@ -182,16 +182,23 @@ class ResponseObject(BaseModel):
     metadata: dict[str, str]
     output: list[OutputMessage | OutputCall]
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
     reasoning: dict[str, str | None]
-    store: Literal[False]
+    store: bool
     temperature: float
     text: dict
     tool_choice: str | dict[str, str]
     tools: list[dict]
+    top_logprobs: int
     top_p: float
     truncation: Literal["disabled", "auto"]
     usage: ResponseUsage
+
+
+class DeletedResponse(BaseModel):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
 
 
 class TokenizeResponse(BaseModel):

@@ -13,7 +13,9 @@ from mmvllm.server.responses_request import (
     FunctionChoice,
     FunctionOutputItem,
     InputImage,
+    InputItem,
     InputText,
+    Item,
     JsonSchemaFormat,
     ResponsesRequest,
 )
@@ -51,9 +53,15 @@ def _renamed(text: str | None) -> str | None:
     return text
 
 
-def as_chat(body: ResponsesRequest) -> tuple[ChatRequest, list[str]]:
-    """The chat that a request stands for, and the path of each of its images in the request."""
-    messages, image_params = _messages(body)
+def as_chat(body: ResponsesRequest, given: Sequence[Item], earlier: Sequence[Item]) -> tuple[ChatRequest, list[str]]:
+    """The chat that a request stands for, and the path of each of its images in the request.
+
+    `given` are the items of its input, `earlier` those of a stored conversation that goes on with them.
+    """
+    image_params: list[str] = []
+    messages = _messages(earlier, image_params)
+    image_params = ["previous_response_id"] * len(image_params)
+    messages = _with_instructions(_messages(given, image_params, messages), body.instructions)
     shared = set(SamplingRequest.model_fields) - NOT_SHARED
     fields = {name: getattr(body, name) for name in shared & body.model_fields_set}
     fields |= {"messages": messages, "max_completion_tokens": body.max_output_tokens}
@@ -67,6 +75,7 @@ def as_chat(body: ResponsesRequest) -> tuple[ChatRequest, list[str]]:
     if isinstance(choice, FunctionChoice):
         choice = {"type": "function", "function": {"name": choice.name}}
     fields |= {"tool_choice": choice, "response_format": _response_format(body)}
+    fields |= {"logprobs": body.num_logprobs is not None, "top_logprobs": body.num_logprobs}
     try:
         return ChatRequest.model_validate(fields), image_params
     except ValidationError as error:  # for limits of a chat as a whole
@@ -82,20 +91,18 @@ def _response_format(body: ResponsesRequest) -> dict | None:
     return {"type": "json_schema", "json_schema": given.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)}
 
 
-def _messages(body: ResponsesRequest) -> tuple[list[dict], list[str]]:
-    image_params: list[str] = []
-    made: list[dict] = []
-    for i, item in enumerate(body.input if isinstance(body.input, list) else ()):
+def _messages(items: Sequence[Item], image_params: list[str], before: Sequence[dict] = ()) -> list[dict]:
+    """The messages of items that follow others; adds the path of each image to `image_params`."""
+    made = [*before]
+    for i, item in enumerate(items):
         if isinstance(item, FunctionCallItem):
             _add_call(made, item)
         elif isinstance(item, FunctionOutputItem):
             content = _content(item.output, f"input[{i}].output", image_params)
             made.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
-        else:
+        elif isinstance(item, InputItem):
             made.append({"role": item.role, "content": _content(item.content, f"input[{i}].content", image_params)})
-    if isinstance(body.input, str):
-        made.append({"role": "user", "content": body.input})
-    return _with_instructions(made, body.instructions), image_params
+    return made
 
 
 def _add_call(messages: list[dict], item: FunctionCallItem) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from mmvllm.processors.parts import refusal_as_text
@@ -18,6 +18,7 @@ from mmvllm.server.messages import (
     tag_by,
 )
 from mmvllm.server.protocol import (
+    MAX_LOGPROBS,
     ReasoningEffort,
     SamplingRequest,
     TemplateKwargs,
@@ -85,17 +86,41 @@ class FunctionOutputItem(OpenModel):
     output: str | InputParts | None = None
 
 
-ITEM_TAGS = {None: "a message", "message": "a message", "function_call": "a call", "function_call_output": "a result"}
+class ReasoningItem(OpenModel):
+    """What another server's model thought, which is no part of the prompt."""
+
+    type: Literal["reasoning"]
+
+
+class ItemReference(OpenModel):
+    """An item of the output of a response that is stored."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
+ITEM_TAGS = {
+    **dict.fromkeys((None, "message"), "a message"),
+    "function_call": "a call",
+    "function_call_output": "a result",
+    "reasoning": "reasoning",
+    "item_reference": "a reference",
+}
 Item = Annotated[
     Annotated[InputItem, Tag("a message")]
     | Annotated[FunctionCallItem, Tag("a call")]
-    | Annotated[FunctionOutputItem, Tag("a result")],
+    | Annotated[FunctionOutputItem, Tag("a result")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("a reference")],
     Discriminator(
         tag_by("type", ITEM_TAGS, "unknown"),
         custom_error_type="input_item",
         custom_error_message="must be an item of the type 'message', 'function_call' or 'function_call_output'",
     ),
 ]
+
+
+ITEMS = TypeAdapter(list[Item])
 
 
 def _input_tag(given: Any) -> str:
@@ -155,6 +180,10 @@ class TextOptions(StrictModel):
     verbosity: Ignored = None
 
 
+LOGPROBS = "message.output_text.logprobs"
+MAX_INCLUDED = 64
+
+
 class Reasoning(StrictModel):
     effort: ReasoningEffort | None = Field(None, description="reasoning_effort of chats.")
     summary: Ignored = None
@@ -192,14 +221,20 @@ class ResponsesRequest(SamplingRequest):
     ) = Field(None, description="Default: auto.")
     parallel_tool_calls: bool | None = Field(None, description="Whether several calls may come at once. Default: true.")
     metadata: dict[str, str] | None = None
-    store: Unsupported = None  # nothing is kept between requests
-    previous_response_id: Unsupported = None
+    store: bool | None = Field(
+        None, description="Whether the response is kept in memory for previous_response_id. Default: true."
+    )
+    previous_response_id: str | None = Field(None, description="A stored response, whose conversation goes on.")
     conversation: Unsupported = None
     background: Unsupported = None
-    include: Unsupported = None
+    include: Annotated[list[str], Field(fail_fast=True, max_length=MAX_INCLUDED)] | None = Field(
+        None, description=f"{LOGPROBS} is known; others, of tools that this server does not have, are ignored."
+    )
     prompt: Unsupported = None
     reasoning: Reasoning | None = None
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description=f"Most likely tokens beside each token; 0 needs {LOGPROBS} in include."
+    )
     truncation: Literal["disabled", "auto"] | None = Field(
         None, description="No input is left out: one that is too long is refused."
     )
@@ -214,3 +249,13 @@ class ResponsesRequest(SamplingRequest):
     return_token_ids: Unsupported = None
     prompt_logprobs: Unsupported = None
     response_format: Unsupported = None  # which is text.format here
+
+    @property
+    def items(self) -> list[Item]:
+        """The input as items."""
+        return [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many likely tokens are shown beside each token; None shows no log-probabilities."""
+        return self.top_logprobs or 0 if self.top_logprobs or LOGPROBS in (self.include or ()) else None

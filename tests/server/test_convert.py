@@ -95,7 +95,8 @@ def test_sizes_of_an_image_beside_its_url_and_in_its_object_are_the_same(sizes):
     made = [engine_request(one, image_part("b")) for one in (inside, beside, vendors, beside | {"image_url": "a"})]
     assert made[0] == made[1] == made[2] == made[3]
     item = {"type": "input_image", "image_url": "a", **sizes}
-    chat_body, _ = as_chat(ResponsesRequest(model="m", input=[{"role": "user", "content": [item]}]))
+    body = ResponsesRequest(input=[{"role": "user", "content": [item]}])
+    chat_body, _ = as_chat(body, body.items, ())
     assert [image.sizes for image in images_of(chat_body)] == [sizes]
 
 

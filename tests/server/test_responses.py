@@ -74,7 +74,7 @@ def test_a_response_is_that_of_a_chat(client, given, instructions, messages):
     response = create(client, given, instructions=instructions)
     assert response.output_text == answer_of(client, *messages)
     assert (response.status, response.object, response.model) == ("completed", "response", "bundled")
-    assert response.id.startswith("resp_") and response.instructions == instructions and response.store is False
+    assert response.id.startswith("resp_") and response.instructions == instructions and response.store is True
     [item] = response.output
     assert (item.type, item.role, item.status) == ("message", "assistant", "completed")
     usage = response.usage
@@ -175,6 +175,9 @@ SCHEMA = {"type": "json_schema", "name": "n"}
 RESULT = {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "a"}] * 2000}
 
 
+LOGPROBS = ["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+
 def items(*parts: dict) -> list[dict]:
     return [{"role": "user", "content": [*parts]}]
 
@@ -182,15 +185,16 @@ def items(*parts: dict) -> list[dict]:
 @pytest.mark.parametrize(
     ("keys", "param", "words"),
     [
-        ({"store": True}, "store", "not supported"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "'resp_1' is unknown: it was not stored"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id", "the item 'msg_1' is unknown"),
         ({"conversation": "c"}, "conversation", "not supported"),
         ({"background": True}, "background", "not supported"),
-        ({"include": ["message.output_text.logprobs"]}, "include", "not supported"),
+        ({"include": LOGPROBS, "tools": [COUNT]}, "include", "leave out top_logprobs and include, or the tools"),
+        ({"top_logprobs": 2, "tools": [COUNT]}, "top_logprobs", "log-probabilities are shown of texts"),
         ({"reasoning": {"effort": "little"}}, "reasoning.effort", "'low'"),
         ({"response_format": {"type": "text"}}, "response_format", "not supported"),
         ({"truncation": "middle"}, "truncation", "'disabled'"),
-        ({"top_logprobs": 2}, "top_logprobs", "must be 0"),
+        ({"top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
         ({"n": 2}, "n", "must be 1"),
         ({"prompt_logprobs": 1}, "prompt_logprobs", "not supported"),
         ({"echo": True}, "echo", "not supported"),
@@ -201,7 +205,7 @@ def items(*parts: dict) -> list[dict]:
         ({"no_such_field": 1}, "no_such_field", "is not a field"),
         ({"input": None}, "input", "must be a string"),
         ({"input": []}, "input", "at least 1 item"),
-        ({"input": [{"type": "reasoning"}]}, "input[0]", "'function_call'"),
+        ({"input": [{"type": "computer_call"}]}, "input[0]", "'function_call'"),
         ({"input": [{"role": "robot", "content": "Hi"}]}, "input[0].role", "'developer'"),
         ({"input": [{"role": "user"}]}, "input[0]", "content must be a string, or a list of at least 1 part"),
         ({"input": [{"role": "user", "content": []}]}, "input[0].content", "at least 1 part"),
