@@ -123,6 +123,7 @@ class EngineInput:
         positions: (3, T) int64: time, height and width; None for text, whose tokens count up on all three axes.
         position_delta: what is added to the index of a generated token to get its position.
         preparation: when it was begun and when it was done, in seconds since the epoch.
+        text: what was tokenized, with one placeholder per image or video; None if token ids were given.
     """
 
     token_ids: list[int]
@@ -130,6 +131,7 @@ class EngineInput:
     positions: np.ndarray | None = None
     position_delta: int = 0
     preparation: tuple[float, float] | None = None
+    text: str | None = None
 
     @property
     def num_bytes(self) -> int:

@@ -38,6 +38,9 @@ class CompletionOutput:
 
     `score` is what completions were ranked by: with `beam_width`, cumulative_logprob / length ** length_penalty, which
     is transformers' `sequences_scores`; with `best_of`, the log-probability per token; else None.
+
+    `stop_reason` is the stop string or the stop token that ended it; None where another reason did. `index` is its
+    place among those of the request.
     """
 
     text: str
@@ -47,6 +50,8 @@ class CompletionOutput:
     logprobs: list[LogprobsById] | None = None
     boxes: tuple[Box | Point, ...] = ()
     score: float | None = None
+    stop_reason: str | int | None = None
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ class RequestMetrics:
 class RequestOutput:
     """One finished request. The fields of its first completion are its own too: `out.text`, or `out["text"]`.
 
+    `prompt` is the text that was tokenized, with one placeholder per image or video; None if token ids were given.
     Times are in seconds since the epoch; None where the request never reached that point. `prompt_logprobs` has, per
     token of the prompt, what `CompletionOutput.logprobs` has, or None where there is nothing: at the first token.
     """
@@ -96,6 +102,7 @@ class RequestOutput:
     first_scheduled_time: float | None = None
     encoding_start_time: float | None = None  # of the first step that encoded images of the request
     encoding_time: float | None = None  # seconds of the ViT
+    prompt: str | None = None
 
     @property
     def outputs(self) -> list[CompletionOutput]:
@@ -265,3 +272,4 @@ class Delta:
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[LogprobsById | None] | None = None
     boxes: tuple[Box | Point, ...] = ()  # of `CompletionOutput`, in the last delta of the completion
+    stop_reason: str | int | None = None  # the same

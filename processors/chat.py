@@ -96,13 +96,15 @@ class Processor:
         return media + [self._video(i, part, parsed, load) for i, part in enumerate(parsed.videos)]
 
     def _placed(self, parsed: ParsedRequest, media: list[Media]) -> EngineInput:
+        text = None
         if (token_ids := parsed.token_ids) is None:
             text, marked = rendered(parsed, self.tokenizer, self._special_tokens, self._length_limit)
         with self._lock:
             token_ids = self._tokenized(text, marked) if token_ids is None else own_token_ids(token_ids)
             if self.rules is None:
-                return EngineInput(token_ids)
-            return place_media(token_ids, media, self.rules, partial(tokenize, self.tokenizer))
+                return EngineInput(token_ids, text=text)
+            made = place_media(token_ids, media, self.rules, partial(tokenize, self.tokenizer))
+            return replace(made, text=text)
 
     def _tokenized(self, text: str, marked: str | None) -> list[int]:
         return tokenize(self.tokenizer, text) if marked is None else self._special_tokens.token_ids(marked)

@@ -78,7 +78,7 @@ class ForeignProcessor:
                     param="messages",
                 )
             made = self.processor(text=[text], images=images or None, return_tensors="pt", **_videos(clips))
-            return self._engine_input(made, [source for _, source in given], clips)
+            return replace(self._engine_input(made, [source for _, source in given], clips), text=text)
 
     def together(self, requests: list[dict], load: Load | None = None) -> list[EngineInput]:
         """As `Processor.together`; the caller's processor is given the images and videos each time."""

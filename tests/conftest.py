@@ -21,6 +21,7 @@ from tests.helpers.quarantine import quarantined, set_aside
 from tests.helpers.reference import Reference
 from tests.helpers.scheduling import as_scheduled
 from tests.helpers.thinning import thin
+from tests.helpers.video_references import end_process
 
 # The same examples in every run, however slow the machine.
 settings.register_profile("steady", derandomize=True, deadline=None, database=None)
@@ -42,6 +43,10 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
     if report.failed:
         return "failed" if report.when == "call" else "error", f"\nfailed: {report.nodeid}\n", "FAILED"
     return None
+
+
+def pytest_sessionfinish() -> None:
+    end_process()
 
 
 @pytest.hookimpl(wrapper=True)

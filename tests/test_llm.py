@@ -66,15 +66,24 @@ def test_stop_strings_and_stop_token_ids_end_a_completion(llm):
     stop = free.text[len(free.text) // 2 :][:3]
     stopped = llm.generate("Count the shapes.", SamplingParams(max_tokens=12, ignore_eos=True, stop=[stop, "@@@"]))[0]
     assert stopped.finish_reason == "stop" and stopped.text == free.text[: free.text.index(stop)]
+    assert stopped.outputs[0].stop_reason == stop and free.outputs[0].stop_reason is None
     at_once = llm.generate("Count the shapes.", SamplingParams(max_tokens=12, ignore_eos=True, stop=free.text[:1]))[0]
     assert (at_once.text, at_once.finish_reason) == ("", "stop")
     token_id = free.token_ids[3]
     at = free.token_ids.index(token_id)
     params = SamplingParams(max_tokens=12, ignore_eos=True, stop_token_ids=[token_id])
-    assert llm.generate("Count the shapes.", params)[0].token_ids == free.token_ids[: at + 1]
+    ended = llm.generate("Count the shapes.", params)[0]
+    assert ended.token_ids == free.token_ids[: at + 1] and ended.outputs[0].stop_reason == token_id
     late = SamplingParams(max_tokens=12, ignore_eos=True, stop=[stop], min_tokens=12)
     assert llm.generate("Count the shapes.", late)[0].token_ids == free.token_ids
     assert free.cumulative_logprob == pytest.approx(sum(v for row in free.logprobs for v in row.values()))
+
+
+def test_an_output_has_the_text_of_its_prompt(llm):
+    assert llm.generate("Count the shapes.", SHORT)[0].prompt == "Count the shapes."
+    assert llm.generate([[5, 6]], SHORT)[0].prompt is None
+    prompt = llm.generate_multimodal([GOOD], SHORT)[0].prompt
+    assert prompt == llm.tokenizer.apply_chat_template(GOOD["messages"], tokenize=False, add_generation_prompt=True)
 
 
 def test_several_completions_per_request(llm):
@@ -82,6 +91,7 @@ def test_several_completions_per_request(llm):
     output = llm.generate_multimodal([GOOD], params)[0]
     completions = [completion.token_ids for completion in output.completions]
     assert len(completions) == 3 and len({tuple(token_ids) for token_ids in completions}) > 1
+    assert [completion.index for completion in output.completions] == [0, 1, 2]
     assert output.text == output.completions[0].text
     assert [c.token_ids for c in llm.generate_multimodal([GOOD], params)[0].completions] == completions
 

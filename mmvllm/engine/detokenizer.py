@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
+from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -73,7 +74,7 @@ class TokenDecoder:
 
 
 class CompletionText:
-    """The text of one completion. `stop_at` is where in `text` the stop string completed last begins, or None.
+    """The text of one completion. `found_stop` is the stop string completed last, and where in `text` it begins.
 
     Text that could become part of a stop string is kept apart: only there a stop string can be completed, so that a
     token costs the same however long the text is.
@@ -86,7 +87,7 @@ class CompletionText:
         self._num_taken = 0  # of these
         self._rest = ""
         self.num_settled = 0  # length of the beginning of `text` that cannot become part of a stop string
-        self.stop_at: int | None = None
+        self.found_stop: tuple[str, int] | None = None
 
     @property
     def text(self) -> str:
@@ -95,22 +96,22 @@ class CompletionText:
     def append(self, token_id: int) -> bool:
         """Add a token; True if its text completes a stop string."""
         added = self._decoder.step(token_id)
-        self.stop_at = self._find_stop(added) if added else None
+        self.found_stop = self._find_stop(added) if added else None
         if added:
             self._settle(self._rest + added)
-        return self.stop_at is not None
+        return self.found_stop is not None
 
     def take(self) -> str:
         """The settled text that has not been taken before."""
         taken, self._num_taken = "".join(self._settled[self._num_taken :]), len(self._settled)
         return taken
 
-    def _find_stop(self, added: str) -> int | None:
-        """Where the first of the stop strings begins that end in the added text."""
+    def _find_stop(self, added: str) -> tuple[str, int] | None:
+        """Of the stop strings that end in the added text, the one that begins first, and where it begins."""
         text, before = self._rest + added, len(self._rest)
-        starts = [text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stop]
-        first = min((start for start in starts if start >= 0), default=None)
-        return None if first is None else self.num_settled + first
+        starts = ((text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self._stop)
+        start, stop = min((one for one in starts if one[0] >= 0), key=itemgetter(0), default=(0, None))
+        return stop and (stop, self.num_settled + start)
 
     def _settle(self, text: str) -> None:
         """Divide text before the first place where a stop string may have begun."""

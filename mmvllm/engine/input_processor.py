@@ -144,7 +144,7 @@ class InputProcessor:
                 reads=None if i else reads,  # of the sequence that computes the prompt
             )
             seqs.append(seq)
-        return SequenceGroup(seqs, trace_headers, prompt.preparation, beams=self._beams(params, seqs))
+        return SequenceGroup(seqs, trace_headers, prompt.preparation, prompt.text, beams=self._beams(params, seqs))
 
     def _beams(self, params: SamplingParams, seqs: list[Sequence]) -> Beams | None:
         if params.beam_width is None:

@@ -54,16 +54,15 @@ class OutputProcessor:
         """Follows a request."""
         return DeltaStream(group, self, pieces_of(self._tokenizer))
 
-    def completion(self, seq: Sequence) -> CompletionOutput:
+    def completion(self, seq: Sequence, index: int) -> CompletionOutput:
         """The completion of a sequence that has finished."""
-        stop_at = (
-            seq.completion_text.stop_at if seq.completion_text and seq.finish_reason is FinishReason.STOP else None
-        )
+        is_stopped = seq.finish_reason is FinishReason.STOP
+        found = seq.completion_text.found_stop if seq.completion_text and is_stopped else None
         wants_logprobs, token_ids = seq.sampling_params.logprobs is not None, seq.completion_token_ids
-        if stop_at is None:
+        if found is None:
             text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         else:
-            text = seq.completion_text.text[:stop_at]
+            text = seq.completion_text.text[: found[1]]
         return CompletionOutput(
             text=text,
             token_ids=token_ids,
@@ -72,6 +71,8 @@ class OutputProcessor:
             logprobs=self.decoded(seq.logprobs) if wants_logprobs else None,
             boxes=self._boxes.read(text, token_ids, seq.items),
             score=seq.score,
+            stop_reason=found[0] if found else token_ids[-1] if is_stopped else None,
+            index=index,
         )
 
     def decoded(self, logprobs: list[LogprobsById | None]) -> list[LogprobsById | None]:
@@ -91,7 +92,8 @@ class OutputProcessor:
             self.num_tokens += sum(seq.num_completion_tokens for seq in group.seqs)
         return RequestOutput(
             request_id=group.request_id,
-            completions=[self.completion(seq) for seq in group.seqs],
+            completions=[self.completion(seq, index) for index, seq in enumerate(group.seqs)],
+            prompt=group.prompt,
             prompt_token_ids=first.prompt_token_ids,
             prompt_logprobs=self.decoded(reads.logprobs) if isinstance(reads, LogprobReads) else None,
             embedding=reads.vector if isinstance(reads, PooledReads) else None,
@@ -176,7 +178,9 @@ class DeltaStream:
 
     def _last_delta(self, cursor: "_Cursor") -> Delta:
         output = self.group.output
-        completion = self._processor.completion(cursor.seq) if output is None else output.completions[cursor.index]
+        completion = (
+            self._processor.completion(cursor.seq, cursor.index) if output is None else output.completions[cursor.index]
+        )
         self._cursors = [other for other in self._cursors if other is not cursor]
         return cursor.last_delta(completion, None if self._cursors else output)
 
@@ -207,7 +211,7 @@ class _Cursor:
     def last_delta(self, completion: CompletionOutput, output: RequestOutput | None) -> Delta:
         text = completion.text[self._num_chars :]
         delta = self._delta(self.seq.token_ids[self._end :], text, completion.finish_reason, output)
-        delta.boxes = completion.boxes
+        delta.boxes, delta.stop_reason = completion.boxes, completion.stop_reason
         return delta
 
     def _delta(self, new: list[int], text: str, finish_reason: str | None, output: RequestOutput | None) -> Delta:

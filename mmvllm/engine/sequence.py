@@ -273,6 +273,7 @@ class SequenceGroup:
     seqs: list[Sequence]
     trace_headers: Mapping[str, str] | None = None  # of the request that came over a network, for the caller's tracing
     preparation: tuple[float, float] | None = None  # when it began and ended
+    prompt: str | None = None  # its text
     adapter_name: str | None = None  # as the request calls it
     error: str | RequestError | None = None  # the latter where the request is to blame
     output: RequestOutput | None = None  # written by the engine, once the request has finished

@@ -50,6 +50,7 @@ class ChatResponseBuilder(ResponseBuilder):
             "message": message | {"content": content or None if calls else content},
             "logprobs": shown,
             "finish_reason": _reason(choice.finish_reason, bool(calls)),
+            "stop_reason": choice.stop_reason,
             **self._token_ids(choice.token_ids),
             **self._extras(choice.boxes),
         }
@@ -73,7 +74,7 @@ class ChatResponseBuilder(ResponseBuilder):
         *first, last = parts or [{}]
         made = [{"index": index, "delta": part, "logprobs": None, "finish_reason": None} for part in first]
         if delta.finish_reason is not None:
-            others |= self._extras(delta.boxes)
+            others |= {"stop_reason": delta.stop_reason, **self._extras(delta.boxes)}
         return [
             *map(self._chunk, made),
             self._chunk({"index": index, "delta": last, **others, "finish_reason": reason}),

@@ -43,6 +43,7 @@ class CompletionResponseBuilder(ResponseBuilder):
                 "text": self._echo(choice.output) + "".join(choice.text),
                 "logprobs": self._logprobs(choice.index, choice.logprobs, choice.output),
                 "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
                 **self._of_prompt(choice.output),
                 **self._token_ids(choice.token_ids),
             }
@@ -63,6 +64,7 @@ class CompletionResponseBuilder(ResponseBuilder):
             "text": self._echo(prompt) + delta.text,
             "logprobs": self._logprobs(index, delta.logprobs or [], prompt),
             "finish_reason": FINISH_REASONS[delta.finish_reason],
+            "stop_reason": delta.stop_reason,
         }
         prompt_ids = {} if prompt is None else self._prompt_token_ids(prompt.prompt_token_ids)
         return [self._chunk(choice | prompt_ids | self._token_ids(delta.token_ids))]

@@ -53,7 +53,7 @@ class ServedModels:
         _, adapter = self.find(name)
         parent = None if adapter is None else self._names[0]
         limit = self._engine.max_model_len
-        return ModelCard(id=name, created=self._created[name], max_model_len=limit, parent=parent)
+        return ModelCard(id=name, root=name, created=self._created[name], max_model_len=limit, parent=parent)
 
     async def load(self, name: str, path: str) -> None:
         """Serve one more adapter; raises ApiError if it cannot be used, or its name is taken."""

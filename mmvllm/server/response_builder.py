@@ -60,6 +60,7 @@ class ChoiceBuffer:
     logprobs: list[LogprobsById] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     boxes: tuple[Box | Point, ...] = ()
     output: RequestOutput | None = None  # of the request, once it has finished
 
@@ -67,7 +68,7 @@ class ChoiceBuffer:
         self.text.append(delta.text)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or []
-        self.finish_reason = FINISH_REASONS[delta.finish_reason]
+        self.finish_reason, self.stop_reason = FINISH_REASONS[delta.finish_reason], delta.stop_reason
         self.boxes = delta.boxes
 
 
@@ -100,6 +101,8 @@ class ResponseBuilder:
             "object": self.kind,
             "created": int(time.time()),
             "model": model,
+            "service_tier": None,
+            "system_fingerprint": None,
         }
         self._tokenizer, self._top_logprobs, self._prompt_logprobs = tokenizer, top_logprobs, prompt_logprobs
         self._returns_token_ids, self.num_values = returns_token_ids, 0

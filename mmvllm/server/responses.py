@@ -19,8 +19,7 @@ class Usage(BaseModel):
 
 
 FinishReason = Literal["stop", "length", "tool_calls", "repetition"]  # "repetition" as in vLLM, on request
-# Fields that only some responses have: what a request does not ask for is left out.
-TokenIds = Annotated[list[int] | None, Field(None, exclude_if=lambda value: value is None)]
+StopReason = str | int | None  # the stop string or token that ended a choice, as in vLLM
 
 
 class PromptLogprob(BaseModel):
@@ -29,10 +28,7 @@ class PromptLogprob(BaseModel):
     decoded_token: str | None
 
 
-# Of each token of the prompt, by token id.
-PromptLogprobs = Annotated[
-    list[dict[str, PromptLogprob] | None] | None, Field(None, exclude_if=lambda value: value is None)
-]
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # of each token of the prompt, by token id
 
 
 class TopLogprob(BaseModel):
@@ -63,6 +59,7 @@ class ToolCall(BaseModel):
 class ResponseMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
+    refusal: None = None
     tool_calls: Annotated[list[ToolCall] | None, Field(None, exclude_if=lambda value: value is None)]
 
 
@@ -89,7 +86,8 @@ class ChatChoice(BaseModel):
     message: ResponseMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
-    token_ids: TokenIds
+    stop_reason: StopReason
+    token_ids: list[int] | None = None
     mmvllm: Annotated[ChoiceExtras | None, Field(None, exclude_if=lambda value: value is None)]
 
 
@@ -100,8 +98,10 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_token_ids: TokenIds
-    prompt_logprobs: PromptLogprobs
+    service_tier: None
+    system_fingerprint: None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class CompletionLogprobs(BaseModel):
@@ -116,9 +116,10 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
-    prompt_token_ids: TokenIds
-    token_ids: TokenIds
-    prompt_logprobs: PromptLogprobs
+    stop_reason: StopReason
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(BaseModel):
@@ -128,6 +129,8 @@ class Completion(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    service_tier: None
+    system_fingerprint: None
 
 
 class OutputText(BaseModel):
@@ -232,8 +235,10 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "mmvllm"
-    max_model_len: int
+    root: str  # the same, which other servers tell from the id
     parent: str | None = None  # of an adapter, the model that it adapts
+    max_model_len: int
+    permission: list[dict] = []  # there are none
 
 
 class ModelList(BaseModel):

@@ -139,8 +139,9 @@ def test_text_that_could_begin_a_stop_string_is_not_settled(bundled, text, stop)
     for token_id in bundled(text, add_special_tokens=False)["input_ids"]:
         found = completion.append(token_id)
         if found:
-            assert completion.text[completion.stop_at :].startswith(tuple(stop))
-            assert sent <= completion.stop_at  # no part of the stop string was settled
+            completed, at = completion.found_stop
+            assert completed in stop and completion.text[at:].startswith(completed)
+            assert sent <= at  # no part of the stop string was settled
             return
         assert completion.num_settled == settled_by_brute_force(completion.text, stop)
         sent = completion.num_settled

@@ -99,4 +99,4 @@ def test_a_stop_string_ends_a_sequence_in_the_commit(tokenizer, processor):
         seq.append_token(token_id)
         if reason := processor.finish_reason(seq):
             break
-    assert reason is FinishReason.STOP and seq.completion_text.stop_at == 2
+    assert reason is FinishReason.STOP and seq.completion_text.found_stop[1] == 2

@@ -81,6 +81,13 @@ def _pool() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=install)
 
 
+def end_process() -> None:
+    """End the process, if there is one: it would outlive a worker that pytest-xdist kills because it exits slowly."""
+    if _pool.cache_info().currsize:
+        _pool().shutdown()
+        _pool.cache_clear()
+
+
 @cache
 def _video_processor_class(family: str) -> type:
     _, _, module, prefix = PROCESSORS[family]

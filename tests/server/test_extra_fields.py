@@ -126,6 +126,29 @@ def test_arguments_for_reading_media_are_those_of_processors(video, kwargs):
     assert body.mm_processor_kwargs == ProcessorKwargs(max_pixels=4, **kwargs)
 
 
+def test_fields_that_have_nothing_to_say_are_null(app):
+    """Clients with classes of their own expect them."""
+    stopped = completion(max_tokens=4, temperature=0, stop_token_ids=[*range(768)])
+    for path, body in (
+        (CHAT, chat("Hi", max_tokens=1)),
+        (COMPLETIONS, completion(max_tokens=1)),
+        (COMPLETIONS, stopped),
+    ):
+        made = answered(app, path, body)
+        [choice] = made["choices"]
+        assert {made[name] for name in ("service_tier", "system_fingerprint")} == {None}
+        token_id = answered(app, path, body | {"return_token_ids": True})["choices"][0]["token_ids"][-1]
+        assert choice["stop_reason"] == (token_id if body is stopped else None)
+        assert choice["token_ids"] is None and choice.get("message", {}).get("refusal") is None
+        prompt = made if path == CHAT else choice
+        assert prompt["prompt_token_ids"] is None and prompt["prompt_logprobs"] is None
+        *_, last, _, _ = call(app, "POST", path, json=body | {"stream": True}).text.split("\n\n")
+        last = json.loads(last.removeprefix("data: "))
+        assert last["choices"][0]["stop_reason"] == choice["stop_reason"] and last["system_fingerprint"] is None
+    [model] = call(app, "GET", "/v1/models").json()["data"]
+    assert model["root"] == model["id"] == "bundled" and model["permission"] == []
+
+
 def test_a_server_may_ignore_unknown_fields(engine, caplog, monkeypatch):
     monkeypatch.setattr(body_module, "_TOLD", set())
     app, unknown = make_app(engine, ignores_unknown_fields=True), {"num_ctx": 5, "keep_alive": "5m"}

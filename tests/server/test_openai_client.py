@@ -143,7 +143,8 @@ def test_a_completion_ends_before_a_stop_string(client, offline, streams):
     answer = create(client, part, QUESTION, stop=["not in the text", stop], stream=streams)
     got = streamed(answer)[:2] if streams else ([answer.choices[0].message.content], [answer.choices[0].finish_reason])
     assert got == ([text[: text.index(stop)]], ["stop"])
-    assert create(client, part, QUESTION, stop=stop).choices[0].message.content == text[: text.index(stop)]
+    [choice] = create(client, part, QUESTION, stop=stop).choices
+    assert choice.message.content == text[: text.index(stop)] and choice.stop_reason == stop
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
