@@ -5,6 +5,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from functools import wraps
 from numbers import Integral, Real
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -56,14 +57,25 @@ def check_key(source: str, key: str) -> str:
     return key
 
 
-def with_checked_arguments(accepted: AcceptedArguments) -> Callable[[type[T]], type[T]]:
-    """Decorates a dataclass so that its constructor calls `check_arguments`; its signature stays the dataclass's."""
+def with_checked_arguments(
+    accepted: AcceptedArguments, aliases: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[type[T]], type[T]]:
+    """Decorates a dataclass so that its constructor calls `check_arguments`; its signature stays the dataclass's.
+
+    `aliases` are other names of its fields; one that is given by both names raises TypeError.
+    """
 
     def decorate(cls: type[T]) -> type[T]:
         init, known = cls.__init__, [field.name for field in fields(cls)]
 
         @wraps(init)
         def checked_init(self, **given: Any) -> None:
+            for alias in aliases.keys() & given.keys():
+                if aliases[alias] in given:
+                    raise TypeError(
+                        f"{cls.__name__} has {alias!r} and {aliases[alias]!r}, which are the same; give one"
+                    )
+                given[aliases[alias]] = given.pop(alias)
             init(self, **check_arguments(cls.__name__, given, known, accepted))
 
         cls.__init__ = checked_init

@@ -104,7 +104,7 @@ class AsyncLLM:
     """A model that serves many concurrent requests, from any number of tasks, event loops and threads.
 
     Args:
-        model, processor, video_backend, engine_args: as for `LLM`.
+        model, processor, video_backend, mm_processor_kwargs, engine_args: as for `LLM`.
         otlp_traces_endpoint: as for `LLM`. Admitted requests that fail before an engine has them are traced, too.
         max_waiting: requests admitted beyond `max_num_seqs`; one more is refused with `EngineBusy`.
         data_parallel_size: number of engines, each in a process of its own and with the `engine_args`; each has
@@ -124,6 +124,7 @@ class AsyncLLM:
         *,
         processor: Any = None,
         video_backend: str = "pyav",
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         otlp_traces_endpoint: str | None = None,
         max_waiting: int = 256,
         data_parallel_size: int = 1,
@@ -140,7 +141,7 @@ class AsyncLLM:
         engine = EngineFleet(model, config, data_parallel_size, release_after) if is_fleet else LLMEngine(model, config)
         self._engine = engine
         try:
-            self._intake = Intake(engine, processor, video_backend)
+            self._intake = Intake(engine, processor, video_backend, mm_processor_kwargs)
         except BaseException:
             engine.exit()
             raise

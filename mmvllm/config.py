@@ -187,12 +187,12 @@ ACCEPTED_VLLM_ARGUMENTS = {
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
     "distributed_executor_backend": (None,),
-    "trust_remote_code": (False,),
+    "trust_remote_code": None,  # no code of a checkpoint is run
     "tokenizer": (None,),
     "tokenizer_mode": ("auto",),
     "revision": (None,),
     "enable_chunked_prefill": (True, None),  # prompts are always chunked
-    "mm_processor_kwargs": (None, {}),
+    "limit_mm_per_prompt": None,  # a request may have as many images and videos as fit
     "swap_space": None,  # preempted sequences are recomputed, never swapped
     "disable_log_stats": None,  # nothing is logged
 }

@@ -11,7 +11,7 @@ their loops, so preparation runs beside the model. A thread may wait for a proce
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -75,10 +75,19 @@ class Intake:
     Args:
         processor: None for mmvllm's own, or an object with the interface of transformers' processors.
         video_backend: what reads videos (`processors.video_backends`).
+        processor_kwargs: `mm_processor_kwargs` of requests that do not give these themselves.
     """
 
-    def __init__(self, engine: Destination, processor: Any = None, video_backend: str = "pyav"):
+    def __init__(
+        self,
+        engine: Destination,
+        processor: Any = None,
+        video_backend: str = "pyav",
+        processor_kwargs: Mapping[str, Any] | None = None,
+    ):
         self._engine, self._load = engine, load_with(video_backend)
+        self._processor_kwargs = processor_kwargs or {}
+        parse_request(self._with_defaults({"text": ""}))
         image_processor, video_processor = ImageProcessor(engine.image_config), VideoProcessor(engine.video_config)
         rules, max_tokens = engine.media_rules, engine.max_model_len
         self._own = Processor(engine.tokenizer, image_processor, rules, video_processor, max_tokens, self._load)
@@ -103,9 +112,18 @@ class Intake:
         def prepared(request: dict, *rest: Any) -> EngineInput:
             if isinstance(request, dict):
                 self._engine.load_adapter(request.get("lora_request"))
+                request = self._with_defaults(request)
             return pinned(request, *rest)
 
         return timed(prepared)
+
+    def _with_defaults(self, request: dict) -> dict:
+        own = request.get("mm_processor_kwargs") or {}
+        if not self._processor_kwargs or not isinstance(own, Mapping):  # refused later
+            return request
+        replaced = {"fps", "num_frames"} if own.keys() & {"fps", "num_frames"} else set()
+        others = {name: value for name, value in self._processor_kwargs.items() if name not in replaced}
+        return {**request, "mm_processor_kwargs": {**others, **own}}
 
 
 def pinning(prepare: Prepare, device: torch.device) -> Prepare:

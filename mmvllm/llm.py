@@ -53,6 +53,8 @@ class LLM:
         processor: None for mmvllm's own, or an object with the interface of transformers' processors.
         video_backend: "pyav", or "qwen-vl-utils" to have that package, where it is installed, read the videos that are
             named by a path or a URL.
+        mm_processor_kwargs: arguments for the processors of images and videos, such as {"max_pixels": 262144}, of
+            requests that do not give these themselves.
         otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a trace of each request (OTLP over HTTP).
         engine_args: fields of `mmvllm.EngineConfig`, which documents them.
 
@@ -65,6 +67,7 @@ class LLM:
         *,
         processor: Any = None,
         video_backend: str = "pyav",
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         otlp_traces_endpoint: str | None = None,
         **engine_args: Any,
     ):
@@ -72,7 +75,7 @@ class LLM:
         self.engine = LLMEngine(model, EngineConfig.from_arguments("LLM", **engine_args))
         self.model = model_name(model)
         self.tokenizer, self.device = self.engine.tokenizer, self.engine.model_runner.device
-        self._intake = Intake(self.engine, processor, video_backend)
+        self._intake = Intake(self.engine, processor, video_backend, mm_processor_kwargs)
         # As many requests again wait in the engine as run, so that a step never lacks work.
         self.admission = AdmissionWindow(2 * self.engine.config.max_num_seqs)
         self._tracer = make_tracer(otlp_traces_endpoint, self.model)
@@ -107,6 +110,10 @@ class LLM:
         wrong value, and TypeError for an unknown name.
         """
         return self.engine.default_sampling_params(**changes)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The same, by the name of vLLM's method."""
+        return self.default_sampling_params()
 
     def generate(
         self,

@@ -220,6 +220,11 @@ class EmbeddingOutput:
         """That of a request with `pooling` that has finished."""
         return cls(*(getattr(output, own.name) for own in fields(cls)))
 
+    @property
+    def outputs(self) -> "EmbeddingOutput":
+        """Itself: vLLM has the vector as `outputs.embedding`."""
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class ContinuationScore:

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 ACCEPTED_VLLM_ARGUMENTS = {
     "use_beam_search": (False,),
     "detokenize": (True,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
     "truncate_prompt_tokens": (None,),
+    "extra_args": (None,),
 }
+ALIASES = {"structured_outputs": "structured"}  # by the names of vLLM
 
 
 CHOSEN_AT_END = "but the completions of best_of and of beam search are known only at the end; leave it out"
@@ -29,7 +29,7 @@ CHOSEN_AT_END = "but the completions of best_of and of beam search are known onl
 WITH_BEAM_SEARCH = frozenset(
     {
         *("beam_width", "length_penalty", "early_stopping", "n", "max_tokens", "min_tokens", "stop_token_ids"),
-        *("ignore_eos", "seed", "repetition_penalty"),
+        *("ignore_eos", "seed", "repetition_penalty", "skip_special_tokens"),
     }
 )
 
@@ -41,13 +41,13 @@ def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
     return {**defaults, **given}
 
 
-@with_checked_arguments(ACCEPTED_VLLM_ARGUMENTS)
+@with_checked_arguments(ACCEPTED_VLLM_ARGUMENTS, ALIASES)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling and stop conditions of one request.
 
     Raises ValueError with the value and the range for a wrong value, and TypeError with a suggestion for an unknown
-    argument. Arguments of vLLM that change nothing here, such as `skip_special_tokens=True`, are ignored.
+    argument. Arguments of vLLM that change nothing here, such as `detokenize=True`, are ignored.
 
     Args:
         temperature: 0 is greedy decoding, as is any value below 1e-5; higher values make sampling more random.
@@ -58,12 +58,15 @@ class SamplingParams:
             is there, is a limit too. With prompt_logprobs it may be 0.
         min_tokens: minimum number of generated tokens before a stop condition applies.
         stop: strings that stop generation; the returned text ends before them.
+        include_stop_str_in_output: it ends with the stop string, or the special token, that stopped it.
         stop_token_ids: token ids that stop generation, in addition to the checkpoint's own.
         ignore_eos: continue after the end-of-sequence token and the checkpoint's max_new_tokens, until max_tokens.
         stop_on_repetition: end a completion, with the finish reason "repetition", whose last tokens are one pattern of
             at most 64 tokens, at least 4 times in a row and at least 64 tokens in all.
+        skip_special_tokens: leave special tokens out of the text, such as those around the boxes of Qwen2-VL.
         seed: seed of the request's own random generator: the completion does not depend on the rest of the batch.
-        structured: what the text must be: `StructuredOutputsParams`, or a dict of its fields, such as {"json": SCHEMA}.
+        structured: what the text must be: `StructuredOutputsParams`, or a dict of its fields, such as {"json": SCHEMA};
+            also `structured_outputs`, its name in vLLM.
         repetition_penalty: divides positive (multiplies negative) logits of tokens in prompt or completion, > 0.
         presence_penalty: subtracted from the logits of tokens in the completion, in [-2, 2].
         frequency_penalty: subtracted from the logits of tokens in the completion once per occurrence, in [-2, 2].
@@ -95,9 +98,11 @@ class SamplingParams:
     max_tokens: int = 256
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     stop_on_repetition: bool = False
+    skip_special_tokens: bool = True
     seed: int | None = None
     structured: StructuredOutputsParams | None = None
     repetition_penalty: float = 1.0
@@ -143,6 +148,8 @@ class SamplingParams:
         self._token_ids("stop_token_ids")
         self._flag("ignore_eos")
         self._flag("stop_on_repetition")
+        self._flag("skip_special_tokens")
+        self._flag("include_stop_str_in_output")
         object.__setattr__(self, "structured", as_structured(self.structured))
         self._check_structured()
         self._integer("best_of", f"of at least n={self.n}, or None", lambda v: v >= self.n, optional=True)

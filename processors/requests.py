@@ -24,7 +24,7 @@ from mmvllm.processors.tools import check_calls, check_tools
 from mmvllm.text import counted, listed
 
 FORMS = ("messages", "text", "prompt", "prompt_token_ids")
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs")
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
 REQUEST_KEYS = frozenset(
     (
         *("messages", "text", "images", "videos", "min_pixels", "max_pixels", *PROMPT_KEYS),

@@ -35,7 +35,7 @@ def test_engine_arguments_of_vllm_that_change_nothing_are_accepted():
     assert EngineConfig.from_arguments("LLM", max_num_seqs=3, **given) == EngineConfig(max_num_seqs=3)
 
 
-@pytest.mark.parametrize(("name", "value"), [("pipeline_parallel_size", 2), ("trust_remote_code", True)])
+@pytest.mark.parametrize(("name", "value"), [("pipeline_parallel_size", 2), ("enable_chunked_prefill", False)])
 def test_engine_arguments_that_would_change_something_are_refused(name, value):
     with pytest.raises(ValueError, match=f"AsyncLLM does not support {name}={value}"):
         EngineConfig.from_arguments("AsyncLLM", **{name: value})
@@ -55,6 +55,12 @@ def test_sampling_arguments_of_vllm_that_change_nothing_are_accepted():
 def test_sampling_arguments_that_would_change_something_are_refused(name, value):
     with pytest.raises(ValueError, match=f"SamplingParams does not support {name}="):
         SamplingParams(**{name: value})
+
+
+def test_a_sampling_argument_may_have_its_name_of_vllm():
+    assert SamplingParams(structured_outputs={"regex": "a"}) == SamplingParams(structured={"regex": "a"})
+    with pytest.raises(TypeError, match="SamplingParams has 'structured_outputs' and 'structured', which are the same"):
+        SamplingParams(structured_outputs=None, structured={"regex": "a"})
 
 
 def test_an_unknown_sampling_argument_gets_a_suggestion():

@@ -1,10 +1,12 @@
 """LLM: order of outputs, options of a request, and what an output contains."""
 
 import time
+from functools import partial
 
 import pytest
 
 from mmvllm import LLM, SamplingParams
+from mmvllm.engine.tokenizer import eos_token_ids_of
 from mmvllm.models.folder import BUNDLED
 from tests.helpers.requests import ask, noise_image, spans_of
 
@@ -77,6 +79,33 @@ def test_stop_strings_and_stop_token_ids_end_a_completion(llm):
     late = SamplingParams(max_tokens=12, ignore_eos=True, stop=[stop], min_tokens=12)
     assert llm.generate("Count the shapes.", late)[0].token_ids == free.token_ids
     assert free.cumulative_logprob == pytest.approx(sum(v for row in free.logprobs for v in row.values()))
+
+
+@pytest.mark.parametrize("ends", ["a stop string", "a stop token", "the end"])
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("includes", [True, False])
+def test_special_tokens_and_what_stopped_it_may_be_in_the_text(llm, ends, skips, includes):
+    """Streamed or not; the end of a sequence is a special token too."""
+    special = {token_id: 3.0 for token_id, token in llm.tokenizer.added_tokens_decoder.items() if token.special}
+    base = {"max_tokens": 40, "logit_bias": special, "seed": 3, "temperature": 1.0}
+    decode = partial(llm.tokenizer.decode, skip_special_tokens=skips)
+    free = llm.generate("Count the shapes.", SamplingParams(**base, ignore_eos=True))[0].token_ids
+    text = decode(free)
+    assert ("<|" in text) == (not skips)
+    if ends == "a stop string":
+        own = {"ignore_eos": True, "stop": text[len(text) // 2 :][:3]}
+        want = text[: text.index(own["stop"]) + len(own["stop"]) * includes]
+    else:
+        eos = eos_token_ids_of(llm.engine.model_config, llm.tokenizer)
+        ending = eos if ends == "the end" else {next(one for one in free[5:] if one in special)}
+        own = {} if ends == "the end" else {"ignore_eos": True, "stop_token_ids": ending}
+        ids = free[: next(i + 1 for i, one in enumerate(free) if one in ending)]
+        want = decode(ids if includes else ids[:-1])
+    params = SamplingParams(**base, **own, skip_special_tokens=skips, include_stop_str_in_output=includes)
+    [output] = llm.generate("Count the shapes.", params)
+    assert output.text == want
+    deltas = [*llm.stream_multimodal([{"prompt": "Count the shapes."}], params, stream=True)]
+    assert "".join(delta.text for delta in deltas) == want
 
 
 def test_an_output_has_the_text_of_its_prompt(llm):

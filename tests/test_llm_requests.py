@@ -42,6 +42,7 @@ def with_image(shared_llm) -> list[int]:
 
 PROMPTS = {
     "dict": {"prompt": TEXT, "multi_modal_data": {"image": IMAGE}},
+    "dict with ids": {"prompt": TEXT, "multi_modal_data": {"image": IMAGE}, "multi_modal_uuids": {"image": ["a"]}},
     "list of a dict": [{"prompt": TEXT, "multi_modal_data": {"image": [IMAGE]}}],
     "tuple of images": {"prompt": TEXT, "multi_modal_data": {"image": (IMAGE,)}},
     "array": {"prompt": TEXT, "multi_modal_data": {"image": np.asarray(IMAGE)}},
@@ -120,7 +121,7 @@ BAD_PROMPTS = {
     "only images": ({"multi_modal_data": {"image": IMAGE}}, "needs exactly one of .*; this one has none"),
     "both": ({"prompt": "x", "prompt_token_ids": [5]}, "this one has 'prompt' and 'prompt_token_ids'"),
     "messages": (ask("x"), "unknown keys messages; known: prompt, prompt_token_ids, multi_modal_data"),
-    "unknown key": ({"prompt": "x", "multi_modal_uuids": {}}, "unknown keys multi_modal_uuids"),
+    "unknown key": ({"prompt": "x", "multi_modal_datas": {}}, "unknown keys multi_modal_datas"),
     "audio": (
         {"prompt": "x", "multi_modal_data": {"audio": []}},
         "multi_modal_data has audio; only 'image' and 'video'",
@@ -275,12 +276,32 @@ def test_both_front_doors_check_names_before_they_load(kind, name):
 
 
 def test_arguments_of_vllm_that_change_nothing_are_accepted(checkpoint):
-    accepted = {"pipeline_parallel_size": 1, "trust_remote_code": False, "revision": None, "swap_space": 4}
+    accepted = {"pipeline_parallel_size": 1, "trust_remote_code": True, "revision": None, "swap_space": 4}
+    accepted |= {"limit_mm_per_prompt": {"image": 2}}
     with LLM(checkpoint, **ENGINE, **accepted) as llm:
         params = SamplingParams(max_tokens=4, ignore_eos=True, skip_special_tokens=True, best_of=1)
         assert len(llm.generate("x", params)[0].token_ids) == 4
     with pytest.raises(TypeError, match="did you mean 'max_tokens'"):
         SamplingParams(max_token=4)
+
+
+def test_an_llm_has_arguments_for_the_processors_of_all_requests(checkpoint):
+    def num_tokens(llm: LLM, **keys) -> int:
+        return llm.generate_multimodal([{**ask(IMAGE, "What?"), **keys}], SHORT)[0].num_image_tokens
+
+    fewer, few = {"max_pixels": 56 * 56}, {"max_pixels": 28 * 28 * 9}
+    with LLM(checkpoint, **ENGINE) as plain, LLM(checkpoint, **ENGINE, mm_processor_kwargs=fewer) as llm:
+        want = num_tokens(plain, mm_processor_kwargs=fewer)
+        assert num_tokens(llm) == num_tokens(llm, mm_processor_kwargs={"fps": 1}) == want < num_tokens(plain)
+        assert num_tokens(llm, mm_processor_kwargs=few) == num_tokens(plain, mm_processor_kwargs=few) > want
+        assert num_tokens(llm, **few) == num_tokens(plain, **few)
+        with pytest.raises(ValueError, match="mm_processor_kwargs is 5, must be a dict"):
+            num_tokens(llm, mm_processor_kwargs=5)
+    with LLM(checkpoint, **ENGINE, mm_processor_kwargs={"fps": 1}) as llm:
+        num_tokens(llm, mm_processor_kwargs={"num_frames": 4})
+    for kind in (LLM, AsyncLLM):
+        with pytest.raises(ValueError, match="mm_processor_kwargs has unknown keys max_pixel"):
+            kind(checkpoint, **ENGINE, mm_processor_kwargs={"max_pixel": 4})
 
 
 def test_an_llm_is_a_context_manager(checkpoint):

@@ -29,6 +29,7 @@ VALUES = (
     2,
     3,
     True,
+    False,
     "x",
     {1: 2.0},
     [len],
@@ -48,6 +49,7 @@ NOT_DRAWN = {
     "stop_token_ids": ENDS,
     "ignore_eos": ENDS,
     "stop_on_repetition": ENDS,
+    **dict.fromkeys(("skip_special_tokens", "include_stop_str_in_output"), "of the text, which is made of the tokens"),
     "seed": "the seeds of sequences are made from it",
     "logprobs": "sampler.Logprobs",
     "prompt_logprobs": "read while the prompt is computed",
@@ -61,6 +63,7 @@ NOT_DRAWN = {
 }
 NOT_WARMED_UP = {
     **dict.fromkeys(("stop", "stop_token_ids", "stop_on_repetition", "n", "best_of"), "takes no path of the sampler"),
+    **dict.fromkeys(("skip_special_tokens", "include_stop_str_in_output"), "takes no path of the sampler"),
     **dict.fromkeys(("allowed_token_ids", "bad_words"), "takes the path of no_repeat_ngram_size"),
     "structured": "takes the path of no_repeat_ngram_size",
     "logits_processors": "are the caller's own functions",
@@ -75,6 +78,7 @@ NOT_ON_THE_COMMAND_LINE = {
     **dict.fromkeys(("top_p", "top_k", "min_p"), FOR_CAPTIONS),
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), FOR_CAPTIONS),
     **dict.fromkeys(("min_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "best_of"), ONE_CAPTION),
+    **dict.fromkeys(("skip_special_tokens", "include_stop_str_in_output"), ONE_CAPTION),
     **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "no_repeat_ngram_size"), FOR_CAPTIONS),
     "logits_processors": FOR_CAPTIONS,
     "structured": "--schema makes it",
@@ -89,6 +93,7 @@ NOT_ON_THE_PAGE = {
     "logits_processors": FEW_CONTROLS,
     "structured": FEW_CONTROLS,
     "stop_on_repetition": FEW_CONTROLS,
+    **dict.fromkeys(("skip_special_tokens", "include_stop_str_in_output"), FEW_CONTROLS),
     **dict.fromkeys(("logprobs", "prompt_logprobs"), FEW_CONTROLS),
     **dict.fromkeys(("best_of", *BEAMS), "the page shows an answer while it is generated"),
 }

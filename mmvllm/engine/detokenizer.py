@@ -17,30 +17,32 @@ class Pieces(dict[int, str | None]):
     Only tokens of a byte-level vocabulary have a text of their own, whatever stands before them.
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, skips_special: bool):
         self.backend: Tokenizer = tokenizer.backend_tokenizer
-        self._special_ids = special_ids(tokenizer)
+        self.skips_special = skips_special
+        self._without_text = special_ids(tokenizer) if skips_special else frozenset()
         self._are_bytes = isinstance(self.backend.decoder, ByteLevel)
 
     def __missing__(self, token_id: int) -> str | None:
-        # Special tokens leave no text: a stream would decode them again with every token until there is some.
-        text = "" if token_id in self._special_ids else self._text(token_id)
+        # A stream would decode tokens without text again with every token until there is some.
+        text = "" if token_id in self._without_text else self._text(token_id)
         self[token_id] = text
         return text
 
     def _text(self, token_id: int) -> str | None:
-        text = self.backend.decode([token_id], skip_special_tokens=True) if self._are_bytes else ""
+        text = self.backend.decode([token_id], skip_special_tokens=self.skips_special) if self._are_bytes else ""
         return text if text and "\ufffd" not in text else None
 
 
-_pieces: WeakKeyDictionary[Any, Pieces] = WeakKeyDictionary()  # by tokenizer
+_pieces: WeakKeyDictionary[Any, dict[bool, Pieces]] = WeakKeyDictionary()  # by tokenizer
 
 
-def pieces_of(tokenizer: Any) -> Pieces:
-    """The tokens' texts, which all completions of a tokenizer share."""
-    if tokenizer not in _pieces:
-        _pieces[tokenizer] = Pieces(tokenizer)
-    return _pieces[tokenizer]
+def pieces_of(tokenizer: Any, skips_special: bool = True) -> Pieces:
+    """The tokens' texts, which all completions of a tokenizer share; those of special tokens are empty, or not."""
+    made = _pieces.setdefault(tokenizer, {})
+    if skips_special not in made:
+        made[skips_special] = Pieces(tokenizer, skips_special)
+    return made[skips_special]
 
 
 class TokenDecoder:
@@ -67,7 +69,7 @@ class TokenDecoder:
         return piece
 
     def _step_within(self, token_id: int) -> str:
-        self._stream = self._stream or DecodeStream(skip_special_tokens=True)
+        self._stream = self._stream or DecodeStream(skip_special_tokens=self._pieces.skips_special)
         text = self._stream.step(self._pieces.backend, token_id)
         self._is_within_character = text is None
         return text or ""
@@ -80,8 +82,8 @@ class CompletionText:
     token costs the same however long the text is.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
-        self._decoder, self._stop = TokenDecoder(pieces_of(tokenizer)), stop
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), skips_special: bool = True):
+        self._decoder, self._stop = TokenDecoder(pieces_of(tokenizer, skips_special)), stop
         self._longest = max(map(len, stop), default=0)
         self._settled: list[str] = []
         self._num_taken = 0  # of these

@@ -137,7 +137,7 @@ class InputProcessor:
                 priority=priority,
                 cache_salt=cache_salt,
                 arrival_time=arrival_time,
-                completion_text=CompletionText(self._tokenizer, params.stop) if params.stop else None,
+                completion_text=self._completion_text(params),
                 adapter=adapter,
                 constraints=constraints,
                 waits_for_tokens=bool(depends_on_text),
@@ -145,6 +145,10 @@ class InputProcessor:
             )
             seqs.append(seq)
         return SequenceGroup(seqs, trace_headers, prompt.preparation, prompt.text, beams=self._beams(params, seqs))
+
+    def _completion_text(self, params: SamplingParams) -> CompletionText | None:
+        """In which stop strings are looked for, if there are any."""
+        return CompletionText(self._tokenizer, params.stop, params.skip_special_tokens) if params.stop else None
 
     def _beams(self, params: SamplingParams, seqs: list[Sequence]) -> Beams | None:
         if params.beam_width is None:

@@ -5,7 +5,7 @@ from functools import cache
 
 from mmvllm.engine.boxes import BoxReader
 from mmvllm.engine.choice import choose
-from mmvllm.engine.detokenizer import Pieces, TokenDecoder, pieces_of, token_bytes
+from mmvllm.engine.detokenizer import Pieces, TokenDecoder, pieces_of, special_ids, token_bytes
 from mmvllm.engine.prompt_reads import LogprobReads, PooledReads
 from mmvllm.engine.repetition import tokens_missing
 from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
@@ -18,7 +18,7 @@ class OutputProcessor:
     """Token ids -> text, finish reasons and outputs."""
 
     def __init__(self, tokenizer, eos_token_ids: frozenset[int], box_format: BoxFormat | None = None):
-        self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
+        self._tokenizer, self._eos_token_ids, self._special_ids = tokenizer, eos_token_ids, special_ids(tokenizer)
         self._boxes = BoxReader(tokenizer, box_format)
         self.num_tokens = 0  # that all sequences got so far
         self._text_of = cache(lambda token_id: token_bytes(tokenizer, token_id).decode(errors="replace"))
@@ -52,7 +52,7 @@ class OutputProcessor:
 
     def delta_stream(self, group: SequenceGroup) -> "DeltaStream":
         """Follows a request."""
-        return DeltaStream(group, self, pieces_of(self._tokenizer))
+        return DeltaStream(group, self, pieces_of(self._tokenizer, group.sampling_params.skip_special_tokens))
 
     def completion(self, seq: Sequence, index: int) -> CompletionOutput:
         """The completion of a sequence that has finished."""
@@ -60,9 +60,10 @@ class OutputProcessor:
         found = seq.completion_text.found_stop if seq.completion_text and is_stopped else None
         wants_logprobs, token_ids = seq.sampling_params.logprobs is not None, seq.completion_token_ids
         if found is None:
-            text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+            text = self._decoded_text(seq)
         else:
-            text = seq.completion_text.text[: found[1]]
+            stop, start = found
+            text = seq.completion_text.text[: start + len(stop) * seq.sampling_params.include_stop_str_in_output]
         return CompletionOutput(
             text=text,
             token_ids=token_ids,
@@ -74,6 +75,14 @@ class OutputProcessor:
             stop_reason=found[0] if found else token_ids[-1] if is_stopped else None,
             index=index,
         )
+
+    def _decoded_text(self, seq: Sequence) -> str:
+        """The text of a completion that no stop string ended; a special token that ended it is like such a string."""
+        params, token_ids = seq.sampling_params, seq.completion_token_ids
+        if params.skip_special_tokens or params.include_stop_str_in_output:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
+        has_ended = seq.finish_reason in (FinishReason.EOS, FinishReason.STOP) and token_ids[-1] in self._special_ids
+        return self._tokenizer.decode(token_ids[:-1] if has_ended else token_ids, skip_special_tokens=False)
 
     def decoded(self, logprobs: list[LogprobsById | None]) -> list[LogprobsById | None]:
         """The same, with the texts of tokens; a part of a character is replaced by U+FFFD."""

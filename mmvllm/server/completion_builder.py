@@ -22,12 +22,15 @@ class CompletionResponseBuilder(ResponseBuilder):
 
     kind, chunk_kind, id_prefix, prompt_field = "text_completion", "text_completion", "cmpl", "prompt"
 
-    def __init__(self, *args: Any, echoes: bool = False):
-        """`echoes`: texts and log-probabilities begin with the prompt's. Others are as of the base."""
+    def __init__(self, *args: Any, echoes: bool = False, skips_special: bool = True):
+        """`echoes`: texts and log-probabilities begin with the prompt's; `skips_special`: texts have no special tokens.
+
+        Others are as of the base.
+        """
         super().__init__(*args)
         self._echoes = echoes
         self._offsets: dict[int, _OffsetCounter] = {}  # by choice
-        self._special_ids = special_ids(self._tokenizer)
+        self._special_ids = special_ids(self._tokenizer) if skips_special else frozenset()
         self._begun: set[int] = set()  # choices that have a chunk
 
     @property

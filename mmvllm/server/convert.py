@@ -40,6 +40,7 @@ PARAMS_OF_BOTH_APIS = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("logit_bias", "allowed_token_ids", "bad_words", "no_repeat_ngram_size"),
     *("n", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "stop_on_repetition", "prompt_logprobs"),
+    *("skip_special_tokens", "include_stop_str_in_output"),
     *("best_of", "beam_width", "length_penalty", "early_stopping"),
 )
 # The engine's default is greedy. The other defaults are the same in both APIs.

@@ -247,7 +247,8 @@ class JobFactory:
             message = f"{len(prompts)} prompts, at most {self._engine.max_requests} are accepted (max_waiting)"
             raise ApiError(400, message, param="prompt")
         shown = params.logprobs, body.prompt_logprobs, bool(body.return_token_ids)
-        builder = CompletionResponseBuilder(model, self._engine.tokenizer, *shown, echoes=bool(body.echo))
+        options = {"echoes": bool(body.echo), "skips_special": params.skip_special_tokens}
+        builder = CompletionResponseBuilder(model, self._engine.tokenizer, *shown, **options)
         described, field = partial(described_prompts, prompts), structured_field(body)
         requests = _with_adapter(prompts, adapter)
         return CompletionJob(requests, params, builder, described, structured=field, **_streaming(body))

@@ -143,6 +143,8 @@ class SamplingRequest(StructuredFields):
     stop_token_ids: StopTokenIds | None = None
     min_tokens: int | None = Field(None, ge=0, lt=INT64)
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text. Default: true.")
+    include_stop_str_in_output: bool | None = Field(None, description="End the text with what stopped it.")
     stop_on_repetition: bool | None = Field(
         None, description='End choices that repeat themselves, with finish_reason "repetition".'
     )
@@ -158,13 +160,11 @@ class SamplingRequest(StructuredFields):
     no_repeat_ngram_size: int | None = Field(None, ge=0, lt=INT64)
     echo: Unsupported = None
     # Extensions of vLLM, accepted with the values that describe what this server does anyway.
-    skip_special_tokens: Literal[True] | None = None
     priority: Literal[0] | None = None
     use_beam_search: bool | None = Field(None, description="Beam search with beam_width, else best_of, else n beams.")
     beam_width: int | None = Field(None, ge=1, lt=INT64, description="Beam search with this many beams.")
     length_penalty: float | None = Field(None, ge=-10, le=10, description="Of beam search. Default: 1.")
     early_stopping: bool | Literal["never"] | None = Field(None, description="Of beam search. Default: false.")
-    include_stop_str_in_output: Unsupported = None
     truncate_prompt_tokens: Literal[-1] | None = None  # to what fits: a prompt that does not is refused
     return_tokens_as_token_ids: Unsupported = None
     return_token_ids: bool | None = Field(None, description="Add the token ids of the prompt and of each completion.")

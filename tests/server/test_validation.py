@@ -138,7 +138,7 @@ def nested(depth: int) -> list:
         ),
         (chat(messages=[ASSISTANT | {"content": 5}, user("Hi")]), "messages[0].content", "must be a string"),
         (chat("Hi", stream=True, stream_options={"continuous_usage_stats": 2}), CONTINUOUS_USAGE, "valid boolean"),
-        (chat("Hi", skip_special_tokens=False), "skip_special_tokens", "must be True"),
+        (chat("Hi", skip_special_tokens="no"), "skip_special_tokens", "valid boolean"),
         (chat("Hi", add_generation_prompt=False), "add_generation_prompt", "must be True"),
         (chat("Hi", chat_template_kwargs=[1]), TEMPLATE, "valid dictionary"),
         (chat("Hi", chat_template_kwargs={"tools": []}), TEMPLATE, "chat_template_kwargs: may not have 'tools'"),
