@@ -17,12 +17,12 @@ _EXPORTS_BY_MODULE = {
     "mmvllm.async_llm": ("AsyncLLM",),
     "mmvllm.engine.llm_engine": ("LLMEngine",),
     "mmvllm.config": ("EngineConfig",),
-    "mmvllm.sampling_params": ("SamplingParams",),
+    "mmvllm.sampling_params": ("SamplingParams", "BeamSearchParams"),
     "mmvllm.lora": ("LoRARequest",),
     "mmvllm.structured": ("StructuredOutputsParams",),
     "mmvllm.outputs": (
         *("RequestOutput", "CompletionOutput", "Delta", "Logprob"),
-        *("EmbeddingOutput", "ScoreOutput", "ContinuationScore"),
+        *("EmbeddingOutput", "ScoreOutput", "ContinuationScore", "BeamSearchOutput", "BeamSearchSequence"),
     ),
     "mmvllm.grounding": ("Box", "Point"),
     "mmvllm.errors": (

@@ -289,6 +289,11 @@ class AsyncLLM:
             earlier = takewhile(lambda other: other is not stream, self._streams.values())
             return 1 + sum(not other.has_begun for other in earlier)
 
+    @property
+    def num_requests(self) -> int:
+        """Those that have not ended."""
+        return len(self._streams)
+
     def stats(self) -> EngineStats:
         """The current state, and totals."""
         with self._changed:

@@ -32,10 +32,18 @@ from mmvllm.intake import (
 )
 from mmvllm.lora import LoRARequest
 from mmvllm.models.folder import model_name
-from mmvllm.outputs import Delta, EmbeddingOutput, RequestOutput, ScoreOutput
+from mmvllm.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    Delta,
+    EmbeddingOutput,
+    RequestOutput,
+    ScoreOutput,
+)
 from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.requests import PROMPT_KEYS
-from mmvllm.sampling_params import SamplingParams
+from mmvllm.sampling_params import BeamSearchParams, SamplingParams
 from mmvllm.scoring import ContinuationReader, ScoringRun
 from mmvllm.text import counted
 from mmvllm.tracing import check_endpoint, make_tracer
@@ -253,6 +261,22 @@ class LLM:
             yield event
         if aborted and on_error == "raise":
             raise RequestsAborted(_aborted_message("request", aborted), [*aborted.values()])
+
+    def beam_search(
+        self,
+        prompts: Request | list[Request],
+        params: BeamSearchParams,
+        lora_request: LoRARequest | list[LoRARequest | None] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """All beams of prompts, which are given as to `generate`, by the names of vLLM; raises as `generate` does."""
+        outputs = self.generate(prompts, params.sampling_params(), use_tqdm, lora_request)
+        return [BeamSearchOutput([self._hypothesis(out, one) for one in out.completions]) for out in outputs]
+
+    def _hypothesis(self, output: RequestOutput, completion: CompletionOutput) -> BeamSearchSequence:
+        tokens = [*output.prompt_token_ids, *completion.token_ids]
+        text = self.tokenizer.decode(tokens)
+        return BeamSearchSequence(tokens, text, completion.cumulative_logprob, completion.finish_reason)
 
     def embed(
         self,

@@ -227,6 +227,23 @@ class EmbeddingOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """A hypothesis of `LLM.beam_search`: `tokens` and `text` begin with the prompt, special tokens included."""
+
+    tokens: list[int]
+    text: str
+    cum_logprob: float  # of the tokens after the prompt
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """The hypotheses of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+@dataclass(frozen=True, slots=True)
 class ContinuationScore:
     """One continuation of a prompt.
 

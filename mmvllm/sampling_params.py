@@ -251,6 +251,22 @@ class SamplingParams:
         object.__setattr__(self, name, items)
 
 
+@with_checked_arguments({"temperature": (0,), "include_stop_str_in_output": (False,)})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """The parameters of `LLM.beam_search`, with the names that they have in vLLM; `SamplingParams` explains them."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    length_penalty: float = 1.0
+
+    def sampling_params(self) -> SamplingParams:
+        """The same, with all beams returned; raises ValueError for a wrong value."""
+        given = {own.name: getattr(self, own.name) for own in fields(self)}
+        return SamplingParams(**given, n=max(1, self.beam_width) if _is_integer(self.beam_width) else 1)
+
+
 def _as_float(value: Any) -> float:
     """The value as a float; nan, which is outside every range, if it is not a number or too large."""
     try:

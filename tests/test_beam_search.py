@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from mmvllm import LLM, SamplingParams
+from mmvllm import LLM, BeamSearchParams, SamplingParams
 from tests.helpers.engines import assert_idle
 from tests.helpers.parity import REQUESTS
 from tests.helpers.rank_threads import use_rank_threads
@@ -174,3 +174,21 @@ def test_beams_among_other_requests(checkpoint, make_llm, expected):
         assert [c.token_ids for c in one.completions] == [c.token_ids for c in other.completions]
     assert_equal(found(together[1]), expected["one"])
     assert_idle(llm)
+
+
+def test_beams_by_the_names_of_vllm(make_llm, checkpoint):
+    llm = make_llm(checkpoint)
+    params = BeamSearchParams(beam_width=3, max_tokens=5, length_penalty=0.5, ignore_eos=True, temperature=0.0)
+    same = SamplingParams(beam_width=3, n=3, max_tokens=5, length_penalty=0.5, ignore_eos=True)
+    prompts = ["Hello", [5, 6]]
+    for made, want in zip(llm.beam_search(prompts, params), llm.generate(prompts, same), strict=True):
+        assert len(made.sequences) == 3
+        for one, completion in zip(made.sequences, want.completions, strict=True):
+            assert one.tokens == [*want.prompt_token_ids, *completion.token_ids]
+            assert one.text == llm.tokenizer.decode(one.tokens)
+            assert (one.cum_logprob, one.finish_reason) == (completion.cumulative_logprob, completion.finish_reason)
+    for width in (0, -1, "2"):
+        with pytest.raises(ValueError, match=f"beam_width is {width!r}, must be"):
+            llm.beam_search("Hello", BeamSearchParams(beam_width=width, max_tokens=5))
+    with pytest.raises(ValueError, match="BeamSearchParams does not support temperature=1"):
+        BeamSearchParams(beam_width=2, max_tokens=5, temperature=1)

@@ -21,6 +21,7 @@ from mmvllm.server.jobs import CompletionJob, JobFactory
 from mmvllm.server.limits import AuthAndSizeLimitMiddleware, ByteBudget
 from mmvllm.server.metrics import CountingMiddleware, Metrics
 from mmvllm.server.models import ERRORS, ServedModels, adapters_router, models_router
+from mmvllm.server.paths import TrailingSlashMiddleware
 from mmvllm.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
 from mmvllm.server.request_id import RequestIdMiddleware
 from mmvllm.server.request_log import RequestLog
@@ -32,6 +33,7 @@ from mmvllm.server.responses import (
     DetokenizeResponse,
     EmbeddingList,
     HealthResponse,
+    LoadResponse,
     ResponseObject,
     TokenizeResponse,
     VersionResponse,
@@ -86,6 +88,7 @@ def build_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
             allow_headers=["*"],
         )
     app.add_middleware(CountingMiddleware, metrics=metrics)
+    app.add_middleware(TrailingSlashMiddleware, but=open_paths)
     app.add_middleware(RequestIdMiddleware)
     return app
 
@@ -187,6 +190,8 @@ def _operations(engine: AsyncLLM, metrics: Metrics) -> APIRouter:
 
     @router.head("/health", include_in_schema=False)
     @router.head("/health/ready", include_in_schema=False)
+    @router.get("/ping", response_model=HealthResponse, responses=unhealthy)
+    @router.post("/ping", include_in_schema=False)
     @router.get("/health", response_model=HealthResponse, responses=unhealthy)
     @router.get("/health/ready", response_model=HealthResponse, responses=unhealthy)
     async def ready() -> Response:
@@ -210,6 +215,11 @@ def _operations(engine: AsyncLLM, metrics: Metrics) -> APIRouter:
         except (TypeError, ValueError):  # a version that is no number
             encode, content_type = choose_encoder("")
         return Response(encode(metrics.registry), headers={"Content-Type": content_type})
+
+    @router.get("/load", responses=ERRORS)
+    async def load() -> LoadResponse:
+        """The requests that have not ended, as vLLM counts them for load balancers."""
+        return LoadResponse(server_load=engine.num_requests)
 
     @router.get("/version", responses=ERRORS)
     async def version() -> VersionResponse:

@@ -258,6 +258,10 @@ class HealthResponse(BaseModel):
     engines: list[EngineStatus] | None = None  # of a server that has several
 
 
+class LoadResponse(BaseModel):
+    server_load: int
+
+
 class VersionResponse(BaseModel):
     version: str
 

@@ -149,6 +149,20 @@ def test_fields_that_have_nothing_to_say_are_null(app):
     assert model["root"] == model["id"] == "bundled" and model["permission"] == []
 
 
+def test_a_path_may_end_with_a_slash(app, engine):
+    assert answered(app, f"{CHAT}/", chat("Hi", max_tokens=1))["object"] == "chat.completion"
+    for path in ("/version/", "/health//", "/ping/", "/v1/models/bundled/"):
+        assert call(app, "GET", path).status_code == 200
+    assert call(app, "GET", "//").status_code == call(app, "GET", "/no/such/path/").status_code == 404
+    locked = make_app(engine, api_keys=("secret",))
+    assert call(locked, "POST", f"{CHAT}/", json={}).status_code == 401
+
+
+def test_load_balancers_find_what_they_ask_for(app):
+    assert call(app, "GET", "/load").json() == {"server_load": 0}
+    assert [call(app, method, "/ping").json()["status"] for method in ("GET", "POST")] == ["ok", "ok"]
+
+
 def test_a_server_may_ignore_unknown_fields(engine, caplog, monkeypatch):
     monkeypatch.setattr(body_module, "_TOLD", set())
     app, unknown = make_app(engine, ignores_unknown_fields=True), {"num_ctx": 5, "keep_alive": "5m"}

@@ -1,0 +1,21 @@
+"""Paths of requests as clients write them."""
+
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+
+class TrailingSlashMiddleware:
+    """A path that ends with a slash is that without it: many clients do not follow a redirect with a body.
+
+    Paths that start with one of `but` stay as they are.
+    """
+
+    def __init__(self, app: ASGIApp, but: Sequence[str] = ()):
+        self.app, self._but = app, tuple(but)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"] if scope["type"] == "http" else ""
+        if path.endswith("/") and path != "/" and not path.startswith(self._but):
+            scope = {**scope, "path": path.rstrip("/") or "/"}
+        await self.app(scope, receive, send)
