@@ -50,6 +50,7 @@ from mmvllm.intake import (
     PreparationQueue,
     Request,
     check_lengths,
+    check_processor_kwargs,
     params_for,
     request_options,
     slowest_media,
@@ -135,6 +136,7 @@ class AsyncLLM:
         if release_after is not None and not 0 < release_after < threading.TIMEOUT_MAX:
             raise ParameterError("release_after", release_after, "a number of seconds above 0, or None")
         check_endpoint(otlp_traces_endpoint)
+        check_processor_kwargs(mm_processor_kwargs)
         config = EngineConfig.from_arguments("AsyncLLM", **engine_args)
         # Processes that share a model are started again together, if one of them is lost.
         is_fleet = data_parallel_size > 1 or config.tensor_parallel_size > 1

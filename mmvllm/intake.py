@@ -29,6 +29,7 @@ from mmvllm.processors.chat import Processor
 from mmvllm.processors.foreign import ForeignProcessor
 from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig
 from mmvllm.processors.load_video import Load
+from mmvllm.processors.parts import plain_processor_kwargs
 from mmvllm.processors.requests import parse_request
 from mmvllm.processors.tensors import own_token_ids
 from mmvllm.processors.video import VideoProcessor, VideoProcessorConfig
@@ -38,6 +39,8 @@ from mmvllm.signals import wait_until
 from mmvllm.text import counted
 from mmvllm.workers import NUM_WORKERS, WorkersUnusable
 
+# Of mm_processor_kwargs: a request that has one of a group replaces all of it.
+TOGETHER = ({"fps", "num_frames", "do_sample_frames"}, {"min_pixels", "max_pixels"})
 MAX_BYTES = 256 * 1024 * 1024
 
 Request = dict | str | list[int]  # a dict as `processors.requests` reads it; a string or token ids, without a template
@@ -86,8 +89,7 @@ class Intake:
         processor_kwargs: Mapping[str, Any] | None = None,
     ):
         self._engine, self._load = engine, load_with(video_backend)
-        self._processor_kwargs = processor_kwargs or {}
-        parse_request(self._with_defaults({"text": ""}))
+        self._processor_kwargs = plain_processor_kwargs(processor_kwargs or {})
         image_processor, video_processor = ImageProcessor(engine.image_config), VideoProcessor(engine.video_config)
         rules, max_tokens = engine.media_rules, engine.max_model_len
         self._own = Processor(engine.tokenizer, image_processor, rules, video_processor, max_tokens, self._load)
@@ -121,9 +123,15 @@ class Intake:
         own = request.get("mm_processor_kwargs") or {}
         if not self._processor_kwargs or not isinstance(own, Mapping):  # refused later
             return request
-        replaced = {"fps", "num_frames"} if own.keys() & {"fps", "num_frames"} else set()
+        own = plain_processor_kwargs(own)
+        replaced = {name for group in TOGETHER if own.keys() & group for name in group}
         others = {name: value for name, value in self._processor_kwargs.items() if name not in replaced}
         return {**request, "mm_processor_kwargs": {**others, **own}}
+
+
+def check_processor_kwargs(given: Any) -> None:
+    """Raise RequestError for `mm_processor_kwargs` that no request could have."""
+    parse_request({"text": "", "mm_processor_kwargs": given})
 
 
 def pinning(prepare: Prepare, device: torch.device) -> Prepare:

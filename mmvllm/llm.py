@@ -25,6 +25,7 @@ from mmvllm.intake import (
     Request,
     as_request,
     check_lengths,
+    check_processor_kwargs,
     naming_request,
     params_for,
     request_options,
@@ -80,6 +81,7 @@ class LLM:
         **engine_args: Any,
     ):
         check_endpoint(otlp_traces_endpoint)
+        check_processor_kwargs(mm_processor_kwargs)
         self.engine = LLMEngine(model, EngineConfig.from_arguments("LLM", **engine_args))
         self.model = model_name(model)
         self.tokenizer, self.device = self.engine.tokenizer, self.engine.model_runner.device

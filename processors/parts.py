@@ -51,8 +51,8 @@ def video_part(i: int, part: dict) -> dict:
         check_keys("video part", part, VIDEO_KEYS)
         check_numbers(part)
         source = _source("video", VIDEO_SOURCE_KEYS, part)
-        if "num_frames" in part:
-            part.setdefault("nframes", part["num_frames"])
+        if "num_frames" in part and part.setdefault("nframes", part["num_frames"]) != part["num_frames"]:
+            raise RequestError("num_frames is another name of nframes; give one of them", param="num_frames")
         return {"video": source, **{key: part[key] for key in qwen_vl_utils.KEYS if key in part}}
 
 

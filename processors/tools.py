@@ -77,6 +77,11 @@ def check_calls(message: Mapping[str, Any], place: str) -> list[dict]:
     return [_checked_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls)]
 
 
+def arguments_as_text(given: Any) -> str:
+    """The arguments of an earlier call as the text of a JSON object, that of an empty one as in `check_calls`."""
+    return _json(_arguments_of_history(given))
+
+
 def for_template(messages: list[dict], tools: list[dict], owner: Any) -> tuple[list[dict], dict[str, Any]]:
     """Messages, and the arguments that bring tools, as the template of a tokenizer or a processor takes them."""
     if reads_tools(owner):

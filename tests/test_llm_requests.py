@@ -14,6 +14,9 @@ import torch
 import mmvllm
 from mmvllm import LLM, AsyncLLM, EngineConfig, LLMEngine, SamplingParams
 from mmvllm.errors import RequestError
+from mmvllm.inputs import EngineInput
+from mmvllm.intake import Intake
+from mmvllm.processors.requests import parse_request
 from tests.helpers.images import encode
 from tests.helpers.requests import ask, noise_image
 
@@ -295,13 +298,42 @@ def test_an_llm_has_arguments_for_the_processors_of_all_requests(checkpoint):
         assert num_tokens(llm) == num_tokens(llm, mm_processor_kwargs={"fps": 1}) == want < num_tokens(plain)
         assert num_tokens(llm, mm_processor_kwargs=few) == num_tokens(plain, mm_processor_kwargs=few) > want
         assert num_tokens(llm, **few) == num_tokens(plain, **few)
+        as_size = {"size": {"longest_edge": few["max_pixels"], "shortest_edge": 4}}
+        assert num_tokens(llm, mm_processor_kwargs=as_size) == num_tokens(plain, mm_processor_kwargs=few)
+        assert num_tokens(llm, mm_processor_kwargs={"max_pixels": None}) == want
         with pytest.raises(ValueError, match="mm_processor_kwargs is 5, must be a dict"):
             num_tokens(llm, mm_processor_kwargs=5)
-    with LLM(checkpoint, **ENGINE, mm_processor_kwargs={"fps": 1}) as llm:
-        num_tokens(llm, mm_processor_kwargs={"num_frames": 4})
-    for kind in (LLM, AsyncLLM):
-        with pytest.raises(ValueError, match="mm_processor_kwargs has unknown keys max_pixel"):
-            kind(checkpoint, **ENGINE, mm_processor_kwargs={"max_pixel": 4})
+
+
+@pytest.mark.parametrize(
+    ("own", "used"),
+    [
+        ({"num_frames": 4}, {"num_frames": 4, "min_pixels": 4, "max_pixels": 9}),
+        ({"fps": [2.0, 2.0]}, {"fps": 2.0, "min_pixels": 4, "max_pixels": 9}),
+        ({"min_pixels": 20}, {"fps": 1, "do_sample_frames": True, "min_pixels": 20}),
+        ({"fps": None, "jpeg_draft": True}, {"fps": 1, "do_sample_frames": True, "min_pixels": 4, "max_pixels": 9}),
+    ],
+)
+def test_arguments_of_a_request_replace_those_that_they_contradict(shared_llm, own, used):
+    given = {"fps": 1, "do_sample_frames": True, "size": {"shortest_edge": 4, "longest_edge": 9}}
+    seen = []
+
+    def prepared(request: dict) -> EngineInput:
+        seen.append(parse_request(request).video_kwargs)
+        return EngineInput([5])
+
+    prepare = Intake(shared_llm.engine, processor_kwargs=given).preparing(prepared)
+    prepare({"text": "x", "videos": ["a.mp4"], "mm_processor_kwargs": own})
+    assert seen == [[used]]
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+@pytest.mark.parametrize(
+    ("given", "message"), [({"max_pixel": 4}, "has unknown keys max_pixel"), ([1], "must be a dict"), ("x", "must be")]
+)
+def test_wrong_arguments_for_processors_are_refused_before_anything_is_loaded(kind, given, message):
+    with pytest.raises(ValueError, match=f"mm_processor_kwargs .*{message}"):
+        kind("/no/such/folder", mm_processor_kwargs=given)
 
 
 def test_an_llm_is_a_context_manager(checkpoint):

@@ -182,15 +182,15 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         type=whole_number,
         default=DEFAULTS.max_stored_bytes,
         metavar="N",
-        help="maximum size of the responses that are kept for previous_response_id; 0 keeps none (default: "
+        help="maximum memory of the responses that are stored for previous_response_id; 0 stores none (default: "
         "%(default)s)",
     )
     group.add_argument(
         "--stored-seconds",
         type=seconds,
         default=DEFAULTS.stored_seconds,
-        metavar="SECONDS",
-        help="time for which a response is kept after it was made or went on (default: %(default)g)",
+        metavar="S",
+        help="seconds until a stored response expires, after it was made or last continued (default: %(default)g)",
     )
     group.add_argument(
         "--allow-special-tokens",

@@ -42,7 +42,7 @@ class BoxReader:
             self._starts = frozenset(vocab[name] for name in ("<|box_start|>", "<|quad_start|>") if name in vocab)
 
     def read(self, text: str, token_ids: Sequence[int], items: Sequence[MediaItem]) -> tuple[Box | Point, ...]:
-        """The boxes and points of a completion, in its order; `text` is without special tokens."""
+        """The boxes and points of a completion, in the order in which they were written."""
         if self._format is None or not items:
             return ()
         written = self._written(text, token_ids)

@@ -112,8 +112,11 @@ class CompletionText:
         """Of the stop strings that end in the added text, the one that begins first, and where it begins."""
         text, before = self._rest + added, len(self._rest)
         starts = ((text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self._stop)
-        start, stop = min((one for one in starts if one[0] >= 0), key=itemgetter(0), default=(0, None))
-        return stop and (stop, self.num_settled + start)
+        found = [(start, stop) for start, stop in starts if start >= 0]
+        if not found:
+            return None
+        start, stop = min(found, key=itemgetter(0))
+        return stop, self.num_settled + start
 
     def _settle(self, text: str) -> None:
         """Divide text before the first place where a stop string may have begun."""
@@ -126,7 +129,7 @@ class CompletionText:
 
 
 def special_ids(tokenizer) -> frozenset[int]:
-    """The tokens that leave no text."""
+    """The tokens that leave no text, unless it is asked for."""
     return frozenset(token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
 
 

@@ -229,7 +229,7 @@ class EngineThread:
 def aborted(receiver: Receiver) -> list[Event]:
     """The end of a request that the engine does not have."""
     request_id, number = receiver.request_id, receiver.num_completions
-    completions = [CompletionOutput("", [], "aborted") for _ in range(number)]
+    completions = [CompletionOutput("", [], "aborted", index=index) for index in range(number)]
     output = RequestOutput(request_id, completions, arrival_time=receiver.arrival_time, finish_time=time.time())
     outputs = [None] * (number - 1) + [output]
     return [(receiver, Delta(request_id, i, "", [], None, "aborted", outputs[i])) for i in range(number)]

@@ -63,7 +63,8 @@ class OutputProcessor:
             text = self._decoded_text(seq)
         else:
             stop, start = found
-            text = seq.completion_text.text[: start + len(stop) * seq.sampling_params.include_stop_str_in_output]
+            end = start + len(stop) if seq.sampling_params.include_stop_str_in_output else start
+            text = seq.completion_text.text[:end]
         return CompletionOutput(
             text=text,
             token_ids=token_ids,

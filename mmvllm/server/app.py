@@ -152,7 +152,7 @@ def _stored_responses(stored: ResponseStore) -> APIRouter:
 
     @router.delete("/{response_id}")
     async def delete(response_id: str) -> DeletedResponse:
-        """Store a response no more."""
+        """Delete a stored response."""
         if not stored.remove(response_id):
             raise missing(response_id)
         return DeletedResponse(id=response_id)

@@ -22,8 +22,8 @@ MANY_BYTES = 100_000  # of small items, which are parsed in a few milliseconds
 _PARSING = ThreadPoolExecutor(1, "mmvllm-parse")  # several threads would make the event loop wait for each of them
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_TOLD: set[str] = set()  # fields that were ignored
-MAX_TOLD = 100
+_LOGGED: set[str] = set()  # fields that were ignored
+MAX_LOGGED = 100
 MAX_KEYS = 1000  # per object; each unknown key produces an error
 MAX_COMMAS = 2_000_000  # parsed, small items take 30 times their size in memory
 MAX_DIGITS = 500  # of an integer; the time to parse one grows with the square of its length
@@ -69,7 +69,7 @@ class OpenRequest(StrictRequest):
         if not isinstance(value, dict):
             return value
         known = self.scope["route"].fields
-        _tell_ignored(value.keys() - known)
+        _log_ignored(value.keys() - known)
         return {name: item for name, item in value.items() if name in known}
 
 
@@ -79,11 +79,11 @@ class OpenRoute(StrictRoute):
     request_class = OpenRequest
 
 
-def _tell_ignored(names: Collection[str]) -> None:
-    for name in [name[:MAX_KEY_SHOWN] for name in names][: MAX_TOLD - len(_TOLD)]:
-        if name not in _TOLD:
-            _TOLD.add(name)
-            logger.warning("requests have the field %r, which is ignored; told once", name)
+def _log_ignored(names: Collection[str]) -> None:
+    new = sorted({name[:MAX_KEY_SHOWN] for name in names} - _LOGGED)
+    for name in new[: MAX_LOGGED - len(_LOGGED)]:
+        _LOGGED.add(name)
+        logger.warning("requests have the field %r, which is ignored; logged once", name)
 
 
 def _fields_of(kind: Any) -> Iterator[str]:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from mmvllm.grounding import Box, Point
 from mmvllm.outputs import Delta, LogprobsById
-from mmvllm.processors.tool_calls import CallPiece, ToolCallParser, read_tool_calls
+from mmvllm.processors.tool_calls import END, CallPiece, ToolCallParser, read_tool_calls
 from mmvllm.server.response_builder import (
     FINISH_REASONS,
     ChoiceBuffer,
@@ -50,7 +50,7 @@ class ChatResponseBuilder(ResponseBuilder):
             "message": message | {"content": content or None if calls else content},
             "logprobs": shown,
             "finish_reason": _reason(choice.finish_reason, bool(calls)),
-            "stop_reason": choice.stop_reason,
+            "stop_reason": self._stop_reason(choice.stop_reason),
             **self._token_ids(choice.token_ids),
             **self._extras(choice.boxes),
         }
@@ -74,11 +74,15 @@ class ChatResponseBuilder(ResponseBuilder):
         *first, last = parts or [{}]
         made = [{"index": index, "delta": part, "logprobs": None, "finish_reason": None} for part in first]
         if delta.finish_reason is not None:
-            others |= {"stop_reason": delta.stop_reason, **self._extras(delta.boxes)}
+            others |= {"stop_reason": self._stop_reason(delta.stop_reason), **self._extras(delta.boxes)}
         return [
             *map(self._chunk, made),
             self._chunk({"index": index, "delta": last, **others, "finish_reason": reason}),
         ]
+
+    def _stop_reason(self, found: str | int | None) -> str | int | None:
+        """What the client gave: the end of a single call is a stop string of the server's."""
+        return None if self._functions and found == END else found
 
     def _parts(self, index: int, delta: Delta) -> tuple[list[dict], bool]:
         """What is new of the message, and whether it has calls."""

@@ -119,7 +119,8 @@ class CompletionResponse(Response):
             make = partial(job.builder.chunks, index, delta)
             for chunk in await self._made(make) if delta.prompt_logprobs else make():  # others are small
                 await events.data(chunk | usage)
-        for chunk in job.builder.last_chunks(usage_of(self._record.outputs), job.includes_usage):
+        last = partial(job.builder.last_chunks, usage_of(self._record.outputs), job.includes_usage)
+        for chunk in await self._made(last):
             await events.data(chunk)
 
     async def _deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:

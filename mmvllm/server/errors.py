@@ -160,7 +160,7 @@ def explain(errors: list[dict], body: Any) -> tuple[str | None, str]:
 
 def _hint(name: str, known: Collection[str]) -> str:
     close = get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    return f"; did you mean {close[0]}?" if close and close[0] != name else ""  # else it is one of another form
 
 
 def _message(error: dict) -> str:

@@ -35,8 +35,14 @@ from mmvllm.server.protocol import (
 )
 from mmvllm.server.response_builder import ResponseBuilder
 from mmvllm.server.response_object import ResponseObjectBuilder
-from mmvllm.server.response_store import MISSING, ResponseStore, StoredResponse
-from mmvllm.server.responses_as_chat import as_chat, in_text_options, named_as_input
+from mmvllm.server.response_store import MISSING, ResponseStore
+from mmvllm.server.responses_as_chat import (
+    as_chat,
+    image_params_of,
+    in_text_options,
+    messages_of,
+    named_as_input,
+)
 from mmvllm.server.responses_request import Item, ItemReference, ResponsesRequest
 from mmvllm.server.settings import ServerSettings
 from mmvllm.server.structured import StructuredField, structured_field
@@ -136,30 +142,31 @@ class JobFactory:
     def response(self, body: ResponsesRequest, reservation: ByteReservation) -> CompletionJob:
         """A job for a request of OpenAI's Responses API."""
         model, adapter = self._models.find(body.model)
-        given, earlier = self._resolved(body.items), self._earlier(body.previous_response_id)
+        given, earlier = self._resolved(body.items), self._earlier(body.previous_response_id, reservation)
+        messages = messages_of(given, earlier)
         with named_as_input():
-            chat, image_params = as_chat(body, given, earlier.items() if earlier else ())
+            chat = as_chat(body, messages)
             use = self._tool_use(chat)
-            prompt = self.prompt(chat, use.tools, reservation, image_params, adapter)
+            prompt = self.prompt(chat, use.tools, reservation, image_params_of(given, earlier), adapter)
         if use.names and body.num_logprobs is not None:
             message = "log-probabilities are shown of texts; leave out top_logprobs and include, or the tools"
             raise ApiError(400, message, param="top_logprobs" if body.top_logprobs else "include")
-        keep = None
-        if self.responses.is_open and body.store is not False:
-            keep = partial(self.responses.add, given=given, earlier=earlier)
-        builder = ResponseObjectBuilder(model, self._engine.tokenizer, body, use.params, use.names, keep)
+        is_stored = body.store is not False and self.responses.accepts(messages)
+        store = partial(self.responses.add, messages=messages) if is_stored else None
+        builder = ResponseObjectBuilder(model, self._engine.tokenizer, body, use.params, use.names, store)
         field = use.field or in_text_options(structured_field(chat))
         described, streams = partial(described_chat, chat), bool(body.stream)
         return CompletionJob([prompt.request], use.params, builder, described, prompt, field, streams)
 
-    def _earlier(self, response_id: str | None) -> StoredResponse | None:
-        """The stored response with which a conversation goes on."""
+    def _earlier(self, response_id: str | None, reservation: ByteReservation) -> Sequence[dict]:
+        """The messages of the stored conversation that a request continues."""
         if response_id is None:
-            return None
-        if (stored := self.responses.get(response_id)) is None:
+            return ()
+        if (stored := self.responses.get(response_id, renews=True)) is None:
             message = f"the response {response_id!r:.100} {MISSING}; send the conversation as a whole"
             raise ApiError(400, message, param="previous_response_id", code="previous_response_not_found")
-        return stored
+        reservation.take(stored.size)
+        return stored.messages
 
     def _resolved(self, items: Sequence[Item]) -> list[Item]:
         """Items, with those of stored responses in place of references to them."""

@@ -1,10 +1,10 @@
 """Pydantic models of the messages of a chat and their parts."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import chain, islice
 from types import UnionType
-from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -14,10 +14,11 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    ValidationError,
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from mmvllm.processors import qwen_vl_utils
 from mmvllm.processors.clip import MAX_FPS, MIN_FPS
@@ -26,9 +27,12 @@ from mmvllm.processors.tools import MAX_TOOLS
 from mmvllm.server.errors import ApiError
 
 INT64 = 2**63
-MEDIA_OPTIONS = sorted({*qwen_vl_utils.KEYS, *PROCESSOR_KEYS, "detail"})
-KEYS_OF_PARTS = frozenset(("text", "image", "image_url", "video", "video_url", *MEDIA_OPTIONS))
-MOST_COMPARED = 4  # unknown keys of a part: comparing one takes 0.02 ms
+CONTENT = (
+    *("text", "image", "image_url", "video", "video_url", "audio", "input_audio", "file", "file_data"),
+    *("input_text", "input_image", "input_file"),
+)
+MOST_COMPARED = 32  # keys of an object, whose spelling is compared in 0.02 ms
+OPTIONS = (*qwen_vl_utils.KEYS, *PROCESSOR_KEYS, "detail")
 
 P = TypeVar("P")
 
@@ -65,28 +69,37 @@ class StrictModel(BaseModel):
 
 
 class OpenModel(StrictModel):
-    """An object to which clients add keys of their own: these are ignored."""
+    """An object to which clients add keys of their own. These are ignored, but not what would be lost with them."""
 
     model_config = ConfigDict(extra="ignore")
-
-
-class OpenPart(OpenModel):
-    """A part of a message, of whose content nothing is ignored, and nothing that may be meant as an option of it."""
+    misplaced: ClassVar[Collection[str]] = ()  # names of content and options that belong elsewhere
 
     @model_validator(mode="before")
     @classmethod
     def _lose_nothing(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        others = [key for key, item in value.items() if item is not None and key not in cls.model_fields]
-        for key in others:
-            if key in KEYS_OF_PARTS:
-                raise PydanticCustomError("key_of_part", "{key} does not belong here", {"key": key})
-        for key in others[:MOST_COMPARED]:
-            if len(key) < 20 and (close := get_close_matches(key, MEDIA_OPTIONS, n=1, cutoff=0.8)):
-                reason = "{key} does not belong here; did you mean {close}?"
-                raise PydanticCustomError("key_of_part", reason, {"key": key, "close": close[0]})
+        names = _names_by_plain(cls)
+        first = (key for key in islice(value, MOST_COMPARED) if _plain(key) in names)
+        for key in chain(cls.misplaced, first):
+            if key not in cls.model_fields and value.get(key) not in (None, "", [], {}):
+                meant = names[_plain(key)]
+                hint = f"; did you mean {meant}?" if meant != key and meant in cls.model_fields else ""
+                reason = PydanticCustomError("misplaced", "does not belong here{hint}", {"hint": hint})
+                lines = [InitErrorDetails(type=reason, loc=(key,), input=None)]
+                raise ValidationError.from_exception_data(cls.__name__, lines)
         return value
+
+
+@cache
+def _names_by_plain(model: type[OpenModel]) -> dict[str, str]:
+    """The names that are not ignored, in whatever spelling, by their plain one."""
+    return {_plain(name): name for name in (*model.misplaced, *model.model_fields)}
+
+
+def _plain(name: str) -> str:
+    """A name without what is easily written otherwise: `maxPixel` is `max_pixels`."""
+    return name.lower().replace("_", "").replace("-", "").removesuffix("s")
 
 
 @cache
@@ -115,6 +128,10 @@ def _as_flag(value: Any) -> Any:
 
 
 Flag = Annotated[bool | None, BeforeValidator(_as_flag)]
+
+
+class OpenPart(OpenModel):
+    misplaced = (*CONTENT, *OPTIONS)
 
 
 class TextPart(OpenPart):
@@ -241,6 +258,8 @@ class InputMessage(OpenModel):
         Literal["system", "developer", "user", "assistant", "tool"],  # all of them, for the error message
         WithJsonSchema({"type": "string", "enum": ["system", "developer", "user"]}),
     ]
+    misplaced = (*CONTENT, *OPTIONS, "output", "result", "documents")
+
     content: str | Parts
     refusal: Unsupported = None
     annotations: Unsupported = None
@@ -271,7 +290,9 @@ class CallOfHistory(OpenModel):
 
 
 class HistoryMessage(InputMessage):
-    """An assistant message in the history."""
+    """An assistant message in the history, to which other servers have added what they know."""
+
+    misplaced = ()
 
     role: Literal["assistant"]
     content: str | PartsOfHistory | None = None

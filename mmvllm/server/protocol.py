@@ -14,6 +14,7 @@ from mmvllm.server.structured import StructuredFields
 from mmvllm.server.tools import ToolChoice, Tools, check_size
 
 ALL_FRAMES = -1
+MAX_RATES = 64
 NO_LIMIT = -1  # of a completion's tokens, but for max_model_len
 MAX_CHOICES = 16  # completions per prompt
 MAX_PROMPTS = 64  # prompts per request
@@ -65,8 +66,10 @@ TemplateKwargs = Annotated[dict[str, Any], BeforeValidator(check_size), AfterVal
 
 
 def check_number_of_parts(messages: Any) -> Any:
+    """Of messages, or of items of the Responses API."""
     if isinstance(messages, list):
-        contents = [message.get("content") for message in messages if isinstance(message, dict)]
+        given = [message for message in messages if isinstance(message, dict)]
+        contents = [message.get(field) for message in given for field in ("content", "output")]
         num_parts = len(messages) + sum(len(content) for content in contents if isinstance(content, list))
         if num_parts > MAX_PARTS:
             raise PydanticCustomError("too_many_parts", f"have {num_parts} parts, at most {MAX_PARTS} are accepted")
@@ -89,7 +92,9 @@ class ProcessorKwargs(StrictModel):
     list of the rate of each video.
     """
 
-    fps: Rate | list[Rate] | None = Field(None, description="Frames to take per second of a video, or of each video.")
+    fps: Rate | Annotated[list[Rate], Field(fail_fast=True, max_length=MAX_RATES)] | None = Field(
+        None, description="Frames to take per second of a video, or of each video."
+    )
     num_frames: Size | None = Field(None, description="Frames to take of a video, in place of fps.")
     min_pixels: Size | None = Field(None, description="As the checkpoint's, of videos and images.")
     max_pixels: Size | None = Field(None, description="As the checkpoint's, of videos and images.")
@@ -110,6 +115,18 @@ class ProcessorKwargs(StrictModel):
 class VideoIoKwargs(StrictModel):
     fps: Rate | None = None
     num_frames: Size | Literal[-1] | None = Field(None, description="-1: all, or as many as fps says.")
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if self.fps is not None and self.num_frames not in (None, ALL_FRAMES):
+            raise PydanticCustomError("video_io_kwargs", "has both fps and num_frames; give one of them")
+        return self
+
+    def as_processor_kwargs(self) -> dict[str, Any]:
+        """The same, as fields of `mm_processor_kwargs`."""
+        if self.num_frames == ALL_FRAMES:
+            return {"do_sample_frames": False} if self.fps is None else {"fps": self.fps}
+        return {"fps": self.fps, "num_frames": self.num_frames}
 
 
 class MediaIoKwargs(StrictModel):
@@ -172,7 +189,7 @@ class SamplingRequest(StructuredFields):
     mm_processor_kwargs: Unsupported = None
     kv_transfer_params: Unsupported = None
     vllm_xargs: Unsupported = None
-    spaces_between_special_tokens: Ignored = None  # special tokens are skipped
+    spaces_between_special_tokens: Ignored = None
     add_special_tokens: Ignored = None  # the tokenizers add none
     request_id: Ignored = None
 
@@ -223,11 +240,8 @@ class ChatPrompt(StrictModel):
     def _take_media_io_kwargs(self) -> Self:
         video = self.media_io_kwargs.video if self.media_io_kwargs else None
         kwargs = self.mm_processor_kwargs or ProcessorKwargs()
-        if video is not None and kwargs.fps is None and kwargs.num_frames is None:
-            given = {"fps": video.fps, "num_frames": video.num_frames}
-            if video.num_frames == ALL_FRAMES:
-                given = {"fps": video.fps} if video.fps else {"do_sample_frames": False}
-            self.mm_processor_kwargs = kwargs.model_copy(update=given)
+        if video is not None and kwargs.fps is kwargs.num_frames is kwargs.do_sample_frames is None:
+            self.mm_processor_kwargs = kwargs.model_copy(update=video.as_processor_kwargs())
         return self
 
 

@@ -35,15 +35,15 @@ class ResponseObjectBuilder:
         body: ResponsesRequest,
         params: SamplingParams,
         functions: Collection[str],
-        keep: Callable[[dict], None] | None,
+        store: Callable[[dict], None] | None,
     ):
         """`functions` are the names of those whose calls are looked for in the completion.
 
-        `keep` is called with the response once it is whole.
+        `store` is called with the response once it is whole.
         """
         self.model = model
-        self._head = _head(model, body, params, is_stored=keep is not None)
-        self._tokenizer, self._functions, self._keep = tokenizer, functions, keep
+        self._head = _head(model, body, params, is_stored=store is not None)
+        self._tokenizer, self._functions, self._store = tokenizer, functions, store
         self._num_logprobs, self.num_values = params.logprobs, 0
         self._logprobs: list[dict] = []  # of tokens whose text is still to come
         self._parser = ToolCallParser(functions)
@@ -56,10 +56,11 @@ class ResponseObjectBuilder:
     def id(self) -> str:
         return self._head["id"]
 
-    def count(self, delta: Delta, _is_streamed: bool) -> None:
+    def count(self, delta: Delta, is_streamed: bool) -> None:
         """Add the log-probabilities of a delta to `num_values`; raises ApiError for too many."""
-        self.num_values += len(delta.logprobs or ()) * (1 + (self._num_logprobs or 0))
-        check_num_values(self.num_values, "top_logprobs", "or max_output_tokens")  # the last event has all of them
+        num_copies = 4 if is_streamed else 1  # the last four events have all of them
+        self.num_values += num_copies * len(delta.logprobs or ()) * (1 + (self._num_logprobs or 0))
+        check_num_values(self.num_values, "top_logprobs", "or max_output_tokens")
 
     def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> ResponseObject:
         """The response to a request that is not streamed."""
@@ -116,8 +117,8 @@ class ResponseObjectBuilder:
         }
         made = {"status": self._status, "incomplete_details": details, "output": self._items, "usage": counts}
         response = self._head | made
-        if self._keep is not None:
-            self._keep(response)
+        if self._store is not None:
+            self._store(response)
         return response
 
     def _add(self, piece: str | CallPiece) -> list[dict]:
@@ -148,7 +149,7 @@ class ResponseObjectBuilder:
         begun = item | ({"content": []} if item["type"] == "message" else {})
         events = [self._event("response.output_item.added", output_index=len(self._items) - 1, item=begun)]
         if item["type"] == "message":
-            events.append(self._about_text("content_part.added", part=dict(item["content"][0])))
+            events.append(self._about_text("content_part.added", part=item["content"][0] | {"logprobs": []}))
         return events
 
     def _close(self, status: str) -> list[dict]:
@@ -159,8 +160,8 @@ class ResponseObjectBuilder:
         item["status"] = status
         if item["type"] == "message":
             part = item["content"][0]
-            part["logprobs"] += self._logprobs  # of tokens without a text
             events = [
+                *([self._add_text("")] if self._logprobs else ()),  # of tokens without a text
                 self._about_text("output_text.done", text=part["text"], logprobs=part["logprobs"]),
                 self._about_text("content_part.done", part=part),
             ]

@@ -1,103 +1,112 @@
-"""Responses of OpenAI's Responses API that are kept, so that later requests can go on with them."""
+"""Responses of OpenAI's Responses API that are kept in memory, so that later requests can continue them."""
 
 import json
+import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mmvllm.server.responses_as_chat import messages_of
 from mmvllm.server.responses_request import ITEMS, Item
 
-MISSING = "is unknown: it was not stored, or it has left the memory of this server meanwhile"
+MISSING = "is unknown: it was not stored, or it has expired or was evicted"
+LARGEST_SHARE = 4  # of the store: one conversation never evicts all others
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response, and the items of each turn of its conversation, as JSON: objects take many times the memory."""
+    """A response as JSON, the chat messages of its whole conversation, and the items of its output by id."""
 
     response: bytes
-    turns: tuple[bytes, ...]
-
-    @property
-    def size(self) -> int:
-        return len(self.response) + sum(map(len, self.turns))
-
-    def items(self) -> list[Item]:
-        """The items of the whole conversation."""
-        return [item for turn in self.turns for item in ITEMS.validate_json(turn)]
-
-    def output(self) -> list[dict[str, Any]]:
-        return json.loads(self.response)["output"]
+    messages: Sequence[dict]
+    output: Mapping[str, Item]
+    size: int  # in bytes; messages are shared with earlier responses, but each counts them
 
 
 class ResponseStore:
-    """Responses in the memory of one server, by id.
+    """Responses by id, in the memory of one server. It may be used by several threads.
 
-    One is kept for some time after it was made or went on; the oldest ones leave first where they are too many.
+    A response expires some time after it was made or last continued. Where all of them together are too large, those
+    that were not used for the longest time are evicted.
 
     Args:
-        max_bytes: of all that are kept, each with its whole conversation.
-        seconds: for which one is kept.
+        max_bytes: of all responses; a conversation that takes more than a quarter of it is not stored.
+        seconds: until a response expires.
     """
 
     def __init__(self, max_bytes: int, seconds: float):
         self._max_bytes, self._seconds = max_bytes, seconds
-        self._kept: OrderedDict[str, tuple[float, StoredResponse]] = OrderedDict()  # with the time of the last use
+        self._stored: OrderedDict[str, tuple[float, StoredResponse]] = OrderedDict()  # with the time of the last use
         self._response_ids: dict[str, str] = {}  # by ids of items
         self._num_bytes = 0
-        self._lock = threading.Lock()  # large responses are made in a thread
+        self._lock = threading.Lock()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether anything is kept."""
-        return self._max_bytes > 0
+    def accepts(self, messages: Sequence[dict]) -> bool:
+        """Whether the response to a conversation can be stored."""
+        return LARGEST_SHARE * size_of(messages) < self._max_bytes
 
-    def add(self, response: dict[str, Any], given: Sequence[Item], earlier: StoredResponse | None) -> None:
-        """Keep a response to the items `given`, with which a conversation went on, if there is an `earlier` one."""
-        turn = ITEMS.dump_json([*given, *ITEMS.validate_python(response["output"])])
-        stored = StoredResponse(json.dumps(response).encode(), (*(earlier.turns if earlier else ()), turn))
+    def add(self, response: dict[str, Any], messages: Sequence[dict]) -> None:
+        """Store a response, without log-probabilities, to a conversation."""
+        response = response | {"output": [_without_logprobs(item) for item in response["output"]]}
+        items = ITEMS.validate_python(response["output"])
+        data, messages = json.dumps(response).encode(), messages_of(items, messages)
+        output = {item["id"]: made for item, made in zip(response["output"], items, strict=True)}
         with self._lock:
-            self._kept[response["id"]] = time.monotonic(), stored
-            self._response_ids |= {item["id"]: response["id"] for item in response["output"]}
+            stored = StoredResponse(data, messages, output, len(data) + size_of(messages))
+            self._stored[response["id"]] = time.monotonic(), stored
+            self._response_ids |= dict.fromkeys(output, response["id"])
             self._num_bytes += stored.size
-            self._clear()
+            self._evict()
 
-    def get(self, response_id: str) -> StoredResponse | None:
-        """A response, which is kept on from now; None if it is not there."""
+    def get(self, response_id: str, renews: bool = False) -> StoredResponse | None:
+        """A response, which expires later if that `renews` it; None if it is not stored."""
         with self._lock:
-            self._clear()
-            if response_id not in self._kept:
+            self._evict()
+            if response_id not in self._stored:
                 return None
-            _, stored = self._kept.pop(response_id)
-            self._kept[response_id] = time.monotonic(), stored
+            _, stored = self._stored[response_id]
+            if renews:
+                self._stored[response_id] = time.monotonic(), stored
+                self._stored.move_to_end(response_id)
             return stored
 
     def output_item(self, item_id: str) -> Item | None:
-        """An item of the output of a response that is kept."""
+        """An item of the output of a stored response."""
         stored = self.get(self._response_ids.get(item_id, ""))
-        found = [item for item in stored.output() if item["id"] == item_id] if stored else []
-        return ITEMS.validate_python(found)[0] if found else None
+        return stored and stored.output[item_id]
 
     def remove(self, response_id: str) -> bool:
-        """Whether a response was there, which is kept no more."""
+        """Delete a response; False if it is not stored."""
         with self._lock:
+            self._evict()
             return self._remove(response_id)
 
     def _remove(self, response_id: str) -> bool:
-        if response_id not in self._kept:
+        _, stored = self._stored.pop(response_id, (0.0, None))
+        if stored is None:
             return False
-        _, stored = self._kept.pop(response_id)
         self._num_bytes -= stored.size
-        for item in stored.output():
-            self._response_ids.pop(item["id"], None)
+        for item_id in stored.output:
+            del self._response_ids[item_id]
         return True
 
-    def _clear(self) -> None:
-        """Remove what is too old, and the oldest ones where they are too large together."""
-        while self._kept:
-            response_id, (used, _) = next(iter(self._kept.items()))
+    def _evict(self) -> None:
+        """Remove what has expired, and what was used first where all are too large together."""
+        while self._stored:
+            response_id, (used, _) = next(iter(self._stored.items()))
             if self._num_bytes <= self._max_bytes and time.monotonic() - used <= self._seconds:
                 return
             self._remove(response_id)
+
+
+def size_of(value: Any) -> int:
+    """Bytes in memory of strings, numbers, lists and dicts, with what they hold."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return sys.getsizeof(value) + sum(map(size_of, inner))
+
+
+def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
+    return item | {"content": [part | {"logprobs": []} for part in item["content"]]} if "content" in item else item

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from pydantic import ValidationError
 
+from mmvllm.processors.tools import arguments_as_text
 from mmvllm.server.errors import ApiError, explain
 from mmvllm.server.messages import ImageSizes
 from mmvllm.server.protocol import ChatRequest, SamplingRequest
@@ -53,15 +54,9 @@ def _renamed(text: str | None) -> str | None:
     return text
 
 
-def as_chat(body: ResponsesRequest, given: Sequence[Item], earlier: Sequence[Item]) -> tuple[ChatRequest, list[str]]:
-    """The chat that a request stands for, and the path of each of its images in the request.
-
-    `given` are the items of its input, `earlier` those of a stored conversation that goes on with them.
-    """
-    image_params: list[str] = []
-    messages = _messages(earlier, image_params)
-    image_params = ["previous_response_id"] * len(image_params)
-    messages = _with_instructions(_messages(given, image_params, messages), body.instructions)
+def as_chat(body: ResponsesRequest, messages: Sequence[dict]) -> ChatRequest:
+    """The chat that a request with the messages of its conversation stands for."""
+    messages = _with_instructions([*messages], body.instructions)
     shared = set(SamplingRequest.model_fields) - NOT_SHARED
     fields = {name: getattr(body, name) for name in shared & body.model_fields_set}
     fields |= {"messages": messages, "max_completion_tokens": body.max_output_tokens}
@@ -77,7 +72,7 @@ def as_chat(body: ResponsesRequest, given: Sequence[Item], earlier: Sequence[Ite
     fields |= {"tool_choice": choice, "response_format": _response_format(body)}
     fields |= {"logprobs": body.num_logprobs is not None, "top_logprobs": body.num_logprobs}
     try:
-        return ChatRequest.model_validate(fields), image_params
+        return ChatRequest.model_validate(fields)
     except ValidationError as error:  # for limits of a chat as a whole
         param, message = explain([{**one, "loc": ("body", *one["loc"])} for one in error.errors()], fields)
         raise ApiError(400, f"{param}: {message}", param=param) from None
@@ -91,42 +86,50 @@ def _response_format(body: ResponsesRequest) -> dict | None:
     return {"type": "json_schema", "json_schema": given.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)}
 
 
-def _messages(items: Sequence[Item], image_params: list[str], before: Sequence[dict] = ()) -> list[dict]:
-    """The messages of items that follow others; adds the path of each image to `image_params`."""
-    made = [*before]
-    for i, item in enumerate(items):
+def messages_of(items: Sequence[Item], earlier: Sequence[dict] = ()) -> list[dict]:
+    """The messages of a conversation: `earlier` ones, which stay as they are, and those of items that follow."""
+    made = [*earlier]
+    for item in items:
         if isinstance(item, FunctionCallItem):
             _add_call(made, item)
         elif isinstance(item, FunctionOutputItem):
-            content = _content(item.output, f"input[{i}].output", image_params)
-            made.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
+            made.append({"role": "tool", "content": _content(item.output), "tool_call_id": item.call_id})
         elif isinstance(item, InputItem):
-            made.append({"role": item.role, "content": _content(item.content, f"input[{i}].content", image_params)})
+            made.append({"role": item.role, "content": _content(item.content)})
     return made
+
+
+def image_params_of(items: Sequence[Item], earlier: Sequence[dict] = ()) -> list[str]:
+    """The path in the request of each image of `messages_of` the same arguments."""
+    contents = [message["content"] for message in earlier if isinstance(message["content"], list)]
+    stored = ["previous_response_id" for content in contents for part in content if part["type"] == "image_url"]
+    return stored + [
+        f"input[{i}].{field}[{j}].image_url"
+        for i, item in enumerate(items)
+        for field in ("content", "output")
+        for j, part in enumerate(getattr(item, field, None) or ())
+        if isinstance(part, InputImage)
+    ]
 
 
 def _add_call(messages: list[dict], item: FunctionCallItem) -> None:
     """Calls belong to the message of the assistant before them."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": None})
-    function = {"name": item.name, "arguments": item.arguments}
-    messages[-1].setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+    is_after = messages and messages[-1]["role"] == "assistant"
+    message = messages.pop() if is_after else {"role": "assistant", "content": None}
+    function = {"name": item.name, "arguments": arguments_as_text(item.arguments)}
+    calls = [*message.get("tool_calls", ()), {"id": item.call_id, "type": "function", "function": function}]
+    messages.append({**message, "tool_calls": calls})
 
 
-def _content(
-    content: str | Sequence[InputText | InputImage] | None, path: str, image_params: list[str]
-) -> str | list[dict]:
-    if content is None or isinstance(content, str):
-        return content or ""
-    made = []
-    for j, part in enumerate(content):
-        if isinstance(part, InputText):
-            made.append({"type": "text", "text": part.text})
-            continue
-        image_params.append(f"{path}[{j}].image_url")
-        sizes = {name: getattr(part, name) for name in ImageSizes.model_fields}
-        made.append({"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail}, **sizes})
-    return made
+def _content(content: str | Sequence[InputText | InputImage] | None) -> str | list[dict]:
+    return content or "" if content is None or isinstance(content, str) else [*map(_part, content)]
+
+
+def _part(part: InputText | InputImage) -> dict:
+    if isinstance(part, InputText):
+        return {"type": "text", "text": part.text}
+    sizes = {name: value for name in ImageSizes.model_fields if (value := getattr(part, name)) is not None}
+    return {"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail}, **sizes}
 
 
 def _with_instructions(messages: list[dict], instructions: str | None) -> list[dict]:

@@ -8,6 +8,8 @@ from pydantic_core import PydanticCustomError
 from mmvllm.processors.parts import refusal_as_text
 from mmvllm.processors.tools import MAX_TOOLS
 from mmvllm.server.messages import (
+    CONTENT,
+    OPTIONS,
     CalledFunction,
     Ignored,
     ImageSizes,
@@ -57,6 +59,8 @@ InputParts = Annotated[list[InputPart], Field(fail_fast=True)]
 class InputItem(OpenModel):
     """A message."""
 
+    misplaced = (*CONTENT, *OPTIONS, "output")
+
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
     content: str | InputParts | None = Field(
@@ -80,6 +84,8 @@ class FunctionCallItem(CalledFunction):
 
 class FunctionOutputItem(OpenModel):
     """The result of a call."""
+
+    misplaced = (*CONTENT, "content", "result")
 
     type: Literal["function_call_output"]
     call_id: str
@@ -115,7 +121,8 @@ Item = Annotated[
     Discriminator(
         tag_by("type", ITEM_TAGS, "unknown"),
         custom_error_type="input_item",
-        custom_error_message="must be an item of the type 'message', 'function_call' or 'function_call_output'",
+        custom_error_message="must be an item of the type 'message', 'function_call', 'function_call_output', "
+        "'item_reference' or 'reasoning'",
     ),
 ]
 
@@ -222,9 +229,9 @@ class ResponsesRequest(SamplingRequest):
     parallel_tool_calls: bool | None = Field(None, description="Whether several calls may come at once. Default: true.")
     metadata: dict[str, str] | None = None
     store: bool | None = Field(
-        None, description="Whether the response is kept in memory for previous_response_id. Default: true."
+        None, description="Whether the response is stored in memory for previous_response_id. Default: true."
     )
-    previous_response_id: str | None = Field(None, description="A stored response, whose conversation goes on.")
+    previous_response_id: str | None = Field(None, description="A stored response, whose conversation continues.")
     conversation: Unsupported = None
     background: Unsupported = None
     include: Annotated[list[str], Field(fail_fast=True, max_length=MAX_INCLUDED)] | None = Field(
@@ -258,4 +265,5 @@ class ResponsesRequest(SamplingRequest):
     @property
     def num_logprobs(self) -> int | None:
         """How many likely tokens are shown beside each token; None shows no log-probabilities."""
-        return self.top_logprobs or 0 if self.top_logprobs or LOGPROBS in (self.include or ()) else None
+        is_shown = self.top_logprobs or LOGPROBS in (self.include or ())
+        return self.top_logprobs or 0 if is_shown else None

@@ -29,9 +29,9 @@ class ServerSettings:
         max_bodies_bytes: total size of all request bodies and fetched images and videos that are held at a time.
         media: the sources from which images and videos may be read, and their size limits.
         media_names: what errors call fields of `media`, such as the options of a command; by default as they are.
-        max_stored_bytes: size of the responses of /v1/responses that are kept for `previous_response_id`, each counted
-            with its whole conversation; 0 keeps none.
-        stored_seconds: for which a response is kept after it was made, or a conversation went on with it.
+        max_stored_bytes: memory of the responses of /v1/responses that are stored for `previous_response_id`, each
+            counted with its whole conversation; 0 stores none.
+        stored_seconds: until a stored response expires, after it was made or last continued.
         allow_special_tokens: requests may ask that special tokens in their messages are control tokens, not text.
         chat_template_kwargs: arguments of the chat template, for requests that do not give these themselves.
         uses_generation_config: sampling parameters that a request leaves out are those of the checkpoint's

@@ -34,6 +34,8 @@ Parameters = Annotated[dict[str, Any], AfterValidator(_check_parameters)]
 
 
 class FunctionDefinition(OpenModel):
+    misplaced = ("input_schema", "schema", "params", "arguments", "args", "properties", "required")
+
     name: FunctionName
     description: str | None = None
     parameters: Parameters | None = Field(None, description="A JSON schema of an object.")
@@ -41,6 +43,8 @@ class FunctionDefinition(OpenModel):
 
 
 class ToolDefinition(OpenModel):
+    misplaced = ("name", "description", "parameters", "strict", "input_schema")
+
     type: Literal["function"]
     function: FunctionDefinition
 

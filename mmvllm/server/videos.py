@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from mmvllm.processors import qwen_vl_utils
@@ -86,8 +87,8 @@ class VideoOptionLimits:
     def check(self, videos: Sequence[VideoReference], kwargs: ProcessorKwargs | None) -> None:
         """Raises ApiError for options above the limits, and for two of which only one may be given."""
         for video in videos:
-            _check_one_of(video.path, video.options, ("fps", "nframes"))
-            _check_one_of(video.path, video.options, ("fps", "num_frames"))
+            for names in combinations(("fps", "nframes", "num_frames"), 2):
+                _check_one_of(video.path, video.options, names)
             names = ("nframes", "num_frames", "min_frames", "max_frames")
             _check_most(video.path, video.options, dict.fromkeys(names, self.max_frames))
             _check_most(video.path, video.options, {"min_pixels": self.max_frame_pixels})

@@ -52,7 +52,7 @@ def test_each_choice_has_its_boxes_if_the_request_asks_for_them(boxes, expected,
 @pytest.mark.parametrize("extra", [{}, {"mmvllm": None}, {"mmvllm": {}}, {"mmvllm": {"boxes": False}}])
 def test_other_responses_have_no_field_of_this_name(extra, app, question):
     made = call(app, "POST", "/v1/chat/completions", json=question | extra).json()
-    assert made["choices"][0].keys() == {"index", "message", "logprobs", "finish_reason"}
+    assert made["choices"][0].keys() == {"index", "message", "logprobs", "finish_reason", "stop_reason", "token_ids"}
 
 
 def test_no_boxes_are_an_empty_list(app):

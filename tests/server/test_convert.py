@@ -17,7 +17,7 @@ from mmvllm.server.convert import (
 from mmvllm.server.errors import ApiError
 from mmvllm.server.protocol import ChatRequest, CompletionRequest
 from mmvllm.server.response_builder import token_text
-from mmvllm.server.responses_as_chat import as_chat
+from mmvllm.server.responses_as_chat import as_chat, messages_of
 from mmvllm.server.responses_request import ResponsesRequest
 from mmvllm.server.videos import videos_of
 from tests.helpers.images import image_config
@@ -96,7 +96,7 @@ def test_sizes_of_an_image_beside_its_url_and_in_its_object_are_the_same(sizes):
     assert made[0] == made[1] == made[2] == made[3]
     item = {"type": "input_image", "image_url": "a", **sizes}
     body = ResponsesRequest(input=[{"role": "user", "content": [item]}])
-    chat_body, _ = as_chat(body, body.items, ())
+    chat_body = as_chat(body, messages_of(body.items))
     assert [image.sizes for image in images_of(chat_body)] == [sizes]
 
 

@@ -120,8 +120,9 @@ def test_a_call_that_is_demanded_wins_over_the_format_of_messages(app, choice):
 def test_arguments_for_reading_media_are_those_of_processors(video, kwargs):
     body = ChatRequest(**chat("Hi", media_io_kwargs={"video": video, "image": {"image_mode": "RGB"}}))
     assert body.mm_processor_kwargs == ProcessorKwargs(**kwargs)
-    body = ChatRequest(**chat("Hi", media_io_kwargs={"video": video}, mm_processor_kwargs={"num_frames": 4}))
-    assert body.mm_processor_kwargs == ProcessorKwargs(num_frames=4)
+    for own in ({"num_frames": 4}, {"fps": 1.0}, {"do_sample_frames": True}):
+        body = ChatRequest(**chat("Hi", media_io_kwargs={"video": video}, mm_processor_kwargs=own))
+        assert body.mm_processor_kwargs == ProcessorKwargs(**own)
     body = ChatRequest(**chat("Hi", media_io_kwargs={"video": video}, mm_processor_kwargs={"max_pixels": 4}))
     assert body.mm_processor_kwargs == ProcessorKwargs(max_pixels=4, **kwargs)
 
@@ -164,7 +165,7 @@ def test_load_balancers_find_what_they_ask_for(app):
 
 
 def test_a_server_may_ignore_unknown_fields(engine, caplog, monkeypatch):
-    monkeypatch.setattr(body_module, "_TOLD", set())
+    monkeypatch.setattr(body_module, "_LOGGED", set())
     app, unknown = make_app(engine, ignores_unknown_fields=True), {"num_ctx": 5, "keep_alive": "5m"}
     plain = answered(app, CHAT, chat("Hello", max_tokens=4))
     with caplog.at_level(logging.WARNING):
@@ -176,8 +177,8 @@ def test_a_server_may_ignore_unknown_fields(engine, caplog, monkeypatch):
         answered(app, TOKENIZE, {"prompt": "Hi", **many})
     told = [record.getMessage() for record in caplog.records]
     assert sorted(told[:2]) == [
-        "requests have the field 'keep_alive', which is ignored; told once",
-        "requests have the field 'num_ctx', which is ignored; told once",
+        "requests have the field 'keep_alive', which is ignored; logged once",
+        "requests have the field 'num_ctx', which is ignored; logged once",
     ]
     assert len(told) == 100 and max(map(len, told)) < 200
     error = error_of(call(app, "POST", CHAT, json=chat("Hi", stream=True, stream_options={"every": 1})))

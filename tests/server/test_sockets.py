@@ -56,6 +56,9 @@ def brief_linger(monkeypatch):
     monkeypatch.setattr(limits, "LINGER_SECONDS", 0.1)
 
 
+END_OF_COMPLETION = b'"system_fingerprint":null}'
+
+
 def status(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1])
 
@@ -85,7 +88,7 @@ def test_an_incomplete_head_times_out(running, monkeypatch, begun):
 
 def test_an_incomplete_head_of_a_second_request_times_out(connection, monkeypatch):
     connection.sendall(post(COMPLETIONS, BRIEF))
-    assert status(receive_until(connection, b"}}}")) == 200
+    assert status(receive_until(connection, END_OF_COMPLETION)) == 200
     monkeypatch.setattr(protocol, "HEADER_SECONDS", 0.5)
     start = time.monotonic()
     connection.sendall(b"POST /v1")
@@ -221,7 +224,7 @@ def test_several_prompts_are_aborted_together(running):
 def test_a_connection_serves_one_request_after_another(connection):
     for _ in range(3):
         connection.sendall(post(COMPLETIONS, BRIEF))
-        assert status(receive_until(connection, b"}}}")) == 200
+        assert status(receive_until(connection, END_OF_COMPLETION)) == 200
 
 
 def test_pipelined_requests_are_answered_in_order(connection):

@@ -1,10 +1,16 @@
 """Responses that are kept: conversations that go on with an id, log-probabilities, and what leaves the memory."""
 
+import functools
+import json
+import time
+
 import openai
 import pytest
 
 from mmvllm.server import response_store
 from mmvllm.server.response_store import ResponseStore
+from mmvllm.server.responses_as_chat import messages_of
+from mmvllm.server.responses_request import ITEMS
 from tests.helpers.server import CHAT, call, chat, data_uri, error_of, image_part, make_app, user
 
 PATH = "/v1/responses"
@@ -66,52 +72,90 @@ def test_a_response_can_be_read_and_deleted(client):
     assert client.responses.retrieve(made.id) == made
     client.responses.delete(made.id)
     for ask in (client.responses.retrieve, client.responses.delete):
-        with pytest.raises(openai.NotFoundError, match="was not stored, or it has left the memory"):
+        with pytest.raises(openai.NotFoundError, match="was not stored, or it has expired or was evicted"):
             ask(made.id)
     with pytest.raises(openai.BadRequestError) as raised:
         create(client, previous_response_id=made.id)
     assert raised.value.code == "previous_response_not_found"
 
 
-def test_a_response_that_is_not_to_be_stored_is_not(app, engine):
-    for one, keys in ((app, {"store": False}), (make_app(engine, max_stored_bytes=0), {})):
-        made = post(one, input="Hi", **keys)
+@pytest.mark.parametrize("limit", [0, 3000])
+def test_a_response_that_is_not_stored_says_so(app, engine, limit):
+    for one, keys in ((app, {"store": False}), (make_app(engine, max_stored_bytes=limit), {"input": "x" * 700})):
+        made = post(one, **{"input": "Hi", **keys})
         assert made["store"] is False
         assert call(one, "GET", f"{PATH}/{made['id']}").status_code == 404
 
 
-def test_old_responses_leave_where_they_are_too_many(engine):
-    app = make_app(engine, max_stored_bytes=8000)
+def test_old_responses_are_evicted_where_they_are_too_large_together(engine):
+    app = make_app(engine, max_stored_bytes=16000)
     made = [post(app, input="x" * 400)["id"] for _ in range(10)]
     there = [call(app, "GET", f"{PATH}/{one}").is_success for one in made]
     assert there == sorted(there) and 1 < sum(there) < 10
 
 
 def response(number: int) -> dict:
-    part = {"type": "output_text", "text": "a" * 1000}
-    return {
-        "id": f"resp_{number}",
-        "output": [{"type": "message", "id": f"msg_{number}", "role": "assistant", "content": [part]}],
-    }
+    item = {"type": "message", "id": f"msg_{number}", "role": "assistant"}
+    return {"id": f"resp_{number}", "output": [item | {"content": [{"type": "output_text", "text": "a" * 1000}]}]}
 
 
-def test_what_is_kept_has_a_size_and_a_time(monkeypatch):
+def test_a_response_has_a_size_and_expires(monkeypatch):
     now = 0.0
     monkeypatch.setattr(response_store.time, "monotonic", lambda: now)
-    store = ResponseStore(5000, 60)
-    store.add(response(0), [], None)
-    store.add(response(1), [], store.get("resp_0"))
+    store = ResponseStore(20_000, 60)
+    store.add(response(0), [user("Hi")])
+    size = store.get("resp_0").size
+    assert 2000 < size < 4000  # as JSON, and as a message
+    store.add(response(1), store.get("resp_0").messages)
     now = 50.0
-    assert len(store.get("resp_1").items()) == 2 and store.output_item("msg_1").role == "assistant"
-    now = 100.0  # resp_1 was used 50 seconds ago
-    assert store.get("resp_0") is None and store.output_item("msg_0") is None and store.get("resp_1")
-    store.add(response(2), [], store.get("resp_1"))  # with three messages: together they are too large
-    assert store.get("resp_1") is None and len(store.get("resp_2").items()) == 3
-    store.add(response(3), [], store.get("resp_2"))
-    store.add(response(4), [], None)
-    assert store.get("resp_3") is None and store.get("resp_4") is not None
+    assert len(store.get("resp_1", renews=True).messages) == 3 and store.output_item("msg_1").role == "assistant"
+    now = 100.0  # resp_1 was continued 50 seconds ago, and resp_0 was never
+    assert store.get("resp_0") is None and store.output_item("msg_0") is None and not store.remove("resp_0")
+    assert store.get("resp_1") and store.remove("resp_1") and not store.remove("resp_1")
+    for number in range(2, 20):
+        store.add(response(number), [user("Hi")])
+        assert store._num_bytes == sum(stored.size for _, stored in store._stored.values()) <= 20_000
+    there = [store.get(f"resp_{number}") is not None for number in range(2, 20)]
+    assert there == sorted(there) and sum(there) == 20_000 // size
     now = 161.0
-    assert store.get("resp_4") is None and not store.remove("resp_4") and store._num_bytes == 0
+    assert store.get("resp_19") is None
+    assert store._num_bytes == len(store._stored) == len(store._response_ids) == 0
+
+
+@pytest.mark.parametrize("arguments", [{"a": "x" * 10**6}, ["x" * 10**6], "x" * 10**6, None])
+def test_what_is_stored_of_a_call_is_what_the_model_is_shown(arguments):
+    [item] = ITEMS.validate_python([{"type": "function_call", "call_id": "a", "name": "f", "arguments": arguments}])
+    [message] = messages_of([item])
+    shown = json.dumps(arguments) if isinstance(arguments, dict) else "{}"
+    assert message["tool_calls"][0]["function"]["arguments"] == shown
+
+
+@pytest.mark.parametrize("depth", [30, 240, 300])
+def test_a_conversation_with_nested_arguments_goes_on(app, depth):
+    arguments = functools.reduce(lambda inner, _: [inner], range(depth), 1)
+    item = {"type": "function_call", "call_id": "a", "name": "f", "arguments": {"a": arguments}}
+    made = post(app, input=[user("Hi"), item])
+    assert post(app, input="And now?", previous_response_id=made["id"])["store"]
+
+
+def test_a_stored_conversation_is_counted_in_the_bytes_of_a_request(engine):
+    app = make_app(engine, max_bodies_bytes=1500)
+    made = post(app, input="x" * 300)
+    answer = call(app, "POST", PATH, json={"input": "And now?", "previous_response_id": made["id"]})
+    assert answer.status_code == 429 and error_of(answer)["code"] == "engine_busy"
+    post(app, input="x" * 300)  # its bytes are free again
+
+
+def test_many_references_to_one_item_are_quick(app):
+    made = post(app, input="Hi", max_output_tokens=400, ignore_eos=True, top_logprobs=20)
+    reference = {"type": "item_reference", "id": made["output"][0]["id"]}
+    begin = time.thread_time()
+    answer = call(app, "POST", PATH, json={"input": [user("Hi"), *[reference] * 4000]})
+    assert answer.status_code == 400 and error_of(answer)["param"] == "input"
+    assert time.thread_time() - begin < 5
+    stored = call(app, "GET", f"{PATH}/{made['id']}").json()
+    assert len(made["output"][0]["content"][0].pop("logprobs")) == 400
+    assert stored["output"][0]["content"][0].pop("logprobs") == [] and stored == made
 
 
 @pytest.mark.network
@@ -125,7 +169,9 @@ def test_log_probabilities_are_those_of_a_chat(app, client, keys):
         assert [one.model_dump() for one in response.output[0].content[0].logprobs] == want
         assert response.top_logprobs == keys.get("top_logprobs", 0)
     deltas = [event for event in events if event.type == "response.output_text.delta"]
-    assert [one.token for event in deltas for one in event.logprobs] == [one["token"] for one in want][: len(deltas)]
+    assert [one.token for event in deltas for one in event.logprobs] == [one["token"] for one in want]
+    [added] = [event for event in events if event.type == "response.content_part.added"]
+    assert added.part.logprobs == []
     [done] = [event for event in events if event.type == "response.output_text.done"]
     assert [one.token for one in done.logprobs] == [one["token"] for one in want]
 

@@ -18,6 +18,7 @@ from tests.helpers.server import (
 
 ASSISTANT = {"role": "assistant", "content": "A star."}
 TEMPLATE = "chat_template_kwargs"
+TOOL = {"role": "tool", "tool_call_id": "a"}
 IMAGE_URL = "messages[0].content[0].image_url"
 CONTINUOUS_USAGE = "stream_options.continuous_usage_stats"
 
@@ -49,11 +50,11 @@ def nested(depth: int) -> list:
         (chat(image_part(5)), "messages[0].content[0].image_url.url", "must be a string"),
         (chat(image_part("data:,", detail="huge")), "messages[0].content[0].image_url.detail", "'low'"),
         (
-            chat(image_part("data:,", max_pixel=1)),
-            IMAGE_URL,
+            chat(image_part("data:,", maxPixel=1)),
+            f"{IMAGE_URL}.maxPixel",
             "does not belong here; did you mean max_pixels?",
         ),
-        (chat(image_part("data:,", nframes=1)), IMAGE_URL, "nframes does not belong here"),
+        (chat(image_part("data:,", nframes=1)), f"{IMAGE_URL}.nframes", "does not belong here"),
         (chat({"type": "input_audio"}), "messages[0].content[0]", "'image_url'"),
         (chat(image_part("ftp://x/y.png")), "messages[0].content[0].image_url.url", "URL"),
         (chat("Hi", temperature=-1), "temperature", "greater than or equal to 0"),
@@ -124,8 +125,12 @@ def nested(depth: int) -> list:
         (completion(beam_width=2, guided_regex="a"), "guided_regex", "guided_regex cannot be used with beam search"),
         (completion(length_penalty=2.0), "length_penalty", "is of beam search, which needs beam_width"),
         (completion(logprobs=True), "logprobs", "valid integer"),
-        (chat({"type": "text", "text": "a"} | image_part("b")), "messages[0].content[0]", "text does not belong here"),
-        (chat(image_part("b") | {"type": "text", "text": "a"}), "messages[0].content[0]", "image_url does not belong"),
+        (chat({"type": "text", "text": "a"} | image_part("b")), "messages[0].content[0].text", "does not belong here"),
+        (chat(image_part("b") | {"type": "text", "text": "a"}), "messages[0].content[0].image_url", "does not belong"),
+        (chat({"type": "text", "text": "a", "images": ["b"]}), "messages[0].content[0].images", "does not belong here"),
+        (chat(messages=[user("Hi") | {"images": ["b"]}]), "messages[0].images", "does not belong here"),
+        (chat(messages=[user("Hi") | {"max_pixels": 5}]), "messages[0].max_pixels", "does not belong here"),
+        (chat(messages=[user("Hi"), TOOL | {"output": "b"}]), "messages[1].output", "does not belong here"),
         (
             chat({"text": "a"}),
             "messages[0].content[0]",

@@ -20,6 +20,7 @@ from tests.helpers.videos import make_clip
 PART = "messages[0].content[1]"
 URL = f"{PART}.video_url.url"
 ANY = video_part("data:video/mp4;base64,AAAA")
+RATES = [1] * 10**5 + [2]
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +46,11 @@ def refused(app, part: dict, **keys) -> dict:
         pytest.param({"type": "video", "video": ["data:,"] * 769}, {}, URL, "769 frames, at most 768", id="frames"),
         (ANY | {"video_url": {"url": "x", "fps": 1}, "fps": 2}, {}, f"{PART}.fps", "is given twice"),
         ({"type": "video_url"}, {}, f"{PART}.video_url", "is missing"),
-        (ANY | {"n_frames": 2}, {}, PART, "n_frames does not belong here; did you mean nframes?"),
-        (ANY | {"resized_height": 28}, {}, PART, "resized_height does not belong here"),
-        ({"type": "video_url", "video_url": {"url": "x", "detail": "low"}}, {}, f"{PART}.video_url", "detail does not"),
+        (ANY | {"n_frames": 2}, {}, f"{PART}.n_frames", "does not belong here; did you mean nframes?"),
+        (ANY | {"resized_height": 28}, {}, f"{PART}.resized_height", "does not belong here"),
+        ({"type": "video_url", "video_url": {"url": "x", "detail": "low"}}, {}, f"{PART}.video_url.detail", "does not"),
         (ANY | {"fps": 1, "num_frames": 4}, {}, f"{PART}.num_frames", "both fps and num_frames"),
+        (ANY | {"nframes": 8, "num_frames": 4}, {}, f"{PART}.num_frames", "both nframes and num_frames"),
         (ANY | {"num_frames": 769}, {}, f"{PART}.num_frames", "must be at most 768 here"),
         (ANY | {"fps": 0}, {}, f"{PART}.fps", "greater than or equal to 0.000001"),
         (ANY | {"fps": 1001}, {}, f"{PART}.fps", "less than or equal to 1000"),
@@ -73,6 +75,8 @@ def refused(app, part: dict, **keys) -> dict:
         ),
         (ANY, {"mm_processor_kwargs": {"fps": [1, 2]}}, "mm_processor_kwargs.fps", "fps has 2 rates for 1 video"),
         (ANY, {"mm_processor_kwargs": {"fps": [1, 0]}}, "mm_processor_kwargs.fps[1]", "greater than or equal to"),
+        pytest.param(ANY, {"mm_processor_kwargs": {"fps": RATES}}, "mm_processor_kwargs.fps", "at most 64", id="rates"),
+        (ANY, {"media_io_kwargs": {"video": {"fps": 1, "num_frames": 4}}}, "media_io_kwargs.video", "both fps and"),
         (ANY, {"mm_processor_kwargs": [1]}, "mm_processor_kwargs", "must be an object"),
         (video_part("data:video/jpeg;base64," + "," * 768), {}, URL, "769 frames, at most 768 are accepted"),
         pytest.param(video_part("data:video/jpeg;base64,AAAA,"), {}, URL, "not an image", marks=pytest.mark.spawns),
