@@ -93,8 +93,8 @@ class OpenModel(StrictModel):
 
 @cache
 def _names_by_plain(model: type[OpenModel]) -> dict[str, str]:
-    """The names that are not ignored, in whatever spelling, by their plain one."""
-    return {_plain(name): name for name in (*model.misplaced, *model.model_fields)}
+    """The names that are not ignored, in whatever spelling, by their plain one; none where nothing is misplaced."""
+    return {_plain(name): name for name in (*model.misplaced, *model.model_fields)} if model.misplaced else {}
 
 
 def _plain(name: str) -> str:

@@ -1,5 +1,6 @@
 """The processes that a program under test has started, and whether they have ended."""
 
+import os
 from contextlib import suppress
 
 import psutil
@@ -22,9 +23,11 @@ def spawned(pid: int | None = None, recursive: bool = False) -> list[psutil.Proc
 
 
 def is_gone(pid: int) -> bool:
+    """Whether a process has ended, with all its threads: until then its files are open. It may not be reaped yet."""
     try:
-        return psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)  # until it is reaped
-    except psutil.NoSuchProcess:
+        has_ended = psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        return has_ended and len(os.listdir(f"/proc/{pid}/task")) == 1
+    except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
         return True
 
 

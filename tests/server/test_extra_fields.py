@@ -47,6 +47,21 @@ def test_keys_that_clients_add_to_messages_parts_and_tools_are_ignored(app):
     assert answered(app, TOKENIZE, {"messages": added["messages"]}) == answered(app, TOKENIZE, {"messages": [message]})
 
 
+def test_no_key_of_an_earlier_answer_ends_the_conversation(app):
+    """A client may be unable to change it."""
+    call = {
+        "id": "a",
+        "type": "function",
+        "Type": "function",
+        "function": {"name": "f", "arguments": "{}", "args": "x"},
+    }
+    answer = {"role": "assistant", "content": "Yes.", "images": ["x"], "Content": "x", "toolCalls": [1], "text": "x"}
+    for keys in (answer, answer | {"tool_calls": [call | {"text": "x"}]}):
+        plain = {name: value for name, value in keys.items() if name in ("role", "content", "tool_calls")}
+        made, want = (answered(app, TOKENIZE, {"messages": [user("Hi"), one, user("And?")]}) for one in (keys, plain))
+        assert made == want
+
+
 def test_keys_of_items_of_responses_are_ignored(app):
     items = [{"type": "message", "role": "user", "id": "a", "status": "completed", "note": 1}]
     items[0]["content"] = [{"type": "input_text", "text": "Hi", "note": 1}]
