@@ -1,7 +1,7 @@
 """Why a sequence ends, what a request returns, and what is new of a completion while it is generated."""
 
 import time
-from functools import cache
+from functools import cache, cached_property
 
 from mmvllm.engine.boxes import BoxReader
 from mmvllm.engine.choice import choose
@@ -18,10 +18,14 @@ class OutputProcessor:
     """Token ids -> text, finish reasons and outputs."""
 
     def __init__(self, tokenizer, eos_token_ids: frozenset[int], box_format: BoxFormat | None = None):
-        self._tokenizer, self._eos_token_ids, self._special_ids = tokenizer, eos_token_ids, special_ids(tokenizer)
+        self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
         self._boxes = BoxReader(tokenizer, box_format)
         self.num_tokens = 0  # that all sequences got so far
         self._text_of = cache(lambda token_id: token_bytes(tokenizer, token_id).decode(errors="replace"))
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return special_ids(self._tokenizer)
 
     def finish_reason(self, seq: Sequence) -> FinishReason | None:
         """Why a sequence ends with the token that was just appended, or None; call it once for each token."""
