@@ -70,12 +70,11 @@ def with_checked_arguments(
 
         @wraps(init)
         def checked_init(self, **given: Any) -> None:
-            for alias in aliases.keys() & given.keys():
-                if aliases[alias] in given:
-                    raise TypeError(
-                        f"{cls.__name__} has {alias!r} and {aliases[alias]!r}, which are the same; give one"
-                    )
-                given[aliases[alias]] = given.pop(alias)
+            for alias, name in aliases.items():
+                if alias in given and name in given:
+                    raise TypeError(f"{cls.__name__} has {alias!r} and {name!r}, which are the same; give one")
+                if alias in given:
+                    given[name] = given.pop(alias)
             init(self, **check_arguments(cls.__name__, given, known, accepted))
 
         cls.__init__ = checked_init

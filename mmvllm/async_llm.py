@@ -293,7 +293,7 @@ class AsyncLLM:
 
     @property
     def num_requests(self) -> int:
-        """Those that have not ended."""
+        """The number of requests that were admitted and have not ended."""
         return len(self._streams)
 
     def stats(self) -> EngineStats:

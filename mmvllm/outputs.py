@@ -39,8 +39,8 @@ class CompletionOutput:
     `score` is what completions were ranked by: with `beam_width`, cumulative_logprob / length ** length_penalty, which
     is transformers' `sequences_scores`; with `best_of`, the log-probability per token; else None.
 
-    `stop_reason` is the stop string or the stop token that ended it; None where another reason did. `index` is its
-    place among those of the request.
+    `stop_reason` is the stop string or the stop token that ended it; None where another reason did. `index` counts the
+    completions of the request from 0.
     """
 
     text: str

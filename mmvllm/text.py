@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,12 @@ def listed(items: Iterable[Any], conjunction: str = "or") -> str:
     """The representations of one or several items: "'a', 'b' or 'c'"."""
     *first, last = map(repr, items)
     return f"{', '.join(first)} {conjunction} {last}" if first else last
+
+
+def suggestion(word: str, known: Collection[str]) -> str:
+    """The end of an error about an unknown word: the known one that may be meant, if there is one."""
+    close = get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def has_more_values(value: Any, most: int) -> bool:

@@ -12,7 +12,7 @@ from mmvllm.arguments import is_number
 from mmvllm.errors import VideoError
 from mmvllm.processors import qwen_vl_utils
 from mmvllm.processors.clip import DEFAULT_FPS, Clip, VideoInfo
-from mmvllm.processors.load import is_array, load_image
+from mmvllm.processors.load import dtype_name, is_array, load_image
 from mmvllm.processors.video import ClipPlan, check_fps, resize_frame, resized_to
 from mmvllm.processors.video_limits import ANY_VIDEO, VideoLimits
 
@@ -94,7 +94,7 @@ class _GivenFrames:
     def of(cls, source: Any) -> "_GivenFrames":
         has_metadata = isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Mapping)
         frames, metadata = source if has_metadata else (source, {})
-        were_floats = is_array(frames) and _dtype(frames) in FLOATS
+        were_floats = is_array(frames) and dtype_name(frames) in FLOATS
         if is_array(frames):
             frames = _channels_last(_with_levels(frames) if were_floats else frames)
         if len(frames) == 0:
@@ -121,7 +121,7 @@ class _GivenFrames:
 
 def _channels_last(frames: Any) -> Any:
     """(frames, height, width, 3), which torch often has as (frames, 3, height, width)."""
-    shape, dtype = tuple(frames.shape), _dtype(frames)
+    shape, dtype = tuple(frames.shape), dtype_name(frames)
     if len(shape) != 4 or dtype != "uint8" or not (shape[3] in (3, 4) or shape[1] == 3):
         required = "uint8 of shape (frames, height, width, 3) or (frames, 3, height, width)"
         raise VideoError("the array", f"has shape {shape} and dtype {dtype}, must be {required}")
@@ -134,14 +134,9 @@ def _with_levels(frames: Any) -> Any:
     with np.errstate(invalid="ignore"):
         levels = values.astype(np.uint8)
     if not np.array_equal(levels, values):
-        reason = f"has dtype {_dtype(frames)} and values that are no integers from 0 to 255; give uint8"
+        reason = f"has dtype {dtype_name(frames)} and values that are no integers from 0 to 255; give uint8"
         raise VideoError("the array", reason)
     return levels
-
-
-def _dtype(array: Any) -> str:
-    """The name of the dtype of an array of numpy or torch."""
-    return str(array.dtype).removeprefix("torch.")
 
 
 def _number(metadata: Mapping[str, Any], key: str, most: float) -> Any:

@@ -102,9 +102,14 @@ def is_array(source: Any) -> bool:
     return isinstance(source, np.ndarray) or (torch is not None and isinstance(source, torch.Tensor))
 
 
+def dtype_name(array: Any) -> str:
+    """The dtype of an array of numpy or torch, such as "uint8"."""
+    return str(array.dtype).removeprefix("torch.")
+
+
 def _from_array(array: Any, name: str) -> Image.Image:
     """A PIL image of a numpy array or torch tensor; raises ImageError for another shape or dtype."""
-    shape, dtype = tuple(array.shape), str(array.dtype).removeprefix("torch.")
+    shape, dtype = tuple(array.shape), dtype_name(array)
     if dtype != "uint8" or len(shape) not in (2, 3) or shape[2:] not in ((), (3,), (4,)):
         required = "uint8 of shape (height, width, 3), (height, width, 4) or (height, width)"
         raise ImageError(name, f"has shape {shape} and dtype {dtype}, must be {required}")

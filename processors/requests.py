@@ -166,7 +166,7 @@ def _rates(kwargs: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def _for_each(videos: list[dict], kwargs: dict[str, Any]) -> list[dict[str, Any]]:
-    """The arguments for each video."""
+    """Give each video its arguments, with the rate that is its own; raises RequestError for another number of rates."""
     rates = _rates(kwargs)
     if len(rates) == 1:
         return [kwargs] * len(videos)

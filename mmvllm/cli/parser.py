@@ -3,8 +3,9 @@
 import argparse
 import sys
 from collections.abc import Collection, Sequence
-from difflib import get_close_matches
 from typing import Any, NoReturn
+
+from mmvllm.text import suggestion
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -47,8 +48,3 @@ class CommandParser(argparse.ArgumentParser):
         if isinstance(action, argparse._SubParsersAction):
             self.error(f"there is no {action.metavar.lower()} {value!r}{hint}")
         raise argparse.ArgumentError(action, f"invalid choice: {value!r}{hint}")
-
-
-def suggestion(word: str, known: Collection[str]) -> str:
-    close = get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""

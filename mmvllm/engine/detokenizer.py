@@ -38,7 +38,7 @@ _pieces: WeakKeyDictionary[Any, dict[bool, Pieces]] = WeakKeyDictionary()  # by 
 
 
 def pieces_of(tokenizer: Any, skips_special: bool = True) -> Pieces:
-    """The tokens' texts, which all completions of a tokenizer share; those of special tokens are empty, or not."""
+    """Return the text of each token, a mapping that all completions share; with `skips_special` some are empty."""
     made = _pieces.setdefault(tokenizer, {})
     if skips_special not in made:
         made[skips_special] = Pieces(tokenizer, skips_special)
@@ -109,7 +109,7 @@ class CompletionText:
         return taken
 
     def _find_stop(self, added: str) -> tuple[str, int] | None:
-        """Of the stop strings that end in the added text, the one that begins first, and where it begins."""
+        """Return the stop string that ends in the added text, the earliest of several, and where it begins."""
         text, before = self._rest + added, len(self._rest)
         starts = ((text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self._stop)
         found = [(start, stop) for start, stop in starts if start >= 0]

@@ -14,7 +14,7 @@ from mmvllm.async_llm import AsyncLLM
 from mmvllm.decoding import MediaDecoder
 from mmvllm.engine.health import EngineHealth
 from mmvllm.server import docs, errors
-from mmvllm.server.body import OpenRoute, StrictRoute
+from mmvllm.server.body import LenientRoute, StrictRoute
 from mmvllm.server.completion_response import CompletionResponse
 from mmvllm.server.errors import ApiError
 from mmvllm.server.jobs import CompletionJob, JobFactory
@@ -25,7 +25,7 @@ from mmvllm.server.paths import TrailingSlashMiddleware
 from mmvllm.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
 from mmvllm.server.request_id import RequestIdMiddleware
 from mmvllm.server.request_log import RequestLog
-from mmvllm.server.response_store import MISSING, ResponseStore
+from mmvllm.server.response_store import ResponseStore, not_stored
 from mmvllm.server.responses import (
     ChatCompletion,
     Completion,
@@ -102,7 +102,7 @@ def _mount_demo(app: FastAPI, engine: AsyncLLM, settings: ServerSettings, decode
 
 
 def _route_class(settings: ServerSettings) -> type[StrictRoute]:
-    return OpenRoute if settings.ignores_unknown_fields else StrictRoute
+    return LenientRoute if settings.ignores_unknown_fields else StrictRoute
 
 
 def _completions(
@@ -141,7 +141,7 @@ def _stored_responses(stored: ResponseStore) -> APIRouter:
     router = APIRouter(prefix="/v1/responses", tags=["completions"], responses=ERRORS)
 
     def missing(response_id: str) -> ApiError:
-        return ApiError(404, f"the response {response_id!r:.100} {MISSING}", param="response_id")
+        return ApiError(404, not_stored("response", response_id), param="response_id")
 
     @router.get("/{response_id}", response_model=ResponseObject)
     async def response(response_id: str) -> Response:

@@ -61,7 +61,7 @@ class StrictRoute(APIRoute):
         return handle
 
 
-class OpenRequest(StrictRequest):
+class LenientRequest(StrictRequest):
     """A request whose unknown fields are ignored; the log names each of the first ones once."""
 
     async def json(self) -> Any:
@@ -73,10 +73,10 @@ class OpenRequest(StrictRequest):
         return {name: item for name, item in value.items() if name in known}
 
 
-class OpenRoute(StrictRoute):
+class LenientRoute(StrictRoute):
     """A route that ignores the unknown fields of its requests."""
 
-    request_class = OpenRequest
+    request_class = LenientRequest
 
 
 def _log_ignored(names: Collection[str]) -> None:

@@ -1,9 +1,8 @@
 """Every error as OpenAI's error object: {"error": {"message", "type", "param", "code"}}."""
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -21,6 +20,7 @@ from mmvllm.errors import (
     PromptTooLong,
     RequestFailed,
 )
+from mmvllm.text import suggestion
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 # These replace pydantic's messages; the names in braces are keys of the error's `ctx`.
@@ -130,7 +130,7 @@ def install(app: FastAPI) -> None:
             return ApiError(415, "the body must be JSON, with the header Content-Type: application/json").response()
         param, message = explain(error.errors(), error.body)
         if message == MESSAGES["extra_forbidden"] and param in error.body:
-            message += _hint(param, request.scope["route"].fields)
+            message += suggestion(param, request.scope["route"].fields - {param})  # which another form may have
         return ApiError(400, f"{param}: {message}" if param else message, param=param).response()
 
     async def from_memory(_request: Request, _error: MemoryError) -> Response:
@@ -156,11 +156,6 @@ def explain(errors: list[dict], body: Any) -> tuple[str | None, str]:
     path = next(path for path, _ in found if len(path) == deepest)
     messages = dict.fromkeys(message for other, message in found if other == path)
     return _format_path(path) or None, ", or ".join(messages)
-
-
-def _hint(name: str, known: Collection[str]) -> str:
-    close = get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close and close[0] != name else ""  # else it is one of another form
 
 
 def _message(error: dict) -> str:

@@ -35,7 +35,7 @@ from mmvllm.server.protocol import (
 )
 from mmvllm.server.response_builder import ResponseBuilder
 from mmvllm.server.response_object import ResponseObjectBuilder
-from mmvllm.server.response_store import MISSING, ResponseStore
+from mmvllm.server.response_store import ResponseStore, not_stored
 from mmvllm.server.responses_as_chat import (
     as_chat,
     image_params_of,
@@ -163,18 +163,18 @@ class JobFactory:
         if response_id is None:
             return ()
         if (stored := self.responses.get(response_id, renews=True)) is None:
-            message = f"the response {response_id!r:.100} {MISSING}; send the conversation as a whole"
+            message = f"{not_stored('response', response_id)}; send the conversation as a whole"
             raise ApiError(400, message, param="previous_response_id", code="previous_response_not_found")
         reservation.take(stored.size)
         return stored.messages
 
     def _resolved(self, items: Sequence[Item]) -> list[Item]:
-        """Items, with those of stored responses in place of references to them."""
+        """Replace each reference by the item of a stored response that it names."""
         made = []
         for i, item in enumerate(items):
             found = self.responses.output_item(item.id) if isinstance(item, ItemReference) else item
             if found is None:
-                raise ApiError(400, f"the item {item.id!r:.100} {MISSING}", param=f"input[{i}].id")
+                raise ApiError(400, not_stored("item", item.id), param=f"input[{i}].id")
             made.append(found)
         return made
 

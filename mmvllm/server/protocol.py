@@ -66,7 +66,7 @@ TemplateKwargs = Annotated[dict[str, Any], BeforeValidator(check_size), AfterVal
 
 
 def check_number_of_parts(messages: Any) -> Any:
-    """Of messages, or of items of the Responses API."""
+    """Refuse messages, or items of the Responses API, that have more than `MAX_PARTS` parts together."""
     if isinstance(messages, list):
         given = [message for message in messages if isinstance(message, dict)]
         contents = [message.get(field) for message in given for field in ("content", "output")]

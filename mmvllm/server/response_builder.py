@@ -171,7 +171,7 @@ class ResponseBuilder:
 
 
 def check_num_values(number: int, field: str, others: str) -> None:
-    """Raise ApiError for so many log-probabilities; `others` is what may be lowered beside the field."""
+    """Raise ApiError for too many log-probabilities; the message says to lower `field`, or one of `others`."""
     if number > MAX_LOGPROBS_OF_RESPONSE:
         message = f"more than {MAX_LOGPROBS_OF_RESPONSE} log-probabilities are not put into a response"
         raise ApiError(400, f"{message}; lower {field}, {others}", param=field)

@@ -12,7 +12,6 @@ from typing import Any
 from mmvllm.server.responses_as_chat import messages_of
 from mmvllm.server.responses_request import ITEMS, Item
 
-MISSING = "is unknown: it was not stored, or it has expired or was evicted"
 LARGEST_SHARE = 4  # of the store: one conversation never evicts all others
 
 
@@ -100,6 +99,11 @@ class ResponseStore:
             if self._num_bytes <= self._max_bytes and time.monotonic() - used <= self._seconds:
                 return
             self._remove(response_id)
+
+
+def not_stored(noun: str, name: str) -> str:
+    """The message of an error about a response, or an item of its output, that is not stored."""
+    return f"the {noun} {name!r:.100} is unknown: it was not stored, or it has expired or was evicted"
 
 
 def size_of(value: Any) -> int:

@@ -55,7 +55,7 @@ def _renamed(text: str | None) -> str | None:
 
 
 def as_chat(body: ResponsesRequest, messages: Sequence[dict]) -> ChatRequest:
-    """The chat that a request with the messages of its conversation stands for."""
+    """Convert a request to the chat that asks for the same, given the messages of its conversation."""
     messages = _with_instructions([*messages], body.instructions)
     shared = set(SamplingRequest.model_fields) - NOT_SHARED
     fields = {name: getattr(body, name) for name in shared & body.model_fields_set}
@@ -87,7 +87,7 @@ def _response_format(body: ResponsesRequest) -> dict | None:
 
 
 def messages_of(items: Sequence[Item], earlier: Sequence[dict] = ()) -> list[dict]:
-    """The messages of a conversation: `earlier` ones, which stay as they are, and those of items that follow."""
+    """Convert items to chat messages, and append them to a copy of the `earlier` ones."""
     made = [*earlier]
     for item in items:
         if isinstance(item, FunctionCallItem):

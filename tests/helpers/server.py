@@ -30,6 +30,7 @@ ENGINE = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 512, "max_n
 openai.OpenAI(api_key="none").platform_headers()  # starts `uname` once; the first test that used a client would need it
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+RESPONSES, TOKENIZE = "/v1/responses", "/tokenize"
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,14 @@ def call(app: FastAPI, method: str, path: str, **keys) -> httpx.Response:
             return await client.request(method, path, **keys)
 
     return asyncio.run(send())
+
+
+def answered(app: FastAPI, path: str, body: dict) -> dict:
+    """The JSON of a successful response."""
+    data = json.dumps(body).encode()  # ASCII, since a body may have lone surrogates
+    answer = call(app, "POST", path, content=data, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
 
 
 SCENES = sorted((Path(__file__).parents[2] / "examples" / "images").glob("scene-*.png"))

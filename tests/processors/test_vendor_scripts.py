@@ -54,7 +54,7 @@ def test_the_script_for_offline_use(llm, messages, has_metadata):
     assert kwargs == {"do_sample_frames": False} | ({} if has_metadata else {"fps": [4.0, 8 / 3]})
     assert all(torch.equal(*pair) for pair in zip(patches_of(prepared), patches_of(direct), strict=True))
     if not has_metadata and llm.processor.rules.timestamp is not None:
-        return  # the times in the text are those of the frames that were taken, which a rate does not say
+        return  # the text has the times of the frames, which do not follow from a rate
     assert prepared.token_ids == direct.token_ids
     assert np.array_equal(prepared.positions, direct.positions)
     [generated], [answer] = llm.generate([prompt], {"max_tokens": 4}), llm.chat(messages, {"max_tokens": 4})

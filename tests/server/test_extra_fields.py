@@ -11,6 +11,9 @@ from tests.helpers.server import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
+    RESPONSES,
+    TOKENIZE,
+    answered,
     call,
     chat,
     completion,
@@ -21,14 +24,7 @@ from tests.helpers.server import (
     user,
 )
 
-RESPONSES, TOKENIZE = "/v1/responses", "/tokenize"
 TOOL = {"type": "function", "function": {"name": "count", "parameters": {"type": "object", "properties": {}}}}
-
-
-def answered(app, path: str, body: dict) -> dict:
-    answer = call(app, "POST", path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
 
 
 @pytest.mark.spawns

@@ -22,6 +22,7 @@ from tests.helpers.server import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
+    RESPONSES,
     call,
     data_uri,
     error_of,
@@ -35,7 +36,6 @@ from tests.helpers.server import (
     wait_for,
 )
 
-RESPONSES = "/v1/responses"
 BOUNDED = settings(
     max_examples=60,
     suppress_health_check=list(HealthCheck),

@@ -6,9 +6,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.helpers.server import CHAT, call, chat, data_uri, error_of, image_part, serving, user
+from tests.helpers.server import CHAT, RESPONSES, call, chat, data_uri, error_of, image_part, serving, user
 
-PATH = "/v1/responses"
 QUESTION = "Describe this image."
 COUNT = {
     "type": "function",
@@ -236,7 +235,7 @@ def items(*parts: dict) -> list[dict]:
     ],
 )  # fmt: skip
 def test_an_error_names_the_field(app, keys, param, words):
-    answer = call(app, "POST", PATH, json={"model": "bundled", "input": "Hi"} | keys)
+    answer = call(app, "POST", RESPONSES, json={"model": "bundled", "input": "Hi"} | keys)
     assert answer.status_code in (400, 404) and error_of(answer)["param"] == param, answer.text
     assert words in answer.text
 
@@ -245,14 +244,14 @@ def test_fields_that_change_nothing_are_accepted(app):
     fields = {"store": False, "truncation": "disabled", "service_tier": "auto", "user": "x", "top_logprobs": 0}
     fields |= {"metadata": {"a": "b"}, "prompt_cache_key": "x", "include": [], "text": {"format": {"type": "text"}}}
     body = {"model": "bundled", "input": "Hi", "max_output_tokens": 2}
-    answer = call(app, "POST", PATH, json=body | fields).json()
+    answer = call(app, "POST", RESPONSES, json=body | fields).json()
     assert answer["metadata"] == {"a": "b"} and answer["text"] == {"format": {"type": "text"}}
 
 
 @pytest.mark.parametrize("fields", [{"use_beam_search": True, "beam_width": 3}, {"best_of": 3, "seed": 1}])
 def test_the_best_of_several_completions_is_that_of_a_chat(app, fields):
     asked = {"model": "bundled", "input": "Hi", "max_output_tokens": 4, "echo": False, "prompt_logprobs": None}
-    answer = call(app, "POST", PATH, json=asked | fields).json()
+    answer = call(app, "POST", RESPONSES, json=asked | fields).json()
     want = call(app, "POST", CHAT, json=chat("Hi", max_tokens=4, **fields)).json()["choices"][0]["message"]
     assert answer["output"][0]["content"][0]["text"] == want["content"]
 
@@ -274,4 +273,4 @@ def test_an_error_before_a_stream_is_a_status(client):
 def test_a_chat_has_no_name_of_an_event(app):
     body = chat("Hi", max_tokens=1, stream=True)
     assert "event:" not in call(app, "POST", CHAT, json=body).text
-    assert "[DONE]" not in call(app, "POST", PATH, json={"model": "bundled", "input": "Hi", "stream": True}).text
+    assert "[DONE]" not in call(app, "POST", RESPONSES, json={"model": "bundled", "input": "Hi", "stream": True}).text

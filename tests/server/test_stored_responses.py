@@ -11,9 +11,8 @@ from mmvllm.server import response_store
 from mmvllm.server.response_store import ResponseStore
 from mmvllm.server.responses_as_chat import messages_of
 from mmvllm.server.responses_request import ITEMS
-from tests.helpers.server import CHAT, call, chat, data_uri, error_of, image_part, make_app, user
+from tests.helpers.server import CHAT, RESPONSES, answered, call, chat, data_uri, error_of, image_part, make_app, user
 
-PATH = "/v1/responses"
 INCLUDE = ["message.output_text.logprobs"]
 TOOL = {"type": "function", "name": "count", "parameters": {"type": "object", "properties": {"most": {"enum": [1, 2]}}}}
 
@@ -29,9 +28,7 @@ def create(client, given="Hello", **keys):
 
 
 def post(app, **body) -> dict:
-    answer = call(app, "POST", PATH, json={"temperature": 0, "max_output_tokens": 4, **body})
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return answered(app, RESPONSES, {"temperature": 0, "max_output_tokens": 4, **body})
 
 
 def text_of(app, *messages: dict) -> str:
@@ -84,13 +81,13 @@ def test_a_response_that_is_not_stored_says_so(app, engine, limit):
     for one, keys in ((app, {"store": False}), (make_app(engine, max_stored_bytes=limit), {"input": "x" * 700})):
         made = post(one, **{"input": "Hi", **keys})
         assert made["store"] is False
-        assert call(one, "GET", f"{PATH}/{made['id']}").status_code == 404
+        assert call(one, "GET", f"{RESPONSES}/{made['id']}").status_code == 404
 
 
 def test_old_responses_are_evicted_where_they_are_too_large_together(engine):
     app = make_app(engine, max_stored_bytes=16000)
     made = [post(app, input="x" * 400)["id"] for _ in range(10)]
-    there = [call(app, "GET", f"{PATH}/{one}").is_success for one in made]
+    there = [call(app, "GET", f"{RESPONSES}/{one}").is_success for one in made]
     assert there == sorted(there) and 1 < sum(there) < 10
 
 
@@ -141,7 +138,7 @@ def test_a_conversation_with_nested_arguments_goes_on(app, depth):
 def test_a_stored_conversation_is_counted_in_the_bytes_of_a_request(engine):
     app = make_app(engine, max_bodies_bytes=1500)
     made = post(app, input="x" * 300)
-    answer = call(app, "POST", PATH, json={"input": "And now?", "previous_response_id": made["id"]})
+    answer = call(app, "POST", RESPONSES, json={"input": "And now?", "previous_response_id": made["id"]})
     assert answer.status_code == 429 and error_of(answer)["code"] == "engine_busy"
     post(app, input="x" * 300)  # its bytes are free again
 
@@ -150,10 +147,10 @@ def test_many_references_to_one_item_are_quick(app):
     made = post(app, input="Hi", max_output_tokens=400, ignore_eos=True, top_logprobs=20)
     reference = {"type": "item_reference", "id": made["output"][0]["id"]}
     begin = time.thread_time()
-    answer = call(app, "POST", PATH, json={"input": [user("Hi"), *[reference] * 4000]})
+    answer = call(app, "POST", RESPONSES, json={"input": [user("Hi"), *[reference] * 4000]})
     assert answer.status_code == 400 and error_of(answer)["param"] == "input"
     assert time.thread_time() - begin < 5
-    stored = call(app, "GET", f"{PATH}/{made['id']}").json()
+    stored = call(app, "GET", f"{RESPONSES}/{made['id']}").json()
     assert len(made["output"][0]["content"][0].pop("logprobs")) == 400
     assert stored["output"][0]["content"][0].pop("logprobs") == [] and stored == made
 
@@ -179,6 +176,6 @@ def test_log_probabilities_are_those_of_a_chat(app, client, keys):
 def test_a_response_has_a_limited_number_of_log_probabilities(app, monkeypatch):
     monkeypatch.setattr("mmvllm.server.response_builder.MAX_LOGPROBS_OF_RESPONSE", 10)
     body = {"input": "Hi", "top_logprobs": 5, "max_output_tokens": 4, "ignore_eos": True}
-    answer = call(app, "POST", PATH, json=body)
+    answer = call(app, "POST", RESPONSES, json=body)
     assert answer.status_code == 400 and error_of(answer)["param"] == "top_logprobs"
     assert "lower top_logprobs, or max_output_tokens" in answer.text

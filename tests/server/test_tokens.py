@@ -7,6 +7,7 @@ import pytest
 from tests.helpers.server import (
     CHAT,
     COMPLETIONS,
+    TOKENIZE,
     call,
     chat,
     completion,
@@ -20,7 +21,7 @@ from tests.helpers.server import (
     wait_for,
 )
 
-TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+DETOKENIZE = "/detokenize"
 
 
 def tokens_of(app, **body) -> dict:

@@ -12,6 +12,9 @@ from tests.helpers.server import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
+    RESPONSES,
+    TOKENIZE,
+    answered,
     call,
     chat,
     completion,
@@ -22,8 +25,6 @@ from tests.helpers.server import (
     user,
 )
 
-TOKENIZE, RESPONSES = "/tokenize", "/v1/responses"
-
 
 def called(arguments: object = "{}", **keys) -> list[dict]:
     """A conversation in which a function was called."""
@@ -31,12 +32,6 @@ def called(arguments: object = "{}", **keys) -> list[dict]:
     calls = [{"id": "a", "type": "function", "function": function}]
     answer = {"role": "assistant", "content": None, "tool_calls": calls}
     return [user("Hi"), answer, {"role": "tool", "tool_call_id": "a", "content": "It failed."} | keys]
-
-
-def answered(app, path: str, body: dict) -> dict:
-    answer = call(app, "POST", path, content=json.dumps(body).encode(), headers={"Content-Type": "application/json"})
-    assert answer.status_code == 200, answer.text
-    return answer.json()
 
 
 def tokens_of(app, messages: list[dict]) -> list[int]:
