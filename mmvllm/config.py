@@ -239,6 +239,7 @@ class EngineConfig:
         kv_cache_dtype: "int8" and "fp8" (e4m3) store keys and values in 8 bits with a scale for each token and KV head,
             in about half the memory of 16 bits; completions change slightly; by plain torch and Triton only, "fp8" on
             GPUs of compute capability 8.9 or above; "auto" stores them in the dtype of the weights.
+        chat_template: a file with a Jinja template, or such a template, in place of the checkpoint's chat template.
         lora: folder of a LoRA adapter, as PEFT saves it, that is merged into the weights when they are loaded.
         enable_lora: allow requests to name a LoRA adapter of their own (`lora_request`); takes memory for max_loras
             adapters. Steps with adapters run without CUDA graphs.
@@ -271,6 +272,7 @@ class EngineConfig:
     vision_attention_backend: Literal["auto", "flash", "flash4", "triton", "torch"] = "auto"
     quantization: Literal["int8", "int4", "fp8"] | None = None
     kv_cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
+    chat_template: str | None = None
     lora: str | None = None
     enable_lora: bool = False
     max_loras: int = 4
@@ -311,6 +313,8 @@ class EngineConfig:
             raise ValueError(f"dtype is {self.dtype!r}, must be {listed(DTYPES)}")
         if not isinstance(self.lora, str | PathLike | None) or self.lora == "":
             raise ValueError(f"lora is {self.lora!r}, must be the folder of an adapter")
+        if not isinstance(self.chat_template, str | PathLike | None) or self.chat_template == "":
+            raise ValueError(f"chat_template is {self.chat_template!r}, must be a file or a Jinja template")
         timeout = self.step_timeout
         if not is_number(timeout) or not timeout >= MIN_STEP_TIMEOUT:
             raise ValueError(f"step_timeout is {timeout!r}, must be a number of seconds, at least {MIN_STEP_TIMEOUT}")

@@ -211,13 +211,19 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         tools: list[dict] | None = None,
         lora_request: LoRARequest | list[LoRARequest | None] | None = None,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several.
 
         Special tokens in the messages are text, unless `allow_special_tokens`. `chat_template_kwargs` are arguments of
         the chat template, such as `enable_thinking`. `tools` are the functions that the model may call, as in OpenAI's
         API; `mmvllm.processors.tool_calls.read_tool_calls` finds the calls in a text. The other arguments are those of
-        `generate_multimodal`.
+        `generate_multimodal`. With `continue_final_message` the prompt ends with the text of the final message, which
+        the model continues, instead of with the beginning of an answer, which `add_generation_prompt=False` leaves out.
+        `chat_template` is a Jinja template in place of the checkpoint's.
         """
         if not isinstance(messages, list | tuple):
             raise RequestError(
@@ -227,7 +233,8 @@ class LLM:
             )
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         keys = {"allow_special_tokens": allow_special_tokens, "chat_template_kwargs": chat_template_kwargs}
-        keys |= {"tools": tools}
+        keys |= {"tools": tools, "chat_template": chat_template}
+        keys |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         requests = [{"messages": conversation} | keys for conversation in conversations]
         return self.generate_multimodal(requests, sampling_params, processor, use_tqdm, on_error, lora_request)
 

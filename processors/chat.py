@@ -8,6 +8,7 @@ from typing import Any
 
 from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput, Media, MediaRules
+from mmvllm.processors.chat_template import ChatTemplate
 from mmvllm.processors.clip import Clip
 from mmvllm.processors.image import ImageProcessor, SourceGeometry, draft_for, resize_for_part
 from mmvllm.processors.length_limit import LengthLimit
@@ -20,10 +21,6 @@ from mmvllm.processors.tensors import own_token_ids
 from mmvllm.processors.tools import for_template
 from mmvllm.processors.video import ClipPlan, VideoProcessor, VideoProcessorConfig
 from mmvllm.text import with_whole_characters
-from mmvllm.time_limit import TimeIsOver, Watchdog
-
-TEMPLATE_SECONDS = 10.0  # for a chat template, which is a program of the checkpoint's
-_WATCHDOG = Watchdog()
 
 
 def tokenize(tokenizer, text: str) -> list[int]:
@@ -59,6 +56,7 @@ class Processor:
         self.max_tokens, self.load = max_tokens, load
         self._special_tokens = SpecialTokens(tokenizer)
         self._length_limit = None if max_tokens is None else LengthLimit.of(tokenizer, max_tokens)
+        self.chat_template = ChatTemplate(tokenizer, rules)
         self._lock = threading.Lock()  # a fast tokenizer may not be used by two threads at once
 
     def __reduce__(self):
@@ -87,8 +85,6 @@ class Processor:
         check_takes_media(parsed, self.rules)
         if parsed.videos and self.video_processor is None:
             raise RequestError("this processor was made without a video_processor, it cannot take videos")
-        if self.rules is None and parsed.messages:
-            parsed = parsed._replace(messages=[_as_string(message) for message in parsed.messages])
         return parsed
 
     def _media(self, parsed: ParsedRequest, load: Load) -> list[Media]:
@@ -98,7 +94,7 @@ class Processor:
     def _placed(self, parsed: ParsedRequest, media: list[Media]) -> EngineInput:
         text = None
         if (token_ids := parsed.token_ids) is None:
-            text, marked = rendered(parsed, self.tokenizer, self._special_tokens, self._length_limit)
+            text, marked = rendered(parsed, self.chat_template, self._special_tokens, self._length_limit)
         with self._lock:
             token_ids = self._tokenized(text, marked) if token_ids is None else own_token_ids(token_ids)
             if self.rules is None:
@@ -139,14 +135,11 @@ def check_takes_media(parsed: ParsedRequest, rules: MediaRules | None) -> None:
         raise RequestError("this checkpoint has no token for videos, it cannot take them")
 
 
-def _as_string(message: dict) -> dict:
-    """A message as templates of text-only models take it: with a string instead of text parts."""
-    content = message["content"]
-    return message if isinstance(content, str) else {**message, "content": "".join(part["text"] for part in content)}
-
-
 def rendered(
-    parsed: ParsedRequest, owner, special_tokens: SpecialTokens, length_limit: LengthLimit | None = None
+    parsed: ParsedRequest,
+    template: ChatTemplate,
+    special_tokens: SpecialTokens,
+    length_limit: LengthLimit | None = None,
 ) -> tuple[str, str | None]:
     """The text to tokenize; and, if special tokens of messages are to be encoded as text, the text that marks them.
 
@@ -158,22 +151,15 @@ def rendered(
             length_limit.check(text)
         return text
 
+    def apply(given: tuple[list[dict], dict]) -> str:
+        return checked(template.render(*given, parsed.template_options))
+
     if parsed.messages is None:
         return checked(with_whole_characters(parsed.text)), None
-    messages, tools = for_template(parsed.messages, parsed.tools, owner)
+    if parsed.chat_template is not None:
+        template = template.replaced_by(parsed.chat_template)
+    messages, tools = for_template(parsed.messages, parsed.tools, template.reads_tools)
     given = with_whole_characters([messages, {**parsed.template_kwargs, **tools}])
     if parsed.allow_special_tokens:
-        return checked(_apply_template(owner, *given)), None
-    return special_tokens.render(lambda values: checked(_apply_template(owner, *values)), given)
-
-
-def _apply_template(owner, messages: list[dict], kwargs: dict[str, Any]) -> str:
-    """Render with a tokenizer's or a processor's own template; RequestError where it has none or refuses."""
-    what = "these messages and chat_template_kwargs" if kwargs else "these messages"
-    apply = partial(owner.apply_chat_template, messages, tokenize=False, add_generation_prompt=True, **kwargs)
-    try:
-        return _WATCHDOG.run(apply, TEMPLATE_SECONDS)
-    except TimeIsOver:
-        raise RequestError(f"the chat template takes longer than {TEMPLATE_SECONDS:g} s to render {what}") from None
-    except Exception as error:  # templates are programs, and raise anything
-        raise RequestError(f"the chat template cannot render {what}: {error}") from error
+        return apply(given), None
+    return special_tokens.render(apply, given)

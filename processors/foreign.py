@@ -10,6 +10,7 @@ from PIL.Image import Image
 from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput, Media, MediaRules
 from mmvllm.processors.chat import check_takes_media, load_clip, rendered, tokenize
+from mmvllm.processors.chat_template import ChatTemplate
 from mmvllm.processors.clip import Clip
 from mmvllm.processors.image import SourceGeometry, resize_for_part
 from mmvllm.processors.load_video import DIRECT, Load
@@ -48,7 +49,7 @@ class ForeignProcessor:
     ):
         self.processor, self.tokenizer, self.rules = processor, tokenizer, rules
         self.video_config, self.max_tokens, self.load = video_config, max_tokens, load
-        self._special_tokens = SpecialTokens(tokenizer)
+        self._special_tokens, self.chat_template = SpecialTokens(tokenizer), ChatTemplate(processor, rules)
         self._lock = threading.Lock()  # the interface does not promise that two threads may use it at once
 
     def __reduce__(self):
@@ -70,7 +71,7 @@ class ForeignProcessor:
         if parsed.token_ids is not None:
             return self._without_media(parsed)
         with self._lock:
-            text, marked = rendered(parsed, self.processor, self._special_tokens)
+            text, marked = rendered(parsed, self.chat_template, self._special_tokens)
             if marked is not None:
                 raise RequestError(
                     "messages or chat_template_kwargs have special tokens, which a processor of your own would encode "

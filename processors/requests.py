@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mmvllm.errors import ParameterError, RequestError
+from mmvllm.processors.chat_template import WITH_PROMPT
 from mmvllm.processors.parts import (
     PROCESSOR_KEYS,
     SOURCE_KEYS,
@@ -25,10 +26,11 @@ from mmvllm.text import counted, listed
 
 FORMS = ("messages", "text", "prompt", "prompt_token_ids")
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
+TEMPLATE_KEYS = ("tools", "chat_template_kwargs", "chat_template", "add_generation_prompt", "continue_final_message")
 REQUEST_KEYS = frozenset(
     (
         *("messages", "text", "images", "videos", "min_pixels", "max_pixels", *PROMPT_KEYS),
-        *("allow_special_tokens", "chat_template_kwargs", "tools"),
+        *("allow_special_tokens", *TEMPLATE_KEYS),
         *("request_id", "priority", "cache_salt", "lora_request", "trace_headers", "sampling_params"),
     )
 )
@@ -42,7 +44,8 @@ class ParsedRequest(NamedTuple):
     what to load under "video", and perhaps keys of `qwen_vl_utils`. `video_kwargs` are the request's own arguments for
     each of its videos, `image_bounds` its `min_pixels` and `max_pixels` for images; with `jpeg_draft` JPEGs may be
     decoded at a reduced scale. Special tokens in messages are text, unless `allow_special_tokens`. `template_kwargs`
-    are arguments for the chat template, `tools` the functions that the model may call.
+    are arguments for the chat template, `template_options` those of `apply_chat_template`; `chat_template` replaces the
+    checkpoint's. `tools` are the functions that the model may call.
     """
 
     messages: list[dict] | None
@@ -54,6 +57,8 @@ class ParsedRequest(NamedTuple):
     token_ids: Any = None
     allow_special_tokens: bool = False
     template_kwargs: Mapping[str, Any] = MappingProxyType({})
+    template_options: Mapping[str, Any] = WITH_PROMPT
+    chat_template: str | None = None
     tools: Sequence[dict] = ()
     jpeg_draft: bool = False
 
@@ -65,10 +70,11 @@ def parse_request(request: Any) -> ParsedRequest:
     check_keys("request", request, REQUEST_KEYS)
     check_numbers(request)
     form, content = _form(request)
-    allow_special_tokens, template_kwargs = _allows_special_tokens(request, form), _template_kwargs(request, form)
+    allow_special_tokens, options = _allows_special_tokens(request, form), _template_options(request)
+    template_kwargs, chat_template = check_template_kwargs(request.get("chat_template_kwargs")), _chat_template(request)
     tools = check_tools(request.get("tools"))
-    if tools and form != "messages":
-        raise RequestError(f"tools goes with 'messages'; no template is applied to {form!r}", param="tools")
+    if form != "messages":
+        _check_no_template(request, form)
     images, videos = _given_media(request)
     kwargs = _processor_kwargs(request)
     draft = kwargs.pop("jpeg_draft", False)
@@ -76,8 +82,11 @@ def parse_request(request: Any) -> ParsedRequest:
     if form == "messages":
         if images or videos:
             raise RequestError("images and videos go with 'text'; with 'messages', put each into its message as a part")
-        keys = {"allow_special_tokens": allow_special_tokens, "template_kwargs": template_kwargs, "tools": tools}
         messages, images, videos = _parse_messages(content)
+        if "continue_final_message" in options:
+            _check_continued(messages[-1])
+        keys = {"allow_special_tokens": allow_special_tokens, "template_kwargs": template_kwargs, "tools": tools}
+        keys |= {"template_options": options, "chat_template": chat_template}
         return ParsedRequest(messages, images, videos, _for_each(videos, kwargs), bounds, **keys, jpeg_draft=draft)
     images = [image if isinstance(image, dict) else {"image": image} for image in images]
     videos = [video if isinstance(video, dict) else {"video": video} for video in videos]
@@ -116,14 +125,40 @@ def _allows_special_tokens(request: dict, form: str) -> bool:
     return bool(allowed)
 
 
-def _template_kwargs(request: dict, form: str) -> dict[str, Any]:
-    kwargs = check_template_kwargs(request.get("chat_template_kwargs"))
-    if kwargs and form != "messages":
-        raise RequestError(
-            f"chat_template_kwargs goes with 'messages'; no template is applied to {form!r}",
-            param="chat_template_kwargs",
-        )
-    return kwargs
+def _check_no_template(request: dict, form: str) -> None:
+    for name in TEMPLATE_KEYS:
+        if request.get(name):
+            raise RequestError(f"{name} goes with 'messages'; no template is applied to {form!r}", param=name)
+
+
+def _template_options(request: dict) -> Mapping[str, Any]:
+    """The arguments of `apply_chat_template` for the end of the prompt."""
+    given = {name: request.get(name) for name in ("add_generation_prompt", "continue_final_message")}
+    for name, value in given.items():
+        if not isinstance(value, bool | None):
+            raise ParameterError(name, value, "True or False")
+    adds, continues = given.values()
+    if not continues:
+        return WITH_PROMPT if adds is None else {"add_generation_prompt": adds}
+    if adds:
+        reason = "add_generation_prompt and continue_final_message exclude each other; leave one of them out"
+        raise RequestError(reason, param="add_generation_prompt")
+    return {"add_generation_prompt": False, "continue_final_message": True}
+
+
+def _check_continued(message: dict) -> None:
+    content = message["content"]
+    has_text = bool(content) if isinstance(content, str) else any(part.get("text") for part in content)
+    if not has_text or message.get("tool_calls"):
+        what = "tool_calls, which cannot be continued" if has_text else "no text to continue"
+        raise RequestError(f"continue_final_message: the final message has {what}", param="continue_final_message")
+
+
+def _chat_template(request: dict) -> str | None:
+    template = request.get("chat_template")
+    if not isinstance(template, str | None):
+        raise ParameterError("chat_template", template, "a Jinja template as a string")
+    return template
 
 
 def _as_list(images: Any) -> list:

@@ -82,20 +82,13 @@ def arguments_as_text(given: Any) -> str:
     return _json(_arguments_of_history(given))
 
 
-def for_template(messages: list[dict], tools: list[dict], owner: Any) -> tuple[list[dict], dict[str, Any]]:
-    """Messages, and the arguments that bring tools, as the template of a tokenizer or a processor takes them."""
-    if reads_tools(owner):
+def for_template(messages: list[dict], tools: list[dict], reads_tools: bool) -> tuple[list[dict], dict[str, Any]]:
+    """Messages, and the arguments that bring tools, as a template takes them that has a place for tools, or none."""
+    if reads_tools:
         return messages, {"tools": tools} if tools else {}
     if not tools and not any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
         return messages, {}
     return _in_hermes_format(messages, tools), {}
-
-
-def reads_tools(owner: Any) -> bool:
-    """Whether the chat template has a place for tools."""
-    template = getattr(owner, "chat_template", None) or ""
-    templates = template.values() if isinstance(template, dict) else [template]
-    return any(re.search(r"\btools\b", one) for one in templates)
 
 
 def _checked(tool: Any, place: str) -> dict:

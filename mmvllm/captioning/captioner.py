@@ -48,8 +48,8 @@ class Captioner:
 
     A subclass without an engine says itself how images are prepared and where the outputs come from.
 
-    Raises ArgumentError if the engine's processor cannot be sent to worker processes, or if the schema of captions
-    cannot be enforced.
+    Raises ArgumentError if the engine's processor cannot be sent to worker processes or make a prompt of the job's
+    messages, or if the schema of captions cannot be enforced.
     """
 
     noun = "the engine"  # what messages call what writes the captions
@@ -66,6 +66,7 @@ class Captioner:
         self.llm, self.settings = llm, settings
         if llm is not None:
             _check_schema(llm, settings)
+            _check_prompt(llm, settings)
         self._loader, self._ordered = loader, ordered
         self._num_workers = num_workers or NUM_WORKERS
         self._processes = None
@@ -153,6 +154,14 @@ def _check_schema(llm: LLM, settings: CaptionSettings) -> None:
         llm.engine.grammars.check(settings.sampling_params.structured)
     except RequestError as error:
         raise ArgumentError("{schema}: {reason}", reason=error.reason.removeprefix("structured.json ")) from None
+
+
+def _check_prompt(llm: LLM, settings: CaptionSettings) -> None:
+    """Raise ArgumentError for messages that cannot become a prompt, for example without a chat template."""
+    try:
+        llm.processor(settings.text_request())
+    except RequestError as error:
+        raise ArgumentError("no image can be captioned: {reason}", reason=error.reason) from None
 
 
 @dataclass(slots=True)

@@ -94,8 +94,8 @@ def caption_images(
         settings: fields of `CaptionSettings`: prompt, prompts, n, system, max_tokens, temperature, seed, min_pixels,
             max_pixels, stop_on_repetition, beam_width, video_fps, video_frames, video_max_pixels, clip_seconds,
             animations_as_clips, prefix, suffix, trigger_word, context_from, context_mode, schema,
-            allow_special_tokens, chat_template_kwargs, jpeg_draft, and dtype, quantization, kv_cache_dtype and lora of
-            the engine that is made.
+            allow_special_tokens, chat_template_kwargs, jpeg_draft, and dtype, quantization, kv_cache_dtype, lora and
+            chat_template of the engine that is made.
 
     Raises ValueError for arguments that do not fit together, and if another run is writing to the output.
     """
@@ -114,8 +114,9 @@ def caption_images(
     with ExitStack() as stack:
         server = None if endpoint is None else stack.enter_context(closing(endpoint.connect()))
         settings |= _settings_of(llm, model, server)
-        if settings.get("lora") is not None:
-            settings["lora"] = os.fspath(settings["lora"])  # as it is recorded
+        for name in ("lora", "chat_template"):
+            if settings.get(name) is not None:
+                settings[name] = os.fspath(settings[name])  # as it is recorded
         job = CaptionSettings(caption_files=_caption_files(format, output_dir, caption_extension), **settings)
         _check_beam_width(job, engine_args.get("max_num_seqs") if llm is None else llm.engine.max_num_seqs)
         engine_args |= {name: getattr(job, name) for name in ENGINE_SETTINGS}
@@ -159,6 +160,7 @@ def _settings_of(llm: LLM | None, model: str | PathLike | None, server: "Endpoin
         "quantization": config.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,
         "lora": None if config.lora is None else os.fspath(config.lora),
+        "chat_template": None if config.chat_template is None else os.fspath(config.chat_template),
     }
 
 

@@ -30,7 +30,7 @@ FIRST_SETTINGS = (
     *("prefix", "suffix", "trigger_word", "caption_files"),
 )
 # Those that are options of the engine, which change what it computes.
-ENGINE_SETTINGS = ("dtype", "quantization", "kv_cache_dtype", "lora")
+ENGINE_SETTINGS = ("dtype", "quantization", "kv_cache_dtype", "lora", "chat_template")
 _VIDEO_PROMPTS = {prompt: prompt.replace("image", "video") for prompt in (DEFAULT_PROMPT, *PRESETS.values())}
 
 
@@ -42,9 +42,9 @@ class CaptionSettings:
     `context_from` is the suffix of files beside the images, whose text is added to the prompt as context;
     `context_mode`, "prepend" or "append", is where any context goes. `caption_files` describes the caption files of the
     job. Special tokens in prompt, system message and contexts are text, unless `allow_special_tokens`.
-    `chat_template_kwargs` are arguments of the chat template. With a `schema`, a JSON schema as a dict, as text or as a
-    pydantic model, captions are JSON of this schema, and records have the parsed `object`. `beam_width` captions by
-    beam search with so many beams, which does not look for repetitions.
+    `chat_template` replaces the checkpoint's, and `chat_template_kwargs` are its arguments. With a `schema`, a JSON
+    schema as a dict, as text or as a pydantic model, captions are JSON of this schema, and records have the parsed
+    `object`. `beam_width` captions by beam search with so many beams, which does not look for repetitions.
 
     `prompts` has several prompts, whose captions of an image are one record: a list of texts, or of dicts with `name`
     and `prompt`; `prompt` is then the first of them. `n` captions are made of each prompt, which needs a temperature.
@@ -94,6 +94,7 @@ class CaptionSettings:
     n: int = 1
     jpeg_draft: bool = False
     kv_cache_dtype: str = "auto"
+    chat_template: str | None = None
 
     def __post_init__(self):
         self._set_prompts()
@@ -245,17 +246,22 @@ class CaptionSettings:
 
         If there are several prompts, `more` has the messages of the others.
         """
-        messages, *more = [self._messages(item, prompt.text) for prompt in self.prompts_for(item)]
+        media = [self.video_sampling.part(item) if item.is_video else {"type": "image", "image": item}]
+        messages, *more = [self._messages(media, prompt.text) for prompt in self.prompts_for(item)]
         names = ("allow_special_tokens", "chat_template_kwargs", "min_pixels", "max_pixels")
         own = {"jpeg_draft": True} if self.jpeg_draft else {}
         kwargs = self.video_sampling.processor_kwargs if item.is_video else own
         request = {"messages": messages, "mm_processor_kwargs": kwargs, **{name: getattr(self, name) for name in names}}
         return request | ({"more": more} if more else {})
 
-    def _messages(self, item: Item, prompt: str) -> list[dict]:
+    def text_request(self) -> dict:
+        """The chat request without an image, and without context."""
+        names = ("allow_special_tokens", "chat_template_kwargs")
+        return {"messages": self._messages([], self.prompt), **{name: getattr(self, name) for name in names}}
+
+    def _messages(self, media: list[dict], prompt: str) -> list[dict]:
         """The image comes before the prompt, so that all prompts share the KV of the system message and the image."""
-        media = self.video_sampling.part(item) if item.is_video else {"type": "image", "image": item}
-        messages = [{"role": "user", "content": [media, {"type": "text", "text": prompt}]}]
+        messages = [{"role": "user", "content": [*media, {"type": "text", "text": prompt}]}]
         return messages if self.system is None else [{"role": "system", "content": self.system}, *messages]
 
     def caption(self, text: str) -> str:

@@ -198,6 +198,11 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         help="accept requests with allow_special_tokens, whose messages may have control tokens; otherwise special "
         "tokens in messages are always text",
     )
+    group.add_argument(
+        "--trust-request-chat-template",
+        action="store_true",
+        help="accept requests with a chat_template, a program that may take much memory and 10 seconds",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -259,6 +264,7 @@ def _settings(
         media=media,
         media_names=OPTIONS,
         allow_special_tokens=args.allow_special_tokens,
+        trusts_request_templates=args.trust_request_chat_template,
         chat_template_kwargs=args.chat_template_kwargs or {},
         uses_generation_config=args.generation_config == "auto",
         lora_modules=modules,

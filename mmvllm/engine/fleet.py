@@ -51,7 +51,7 @@ class EngineFleet:
         self._adapters = _adapter_checks(checkpoint.model_config, config) if config.enable_lora else None
         self.model_config, self.media_rules = checkpoint.model_config, checkpoint.media_rules
         self.image_config, self.video_config = checkpoint.image_config, checkpoint.video_config
-        self.tokenizer = load_tokenizer(checkpoint.folder)
+        self.tokenizer = load_tokenizer(checkpoint.folder, config.chat_template)
         eos_token_ids = eos_token_ids_of(self.model_config, self.tokenizer)
         self.grammars = GrammarCompiler(self.tokenizer, eos_token_ids, self.model_config.vocab_size)
         self._changed = threading.Condition()

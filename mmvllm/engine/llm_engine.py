@@ -67,7 +67,7 @@ class LLMEngine:
         self.config = config = checkpoint.config
         self.model_config, self.media_rules = checkpoint.model_config, checkpoint.media_rules
         self.image_config, self.video_config = checkpoint.image_config, checkpoint.video_config
-        self.tokenizer = tokenizer or load_tokenizer(checkpoint.folder)
+        self.tokenizer = tokenizer or load_tokenizer(checkpoint.folder, config.chat_template)
         eos_token_ids = eos_token_ids_of(self.model_config, self.tokenizer)
         self.grammars = GrammarCompiler(self.tokenizer, eos_token_ids, self.model_config.vocab_size)
         self.model_runner = start_runner(checkpoint)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from os import PathLike
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -15,8 +16,11 @@ from mmvllm.text import load_json
 MAX_ADDED_TOKEN = 1000  # characters: texts are searched for each of these tokens
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """With the chat template, which older checkpoints have in a file of its own; raises ValueError without one."""
+def load_tokenizer(folder: Path, chat_template: str | PathLike | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer, with the chat template that transformers' processor would have, or that of a file, or as given.
+
+    Raises ValueError for a folder without a tokenizer that can be used, and for a template that cannot be read.
+    """
     try:
         with splitting():  # the normalizer is run on added tokens
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -31,13 +35,33 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     if len(longest) > MAX_ADDED_TOKEN:
         size = f"{len(longest)} characters, {longest!r:.30}; at most {MAX_ADDED_TOKEN} are accepted"
         raise ValueError(f"{folder} has a special token of {size}")
-    template = folder / "chat_template.json"
-    if tokenizer.chat_template is None and template.is_file():
-        try:
-            tokenizer.chat_template = load_json(template)["chat_template"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{template} is damaged: {error!r}; download it again") from None
+    template = _processor_template(folder) if chat_template is None else _given_template(chat_template)
+    tokenizer.chat_template = template or tokenizer.chat_template
     return tokenizer
+
+
+def _given_template(given: str | PathLike) -> str:
+    if isinstance(given, str) and any(character in given for character in "{}\n"):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # for example, it is no text
+        raise ValueError(f"chat_template: {given} cannot be read ({error}); give a file or a Jinja template") from None
+
+
+def _processor_template(folder: Path) -> str | None:
+    """The template of older checkpoints, which transformers' processors prefer to the tokenizer's."""
+    file = folder / "chat_template.json"
+    if not file.is_file():
+        return None
+    try:
+        template = load_json(file)["chat_template"]
+        if isinstance(template, str):
+            return template
+        error: Exception = TypeError(f"the template is of type {type(template).__name__}")
+    except (ValueError, KeyError, TypeError) as caught:
+        error = caught
+    raise ValueError(f"{file} is damaged: {error!r}; download it again")
 
 
 def _expressions(backend: Tokenizer) -> Iterator[str]:

@@ -22,12 +22,19 @@ class ChatResponseBuilder(ResponseBuilder):
     kind, chunk_kind, id_prefix, prompt_field = "chat.completion", "chat.completion.chunk", "chatcmpl", "messages"
     logprobs_field, repeats_prompt = "top_logprobs", False
 
-    def __init__(self, *args: Any, functions: Collection[str] = (), boxes: bool | Literal["stored"] | None = None):
+    def __init__(
+        self,
+        *args: Any,
+        functions: Collection[str] = (),
+        boxes: bool | Literal["stored"] | None = None,
+        echoed: str = "",
+    ):
         """`functions` are the names of those whose calls are looked for in completions; with `boxes`, each choice has
-        those that the model wrote: "stored" in pixels of the image as it is stored. Others are as of the base.
+        those that the model wrote: "stored" in pixels of the image as it is stored. The content of each choice begins
+        with `echoed`. Others are as of the base.
         """
         super().__init__(*args)
-        self._functions, self._with_boxes = functions, boxes
+        self._functions, self._with_boxes, self._echoed = functions, boxes, echoed
         self._parsers: dict[int, ToolCallParser] = {}  # by choice
 
     def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> ChatCompletion:
@@ -42,6 +49,7 @@ class ChatResponseBuilder(ResponseBuilder):
             message["tool_calls"] = [
                 {"id": call_id(), "function": {"name": call.name, "arguments": call.arguments}} for call in calls
             ]
+        content = self._echoed + content
         shown = self._logprobs(choice.logprobs)
         if shown is not None:  # validated one by one, see `_shown`
             shown = ChatLogprobs(content=[TokenLogprob(**entry) for entry in shown["content"]])
@@ -57,7 +65,7 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def first_chunks(self, num_choices: int, delta: Delta) -> list[dict]:
         """The chunks that start a stream, before the first delta: the role of each choice."""
-        first = {"role": "assistant", "content": ""}
+        first = {"role": "assistant", "content": self._echoed}
         ids = self._prompt_token_ids(delta.prompt_token_ids)
         return [
             self._chunk({"index": index, "delta": first, "logprobs": None, "finish_reason": None}) | ids

@@ -43,6 +43,7 @@ PARAMS_OF_BOTH_APIS = (
     *("skip_special_tokens", "include_stop_str_in_output"),
     *("best_of", "beam_width", "length_penalty", "early_stopping"),
 )
+OPTIONS_OF_TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template")
 # The engine's default is greedy. The other defaults are the same in both APIs.
 OPENAI_DEFAULTS = MappingProxyType({"temperature": 1.0})
 
@@ -163,6 +164,9 @@ def chat_request(
         request["mm_processor_kwargs"] = body.mm_processor_kwargs.model_dump(exclude_none=True)
     if body.allow_special_tokens:
         request["allow_special_tokens"] = True
+    request |= {
+        name: getattr(body, name) for name in ("add_generation_prompt", "continue_final_message", "chat_template")
+    }
     if kwargs := {**template_kwargs, **_reasoning_kwargs(body), **(body.chat_template_kwargs or {})}:
         request["chat_template_kwargs"] = kwargs
     return request | ({"min_pixels": body.min_pixels, "max_pixels": largest} if max_pixels else {})
@@ -184,6 +188,16 @@ def texts_of(body: ChatPrompt) -> Iterator[str]:
             yield content
         else:
             yield from (part.text for part in content if isinstance(part, TextPart))
+
+
+def echoed_text(body: ChatRequest) -> str:
+    """What the content of an answer begins with, beyond what the model writes."""
+    if not body.echo:
+        return ""
+    if not body.continue_final_message:
+        raise ApiError(400, "echo is true, which needs continue_final_message: true", param="echo")
+    content = _content_of(body.messages[-1])
+    return content if isinstance(content, str) else "".join(part.text for part in content if isinstance(part, TextPart))
 
 
 def _calls_of(message: InputMessage) -> Sequence[CallOfHistory]:

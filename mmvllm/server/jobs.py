@@ -64,13 +64,14 @@ class PromptJob:
     processor_kwargs: ProcessorKwargs | None
 
     def param_of(self, error: ValueError) -> str | None:
-        """The field of an image or a video, or of `mm_processor_kwargs`, to which an error of the engine refers."""
+        """The field of an image or a video, or an option of the prompt, to which an error of the engine refers."""
         if (i := getattr(error, "image_index", None)) is not None:
             return self.images[i].param
         own = processor_param_of(error, self.processor_kwargs)
         if (i := getattr(error, "video_index", None)) is not None:
             return self.videos[i].option_of(error) or own or self.videos[i].param
-        return own
+        param = getattr(error, "param", None)
+        return param if param in convert.OPTIONS_OF_TEMPLATE else own
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,8 @@ class JobFactory:
         use = self._tool_use(body)
         prompt = self.prompt(body, use.tools, reservation, adapter=adapter)
         shown = use.params.logprobs, body.prompt_logprobs, bool(body.return_token_ids)
-        options = {"functions": use.names, "boxes": body.mmvllm.boxes if body.mmvllm else None}
+        boxes = body.mmvllm.boxes if body.mmvllm else None
+        options = {"functions": use.names, "boxes": boxes, "echoed": convert.echoed_text(body)}
         builder = ChatResponseBuilder(model, self._engine.tokenizer, *shown, **options)
         field = use.field or structured_field(body)
         described = partial(described_chat, body)
@@ -204,7 +206,7 @@ class JobFactory:
             prompt = self.prompt(body, prompt_tools(body.tools), reservation, adapter=adapter)
             described = partial(described_chat, body)
             return CompletionJob([prompt.request], SamplingParams(), builder, described, prompt, pooling=pooling)
-        self._check_special_tokens(body)
+        self._check_trusted(body)
         _check_chat_fields(body)
         prompts = convert.prompts_of(body)
         self._check_lengths("input", prompts)
@@ -224,7 +226,7 @@ class JobFactory:
 
         The images and videos that it fetches are counted in `reservation`.
         """
-        self._check_special_tokens(body)
+        self._check_trusted(body)
         num_messages = len(body.messages)  # the chat template starts each of them with at least one token
         texts = [*convert.texts_of(body), *(json.dumps(tool) for tool in tools)]
         self._check_lengths("messages", ["".join(texts)], num_messages)
@@ -269,10 +271,15 @@ class JobFactory:
             for prompt in prompts:
                 self._length_limit.check(prompt, num_extra_tokens)
 
-    def _check_special_tokens(self, body: ChatPrompt) -> None:
-        if body.allow_special_tokens and not self._settings.allow_special_tokens:
-            message = "allow_special_tokens is not allowed by this server (--allow-special-tokens); leave it out"
-            raise ApiError(400, message, param="allow_special_tokens")
+    def _check_trusted(self, body: ChatPrompt) -> None:
+        """Refuse what only clients may send that the server trusts."""
+        allowed = {
+            "allow_special_tokens": (self._settings.allow_special_tokens, "--allow-special-tokens"),
+            "chat_template": (self._settings.trusts_request_templates, "--trust-request-chat-template"),
+        }
+        for name, (is_allowed, option) in allowed.items():
+            if getattr(body, name) and not is_allowed:
+                raise ApiError(400, f"{name} is not allowed by this server ({option}); leave it out", param=name)
 
     def _media(self, body: ChatPrompt) -> tuple[list[ImageReference], list[VideoReference]]:
         images, videos = convert.images_of(body), videos_of(body)

@@ -24,6 +24,7 @@ MAX_PARTS = 4096  # messages and content parts of a request: validating one bloc
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1000  # length in characters: each new token is compared with every stop string
 MAX_STOP_IDS = 1024
 MAX_ALLOWED_IDS = 2**18  # more than a vocabulary has; reading them blocks the event loop for 0.1 s
+MAX_TEMPLATE = 65_536  # characters
 MAX_SALT = 1024  # characters; the prefix cache stores the salt
 MAX_TEMPLATE_KWARGS = 16384  # characters as JSON: the template may write them into the prompt
 DEFAULT = "Default: that of the checkpoint's generation_config.json"
@@ -175,7 +176,6 @@ class SamplingRequest(StructuredFields):
     allowed_token_ids: AllowedTokenIds | None = None
     bad_words: BadWordList | None = None
     no_repeat_ngram_size: int | None = Field(None, ge=0, lt=INT64)
-    echo: Unsupported = None
     # Extensions of vLLM, accepted with the values that describe what this server does anyway.
     priority: Literal[0] | None = None
     use_beam_search: bool | None = Field(None, description="Beam search with beam_width, else best_of, else n beams.")
@@ -231,10 +231,18 @@ class ChatPrompt(StrictModel):
         "sets that to false. chat_template_kwargs win.",
     )
     media_io_kwargs: MediaIoKwargs | None = None
-    # Extensions of vLLM, accepted with the values that describe what this server does anyway.
-    add_generation_prompt: Literal[True] | None = None
-    continue_final_message: Unsupported = None
-    chat_template: Unsupported = None
+    add_generation_prompt: bool | None = Field(
+        None, description="End the prompt with the beginning of an answer. Default: unless continue_final_message."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="End the prompt with the text of the final message, which the model continues."
+    )
+    chat_template: str | None = Field(
+        None,
+        max_length=MAX_TEMPLATE,
+        description="A Jinja template in place of the checkpoint's; only if the server has "
+        "--trust-request-chat-template.",
+    )
 
     @model_validator(mode="after")
     def _take_media_io_kwargs(self) -> Self:
@@ -265,6 +273,7 @@ class ChatRequest(ChatPrompt, SamplingRequest):
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
     prediction: Ignored = None
+    echo: bool | None = Field(None, description="With continue_final_message: the content begins with that message's.")
     functions: Unsupported = None
     function_call: Unsupported = None
     audio: Unsupported = None

@@ -33,6 +33,7 @@ class ServerSettings:
             counted with its whole conversation; 0 stores none.
         stored_seconds: until a stored response expires, after it was made or last continued.
         allow_special_tokens: requests may ask that special tokens in their messages are control tokens, not text.
+        trusts_request_templates: requests may have a `chat_template`, which is a program.
         chat_template_kwargs: arguments of the chat template, for requests that do not give these themselves.
         uses_generation_config: sampling parameters that a request leaves out are those of the checkpoint's
             generation_config.json, where it has them; otherwise, and for the others, OpenAI's defaults.
@@ -58,6 +59,7 @@ class ServerSettings:
     media: MediaPolicy = field(default_factory=MediaPolicy)
     media_names: Mapping[str, str] = field(default_factory=dict)
     allow_special_tokens: bool = False
+    trusts_request_templates: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     uses_generation_config: bool = True
     lora_modules: Mapping[str, str] = field(default_factory=dict)

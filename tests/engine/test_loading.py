@@ -5,8 +5,11 @@ import json
 import shutil
 
 import pytest
+from transformers import Qwen2VLProcessor
 
 from mmvllm import LLM, RequestError, SamplingParams
+from mmvllm.config import EngineConfig
+from mmvllm.engine.tokenizer import load_tokenizer
 from tests.helpers.requests import ask, noise_image
 from tests.helpers.shapes import every_family
 
@@ -41,6 +44,24 @@ def test_no_remote_code_runs_even_if_confirmed_interactively(checkpoint, tmp_pat
     with contextlib.suppress(ValueError):
         LLM(tmp_path / "evil", skip_warmup=True, num_kvcache_blocks=64).exit()
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_chat_template_is_the_given_one_or_that_of_a_processor(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "two")
+    own = load_tokenizer(folder).chat_template
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
+    assert load_tokenizer(folder).chat_template == "{{ messages[0].content }}" != own
+    assert Qwen2VLProcessor.get_processor_dict(str(folder))[0]["chat_template"] == "{{ messages[0].content }}"
+    (tmp_path / "own.jinja").write_text("{{ messages[1].content }}")
+    for given in (tmp_path / "own.jinja", str(tmp_path / "own.jinja"), "{{ messages[1].content }}"):
+        assert load_tokenizer(folder, given).chat_template == "{{ messages[1].content }}"
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for given in (tmp_path / "none.jinja", "none.jinja", tmp_path, tmp_path / "binary"):
+        with pytest.raises(ValueError, match=r"chat_template: .* cannot be read .*; give a file or a Jinja template"):
+            load_tokenizer(folder, given)
+    for given in ("", 5):
+        with pytest.raises(ValueError, match="must be a file or a Jinja template"):
+            EngineConfig(chat_template=given)
 
 
 def test_a_damaged_chat_template_file_is_named(checkpoint, make_llm, tmp_path):

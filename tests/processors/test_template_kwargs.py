@@ -14,6 +14,9 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from mmvllm.errors import RequestError
+from mmvllm.models.folder import BUNDLED
+from mmvllm.models.qwen2_vl import FAMILY
+from mmvllm.models.registry import load_config
 from mmvllm.processors.chat import Processor, rendered
 from mmvllm.processors.foreign import ForeignProcessor
 from mmvllm.processors.requests import parse_request
@@ -45,14 +48,15 @@ KWARGS = [
 
 @cache
 def processor(name: str) -> Processor:
-    return Processor(tokenizer_of(name), None, None)
+    rules = None if name == TEXT_ONLY else FAMILY.media_rules(load_config(BUNDLED))
+    return Processor(tokenizer_of(name), None, rules)
 
 
 def ids(name: str, messages: list[dict], kwargs: dict | None, **keys) -> list[int]:
     """The prompt before its placeholders are expanded, which needs no images."""
     request = {"messages": messages, "chat_template_kwargs": kwargs, **keys}
     own = processor(name)
-    return own._tokenized(*rendered(parse_request(request), own.tokenizer, own._special_tokens))
+    return own._tokenized(*rendered(parse_request(request), own.chat_template, own._special_tokens))
 
 
 def transformers_ids(name: str, messages: list[dict], **kwargs) -> list[int]:

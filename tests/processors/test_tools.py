@@ -6,8 +6,9 @@ import pytest
 
 from mmvllm import LLM, SamplingParams
 from mmvllm.errors import RequestError
-from mmvllm.processors.chat import Processor, _apply_template
-from mmvllm.processors.tools import for_template, reads_tools
+from mmvllm.processors.chat import Processor
+from mmvllm.processors.chat_template import ChatTemplate
+from mmvllm.processors.tools import for_template
 from tests.helpers.metadata import needs_metadata
 from tests.helpers.requests import noise_image
 from tests.helpers.server import ENGINE
@@ -47,7 +48,7 @@ def text_of(prepare, **request) -> str:
 
 
 def test_a_template_without_tools_is_given_the_hermes_format(prepare):
-    assert not reads_tools(prepare.tokenizer)
+    assert not prepare.chat_template.reads_tools
     text = text_of(prepare, messages=TURNS, tools=[WEATHER, TIME])
     system, user, calls, results, *_ = text.split("<|im_start|>")[1:]
     assert system.startswith("system\nYou are a helpful assistant.\n\n# Tools\n\n")
@@ -99,16 +100,17 @@ def test_a_refusal_is_the_content_of_an_answer(prepare, keys):
 def test_the_hermes_format_is_what_templates_with_tools_write(name):
     """The template of Qwen2-VL, given tools as text, makes the same of a conversation."""
     tokenizer, plain = tokenizer_of(name), tokenizer_of("Qwen2-VL-2B-Instruct")
-    assert reads_tools(tokenizer) and not reads_tools(plain)
+    templates = [ChatTemplate(owner, None) for owner in (tokenizer, plain)]
+    assert [template.reads_tools for template in templates] == [True, False]
     calls = [
         {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
         for call in CALLS
     ]
     messages = [SYSTEM, TURNS[0], {**TURNS[1], "tool_calls": calls}, *TURNS[2:]]
     texts = []
-    for owner in (tokenizer, plain):
-        given, kwargs = for_template(messages, [WEATHER, TIME], owner)
-        texts.append(_apply_template(owner, given, kwargs))
+    for template in templates:
+        given, kwargs = for_template(messages, [WEATHER, TIME], template.reads_tools)
+        texts.append(template.render(given, kwargs))
     assert texts[0] == texts[1]
 
 
@@ -132,7 +134,7 @@ def test_special_tokens_in_tools_and_calls_are_text(name):
 
 def test_an_image_may_be_the_result_of_a_call():
     turns = [*TURNS[:2], {"role": "tool", "content": [{"type": "image"}]}, {"role": "tool", "content": "Noon"}]
-    made, _ = for_template(turns, [], tokenizer_of("bundled"))
+    made, _ = for_template(turns, [], reads_tools=False)
     kinds = [part["type"] for part in made[-1]["content"]]
     assert made[-1]["role"] == "user" and kinds == ["text", "image", "text", "text", "text"]
 

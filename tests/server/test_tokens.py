@@ -65,7 +65,7 @@ def test_text_and_tokens_are_inverse(app):
         (TOKENIZE, {"prompt": "<|image_pad|>"}, "prompt", "image"),
         (TOKENIZE, {"messages": []}, "messages", "at least 1 item"),
         (TOKENIZE, {"messages": [user("Hi")], "prompt": "Hi"}, "prompt", "is not a field"),
-        (TOKENIZE, {"messages": [user("Hi")], "add_generation_prompt": False}, "add_generation_prompt", "must be True"),
+        (TOKENIZE, {"messages": [user("Hi")], "chat_template": "{{ messages }}"}, "chat_template", "is not allowed"),
         pytest.param(
             TOKENIZE,
             {"messages": [user(image_part("data:image/png;base64,AAAA"))]},

@@ -1,0 +1,93 @@
+"""Chat templates: programs of a checkpoint that make the text of a prompt out of messages."""
+
+import re
+from collections.abc import Mapping
+from functools import cached_property, partial
+from types import MappingProxyType
+from typing import Any
+
+from mmvllm.errors import RequestError
+from mmvllm.inputs import MediaRules
+from mmvllm.time_limit import TimeIsOver, Watchdog
+
+SECONDS = 10.0  # for a template to render messages
+WITH_PROMPT = MappingProxyType({"add_generation_prompt": True})
+
+_WATCHDOG = Watchdog()
+_PARTS = ({"type": "image"}, {"type": "text", "text": "What is this?"})
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer or of a processor.
+
+    Args:
+        owner: what has the template, with transformers' `apply_chat_template`.
+        rules: of the model's family; None for a text-only checkpoint, whose templates take strings.
+        text: a template in place of the owner's.
+    """
+
+    def __init__(self, owner: Any, rules: MediaRules | None, text: str | None = None):
+        self._owner, self._rules = owner, rules
+        self._own = {} if text is None else {"chat_template": text}
+
+    def replaced_by(self, text: str) -> "ChatTemplate":
+        """Another template for the same model."""
+        return ChatTemplate(self._owner, self._rules, text)
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the template has a place for tools."""
+        template = self._own.get("chat_template") or getattr(self._owner, "chat_template", None) or ""
+        templates = template.values() if isinstance(template, dict) else [template]
+        return any(re.search(r"\btools\b", one) for one in templates)
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether the content of a message may be parts: not if only one string brings an image into the prompt.
+
+        Raises RequestError for a template that takes too long.
+        """
+        if self._rules is None:
+            return False
+        user = {"role": "user", "content": list(_PARTS)}
+        return self._writes_image(user) or not self._writes_image(self._as_string(user))
+
+    def render(self, messages: list[dict], kwargs: Mapping[str, Any], options: Mapping[str, Any] = WITH_PROMPT) -> str:
+        """The text of a prompt; `options` are arguments of `apply_chat_template`, `kwargs` those of the template.
+
+        Raises RequestError for a template that is missing, refuses, or takes too long.
+        """
+        what = "these messages and chat_template_kwargs" if kwargs else "these messages"
+        given = messages if self.takes_parts else [*map(self._as_string, messages)]
+        try:
+            return self._apply(given, {**options, **kwargs})
+        except RequestError:
+            raise
+        except Exception as error:  # templates are programs, and raise anything
+            raise RequestError(f"the chat template cannot render {what}: {error}") from error
+
+    def _apply(self, messages: list[dict], keys: Mapping[str, Any]) -> str:
+        apply = partial(self._owner.apply_chat_template, messages, tokenize=False, **self._own, **keys)
+        try:
+            return _WATCHDOG.run(apply, SECONDS)
+        except TimeIsOver:
+            raise RequestError(f"the chat template takes longer than {SECONDS:g} s to render messages") from None
+
+    def _writes_image(self, message: dict) -> bool:
+        try:
+            return self._rules.image in self._apply([message], WITH_PROMPT)
+        except RequestError:
+            raise
+        except Exception:  # for example, a list is added to a string
+            return False
+
+    def _as_string(self, message: dict) -> dict:
+        """The message with a string in place of parts."""
+        content = message["content"]
+        return message if isinstance(content, str) else {**message, "content": "".join(map(self._text_of, content))}
+
+    def _text_of(self, part: dict) -> str:
+        """A part as the templates of the family write it."""
+        if part["type"] == "text":
+            return part["text"]
+        return self._rules.start + getattr(self._rules, part["type"]) + self._rules.end
