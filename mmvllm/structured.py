@@ -33,7 +33,7 @@ class StructuredOutputsParams:
         choice: texts, of which the completion is one.
         grammar: a context-free grammar in llguidance's variant of Lark, whose first rule is `start`.
         whitespace_pattern: a regular expression of the white space that may stand between the tokens of JSON; by
-            default a space, or line breaks and an indent of at most 20 characters. "" allows none.
+            default one space or one line break; "" allows none, and "[ \\n\\t]*" any.
     """
 
     json: str | dict[str, Any] | type | None = None

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import jsonschema
 import pytest
@@ -103,6 +104,19 @@ def test_a_schema_that_cannot_be_enforced_does_not_stop_the_others(llm):
     outputs = llm.generate_multimodal(REQUESTS[:2], [wrong, PARAMS[1]], on_error="return")
     assert outputs[0].exception.param == "structured.json"
     assert outputs[1].error is None and outputs[1].text[3] == "-"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "allowed"), [(None, r"[ \n]?"), ("", ""), (" ?", " ?"), (r"[ \n]{0,9}", r"[ \n]{0,9}")], ids=repr
+)
+def test_json_is_compact_unless_another_white_space_is_asked_for(llm, pattern, allowed):
+    """A hot random model writes every white space that may stand between tokens."""
+    structured = {"json": SCHEMA, "whitespace_pattern": pattern}
+    params = [SamplingParams(structured=structured, temperature=9.0, seed=i, max_tokens=400) for i in range(8)]
+    found = [re.findall(r"\s+", out.text) for out in llm.generate(["JSON:"] * 8, params, use_tqdm=False)]
+    spaces = [one for each in found for one in each]
+    assert all(re.fullmatch(allowed, one) for one in spaces)
+    assert (max(map(len, spaces), default=0) > 1) == (pattern == r"[ \n]{0,9}")
 
 
 @pytest.mark.slow

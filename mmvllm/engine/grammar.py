@@ -29,8 +29,8 @@ LIMITS = {
 }
 # A \u escape could spell the name of a property, and an escaped slash a name with one, past what is said of it.
 ESCAPES = '"\\bfnrt'
-# As llama.cpp's: enough for what is indented, so little that no completion is nothing but white space.
-WHITESPACE = r" |\n{1,2}[ \t]{0,20}"
+# Between tokens of JSON by default: small models fill a completion with white space where more may follow.
+WHITESPACE = r"[ \n]"
 
 
 class GrammarConstraint:

@@ -48,7 +48,7 @@ class StructuredOutputs(StrictModel):
     grammar: Text | None = None
     whitespace_pattern: str | None = None
     structural_tag: Unsupported = None
-    disable_any_whitespace: Unsupported = None
+    disable_any_whitespace: bool | None = Field(None, description='The same as whitespace_pattern "", if true.')
     disable_additional_properties: Unsupported = None
     disable_fallback: Ignored = None
 
@@ -122,6 +122,8 @@ def _of_outputs(body: StructuredFields) -> StructuredField | None:
     if given is None:
         return None
     values = given.model_dump(by_alias=True, include={*NAMES, "json_"}, exclude_none=True)  # json_ has the alias json
+    if given.disable_any_whitespace:
+        values.setdefault("whitespace_pattern", "")
     paths = {name: f"structured_outputs.{name}" for name in NAMES}
     return StructuredField(values or {"json_object": None}, paths)
 

@@ -20,6 +20,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "scene", "strict": True
 JSON_FIELDS = [
     {"response_format": FORMAT},
     {"structured_outputs": {"json": SCHEMA}},
+    {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
     {"guided_json": SCHEMA},
     {"guided_json": json.dumps(SCHEMA), "guided_whitespace_pattern": "", "guided_decoding_backend": "auto"},
 ]
@@ -47,6 +48,14 @@ def test_a_completion_is_json_of_the_schema(app, path, fields):
     choice = call(app, "POST", path, json=body | {"temperature": 1, "seed": 3}).json()["choices"][0]
     assert choice["finish_reason"] == "stop"
     jsonschema.validate(json.loads(choice["message"]["content"] if path == CHAT else choice["text"]), SCHEMA)
+
+
+def test_any_white_space_can_be_disabled(app):
+    for name, length in (("disable_any_whitespace", True), ("whitespace_pattern", "")):
+        fields = {"structured_outputs": {"json": SCHEMA, name: length}}
+        body = chat("Which colour?", **fields, temperature=2, seed=3)
+        text = call(app, "POST", CHAT, json=body).json()["choices"][0]["message"]["content"]
+        assert " " not in text and "\n" not in text and json.loads(text)
 
 
 @pytest.mark.parametrize("fields, texts", OTHER_FIELDS)
