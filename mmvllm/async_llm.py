@@ -281,6 +281,11 @@ class AsyncLLM:
         await asyncio.shield(asyncio.wrap_future(stream.ended))  # which cancelling this call must not cancel
         return True
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget the KV of all prompts before any request that is prepared from now on; True, as vLLM's method."""
+        self._thread.reset_prefix_cache()
+        return True
+
     def position(self, request_id: str) -> int | None:
         """A request's place among waiting requests, by arrival: 1 is the next; 0 if it runs; None if it is unknown."""
         with self._changed:

@@ -356,6 +356,12 @@ class LLM:
         with self._turn():
             return self.engine.abort_request(request_id)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget the KV of all prompts: those that follow are computed from their beginning. True, as vLLM's method."""
+        with self._turn():
+            self.engine.reset_prefix_cache()
+        return True
+
     def exit(self) -> None:
         """Free the engine's memory, after the step that another thread runs; safe to call twice."""
         self.engine.begin_exit()  # before the lock, which a thread that runs step after step may get first many times

@@ -103,6 +103,10 @@ class BlockManager:
             self._release(block)
         seq.block_table, seq.prefix_ids = [], []
 
+    def forget(self) -> None:
+        """Empty the prefix cache; sequences keep their blocks."""
+        self.cached, self.keys = {}, {}
+
     def check(self, seqs: Iterable[Sequence]) -> None:
         """Assert that every block is free or owned, by exactly the sequences that say so, and that the cache agrees."""
         owners = [0] * self.num_blocks

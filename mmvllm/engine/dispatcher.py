@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from mmvllm.engine.engine_host import AbortCommand, AddCommand, EngineFacts, News, not_sendable
+from mmvllm.engine.engine_host import AbortCommand, AddCommand, EngineFacts, News, ResetCommand, not_sendable
 from mmvllm.engine.engine_thread import BEGUN, Event, Receiver, aborted, is_last
 from mmvllm.engine.fleet import EngineFleet
 from mmvllm.engine.health import EngineHealth, health_of
@@ -112,6 +112,13 @@ class Dispatcher:
         if not self._abort(receiver):
             self._deliver(aborted(receiver))  # no engine has it yet, or it has ended
             self._abort(receiver)  # it may have been added meanwhile
+
+    def reset_prefix_cache(self) -> None:
+        """As of `EngineThread`, in all engines that are up; the others begin without."""
+        with self._lock:
+            for index, reason in enumerate(self._fleet.reasons_down()):
+                if not reason:
+                    self._fleet.send(index, ResetCommand())
 
     def stop(self) -> None:
         """End the engines."""

@@ -56,6 +56,11 @@ class AbortCommand:
 
 
 @dataclass(frozen=True, slots=True)
+class ResetCommand:
+    """The prefix cache is to be emptied."""
+
+
+@dataclass(frozen=True, slots=True)
 class StopCommand:
     """The end of the engine."""
 
@@ -123,7 +128,9 @@ class EngineHost:
         for command in commands:
             if isinstance(command, StopCommand):
                 return False
-            if isinstance(command, AddCommand):
+            if isinstance(command, ResetCommand):
+                self._thread.reset_prefix_cache()
+            elif isinstance(command, AddCommand):
                 self._add(command)
             elif (receiver := self._receivers.get(command.key)) is not None:  # else it has ended meanwhile
                 self._thread.abort(receiver)

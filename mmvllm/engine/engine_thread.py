@@ -112,6 +112,10 @@ class EngineThread:
         """End a request before the next step, and deliver what it has so far."""
         self._post(partial(self._abort, receiver))
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV of all prompts before any request that is added from now on."""
+        self._post(lambda: self._engine.reset_prefix_cache())
+
     def stop(self) -> None:
         """End the thread after the step that runs, and then the engine."""
         with self._changed:

@@ -312,6 +312,10 @@ class LLMEngine:
         self._drop_ahead_if_idle()
         return None if group is None else self._finish(group)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV of all prompts: those that follow are computed from their beginning."""
+        self.scheduler.block_manager.forget()
+
     def is_finished(self) -> bool:
         """Whether nothing is waiting or running."""
         return self.scheduler.is_finished()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmvllm.config import EngineConfig
-from mmvllm.engine.engine_host import AbortCommand, AddCommand, StopCommand
+from mmvllm.engine.engine_host import AbortCommand, AddCommand, ResetCommand, StopCommand
 from mmvllm.engine.engine_process import run_engine
 from mmvllm.signals import kill_process
 from mmvllm.worker_channel import Channel, PackedMessage, SharedBuffer
@@ -21,7 +21,7 @@ BATCH_COMMANDS = 64  # sent together
 BATCH_BYTES = 64 << 20  # of their patches: what does not fit the shared memory goes through the pipe
 
 Setup = tuple[Path, EngineConfig, float | None]
-Command = AddCommand | AbortCommand | StopCommand
+Command = AddCommand | AbortCommand | ResetCommand | StopCommand
 
 
 class RemoteEngine:

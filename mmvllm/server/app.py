@@ -221,6 +221,12 @@ def _operations(engine: AsyncLLM, metrics: Metrics) -> APIRouter:
         """The requests that have not ended, as vLLM counts them for load balancers."""
         return LoadResponse(server_load=engine.num_requests)
 
+    @router.post("/reset_prefix_cache", responses=ERRORS)
+    async def reset_prefix_cache() -> Response:
+        """Forget the keys and values of all prompts, for example before a measurement."""
+        engine.reset_prefix_cache()
+        return Response()
+
     @router.get("/version", responses=ERRORS)
     async def version() -> VersionResponse:
         """The version of mmvllm."""

@@ -14,7 +14,7 @@ from mmvllm.server.errors import ApiError, out_of_memory
 # that send the whole body before they read would not see the response.
 LINGER_SECONDS, LINGER_BYTES = 2.0, 4 * 1024 * 1024
 
-PATHS_WITH_KEY = ("/v1/", "/tokenize", "/detokenize", "/docs", "/openapi.json")  # prefixes
+PATHS_WITH_KEY = ("/v1/", "/tokenize", "/detokenize", "/reset_prefix_cache", "/docs", "/openapi.json")  # prefixes
 
 
 class ClientDisconnected(Exception):

@@ -17,8 +17,9 @@ class ServerSettings:
 
     Args:
         model_names: the names under which requests may address the model.
-        api_keys: keys that are accepted for /v1, /tokenize, /detokenize, /docs and /openapi.json, without the white
-            space around them; if empty, these need no key. ValueError is raised for one that no HTTP header can carry.
+        api_keys: keys that are accepted for /v1, /tokenize, /detokenize, /reset_prefix_cache, /docs and /openapi.json,
+            without the white space around them; if empty, these need no key. ValueError is raised for one that no HTTP
+            header can carry.
         cors_origins: origins whose pages may call the server; "*" allows every origin.
         max_pixels: limit for images with detail "auto"; default: the checkpoint's limit, but at most 1280 tokens.
         max_images: images per request.

@@ -121,6 +121,20 @@ async def test_a_conversation_goes_to_the_engine_that_has_its_cache(fleet):
 
 
 @async_test
+async def test_all_engines_forget_their_caches(fleet):
+    requests = [ask(noise_image(90, 90, seed), f"Question {seed}?", cache_salt=str(seed)) for seed in range(6)]
+
+    async def cached() -> list[int]:
+        found = await asyncio.gather(*(collect(fleet, request, SamplingParams(max_tokens=2)) for request in requests))
+        return [deltas[-1].output.num_cached_tokens for deltas, _ in found]
+
+    await cached()
+    assert all(await cached())
+    assert fleet.reset_prefix_cache()
+    assert not any(await cached()) and all(await cached())
+
+
+@async_test
 async def test_requests_on_any_engine_are_aborted(fleet):
     params = replace(LONG, logits_processors=[slowly])  # no completion ends before its abort
     streams = [asyncio.create_task(collect(fleet, f"Go on {i}", params, request_id=str(i))) for i in range(6)]

@@ -45,6 +45,29 @@ def test_equal_prefixes_share_whole_blocks():
     manager.check([])
 
 
+def test_what_is_forgotten_is_computed_again_and_held_blocks_stay():
+    manager = BlockManager(8, 4)
+    first, second, third = (sequence(range(10)) for _ in range(3))
+    compute(manager, first)
+    manager.forget()
+    manager.check([first])
+    first.token_ids += range(90, 96)  # it goes on, with a prefix that is no longer known
+    manager.allocate(first, 6)
+    first.num_computed_tokens = 16
+    manager.commit(first)
+    second.num_computed_tokens = manager.attach_prefix(second)
+    assert second.num_computed_tokens == 0 and not second.block_table
+    assert manager.allocate(second, 10) == []
+    second.num_computed_tokens = 10
+    manager.commit(second)
+    manager.check([first, second])
+    manager.free(first)
+    assert manager.attach_prefix(third) == 8 and third.block_table == second.block_table[:2]
+    manager.free(second)
+    manager.free(third)
+    manager.check([])
+
+
 def test_the_last_token_is_never_taken_from_the_cache():
     manager = BlockManager(8, 4)
     first = sequence(range(8))

@@ -175,6 +175,20 @@ def test_load_balancers_find_what_they_ask_for(app):
     assert [call(app, method, "/ping").json()["status"] for method in ("GET", "POST")] == ["ok", "ok"]
 
 
+def test_the_prefix_cache_is_forgotten_on_request(app, engine):
+    def cached(question: str) -> int:
+        usage = answered(app, CHAT, chat(question, max_tokens=1, cache_salt="own"))["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    question = "How many stars are there, and of which colors are they?"
+    cached(question)
+    assert cached(question) > 0
+    assert call(app, "POST", "/reset_prefix_cache").status_code == 200
+    assert cached(question) == 0 < cached(question)
+    locked = make_app(engine, api_keys=("secret",))
+    assert call(locked, "POST", "/reset_prefix_cache").status_code == 401
+
+
 def test_a_server_may_ignore_unknown_fields(engine, caplog, monkeypatch):
     monkeypatch.setattr(body_module, "_LOGGED", set())
     app, unknown = make_app(engine, ignores_unknown_fields=True), {"num_ctx": 5, "keep_alive": "5m"}
