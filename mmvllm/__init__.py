@@ -16,9 +16,10 @@ _EXPORTS_BY_MODULE = {
     "mmvllm.llm": ("LLM",),
     "mmvllm.async_llm": ("AsyncLLM",),
     "mmvllm.engine.llm_engine": ("LLMEngine",),
-    "mmvllm.config": ("EngineConfig",),
+    "mmvllm.config": ("EngineConfig", "EngineArgs", "AsyncEngineArgs"),
     "mmvllm.sampling_params": ("SamplingParams", "BeamSearchParams"),
     "mmvllm.lora": ("LoRARequest",),
+    "mmvllm.inputs": ("TextPrompt", "TokensPrompt"),
     "mmvllm.structured": ("StructuredOutputsParams",),
     "mmvllm.outputs": (
         *("RequestOutput", "CompletionOutput", "Delta", "Logprob"),

@@ -8,7 +8,7 @@ from os import PathLike
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
-from mmvllm.arguments import check_arguments, check_int, is_number
+from mmvllm.arguments import check_arguments, check_int, is_number, with_checked_arguments
 from mmvllm.devices import auto_device
 from mmvllm.quantized_config import CheckpointQuantization
 from mmvllm.text import counted, listed
@@ -377,6 +377,21 @@ class EngineConfig:
         import torch
 
         return {"auto": dtype, "fp8": torch.float8_e4m3fn, "int8": torch.int8}[self.kv_cache_dtype]
+
+
+@with_checked_arguments(ACCEPTED_VLLM_ARGUMENTS)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineArgs(EngineConfig):
+    """The arguments of an `LLM` as programs for vLLM write them: `LLM(**dataclasses.asdict(EngineArgs(...)))`.
+
+    Args:
+        model: as for `LLM`; the others are those of `EngineConfig`.
+    """
+
+    model: str | PathLike | None = None
+
+
+AsyncEngineArgs = EngineArgs
 
 
 def given_engine_args(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ positions by reference, so their buffers must not be written to afterwards. What
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -19,6 +19,25 @@ from mmvllm.transfer import pinned
 
 Grid = tuple[int, int, int]  # (t, h, w) in patches
 Span = tuple[int, int]  # (offset, length) of a run of tokens in the prompt
+
+
+class _Prompt(TypedDict, total=False):
+    multi_modal_data: dict[str, Any]  # "image" and "video": one, or a list of them
+    mm_processor_kwargs: dict[str, Any]
+    multi_modal_uuids: dict[str, Any]  # accepted as in vLLM, and not used: media are told apart by their content
+    cache_salt: str
+
+
+class TextPrompt(_Prompt):
+    """A prompt of `LLM.generate`, by vLLM's names."""
+
+    prompt: str
+
+
+class TokensPrompt(_Prompt):
+    """A prompt of `LLM.generate` that has been tokenized, by vLLM's names."""
+
+    prompt_token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)

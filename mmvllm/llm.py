@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 
 from mmvllm.calls import Call, Event, output_of, without_errors
 from mmvllm.config import EngineConfig
+from mmvllm.engine.garbage import collect_everything
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.sequence import SequenceGroup
 from mmvllm.errors import RequestError, RequestsAborted
@@ -91,6 +92,7 @@ class LLM:
         self._tracer = make_tracer(otlp_traces_endpoint, self.model)
         if self._tracer is not None:
             self.engine.on_finished = self._trace
+        self._is_asleep = False
         self._lock = threading.RLock()
         self._callers: set[object] = set()  # that wait for the lock for a moment, while others run step after step
 
@@ -129,14 +131,15 @@ class LLM:
         self,
         prompts: Request | list[Request],
         sampling_params: Params = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | None = None,
         lora_request: LoRARequest | list[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue raw prompts, to which no chat template is applied; outputs come in the order of the prompts.
 
         A prompt is a string, token ids (a list, an array or a tensor), or, as vLLM takes them, a dict with `prompt` or
         `prompt_token_ids` and `multi_modal_data` such as {"image": image or [image, ...]}. `lora_request` is the
-        adapter of all, or a list with one per prompt.
+        adapter of all, or a list with one per prompt. `use_tqdm` is whether there is a progress bar: None, the default
+        of most methods, shows one on a terminal and in a notebook.
 
         Raises ValueError that names the prompt's index, RuntimeError if the device fails; both leave nothing behind.
         """
@@ -172,7 +175,7 @@ class LLM:
         requests: dict | Iterable[dict],
         sampling_params: Params = None,
         processor: Any = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | None = None,
         on_error: str = "raise",
         lora_request: LoRARequest | list[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
@@ -205,7 +208,7 @@ class LLM:
         messages: list[dict] | list[list[dict]],
         sampling_params: Params = None,
         processor: Any = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | None = None,
         on_error: str = "raise",
         allow_special_tokens: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
@@ -243,7 +246,7 @@ class LLM:
         requests: dict | Iterable[dict],
         sampling_params: Params = None,
         processor: Any = None,
-        use_tqdm: bool = False,
+        use_tqdm: bool | None = False,
         on_error: str = "raise",
         stream: bool = False,
     ) -> Iterator[RequestOutput] | Iterator[Delta]:
@@ -276,7 +279,7 @@ class LLM:
         prompts: Request | list[Request],
         params: BeamSearchParams,
         lora_request: LoRARequest | list[LoRARequest | None] | None = None,
-        use_tqdm: bool = False,
+        use_tqdm: bool | None = False,
     ) -> list[BeamSearchOutput]:
         """All beams of prompts, which are given as to `generate`, by the names of vLLM; raises as `generate` does."""
         outputs = self.generate(prompts, params.sampling_params(), use_tqdm, lora_request)
@@ -294,7 +297,7 @@ class LLM:
         pooling: str = "last",
         normalize: bool = True,
         dimensions: int | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | None = None,
         on_error: str = "raise",
     ) -> list[EmbeddingOutput]:
         """A vector for each request, made of the decoder's last hidden states; in the order of the requests.
@@ -314,7 +317,7 @@ class LLM:
         return [EmbeddingOutput.of(output) for output in outputs]
 
     def score(
-        self, requests: Request | Iterable[Request], continuations: Sequence[Any], *, use_tqdm: bool = True
+        self, requests: Request | Iterable[Request], continuations: Sequence[Any], *, use_tqdm: bool | None = None
     ) -> list[ScoreOutput]:
         """The log-probabilities of given continuations, for multiple choice; in the order of the requests.
 
@@ -330,8 +333,11 @@ class LLM:
         lists = reader.read(continuations, len(requests))
         prefetcher = Prefetcher(requests, self._intake.prepare, max_requests=self.admission.max_requests)
         run = ScoringRun(self._call(), prefetcher, lists, self._has_room)
-        bar = {"unit": "request", "dynamic_ncols": True, "disable": None if use_tqdm else True}
-        scored = dict(tqdm(run.outputs(), total=len(requests), **bar))
+        scored = {}
+        with _bar(len(requests), use_tqdm) as bar:
+            for index, output in run.outputs():
+                scored[index] = output
+                bar.update()
         return [scored[index] for index in range(len(requests))]
 
     def add_request(self, prompt: Request | EngineInput, sampling_params: Params = None, **options: Any) -> str:
@@ -362,10 +368,35 @@ class LLM:
             self.engine.reset_prefix_cache()
         return True
 
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of weights and caches until `wake_up`, which reads the weights from their files again.
+
+        `level` is accepted as in vLLM, and changes nothing. Raises RuntimeError while requests are in flight; until
+        `wake_up`, so do all methods that compute.
+        """
+        with self._turn():
+            if not self.engine.is_finished():
+                raise RuntimeError(f"{len(self.engine.scheduler.groups)} requests are in flight; finish or abort them")
+            self.engine.exit("the engine is asleep; call wake_up first")
+            self._is_asleep = True
+            collect_everything(self.device)
+
+    def wake_up(self) -> None:
+        """Load the model again after `sleep`; nothing happens if it is awake.
+
+        Raises what the constructor raises, for example if the memory is taken, and may then be called again.
+        """
+        with self._turn():
+            if self._is_asleep:
+                self.engine = self.engine.made_again()
+                self.engine.on_finished = None if self._tracer is None else self._trace
+                self._is_asleep = False
+
     def exit(self) -> None:
         """Free the engine's memory, after the step that another thread runs; safe to call twice."""
         self.engine.begin_exit()  # before the lock, which a thread that runs step after step may get first many times
         with self._lock:
+            self._is_asleep = False
             self.engine.exit()
         if self._tracer is not None:
             self._tracer.shutdown()
@@ -542,9 +573,15 @@ def _in_order(outputs: dict[int, RequestOutput], noun: str, on_error: str) -> li
     return ordered
 
 
-def _progress(stream: Events, total: int | None, use_tqdm: bool) -> Events:
-    """Pass the stream through, with a progress bar and token rates on a terminal and in a notebook."""
-    bar = tqdm(total=total, unit="request", dynamic_ncols=True, disable=None if use_tqdm else True)
+def _bar(total: int | None, use_tqdm: bool | None) -> tqdm:
+    """A progress bar; None shows one on a terminal and in a notebook."""
+    disable = None if use_tqdm is None else not use_tqdm
+    return tqdm(total=total, unit="request", dynamic_ncols=True, disable=disable)
+
+
+def _progress(stream: Events, total: int | None, use_tqdm: bool | None) -> Events:
+    """Pass the stream through, with a progress bar and token rates."""
+    bar = _bar(total, use_tqdm)
     num_input = num_output = 0
     with bar, closing(stream):
         for index, event in stream:

@@ -45,6 +45,9 @@ from mmvllm.transfer import current_device
 logger = logging.getLogger(__name__)
 
 
+HAS_EXITED = "the engine has exited; make a new one"
+
+
 class LLMEngine:
     """Continuous batching over one model on one device; not thread-safe: one thread owns it."""
 
@@ -112,6 +115,7 @@ class LLMEngine:
         self._ahead: Launched | None = None  # the next step, where it was launched before this one's tokens were known
         self._request_numbers = count()
         self._is_exiting = self._exited = False
+        self._exit_reason = HAS_EXITED
         self._failure: str | None = None  # why nothing can be computed any more
         atexit.register(_exit_if_alive, weakref.ref(self))
         if not config.skip_warmup:
@@ -337,10 +341,14 @@ class LLMEngine:
         """Refuse requests and steps from now on, for any thread; a step that runs is finished before `exit`."""
         self._is_exiting = True
 
-    def exit(self) -> None:
-        """Abort what is in flight and free the device's memory; safe to call twice, and called at interpreter exit."""
+    def exit(self, reason: str = HAS_EXITED) -> None:
+        """Abort what is in flight and free the device's memory; safe to call twice, and called at interpreter exit.
+
+        `reason` is what requests and steps are refused with from then on.
+        """
         if self._exited:
             return
+        self._exit_reason = reason
         self._is_exiting = self._exited = True
         self._ahead = None
         for request_id in list(self.scheduler.groups):
@@ -368,7 +376,7 @@ class LLMEngine:
         if self._failure is not None:
             raise EngineFailed(f"the engine failed: {self._failure}")
         if self._is_exiting:
-            raise RuntimeError("the engine has exited; make a new one")
+            raise RuntimeError(self._exit_reason)
 
     def _finish(self, group: SequenceGroup) -> RequestOutput:
         group.output = self.output_processor.output(group)

@@ -1,0 +1,98 @@
+"""What programs for vLLM call by its names: arguments, prompts, bars, caches and sleep."""
+
+import contextlib
+import io
+from dataclasses import asdict
+
+import pytest
+
+from mmvllm import LLM, AsyncEngineArgs, EngineArgs, SamplingParams, TextPrompt, TokensPrompt
+from mmvllm.engine.llm_engine import LLMEngine
+from tests.helpers.requests import ask, noise_image
+
+OPTIONS = {"device": "cpu", "num_kvcache_blocks": 64, "skip_warmup": True}
+SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
+RANDOM = SamplingParams(max_tokens=6, ignore_eos=True, temperature=1.0)
+
+
+def test_engine_args_are_the_arguments_of_an_llm(checkpoint):
+    args = EngineArgs(model=checkpoint, max_num_seqs=3, limit_mm_per_prompt={"image": 2}, **OPTIONS)
+    with LLM(**asdict(args)) as llm:
+        assert llm.engine.max_num_seqs == 3 and llm.generate("Hello", SHORT)[0].text
+    assert AsyncEngineArgs is EngineArgs
+    with pytest.raises(TypeError, match="EngineArgs has no argument 'max_num_seq'; did you mean 'max_num_seqs'"):
+        EngineArgs(max_num_seq=3)
+    with pytest.raises(ValueError, match="max_num_seqs is 0"):
+        EngineArgs(max_num_seqs=0)
+
+
+def test_prompts_may_be_typed(make_llm, checkpoint):
+    llm, image = make_llm(checkpoint), noise_image(60, 60)
+    text = "<|vision_start|><|image_pad|><|vision_end|>What?"
+    prompts = [TextPrompt(prompt=text, multi_modal_data={"image": image}, multi_modal_uuids={"image": ["a"]})]
+    prompts.append(TokensPrompt(prompt_token_ids=[5, 6, 7], cache_salt="own"))
+    first, second = llm.generate(prompts, SHORT)
+    assert first.num_image_tokens > 0 and second.prompt_token_ids == [5, 6, 7]
+
+
+@pytest.mark.parametrize(("use_tqdm", "is_shown"), [(True, True), (None, False), (False, False)])
+def test_a_bar_is_shown_where_it_is_asked_for(make_llm, checkpoint, use_tqdm, is_shown):
+    llm = make_llm(checkpoint)
+    calls = [
+        lambda: llm.generate("Hello", SHORT, use_tqdm=use_tqdm),
+        lambda: llm.chat(ask("Hello")["messages"], SHORT, use_tqdm=use_tqdm),
+        lambda: llm.embed("Hello", use_tqdm=use_tqdm),
+        lambda: llm.score("Hello", ["a", "b"], use_tqdm=use_tqdm),
+        lambda: [*llm.stream_multimodal(ask("Hello"), SHORT, use_tqdm=use_tqdm)],
+    ]
+    for one in calls:
+        with contextlib.redirect_stderr(io.StringIO()) as err:  # no terminal
+            one()
+        assert ("1/1" in err.getvalue()) == is_shown
+
+
+def test_the_prefix_cache_is_emptied(make_llm, checkpoint):
+    llm, request = make_llm(checkpoint, kvcache_block_size=4), ask(noise_image(60, 60), "What is it?")
+    first, second = (llm.generate_multimodal(request, SHORT)[0] for _ in range(2))
+    assert llm.reset_prefix_cache() is True
+    third = llm.generate_multimodal(request, SHORT)[0]
+    assert second.num_cached_tokens > 0 == third.num_cached_tokens
+    assert first.token_ids == second.token_ids == third.token_ids
+
+
+def test_an_llm_sleeps_and_wakes_up(checkpoint):
+    request = ask(noise_image(60, 60), "What is it?")
+    with LLM(checkpoint, **OPTIONS) as kept, LLM(checkpoint, **OPTIONS) as llm:
+        params = [RANDOM, SHORT, RANDOM, SHORT]  # each request has the next of the engine's own random generators
+        want = [kept.generate_multimodal(request, one)[0].token_ids for one in params]
+        got = [llm.generate_multimodal(request, RANDOM)[0].token_ids]
+        llm.add_request(llm.processor(request), SHORT, request_id="a")
+        with pytest.raises(RuntimeError, match="1 requests are in flight; finish or abort them"):
+            llm.sleep()
+        llm.abort_request("a")
+        llm.wake_up()  # it is awake
+        for _ in range(2):
+            llm.sleep(level=2)
+        for call in (lambda: llm.generate("Hello"), llm.step, lambda: llm.embed("a"), lambda: llm.add_request("a")):
+            with pytest.raises(RuntimeError, match="the engine is asleep; call wake_up first"):
+                call()
+        for _ in range(2):
+            llm.wake_up()
+        got += [llm.generate_multimodal(request, one)[0].token_ids for one in params[2:]]
+        assert got == [want[0], *want[2:]]
+
+
+def test_an_llm_that_could_not_wake_up_may_try_again(checkpoint, monkeypatch):
+    llm = LLM(checkpoint, **OPTIONS)
+    llm.sleep()
+    with monkeypatch.context() as patch:
+        patch.setattr(LLMEngine, "made_again", lambda self: exec('raise MemoryError("no room")'))
+        with pytest.raises(MemoryError, match="no room"):
+            llm.wake_up()
+    llm.wake_up()
+    assert llm.generate("Hello", SHORT)
+    llm.sleep()
+    llm.exit()
+    llm.wake_up()  # it has exited
+    with pytest.raises(RuntimeError, match="the engine"):
+        llm.generate("Hello")
