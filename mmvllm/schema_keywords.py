@@ -1,13 +1,14 @@
 """The keywords of JSON schemas that llguidance enforces. It ignores some of the others, so they are refused by name."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from math import lcm
 from typing import Any
 
 from mmvllm.arguments import is_number
 from mmvllm.errors import RequestError
+from mmvllm.grammar_cost import TOO_COSTLY, is_costly
 
 ENFORCED = frozenset(
     (
@@ -115,7 +116,7 @@ def _is_enforced(pattern: Any) -> bool:
 def check_keywords(schema: dict[str, Any]) -> None:
     """Raise RequestError with the first keyword that cannot be enforced, and where it is."""
     for place, part in _parts(schema):
-        for keyword, patterns in (("pattern", [part.get("pattern")]), ("patternProperties", _names_in(part))):
+        for keyword, patterns in _expressions_in(part):
             if not all(map(_is_enforced, patterns)):
                 reason = "has a look-around, a back-reference or \\b, and cannot be enforced"
                 raise _refused(keyword, place, reason)
@@ -129,15 +130,21 @@ def check_keywords(schema: dict[str, Any]) -> None:
     check_cost(schema)
 
 
-def _names_in(part: dict[str, Any]) -> Iterable[Any]:
+def _expressions_in(part: dict[str, Any]) -> Iterator[tuple[str, list[Any]]]:
+    """Regular expressions by the keyword that has them."""
     named = part.get("patternProperties")
-    return named if isinstance(named, dict) else ()
+    yield "pattern", [part.get("pattern")]
+    yield "patternProperties", [*named] if isinstance(named, dict) else []
 
 
 def check_cost(schema: dict[str, Any]) -> None:
     """Raise RequestError for a keyword that takes too long to compile, which llguidance's own limits do not bound."""
     _check_conjunctions(schema)
     _check_multiples(schema)
+    for place, part in _parts(schema):
+        for keyword, patterns in _expressions_in(part):
+            if is_costly("".join(pattern for pattern in patterns if isinstance(pattern, str))):
+                raise _refused(keyword, place, f"has {TOO_COSTLY}")
 
 
 def _check_multiples(schema: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmvllm.errors import RequestError
+from mmvllm.grammar_cost import check_grammar, check_regex
 from mmvllm.schema_keywords import check_cost, check_keywords, enforceable, without_nulls
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
@@ -55,7 +56,10 @@ class StructuredOutputsParams:
             self._set("choice", _choices(self.choice))
         for name in ("regex", "grammar"):
             _check_text(name, getattr(self, name))
+        if self.regex is not None:
+            check_regex(self.regex, "structured.regex")
         if self.grammar is not None:
+            check_grammar(self.grammar, "structured.grammar")
             _check_embedded_schemas(self.grammar)
         if self.whitespace_pattern is not None:
             self._check_whitespace()
@@ -75,6 +79,7 @@ class StructuredOutputsParams:
 
     def _check_whitespace(self) -> None:
         _check_text("whitespace_pattern", self.whitespace_pattern, may_be_empty=True)
+        check_regex(self.whitespace_pattern, "structured.whitespace_pattern")
         if not self.is_json:
             raise _wrong("whitespace_pattern", f"is for json and json_object; it came with {self.kind}")
 

@@ -22,7 +22,9 @@ _BEGINS_AN_OBJECT = re.compile(r"\s*(\{|$)")
 _MEMBER = re.compile(r'\s*[{,]\s*("(?:[^"\\]|\\.)*")\s*:\s*')
 # Other members may follow the arguments.
 _TAIL = re.compile(r'\s*(?:,\s*(?:".*?(?=</?tool_call>)|".*$|$))?\}?\s*(</tool_call>)?', re.DOTALL)
+MAX_SCANNED = 1_000_000  # characters of arguments that are not JSON, which take half a second
 _NOT_JSON = {"NaN": "null", "Infinity": "null", "-Infinity": "null", "None": "null", "True": "true", "False": "false"}
+_LONGEST = max(map(len, _NOT_JSON))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ def read_arguments(text: str) -> dict[str, Any] | None:
         return None
     with suppress(ValueError):
         return parse_json(text, parse_constant=_refuse)
+    if len(text) > MAX_SCANNED:
+        return None
     scanner = _ObjectScanner()
     arguments, _ = scanner.feed(text)
     with suppress(ValueError):
@@ -173,7 +177,7 @@ class _ObjectScanner:
 
     def __init__(self) -> None:
         self._depth, self._in_string, self._is_escaped = 0, False, False
-        self._word = ""  # a number or a constant, as far as it has come
+        self._word = ""  # a number or a constant, as far as it has come, or its beginning that is made already
         self.is_complete = False
 
     def feed(self, text: str, is_last: bool = False) -> tuple[str, int]:
@@ -186,7 +190,12 @@ class _ObjectScanner:
                 self._in_string = char != '"' or self._is_escaped
                 self._is_escaped = char == "\\" and not self._is_escaped
             elif char.isalnum() or char in "+-.":
+                if len(self._word) > _LONGEST:  # no constant
+                    made.append(char)
+                    continue
                 self._word += char
+                if len(self._word) > _LONGEST:
+                    made.append(self._word)
             else:
                 made += self._take_word(), char
                 self._in_string = char == '"'
@@ -200,7 +209,7 @@ class _ObjectScanner:
 
     def _take_word(self) -> str:
         word, self._word = self._word, ""
-        return _NOT_JSON.get(word, word)
+        return "" if len(word) > _LONGEST else _NOT_JSON.get(word, word)
 
 
 def _read_call(text: str) -> FunctionCall | None:

@@ -6,15 +6,15 @@ import re
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.formparsers import MultiPartException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mmvllm.demo.checks import content_length, ignore_odd_headers, is_foreign, is_logged_in, is_simple, is_too_long
 from mmvllm.demo.parts import FileParts
 from mmvllm.demo.session import MAX_SESSIONS, Sessions
-from mmvllm.demo.uploads import MAX_PATH_LENGTH
 from mmvllm.text import counted, parse_json
 
 API = "/gradio_api/"
@@ -23,17 +23,12 @@ ROUTES = frozenset(
     {"app_id", "cancel", "info", "login_check", "queue/data", "queue/join", "reset", "startup-events", "theme.css"}
     | {"token", "upload", "upload_progress", "user"}
 )
+OPEN_ROUTES = frozenset({"app_id", "login_check", "theme.css", "token", "user"})  # also before a login
+DOCUMENTS = ("/openapi.json", "/docs", "/redoc")  # of gradio's routes
 HEARTBEAT = "heartbeat/"  # followed by the session; this request stays open as long as the page is open
 FILE = "file="  # followed by the path of an uploaded file; gradio would also serve URLs and files of other folders
 EVENTS = ("queue/join", "run/")  # start the handler that the body has the number of
 SESSION = re.compile(r"[0-9A-Za-z-]{1,64}")  # gradio's pages and clients choose letters and digits, or a UUID
-# Values that gradio accepts; it responds to others, such as several ranges or an invalid host, with 500.
-ACCEPTED = {
-    "range": re.compile(r"bytes=[0-9]{0,15}-[0-9]{0,15}"),
-    "x-forwarded-host": re.compile(r"([0-9A-Za-z._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?( *,.*)?"),
-    "x-gradio-server": re.compile(r"https?://[0-9A-Za-z._-]+(:[0-9]{1,5})?/?"),
-}
-MAX_NAME_LENGTH = 255  # bytes that file systems accept
 MAX_BODY_BYTES = 2**20  # of a request other than an upload, and of the multipart headers of an upload
 MAX_ENDINGS = 4  # heartbeats that end at a time
 MAX_UNREAD = 12  # results that gradio keeps for a session until its browser reads them
@@ -61,11 +56,13 @@ class DemoRouteFilter:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         self._sessions.sweep_regularly()
-        _ignore_odd_headers(scope)
+        ignore_odd_headers(scope)
         route = scope["path"].partition(API)[2]
-        num_bytes = 0 if scope["method"] in ("GET", "HEAD", "OPTIONS") else _content_length(scope)
-        if (refusal := self._refusal(scope["path"], route, num_bytes, Headers(scope=scope))) is not None:
+        num_bytes = 0 if scope["method"] in ("GET", "HEAD", "OPTIONS") else content_length(scope)
+        if (refusal := self._refusal(scope, route, num_bytes)) is not None:
             return await refusal(scope, receive, send)
+        if not route:
+            scope = {**scope, "query_string": b""}  # gradio's own, of which some values make it fail
         with suppress(ClientDisconnect):  # a client that disconnects while sending is not an error
             if route == "upload":
                 await self._upload(num_bytes, scope, receive, send)
@@ -79,12 +76,14 @@ class DemoRouteFilter:
             else:
                 await self.app(scope, receive, send)
 
-    def _refusal(self, path: str, route: str, num_bytes: int | None, headers: Headers) -> PlainTextResponse | None:
-        # Browsers say which page a request comes from, through proxies too; one that is opened by hand comes from none.
-        if route and headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+    def _refusal(self, scope: Scope, route: str, num_bytes: int | None) -> PlainTextResponse | None:
+        path = scope["path"]
+        if is_foreign(scope["method"], path, Headers(scope=scope)):
             return PlainTextResponse("Open the page itself", 403)
-        if _is_too_long(path) or (route and not self._is_known(route)):
+        if is_too_long(path) or path.endswith(DOCUMENTS) or (route and not self._is_known(route)):
             return PlainTextResponse("There is nothing here", 404)
+        if route and route not in OPEN_ROUTES and not is_logged_in(scope):
+            return PlainTextResponse("Log in first", 401)
         if num_bytes is None:  # the length is unknown until the end
             return PlainTextResponse("Send a Content-Length", 411)
         if route == "upload" and num_bytes > self._settings.max_upload_bytes + MAX_BODY_BYTES:
@@ -116,6 +115,8 @@ class DemoRouteFilter:
                 body = await Request(scope, receive).body()
         except TimeoutError:
             return await _late("The request took too long to arrive; try again")(scope, receive, send)
+        if not is_simple(body):
+            return await PlainTextResponse("This has too many parts", 413)(scope, receive, send)
         if route.startswith(EVENTS) and (refusal := self._refused_event(body)) is not None:
             return await refusal(scope, receive, send)
         pieces = [body]
@@ -219,24 +220,3 @@ class DemoRouteFilter:
 
 def _late(message: str) -> PlainTextResponse:
     return PlainTextResponse(message, 408, {"Connection": "close"})
-
-
-def _is_too_long(path: str) -> bool:
-    """Whether the file system would refuse such a path, which Gradio responds to with 500."""
-    encoded = path.encode(errors="replace")
-    return len(encoded) >= MAX_PATH_LENGTH or max(map(len, encoded.split(b"/"))) > MAX_NAME_LENGTH
-
-
-def _ignore_odd_headers(scope: Scope) -> None:
-    """Remove headers that gradio would fail with; instead of a range a server may respond with the whole file."""
-    headers = MutableHeaders(scope=scope)
-    for name, expression in ACCEPTED.items():
-        if name in headers and not expression.fullmatch(headers[name]):
-            del headers[name]
-
-
-def _content_length(scope: Scope) -> int | None:
-    """The size of the body in bytes; None if it is not given in advance."""
-    headers = dict(scope["headers"])
-    length = headers.get(b"content-length", b"")
-    return int(length) if length.isdigit() and b"transfer-encoding" not in headers else None

@@ -43,9 +43,9 @@ class ResponseStore:
         self._num_bytes = 0
         self._lock = threading.Lock()
 
-    def accepts(self, messages: Sequence[dict]) -> bool:
-        """Whether the response to a conversation can be stored."""
-        return LARGEST_SHARE * size_of(messages) < self._max_bytes
+    def accepts(self, messages: Sequence[dict], instructions: str | None = None) -> bool:
+        """Whether the response to a conversation can be stored, which repeats the `instructions`."""
+        return LARGEST_SHARE * (size_of(messages) + 2 * sys.getsizeof(instructions)) < self._max_bytes
 
     def add(self, response: dict[str, Any], messages: Sequence[dict]) -> None:
         """Store a response, without log-probabilities, to a conversation."""

@@ -198,6 +198,12 @@ class Reasoning(StrictModel):
     context: Ignored = None
 
 
+# As OpenAI's: they are kept with a stored response, and repeated in each event that has it.
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+
+
 class EventOptions(StrictModel):
     include_obfuscation: Ignored = None
 
@@ -227,7 +233,7 @@ class ResponsesRequest(SamplingRequest):
         | None
     ) = Field(None, description="Default: auto.")
     parallel_tool_calls: bool | None = Field(None, description="Whether several calls may come at once. Default: true.")
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     store: bool | None = Field(
         None, description="Whether the response is stored in memory for previous_response_id. Default: true."
     )

@@ -145,6 +145,23 @@ def test_the_note_of_an_answer_has_its_statistics(given, images, videos, note):
         ("\\`<p>\\` and `<p>`", "\\`<\u200bp>\\` and `<\u200bp>`"),
         (" x ```a`b\n<p>\n```", " x ```a`b\n<\u200bp>\n```"),
         ("<!-- \n```\n<p>\n```\n-->", "<\u200b!-- \n```\n<p>\n```\n-->"),
+        ("![i](/logout)\n```\n![i](x)\n```", "!\u200b[i](/logout)\n```\n![i](x)\n```"),
+        ("![i]\n\n[i]: /logout", "!\u200b[i]\n\n[i]: /logout"),
+        ("```mermaid\nA[<img>]\n```\n~~~ Mermaid\n<a>", "```text\nA[<\u200bimg>]\n```\n~~~ text\n<\u200ba>"),
+        # Fences that Markdown ends elsewhere than those who only know lines of three backticks.
+        *(
+            (f"{before}<a>{after}", f"{before}<\u200ba>{after}")
+            for before, after in (
+                ("~~~\n```\n~~~\n", "\n\n```\n"),
+                ("~~~ a\n```\nx\n~~~\n\n", "\n\n```"),
+                ("```\n x\n   ```\n\n", "\n\n```"),
+                ("```\n x\n````\n\n", "\n\n```"),
+                ("```\n x\n``` y\n```\n", "\n\n```"),
+                ("````\n```\n````\n", "\n```"),
+                ("> ```\n", "\n```"),
+                ("```\rx\r```\r", "\n```\n"),
+            )
+        ),
     ],
 )
 def test_html_in_an_answer_is_shown_as_text(answer, shown):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from contextlib import nullcontext
 from itertools import chain, repeat
+from types import SimpleNamespace
 
 import pytest
 from starlette.formparsers import MultiPartException
@@ -40,7 +41,9 @@ def route_filter(tmp_path, monkeypatch) -> DemoRouteFilter:
     return DemoRouteFilter(app, sessions, events={5}, num_unread=lambda session: MAX_UNREAD - (session != "busy"))
 
 
-def messages(route_filter: DemoRouteFilter, path: str, method: str = "POST", receive=None, **headers) -> list[dict]:
+def messages(
+    route_filter: DemoRouteFilter, path: str, method: str = "POST", receive=None, page=None, **headers
+) -> list[dict]:
     """The messages of the response."""
     sent = []
 
@@ -50,8 +53,8 @@ def messages(route_filter: DemoRouteFilter, path: str, method: str = "POST", rec
     if path == UPLOAD:
         headers = {"content_type": "multipart/form-data; boundary=x"} | headers
     raw = [(name.replace("_", "-").encode(), str(value).encode()) for name, value in headers.items()]
-    scope = {"type": "http", "method": method, "path": path, "headers": raw}
-    asyncio.run(route_filter(scope, receive, send))
+    scope = {"type": "http", "method": method, "path": path, "headers": raw, "app": page}
+    asyncio.run(route_filter(scope | {"query_string": b"page=/&deep_link=%ff"}, receive, send))
     return sent
 
 
@@ -75,6 +78,8 @@ def status(route_filter: DemoRouteFilter, path: str, method: str = "POST", **hea
         ("/gradio_api/process_recording", 404),
         ("/gradio_api/component_server", 404),
         ("/gradio_api/deep_link", 404),
+        ("/openapi.json", 404),
+        ("/docs", 404),
     ],
 )
 def test_only_routes_of_the_page_reach_gradio(prefix, path, want, route_filter):
@@ -125,6 +130,38 @@ def test_a_session_has_a_plain_name(session, route_filter):
 @pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"\\ud800"', '{"\\udfff": 1}'])
 def test_values_that_gradio_fails_with_are_refused(value, route_filter):
     assert start(route_filter, f'{{"fn_index": 5, "session_hash": "x", "data": [{value}]}}') == 400
+
+
+def test_many_parts_are_refused_before_they_are_parsed(route_filter):
+    value = ("[" * 40 + "]" * 40 + ",") * 1000
+    for path in ("/login", "/gradio_api/queue/join", "/gradio_api/reset", "/gradio_api/cancel"):
+        body = f'{{"fn_index": 5, "session_hash": "x", "data": [{value}0]}}'
+        assert messages(route_filter, path, receive=body_of(body), content_length=len(body))[0]["status"] == 413
+
+
+def test_nothing_but_a_login_is_possible_before_it(route_filter):
+    page = SimpleNamespace(auth=object(), cookie_id="id", tokens={"right": "bob"})
+    gets, posts = ("queue/data", "heartbeat/abc", "startup-events", "info"), ("queue/join", "cancel", "reset", "upload")
+    for method, path in [*(("GET", path) for path in gets), *(("POST", path) for path in posts)]:
+        for cookie, is_let_in in (("", False), ("access-token-id=right", True)):
+            keys = {"page": page, "cookie": cookie, "content_length": 2, "receive": body_of("{}")}
+            assert (status(route_filter, f"/gradio_api/{path}", method, **keys) == 401) == (not is_let_in)
+    for path in ("/", "/login", "/config", "/gradio_api/login_check", "/gradio_api/user", "/theme.css"):
+        assert status(route_filter, path, "GET", page=page) == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/demo/", "/config"])
+def test_gradio_gets_no_query_but_of_its_routes(route_filter, path):
+    seen = []
+
+    async def noting(scope, receive, send):
+        seen.append(scope["query_string"])
+        await app(scope, receive, send)
+
+    route_filter.app = noting
+    status(route_filter, path, "GET")
+    status(route_filter, "/gradio_api/queue/data", "GET")
+    assert seen == [b"", b"page=/&deep_link=%ff"]
 
 
 def test_a_stalled_request_times_out(route_filter, monkeypatch):

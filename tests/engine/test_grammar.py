@@ -125,6 +125,52 @@ COSTLY = [
 ]
 
 
+STARS = "(.*)" * 1001
+COSTLY_EXPRESSIONS = [
+    ("regex", {"regex": STARS}),
+    ("regex", {"regex": "|".join("a" * 4002)}),
+    ("whitespace_pattern", {"json_object": True, "whitespace_pattern": "( ?)" * 1001}),
+    ("json", {"json": {"type": "string", "pattern": STARS}}),
+    ("json", {"json": {"type": "object", "patternProperties": {STARS: {}}}}),
+    ("json", {"json": {"type": "object", "patternProperties": {f"{i}{'(.*)' * 300}": {} for i in range(4)}}}),
+    *(
+        ("grammar", {"grammar": grammar})
+        for grammar in (
+            f"start: /{STARS}/",
+            f"start: A\nA: /{STARS}/",
+            "start: A\nA: " + "/.*/ " * 1001,
+            "start: A\nB: /.*/\nA: " + "B " * 1001,
+            'start: A\nB: "b"\nA: ' + "B? " * 1001,
+            "start: A1000\nA0 : /.*/\n" + "".join(f"_A{i + 1}: A{i}\nA{i + 1}: _A{i + 1} A{i}\n" for i in range(1000)),
+            "start: A\nA: " + " & ".join(f"/.*a{i}.*/" for i in range(13)),
+            "start: A\nA: ~(" + " | ".join(f"~/.*a{i}.*/" for i in range(12)) + ")",
+            "".join(f"A{i}: /x{i}/ & /.*y/ // & \n" for i in range(12)) + "start: A\nA: " + "A1 " * 12,
+            f"start: a\na: %json {json.dumps({'type': 'string', 'pattern': STARS})}",
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "given"), COSTLY_EXPRESSIONS, ids=range(len(COSTLY_EXPRESSIONS)))
+def test_expressions_that_take_long_to_compile_are_refused(kind, given):
+    with pytest.raises(RequestError, match=r"too many repetitions and alternatives|more than 11 operators") as caught:
+        StructuredOutputsParams(**given)
+    assert caught.value.param == f"structured.{kind}"
+
+
+CHEAP_GRAMMARS = [
+    'start: "&~" /a&b~c/ // & & & & & & & & & & & & &\n# ~ ~ ~ ~ ~ ~ ~ ~ ~ ~ ~ ~ ~',
+    "start: " + " ".join("ab") + '\na: b? "x"*\nb: /y+/\n' + "".join(f'c{i}: "{i}"*\n' for i in range(2000)),
+    "start: WORD\nWORD: " + " | ".join(f'"w{i}"' for i in range(1500)),
+    'start: T "!"\nT: /(.|\\n)+/ & ~/(.|\\n)*!(.|\\n)*/',
+]
+
+
+@pytest.mark.parametrize("grammar", CHEAP_GRAMMARS, ids=range(len(CHEAP_GRAMMARS)))
+def test_long_grammars_of_short_expressions_are_enforced(grammar, compiler):
+    compiler.check(StructuredOutputsParams(grammar=grammar))
+
+
 @pytest.mark.parametrize("schema", COSTLY, ids=range(len(COSTLY)))
 def test_multiples_that_need_too_many_states_are_refused(schema):
     for kind, given in [("json", schema), ("grammar", f"start: a\na: %json // it\n {json.dumps(schema)}")]:

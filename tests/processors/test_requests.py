@@ -173,7 +173,7 @@ BAD = {
     "not a dict": ("hi", "a request must be a dict with 'messages' or 'text', not str"),
     "unknown keys": (
         {"text": "x", "image": A, "seed": 1},
-        "request has unknown keys image, seed; known: allow_special_",
+        "request has unknown keys image, seed; known: add_generation_prompt, ",
     ),
     "unknown key that is not a string": ({"text": "x", 7: 8}, "request has unknown keys 7; known: "),
     "neither": ({}, f"{ONE_FORM} none$"),

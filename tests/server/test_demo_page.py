@@ -42,19 +42,28 @@ def test_uploads_have_the_size_limit_of_images_not_of_bodies(with_demo):
 
 
 def test_the_page_is_for_its_own_origin(with_demo):
-    other = {"Origin": "https://other.example"}
-    for url in (f"{with_demo.url}/demo/", f"{with_demo.url}/demo/config"):
-        answer = get(url, headers=other)
-        assert answer.status_code == 200
-        assert not [name for name in answer.headers if name.startswith("access-control-allow")]
+    for origin, status in (("https://other.example", 403), (with_demo.url, 200)):
+        for url in (f"{with_demo.url}/demo/", f"{with_demo.url}/demo/config"):
+            answer = get(url, headers={"Origin": origin})
+            assert answer.status_code == status
+            assert not [name for name in answer.headers if name.startswith("access-control-allow")]
     for site in ("cross-site", "same-site"):  # another host, another port of this one
         across = get(f"{with_demo.url}/demo/gradio_api/startup-events", headers={"Sec-Fetch-Site": site})
         assert (across.status_code, across.text) == (403, "Open the page itself")
     for site in ("same-origin", "none"):
         own = get(f"{with_demo.url}/demo/gradio_api/startup-events", headers={"Sec-Fetch-Site": site})
         assert own.status_code == 200
-    linked = get(f"{with_demo.url}/demo/", headers={"Sec-Fetch-Site": "cross-site"})
-    assert linked.status_code == 200
+    link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
+    assert get(f"{with_demo.url}/demo/", headers=link).status_code == 200
+    assert get(f"{with_demo.url}/demo/logout", headers=link).status_code == 403
+
+
+def test_a_body_of_many_lists_keeps_no_one_waiting(with_demo):
+    lists = (("[" * 40 + "]" * 40 + ",") * 12_500).rstrip(",")
+    body = f'{{"data":[],"fn_index":7,"session_hash":"x","event_data":{{"turns":[{lists}],"index":0}}}}'
+    for route in ("queue/join", "reset", "cancel"):
+        answer = post(f"{with_demo.url}/demo/gradio_api/{route}", content=body)
+        assert (answer.status_code, answer.text) == (413, "This has too many parts")
 
 
 @pytest.mark.spawns

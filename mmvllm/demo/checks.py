@@ -1,0 +1,83 @@
+"""Checks of requests to the page: who sends them, and whether gradio can handle them."""
+
+import re
+from ipaddress import IPv6Address
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import HTTPConnection
+from starlette.types import Scope
+
+from mmvllm.demo.uploads import MAX_PATH_LENGTH
+
+MAX_NAME_LENGTH = 255  # bytes that file systems accept
+MAX_BRACKETS, MAX_COMMAS = 20_000, 100_000  # of JSON, outside strings: gradio handles 100,000 lists in a second
+# To the end where a string is not closed, so that each is looked at once.
+_STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_HOST = re.compile(r"(?:[0-9A-Za-z._-]+|\[([0-9A-Fa-f:.]+)\])(?::[0-9]{1,5})?(?: *,.*)?")
+# Values that gradio accepts; it responds to others, such as several ranges, with 500.
+_ACCEPTED = {
+    "range": re.compile(r"bytes=[0-9]{0,15}-[0-9]{0,15}"),
+    "x-gradio-server": re.compile(r"https?://[0-9A-Za-z._-]+(:[0-9]{1,5})?/?"),
+}
+
+
+def is_foreign(method: str, path: str, headers: Headers) -> bool:
+    """Whether a browser sends the request for another page.
+
+    Browsers say it in `Sec-Fetch-Site`, through proxies too, if the page has been reached securely; otherwise they name
+    the other page in `Origin` where it can read the response or sends data. A link to the page may be on any other.
+    """
+    if (site := headers.get("sec-fetch-site")) is None:
+        origin = headers.get("origin")
+        return origin is not None and urlsplit(origin).netloc.lower() != headers.get("host", "").lower()
+    is_link = method == "GET" and headers.get("sec-fetch-mode") == "navigate" and not path.endswith("/logout")
+    return site not in ("same-origin", "none") and not is_link
+
+
+def is_logged_in(scope: Scope) -> bool:
+    """Whether the sender has given a login that gradio's app demands, if it demands one."""
+    app = scope.get("app")
+    if getattr(app, "auth", None) is None:
+        return True
+    cookies = HTTPConnection(scope).cookies
+    names = (f"access-token-{app.cookie_id}", f"access-token-unsecure-{app.cookie_id}")
+    return any(app.tokens.get(cookies.get(name)) is not None for name in names)
+
+
+def is_simple(body: bytes) -> bool:
+    """Whether JSON has so few lists, objects and items that parsing them keeps no one waiting."""
+    rest = _STRINGS.sub(b"", body)
+    return rest.count(b"[") + rest.count(b"{") <= MAX_BRACKETS and rest.count(b",") <= MAX_COMMAS
+
+
+def is_too_long(path: str) -> bool:
+    """Whether the file system would refuse such a path, which gradio responds to with 500."""
+    encoded = path.encode(errors="replace")
+    return len(encoded) >= MAX_PATH_LENGTH or max(map(len, encoded.split(b"/"))) > MAX_NAME_LENGTH
+
+
+def content_length(scope: Scope) -> int | None:
+    """The size of the body in bytes; None if it is not given in advance."""
+    headers = dict(scope["headers"])
+    length = headers.get(b"content-length", b"")
+    return int(length) if length.isdigit() and b"transfer-encoding" not in headers else None
+
+
+def ignore_odd_headers(scope: Scope) -> None:
+    """Remove headers that gradio would fail with; instead of a range a server may respond with the whole file."""
+    headers = MutableHeaders(scope=scope)
+    for name, expression in _ACCEPTED.items():
+        if name in headers and not expression.fullmatch(headers[name]):
+            del headers[name]
+    if (host := headers.get("x-forwarded-host")) is not None and not _is_host(host):
+        del headers["x-forwarded-host"]
+
+
+def _is_host(value: str) -> bool:
+    if (match := _HOST.fullmatch(value)) is None:
+        return False
+    try:
+        return match[1] is None or bool(IPv6Address(match[1]).compressed)
+    except ValueError:
+        return False

@@ -1,0 +1,119 @@
+"""What expressions and terminals of grammars cost to compile, which llguidance does not limit.
+
+The time grows with the square of what follows each other and may be empty or repeated, and is exponential in the
+number of expressions that are intersected. A terminal has all that the terminals in it have, so that a few short lines
+may make an expression of any length.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from mmvllm.errors import RequestError
+
+MAX_COST = 4000  # 0.2 s
+MAX_INTERSECTIONS = 11
+_OF_REPEAT = 4  # the cost of an alternative is 1
+TOO_COSTLY = f"too many repetitions and alternatives; at most {MAX_COST // _OF_REPEAT} repetitions can be enforced"
+# llguidance's tokens; other characters are tokens of their own.
+_TOKEN = re.compile(
+    r"""(?P<text>"(?:\\.|[^"\\])*") | (?P<comment>(?://|\#)[^\n]*) | (?P<regex>/(?:\\.|[^/\\])+/)
+    | (?P<name>[!?_]*[A-Za-z][A-Za-z0-9_-]*) | (?P<other>.)""",
+    re.VERBOSE | re.DOTALL,
+)
+# A rule may have attributes or a parameter before the colon.
+_DEFINES = re.compile(r"[ \t]*(?:\[[^\]\n]*\]|::[^:\n]*)?[ \t]*:(?!:)")
+_Token = tuple[str, str]  # kind, text
+
+
+@dataclass(slots=True)
+class _Cost:
+    repeats: int = 0
+    intersections: int = 0
+
+    def __iadd__(self, other: "_Cost") -> "_Cost":
+        # No more than what is refused, so that numbers stay small.
+        self.repeats = min(self.repeats + other.repeats, MAX_COST + 1)
+        self.intersections = min(self.intersections + other.intersections, MAX_INTERSECTIONS + 1)
+        return self
+
+    def check(self, param: str, what: str) -> None:
+        if self.repeats > MAX_COST:
+            raise RequestError(f"{param}: {what} has {TOO_COSTLY}", param=param)
+        if self.intersections > MAX_INTERSECTIONS:
+            reason = f"{what} has more than {MAX_INTERSECTIONS} operators & and ~"
+            raise RequestError(f"{param}: {reason}", param=param)
+
+
+def is_costly(expression: str) -> bool:
+    """Whether a regular expression may take too long to compile."""
+    return _of_regex(expression).repeats > MAX_COST
+
+
+def check_regex(expression: str, param: str) -> None:
+    """Raise RequestError for a regular expression that may take too long to compile."""
+    _of_regex(expression).check(param, "the expression")
+
+
+def check_grammar(grammar: str, param: str) -> None:
+    """Raise RequestError for a Lark grammar with a terminal that may take too long to compile."""
+    bodies = dict(_definitions(grammar))
+    costs: dict[str, _Cost] = {}
+    waiting, begun = [*bodies], set()
+    while waiting:  # without recursion, since terminals may be nested as deeply as there are lines
+        name = waiting[-1]
+        inner = [text for kind, text in bodies[name] if kind == "name" and text in bodies and text not in begun]
+        if name not in begun and inner and _is_terminal(name):
+            begun.add(name)
+            waiting += inner
+            continue
+        if name not in costs:
+            begun.add(name)
+            costs[name] = _of_body(bodies[name], costs) if _is_terminal(name) else _of_rule(bodies[name])
+            costs[name].check(param, f"{name!r:.50}")
+        waiting.pop()
+
+
+def _definitions(grammar: str) -> Iterator[tuple[str, list[_Token]]]:
+    """The tokens of each rule and terminal by its name, which is the first of a line and before a colon."""
+    name, body, begins_line = "", [], True
+    for match in _TOKEN.finditer(grammar):
+        kind, text = match.lastgroup, match[0]
+        if kind == "name" and begins_line and _DEFINES.match(grammar, match.end()):
+            yield name, body
+            name, body = text, []
+        else:
+            body.append((kind, text))
+        begins_line = text == "\n" or (begins_line and text.isspace())
+    yield name, body
+
+
+def _is_terminal(name: str) -> bool:
+    return name.lstrip("!?_")[:1].isupper()
+
+
+def _of_body(body: list[_Token], costs: Mapping[str, _Cost]) -> _Cost:
+    """Of a terminal, given the costs of those in it."""
+    found = _Cost()
+    for kind, text in body:
+        if kind == "regex":
+            found += _of_regex(text)
+        elif kind == "other":
+            found += _of_operator(text)
+        elif kind == "name" and text in costs and _is_terminal(text):
+            found += costs[text]
+    return found
+
+
+def _of_rule(body: list[_Token]) -> _Cost:
+    """Of the most costly expression in a rule: each of them is one of its own, as terminals are."""
+    repeats = [_of_regex(text).repeats for kind, text in body if kind == "regex"]
+    return _Cost(max(repeats, default=0), sum(text in "&~" for kind, text in body if kind == "other"))
+
+
+def _of_regex(text: str) -> _Cost:
+    return _Cost(min(_OF_REPEAT * sum(map(text.count, "*+?{")) + text.count("|"), MAX_COST + 1))
+
+
+def _of_operator(text: str) -> _Cost:
+    return _Cost(_OF_REPEAT if text in "*+?{" else text == "|", text in "&~")

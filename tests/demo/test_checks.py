@@ -1,0 +1,84 @@
+"""Who may send requests to the page, and which JSON gradio is given."""
+
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+from starlette.datastructures import Headers
+
+from mmvllm.demo.checks import MAX_BRACKETS, MAX_COMMAS, ignore_odd_headers, is_foreign, is_logged_in, is_simple
+
+HOST = "lan.test:7860"
+QUEUE = "/gradio_api/queue/join"
+
+
+def scope_of(**headers: str) -> dict:
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http", "method": "GET", "path": "/", "headers": raw}
+
+
+@pytest.mark.parametrize("path", ["/", "/config", "/login", "/logout", QUEUE, "/demo/gradio_api/upload"])
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
+def test_only_the_page_itself_sends_requests(method, path):
+    def foreign(**headers: str) -> bool:
+        return is_foreign(method, path, Headers(scope=scope_of(host=HOST, **headers)))
+
+    assert not foreign()  # a program
+    # Without `Sec-Fetch-Site`, as browsers send it for pages that are reached by HTTP and not on this machine.
+    assert not foreign(origin=f"http://{HOST}") and not foreign(origin=f"http://{HOST.upper()}")
+    others = (
+        "http://evil.test:8111",
+        "http://evil.lan.test:7860",
+        "http://lan.test",
+        "https://lan.test:78",
+        "null",
+        "",
+    )
+    assert all(foreign(origin=other) for other in others)
+    assert all(foreign(origin=other, x_forwarded_host="evil.test:8111") for other in others)
+    for site in ("same-origin", "none"):  # a proxy may have another name
+        assert not foreign(sec_fetch_site=site, origin="https://proxy.example")
+    for site in ("cross-site", "same-site"):
+        assert foreign(sec_fetch_site=site, sec_fetch_mode="cors")
+        is_link = method == "GET" and path != "/logout"
+        assert foreign(sec_fetch_site=site, sec_fetch_mode="navigate") == (not is_link)
+
+
+def test_a_login_is_looked_for_where_gradio_keeps_it():
+    app = SimpleNamespace(auth=object(), cookie_id="id", tokens={"right": "bob"})
+
+    def logged_in(app, cookie: str | None = None) -> bool:
+        return is_logged_in(scope_of(**({} if cookie is None else {"cookie": cookie})) | {"app": app})
+
+    assert logged_in(SimpleNamespace(auth=None)) and is_logged_in(scope_of())
+    assert logged_in(app, "access-token-id=right") and logged_in(app, "a=b; access-token-unsecure-id=right")
+    wrong = (None, "", "access-token-id=wrong", "access-token-other=right", "access-token-id=", "right")
+    assert not any(logged_in(app, cookie) for cookie in wrong)
+
+
+def test_json_of_many_parts_is_not_simple():
+    text = "{[,]}\\\"'" * 50_000
+    for value in ([], {"data": [text, "é" * 9]}, [[]] * (MAX_BRACKETS - 1), [0] * MAX_COMMAS, {"a": {"b": [text] * 2}}):
+        assert is_simple(json.dumps(value).encode())
+    many = [[]] * MAX_BRACKETS
+    for value in (many, {"data": [text, many]}, [0] * (MAX_COMMAS + 2), {text: {"x": many}}):
+        assert not is_simple(json.dumps(value).encode())
+
+
+@pytest.mark.parametrize("body", [b'"' * 2**20, b'"\\"' * 2**18, b'\\"' * 2**19, b'"' + b"a" * 2**20, b'"\\' * 2**19])
+def test_strings_that_do_not_end_are_looked_at_once(body):
+    begin = time.perf_counter()
+    is_simple(body)
+    assert time.perf_counter() - begin < 2  # each quote is followed by a megabyte
+
+
+@pytest.mark.parametrize(
+    ("host", "is_kept"),
+    [("page.example", True), ("[::1]:80", True), ("a.b:1, c", True)]
+    + [(host, False) for host in ("[::::]", "[...]", "[::1", "a b", "[1:2]:5", "")],
+)
+def test_hosts_that_gradio_fails_with_are_ignored(host, is_kept):
+    scope = scope_of(x_forwarded_host=host)
+    ignore_odd_headers(scope)
+    assert ("x-forwarded-host" in Headers(scope=scope)) == is_kept
