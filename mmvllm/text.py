@@ -45,9 +45,19 @@ def has_more_values(value: Any, most: int) -> bool:
     return False
 
 
+def printable(text: str, keeps: str = "") -> str:
+    """A text of others without control characters, which a terminal would obey, but for those in `keeps`."""
+    return "".join(char if char.isprintable() or char in keeps else repr(char)[1:-1] for char in text)
+
+
+def beginning_of(text: str, most: int) -> str:
+    """A text of a host's in a message, in whole words of at most so many characters: part of a login is none."""
+    return text if len(text) <= most else f"{text[: most + 1].rpartition(' ')[0]} …".strip()
+
+
 def without_logins(text: str) -> str:
-    """A text for messages, without the users and passwords of URLs in it."""
-    return re.sub(r"//\S*@", "//***@", text)
+    """A text for messages, without the users and passwords of URLs in it; cut off, since a host may have written it."""
+    return re.sub(r"//\S*@", "//***@", beginning_of(text, 2000))
 
 
 def with_whole_characters(value: Any) -> Any:

@@ -12,8 +12,10 @@ from contextlib import suppress
 from typing import Any, BinaryIO
 
 from mmvllm.errors import MediaFileError
+from mmvllm.text import beginning_of
 
 SILENCE_SECONDS = 20.0  # without receiving a byte
+MAX_REASON = 300  # characters; the expression takes the square of their number
 DOWNLOAD_SECONDS = 60.0  # in all, and another second for every megabyte that has arrived
 BYTES_PER_SECOND = 1_000_000
 
@@ -46,12 +48,17 @@ def download(url: str, file: BinaryIO, max_bytes: int, error_class: type[MediaFi
         limit.check()
     except (OSError, ValueError, http.client.HTTPException) as error:
         is_about_url = isinstance(error, http.client.InvalidURL) or "nonnumeric port" in str(error)
-        reason = "the URL, or that of the proxy, is not valid" if is_about_url else re.sub(r"\S*@", "***@", str(error))
+        reason = "the URL, or that of the proxy, is not valid" if is_about_url else _shown(error)
         raise error_class(name, f"cannot be fetched ({limit.reason or reason})") from None
     finally:
         limit.end()
     if file.tell() > max_bytes:
         raise error_class(name, f"more than {max_bytes} bytes; fetch and shrink it first")
+
+
+def _shown(error: Exception) -> str:
+    """The reason for a message, without logins; a host may have written all of it."""
+    return re.sub(r"\S*@", "***@", beginning_of(str(error), MAX_REASON))
 
 
 def _request(url: str) -> urllib.request.Request:

@@ -83,11 +83,20 @@ def frame_size(part: Mapping[str, Any], num_frames: int, height: int, width: int
     default = MIN_TOKENS * factor**2
     low = part.get("min_pixels", min(default, part.get("max_pixels", default)))
     total = part.get("total_pixels", TOTAL_TOKENS * factor**2)
+    _check_low(low, factor)
     high = max(min(MAX_TOKENS * factor**2, total / num_frames * FRAME_FACTOR), int(low * 1.05))
     high = min(part.get("max_pixels", high), high)
     if low > high:
         raise RequestError(f"min_pixels is {low}, above max_pixels {high}", param="min_pixels", value=low, limit=high)
     return smart_resize(height, width, factor, low, high, min_side=factor, noun=FRAME)
+
+
+def _check_low(low: int, factor: int) -> None:
+    """Raise RequestError for frames that would be enlarged to more pixels than any part of a message has."""
+    most = PART_MAX_TOKENS * factor**2
+    if low > most:
+        reason = f"min_pixels is {low}, must be at most {most} of a frame"
+        raise RequestError(reason, param="min_pixels", value=low, limit=most)
 
 
 def resize_given_frame(part: Mapping[str, Any], frame: Image.Image, factor: int) -> Image.Image:
@@ -100,5 +109,6 @@ def resize_given_frame(part: Mapping[str, Any], frame: Image.Image, factor: int)
     if height is None or width is None:
         height, width = frame.height, frame.width
         low, high = part.get("min_pixels", low), part.get("max_pixels", high)
+        _check_low(low, factor)
     height, width = smart_resize(height, width, factor, low, high, min_side=factor, noun=FRAME)
     return frame.resize((width, height), Image.Resampling.BICUBIC)

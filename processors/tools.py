@@ -78,8 +78,8 @@ def check_calls(message: Mapping[str, Any], place: str) -> list[dict]:
 
 
 def arguments_as_text(given: Any) -> str:
-    """The arguments of an earlier call as the text of a JSON object, that of an empty one as in `check_calls`."""
-    return _json(_arguments_of_history(given))
+    """The arguments of an earlier call as text; a string stays, which may take long to read."""
+    return given if isinstance(given, str) else _json(_arguments_of_history(given))
 
 
 def for_template(messages: list[dict], tools: list[dict], reads_tools: bool) -> tuple[list[dict], dict[str, Any]]:

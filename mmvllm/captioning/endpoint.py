@@ -5,10 +5,12 @@ import email.utils
 import json
 import os
 import random
+import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,7 @@ from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.outputs import CompletionOutput, RequestOutput
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.structured import StructuredOutputsParams
-from mmvllm.text import parse_json
+from mmvllm.text import parse_json, printable
 from mmvllm.time_limit import TimeIsOver, TimeLimit
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -27,6 +29,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds before another try; each is ab
 LONGEST_RETRY_AFTER = 300.0  # seconds that a server may ask for
 CONNECT_SECONDS = 10.0
 MAX_BYTES = 64 * 1024 * 1024  # of an answer
+MAX_NAME = 512  # characters, of a model
 MAX_COUNT = 2**31 - 1  # tokens
 SHORTEST_SECRET = 8  # characters; keys such as "none" are no secret, and may be parts of other words
 _AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
@@ -70,7 +73,8 @@ class Endpoint:
             base_url=base_url,
             headers=headers | {"Accept-Encoding": "identity"},  # a compressed answer of any size is a few bytes
             timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),  # of each read; `_answer` limits all together
-            limits=httpx.Limits(max_connections=None),  # the caller decides how many it begins
+            # The caller decides how many are begun; each request has a connection of its own, see `_read`.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
         try:
             self.model = self._chosen_model(model)
@@ -124,7 +128,14 @@ class Endpoint:
                 model=model,
                 names=self._hidden(", ".join(names[:20])),
             )
-        return model or names[0]
+        name = model or names[0]
+        if not name.isprintable() or len(name) > MAX_NAME or self._hidden(name) != name:
+            raise ArgumentError(
+                "{endpoint} lists a model whose name is no name: it has the API key or the password in it, control "
+                "characters, or more than {most} characters",
+                most=MAX_NAME,
+            )
+        return name
 
     def _refusal(self, answer: "_Answer") -> str:
         """The status, and the message of the server's error where it has OpenAI's form."""
@@ -133,7 +144,7 @@ class Endpoint:
             message = error["message"] if isinstance(error, dict) else error
         except (ValueError, KeyError, TypeError):
             message = answer.reason_phrase
-        return f"HTTP {answer.status_code}, {self._hidden(str(message))[:300]}"
+        return f"HTTP {answer.status_code}, {printable(self._hidden(str(message))[:300])}"
 
     def _hidden(self, text: str) -> str:
         """A text for messages and records, without secrets that a server or the HTTP client has put into it."""
@@ -176,7 +187,19 @@ class Endpoint:
             raise _TryAgain(self._hidden(str(error) or type(error).__name__)) from None
 
     def _read(self, limit: TimeLimit, method: str, path: str, options: dict[str, Any]) -> "_Answer":
-        with self._client.stream(method, path, **options) as response:
+        """The answer, on a connection of its own, which ends with the limit: a host may send a byte now and then."""
+        sockets: list[socket.socket] = []
+
+        def keep_socket(event: str, info: dict[str, Any]) -> None:
+            if event == "connection.connect_tcp.complete":
+                sockets.append(info["return_value"].get_extra_info("socket"))
+                limit.check()
+
+        options |= {"extensions": {"trace": keep_socket}}
+        with (
+            limit.released_when_over(lambda: _shut_down(sockets)),
+            self._client.stream(method, path, **options) as response,
+        ):
             if (coding := response.headers.get("Content-Encoding", "identity")) != "identity":
                 raise _TryAgain(f"its answer is compressed ({coding[:100]}), which was not asked for")
             content = bytearray()
@@ -222,6 +245,12 @@ class _Answer:
     def json(self) -> Any:
         """Raises ValueError if it is not JSON."""
         return parse_json(self.content)
+
+
+def _shut_down(sockets: Iterable[socket.socket]) -> None:
+    for one in sockets:
+        with suppress(OSError):  # closed meanwhile
+            socket.socket.shutdown(one, socket.SHUT_RDWR)  # that of SSL sockets is not for other threads
 
 
 def _client(**options: Any) -> httpx.Client:

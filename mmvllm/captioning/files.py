@@ -1,7 +1,9 @@
 """Output formats with one caption file per image or clip."""
 
+import errno
 import json
 import os
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +26,15 @@ FILE_FORMATS: dict[str, tuple[str, Callable[[dict], str]]] = {
     "txt": (".txt", caption_lines),  # as training tools expect it
     "webdataset-json": (".json", _as_json),  # as in webdataset shards
 }
+
+
+# Why a name cannot be that of a file or a folder here.
+_OF_NAMES = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.EILSEQ)
+
+
+def _key_of(path: Path) -> str:
+    """Of a caption file in the index."""
+    return f"file {xxhash.xxh3_128_hexdigest(os.fsencode(real_name(str(path))))}"
 
 
 def _seconds(time: float | None) -> str:
@@ -68,7 +79,7 @@ class CaptionFiles:
         """Whether an image is left out because its caption file exists."""
         with suppress(OSError, ValueError):  # a path that cannot be used is an error in `claim`
             path = self.path(item)
-            return self.skip_existing and path is not None and path.exists()
+            return self.skip_existing and path is not None and os.path.lexists(path)
         return False
 
     def claim(self, item: Item, index: Index) -> Path:
@@ -81,32 +92,58 @@ class CaptionFiles:
             raise ValueError("is not a file of its own, so no caption file can be beside it; choose an output folder")
         if os.path.realpath(path) in self.reserved:
             raise ValueError(f"{path} is read or written by the job itself; choose an output folder, or rename one")
+        self._make_folders(path.parent, index)
         if not self.claim_path(path, index):
             raise ValueError(f"{path} is the caption file of another image with this name; rename one, or use jsonl")
         try:
-            if path.exists() and not self.overwrite:
-                raise ValueError(f"{path} exists already; allow overwriting, or skip existing caption files")
+            kind = path.lstat().st_mode
+        except FileNotFoundError:
+            pass
         except OSError as error:
             raise ValueError(f"{path}: the caption file cannot be written ({explained(error)})") from None
+        else:
+            if stat.S_ISDIR(kind):
+                raise ValueError(f"{path} is a folder, so it cannot be a caption file; rename one, or use jsonl")
+            if not self.overwrite:
+                raise ValueError(f"{path} exists already; allow overwriting, or skip existing caption files")
         if path.parent.is_dir() and not os.access(path.parent, os.W_OK | os.X_OK):
             raise ValueError(f"{path.parent} is not writable; choose an output folder")
         return path
 
     def claim_path(self, path: Path, index: Index) -> bool:
         """Reserve a path for one image; False if another image has it."""
-        return index.claim(f"file {xxhash.xxh3_128_hexdigest(os.fsencode(real_name(str(path))))}")
+        return index.claim(_key_of(path))
+
+    def _make_folders(self, folder: Path, index: Index) -> None:
+        """Make the folder of a caption file below the output folder; raises ValueError if its name cannot be one.
+
+        Images whose names in a tar or a list are hostile fail by themselves; a folder that cannot be written to, for
+        example, is the end of the job (JobError).
+        """
+        if self.output_dir is None:
+            return
+        for one in (one for one in (folder, *folder.parents) if self.output_dir in one.parents):
+            if index.recorded_as(_key_of(one)) is not None:
+                raise ValueError(f"{one} is the caption file of another image; rename one, or use jsonl")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if error.errno not in _OF_NAMES:
+                raise JobError.cannot_write(folder, error) from error
+            raise ValueError(f"{folder}: the folder cannot be made ({explained(error)})") from None
 
     def write(self, record: dict, path: Path | None = None) -> None:
         """Write a record's file, or another, completely or not at all; raises JobError if that fails.
 
-        Folders are made below the output folder only: the folder of an image exists, unless the image is gone.
+        A link in its place is replaced: images may come from others, and with them links to anywhere. Folders are made
+        below the output folder only: the folder of an image exists, unless the image is gone.
         """
         path = path or Path(record["file"])
         _, render = FILE_FORMATS[self.format]
         try:
             if self.output_dir is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as temporary:
+            with replacing(path, keeps_link=False) as temporary:
                 text = f"{render(record)}\n"
                 temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
         except OSError as error:

@@ -4,6 +4,7 @@ import json
 import sys
 from typing import Any
 
+from mmvllm.arguments import is_number
 from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.structured import StructuredOutputsParams
 from mmvllm.text import parse_json
@@ -88,16 +89,23 @@ def _kind(part: Any) -> Any:
 
 
 def _cell(value: Any, kind: Any) -> Any:
-    """A value as a column of this kind has it; None for an integer that is too large for one."""
+    """A value as a column of this kind has it; None for one that it cannot have, as servers write that enforce nothing.
+
+    An integer may be too large for a column, too.
+    """
     if value is None:
         return None
     if kind is str:
         return value if isinstance(value, str) else _as_json(value)
     if kind == TEXTS:
-        return [each if isinstance(each, str) else _as_json(each) for each in value]
+        return (
+            [each if isinstance(each, str) else _as_json(each) for each in value] if isinstance(value, list) else None
+        )
     if kind is float:
-        return float(value)
-    return value if abs(value) < _INT64 else None
+        return float(value) if is_number(value) and abs(value) <= sys.float_info.max else None
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if type(value) is kind and abs(value) < _INT64 else None
 
 
 def _as_json(value: Any) -> str | None:

@@ -67,9 +67,14 @@ class Restorer:
         if self._files.output_dir is not None:
             # The folder may have been typed in another way then, from another working directory.
             folder = output_dir_of(self._journal.made_with.known[record["settings"]].get("caption_files"))
-            return self._files.output_dir / path.relative_to(folder) if path.is_relative_to(folder) else path
+            is_inside = path.is_relative_to(folder) and ".." not in path.relative_to(folder).parts
+            return self._files.output_dir / path.relative_to(folder) if is_inside else None
+        image = Path(os.path.expanduser(record["path"]))
         is_from_here = path.is_absolute() or not self._folders or os.getcwd() in self._folders
-        return path if is_from_here and os.path.lexists(os.path.expanduser(record["path"])) else None
+        # An output may come from others, with the images: it must not say which files are written.
+        is_beside = path.parent in (image.parent, Path(record["path"]).parent)
+        is_caption = is_beside and path.name.endswith(self._files.suffix)
+        return path if is_from_here and is_caption and os.path.lexists(image) else None
 
     def _restore(self, record: dict, path: Path) -> bool:
         """Write the file if it is missing or empty; returns whether it was written."""

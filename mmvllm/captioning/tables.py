@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mmvllm.captioning.objects import TEXTS, with_object_columns
+from mmvllm.captioning.objects import OBJECT, TEXTS, with_object_columns
 from mmvllm.captioning.record import COLUMNS
 from mmvllm.captioning.replacing import replacing, sync
 from mmvllm.captioning.several import with_caption_columns
@@ -50,9 +50,9 @@ def _as_row(record: dict, of_objects: dict[str, Any]) -> dict:
 
 
 def _as_cells(record: dict) -> dict:
-    """The record with lists as JSON."""
+    """The record with lists as JSON, but for its object."""
     return {
-        name: json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
+        name: json.dumps(value, ensure_ascii=False) if isinstance(value, list) and name != OBJECT else value
         for name, value in record.items()
     }
 

@@ -8,6 +8,7 @@ from typing import TextIO
 
 from mmvllm.captioning.several import shown_captions
 from mmvllm.processors.download import without_login
+from mmvllm.text import printable
 
 MAX_FAILURES = 10  # printed while captions are recorded
 
@@ -40,12 +41,13 @@ class Printer:
             self._fail(record)
         elif self._prints_all:
             for name, caption in shown_captions(record):
-                _write(f"{_name(record)}{f' [{name}]' if name else ''}: {caption}", self._out)
+                text = printable(caption, keeps="\n\t")
+                _write(f"{printable(_name(record))}{f' [{name}]' if name else ''}: {text}", self._out)
 
     def _fail(self, record: dict) -> None:
         self._num_failed += 1
         if self._prints_all or self._num_failed <= MAX_FAILURES:
-            _write(f"{_printable(_name(record))}: {_printable(record['error'])}", sys.stderr)
+            _write(f"{printable(_name(record))}: {printable(record['error'])}", sys.stderr)
         elif self._num_failed == MAX_FAILURES + 1:
             _write("further failures are recorded, and not printed", sys.stderr)
 
@@ -62,8 +64,3 @@ def _write(text: str, file: TextIO) -> None:
     from tqdm import tqdm  # tqdm.write does not garble the progress bar
 
     tqdm.write(text, file=file)
-
-
-def _printable(text: str) -> str:
-    """The text in one line and without control characters, which a file's name may have."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from mmvllm.text import printable
+
 if TYPE_CHECKING:
     from mmvllm.captioning.progress import Progress
     from mmvllm.captioning.run import CaptionRun
@@ -43,7 +45,8 @@ def as_lines(summary: dict[str, str]) -> str:
     """The summary in two columns."""
     width = max(map(len, summary))
     indent = "\n" + " " * (width + 2)
-    return "\n".join(f"{label:<{width}}  {text.replace(chr(10), indent)}" for label, text in summary.items())
+    lines = {label: indent.join(map(printable, text.split("\n"))) for label, text in summary.items()}
+    return "\n".join(f"{label:<{width}}  {text}" for label, text in lines.items())
 
 
 def _noun(progress: "Progress") -> str:

@@ -23,7 +23,8 @@ ROUTES = frozenset(
     {"app_id", "cancel", "info", "login_check", "queue/data", "queue/join", "reset", "startup-events", "theme.css"}
     | {"token", "upload", "upload_progress", "user"}
 )
-OPEN_ROUTES = frozenset({"app_id", "login_check", "theme.css", "token", "user"})  # also before a login
+# Also before a login; gradio itself requests "startup-events" when it launches the page.
+OPEN_ROUTES = frozenset({"app_id", "login_check", "startup-events", "theme.css", "token", "user"})
 DOCUMENTS = ("/openapi.json", "/docs", "/redoc")  # of gradio's routes
 HEARTBEAT = "heartbeat/"  # followed by the session; this request stays open as long as the page is open
 FILE = "file="  # followed by the path of an uploaded file; gradio would also serve URLs and files of other folders

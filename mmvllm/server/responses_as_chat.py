@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from pydantic import ValidationError
 
-from mmvllm.processors.tools import MAX_TOOLS
+from mmvllm.processors.tools import MAX_TOOLS, arguments_as_text
 from mmvllm.server.errors import ApiError, explain
 from mmvllm.server.messages import ImageSizes
 from mmvllm.server.protocol import ChatRequest, SamplingRequest
@@ -116,7 +116,7 @@ def _add_call(messages: list[dict], item: FunctionCallItem) -> None:
     """Calls belong to the message of the assistant before them."""
     is_after = messages and messages[-1]["role"] == "assistant"
     message = messages.pop() if is_after else {"role": "assistant", "content": None}
-    function = {"name": item.name, "arguments": item.arguments}
+    function = {"name": item.name, "arguments": arguments_as_text(item.arguments)}
     calls = [*message.get("tool_calls", ()), {"id": item.call_id, "type": "function", "function": function}]
     if len(calls) > MAX_TOOLS:
         raise ApiError(400, f"input: more than {MAX_TOOLS} function calls follow each other", param="input")

@@ -261,6 +261,7 @@ class ResponsesRequest(SamplingRequest):
     stream_options: EventOptions | None = None
     return_token_ids: Unsupported = None
     prompt_logprobs: Unsupported = None
+    echo: Unsupported = None
     response_format: Unsupported = None  # which is text.format here
 
     @property

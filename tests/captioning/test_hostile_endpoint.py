@@ -2,15 +2,21 @@
 
 import gzip
 import json
+import threading
 import tracemalloc
 from pathlib import Path
 
 import pytest
+from pyarrow import parquet
 
 from mmvllm.captioning import EndpointOptions, caption_images
 from mmvllm.errors import ArgumentError
 from tests.helpers.captioning import many
-from tests.helpers.endpoints import as_json, failed, fake_endpoint, said
+from tests.helpers.drips import DRIPS, HEAD, Host
+from tests.helpers.endpoints import MODELS, as_json, failed, fake_endpoint, said
+from tests.helpers.server import wait_for
+
+LISTED = MODELS[2]
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 
@@ -65,3 +71,47 @@ def test_a_proxy_that_cannot_be_used_is_a_sentence(folder, monkeypatch, proxy):
     with pytest.raises(ArgumentError, match="endpoint cannot be reached") as refused:
         caption_images(folder, endpoint="http://localhost:9")
     assert "pa55word99" not in str(refused.value)
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("first", [DRIPS["a head"], DRIPS["interim responses"], DRIPS["a body of known length"]])
+def test_a_try_that_is_over_leaves_no_thread_and_no_connection(folder, first):
+    models = (HEAD + f"Content-Length: {len(LISTED)}\r\n\r\n").encode() + LISTED
+    host = Host([models.decode(), *[first] * 99])
+    before = {*threading.enumerate()}
+    options = EndpointOptions(host.url, timeout=0.2, max_retries=3)
+    (record,) = caption_images(folder / "000.png", endpoint=options)
+    assert record["error"] == "the endpoint failed (4 times): it did not answer in time"
+    wait_for(lambda: not [one for one in {*threading.enumerate()} - before if one.name == "mmvllm-limited"])
+    wait_for(lambda: host.num_open == 0)
+    host.close()
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("made", [{"title": 1, "features": 5}, {"price": "abc"}, {"number": "5", "is_new": 1}, [], 5])
+@pytest.mark.parametrize("suffix", ["parquet", "csv"])
+def test_an_answer_that_does_not_fit_the_schema_has_empty_cells_in_a_table(tmp_path, folder, made, suffix):
+    kinds = {"title": "string", "price": "number", "number": "integer", "is_new": "boolean"}
+    properties = {name: {"type": kind} for name, kind in kinds.items()}
+    properties["features"] = {"type": "array", "items": {"type": "string"}}
+    schema, output = {"type": "object", "properties": properties}, tmp_path / f"out.{suffix}"
+    with fake_endpoint(lambda body, _: said(json.dumps(made))) as fake:
+        (record,) = caption_images(folder / "000.png", endpoint=fake.url, schema=schema, output=output)
+    assert record["object"] == made and output.exists()
+    if suffix == "parquet":
+        (row,) = parquet.read_table(output).to_pylist()
+        assert json.loads(row["object"]) == made
+        assert {name: row[f"object.{name}"] for name in ("price", "number", "is_new", "features")} == dict.fromkeys(
+            ("price", "number", "is_new", "features")
+        )
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("name", ["x-sk-0123456789", "\x1b]0;pwn\x07", "a\nforged", "x" * 513, "\ud800"])
+def test_a_model_whose_name_is_no_name_is_refused(folder, tmp_path, monkeypatch, name):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-0123456789")
+    models = as_json(200, {"data": [{"id": name}]})
+    with fake_endpoint(lambda body, _: said("a"), models) as fake, pytest.raises(ArgumentError) as refused:
+        caption_images(folder, endpoint=fake.url, output=tmp_path / "out.jsonl")
+    assert "lists a model whose name is no name" in str(refused.value) and "0123" not in str(refused.value)
+    assert not [*tmp_path.glob("out.jsonl*")]

@@ -98,11 +98,12 @@ def test_an_event_that_has_no_handler_is_refused(route, site, capfd):
         "",
         "x",
         "\xff",
-        "[" * 100_000,
         '{"data": [], "fn_index": NaN}',
     ):
         answer = post(f"{site.url}gradio_api/{route}", content=body, headers={"Content-Type": "application/json"})
         assert (answer.status_code, answer.text) == (400, "There is no such event; reload the page"), body[:100]
+    nested = post(f"{site.url}gradio_api/{route}", content="[" * 100_000)
+    assert (nested.status_code, nested.text) == (413, "This has too many parts")
     assert post(f"{site.url}gradio_api/{route}", json=known).text != answer.text
     assert capfd.readouterr().err == ""
 
@@ -229,6 +230,7 @@ def test_the_command_requires_a_login_and_leaves_no_file(tmp_path):
         url = process.stdout.readline().split()[2]
         assert url.startswith("http://127.0.0.1:")
         assert get(f"{url}config").status_code == 401
+        assert get(f"{url}gradio_api/heartbeat/abc").status_code == 401
         with httpx.Client() as client:
             client.post(f"{url}login", data={"username": "ann", "password": "secret"}).raise_for_status()
             assert client.get(f"{url}config").json()["title"] == "mmvllm"

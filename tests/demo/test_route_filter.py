@@ -141,12 +141,12 @@ def test_many_parts_are_refused_before_they_are_parsed(route_filter):
 
 def test_nothing_but_a_login_is_possible_before_it(route_filter):
     page = SimpleNamespace(auth=object(), cookie_id="id", tokens={"right": "bob"})
-    gets, posts = ("queue/data", "heartbeat/abc", "startup-events", "info"), ("queue/join", "cancel", "reset", "upload")
+    gets, posts = ("queue/data", "heartbeat/abc", "info"), ("queue/join", "cancel", "reset", "upload")
     for method, path in [*(("GET", path) for path in gets), *(("POST", path) for path in posts)]:
         for cookie, is_let_in in (("", False), ("access-token-id=right", True)):
             keys = {"page": page, "cookie": cookie, "content_length": 2, "receive": body_of("{}")}
             assert (status(route_filter, f"/gradio_api/{path}", method, **keys) == 401) == (not is_let_in)
-    for path in ("/", "/login", "/config", "/gradio_api/login_check", "/gradio_api/user", "/theme.css"):
+    for path in ("/", "/login", "/config", "/gradio_api/login_check", "/gradio_api/user", "/gradio_api/startup-events"):
         assert status(route_filter, path, "GET", page=page) == 200
 
 

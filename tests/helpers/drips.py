@@ -23,6 +23,7 @@ class Host:
     def __init__(self, first: str | list[str], byte: bytes = b"0"):
         self._firsts, self._byte, self.is_over = [first] if isinstance(first, str) else first, byte, threading.Event()
         self.heads: list[str] = []  # of the requests
+        self.num_open = 0  # connections
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -37,6 +38,7 @@ class Host:
 
     def _drip(self, connection: socket.socket) -> None:
         with connection:
+            self.num_open += 1
             try:
                 self.heads.append(connection.recv(4096).decode())
                 connection.sendall(self._firsts[min(len(self.heads), len(self._firsts)) - 1].encode())
@@ -44,6 +46,8 @@ class Host:
                     connection.sendall(self._byte)
             except OSError:
                 pass
+            finally:
+                self.num_open -= 1
 
     def close(self) -> None:
         self.is_over.set()

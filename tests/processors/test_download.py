@@ -205,6 +205,27 @@ def test_logins_are_found_in_linear_time():
     assert time.thread_time() - begin < 2
 
 
+LONG = "a" * 65_000
+REASONS = {
+    "reason": f"HTTP/1.1 404 {LONG}\r\nContent-Length: 0\r\n\r\n",
+    "status line": f"{LONG}\r\n\r\n",
+    "redirect": f"HTTP/1.1 302 Found\r\nLocation: foo://{LONG}\r\nContent-Length: 0\r\n\r\n",
+    "login": f"HTTP/1.1 404 {'b ' * 140}x:hidden{LONG}@\r\nContent-Length: 0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("answer", REASONS.values(), ids=REASONS)
+def test_a_long_reason_of_a_host_is_cut_off_before_logins_are_looked_for_in_it(answer, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    host = Host(answer)
+    begin = time.thread_time()
+    with pytest.raises(ImageError) as failed:
+        download(f"{host.url}/a.png", io.BytesIO(), 1000, ImageError)
+    host.close()
+    assert len(str(failed.value)) < 500 and "hidden" not in str(failed.value)
+    assert time.thread_time() - begin < 2  # 65,000 ** 2 steps take longer
+
+
 @pytest.mark.parametrize(
     "proxy",
     [

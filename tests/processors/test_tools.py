@@ -1,6 +1,7 @@
 """Tools in prompts: the Hermes format where a template has none, and templates that have a place for them."""
 
 import json
+import time
 
 import pytest
 
@@ -8,6 +9,7 @@ from mmvllm import LLM, SamplingParams
 from mmvllm.errors import RequestError
 from mmvllm.processors.chat import Processor
 from mmvllm.processors.chat_template import ChatTemplate
+from mmvllm.processors.tool_calls import CallPiece, ToolCallParser, read_arguments, read_tool_calls
 from mmvllm.processors.tools import for_template
 from tests.helpers.metadata import needs_metadata
 from tests.helpers.requests import noise_image
@@ -84,6 +86,26 @@ def test_whatever_a_model_has_written_does_not_end_a_conversation(prepare, argum
         return text_of(prepare, messages=[TURNS[0], answer, {"role": "tool", "content": content}])
 
     assert text(arguments, content) == text(shown, "")
+
+
+@pytest.mark.parametrize("text", ["{" + "a" * 10**6, "{" + " ," * 10**6, "{" + "-" * 3 * 10**5, '{"a": ' + "9" * 10**6])
+def test_long_arguments_of_an_earlier_call_are_read_in_linear_time(text):
+    begin = time.thread_time()
+    assert read_arguments(text) is None
+    assert time.thread_time() - begin < 3  # quadratic, they take minutes
+
+
+def test_long_words_stay_as_they_are():
+    for word in ("Infinity0", "-Infinity", "Infinitys", "9" * 40, "a" * 11):
+        parser, calls = ToolCallParser(["f"]), []
+        text = f'<tool_call>\n{{"name": "f", "arguments": {{"a": {word}, "b": None}}}}\n</tool_call>'
+        for char in text:
+            calls += parser.feed(char)
+        made = "".join(
+            piece.arguments for piece in calls + parser.feed("", is_last=True) if isinstance(piece, CallPiece)
+        )
+        assert made == f'{{"a": {"null" if word == "-Infinity" else word}, "b": null}}'
+        assert read_tool_calls(text, ["f"])[1][0].arguments == made
 
 
 @pytest.mark.parametrize(

@@ -120,11 +120,37 @@ def test_a_response_has_a_size_and_expires(monkeypatch):
 
 
 @pytest.mark.parametrize("arguments", [{"a": "x" * 10**6}, ["x" * 10**6], "x" * 10**6, None])
-def test_what_is_stored_of_a_call_is_what_the_model_is_shown(arguments):
+def test_what_is_stored_of_a_call_is_a_text(arguments):
     [item] = ITEMS.validate_python([{"type": "function_call", "call_id": "a", "name": "f", "arguments": arguments}])
     [message] = messages_of([item])
-    shown = json.dumps(arguments) if isinstance(arguments, dict) else "{}"
+    shown = json.dumps(arguments) if isinstance(arguments, dict) else arguments if isinstance(arguments, str) else "{}"
     assert message["tool_calls"][0]["function"]["arguments"] == shown
+
+
+def test_metadata_and_instructions_evict_no_other_response(engine, app):
+    for metadata in ({"a": "a" * 513}, {"a" * 65: "a"}, {str(i): "a" for i in range(17)}):
+        refused = call(app, "POST", RESPONSES, json={"input": "Hi", "metadata": metadata})
+        assert refused.status_code == 400 and error_of(refused)["param"].startswith("metadata")
+    most = post(app, input="Hi", metadata={f"{i:064}": "é" * 512 for i in range(16)})
+    assert most["store"] and len(most["metadata"]) == 16
+    small = make_app(engine, max_stored_bytes=14_000)
+    made = post(small, input="Hi")
+    assert made["store"] and not post(small, input="Hi", instructions="Be brief. " * 200)["store"]
+    assert call(small, "GET", f"{RESPONSES}/{made['id']}").status_code == 200
+
+
+@pytest.mark.parametrize("text", ["{" + "a" * 10**6, "{ " + " ," * 10**6])
+def test_long_arguments_of_a_call_keep_no_one_waiting(app, text):
+    item = {"type": "function_call", "call_id": "a", "name": "f", "arguments": text}
+    begin = time.thread_time()
+    error = error_of(call(app, "POST", RESPONSES, json={"input": [item]}))
+    assert time.thread_time() - begin < 2 and error["code"] == "context_length_exceeded"
+
+
+def test_calls_that_follow_each_other_are_limited(app):
+    item = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+    error = error_of(call(app, "POST", RESPONSES, json={"input": [item] * 129}))
+    assert (error["param"], error["message"]) == ("input", "input: more than 128 function calls follow each other")
 
 
 @pytest.mark.parametrize("depth", [30, 240, 300])
