@@ -30,7 +30,7 @@ class TimeLimit:
     def __init__(self, seconds: float):
         self._end = time.monotonic() + seconds
         self._stopped_at: float | None = None
-        self._is_over = False
+        self.is_over = False  # whether `run` has given up
         self._lock = threading.Lock()
         self._releases: list[Callable[[], None]] = []
 
@@ -55,7 +55,7 @@ class TimeLimit:
         """Call `release` once, at the end or when `run` gives up: what the work holds does not wait for its thread."""
         with self._lock:
             self._releases.append(release)
-        if self._is_over:
+        if self.is_over:
             self._release([release])
         try:
             yield
@@ -73,7 +73,7 @@ class TimeLimit:
             self._stopped_at = None
 
     def _give_up(self) -> NoReturn:
-        self._is_over = True
+        self.is_over = True
         self._release(list(self._releases))
         raise TimeIsOver
 

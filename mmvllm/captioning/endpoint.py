@@ -193,7 +193,8 @@ class Endpoint:
         def keep_socket(event: str, info: dict[str, Any]) -> None:
             if event == "connection.connect_tcp.complete":
                 sockets.append(info["return_value"].get_extra_info("socket"))
-                limit.check()
+                if limit.is_over:
+                    _shut_down(sockets)
 
         options |= {"extensions": {"trace": keep_socket}}
         with (

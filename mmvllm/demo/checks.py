@@ -2,7 +2,6 @@
 
 import re
 from ipaddress import IPv6Address
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
@@ -30,7 +29,7 @@ def is_foreign(method: str, path: str, headers: Headers) -> bool:
     """
     if (site := headers.get("sec-fetch-site")) is None:
         origin = headers.get("origin")
-        return origin is not None and urlsplit(origin).netloc.lower() != headers.get("host", "").lower()
+        return origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()
     is_link = method == "GET" and headers.get("sec-fetch-mode") == "navigate" and not path.endswith("/logout")
     return site not in ("same-origin", "none") and not is_link
 

@@ -34,6 +34,7 @@ def test_only_the_page_itself_sends_requests(method, path):
         "https://lan.test:78",
         "null",
         "",
+        "http://[",
     )
     assert all(foreign(origin=other) for other in others)
     assert all(foreign(origin=other, x_forwarded_host="evil.test:8111") for other in others)
