@@ -22,7 +22,9 @@ from mmvllm.errors import ArgumentError, MediaFileError, RequestError
 from mmvllm.intake import Prefetcher, Prepare, Prepared, pinning, timed
 from mmvllm.llm import LLM
 from mmvllm.outputs import RequestOutput
+from mmvllm.processors.chat import Processor
 from mmvllm.processors.download import without_login
+from mmvllm.processors.foreign import ForeignProcessor
 from mmvllm.workers import NUM_WORKERS, WorkersUnusable
 
 Select = Callable[[Prepared], bool]
@@ -66,12 +68,13 @@ class Captioner:
         self.llm, self.settings = llm, settings
         if llm is not None:
             _check_schema(llm, settings)
-            _check_prompt(llm, settings)
         self._loader, self._ordered = loader, ordered
         self._num_workers = num_workers or NUM_WORKERS
         self._processes = None
         if in_processes:
             self._processes = WorkerProcesses(llm.processor, self._num_workers, loader.timeouts)
+        if llm is not None:
+            _check_prompt(llm, settings)
         self._prefetcher: Prefetcher | PromptPrefetcher | None = None
         self._is_stopped = False
 
@@ -158,8 +161,10 @@ def _check_schema(llm: LLM, settings: CaptionSettings) -> None:
 
 def _check_prompt(llm: LLM, settings: CaptionSettings) -> None:
     """Raise ArgumentError for messages that cannot become a prompt, for example without a chat template."""
+    if not isinstance(llm.processor, Processor | ForeignProcessor):  # it need not have a template
+        return
     try:
-        llm.processor(settings.text_request())
+        llm.processor.chat_template.render(settings.messages_without_media, settings.chat_template_kwargs or {})
     except RequestError as error:
         raise ArgumentError("no image can be captioned: {reason}", reason=error.reason) from None
 

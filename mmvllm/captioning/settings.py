@@ -254,10 +254,10 @@ class CaptionSettings:
         request = {"messages": messages, "mm_processor_kwargs": kwargs, **{name: getattr(self, name) for name in names}}
         return request | ({"more": more} if more else {})
 
-    def text_request(self) -> dict:
-        """The chat request without an image, and without context."""
-        names = ("allow_special_tokens", "chat_template_kwargs")
-        return {"messages": self._messages([], self.prompt), **{name: getattr(self, name) for name in names}}
+    @property
+    def messages_without_media(self) -> list[dict]:
+        """The messages of a request for nothing, and without context."""
+        return self._messages([], self.prompt)
 
     def _messages(self, media: list[dict], prompt: str) -> list[dict]:
         """The image comes before the prompt, so that all prompts share the KV of the system message and the image."""

@@ -9,7 +9,15 @@ from mmvllm.text import suggestion
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The parser of a command and, because subparsers have the class of their parent, of its subcommands."""
+    """The parser of a command and, because subparsers have the class of their parent, of its subcommands.
+
+    Options are not abbreviated: the beginning of one may be the name of another one elsewhere. `hints` say what to do
+    in place of options that there are not.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+        self.hints: dict[str, str] = {}
 
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -17,7 +25,8 @@ class CommandParser(argparse.ArgumentParser):
         # Before argparse looks for what is missing, which may be the value of the mistyped option.
         args = sys.argv[1:] if args is None else args
         for option in self._unknown_options(args):
-            self.error(f"there is no option {option}{suggestion(option, self._known_options)}")
+            hint = f"; {self.hints[option]}" if option in self.hints else suggestion(option, self._known_options)
+            self.error(f"there is no option {option}{hint}")
         namespace, extra = super().parse_known_args(args, namespace)
         if extra:
             hint = f"; a model is named with --model {extra[0]}" if "--model" in self._known_options else ""
@@ -28,14 +37,14 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\nSee {self.prog} --help.\n")
 
     def _unknown_options(self, args: Sequence[str]) -> list[str]:
-        """The words that look like an option and are none of this parser, nor the beginning of one."""
+        """The words that look like an option and are none of this parser."""
         options = []
         for word in args:
             if word == "--" or (self._subparsers is not None and not word.startswith("-")):
                 break  # the rest are values, or belong to a subcommand
             if word.startswith("--") and " " not in word:
                 options.append(word.partition("=")[0])
-        return [option for option in options if not any(known.startswith(option) for known in self._known_options)]
+        return [option for option in options if option not in self._known_options]
 
     @property
     def _known_options(self) -> Collection[str]:

@@ -22,6 +22,7 @@ from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 from mmvllm.cli.media import OPTIONS, add_image_arguments, add_source_arguments, add_video_arguments, media_policy
 from mmvllm.cli.ports import listen, port
 from mmvllm.cli.serve_ray import add_ray_arguments, ray_options, run_on_ray
+from mmvllm.cli.vllm_options import add_vllm_options, tell_unused
 from mmvllm.media import MediaPolicy
 from mmvllm.models.folder import model_name
 from mmvllm.server.settings import ServerSettings
@@ -35,6 +36,7 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
     _add_http(parser.add_argument_group("HTTP server"))
     _add_limits(parser.add_argument_group("limits of requests"))
     _add_observability(parser.add_argument_group("observability"))
@@ -46,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_video_arguments(media)
     add_data_parallel_argument(parser)
     add_engine_arguments(parser.add_argument_group("engine"))
+    add_vllm_options(parser)
 
 
 def _add_http(group: argparse._ArgumentGroup) -> None:
@@ -61,10 +64,11 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--served-model-name",
-        action="append",
+        nargs="+",
+        action="extend",
         default=[],
         metavar="NAME",
-        help="model name in requests; may be repeated, for clients that require a certain name (default: as --model)",
+        help="model name in requests; several for clients that require a certain name (default: as --model)",
     )
     group.add_argument(
         "--api-key",
@@ -85,6 +89,7 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--lora-modules",
         nargs="+",
+        action="extend",
         default=[],
         metavar="NAME=DIR",
         help="serve LoRA adapters, folders as PEFT saves them, as models of these names; needs --enable-lora",
@@ -207,6 +212,10 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _check_installed(args)
+    if args.model_tag is not None and args.model is not None:
+        raise ValueError(f"the model is named twice: {args.model_tag} and --model {args.model}; leave one of them out")
+    args.model = args.model_tag or args.model
+    tell_unused(args)
     media, keys = media_policy(args), _api_keys(args)
     _check_origins(args.cors_origin)
     modules = _lora_modules(args)

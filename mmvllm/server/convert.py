@@ -164,9 +164,7 @@ def chat_request(
         request["mm_processor_kwargs"] = body.mm_processor_kwargs.model_dump(exclude_none=True)
     if body.allow_special_tokens:
         request["allow_special_tokens"] = True
-    request |= {
-        name: getattr(body, name) for name in ("add_generation_prompt", "continue_final_message", "chat_template")
-    }
+    request |= {name: value for name in OPTIONS_OF_TEMPLATE if (value := getattr(body, name)) is not None}
     if kwargs := {**template_kwargs, **_reasoning_kwargs(body), **(body.chat_template_kwargs or {})}:
         request["chat_template_kwargs"] = kwargs
     return request | ({"min_pixels": body.min_pixels, "max_pixels": largest} if max_pixels else {})

@@ -21,6 +21,7 @@ VALUES = {
     **{
         "quantization": "int8",
         "kv_cache_dtype": "fp8",
+        "chat_template": "own.jinja",
         "lora": "adapter",
         "enable_lora": True,
         "max_loras": 2,

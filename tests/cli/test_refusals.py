@@ -1,10 +1,12 @@
 """Wrong options, paths and models end a command with one sentence, and before torch is imported."""
 
+import argparse
 import json
 import os
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -95,7 +97,11 @@ def test_a_refusal_needs_no_torch(line, message, folder):
         ("caption x.png --xyzzy", "mmvllm caption: there is no option --xyzzy\n"),
         ("bench throughput --plt x", "mmvllm bench throughput: there is no option --plt; did you mean --plot?"),
         ("caption x.png --preset shrt", "argument --preset: invalid choice: 'shrt'; did you mean short?"),
-        ("serve Qwen/Qwen2-VL-2B-Instruct", "a model is named with --model Qwen/Qwen2-VL-2B-Instruct"),
+        ("info Qwen/Qwen2-VL-2B-Instruct", "a model is named with --model Qwen/Qwen2-VL-2B-Instruct"),
+        ("caption x.png --max-tok 4", "mmvllm caption: there is no option --max-tok; did you mean --max-tokens?"),
+        ("serve --chat-templat x.jinja", "there is no option --chat-templat; did you mean --chat-template?"),
+        ("serve x --limit-mm-per-prompt image=4", "there is no option --limit-mm-per-prompt; --max-images and --max-v"),
+        ("serve x --block-size=16", "there is no option --block-size; write --kvcache-block-size"),
     ],
 )
 def test_a_mistyped_word_is_answered_with_the_right_one(line, message, capsys):
@@ -106,9 +112,7 @@ def test_a_mistyped_word_is_answered_with_the_right_one(line, message, capsys):
     assert len(err.splitlines()) == 2 and err.splitlines()[1].endswith(" --help.")
 
 
-@pytest.mark.parametrize(
-    "line", ["caption x.png --max-tok 4", "caption --prompt=--curious x.png", "caption -- --odd-name.png"]
-)
+@pytest.mark.parametrize("line", ["caption --prompt=--curious x.png", "caption -- --odd-name.png"])
 def test_what_argparse_accepts_is_accepted(line, folder, capsys):
     assert main([*line.split()[:1], "--dtype", "float33", *line.split()[1:]]) == 2
     assert "dtype is 'float33'" in capsys.readouterr().err
@@ -132,3 +136,26 @@ def test_what_argparse_accepts_is_accepted(line, folder, capsys):
 )
 def test_names_of_repositories_tell_their_support(model, told):
     assert told_by_name(model) == told
+
+
+def test_options_of_vllm_that_change_nothing_are_named_once(capsys):
+    line = "serve nosuch --trust-remote-code --enable-auto-tool-choice --tool-call-parser hermes --swap-space=4 --lora-modules a=x"
+    assert main(line.split()) == 2
+    told, refused = capsys.readouterr().err.splitlines()
+    options = "--trust-remote-code, --enable-auto-tool-choice, --tool-call-parser, --swap-space"
+    assert told == f"mmvllm serve: {options} changes nothing here" and "needs --enable-lora" in refused
+
+
+def test_a_server_is_given_one_model(capsys):
+    assert main(["serve", "one", "--model", "two"]) == 2
+    assert "the model is named twice: one and --model two" in capsys.readouterr().err
+    assert main(["serve", "--model", "nosuch", "--lora-modules", "a=x", "--lora-modules", "a=y"]) == 2
+    assert "--lora-modules needs --enable-lora" in capsys.readouterr().err
+
+
+def test_options_that_are_given_again_are_kept():
+    parser = argparse.ArgumentParser()
+    import_module("mmvllm.cli.serve").add_arguments(parser)
+    line = "--lora-modules a=x b=y --lora-modules c=z --served-model-name m n --served-model-name o"
+    args = parser.parse_args(line.split())
+    assert args.lora_modules == ["a=x", "b=y", "c=z"] and args.served_model_name == ["m", "n", "o"]
