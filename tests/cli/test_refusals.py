@@ -139,8 +139,8 @@ def test_names_of_repositories_tell_their_support(model, told):
 
 
 def test_options_of_vllm_that_change_nothing_are_named_once(capsys):
-    line = "serve nosuch --trust-remote-code --enable-auto-tool-choice --tool-call-parser hermes --swap-space=4 --lora-modules a=x"
-    assert main(line.split()) == 2
+    line = "--trust-remote-code --enable-auto-tool-choice --tool-call-parser hermes --swap-space=4 --lora-modules a=x"
+    assert main(["serve", *line.split()]) == 2
     told, refused = capsys.readouterr().err.splitlines()
     options = "--trust-remote-code, --enable-auto-tool-choice, --tool-call-parser, --swap-space"
     assert told == f"mmvllm serve: {options} changes nothing here" and "needs --enable-lora" in refused
