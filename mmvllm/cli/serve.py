@@ -108,6 +108,14 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--demo", action="store_true", help="also serve the demo page at /demo, which requires no key")
     group.add_argument(
+        "--keep-alive",
+        type=seconds,
+        default=75.0,
+        metavar="S",
+        help="seconds until an idle connection is closed; a proxy in front must close its own earlier (default: "
+        "%(default)g)",
+    )
+    group.add_argument(
         "--drain-timeout",
         type=seconds,
         default=30.0,
@@ -248,7 +256,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{settings.model_names[0]} is served at {url}/v1{page}")
 
         app = build_app(engine, settings)
-        server = make_server(app, engine, args.drain_timeout, args.access_log, tell)
+        server = make_server(app, engine, args.drain_timeout, args.access_log, tell, args.keep_alive)
         with without_old_objects(), ended_by_second_signal():
             server.run([listener])
     return 0

@@ -111,7 +111,7 @@ class ChatResponseBuilder(ResponseBuilder):
     def _logprobs(self, entries: Sequence[LogprobsById]) -> dict | None:
         if self._top_logprobs is None:
             return None
-        return {"content": shown_logprobs(entries, self._top_logprobs, self._tokenizer)}
+        return {"content": shown_logprobs(entries, self._top_logprobs, self._tokenizer, self._names_by_id)}
 
 
 def _call_part(piece: CallPiece) -> dict:

@@ -11,7 +11,7 @@ from mmvllm.server.response_builder import (
     NO_LOGPROB,
     ChoiceBuffer,
     ResponseBuilder,
-    token_text,
+    token_name,
     top_of,
 )
 from mmvllm.server.responses import Completion, Usage
@@ -84,7 +84,7 @@ class CompletionResponseBuilder(ResponseBuilder):
         ids, found, offset = output.prompt_token_ids, output.prompt_logprobs, _OffsetCounter(frozenset())
         own = [None if entry is None else entry[token_id] for token_id, entry in zip(ids, found, strict=True)]
         return {
-            "tokens": [self._token_text(token_id) for token_id in ids],
+            "tokens": [self._name_of(token_id) for token_id in ids],
             "token_logprobs": [None if logprob is None else max(logprob, NO_LOGPROB) for logprob in own],
             "top_logprobs": [None if entry is None else self._top_by_text(entry) for entry in found],
             "text_offset": [offset.advance(token_id, token_bytes(self._tokenizer, token_id)) for token_id in ids],
@@ -99,7 +99,7 @@ class CompletionResponseBuilder(ResponseBuilder):
         offset = self._offsets.setdefault(index, _OffsetCounter(self._special_ids, len(echo)))
         sampled = [(next(iter(entry)), entry) for entry in entries]
         made = {
-            "tokens": [self._token_text(token_id) for token_id, _ in sampled],
+            "tokens": [self._name_of(token_id) for token_id, _ in sampled],
             "token_logprobs": [max(entry[token_id], NO_LOGPROB) for token_id, entry in sampled],
             "top_logprobs": [self._top_by_text(entry) for entry in entries],
             "text_offset": [
@@ -112,15 +112,15 @@ class CompletionResponseBuilder(ResponseBuilder):
         return {name: echoed[name] + made[name] for name in made}
 
     def _top_by_text(self, logprobs: LogprobsById) -> dict[str, float]:
-        """Includes the sampled token; of tokens with the same text, the most likely one is shown."""
+        """Includes the sampled token; of tokens with the same name, the most likely one is shown."""
         sampled = next(iter(logprobs.items()))
         made: dict[str, float] = {}
         for token_id, logprob in [*top_of(logprobs, self._top_logprobs), sampled]:
-            made.setdefault(self._token_text(token_id), max(logprob, NO_LOGPROB))
+            made.setdefault(self._name_of(token_id), max(logprob, NO_LOGPROB))
         return made
 
-    def _token_text(self, token_id: int) -> str:
-        return token_text(token_bytes(self._tokenizer, token_id))
+    def _name_of(self, token_id: int) -> str:
+        return token_name(token_id, token_bytes(self._tokenizer, token_id), self._names_by_id)
 
 
 class _OffsetCounter:

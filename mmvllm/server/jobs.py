@@ -133,7 +133,7 @@ class JobFactory:
         model, adapter = self._models.find(body.model)
         use = self._tool_use(body)
         prompt = self.prompt(body, use.tools, reservation, adapter=adapter)
-        shown = use.params.logprobs, body.prompt_logprobs, bool(body.return_token_ids)
+        shown = use.params.logprobs, body.prompt_logprobs, *_named(body)
         boxes = body.mmvllm.boxes if body.mmvllm else None
         options = {"functions": use.names, "boxes": boxes, "echoed": convert.echoed_text(body)}
         builder = ChatResponseBuilder(model, self._engine.tokenizer, *shown, **options)
@@ -255,7 +255,7 @@ class JobFactory:
         if len(prompts) > self._engine.max_requests:
             message = f"{len(prompts)} prompts, at most {self._engine.max_requests} are accepted (max_waiting)"
             raise ApiError(400, message, param="prompt")
-        shown = params.logprobs, body.prompt_logprobs, bool(body.return_token_ids)
+        shown = params.logprobs, body.prompt_logprobs, *_named(body)
         options = {"echoes": bool(body.echo), "skips_special": params.skip_special_tokens}
         builder = CompletionResponseBuilder(model, self._engine.tokenizer, *shown, **options)
         described, field = partial(described_prompts, prompts), structured_field(body)
@@ -315,6 +315,11 @@ class JobFactory:
                 raise ApiError(400, error.spelled(self._settings.media_names), param=param) from None
         reservation.take(len(data))
         return data
+
+
+def _named(body: SamplingRequest) -> tuple[bool, bool]:
+    """Whether a response has token ids, and names tokens by them."""
+    return bool(body.return_token_ids), bool(body.return_tokens_as_token_ids)
 
 
 def _check_chat_fields(body: EmbeddingRequest) -> None:

@@ -183,7 +183,9 @@ class SamplingRequest(StructuredFields):
     length_penalty: float | None = Field(None, ge=-10, le=10, description="Of beam search. Default: 1.")
     early_stopping: bool | Literal["never"] | None = Field(None, description="Of beam search. Default: false.")
     truncate_prompt_tokens: Literal[-1] | None = None  # to what fits: a prompt that does not is refused
-    return_tokens_as_token_ids: Unsupported = None
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description='Name tokens by their ids, "token_id:5", in log-probabilities.'
+    )
     return_token_ids: bool | None = Field(None, description="Add the token ids of the prompt and of each completion.")
     logits_processors: Unsupported = None
     mm_processor_kwargs: Unsupported = None

@@ -90,10 +90,12 @@ class ResponseBuilder:
         top_logprobs: int | None,
         prompt_logprobs: int | None = None,
         returns_token_ids: bool = False,
+        names_tokens_by_id: bool = False,
     ):
         """Shows the `top_logprobs` most likely tokens for each sampled one; None shows no log-probabilities.
 
-        `prompt_logprobs` is the same for the prompt's tokens, in a field of their own.
+        `prompt_logprobs` is the same for the prompt's tokens, in a field of their own. `names_tokens_by_id` shows
+        "token_id:5" in place of the texts of tokens, of which several may be equal.
         """
         self.model = model
         self._head = {
@@ -105,7 +107,7 @@ class ResponseBuilder:
             "system_fingerprint": None,
         }
         self._tokenizer, self._top_logprobs, self._prompt_logprobs = tokenizer, top_logprobs, prompt_logprobs
-        self._returns_token_ids, self.num_values = returns_token_ids, 0
+        self._returns_token_ids, self._names_by_id, self.num_values = returns_token_ids, names_tokens_by_id, 0
 
     def count(self, delta: Delta, is_streamed: bool) -> None:
         """Add the log-probabilities of a delta to `num_values`; a stream counts only the echoed prompt.
@@ -182,12 +184,18 @@ def top_of(logprobs: LogprobsById, number: int | None) -> list[tuple[int, float]
     return sorted(logprobs.items(), key=lambda item: -item[1])[:number]
 
 
-def shown_logprobs(entries: Sequence[LogprobsById], number: int, tokenizer: Any) -> list[dict]:
+def shown_logprobs(
+    entries: Sequence[LogprobsById], number: int, tokenizer: Any, names_by_id: bool = False
+) -> list[dict]:
     """The log-probabilities of tokens, and of the `number` most likely ones, as chats and responses have them."""
 
     def entry(token_id: int, logprob: float) -> dict:
         data = token_bytes(tokenizer, token_id)
-        return {"token": token_text(data), "logprob": max(logprob, NO_LOGPROB), "bytes": list(data)}
+        return {
+            "token": token_name(token_id, data, names_by_id),
+            "logprob": max(logprob, NO_LOGPROB),
+            "bytes": list(data),
+        }
 
     return [
         entry(*next(iter(one.items()))) | {"top_logprobs": [entry(*item) for item in top_of(one, number)]}
@@ -199,8 +207,13 @@ def call_id() -> str:
     return f"call_{uuid.uuid4().hex}"
 
 
-def token_text(data: bytes) -> str:
-    """A token's text; incomplete UTF-8 is escaped as in OpenAI's API, "bytes:\\xf0\\x9f"."""
+def token_name(token_id: int, data: bytes, by_id: bool) -> str:
+    """What log-probabilities call a token: its text, or its id, as in vLLM.
+
+    Incomplete UTF-8 is escaped as in OpenAI's API, "bytes:\\xf0\\x9f".
+    """
+    if by_id:
+        return f"token_id:{token_id}"
     try:
         return data.decode()
     except UnicodeDecodeError:

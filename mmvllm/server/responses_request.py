@@ -262,6 +262,7 @@ class ResponsesRequest(SamplingRequest):
     return_token_ids: Unsupported = None
     prompt_logprobs: Unsupported = None
     echo: Unsupported = None
+    return_tokens_as_token_ids: Unsupported = None
     response_format: Unsupported = None  # which is text.format here
 
     @property

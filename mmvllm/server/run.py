@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from mmvllm.async_llm import AsyncLLM
 from mmvllm.server.connection import TimeLimitedProtocol
 
+KEEP_ALIVE_SECONDS = 75.0  # longer than proxies keep theirs, which would send a request into a closing connection
 SEND_SECONDS = 5.0  # for sending the responses of requests that have ended
 SEND_SECONDS_IF_FORCED = 0.5  # the same, after a second signal
 
@@ -60,7 +61,12 @@ class GracefulServer(uvicorn.Server):
 
 
 def make_server(
-    app: FastAPI, engine: AsyncLLM, drain_seconds: float, access_log: bool, on_ready: Callable[[str], None]
+    app: FastAPI,
+    engine: AsyncLLM,
+    drain_seconds: float,
+    access_log: bool,
+    on_ready: Callable[[str], None],
+    keep_alive: float = KEEP_ALIVE_SECONDS,
 ) -> GracefulServer:
     """A server whose `run([listener])` returns after SIGINT or SIGTERM; `on_ready` is called with the URL."""
     config = uvicorn.Config(
@@ -73,6 +79,7 @@ def make_server(
         log_level="error",  # malformed client input is not logged
         access_log=access_log,
         server_header=False,
+        timeout_keep_alive=keep_alive,
         timeout_graceful_shutdown=int(drain_seconds + 2 * SEND_SECONDS),  # in case an aborted connection does not close
     )
     if access_log:

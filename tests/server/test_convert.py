@@ -16,7 +16,7 @@ from mmvllm.server.convert import (
 )
 from mmvllm.server.errors import ApiError
 from mmvllm.server.protocol import ChatRequest, CompletionRequest
-from mmvllm.server.response_builder import token_text
+from mmvllm.server.response_builder import token_name
 from mmvllm.server.responses_as_chat import as_chat, messages_of
 from mmvllm.server.responses_request import ResponsesRequest
 from mmvllm.server.videos import videos_of
@@ -246,7 +246,9 @@ def test_prompts_have_four_shapes(prompt, expected):
 
 
 def test_incomplete_utf8_is_shown_as_bytes():
-    assert token_text("é".encode()) == "é" and token_text("é".encode()[:1]) == "bytes:\\xc3"
+    data = "é".encode()
+    assert [token_name(5, one, by_id=False) for one in (data, data[:1])] == ["é", "bytes:\\xc3"]
+    assert token_name(5, data, by_id=True) == "token_id:5"
 
 
 def test_one_detail_gives_the_same_input_as_max_pixels_of_the_request(engine):

@@ -8,6 +8,7 @@ from tests.helpers.server import (
     CHAT,
     COMPLETIONS,
     TOKENIZE,
+    answered,
     call,
     chat,
     completion,
@@ -45,6 +46,31 @@ def test_the_tokens_of_a_conversation_are_those_that_it_is_charged_for(app, keys
     count = tokens_of(app, messages=messages, **keys)["count"]
     usage = call(app, "POST", CHAT, json=chat(messages=messages, max_tokens=1, **keys)).json()["usage"]
     assert count == usage["prompt_tokens"] > usage["prompt_tokens_details"]["image_tokens"] > 0
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_log_probabilities_name_tokens_by_their_ids(app, path):
+    keys = {"max_tokens": 3, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    keys |= {"logprobs": True, "top_logprobs": 2} if path == CHAT else {"logprobs": 2, "echo": True}
+    body = chat("Hello", **keys) if path == CHAT else completion(**keys)
+    plain, named = (
+        answered(app, path, body | {"return_tokens_as_token_ids": own})["choices"][0] for own in (False, True)
+    )
+    ids = named["token_ids"] if path == CHAT else [*named["prompt_token_ids"], *named["token_ids"]]
+    if path == CHAT:
+        shown, texts = named["logprobs"]["content"], plain["logprobs"]["content"]
+        assert [entry["token"] for entry in shown] == [f"token_id:{i}" for i in ids]
+        assert [entry["bytes"] for entry in shown] == [entry["bytes"] for entry in texts]
+        assert all(len(entry["top_logprobs"]) == 2 for entry in shown)
+        assert all(top["token"].startswith("token_id:") for entry in shown for top in entry["top_logprobs"])
+    else:
+        assert named["logprobs"]["tokens"] == [f"token_id:{i}" for i in ids]
+        assert all(name.startswith("token_id:") for one in named["logprobs"]["top_logprobs"] if one for name in one)
+        assert named["logprobs"]["text_offset"] == plain["logprobs"]["text_offset"]
+    *_, last, _, _ = call(
+        app, "POST", path, json=body | {"stream": True, "return_tokens_as_token_ids": True}
+    ).text.split("\n\n")
+    assert f"token_id:{ids[-1]}" in last
 
 
 def test_text_and_tokens_are_inverse(app):
