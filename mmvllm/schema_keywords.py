@@ -83,7 +83,7 @@ def enforceable(schema: Mapping[str, Any]) -> dict[str, Any]:
 def _enforceable(schema: Any, drops: bool) -> Any:
     if not isinstance(schema, Mapping):
         return schema
-    made = {}
+    schema, made = _with_null(schema), {}
     for keyword, value in schema.items():
         if _demands_nothing(keyword, value):
             continue
@@ -96,6 +96,16 @@ def _enforceable(schema: Any, drops: bool) -> Any:
             made[keyword] = {name: _enforceable(part, drops) for name, part in value.items()}
         else:
             made[keyword] = value
+    return made
+
+
+def _with_null(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema with null among its types, where it is `nullable` as in OpenAPI 3.0, beside a `type`."""
+    if schema.get("nullable") is not True or not isinstance(kind := schema.get("type"), str):
+        return schema
+    made = {name: value for name, value in schema.items() if name != "nullable"} | {"type": [kind, "null"]}
+    if isinstance(values := schema.get("enum"), list) and None not in values:
+        made["enum"] = [*values, None]
     return made
 
 

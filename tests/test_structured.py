@@ -100,7 +100,7 @@ UNENFORCED = {
     "dependentRequired": {"type": "object", "dependentRequired": {"a": ["b"]}},
     "unevaluatedProperties": {"type": "object", "unevaluatedProperties": False},
     "minContains": {"type": "array", "minContains": 1},
-    "nullable": {"type": "string", "nullable": True},
+    "nullable": {"const": "a", "nullable": True},
     "maxlength": {"type": "string", "maxlength": 3},
     "minProperties": {"type": "object", "minProperties": 1},
 }
@@ -119,6 +119,15 @@ def test_a_keyword_that_is_not_enforced_is_refused_with_its_place(keyword, place
     with pytest.raises(RequestError, match=rf"has the keyword '{keyword}' at ") as caught:
         of(json=PLACES[place](UNENFORCED[keyword]))
     assert f" at {place}, which can" in str(caught.value) and caught.value.value == keyword
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_nullable_as_in_openapi_may_be_null(place):
+    for part, wanted in (
+        ({"type": "string", "nullable": True, "title": "A"}, {"type": ["string", "null"], "title": "A"}),
+        ({"type": "string", "enum": ["a"], "nullable": True}, {"type": ["string", "null"], "enum": ["a", None]}),
+    ):
+        assert json.loads(of(json=PLACES[place](part)).json) == PLACES[place](wanted)
 
 
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # as pydantic up to 2.12 has it, beside a number
