@@ -15,10 +15,11 @@ MAX_COST = 4000  # 0.2 s
 MAX_INTERSECTIONS = 11
 _OF_REPEAT = 4  # the cost of an alternative is 1
 TOO_COSTLY = f"too many repetitions and alternatives; at most {MAX_COST // _OF_REPEAT} repetitions can be enforced"
-# llguidance's tokens; other characters are tokens of their own.
+# llguidance's tokens; other characters are tokens of their own. One that does not end is all that follows, so that no
+# character is looked at twice.
 _TOKEN = re.compile(
-    r"""(?P<text>"(?:\\.|[^"\\])*") | (?P<comment>(?://|\#)[^\n]*) | (?P<regex>/(?:\\.|[^/\\])+/)
-    | (?P<name>[!?_]*[A-Za-z][A-Za-z0-9_-]*) | (?P<other>.)""",
+    r"""(?P<text>"(?:\\.|[^"\\])*+"?) | (?P<comment>(?://|\#)[^\n]*) | (?P<regex>/(?:\\.|[^/\\])++/?)
+    | (?P<name>[!?_]{0,2}[A-Za-z][A-Za-z0-9_-]*+) | (?P<other>.)""",
     re.VERBOSE | re.DOTALL,
 )
 # A rule may have attributes or a parameter before the colon.
@@ -100,15 +101,21 @@ def _of_body(body: list[_Token], costs: Mapping[str, _Cost]) -> _Cost:
             found += _of_regex(text)
         elif kind == "other":
             found += _of_operator(text)
-        elif kind == "name" and text in costs and _is_terminal(text):
-            found += costs[text]
+        elif kind == "name":
+            found += _Cost(_OF_REPEAT * text.count("?"))  # which may be an operator of what precedes it
+            found += costs[text] if text in costs and _is_terminal(text) else _Cost()
     return found
 
 
 def _of_rule(body: list[_Token]) -> _Cost:
-    """Of the most costly expression in a rule: each of them is one of its own, as terminals are."""
+    """Of the most costly expression in a rule, each of which is one of its own; or of the parser for the rule's parts.
+
+    Each part that may be empty is looked at with each token that begins the rule.
+    """
     repeats = [_of_regex(text).repeats for kind, text in body if kind == "regex"]
-    return _Cost(max(repeats, default=0), sum(text in "&~" for kind, text in body if kind == "other"))
+    num_parts = sum(kind == "name" or (kind == "other" and text in "*+?") for kind, text in body)
+    num_parts += sum(text.startswith("?") for kind, text in body if kind == "name")  # which may be an operator
+    return _Cost(max([*repeats, num_parts]), sum(text in "&~" for kind, text in body if kind == "other"))
 
 
 def _of_regex(text: str) -> _Cost:

@@ -30,7 +30,7 @@ from mmvllm.processors.foreign import ForeignProcessor
 from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig
 from mmvllm.processors.load_video import Load
 from mmvllm.processors.parts import plain_processor_kwargs
-from mmvllm.processors.requests import parse_request
+from mmvllm.processors.requests import media_kinds, parse_request
 from mmvllm.processors.tensors import own_token_ids
 from mmvllm.processors.video import VideoProcessor, VideoProcessorConfig
 from mmvllm.processors.video_backends import load_with
@@ -178,13 +178,8 @@ def naming_request(index: int) -> Iterator[None]:
 
 def slowest_media(request: Request) -> Kind | None:
     """What preparing a request means loading: videos, else images, else nothing."""
-    try:
-        parsed = parse_request(request) if isinstance(request, dict) else None
-    except ValueError:  # raised again when it is prepared
-        return None
-    if parsed is None or not (parsed.images or parsed.videos):
-        return None
-    return "video" if parsed.videos else "image"
+    kinds = set(media_kinds(request)) if isinstance(request, dict) else ()
+    return next((kind for kind in ("video", "image") if kind in kinds), None)
 
 
 def request_options(request: dict) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The keywords of JSON schemas that llguidance enforces. It ignores some of the others, so they are refused by name."""
 
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from math import lcm
@@ -46,8 +47,11 @@ _ENFORCED_PATTERN = re.compile(
 MAX_PATTERNS = 12  # where schemas are combined: compiling a conjunction of n expressions takes 2^n steps
 MAX_MULTIPLE = 2**53  # larger integers are not exact in float64
 MAX_REMAINDERS = 10_000  # 0.05 s: each is a state of the lexer, and where schemas are combined each pair, triple ... is
+MAX_PRODUCT = 100_000  # 40 MB
+_PROPERTIES = ("properties", "patternProperties")
 _OF_ONE, _OF_LISTS = ("additionalProperties", "items", "additionalItems"), ("anyOf", "oneOf", "allOf", "prefixItems")
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
+_Place = tuple[str | int, ...]
 _VALUES = ("const", "default", "examples", "example")  # which may be null
 
 
@@ -151,6 +155,7 @@ def check_cost(schema: dict[str, Any]) -> None:
     """Raise RequestError for a keyword that takes too long to compile, which llguidance's own limits do not bound."""
     _check_conjunctions(schema)
     _check_multiples(schema)
+    _check_products(schema)
     for place, part in _parts(schema):
         for keyword, patterns in _expressions_in(part):
             if is_costly("".join(pattern for pattern in patterns if isinstance(pattern, str))):
@@ -165,6 +170,16 @@ def _check_multiples(schema: dict[str, Any]) -> None:
             if remainders > MAX_REMAINDERS:
                 reason = "is too large, or has too few factors in common with others, to be enforced; use a smaller one"
                 raise _refused("multipleOf", place, reason)
+
+
+def _check_products(schema: dict[str, Any]) -> None:
+    """Of properties beside alternatives: each alternative has all of them when it is compiled."""
+    for place, part in _parts(schema):
+        num_properties = sum(len(part[name]) for name in _PROPERTIES if isinstance(part.get(name), dict))
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            if isinstance(part.get(keyword), list) and num_properties * len(part[keyword]) > MAX_PRODUCT:
+                reason = f"has so many members that they and the properties beside it are more than {MAX_PRODUCT}"
+                raise _refused(keyword, place, f"{reason} together, multiplied")
 
 
 def _num_remainders(value: float) -> int:
@@ -194,27 +209,27 @@ def _is_conjunction(part: dict[str, Any]) -> bool:
     return num_schemas + has_others > 1 and num_schemas > 0
 
 
-def _refused(keyword: Any, place: str, reason: str) -> RequestError:
-    message = f"structured.json has the keyword {keyword!r:.100} at {place or '/':.200}, which {reason}"
+def _refused(keyword: Any, place: _Place, reason: str) -> RequestError:
+    pointer = "".join(f"/{name}" for name in place)
+    message = f"structured.json has the keyword {keyword!r:.100} at {pointer or '/':.200}, which {reason}"
     return RequestError(message, param="structured.json", value=keyword)
 
 
-def _parts(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every schema in a schema, with its JSON pointer."""
-    waiting = [("", schema)]
+def _parts(schema: Any) -> Iterator[tuple[_Place, dict[str, Any]]]:
+    """Every schema in a schema, with the names and indices that lead to it."""
+    waiting: deque[tuple[_Place, Any]] = deque([((), schema)])
     while waiting:
-        place, part = waiting.pop(0)
+        place, part = waiting.popleft()
         if isinstance(part, dict):
             yield place, part
             waiting += _inner(place, part)
 
 
-def _inner(place: str, part: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _inner(place: _Place, part: dict[str, Any]) -> Iterator[tuple[_Place, Any]]:
     for keyword, value in part.items():
-        here = f"{place}/{keyword}"
         if keyword in _OF_ONE and isinstance(value, dict):
-            yield here, value
+            yield (*place, keyword), value
         elif keyword in (*_OF_LISTS, "items") and isinstance(value, list):
-            yield from ((f"{here}/{i}", one) for i, one in enumerate(value))
+            yield from (((*place, keyword, i), one) for i, one in enumerate(value))
         elif keyword in _OF_NAMES and isinstance(value, dict):
-            yield from ((f"{here}/{name}", one) for name, one in value.items())
+            yield from (((*place, keyword, name), one) for name, one in value.items())

@@ -1,9 +1,9 @@
 """The forms of a request: chat messages, text with images and videos, and prompts as vLLM's users write them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from mmvllm.errors import ParameterError, RequestError
 from mmvllm.processors.chat_template import WITH_PROMPT
@@ -209,6 +209,25 @@ def _for_each(videos: list[dict], kwargs: dict[str, Any]) -> list[dict[str, Any]
         reason = f"fps has {len(rates)} rates for {counted(len(videos), 'video')}; give one, or one for each video"
         raise RequestError(reason, param="fps")
     return [{**kwargs, "fps": rate} for rate in rates]
+
+
+def media_kinds(request: dict) -> Iterator[Literal["image", "video"]]:
+    """The kinds of the media in a request that may be wrong in any way, without a look at anything else."""
+    messages = request.get("messages")
+    for message in messages if isinstance(messages, list | tuple) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list | tuple) else ():
+            if isinstance(part, dict):
+                part = without_nulls(part)
+                if is_video_part(part):
+                    yield "video"
+                elif part.get("type") in SOURCE_KEYS or any(key in part for key in SOURCE_KEYS):
+                    yield "image"
+    data = request.get("multi_modal_data")
+    for kind, name in (("image", "images"), ("video", "videos")):
+        given = request.get(name), data.get(kind) if isinstance(data, Mapping) else None
+        if any(one is not None and not (isinstance(one, list | tuple) and not one) for one in given):
+            yield kind
 
 
 def _parse_messages(messages: Any) -> tuple[list[dict], list[dict], list[dict]]:

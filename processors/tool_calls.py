@@ -22,6 +22,7 @@ _BEGINS_AN_OBJECT = re.compile(r"\s*(\{|$)")
 _MEMBER = re.compile(r'\s*[{,]\s*("(?:[^"\\]|\\.)*")\s*:\s*')
 # Other members may follow the arguments.
 _TAIL = re.compile(r'\s*(?:,\s*(?:".*?(?=</?tool_call>)|".*$|$))?\}?\s*(</tool_call>)?', re.DOTALL)
+MAX_REFUSED = 64
 MAX_SCANNED = 1_000_000  # characters of arguments that are not JSON, which take half a second
 _NOT_JSON = {"NaN": "null", "Infinity": "null", "-Infinity": "null", "None": "null", "True": "true", "False": "false"}
 _LONGEST = max(map(len, _NOT_JSON))
@@ -95,6 +96,7 @@ class ToolCallParser:
         self._read: Callable[[list, bool], bool] = self._content
         self._object = _ObjectScanner()
         self._scanned, self._num_scanned = "", 0  # of a call in another order: its JSON, and characters of `_rest`
+        self._num_refused = 0  # marks that no call followed
         self.num_calls = 0
 
     def feed(self, text: str, is_last: bool = False) -> list[str | CallPiece]:
@@ -113,6 +115,8 @@ class ToolCallParser:
                 return False
             self._is_after_call = False
         text, start, after = self._rest.partition(START)
+        if self._num_refused >= MAX_REFUSED:  # each is followed by all that could be its call
+            text, start = self._rest, ""
         if not start:
             size = len(text) if is_last else _num_settled(text)
             pieces.append(text[:size])
@@ -139,7 +143,7 @@ class ToolCallParser:
             self._begin(pieces, call.name, self._num_scanned, self._tail, call.arguments)
         else:
             pieces.append(self._gap + START)
-            self._read = self._content
+            self._read, self._num_refused = self._content, self._num_refused + 1
         return True
 
     def _begin(self, pieces: list, name: str, size: int, read: Callable, arguments: str = "") -> None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +14,7 @@ import xxhash
 from mmvllm.captioning.errors import JobError, explained
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item, real_name
+from mmvllm.captioning.names import is_media_name
 from mmvllm.captioning.replacing import replacing
 from mmvllm.captioning.several import caption_lines
 
@@ -35,6 +37,9 @@ _OF_NAMES = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errn
 def _key_of(path: Path) -> str:
     """Of a caption file in the index."""
     return f"file {xxhash.xxh3_128_hexdigest(os.fsencode(real_name(str(path))))}"
+
+
+_RANGE = r"(?:\.\d+(?:\.\d+)?-(?:\d+(?:\.\d+)?|end))"  # of a clip, see `_seconds`
 
 
 def _seconds(time: float | None) -> str:
@@ -74,6 +79,11 @@ class CaptionFiles:
         if item.is_clip:
             return path.with_name(f"{path.stem}.{_seconds(item.start or 0.0)}-{_seconds(item.end)}{self.suffix}")
         return path.with_suffix(self.suffix)
+
+    def is_name_for(self, name: str, image: str) -> bool:
+        """Whether a caption file beside an image or a video of this name could be called so."""
+        stem = re.escape(Path(image).stem)
+        return is_media_name(image) and re.fullmatch(rf"{stem}{_RANGE}?{re.escape(self.suffix)}", name) is not None
 
     def skips(self, item: Item) -> bool:
         """Whether an image is left out because its caption file exists."""
@@ -143,7 +153,7 @@ class CaptionFiles:
         try:
             if self.output_dir is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path, keeps_link=False) as temporary:
+            with replacing(path) as temporary:
                 text = f"{render(record)}\n"
                 temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
         except OSError as error:

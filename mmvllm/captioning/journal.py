@@ -19,6 +19,7 @@ from mmvllm.captioning.index import Index, keep_caption
 from mmvllm.captioning.items import part_of_key, real_name
 from mmvllm.captioning.locked_file import LockedFile
 from mmvllm.captioning.record import ADDED, COLUMNS, as_line, is_clip
+from mmvllm.captioning.replacing import check_regular
 from mmvllm.captioning.settings import CaptionSettings, task_key
 from mmvllm.captioning.settings_file import SettingsFile
 from mmvllm.captioning.several import caption_columns
@@ -44,12 +45,13 @@ class Journal:
     def __init__(self, path: Path, settings: CaptionSettings, overwrite: bool = False, append_anyway: bool = False):
         self.path, self.index = path, Index()
         self._settings, self._overwrite = settings, overwrite
-        target = Path(os.path.realpath(path))  # a symbolic link is kept
-        self.made_with = SettingsFile(target.with_name(f"{target.name}.settings"), path)
+        self.made_with = SettingsFile(path.with_name(f"{path.name}.settings"), path)
+        for one in (path, self.made_with.path):
+            check_regular(one)
         self._num_lines, self._synced = 0, time.monotonic()
         self.is_synced = True
         self._has_begun = self._has_superseded = self._is_lost = False
-        self._file = LockedFile(target, path)
+        self._file = LockedFile(path)
         try:
             if self._file.size and not overwrite:
                 self.made_with.read()
@@ -226,7 +228,7 @@ class Journal:
         target = self._file.path
         temporary = target.with_name(f"{target.name}.tmp")
         temporary.unlink(missing_ok=True)
-        file = LockedFile(temporary, temporary)
+        file = LockedFile(temporary)
         try:
             for number, line in enumerate(self._lines()):
                 if self.index.line(json.loads(line)["key"]) == number:

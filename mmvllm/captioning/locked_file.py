@@ -24,18 +24,17 @@ LOCK_OFFSET = 2**40  # a lock of Windows keeps other handles from reading; no re
 class LockedFile:
     """An open file with an exclusive lock; `size` is what this process has read or written, in bytes.
 
-    Messages say `name`, the path before links are resolved. Raises ValueError if another process has locked it, and
-    ArgumentError if it cannot be opened for writing.
+    Raises ValueError if another process has locked it, and ArgumentError if it cannot be opened for writing.
     """
 
-    def __init__(self, path: Path, name: Path):
-        self.path, self.name = path, name
+    def __init__(self, path: Path):
+        self.path = path
         try:
-            self._file: int | None = _open_locked(path, name)
+            self._file: int | None = _open_locked(path)
             self.size = os.fstat(self._file).st_size
         except OSError as error:
             raise ArgumentError(
-                "{path} cannot be opened for writing: {reason}", path=name, reason=explained(error)
+                "{path} cannot be opened for writing: {reason}", path=path, reason=explained(error)
             ) from error
 
     @property
@@ -58,7 +57,7 @@ class LockedFile:
         try:
             os.ftruncate(self._file, self.size)
         except OSError as error:  # the next run removes an incomplete line
-            logger.warning("%s: an incomplete record cannot be removed: %s", self.name, error.strerror)
+            logger.warning("%s: an incomplete record cannot be removed: %s", self.path, error.strerror)
 
     def truncate(self, size: int) -> None:
         os.ftruncate(self._file, size)
@@ -93,7 +92,7 @@ class LockedFile:
         try:
             new.path.replace(self.path)
         finally:
-            self._file = _open_locked(self.path, self.name)
+            self._file = _open_locked(self.path, self.path)
             self.size = os.fstat(self._file).st_size
 
     def delete(self) -> None:
@@ -113,13 +112,13 @@ class LockedFile:
             self._file = None
 
 
-def _open_locked(path: Path, name: Path) -> int:
+def _open_locked(path: Path) -> int:
     while True:
         file = os.open(path, FLAGS, 0o666)
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise ValueError(f"{name} is not a regular file; records can only be written to a regular file")
-            _lock(file, name)
+                raise ValueError(f"{path} is not a regular file; records can only be written to a regular file")
+            _lock(file, path)
             if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
                 return file
         except BaseException:

@@ -14,6 +14,7 @@ from mmvllm.captioning.items import Item
 from mmvllm.captioning.journal import Journal
 from mmvllm.captioning.objects import object_columns
 from mmvllm.captioning.output_folder import OutputFolder
+from mmvllm.captioning.replacing import check_regular
 from mmvllm.captioning.restoring import Restorer
 from mmvllm.captioning.settings import CaptionSettings, EarlierRuns
 from mmvllm.captioning.tables import write_csv, write_parquet
@@ -246,6 +247,7 @@ def _check_table(path: Path | None, format: str, overwrite: bool) -> None:
         raise ArgumentError(f"{format} needs {{output}} FILE.{format}")
     if format == "parquet" and find_spec("pyarrow") is None:
         raise ValueError("parquet needs pyarrow: pip install 'mmvllm[parquet]'")
+    check_regular(path)
     if os.path.lexists(path) and not os.path.lexists(_journal_of(path)) and not overwrite:
         raise ArgumentError(
             "{path} exists and was not made by mmvllm; choose another {output}, or replace the file with {overwrite}",

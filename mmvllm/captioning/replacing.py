@@ -2,24 +2,23 @@
 
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
 
+from mmvllm.errors import ArgumentError
+
 
 @contextmanager
-def replacing(path: Path, keeps_link: bool = True) -> Iterator[Path]:
-    """A temporary path to write to, of a new file; it replaces `path` if no exception is raised.
-
-    A symbolic link is kept, and what it points to is replaced, unless `keeps_link` is false.
-    """
-    target = Path(os.path.realpath(path)) if keeps_link else path
-    temporary = _new_file(target)
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path to write to, of a new file; it replaces `path`, also a symbolic link, if nothing is raised."""
+    temporary = _new_file(path)
     try:
         yield temporary
-        temporary.replace(target)
+        temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -37,6 +36,19 @@ def _new_file(target: Path) -> Path:
         path = target.with_name(f".{secrets.token_hex(8)}.tmp")
     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     return path
+
+
+def check_regular(path: Path) -> None:
+    """Raise ArgumentError for a path that is there, and no regular file.
+
+    A folder that comes from others may have a link to any file in the place of an output, or a pipe without an end.
+    """
+    try:
+        is_regular = stat.S_ISREG(path.lstat().st_mode)
+    except OSError:  # said when it is opened
+        return
+    if not is_regular:
+        raise ArgumentError("{path} is not a regular file; give the file itself, or another name", path=path)
 
 
 def sync(path: Path) -> None:

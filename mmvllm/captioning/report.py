@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mmvllm.captioning.record import as_line, is_clip
-from mmvllm.captioning.replacing import replacing
+from mmvllm.captioning.replacing import check_regular, replacing
 from mmvllm.captioning.several import LIST, shown_captions
 from mmvllm.captioning.tars import TarMember, tar_members
 from mmvllm.captioning.throughput import draw_throughput, measure_throughput
@@ -101,6 +101,7 @@ def check_place(path: Path) -> None:
         raise ValueError(f"report {path}: there is no folder {path.parent}; make it first")
     if path.is_dir():
         raise ValueError(f"report {path}: is a folder; give the name of a file")
+    check_regular(path)
     if path.exists() and GENERATOR not in path.open("rb").read(4096):
         raise ValueError(f"report {path}: exists, and is not an earlier report; choose another name")
 

@@ -73,8 +73,8 @@ class Restorer:
         is_from_here = path.is_absolute() or not self._folders or os.getcwd() in self._folders
         # An output may come from others, with the images: it must not say which files are written.
         is_beside = path.parent in (image.parent, Path(record["path"]).parent)
-        is_caption = is_beside and path.name.endswith(self._files.suffix)
-        return path if is_from_here and is_caption and os.path.lexists(image) else None
+        is_of_image = is_beside and self._files.is_name_for(path.name, image.name)
+        return path if is_from_here and is_of_image and os.path.lexists(image) else None
 
     def _restore(self, record: dict, path: Path) -> bool:
         """Write the file if it is missing or empty; returns whether it was written."""

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import logging
 import signal
 import time
 from importlib.util import find_spec
@@ -88,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
     check(args)
     tell_if_bundled(args)
 
+    import uvicorn.config
+
     from mmvllm.async_llm import AsyncLLM
     from mmvllm.decoding import MediaDecoder
     from mmvllm.demo.look import launch_options
@@ -110,6 +113,10 @@ def run(args: argparse.Namespace) -> int:
         allow_special_tokens=args.allow_special_tokens,
         chat_template_kwargs=args.chat_template_kwargs or {},
     )
+    # Gradio makes the server of a launched page, whose usual protocol takes heads of any size and for any time. What
+    # clients send it would log as warnings.
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = "mmvllm.server.connection:TimeLimitedProtocol"
+    logging.getLogger("uvicorn.error").addFilter(lambda record: record.levelno >= logging.ERROR)
     decoder = MediaDecoder(policy)
     with ended_by_second_signal():
         try:

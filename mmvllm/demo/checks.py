@@ -21,7 +21,7 @@ _ACCEPTED = {
 }
 
 
-def is_foreign(method: str, path: str, headers: Headers) -> bool:
+def is_foreign(method: str, headers: Headers) -> bool:
     """Whether a browser sends the request for another page.
 
     Browsers say it in `Sec-Fetch-Site`, through proxies too, if the page has been reached securely; otherwise they name
@@ -30,7 +30,7 @@ def is_foreign(method: str, path: str, headers: Headers) -> bool:
     if (site := headers.get("sec-fetch-site")) is None:
         origin = headers.get("origin")
         return origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()
-    is_link = method == "GET" and headers.get("sec-fetch-mode") == "navigate" and not path.endswith("/logout")
+    is_link = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
     return site not in ("same-origin", "none") and not is_link
 
 

@@ -1,7 +1,6 @@
 """Conversations, and their conversion to engine requests and to chat messages of the page."""
 
 import html
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -116,15 +115,11 @@ def to_chat(turns: Sequence[Turn]) -> list[dict]:
 def without_tags(answer: str) -> str:
     """Markdown in which HTML tags and images are shown as text, since an image can make a model write anything.
 
-    A zero-width space after `<` and `!` prevents them; an HTML entity would be shown literally in code. Fenced code is
-    not changed, where it is certain what is in a fence; diagrams are shown as their code.
+    A zero-width space after `<` and `!` prevents them, in code too: an HTML entity would be shown literally there, and
+    what is code is for a parser of Markdown to say. Diagrams are shown as their code.
     """
-    answer = re.sub(r"^([ \t]*(?:`{3,}|~{3,})[ \t]*)mermaid\b", r"\1text", answer, flags=re.MULTILINE | re.IGNORECASE)
-    fences = [line for line in answer.split("\n") if "```" in line or "~~~" in line]
-    is_certain = all(map(re.fullmatch, itertools.cycle((r"```[\w+#.-]*", "```")), fences))
-    pieces = re.split(r"(^```.*?(?:^```$|\Z))", answer, flags=re.MULTILINE | re.DOTALL) if is_certain else [answer]
-    pieces[::2] = [re.sub(r"<(?=[a-zA-Z/!?])|!(?=\[)", "\\g<0>\u200b", piece) for piece in pieces[::2]]
-    return "".join(pieces)
+    answer = re.sub(r"((?:```|~~~)[^\n]*?)mermaid", r"\1text", answer, flags=re.IGNORECASE)
+    return re.sub(r"<(?=[a-zA-Z/!?])|!(?=\[)", "\\g<0>\u200b", answer)
 
 
 def boxes_by_file(boxes: Sequence[Box | Point], media: Sequence[Uploaded]) -> dict[str, list[Box | Point]]:

@@ -25,7 +25,8 @@ ROUTES = frozenset(
 )
 # Also before a login; gradio itself requests "startup-events" when it launches the page.
 OPEN_ROUTES = frozenset({"app_id", "login_check", "startup-events", "theme.css", "token", "user"})
-DOCUMENTS = ("/openapi.json", "/docs", "/redoc")  # of gradio's routes
+# Routes of gradio's that the page does not have: an image in it, or a link on another page, could log a visitor out.
+ABSENT = ("/openapi.json", "/docs", "/redoc", "/logout")
 HEARTBEAT = "heartbeat/"  # followed by the session; this request stays open as long as the page is open
 FILE = "file="  # followed by the path of an uploaded file; gradio would also serve URLs and files of other folders
 EVENTS = ("queue/join", "run/")  # start the handler that the body has the number of
@@ -79,9 +80,9 @@ class DemoRouteFilter:
 
     def _refusal(self, scope: Scope, route: str, num_bytes: int | None) -> PlainTextResponse | None:
         path = scope["path"]
-        if is_foreign(scope["method"], path, Headers(scope=scope)):
+        if is_foreign(scope["method"], Headers(scope=scope)):
             return PlainTextResponse("Open the page itself", 403)
-        if is_too_long(path) or path.endswith(DOCUMENTS) or (route and not self._is_known(route)):
+        if is_too_long(path) or path.rstrip("/").endswith(ABSENT) or (route and not self._is_known(route)):
             return PlainTextResponse("There is nothing here", 404)
         if route and route not in OPEN_ROUTES and not is_logged_in(scope):
             return PlainTextResponse("Log in first", 401)

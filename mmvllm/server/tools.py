@@ -17,7 +17,7 @@ from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.errors import ApiError
 from mmvllm.server.messages import Flag, OpenModel, StrictModel
 from mmvllm.server.structured import StructuredField
-from mmvllm.structured import StructuredOutputsParams
+from mmvllm.structured import MAX_CHARACTERS, StructuredOutputsParams
 from mmvllm.text import has_more_values
 
 
@@ -172,6 +172,9 @@ def _check_beam_search(params: SamplingParams, is_restricted: bool) -> None:
 
 
 def _check_schemas(tools: Sequence[dict], enforced: Sequence[bool]) -> None:
+    shown = (json.dumps(tool) for tool, is_enforced in zip(tools, enforced, strict=True) if is_enforced)
+    if (size := sum(map(len, shown))) > MAX_CHARACTERS:  # before each of them is looked into
+        raise ApiError(400, f"tools has {size} characters, at most {MAX_CHARACTERS} are accepted", param="tools")
     for i, tool in enumerate(tools):
         schema = tool["function"].get("parameters") if enforced[i] else None
         field = StructuredField({"json": schema} if schema else {}, {"json": f"tools[{i}].function.parameters"})

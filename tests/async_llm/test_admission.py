@@ -3,6 +3,7 @@
 import asyncio
 import threading
 
+import numpy as np
 import pytest
 
 from mmvllm import intake
@@ -111,6 +112,13 @@ def test_media_of_one_kind_do_not_wait_for_those_of_the_other(slow, quick):
         (ask({"type": "video", "video": "a.mp4"}, "?"), "video"),
         (ask(noise_image(70, 70), {"type": "video", "video": "a.mp4"}, "?"), "video"),
         ({"prompt": 5}, None),
+        ({"prompt": "a", "multi_modal_data": {"image": noise_image(70, 70)}}, "image"),
+        ({"prompt": "a", "multi_modal_data": {"video": np.zeros((2, 8, 8, 3), np.uint8), "image": None}}, "video"),
+        ({"text": "a", "images": [], "videos": None}, None),
+        ({"text": "a", "images": "a.png", "videos": ["a.mp4"]}, "video"),
+        ({"messages": [{"content": [{"image": "a.png", "video": None}]}, 5, {"content": 5}, {}]}, "image"),
+        ({"messages": 5, "multi_modal_data": 5}, None),
+        ({"messages": [{"role": "assistant", "tool_calls": 5, "content": [5, {"type": "image_url"}]}]}, "image"),
     ],
 )
 def test_the_slowest_media_of_a_request(request_, media):

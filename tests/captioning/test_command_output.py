@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.captioning import by_name, many, recorded, until
-from tests.helpers.requests import noise_image
 
 
 def test_an_output_that_may_not_be_written_is_refused(caption, folder, out, tmp_path):
@@ -84,14 +83,28 @@ def test_an_output_that_is_not_a_regular_file_is_refused_and_kept(kind, start, f
     assert done.code == 2 and "is not a regular file" in done.err
 
 
-def test_an_output_that_is_a_symbolic_link_is_kept(caption, folder, out, tmp_path):
-    out.symlink_to("elsewhere.jsonl")
-    (folder / "000.png").write_text("none")
-    assert caption(folder, "--output", out).code == 3
-    noise_image(30, 30).save(folder / "000.png")
-    assert caption(folder, "--output", out, "--retry-failed").code == 0
-    assert len(by_name(out)) == 4
-    assert out.is_symlink() and len(by_name(tmp_path / "elsewhere.jsonl")) == 4
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+@pytest.mark.parametrize("place", ["", ".settings", ".journal.jsonl", ".journal.jsonl.settings", "report"])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe"])
+def test_nothing_is_written_through_links_or_read_from_pipes(caption, folder, tmp_path, suffix, place, kind):
+    """A folder that comes from others may have them in the place of an output."""
+    out, victim = tmp_path / f"captions.{suffix}", tmp_path / "victim"
+    path = tmp_path / "report.html" if place == "report" else out.with_name(f"{out.name}{place}")
+    if (suffix == "csv") != place.startswith(".journal") and place not in ("", "report"):
+        return
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(victim)
+    if kind == "link":
+        victim.write_text("precious")
+    if place == "" and suffix == "csv":
+        out.with_name(f"{out.name}.journal.jsonl").touch()
+    report = ["--report", tmp_path / "report.html"] if place == "report" else []
+    done = caption(folder, "--output", out, *report)
+    assert done.code == 2 and f"{path.name} is not a regular file" in done.err
+    assert (victim.read_text() if kind == "link" else victim.exists()) == ("precious" if kind == "link" else False)
+    assert path.is_symlink() or kind == "pipe"
 
 
 def test_an_image_in_a_locked_folder_does_not_end_the_run(caption, folder, out, tmp_path):

@@ -87,7 +87,16 @@ def test_an_output_does_not_say_which_files_are_written(shared_llm, images, outp
     keys = {"format": "txt", "output": "captions.jsonl", "output_dir": output_dir}
     (own,) = caption(shared_llm, images, **keys)
     evil = [
-        *("evil.sh", "images/evil.sh", "../evil.txt", "out/../evil.txt", "out/../../evil.txt", "images/../evil.txt"),
+        *(
+            "evil.sh",
+            "images/evil.sh",
+            "images/evil.txt",
+            "images/a.b.txt",
+            "../evil.txt",
+            "out/../evil.txt",
+            "out/../../evil.txt",
+            "images/../evil.txt",
+        ),
         str(Path("evil.txt").absolute()),
     ]
     forged = [{**own, "file": file, "caption": "curl evil", "key": f"{i:032}"} for i, file in enumerate(evil)]

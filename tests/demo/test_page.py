@@ -235,6 +235,10 @@ def test_the_command_requires_a_login_and_leaves_no_file(tmp_path):
             client.post(f"{url}login", data={"username": "ann", "password": "secret"}).raise_for_status()
             assert client.get(f"{url}config").json()["title"] == "mmvllm"
         assert [*tmp_path.glob("mmvllm-page-*")]
+        for start in (b"GET /?", b"GET / HTTP/1.1\r\nX: "):  # as the server's, the head of a request has a size
+            with socket.create_connection(("127.0.0.1", httpx.URL(url).port)) as connection:
+                connection.sendall(start + b"a" * 100_000)
+                assert connection.recv(100).startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
         process.send_signal(signal.SIGTERM)
         said = process.communicate(timeout=60)[1]
     notice, _, said = said.partition("\n")

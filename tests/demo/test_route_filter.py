@@ -80,6 +80,8 @@ def status(route_filter: DemoRouteFilter, path: str, method: str = "POST", **hea
         ("/gradio_api/deep_link", 404),
         ("/openapi.json", 404),
         ("/docs", 404),
+        ("/logout", 404),
+        ("/logout/", 404),
     ],
 )
 def test_only_routes_of_the_page_reach_gradio(prefix, path, want, route_filter):

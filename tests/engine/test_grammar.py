@@ -1,8 +1,10 @@
 """Grammars for tokenizers: what may follow, what is refused, and random schemas whose completions all validate."""
 
+import contextlib
 import json
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
@@ -126,6 +128,7 @@ COSTLY = [
 
 
 STARS = "(.*)" * 1001
+WIDE = {"type": "object", "properties": {f"{i:x}": {} for i in range(400)}, "anyOf": [{}] * 300}
 COSTLY_EXPRESSIONS = [
     ("regex", {"regex": STARS}),
     ("regex", {"regex": "|".join("a" * 4002)}),
@@ -138,6 +141,9 @@ COSTLY_EXPRESSIONS = [
         for grammar in (
             f"start: /{STARS}/",
             f"start: A\nA: /{STARS}/",
+            "start: " + "a*" * 2001 + '\na: "x"',
+            "start: b\nb: " + "a? " * 2001 + '\na: "x"',
+            "start: " + "x " * 4001 + '\nx: a?\na: "x"',
             "start: A\nA: " + "/.*/ " * 1001,
             "start: A\nB: /.*/\nA: " + "B " * 1001,
             'start: A\nB: "b"\nA: ' + "B? " * 1001,
@@ -149,6 +155,32 @@ COSTLY_EXPRESSIONS = [
         )
     ),
 ]
+
+
+@pytest.mark.parametrize(
+    "grammar", ["!" * 65_000, "?" * 65_000, '"' + '\\"' * 32_000, "/" + "\\/" * 32_000, "a" * 65_000, '"' * 65_000]
+)
+def test_the_cost_of_a_grammar_is_found_in_linear_time(grammar):
+    begin = time.thread_time()
+    with contextlib.suppress(RequestError):
+        StructuredOutputsParams(grammar=f"start: {grammar}")
+    assert time.thread_time() - begin < 2
+
+
+@pytest.mark.parametrize("keyword", ["anyOf", "oneOf", "allOf"])
+def test_many_properties_beside_many_alternatives_are_refused(keyword):
+    schema = {keyword if name == "anyOf" else name: value for name, value in WIDE.items()}
+    for given in ({"json": schema}, {"grammar": f"start: a\na: %json {json.dumps(schema)}"}):
+        with pytest.raises(RequestError, match=f"has the keyword '{keyword}' at /, which has so many members"):
+            StructuredOutputsParams(**given)
+
+
+def test_a_schema_of_long_names_is_read_in_linear_time():
+    inner = {"type": "object", "properties": {f"{i:x}": {} for i in range(500)}}
+    begin = time.thread_time()
+    for _ in range(30):
+        StructuredOutputsParams(json={"type": "object", "properties": {"n" * 30_000: inner}})
+    assert time.thread_time() - begin < 2
 
 
 @pytest.mark.parametrize(("kind", "given"), COSTLY_EXPRESSIONS, ids=range(len(COSTLY_EXPRESSIONS)))

@@ -95,6 +95,15 @@ def test_long_arguments_of_an_earlier_call_are_read_in_linear_time(text):
     assert time.thread_time() - begin < 3  # quadratic, they take minutes
 
 
+@pytest.mark.parametrize("piece", ["<tool_call>{", "<tool_call>{}", "<tool_call>"])
+@pytest.mark.parametrize("size", [10**6, 97])
+def test_marks_that_no_call_follows_are_read_in_linear_time(piece, size):
+    text, parser, begin = piece * 4000, ToolCallParser(["f"]), time.thread_time()
+    pieces = [made for i in range(0, len(text), size) for made in parser.feed(text[i : i + size])]
+    assert "".join(pieces + parser.feed("", is_last=True)) == text == read_tool_calls(text, ["f"])[0]
+    assert time.thread_time() - begin < 3  # quadratic, they take a minute
+
+
 def test_long_words_stay_as_they_are():
     for word in ("Infinity0", "-Infinity", "Infinitys", "9" * 40, "a" * 11):
         parser, calls = ToolCallParser(["f"]), []

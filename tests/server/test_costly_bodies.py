@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+import time
 
 import pytest
 
@@ -167,3 +168,14 @@ def test_allowed_tokens_are_limited(app):
     answer = call(app, "POST", CHAT, json=chat("Hi", allowed_token_ids=[5] * (MAX_ALLOWED_IDS + 1)))
     assert answer.status_code == 400 and error_of(answer)["param"] == "allowed_token_ids"
     assert str(MAX_ALLOWED_IDS) in error_of(answer)["message"]
+
+
+def test_tools_that_do_not_fit_are_refused_before_their_schemas_are_read(app):
+    properties = {"n" * 59_000: {"type": "object", "properties": {f"{i:x}": {} for i in range(500)}}}
+    tools = [function(f"f{i}", properties=properties) for i in range(128)]
+    for tool in tools:
+        tool["function"]["strict"] = True
+    begin = time.thread_time()
+    error = error_of(call(app, "POST", CHAT, json=chat("Hi", tools=tools)))
+    assert error["param"] == "tools" and "characters, at most 65536" in error["message"]
+    assert time.thread_time() - begin < 4  # 20 s, if all are read
