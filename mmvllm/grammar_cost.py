@@ -11,15 +11,20 @@ from dataclasses import dataclass
 
 from mmvllm.errors import RequestError
 
-MAX_COST = 4000  # 0.2 s
+MAX_COST = 16_000  # 0.2 s
 MAX_INTERSECTIONS = 11
-_OF_REPEAT = 4  # the cost of an alternative is 1
-TOO_COSTLY = f"too many repetitions and alternatives; at most {MAX_COST // _OF_REPEAT} repetitions can be enforced"
+MAX_PARTS = 4000  # of a rule
+_OF_REPEAT = 16  # the cost of an alternative is 1
+TOO_COSTLY = (
+    f"too many repetitions and alternatives; {MAX_COST // _OF_REPEAT} repetitions, or {MAX_COST} alternatives, can be "
+    "enforced"
+)
+_NOT_OPERATORS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?", re.DOTALL)  # of a regular expression
 # llguidance's tokens; other characters are tokens of their own. One that does not end is all that follows, so that no
 # character is looked at twice.
 _TOKEN = re.compile(
     r"""(?P<text>"(?:\\.|[^"\\])*+"?) | (?P<comment>(?://|\#)[^\n]*) | (?P<regex>/(?:\\.|[^/\\])++/?)
-    | (?P<name>[!?_]{0,2}[A-Za-z][A-Za-z0-9_-]*+) | (?P<other>.)""",
+    | (?P<name>[!?_]{0,2}[A-Za-z][A-Za-z0-9_-]*+) | (?P<times>~[ \t]*[0-9]) | (?P<other>.)""",
     re.VERBOSE | re.DOTALL,
 )
 # A rule may have attributes or a parameter before the colon.
@@ -58,7 +63,9 @@ def check_regex(expression: str, param: str) -> None:
 
 def check_grammar(grammar: str, param: str) -> None:
     """Raise RequestError for a Lark grammar with a terminal that may take too long to compile."""
-    bodies = dict(_definitions(grammar))
+    bodies: dict[str, list[_Token]] = {}
+    for name, body in _definitions(grammar):  # a grammar in a grammar may define a name again
+        bodies.setdefault(name, []).extend(body)
     costs: dict[str, _Cost] = {}
     waiting, begun = [*bodies], set()
     while waiting:  # without recursion, since terminals may be nested as deeply as there are lines
@@ -115,10 +122,12 @@ def _of_rule(body: list[_Token]) -> _Cost:
     repeats = [_of_regex(text).repeats for kind, text in body if kind == "regex"]
     num_parts = sum(kind == "name" or (kind == "other" and text in "*+?") for kind, text in body)
     num_parts += sum(text.startswith("?") for kind, text in body if kind == "name")  # which may be an operator
-    return _Cost(max([*repeats, num_parts]), sum(text in "&~" for kind, text in body if kind == "other"))
+    of_parts = MAX_COST + 1 if num_parts > MAX_PARTS else 0
+    return _Cost(max([*repeats, of_parts]), sum(text in "&~" for kind, text in body if kind == "other"))
 
 
 def _of_regex(text: str) -> _Cost:
+    text = _NOT_OPERATORS.sub("", text)
     return _Cost(min(_OF_REPEAT * sum(map(text.count, "*+?{")) + text.count("|"), MAX_COST + 1))
 
 

@@ -375,6 +375,9 @@ class LLM:
         `wake_up`, so do all methods that compute.
         """
         with self._turn():
+            if self._is_asleep:
+                return
+            self.engine.check_alive()
             if not self.engine.is_finished():
                 raise RuntimeError(f"{len(self.engine.scheduler.groups)} requests are in flight; finish or abort them")
             self.engine.exit("the engine is asleep; call wake_up first")

@@ -2,11 +2,13 @@
 
 import json
 import re
+import unicodedata
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+_DIRECTIONS = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 MAX_JSON_BYTES = 64 << 20  # of a file; indexes of the largest checkpoints have a few MiB
 
 
@@ -47,7 +49,12 @@ def has_more_values(value: Any, most: int) -> bool:
 
 def printable(text: str, keeps: str = "") -> str:
     """A text of others without control characters, which a terminal would obey, but for those in `keeps`."""
-    return "".join(char if char.isprintable() or char in keeps else repr(char)[1:-1] for char in text)
+    return "".join(repr(char)[1:-1] if _is_control(char) and char not in keeps else char for char in text)
+
+
+def _is_control(char: str) -> bool:
+    """Whether it is no character to see: one that controls a line, its direction, or half of a pair."""
+    return unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") or char in _DIRECTIONS
 
 
 def beginning_of(text: str, most: int) -> str:

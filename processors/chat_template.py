@@ -50,7 +50,10 @@ class ChatTemplate:
         if self._rules is None:
             return False
         user = {"role": "user", "content": list(_PARTS)}
-        return self._writes_image(user) or not self._writes_image(self._as_string(user))
+        system = {"role": "system", "content": "Be brief."}  # which some templates demand, and others refuse
+        conversations = ([user], [system, user])
+        in_strings = [[*map(self._as_string, one)] for one in conversations]
+        return any(map(self._writes_image, conversations)) or not any(map(self._writes_image, in_strings))
 
     def render(self, messages: list[dict], kwargs: Mapping[str, Any], options: Mapping[str, Any] = WITH_PROMPT) -> str:
         """The text of a prompt; `options` are arguments of `apply_chat_template`, `kwargs` those of the template.
@@ -73,9 +76,9 @@ class ChatTemplate:
         except TimeIsOver:
             raise RequestError(f"the chat template takes longer than {SECONDS:g} s to render messages") from None
 
-    def _writes_image(self, message: dict) -> bool:
+    def _writes_image(self, messages: list[dict]) -> bool:
         try:
-            return self._rules.image in self._apply([message], WITH_PROMPT)
+            return self._rules.image in self._apply(messages, WITH_PROMPT)
         except RequestError:
             raise
         except Exception:  # for example, a list is added to a string

@@ -94,5 +94,6 @@ def test_an_llm_that_could_not_wake_up_may_try_again(checkpoint, monkeypatch):
     llm.sleep()
     llm.exit()
     llm.wake_up()  # it has exited
-    with pytest.raises(RuntimeError, match="the engine"):
-        llm.generate("Hello")
+    for call in (lambda: llm.generate("Hello"), llm.sleep):
+        with pytest.raises(RuntimeError, match="the engine has exited; make a new one"):
+            call()

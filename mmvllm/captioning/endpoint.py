@@ -191,7 +191,7 @@ class Endpoint:
         sockets: list[socket.socket] = []
 
         def keep_socket(event: str, info: dict[str, Any]) -> None:
-            if event == "connection.connect_tcp.complete":
+            if event.endswith(("connect_tcp.complete", "start_tls.complete")):  # TLS has a socket of its own
                 sockets.append(info["return_value"].get_extra_info("socket"))
                 if limit.is_over:
                     _shut_down(sockets)

@@ -17,7 +17,8 @@ from mmvllm.captioning.errors import explained
 from mmvllm.errors import ArgumentError
 
 logger = logging.getLogger(__name__)
-FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)  # Windows would change the ends of lines
+# Windows would change the ends of lines; a link that has been put there meanwhile is not followed.
+FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
 LOCK_OFFSET = 2**40  # a lock of Windows keeps other handles from reading; no record is so far from the beginning
 
 
@@ -92,7 +93,7 @@ class LockedFile:
         try:
             new.path.replace(self.path)
         finally:
-            self._file = _open_locked(self.path, self.path)
+            self._file = _open_locked(self.path)
             self.size = os.fstat(self._file).st_size
 
     def delete(self) -> None:

@@ -110,10 +110,8 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--keep-alive",
         type=seconds,
-        default=75.0,
         metavar="S",
-        help="seconds until an idle connection is closed; a proxy in front must close its own earlier (default: "
-        "%(default)g)",
+        help="seconds until an idle connection is closed; a proxy in front must close its own earlier (default: 75)",
     )
     group.add_argument(
         "--drain-timeout",
@@ -223,6 +221,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model_tag is not None and args.model is not None:
         raise ValueError(f"the model is named twice: {args.model_tag} and --model {args.model}; leave one of them out")
     args.model = args.model_tag or args.model
+    _check_swallowed(args)
     tell_unused(args)
     media, keys = media_policy(args), _api_keys(args)
     _check_origins(args.cors_origin)
@@ -238,7 +237,7 @@ def run(args: argparse.Namespace) -> int:
         from mmvllm.async_llm import AsyncLLM
         from mmvllm.engine.garbage import without_old_objects
         from mmvllm.server.app import build_app
-        from mmvllm.server.run import make_server
+        from mmvllm.server.run import KEEP_ALIVE_SECONDS, make_server
 
         engine = AsyncLLM(
             args.model,
@@ -256,10 +255,20 @@ def run(args: argparse.Namespace) -> int:
             print(f"{settings.model_names[0]} is served at {url}/v1{page}")
 
         app = build_app(engine, settings)
-        server = make_server(app, engine, args.drain_timeout, args.access_log, tell, args.keep_alive)
+        server = make_server(
+            app, engine, args.drain_timeout, args.access_log, tell, args.keep_alive or KEEP_ALIVE_SECONDS
+        )
         with without_old_objects(), ended_by_second_signal():
             server.run([listener])
     return 0
+
+
+def _check_swallowed(args: argparse.Namespace) -> None:
+    """Raise ValueError for a model that an option with several values before it has taken for one of them."""
+    for option, values in (("--api-key", args.api_key), ("--served-model-name", args.served_model_name)):
+        last = values[-1] if len(values) > 1 else ""
+        if args.model is None and (os.path.isdir(last) or re.fullmatch(r"[\w.-]+/[\w.-]+", last)):
+            raise ValueError(f"the last value of {option} looks like a model; name the model first, or with --model")
 
 
 def _settings(

@@ -63,6 +63,8 @@ def ray_options(args: argparse.Namespace) -> RayServeOptions | None:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise ValueError(f'--executor ray needs {", ".join(missing)}; pip install "mmvllm[serve,ray]"')
+    if args.keep_alive is not None:
+        raise ValueError("--keep-alive needs --executor local: Ray has a server of its own")
     if args.demo:
         raise ValueError("--demo needs --executor local: the page keeps its conversations in one process")
     if args.release_after is not None:

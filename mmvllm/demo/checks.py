@@ -21,8 +21,8 @@ _ACCEPTED = {
 }
 
 
-def is_foreign(method: str, headers: Headers) -> bool:
-    """Whether a browser sends the request for another page.
+def is_foreign(method: str, headers: Headers, is_page: bool = False) -> bool:
+    """Whether a browser sends the request for another page; `is_page` says that a link may lead to what it asks for.
 
     Browsers say it in `Sec-Fetch-Site`, through proxies too, if the page has been reached securely; otherwise they name
     the other page in `Origin` where it can read the response or sends data. A link to the page may be on any other.
@@ -30,7 +30,7 @@ def is_foreign(method: str, headers: Headers) -> bool:
     if (site := headers.get("sec-fetch-site")) is None:
         origin = headers.get("origin")
         return origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()
-    is_link = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
+    is_link = is_page and method == "GET" and headers.get("sec-fetch-mode") == "navigate"
     return site not in ("same-origin", "none") and not is_link
 
 
@@ -46,6 +46,8 @@ def is_logged_in(scope: Scope) -> bool:
 
 def is_simple(body: bytes) -> bool:
     """Whether JSON has so few lists, objects and items that parsing them keeps no one waiting."""
+    if b"\0" in body:  # of UTF-16, whose bytes mean something else
+        return False
     rest = _STRINGS.sub(b"", body)
     return rest.count(b"[") + rest.count(b"{") <= MAX_BRACKETS and rest.count(b",") <= MAX_COMMAS
 

@@ -80,7 +80,7 @@ class DemoRouteFilter:
 
     def _refusal(self, scope: Scope, route: str, num_bytes: int | None) -> PlainTextResponse | None:
         path = scope["path"]
-        if is_foreign(scope["method"], Headers(scope=scope)):
+        if is_foreign(scope["method"], Headers(scope=scope), is_page=not route):
             return PlainTextResponse("Open the page itself", 403)
         if is_too_long(path) or path.rstrip("/").endswith(ABSENT) or (route and not self._is_known(route)):
             return PlainTextResponse("There is nothing here", 404)

@@ -346,9 +346,9 @@ class LLMEngine:
 
         `reason` is what requests and steps are refused with from then on.
         """
+        self._exit_reason = reason
         if self._exited:
             return
-        self._exit_reason = reason
         self._is_exiting = self._exited = True
         self._ahead = None
         for request_id in list(self.scheduler.groups):

@@ -122,7 +122,7 @@ def _of_outputs(body: StructuredFields) -> StructuredField | None:
     if given is None:
         return None
     values = given.model_dump(by_alias=True, include={*NAMES, "json_"}, exclude_none=True)  # json_ has the alias json
-    if given.disable_any_whitespace:
+    if given.disable_any_whitespace and values.keys() & {"json", "json_object"}:
         values.setdefault("whitespace_pattern", "")
     paths = {name: f"structured_outputs.{name}" for name in NAMES}
     return StructuredField(values or {"json_object": None}, paths)

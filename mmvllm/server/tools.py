@@ -172,8 +172,9 @@ def _check_beam_search(params: SamplingParams, is_restricted: bool) -> None:
 
 
 def _check_schemas(tools: Sequence[dict], enforced: Sequence[bool]) -> None:
-    shown = (json.dumps(tool) for tool, is_enforced in zip(tools, enforced, strict=True) if is_enforced)
-    if (size := sum(map(len, shown))) > MAX_CHARACTERS:  # before each of them is looked into
+    functions = (tool["function"] for tool, is_enforced in zip(tools, enforced, strict=True) if is_enforced)
+    schemas = (json.dumps(function.get("parameters"), ensure_ascii=False) for function in functions)
+    if (size := sum(map(len, schemas))) > MAX_CHARACTERS:  # before each of them is looked into
         raise ApiError(400, f"tools has {size} characters, at most {MAX_CHARACTERS} are accepted", param="tools")
     for i, tool in enumerate(tools):
         schema = tool["function"].get("parameters") if enforced[i] else None

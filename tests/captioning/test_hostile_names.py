@@ -57,7 +57,7 @@ def test_what_has_the_name_of_a_temporary_file_is_not_used(shared_llm, images, k
     assert path.exists() == (kind == "folder")
 
 
-def test_a_file_that_is_made_meanwhile_is_not_written_to(tmp_path):
+def test_a_new_file_has_the_usual_permissions(tmp_path):
     target = tmp_path / "a.txt"
     with replacing(target) as temporary:
         assert temporary.stat().st_mode & 0o777 == 0o666 & ~_umask()

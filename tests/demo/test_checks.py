@@ -19,8 +19,8 @@ def scope_of(**headers: str) -> dict:
 
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
 def test_only_the_page_itself_sends_requests(method):
-    def foreign(**headers: str) -> bool:
-        return is_foreign(method, Headers(scope=scope_of(host=HOST, **headers)))
+    def foreign(is_page: bool = True, **headers: str) -> bool:
+        return is_foreign(method, Headers(scope=scope_of(host=HOST, **headers)), is_page)
 
     assert not foreign()  # a program
     # Without `Sec-Fetch-Site`, as browsers send it for pages that are reached by HTTP and not on this machine.
@@ -41,6 +41,7 @@ def test_only_the_page_itself_sends_requests(method):
     for site in ("cross-site", "same-site"):
         assert foreign(sec_fetch_site=site, sec_fetch_mode="cors")
         assert foreign(sec_fetch_site=site, sec_fetch_mode="navigate") == (method != "GET")
+        assert foreign(is_page=False, sec_fetch_site=site, sec_fetch_mode="navigate")
 
 
 def test_a_login_is_looked_for_where_gradio_keeps_it():
@@ -59,6 +60,7 @@ def test_json_of_many_parts_is_not_simple():
     text = "{[,]}\\\"'" * 50_000
     for value in ([], {"data": [text, "é" * 9]}, [[]] * (MAX_BRACKETS - 1), [0] * MAX_COMMAS, {"a": {"b": [text] * 2}}):
         assert is_simple(json.dumps(value).encode())
+    assert not is_simple(json.dumps(["\u2200", []], ensure_ascii=False).encode("utf-16-le"))
     many = [[]] * MAX_BRACKETS
     for value in (many, {"data": [text, many]}, [0] * (MAX_COMMAS + 2), {text: {"x": many}}):
         assert not is_simple(json.dumps(value).encode())
@@ -66,9 +68,9 @@ def test_json_of_many_parts_is_not_simple():
 
 @pytest.mark.parametrize("body", [b'"' * 2**20, b'"\\"' * 2**18, b'\\"' * 2**19, b'"' + b"a" * 2**20, b'"\\' * 2**19])
 def test_strings_that_do_not_end_are_looked_at_once(body):
-    begin = time.perf_counter()
+    begin = time.thread_time()
     is_simple(body)
-    assert time.perf_counter() - begin < 2  # each quote is followed by a megabyte
+    assert time.thread_time() - begin < 2  # each quote is followed by a megabyte
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ STARS = "(.*)" * 1001
 WIDE = {"type": "object", "properties": {f"{i:x}": {} for i in range(400)}, "anyOf": [{}] * 300}
 COSTLY_EXPRESSIONS = [
     ("regex", {"regex": STARS}),
-    ("regex", {"regex": "|".join("a" * 4002)}),
+    ("regex", {"regex": "|".join("a" * 16_002)}),
     ("whitespace_pattern", {"json_object": True, "whitespace_pattern": "( ?)" * 1001}),
     ("json", {"json": {"type": "string", "pattern": STARS}}),
     ("json", {"json": {"type": "object", "patternProperties": {STARS: {}}}}),
@@ -194,6 +194,9 @@ CHEAP_GRAMMARS = [
     'start: "&~" /a&b~c/ // & & & & & & & & & & & & &\n# ~ ~ ~ ~ ~ ~ ~ ~ ~ ~ ~ ~ ~',
     "start: " + " ".join("ab") + '\na: b? "x"*\nb: /y+/\n' + "".join(f'c{i}: "{i}"*\n' for i in range(2000)),
     "start: WORD\nWORD: " + " | ".join(f'"w{i}"' for i in range(1500)),
+    "start: " + '"a"~1..2 ' * 14 + '"b"',
+    "start: WORD\nWORD: /" + "|".join(f"w{i}" for i in range(1500)) + "/",
+    "start: A\nA: /" + r"\+\*\?\{\|[*+?{]" * 300 + "/",
     'start: T "!"\nT: /(.|\\n)+/ & ~/(.|\\n)*!(.|\\n)*/',
 ]
 

@@ -23,7 +23,7 @@ class Host:
     def __init__(self, first: str | list[str], byte: bytes = b"0"):
         self._firsts, self._byte, self.is_over = [first] if isinstance(first, str) else first, byte, threading.Event()
         self.heads: list[str] = []  # of the requests
-        self.num_open = 0  # connections
+        self.num_open, self._lock = 0, threading.Lock()  # connections
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -38,7 +38,8 @@ class Host:
 
     def _drip(self, connection: socket.socket) -> None:
         with connection:
-            self.num_open += 1
+            with self._lock:
+                self.num_open += 1
             try:
                 self.heads.append(connection.recv(4096).decode())
                 connection.sendall(self._firsts[min(len(self.heads), len(self._firsts)) - 1].encode())
@@ -47,7 +48,8 @@ class Host:
             except OSError:
                 pass
             finally:
-                self.num_open -= 1
+                with self._lock:
+                    self.num_open -= 1
 
     def close(self) -> None:
         self.is_over.set()

@@ -220,5 +220,6 @@ def test_checking_a_head_takes_microseconds():
 def test_long_paths_and_methods_are_cut_in_messages(connection):
     connection.sendall(with_target(b"/" + b"a" * 9000) + with_target(b"/health", b"A" * 9000))
     answers = receive_until(connection, b"405 Method")
-    answers += receive_until(connection, b"}}")
+    if not answers.endswith(b"}}"):
+        answers += receive_until(connection, b"}}")
     assert answers.count(b"a" * 100) < 5 and b"A" * 100 not in answers
