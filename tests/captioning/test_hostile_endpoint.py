@@ -12,7 +12,7 @@ from pyarrow import parquet
 from mmvllm.captioning import EndpointOptions, caption_images
 from mmvllm.errors import ArgumentError
 from tests.helpers.captioning import many
-from tests.helpers.drips import DRIPS, HEAD, Host
+from tests.helpers.drips import CERTIFICATE, DRIPS, HEAD, Host
 from tests.helpers.endpoints import MODELS, as_json, failed, fake_endpoint, said
 from tests.helpers.server import wait_for
 
@@ -75,9 +75,11 @@ def test_a_proxy_that_cannot_be_used_is_a_sentence(folder, monkeypatch, proxy):
 
 @pytest.mark.network
 @pytest.mark.parametrize("first", [DRIPS["a head"], DRIPS["interim responses"], DRIPS["a body of known length"]])
-def test_a_try_that_is_over_leaves_no_thread_and_no_connection(folder, first):
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_try_that_is_over_leaves_no_thread_and_no_connection(folder, first, tls, monkeypatch):
+    monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
     models = (HEAD + f"Content-Length: {len(LISTED)}\r\n\r\n").encode() + LISTED
-    host = Host([models.decode(), *[first] * 99])
+    host = Host([models.decode(), *[first] * 99], tls=tls)
     before = {*threading.enumerate()}
     options = EndpointOptions(host.url, timeout=0.2, max_retries=3)
     (record,) = caption_images(folder / "000.png", endpoint=options)

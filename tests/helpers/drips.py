@@ -1,7 +1,11 @@
 """Hosts that send a byte now and then, and so never exceed the timeout of a socket."""
 
 import socket
+import ssl
 import threading
+from pathlib import Path
+
+CERTIFICATE = Path(__file__).with_name("localhost.pem")  # with its key, for tests alone
 
 HEAD = "HTTP/1.1 200 OK\r\n"
 DRIPS = {  # what a host sends at once; then a byte now and then
@@ -18,14 +22,21 @@ DRIPS = {  # what a host sends at once; then a byte now and then
 
 
 class Host:
-    """A host that sends `first` on each connection, or the next of several, and then the same byte again and again."""
+    """A host that sends `first` on each connection, or the next of several, and then the same byte again and again.
 
-    def __init__(self, first: str | list[str], byte: bytes = b"0"):
+    With `tls` it has the certificate of `CERTIFICATE`.
+    """
+
+    def __init__(self, first: str | list[str], byte: bytes = b"0", tls: bool = False):
+        self._context = None
+        if tls:
+            self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self._context.load_cert_chain(CERTIFICATE)
         self._firsts, self._byte, self.is_over = [first] if isinstance(first, str) else first, byte, threading.Event()
         self.heads: list[str] = []  # of the requests
         self.num_open, self._lock = 0, threading.Lock()  # connections
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.url = f"http{'s' if tls else ''}://127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -37,6 +48,8 @@ class Host:
             threading.Thread(target=self._drip, args=(connection,), daemon=True).start()
 
     def _drip(self, connection: socket.socket) -> None:
+        if self._context is not None:
+            connection = self._context.wrap_socket(connection, server_side=True)
         with connection:
             with self._lock:
                 self.num_open += 1
