@@ -385,7 +385,7 @@ class EngineArgs(EngineConfig):
     """The arguments of an `LLM` as programs for vLLM write them: `LLM(**dataclasses.asdict(EngineArgs(...)))`.
 
     Args:
-        model: as for `LLM`; the others are those of `EngineConfig`.
+        model: as for `LLM`; `EngineConfig` documents the other fields.
     """
 
     model: str | PathLike | None = None

@@ -20,8 +20,8 @@ TOO_COSTLY = (
     "enforced"
 )
 _NOT_OPERATORS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?", re.DOTALL)  # of a regular expression
-# llguidance's tokens; other characters are tokens of their own. One that does not end is all that follows, so that no
-# character is looked at twice.
+# The tokens of llguidance; any other character is a token, too. A string or an expression without an end extends to the
+# end of the grammar, so that no character is read twice.
 _TOKEN = re.compile(
     r"""(?P<text>"(?:\\.|[^"\\])*+"?) | (?P<comment>(?://|\#)[^\n]*) | (?P<regex>/(?:\\.|[^/\\])++/?)
     | (?P<name>[!?_]{0,2}[A-Za-z][A-Za-z0-9_-]*+) | (?P<times>~[ \t]*[0-9]) | (?P<other>.)""",
@@ -83,7 +83,7 @@ def check_grammar(grammar: str, param: str) -> None:
 
 
 def _definitions(grammar: str) -> Iterator[tuple[str, list[_Token]]]:
-    """The tokens of each rule and terminal by its name, which is the first of a line and before a colon."""
+    """Yield each rule and terminal, whose name begins a line and precedes a colon, with the tokens of its body."""
     name, body, begins_line = "", [], True
     for match in _TOKEN.finditer(grammar):
         kind, text = match.lastgroup, match[0]
@@ -101,7 +101,7 @@ def _is_terminal(name: str) -> bool:
 
 
 def _of_body(body: list[_Token], costs: Mapping[str, _Cost]) -> _Cost:
-    """Of a terminal, given the costs of those in it."""
+    """Compute the cost of a terminal from its body and the costs of the terminals that it names."""
     found = _Cost()
     for kind, text in body:
         if kind == "regex":
@@ -115,9 +115,9 @@ def _of_body(body: list[_Token], costs: Mapping[str, _Cost]) -> _Cost:
 
 
 def _of_rule(body: list[_Token]) -> _Cost:
-    """Of the most costly expression in a rule, each of which is one of its own; or of the parser for the rule's parts.
+    """Compute the cost of a rule, which is that of its most costly regular expression.
 
-    Each part that may be empty is looked at with each token that begins the rule.
+    A rule with too many parts is too costly by itself, because the parser looks at every part that may be empty.
     """
     repeats = [_of_regex(text).repeats for kind, text in body if kind == "regex"]
     num_parts = sum(kind == "name" or (kind == "other" and text in "*+?") for kind, text in body)

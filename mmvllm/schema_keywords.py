@@ -173,13 +173,13 @@ def _check_multiples(schema: dict[str, Any]) -> None:
 
 
 def _check_products(schema: dict[str, Any]) -> None:
-    """Of properties beside alternatives: each alternative has all of them when it is compiled."""
+    """Refuse too many properties beside too many alternatives: each alternative is compiled with all properties."""
     for place, part in _parts(schema):
         num_properties = sum(len(part[name]) for name in _PROPERTIES if isinstance(part.get(name), dict))
         for keyword in ("anyOf", "oneOf", "allOf"):
             if isinstance(part.get(keyword), list) and num_properties * len(part[keyword]) > MAX_PRODUCT:
-                reason = f"has so many members that they and the properties beside it are more than {MAX_PRODUCT}"
-                raise _refused(keyword, place, f"{reason} together, multiplied")
+                product = f"{len(part[keyword])} members beside {num_properties} properties"
+                raise _refused(keyword, place, f"has {product}; their product must be at most {MAX_PRODUCT}")
 
 
 def _num_remainders(value: float) -> int:

@@ -58,7 +58,7 @@ def _is_control(char: str) -> bool:
 
 
 def beginning_of(text: str, most: int) -> str:
-    """A text of a host's in a message, in whole words of at most so many characters: part of a login is none."""
+    """Cut a host's text after at most `most` characters, between words, so that no login is cut in two."""
     return text if len(text) <= most else f"{text[: most + 1].rpartition(' ')[0]} …".strip()
 
 

@@ -2,11 +2,12 @@
 programs of others in Python, which it can."""
 
 import ctypes
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
@@ -87,6 +88,13 @@ class TimeLimit:
     def _seconds_left(self) -> float:
         now = self._stopped_at  # read once: the thread of the work may start the clock
         return max(0.0, self._end - (time.monotonic() if now is None else now))
+
+
+def shut_down(sockets: Iterable[socket.socket]) -> None:
+    """End connections that other threads wait for, which then get an error or the end of the data."""
+    for one in sockets:
+        with suppress(OSError):  # closed meanwhile
+            socket.socket.shutdown(one, socket.SHUT_RDWR)  # the method of SSL sockets is not for other threads
 
 
 def _settle(done: "Future[T]", work: Callable[[], T]) -> None:

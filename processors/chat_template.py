@@ -56,7 +56,7 @@ class ChatTemplate:
         return any(map(self._writes_image, conversations)) or not any(map(self._writes_image, in_strings))
 
     def render(self, messages: list[dict], kwargs: Mapping[str, Any], options: Mapping[str, Any] = WITH_PROMPT) -> str:
-        """The text of a prompt; `options` are arguments of `apply_chat_template`, `kwargs` those of the template.
+        """Return the text of a prompt; `options` are arguments of `apply_chat_template`, `kwargs` of the template.
 
         Raises RequestError for a template that is missing, refuses, or takes too long.
         """

@@ -8,11 +8,11 @@ import threading
 import time
 import urllib.parse
 import urllib.request
-from contextlib import suppress
 from typing import Any, BinaryIO
 
 from mmvllm.errors import MediaFileError
 from mmvllm.text import beginning_of
+from mmvllm.time_limit import shut_down
 
 SILENCE_SECONDS = 20.0  # without receiving a byte
 MAX_REASON = 300  # characters; the expression takes the square of their number
@@ -127,9 +127,7 @@ class _TimeLimit:
                 return
         with self._lock:
             self.reason = f"not complete after {DOWNLOAD_SECONDS:g} s and a second for each megabyte"
-            for connection in self._sockets:
-                with suppress(OSError):  # closed meanwhile
-                    socket.socket.shutdown(connection, socket.SHUT_RDWR)  # that of SSL sockets is not for other threads
+            shut_down(self._sockets)
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):

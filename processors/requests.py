@@ -44,7 +44,7 @@ class ParsedRequest(NamedTuple):
     what to load under "video", and perhaps keys of `qwen_vl_utils`. `video_kwargs` are the request's own arguments for
     each of its videos, `image_bounds` its `min_pixels` and `max_pixels` for images; with `jpeg_draft` JPEGs may be
     decoded at a reduced scale. Special tokens in messages are text, unless `allow_special_tokens`. `template_kwargs`
-    are arguments for the chat template, `template_options` those of `apply_chat_template`; `chat_template` replaces the
+    are arguments for the chat template, `template_options` for `apply_chat_template`; `chat_template` replaces the
     checkpoint's. `tools` are the functions that the model may call.
     """
 

@@ -9,8 +9,7 @@ import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from mmvllm.outputs import CompletionOutput, RequestOutput
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.structured import StructuredOutputsParams
 from mmvllm.text import parse_json, printable
-from mmvllm.time_limit import TimeIsOver, TimeLimit
+from mmvllm.time_limit import TimeIsOver, TimeLimit, shut_down
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds before another try; each is about twice as long as the one before
@@ -73,7 +72,7 @@ class Endpoint:
             base_url=base_url,
             headers=headers | {"Accept-Encoding": "identity"},  # a compressed answer of any size is a few bytes
             timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),  # of each read; `_answer` limits all together
-            # The caller decides how many are begun; each request has a connection of its own, see `_read`.
+            # The caller decides how many are begun; each request opens a new connection, see `_read`.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
         try:
@@ -187,18 +186,19 @@ class Endpoint:
             raise _TryAgain(self._hidden(str(error) or type(error).__name__)) from None
 
     def _read(self, limit: TimeLimit, method: str, path: str, options: dict[str, Any]) -> "_Answer":
-        """The answer, on a connection of its own, which ends with the limit: a host may send a byte now and then."""
+        """Return the answer; the connection is closed when the limit is over, because a host may send it slowly."""
         sockets: list[socket.socket] = []
 
         def keep_socket(event: str, info: dict[str, Any]) -> None:
-            if event.endswith(("connect_tcp.complete", "start_tls.complete")):  # TLS has a socket of its own
+            # TLS wraps the first socket in another one.
+            if event.endswith(("connect_tcp.complete", "start_tls.complete")):
                 sockets.append(info["return_value"].get_extra_info("socket"))
                 if limit.is_over:
-                    _shut_down(sockets)
+                    shut_down(sockets)
 
         options |= {"extensions": {"trace": keep_socket}}
         with (
-            limit.released_when_over(lambda: _shut_down(sockets)),
+            limit.released_when_over(lambda: shut_down(sockets)),
             self._client.stream(method, path, **options) as response,
         ):
             if (coding := response.headers.get("Content-Encoding", "identity")) != "identity":
@@ -246,12 +246,6 @@ class _Answer:
     def json(self) -> Any:
         """Raises ValueError if it is not JSON."""
         return parse_json(self.content)
-
-
-def _shut_down(sockets: Iterable[socket.socket]) -> None:
-    for one in sockets:
-        with suppress(OSError):  # closed meanwhile
-            socket.socket.shutdown(one, socket.SHUT_RDWR)  # that of SSL sockets is not for other threads
 
 
 def _client(**options: Any) -> httpx.Client:

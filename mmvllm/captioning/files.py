@@ -35,7 +35,7 @@ _OF_NAMES = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errn
 
 
 def _key_of(path: Path) -> str:
-    """Of a caption file in the index."""
+    """Return the key under which the index has the path of a caption file."""
     return f"file {xxhash.xxh3_128_hexdigest(os.fsencode(real_name(str(path))))}"
 
 

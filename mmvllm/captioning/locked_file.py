@@ -2,7 +2,6 @@
 
 import logging
 import os
-import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -117,8 +116,6 @@ def _open_locked(path: Path) -> int:
     while True:
         file = os.open(path, FLAGS, 0o666)
         try:
-            if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise ValueError(f"{path} is not a regular file; records can only be written to a regular file")
             _lock(file, path)
             if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
                 return file

@@ -44,7 +44,7 @@ class CaptionSettings:
     job. Special tokens in prompt, system message and contexts are text, unless `allow_special_tokens`.
     `chat_template` replaces the checkpoint's, and `chat_template_kwargs` are its arguments. With a `schema`, a JSON
     schema as a dict, as text or as a pydantic model, captions are JSON of this schema, and records have the parsed
-    `object`. `beam_width` captions by beam search with so many beams, which does not look for repetitions.
+    `object`. `beam_width` is the number of beams of beam search, which does not look for repetitions.
 
     `prompts` has several prompts, whose captions of an image are one record: a list of texts, or of dicts with `name`
     and `prompt`; `prompt` is then the first of them. `n` captions are made of each prompt, which needs a temperature.

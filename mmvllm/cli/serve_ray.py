@@ -64,7 +64,7 @@ def ray_options(args: argparse.Namespace) -> RayServeOptions | None:
     if missing:
         raise ValueError(f'--executor ray needs {", ".join(missing)}; pip install "mmvllm[serve,ray]"')
     if args.keep_alive is not None:
-        raise ValueError("--keep-alive needs --executor local: Ray has a server of its own")
+        raise ValueError("--keep-alive needs --executor local: Ray runs another HTTP server")
     if args.demo:
         raise ValueError("--demo needs --executor local: the page keeps its conversations in one process")
     if args.release_after is not None:

@@ -51,9 +51,9 @@ def add_vllm_options(parser: argparse.ArgumentParser) -> None:
 
 
 def tell_unused(args: argparse.Namespace) -> None:
-    """Name those that were given on standard error."""
+    """Print the options that were given and have no effect to standard error."""
     if args.unused:
-        print(f"mmvllm {args.command}: {', '.join(args.unused)} changes nothing here", file=sys.stderr)
+        print(f"mmvllm {args.command}: options without effect: {', '.join(args.unused)}", file=sys.stderr)
 
 
 class _Unused(argparse.Action):

@@ -114,7 +114,7 @@ class Dispatcher:
             self._abort(receiver)  # it may have been added meanwhile
 
     def reset_prefix_cache(self) -> None:
-        """As of `EngineThread`, in all engines that are up; the others begin without."""
+        """Forget the KV of all prompts in all engines that are up; an engine that starts later has none."""
         with self._lock:
             for index, reason in enumerate(self._fleet.reasons_down()):
                 if not reason:

@@ -69,7 +69,7 @@ class StrictModel(BaseModel):
 
 
 class OpenModel(StrictModel):
-    """An object to which clients add keys of their own. These are ignored, but not what would be lost with them."""
+    """An object to which clients add keys. Unknown keys are ignored, unless content or options would be lost."""
 
     model_config = ConfigDict(extra="ignore")
     misplaced: ClassVar[Collection[str]] = ()  # names of content and options that belong elsewhere

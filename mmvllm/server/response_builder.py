@@ -94,7 +94,7 @@ class ResponseBuilder:
     ):
         """Shows the `top_logprobs` most likely tokens for each sampled one; None shows no log-probabilities.
 
-        `prompt_logprobs` is the same for the prompt's tokens, in a field of their own. `names_tokens_by_id` shows
+        `prompt_logprobs` is the same for the prompt's tokens, in a separate field. `names_tokens_by_id` shows
         "token_id:5" in place of the texts of tokens, of which several may be equal.
         """
         self.model = model

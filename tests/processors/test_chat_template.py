@@ -135,7 +135,7 @@ FORMS = {
 @pytest.mark.parametrize("given", ["checkpoint", "request"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_template_of_strings_is_given_placeholders(prepare, form, given):
-    """The ids are those of the bundled template, which writes the same prompt for parts."""
+    """The ids equal those that the bundled template makes of parts."""
     own = processor_of("bundled", STRINGS) if given == "checkpoint" else prepare
     keys = {} if given == "checkpoint" else {"chat_template": STRINGS}
     system = {"role": "system", "content": parts("Be ", "brief.")}
