@@ -4,7 +4,7 @@ from collections.abc import Callable
 from string import Formatter
 from typing import Any, TypeVar
 
-from mmvllm.text import counted
+from mmvllm.text import counted, shown
 
 E = TypeVar("E", bound=BaseException)
 
@@ -77,7 +77,7 @@ class ParameterError(RequestError):
     """A sampling parameter, or another field of a request, with a value that it cannot have."""
 
     def __init__(self, param: str, value: Any, required: str):
-        super().__init__(f"{param} is {value!r}, must be {required}", param=param, value=value)
+        super().__init__(f"{param} is {shown(value)}, must be {required}", param=param, value=value)
 
 
 class MediaFileError(RequestError):

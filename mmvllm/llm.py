@@ -197,7 +197,7 @@ class LLM:
         A request that is aborted meanwhile has an output with finish_reason "aborted" and the text so far; with
         "raise", RequestsAborted is raised once the others have finished, with the outputs of all.
         """
-        requests = _with_adapters([requests] if isinstance(requests, dict) else list(requests), lora_request)
+        requests = _with_adapters(_as_list(requests, "request"), lora_request)
         check_lengths(sampling_params, len(requests))
         prefetcher = self._prefetch_in_order(requests, processor)
         stream = self.stream_prepared(prefetcher, sampling_params, on_error)
@@ -282,6 +282,8 @@ class LLM:
         use_tqdm: bool | None = False,
     ) -> list[BeamSearchOutput]:
         """All beams of prompts, which are given as to `generate`, by the names of vLLM; raises as `generate` does."""
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"params must be BeamSearchParams, not {type(params).__name__}")
         outputs = self.generate(prompts, params.sampling_params(), use_tqdm, lora_request)
         return [BeamSearchOutput([self._hypothesis(out, one) for one in out.completions]) for out in outputs]
 

@@ -3,12 +3,14 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from mmvllm.arguments import is_number, with_checked_arguments
 from mmvllm.errors import ParameterError, RequestError
 from mmvllm.structured import StructuredOutputsParams, as_structured
+from mmvllm.text import shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +23,9 @@ ACCEPTED_VLLM_ARGUMENTS = {
     "truncate_prompt_tokens": (None,),
     "extra_args": (None,),
 }
+MAX_ITEMS = 1_000_000  # of a list; vocabularies have a few hundred thousand tokens
 ALIASES = {"structured_outputs": "structured"}  # by the names of vLLM
+MAX_COMPLETIONS = 16_384  # of a prompt; each takes memory before it begins
 
 
 CHOSEN_AT_END = "but the completions of best_of and of beam search are known only at the end; leave it out"
@@ -80,7 +84,7 @@ class SamplingParams:
         logprobs: return log-probabilities of each chosen token and of this many most likely tokens, 0 to 20.
         prompt_logprobs: the same of each token of the prompt but the first; what is cached of the prompt is computed
             again.
-        n: number of completions of the prompt.
+        n: number of completions of the prompt, at most 16384.
         best_of: generate this many completions, at least n, and return the n with the highest log-probability per
             token, best first.
         beam_width: decode by beam search with this many beams, at most max_num_seqs of the engine, and return the n
@@ -140,8 +144,8 @@ class SamplingParams:
         self._integer("prompt_logprobs", "in [0, 20] or None", lambda v: 0 <= v <= 20, optional=True)
         least = 0 if self.prompt_logprobs is not None and self.beam_width is None else 1
         self._integer("max_tokens", f"of at least {least}", lambda v: v >= least)
-        self._integer("min_tokens", f"in [0, max_tokens={self.max_tokens}]", lambda v: 0 <= v <= self.max_tokens)
-        self._integer("n", "of at least 1", lambda v: v >= 1)
+        self._integer("min_tokens", f"in [0, max_tokens={shown(self.max_tokens)}]", lambda v: 0 <= v <= self.max_tokens)
+        self._integer("n", f"in [1, {MAX_COMPLETIONS}]", lambda v: 1 <= v <= MAX_COMPLETIONS)
         self._integer("seed", "or None", lambda v: True, optional=True)
         self._integer("logprobs", "in [0, 20] or None", lambda v: 0 <= v <= 20, optional=True)
         self._tuple("stop", "strings that are not empty", lambda v: isinstance(v, str) and v)
@@ -152,7 +156,8 @@ class SamplingParams:
         self._flag("include_stop_str_in_output")
         object.__setattr__(self, "structured", as_structured(self.structured))
         self._check_structured()
-        self._integer("best_of", f"of at least n={self.n}, or None", lambda v: v >= self.n, optional=True)
+        best_of = f"in [n={self.n}, {MAX_COMPLETIONS}], or None"
+        self._integer("best_of", best_of, lambda v: self.n <= v <= MAX_COMPLETIONS, optional=True)
         self._check_beam_search()
 
     @property
@@ -177,20 +182,22 @@ class SamplingParams:
     def _check_beam_search(self) -> None:
         self._integer("beam_width", f"of at least n={self.n}, or None", lambda v: v >= self.n, optional=True)
         self._number("length_penalty", "in [-10, 10]", lambda v: -10 <= v <= 10)
-        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
-            raise ParameterError("early_stopping", self.early_stopping, "True, False or 'never'")
+        early = self.early_stopping
+        if not isinstance(early, bool | str) or early not in (True, False, "never"):
+            raise ParameterError("early_stopping", early, "True, False or 'never'")
         if self.beam_width is None:
             self._must_be_default({"length_penalty", "early_stopping"}, "is of beam search, which needs beam_width")
         else:
             names = {own.name for own in fields(self)} - WITH_BEAM_SEARCH
-            self._must_be_default(names, f"cannot be used with beam search (beam_width={self.beam_width})")
+            self._must_be_default(names, f"cannot be used with beam search (beam_width={shown(self.beam_width)})")
 
     def _must_be_default(self, names: Iterable[str], reason: str) -> None:
         for own in fields(self):
             value = getattr(self, own.name)
             if own.name in names and value != own.default:
-                shown = f" is {value!r}, but it" if len(repr(value)) <= 100 else ""  # a schema would hide the reason
-                raise RequestError(f"{own.name}{shown} {reason}; leave it out", param=own.name, value=value)
+                text = shown(value)
+                given = f" is {text}, but it" if len(text) <= 100 else ""  # a schema would hide the reason
+                raise RequestError(f"{own.name}{given} {reason}; leave it out", param=own.name, value=value)
 
     def _check_structured(self) -> None:
         """A completion ends where its grammar does, which these contradict."""
@@ -216,7 +223,7 @@ class SamplingParams:
 
     def _flag(self, name: str) -> None:
         value = getattr(self, name)
-        if value not in (True, False):
+        if not _is_flag(value):
             raise ParameterError(name, value, "True or False")
         object.__setattr__(self, name, bool(value))
 
@@ -233,7 +240,8 @@ class SamplingParams:
         for token_id, bias in (given or {}).items():
             number = _as_float(bias)
             if not _is_token_id(token_id) or not -100 <= number <= 100:
-                message = f"logit_bias has {token_id!r}: {bias!r}, must be token ids with numbers in [-100, 100]"
+                entry = f"{shown(token_id)}: {shown(bias)}"
+                message = f"logit_bias has {entry}, must be token ids with numbers in [-100, 100]"
                 raise RequestError(message, param="logit_bias", value=bias)
             biases[int(token_id)] = number
         object.__setattr__(self, "logit_bias", biases or None)
@@ -244,10 +252,13 @@ class SamplingParams:
         if value is None:
             items = ()
         else:
-            items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+            is_several = isinstance(value, Iterable) and not isinstance(value, str)
+            items = tuple(islice(value, MAX_ITEMS + 1)) if is_several else (value,)
+        if len(items) > MAX_ITEMS:
+            raise RequestError(f"{name} has more than {MAX_ITEMS} items", param=name, limit=MAX_ITEMS)
         for item in items:
             if not accept(item):
-                raise RequestError(f"{name} has {item!r}, must be {required}", param=name, value=item)
+                raise RequestError(f"{name} has {shown(item)}, must be {required}", param=name, value=item)
         object.__setattr__(self, name, items)
 
 
@@ -273,6 +284,10 @@ def _as_float(value: Any) -> float:
         return float(value) if is_number(value) else math.nan
     except OverflowError:
         return math.nan
+
+
+def _is_flag(value: Any) -> bool:
+    return not getattr(value, "ndim", 0) and value in (True, False)  # no array, which has no truth value
 
 
 def _is_text(value: Any) -> bool:

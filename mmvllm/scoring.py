@@ -11,7 +11,7 @@ from mmvllm.intake import Prefetcher, Prepared, naming_request, request_options
 from mmvllm.outputs import ContinuationScore, RequestOutput, ScoreOutput
 from mmvllm.processors.chat import tokenize
 from mmvllm.sampling_params import SamplingParams
-from mmvllm.text import counted
+from mmvllm.text import counted, shown
 
 PARAMS = SamplingParams(max_tokens=0, prompt_logprobs=0)
 
@@ -123,13 +123,13 @@ class ContinuationReader:
         return [self._list(own, f"continuations[{i}]") for i, own in enumerate(continuations)]
 
     def _list(self, own: Any, path: str) -> list[list[int]]:
-        if isinstance(own, str) or not isinstance(own, Sequence) or not own:
+        if isinstance(own, str | bytes) or not isinstance(own, Sequence) or not own:
             raise _error(f"{path} must be a list of at least one string or list of token ids")
         return [self._token_ids(one, f"{path}[{i}]") for i, one in enumerate(own)]
 
     def _token_ids(self, one: Any, path: str) -> list[int]:
         if not isinstance(one, str) and not _is_one(one):
-            raise _error(f"{path} is {one!r:.100}, must be a string or a list of token ids, and not empty")
+            raise _error(f"{path} is {shown(one, 100)}, must be a string or a list of token ids, and not empty")
         token_ids = tokenize(self._tokenizer, one) if isinstance(one, str) else [int(token_id) for token_id in one]
         if not token_ids:
             raise _error(f"{path} is empty; it needs at least one token")
@@ -144,7 +144,7 @@ def _is_one(continuation: Any) -> bool:
     """Whether it is a single continuation."""
     if isinstance(continuation, str):
         return True
-    is_list = isinstance(continuation, Sequence) and bool(continuation)
+    is_list = isinstance(continuation, Sequence) and not isinstance(continuation, bytes) and bool(continuation)
     return is_list and all(isinstance(one, Integral) and not isinstance(one, bool) for one in continuation)
 
 

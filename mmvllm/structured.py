@@ -12,6 +12,7 @@ from typing import Any
 from mmvllm.errors import RequestError
 from mmvllm.grammar_cost import check_grammar, check_regex
 from mmvllm.schema_keywords import check_cost, check_keywords, enforceable, without_nulls
+from mmvllm.text import shown
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 NAMES = (*KINDS, "whitespace_pattern")  # of all fields
@@ -90,7 +91,7 @@ def as_structured(value: Any) -> StructuredOutputsParams | None:
         return value
     if not isinstance(value, dict):
         required = f"StructuredOutputsParams, a dict with one of {', '.join(KINDS)}, or None"
-        raise RequestError(f"structured is {value!r:.200}, must be {required}", param="structured", value=value)
+        raise RequestError(f"structured is {shown(value)}, must be {required}", param="structured", value=value)
     if unknown := [name for name in value if name not in NAMES]:
         raise RequestError(
             f"structured has no field {unknown[0]!r:.100}; known: {', '.join(NAMES)}", param="structured"

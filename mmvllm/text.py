@@ -28,6 +28,18 @@ def listed(items: Iterable[Any], conjunction: str = "or") -> str:
     return f"{', '.join(first)} {conjunction} {last}" if first else last
 
 
+def shown(value: Any, most: int = 200) -> str:
+    """The representation of a value for a message, cut after `most` characters; its type, if there is none.
+
+    Python does not write integers of thousands of digits, nor lists that are nested thousands of times.
+    """
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        return f"of type {type(value).__name__}"
+    return text if len(text) <= most else f"{text[:most]} …"
+
+
 def suggestion(word: str, known: Collection[str]) -> str:
     """The end of an error about an unknown word: the known one that may be meant, if there is one."""
     close = get_close_matches(word, known, n=1)

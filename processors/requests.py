@@ -22,7 +22,7 @@ from mmvllm.processors.parts import (
 )
 from mmvllm.processors.template_kwargs import check_template_kwargs
 from mmvllm.processors.tools import check_calls, check_tools
-from mmvllm.text import counted, listed
+from mmvllm.text import counted, listed, shown
 
 FORMS = ("messages", "text", "prompt", "prompt_token_ids")
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
@@ -167,7 +167,7 @@ def _as_list(images: Any) -> list:
 
 def _given_media(request: dict) -> tuple[list, list]:
     """The images and the videos that are not parts of messages."""
-    data = request.get("multi_modal_data") or {}
+    data = {} if request.get("multi_modal_data") is None else request["multi_modal_data"]
     if not isinstance(data, Mapping):
         raise RequestError(f"multi_modal_data must be a dict such as {{'image': ...}}, not {type(data).__name__}")
     if unknown := sorted(map(str, data.keys() - {"image", "video"})):
@@ -233,7 +233,7 @@ def media_kinds(request: dict) -> Iterator[Literal["image", "video"]]:
 def _parse_messages(messages: Any) -> tuple[list[dict], list[dict], list[dict]]:
     if not isinstance(messages, list | tuple) or not messages:
         raise RequestError(
-            f"'messages' must be a list of at least one {{'role', 'content'}} dict, not {messages!r:.100}"
+            f"'messages' must be a list of at least one {{'role', 'content'}} dict, not {shown(messages, 100)}"
         )
     parsed, images, videos = [], [], []
     for i, message in enumerate(messages):
@@ -241,7 +241,7 @@ def _parse_messages(messages: Any) -> tuple[list[dict], list[dict], list[dict]]:
         if isinstance(message, dict) and message.get("role") in ("assistant", "tool") and not message.get("content"):
             message = {**message, "content": message.get("refusal") or ""}  # clients and models leave some empty
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise RequestError(f"a message must be a dict with 'role' and 'content', not {message!r:.100}")
+            raise RequestError(f"a message must be a dict with 'role' and 'content', not {shown(message, 100)}")
         content = message["content"]
         if isinstance(content, list | tuple):
             content = [_parse_part(part, images, videos) for part in content]

@@ -14,7 +14,7 @@ from torch import Tensor
 from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput, Grid, Media, MediaRules, Span
 from mmvllm.processors.placeholders import engine_input
-from mmvllm.text import counted
+from mmvllm.text import counted, shown
 
 # Of patches and grids, by modality, as transformers' processors call them.
 NAMES = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
@@ -149,7 +149,7 @@ def _own_seconds(given: Iterable[float] | None, number: int) -> list[float | Non
         own = [0.0]
     if not all(0 < value < float("inf") for value in own) or len(own) not in (0, number):
         raise RequestError(
-            f"second_per_grid_ts is {seconds!r:.100}, must be {counted(number, 'number')} above 0, one per video",
+            f"second_per_grid_ts is {shown(seconds, 100)}, must be {counted(number, 'number')} above 0, one per video",
             param="second_per_grid_ts",
         )
     return own or [None] * number
@@ -202,7 +202,7 @@ def _as_list(name: str, given: Any) -> list:
     try:
         return [] if given is None else list(given)
     except TypeError:
-        raise RequestError(f"{name} is {given!r:.100}, must be an array or a list", param=name) from None
+        raise RequestError(f"{name} is {shown(given, 100)}, must be an array or a list", param=name) from None
 
 
 def own_grids(given: Array, merge_size: int, name: str = "image_grid_thw") -> list[Grid]:
@@ -232,7 +232,7 @@ def _own_spans(given: Any) -> list[Span]:
         return [(index(offset), index(length)) for offset, length in given]
     except (TypeError, ValueError):
         raise RequestError(
-            f"vision_placeholders are {given!r:.100}, must be (offset, length) pairs", param="vision_placeholders"
+            f"vision_placeholders are {shown(given, 100)}, must be (offset, length) pairs", param="vision_placeholders"
         ) from None
 
 

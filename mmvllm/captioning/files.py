@@ -153,8 +153,7 @@ class CaptionFiles:
         try:
             if self.output_dir is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as temporary:
-                text = f"{render(record)}\n"
-                temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
+            with replacing(path) as file:
+                file.write(f"{render(record)}\n")
         except OSError as error:
             raise JobError.cannot_write(path, error) from error

@@ -18,7 +18,7 @@ from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.index import Index, keep_caption
 from mmvllm.captioning.items import part_of_key, real_name
 from mmvllm.captioning.locked_file import LockedFile
-from mmvllm.captioning.record import ADDED, COLUMNS, as_line, is_clip
+from mmvllm.captioning.record import MAX_LINE_BYTES, as_line, is_clip, parse_record
 from mmvllm.captioning.replacing import check_regular
 from mmvllm.captioning.settings import CaptionSettings, task_key
 from mmvllm.captioning.settings_file import SettingsFile
@@ -51,6 +51,7 @@ class Journal:
         self._num_lines, self._synced = 0, time.monotonic()
         self.is_synced = True
         self._has_begun = self._has_superseded = self._is_lost = False
+        self._last_names: tuple[str | None, list[str]] = None, []
         self._file = LockedFile(path)
         try:
             if self._file.size and not overwrite:
@@ -166,13 +167,13 @@ class Journal:
         """Read the records into the index, and remove an incomplete last line."""
         size = 0
         for line in self._lines():
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n") and len(line) <= MAX_LINE_BYTES:
                 logger.warning(
                     "%s: the last line is incomplete and is removed; its image is captioned again", self.path
                 )
                 self._file.truncate(size)
                 return
-            record = _parse(line)
+            record = parse_record(line)
             if record is None:
                 self._has_superseded = False  # the file stays as it is
                 raise ArgumentError(
@@ -211,11 +212,22 @@ class Journal:
     def _part(self, record: dict) -> tuple[str, ...] | None:
         """What the key of a video's clip has beyond that of an image; None for a range that a list has named."""
         path, id, prompt = record["path"], record["id"], record["prompt"]
-        real_paths = {real_name(os.path.join(folder, path)) for folder in (os.getcwd(), *self.made_with.folders)}
-        for part in ((), (part_of_key(record["start"]),)):
-            if record["key"] in {task_key(record["settings"], real, id, prompt, "", *part) for real in real_paths}:
-                return part
+        for real in self._real_names(path):
+            for part in ((), (part_of_key(record["start"]),)):
+                if record["key"] == task_key(record["settings"], real, id, prompt, "", *part):
+                    return part
         return None
+
+    def _real_names(self, path: str) -> list[str]:
+        """The real names that the video of a clip had for the runs of this output; the last ones are kept.
+
+        The clips of a video follow each other.
+        """
+        if self._last_names[0] != path:
+            folders = (os.getcwd(), *self.made_with.folders)
+            names = dict.fromkeys(real_name(os.path.join(folder, path)) for folder in folders)
+            self._last_names = path, list(names)
+        return self._last_names[1]
 
     def _index_record(self, record: dict) -> None:
         has_failed = record["error"] is not None and self.is_own(record)
@@ -228,7 +240,7 @@ class Journal:
         target = self._file.path
         temporary = target.with_name(f"{target.name}.tmp")
         temporary.unlink(missing_ok=True)
-        file = LockedFile(temporary)
+        file = LockedFile(temporary, is_new=True)
         try:
             for number, line in enumerate(self._lines()):
                 if self.index.line(json.loads(line)["key"]) == number:
@@ -244,16 +256,8 @@ class Journal:
         if not self.path.exists():  # the journal was closed without a record
             return
         with self.path.open("rb") as file:
-            yield from file
-
-
-def _parse(line: bytes) -> dict | None:
-    """The record in a line, or None if there is none."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and record.keys() >= COLUMNS.keys() - set(ADDED) else None
+            while line := file.readline(MAX_LINE_BYTES + 1):  # an output of others may be one endless line
+                yield line
 
 
 @contextmanager

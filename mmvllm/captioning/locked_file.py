@@ -24,13 +24,15 @@ LOCK_OFFSET = 2**40  # a lock of Windows keeps other handles from reading; no re
 class LockedFile:
     """An open file with an exclusive lock; `size` is what this process has read or written, in bytes.
 
+    With `is_new` it must not exist yet: another program may have put a link or a pipe there.
+
     Raises ValueError if another process has locked it, and ArgumentError if it cannot be opened for writing.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, is_new: bool = False):
         self.path = path
         try:
-            self._file: int | None = _open_locked(path)
+            self._file: int | None = _open_locked(path, os.O_EXCL if is_new else 0)
             self.size = os.fstat(self._file).st_size
         except OSError as error:
             raise ArgumentError(
@@ -112,9 +114,9 @@ class LockedFile:
             self._file = None
 
 
-def _open_locked(path: Path) -> int:
+def _open_locked(path: Path, more_flags: int = 0) -> int:
     while True:
-        file = os.open(path, FLAGS, 0o666)
+        file = os.open(path, FLAGS | more_flags, 0o666)
         try:
             _lock(file, path)
             if path.exists() and os.path.samestat(os.fstat(file), path.stat()):

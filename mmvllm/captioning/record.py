@@ -1,6 +1,11 @@
-"""The fields of a record and their types, in the order of the columns."""
+"""The fields of a record and their types, in the order of the columns; records as lines of JSON."""
 
 import json
+import re
+from typing import Any
+
+from mmvllm.captioning.several import LIST
+from mmvllm.text import parse_json
 
 COLUMNS = {
     "path": str,  # as found; tar member: "shard.tar/name"; data URI: "list.jsonl:12"
@@ -32,12 +37,51 @@ COLUMNS = {
 SEEN = ("digest", "width", "height", "duration", "start", "end", "num_frames", "fps")  # what preparation finds out
 OF_CLIPS = ("duration", "start", "end", "num_frames", "fps")
 ADDED = ("boxes", *OF_CLIPS)  # outputs of earlier versions do not have them
+MAX_LINE_BYTES = 16 << 20  # of several million tokens; parsed, a line can take 30 times its size
+_KEY = re.compile(r"[0-9a-f]{32}")
 
 
 def as_line(record: dict) -> str:
     """The record as a line of JSON, without its end."""
     # File names need not be Unicode: backslashreplace writes such characters as JSON escapes.
     return json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
+
+
+def parse_record(line: bytes) -> dict | None:
+    """The record in a line; None if there is none, or if a field has a value of another type than jobs write."""
+    try:
+        record = parse_json(line) if len(line) <= MAX_LINE_BYTES else None
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and _is_record(record) else None
+
+
+def _is_record(record: dict) -> bool:
+    if not record.keys() >= COLUMNS.keys() - set(ADDED) or not _has_types(record):
+        return False
+    needed = ("path", "settings", "key", *(("digest", "caption", "prompt") if record["error"] is None else ()))
+    if any(record[name] is None for name in needed) or not _KEY.fullmatch(record["key"]):
+        return False
+    if record["file"] is not None and "\0" in record["path"] + record["file"]:
+        return False
+    entries = record.get(LIST, [])
+    return isinstance(entries, list) and all(map(_is_entry, entries))
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether it can be one of several captions of a record."""
+    is_complete = isinstance(entry, dict) and entry.keys() >= {"name", "caption", "finish_reason"}
+    return is_complete and isinstance(entry["name"], str | None) and _has_types(entry)
+
+
+def _has_types(record: dict) -> bool:
+    return all(value is None or _is_a(value, COLUMNS[name]) for name, value in record.items() if name in COLUMNS)
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    if isinstance(value, int) and kind in (int, float):
+        return not isinstance(value, bool) and abs(value) < 2**63  # as columns of tables have it
+    return isinstance(value, kind)
 
 
 def is_clip(record: dict) -> bool:

@@ -1,4 +1,8 @@
-"""Atomic replacement of files."""
+"""Atomic replacement of files.
+
+Other programs may write to the folder meanwhile: what is written goes to the file that was made, never to what may have
+its name by then.
+"""
 
 import os
 import secrets
@@ -6,6 +10,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import xxhash
 
@@ -13,17 +18,26 @@ from mmvllm.errors import ArgumentError
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path to write to, of a new file; it replaces `path`, also a symbolic link, if nothing is raised."""
-    temporary = _new_file(path)
+def replacing(path: Path, mode: str = "w", newline: str = "\n", synced: bool = False) -> Iterator[IO]:
+    """A new file to write to, which replaces `path`, also a symbolic link, if nothing is raised.
+
+    In a text file, UTF-8, characters that cannot be encoded are escaped: names of files need not be Unicode. With
+    `synced` the file is flushed to the disk first.
+    """
+    temporary, descriptor = _new_file(path)
     try:
-        yield temporary
+        text = {} if "b" in mode else {"encoding": "utf-8", "errors": "backslashreplace", "newline": newline}
+        with open(descriptor, mode, **text) as file:
+            yield file
+            file.flush()
+            if synced:
+                os.fsync(descriptor)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _new_file(target: Path) -> Path:
+def _new_file(target: Path) -> tuple[Path, int]:
     """An empty file in the folder of another one, which nothing else has made: no link is followed, no pipe opened.
 
     Its name is short, because the target's may be as long as the file system allows, and the same each time, so that a
@@ -34,8 +48,8 @@ def _new_file(target: Path) -> Path:
         path.unlink(missing_ok=True)
     except OSError:  # a folder
         path = target.with_name(f".{secrets.token_hex(8)}.tmp")
-    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-    return path
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0)  # Windows would change the ends of lines
+    return path, os.open(path, flags, 0o666)
 
 
 def check_regular(path: Path) -> None:
@@ -49,9 +63,3 @@ def check_regular(path: Path) -> None:
         return
     if not is_regular:
         raise ArgumentError("{path} is not a regular file; give the file itself, or another name", path=path)
-
-
-def sync(path: Path) -> None:
-    """Flush a file to the disk."""
-    with path.open("r+b") as file:  # Windows flushes only what may be written to
-        os.fsync(file.fileno())

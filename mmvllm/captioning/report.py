@@ -55,7 +55,7 @@ def write_report(path: Path, records: Iterable[dict], summary: dict[str, str], t
     head, body = _template().split("{{records}}")
     tally = _Tally()
     check_place(path)
-    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
+    with replacing(path) as file:
         file.write(_fill(head, title=html.escape(_clean(title)), policy=_policy(head + body)))
         with closing(_cards(filter(tally.add, records), Path(path.parent).absolute())) as cards:
             _write_blocks(file, cards)

@@ -66,9 +66,11 @@ class Restorer:
         path = Path(record["file"])
         if self._files.output_dir is not None:
             # The folder may have been typed in another way then, from another working directory.
-            folder = output_dir_of(self._journal.made_with.known[record["settings"]].get("caption_files"))
-            is_inside = path.is_relative_to(folder) and ".." not in path.relative_to(folder).parts
-            return self._files.output_dir / path.relative_to(folder) if is_inside else None
+            made_with = self._journal.made_with.known.get(record["settings"], {})
+            folder = output_dir_of(made_with.get("caption_files"))
+            is_inside = folder is not None and path.is_relative_to(folder)
+            inside = path.relative_to(folder) if is_inside else None
+            return None if inside is None or ".." in inside.parts else self._files.output_dir / inside
         image = Path(os.path.expanduser(record["path"]))
         is_from_here = path.is_absolute() or not self._folders or os.getcwd() in self._folders
         # An output may come from others, with the images: it must not say which files are written.

@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from mmvllm.captioning.errors import explained
-from mmvllm.captioning.replacing import replacing, sync
+from mmvllm.captioning.replacing import replacing
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.errors import ArgumentError
-from mmvllm.text import parse_json
+from mmvllm.sampling_params import MAX_COMPLETIONS
+from mmvllm.text import beginning_of, load_json, printable
 
 VERSION = 2
+MAX_FOLDERS = 100  # that are kept; relative paths are looked for in each of them
+MAX_SETTINGS = 1000
+MAX_SHOWN = 2000  # characters of a difference
 
 
 class SettingsFile:
@@ -30,8 +34,7 @@ class SettingsFile:
     def read(self) -> None:
         """Read the file; raises ArgumentError if it is missing, damaged, or of a later version."""
         try:
-            content = parse_json(self.path.read_text(encoding="utf-8"))
-            self.known, self.folders = self._parsed(content)
+            self.known, self.folders = self._parsed(load_json(self.path))
         except FileNotFoundError:
             raise ArgumentError(
                 "{path} exists and was not made by mmvllm ({settings} is missing); choose another {output}, or replace "
@@ -45,17 +48,20 @@ class SettingsFile:
             if isinstance(error, ArgumentError):
                 raise
             raise ArgumentError(
-                "{path} is damaged ({reason}); start again with {overwrite}", path=self.path, reason=error
+                "{path} is damaged ({reason}); start again with {overwrite}",
+                path=self.path,
+                reason=printable(str(error)),
             ) from None
 
     def check(self, settings: CaptionSettings) -> None:
         """Raise ArgumentError with the difference if no record was made with these settings."""
         if self.known and not self.fingerprints(settings):
+            difference = settings.difference(list(self.known.values())[-1], self.folders)
             raise ArgumentError(
                 "{path} was made with other settings: {difference}. Choose another {output}, replace it with "
                 "{overwrite}, or add records made with the new settings with {append_anyway}",
                 path=self._output,
-                difference="; ".join(settings.difference(list(self.known.values())[-1], self.folders)),
+                difference=beginning_of(printable("; ".join(difference)), MAX_SHOWN),
             )
 
     def fingerprints(self, settings: CaptionSettings) -> frozenset[str]:
@@ -68,11 +74,8 @@ class SettingsFile:
         if os.getcwd() not in self.folders:
             self.folders.append(os.getcwd())
         content = {"version": VERSION, "folders": self.folders, "settings": self.known}
-        with replacing(self.path) as temporary:
-            # Names of folders need not be Unicode: backslashreplace writes such characters as JSON escapes.
-            with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
-                json.dump(content, file, ensure_ascii=False, indent=1)
-            sync(temporary)
+        with replacing(self.path, synced=True) as file:
+            json.dump(content, file, ensure_ascii=False, indent=1)
 
     def _parsed(self, content: dict[str, Any]) -> tuple[dict[str, dict], list[str]]:
         version = content.get("version", 1)
@@ -88,6 +91,27 @@ class SettingsFile:
                 version=version,
                 last=VERSION,
             )
-        if not all(isinstance(values, dict) for values in known.values()):
-            raise ValueError("settings are not an object")
-        return known, folders
+        if len(known) > MAX_SETTINGS:
+            raise ValueError(f"it has {len(known)} settings, at most {MAX_SETTINGS} are allowed")
+        if not all(isinstance(folder, str) for folder in folders):
+            raise ValueError("a folder is not text")
+        for values in known.values():
+            _check(values)
+        return known, folders[-MAX_FOLDERS:]
+
+
+def _check(values: Any) -> None:
+    """Raise ValueError for settings whose values are not of the types that other modules use."""
+    if not isinstance(values, dict):
+        raise ValueError("settings are not an object")
+    if not isinstance(values.get("caption_files", ""), str | None):
+        raise ValueError("caption_files is not text")
+    prompts, n = values.get("prompts") or [], values.get("n", 1)
+    if not isinstance(prompts, list) or not all(map(_is_prompt, prompts)):
+        raise ValueError("prompts are not a list of objects with a name")
+    if type(n) is not int or not 0 < n * max(1, len(prompts)) <= MAX_COMPLETIONS:
+        raise ValueError(f"an image has no number of captions in [1, {MAX_COMPLETIONS}]")
+
+
+def _is_prompt(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("name"), str)

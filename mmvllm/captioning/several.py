@@ -132,8 +132,9 @@ def with_caption_columns(record: dict) -> dict:
     entries = record.get(LIST)
     if not entries:
         return record
-    names = list(dict.fromkeys(one["name"] for one in entries))
-    of_name = {name: [one["caption"] for one in entries if one["name"] == name] for name in names}
+    of_name: dict[str | None, list[str | None]] = {}
+    for one in entries:
+        of_name.setdefault(one["name"], []).append(one["caption"])
     columns = {
         _column(name, i, len(captions)): caption
         for name, captions in of_name.items()

@@ -9,7 +9,7 @@ from typing import Any
 
 from mmvllm.captioning.objects import OBJECT, TEXTS, with_object_columns
 from mmvllm.captioning.record import COLUMNS
-from mmvllm.captioning.replacing import replacing, sync
+from mmvllm.captioning.replacing import replacing
 from mmvllm.captioning.several import with_caption_columns
 
 ROWS_PER_GROUP = 8192
@@ -17,13 +17,11 @@ ROWS_PER_GROUP = 8192
 
 def write_csv(path: Path, records: Iterable[dict], of_captions: Sequence[str], of_objects: dict[str, Any]) -> None:
     """Write a header and a row per record, UTF-8, with lists as JSON; the file is replaced atomically."""
-    with replacing(path) as temporary:
-        with temporary.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-            names = [*COLUMNS, *of_captions, *of_objects]
-            table = csv.DictWriter(file, names, extrasaction="ignore")  # edited records have one more
-            table.writeheader()
-            table.writerows(_as_row(record, dict.fromkeys(of_objects, str)) for record in records)
-        sync(temporary)
+    with replacing(path, newline="", synced=True) as file:
+        names = [*COLUMNS, *of_captions, *of_objects]
+        table = csv.DictWriter(file, names, extrasaction="ignore")  # edited records have one more
+        table.writeheader()
+        table.writerows(_as_row(record, dict.fromkeys(of_objects, str)) for record in records)
 
 
 def write_parquet(path: Path, records: Iterable[dict], of_captions: Sequence[str], of_objects: dict[str, Any]) -> None:
@@ -36,12 +34,10 @@ def write_parquet(path: Path, records: Iterable[dict], of_captions: Sequence[str
     kinds = COLUMNS | dict.fromkeys(of_captions, str) | of_objects
     schema = pa.schema([(name, types[kind]) for name, kind in kinds.items()])
 
-    with replacing(path) as temporary:
-        with parquet.ParquetWriter(temporary, schema) as table:
-            rows = (_as_unicode(_as_row(record, of_objects)) for record in records)
-            while group := list(islice(rows, ROWS_PER_GROUP)):
-                table.write_table(pa.Table.from_pylist(group, schema))
-        sync(temporary)
+    with replacing(path, "wb", synced=True) as file, parquet.ParquetWriter(file, schema) as table:
+        rows = (_as_unicode(_as_row(record, of_objects)) for record in records)
+        while group := list(islice(rows, ROWS_PER_GROUP)):
+            table.write_table(pa.Table.from_pylist(group, schema))
 
 
 def _as_row(record: dict, of_objects: dict[str, Any]) -> dict:

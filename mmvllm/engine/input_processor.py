@@ -26,6 +26,7 @@ from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.chat import tokenize
 from mmvllm.processors.tensors import input_from_tensors, own_token_ids
 from mmvllm.sampling_params import SamplingParams
+from mmvllm.text import shown
 
 Prompt = Any  # a string, token ids as a list, array or tensor, or an EngineInput
 
@@ -199,7 +200,7 @@ class InputProcessor:
             return  # in half the time of what follows, which finds the first wrong one
         for token_id in token_ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-                raise RequestError(f"prompt has {token_id!r}, token ids are integers in [0, {vocab_size})")
+                raise RequestError(f"prompt has {shown(token_id)}, token ids are integers in [0, {vocab_size})")
 
     def _check_can_go_on(self, params: SamplingParams) -> None:
         """Before `min_tokens` no token that ends the completion may follow, so another one must be allowed."""

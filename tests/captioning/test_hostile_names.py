@@ -59,9 +59,9 @@ def test_what_has_the_name_of_a_temporary_file_is_not_used(shared_llm, images, k
 
 def test_a_new_file_has_the_usual_permissions(tmp_path):
     target = tmp_path / "a.txt"
-    with replacing(target) as temporary:
-        assert temporary.stat().st_mode & 0o777 == 0o666 & ~_umask()
-        temporary.write_text("new")
+    with replacing(target) as file:
+        assert os.fstat(file.fileno()).st_mode & 0o777 == 0o666 & ~_umask()
+        file.write("new")
     assert target.read_text() == "new" and [*tmp_path.iterdir()] == [target]
 
 

@@ -10,11 +10,14 @@ import pytest
 from xxhash import xxh3_128_hexdigest
 
 from mmvllm.captioning import journal as journal_module
+from mmvllm.captioning import record as record_module
 from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.journal import Journal
+from mmvllm.captioning.output import Output
 from mmvllm.captioning.record import COLUMNS
 from mmvllm.captioning.settings import BESIDE_IMAGES, CaptionSettings
+from mmvllm.errors import ArgumentError
 
 SETTINGS = CaptionSettings()
 OTHER = CaptionSettings(prompt="Count!", max_tokens=7)
@@ -88,6 +91,92 @@ def test_zeros_after_the_last_record_are_removed(path):
     path.write_bytes(whole + bytes(700))
     write(path)
     assert path.read_bytes() == whole
+
+
+WRONG = {
+    **{name: 7 for name, kind in COLUMNS.items() if kind is str},
+    **{name: "7" for name, kind in COLUMNS.items() if kind is not str},
+}
+RAW = (*((name, value) for name, value in WRONG.items()), ("width", True), ("width", 2**63), ("time", 10**400))
+RAW += (("key", "00"), ("key", None), ("path", None), ("settings", None), ("digest", None), ("caption", None))
+RAW += (("captions", {}), ("captions", ["a"]), ("captions", [{"name": None, "caption": "a"}]))
+RAW += (("captions", [{"name": [], "caption": "a", "finish_reason": "eos"}]), ("file", "a\0.txt"))
+
+
+@pytest.mark.parametrize(("name", "value"), RAW, ids=[f"{name}={value!r:.20}" for name, value in RAW])
+@pytest.mark.parametrize("format", ["jsonl", "txt", "csv"])
+def test_a_record_with_a_value_of_another_type_is_refused_with_its_line(name, value, format, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made_with = CaptionSettings(caption_files=f"txt {BESIDE_IMAGES}") if format == "txt" else SETTINGS
+    out = tmp_path / ("out.csv" if format == "csv" else "out.jsonl")
+    path = tmp_path / "out.csv.journal.jsonl" if format == "csv" else out
+    write(path, record("a.png", made_with), settings=made_with)
+    path.write_text(path.read_text() + json.dumps(record("b.png", made_with) | {name: value}) + "\n")
+    output = Output(made_with, out, format)
+    with pytest.raises(ArgumentError, match="line 2 is not a record of a caption"):
+        output.begin()
+    output.close()
+
+
+@pytest.mark.parametrize("content", [b"\0", b" ", b"[", b'{"a":"'])
+def test_a_line_without_an_end_is_refused_without_reading_it_whole(content, path, monkeypatch):
+    monkeypatch.setattr(journal_module, "MAX_LINE_BYTES", 4096)
+    monkeypatch.setattr(record_module, "MAX_LINE_BYTES", 4096)
+    write(path, *THREE)
+    with path.open("ab") as file:
+        file.write(content * 2000)
+        file.truncate(1 << 34)  # a sparse file
+    journal = Journal(path, SETTINGS)
+    with pytest.raises(ArgumentError, match="line 4 is not a record of a caption"):
+        journal.begin()
+    journal.close()
+    assert path.stat().st_size == 1 << 34
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *[{"n": 200_000_000}, {"n": "4"}, {"n": 0}, {"prompts": 7}, {"prompts": ["a"]}, {"prompts": {"name": "a"}}],
+        *[{"prompts": [{"name": 7}]}, {"n": 9000, "prompts": [{"name": "a"}, {"name": "b"}]}, {"caption_files": 7}],
+        *[7, None, []],
+    ],
+    ids=repr,
+)
+def test_settings_with_values_of_another_type_are_damaged(values, path):
+    write(path, *THREE)
+    settings = path.with_name("out.jsonl.settings")
+    content = json.loads(settings.read_text())
+    content["settings"]["0" * 16] = values
+    settings.write_text(json.dumps(content))
+    with pytest.raises(ArgumentError, match=rf"{settings} is damaged \(.+\); start again with overwrite"):
+        Journal(path, SETTINGS)
+
+
+def test_many_settings_and_folders_of_others_take_no_time(path, monkeypatch):
+    write(path, *THREE)
+    settings = path.with_name("out.jsonl.settings")
+    content = json.loads(settings.read_text())
+    content["folders"] = [f"/none/{i}" for i in range(200_000)]
+    settings.write_text(json.dumps(content))
+    monkeypatch.setattr(journal_module, "real_name", lambda name: looked_for.append(name) or name)
+    looked_for: list[str] = []
+    write(path, *[record("v.mp4", start=float(i), end=i + 1.0, key=f"{i:032x}") for i in range(3)])
+    write(path)
+    assert len(json.loads(settings.read_text())["folders"]) <= 102 and len(looked_for) < 400
+    content["settings"] = {f"{i:016x}": {"prompt": "x"} for i in range(1001)}
+    settings.write_text(json.dumps(content))
+    with pytest.raises(ArgumentError, match="is damaged \\(it has 1001 settings, at most 1000 are allowed\\)"):
+        Journal(path, SETTINGS)
+
+
+def test_the_difference_to_settings_of_others_is_short_and_printable(path):
+    write(path, *THREE)
+    settings = path.with_name("out.jsonl.settings")
+    names = {f"\x1b[2J{i}": "x" * 300 for i in range(10_000)}
+    settings.write_text(json.dumps({"version": 2, "folders": [], "settings": {"0" * 16: names}}))
+    with pytest.raises(ArgumentError, match="was made with other settings") as error:
+        Journal(path, SETTINGS)
+    assert len(str(error.value)) < 3000 and "\x1b" not in str(error.value)
 
 
 @pytest.mark.parametrize(

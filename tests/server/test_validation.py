@@ -107,7 +107,7 @@ def nested(depth: int) -> list:
         (completion(max_tokens=0), "max_tokens", "needs echo: true or prompt_logprobs"),
         (completion(max_tokens=-2), "max_tokens", "greater than or equal to -1"),
         (completion(suffix="x"), "suffix", "not supported"),
-        (completion(best_of=2, n=3), "best_of", "integer of at least n=3"),
+        (completion(best_of=2, n=3), "best_of", "integer in [n=3, 16384]"),
         (completion(best_of=2, stream=True), "stream", "known only at the end"),
         (completion(beam_width=2, use_beam_search=False), "beam_width", "use_beam_search is false"),
         (completion(beam_width=1000), "beam_width", "beam_width is 1000, max_num_seqs is"),
