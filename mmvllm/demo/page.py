@@ -1,5 +1,6 @@
 """The page: its components, and the handler of each event."""
 
+import asyncio
 import html
 import shutil
 from collections.abc import Iterator
@@ -44,6 +45,12 @@ class Page(gr.Blocks):
 
     sessions: Sessions
 
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        # Gradio reads and writes a long conversation in a tenth of a second, in which nothing else runs: of several
+        # events one has its turn, and then whatever else is waiting.
+        self._turn = asyncio.Lock()
+
     def num_unread(self, session_id: str) -> int:
         """How many events of a session have results that its browser has not read."""
         return len(self._queue.pending_event_ids_session.get(session_id, ()))
@@ -70,9 +77,14 @@ class Page(gr.Blocks):
     async def preprocess_data(self, block_fn: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
         self._check_files(inputs)
         try:
-            return await super().preprocess_data(block_fn, inputs, *args, **kwargs)
+            async with self._turn:
+                return await super().preprocess_data(block_fn, inputs, *args, **kwargs)
         except (ValueError, OSError, AttributeError):  # malformed client input is not logged
             raise gr.Error(RELOAD, print_exception=False) from None
+
+    async def postprocess_data(self, *args: Any, **kwargs: Any) -> list[Any]:
+        async with self._turn:
+            return await super().postprocess_data(*args, **kwargs)
 
     def _check_files(self, value: Any) -> None:
         try:

@@ -29,7 +29,8 @@ OPEN_ROUTES = frozenset({"app_id", "login_check", "startup-events", "theme.css",
 ABSENT = ("/openapi.json", "/docs", "/redoc", "/logout")
 HEARTBEAT = "heartbeat/"  # followed by the session; this request stays open as long as the page is open
 FILE = "file="  # followed by the path of an uploaded file; gradio would also serve URLs and files of other folders
-EVENTS = ("queue/join", "run/")  # start the handler that the body has the number of
+JOIN = "queue/join"
+EVENTS = (JOIN, "run/")  # start the handler that the body has the number of
 SESSION = re.compile(r"[0-9A-Za-z-]{1,64}")  # gradio's pages and clients choose letters and digits, or a UUID
 MAX_BODY_BYTES = 2**20  # of a request other than an upload, and of the multipart headers of an upload
 MAX_ENDINGS = 4  # heartbeats that end at a time
@@ -53,6 +54,7 @@ class DemoRouteFilter:
         self._events, self._num_unread = events, num_unread
         self._settings = sessions.settings
         self._endings = asyncio.Semaphore(MAX_ENDINGS)
+        self._turn = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -75,6 +77,8 @@ class DemoRouteFilter:
                     await self._until_closing(scope, receive, send)
             elif scope["method"] == "POST":
                 await self._post(route, scope, receive, send)
+            elif not route or route == "info":
+                await self._in_turn(scope, receive, send)
             else:
                 await self.app(scope, receive, send)
 
@@ -117,18 +121,46 @@ class DemoRouteFilter:
                 body = await Request(scope, receive).body()
         except TimeoutError:
             return await _late("The request took too long to arrive; try again")(scope, receive, send)
-        if not is_simple(body):
-            return await PlainTextResponse("This has too many parts", 413)(scope, receive, send)
-        if route.startswith(EVENTS) and (refusal := self._refused_event(body)) is not None:
-            return await refusal(scope, receive, send)
         pieces = [body]
 
         async def replay() -> Message:
             return {"type": "http.request", "body": pieces.pop()} if pieces else await receive()
 
-        await self.app(scope, replay, send)
+        async with self._turn:
+            refusal = self._refused_body(route, body)
+        if refusal is not None:
+            return await refusal(scope, receive, send)
+        if route == JOIN:
+            return await self._in_turn(scope, replay, send)
+        await self.app(scope, replay, send)  # "run/" responds when its handler has ended
 
-    def _refused_event(self, body: bytes) -> PlainTextResponse | None:
+    async def _in_turn(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have gradio make one response at a time: it makes some in tens of milliseconds, in which nothing else runs.
+
+        The next one waits for the beginning of the response, not for a client that reads it slowly.
+        """
+        has_turn = await self._turn.acquire()
+
+        async def send_and_release(message: Message) -> None:
+            release()
+            await send(message)
+
+        def release() -> None:
+            nonlocal has_turn
+            if has_turn:
+                has_turn = False
+                self._turn.release()
+
+        try:
+            await self.app(scope, receive, send_and_release)
+        finally:
+            release()
+
+    def _refused_body(self, route: str, body: bytes) -> PlainTextResponse | None:
+        if not is_simple(body):
+            return PlainTextResponse("This has too many parts", 413)
+        if not route.startswith(EVENTS):
+            return None
         try:
             event = parse_json(body.decode())
             session = event["session_hash"]

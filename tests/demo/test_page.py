@@ -1,6 +1,7 @@
 """The page's HTTP interface for clients other than its own script, and the command that serves it."""
 
 import argparse
+import asyncio
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ from mmvllm.cli.main import main
 
 pytest.importorskip("gradio")
 
+from mmvllm.demo import page as page_module
 from mmvllm.demo.route_filter import MAX_UNREAD
 from mmvllm.demo.uploads import process_uploads
 from tests.helpers.pages import CONTROLS, META, event, get, post, until
@@ -321,3 +323,25 @@ def test_the_packaged_examples_are_those_of_the_repository():
     assert packaged
     for path in packaged:
         assert path.read_bytes() == (root / "examples" / "images" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["preprocess_data", "postprocess_data"])
+def test_of_several_events_one_is_read_or_shown_at_a_time(name, monkeypatch):
+    at_work, peak = 0, 0
+
+    async def slow(self, *args, **kwargs):
+        nonlocal at_work, peak
+        at_work += 1
+        peak = max(peak, at_work)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        at_work -= 1
+        return []
+
+    async def visit():
+        page = page_module.Page(analytics_enabled=False)
+        await asyncio.gather(*(getattr(page, name)(None, []) for _ in range(5)))
+
+    monkeypatch.setattr(page_module.gr.Blocks, name, slow)
+    asyncio.run(visit())
+    assert peak == 1
