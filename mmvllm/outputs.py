@@ -71,6 +71,7 @@ class RequestMetrics:
     prefill_time: float | None  # from when it was first scheduled until the first token, with the ViT
     decode_time: float | None  # from the first token until the end
     time_to_first_token: float | None  # from its arrival
+    time_per_output_token: float | None  # mean of the tokens after the first, of its longest completion
     e2e_time: float | None  # from its arrival
 
 
@@ -152,8 +153,14 @@ class RequestOutput:
             prefill_time=_between(self.first_scheduled_time, self.first_token_time),
             decode_time=_between(self.first_token_time, self.finish_time),
             time_to_first_token=_between(self.arrival_time, self.first_token_time),
+            time_per_output_token=self._time_per_output_token(),
             e2e_time=_between(self.arrival_time, self.finish_time),
         )
+
+    def _time_per_output_token(self) -> float | None:
+        seconds = _between(self.first_token_time, self.finish_time)
+        num_tokens = max((len(completion.token_ids) for completion in self.completions), default=0)
+        return None if seconds is None or num_tokens < 2 else seconds / (num_tokens - 1)
 
     def __getitem__(self, name: str) -> Any:
         if name not in self:

@@ -123,6 +123,13 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_observability(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--metrics-names",
+        choices=("mmvllm", "vllm"),
+        default=DEFAULTS.metrics_names,
+        help="vllm: serve the metrics by the names that they have in vLLM as well, for its dashboards and autoscalers "
+        "(default: %(default)s)",
+    )
     group.add_argument("--access-log", action="store_true", help="log a line per HTTP request to standard error")
     group.add_argument(
         "--log-requests",
@@ -297,6 +304,7 @@ def _settings(
         allow_lora_updating=args.allow_lora_updating,
         ignores_unknown_fields=args.ignore_unknown_fields,
         log_requests=args.log_requests,
+        metrics_names=args.metrics_names,
         has_demo=args.demo,
     )
 

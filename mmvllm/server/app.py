@@ -60,7 +60,7 @@ def build_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
 
     # FastAPI's documentation pages load scripts from a CDN.
     app = FastAPI(title="mmvllm", version=mmvllm.__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
-    metrics, models = Metrics(engine), ServedModels(engine, settings)
+    metrics, models = Metrics(engine, settings), ServedModels(engine, settings)
     jobs = JobFactory(engine, settings, models)
     app.include_router(_completions(engine, settings, metrics, decoder, jobs))
     app.include_router(_stored_responses(jobs.responses))

@@ -9,6 +9,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmvllm.async_llm import AsyncLLM
 from mmvllm.outputs import Delta, RequestOutput
+from mmvllm.server.settings import ServerSettings
+from mmvllm.server.vllm_metrics import VllmMetrics
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2)
@@ -18,7 +20,7 @@ CLIENT_DISCONNECTED = 499
 class Metrics:
     """The metrics of one server, in their own registry."""
 
-    def __init__(self, engine: AsyncLLM):
+    def __init__(self, engine: AsyncLLM, settings: ServerSettings):
         self.registry = registry = CollectorRegistry()
         registry.register(_EngineCollector(engine))
         self.responses = Counter(
@@ -46,23 +48,25 @@ class Metrics:
         self.end_to_end = _histogram(
             registry, "end_to_end", "Time from admission to the last token, in seconds.", SECONDS
         )
+        self._vllm = VllmMetrics(registry, engine, settings) if settings.metrics_names == "vllm" else None
 
     def observe(self, delta: Delta) -> None:
         """Count the completion, or the request, that ends with this delta."""
         if delta.finish_reason is not None:
             self.completions.labels(delta.finish_reason).inc()
-        if delta.output is not None:
+        if self._vllm is not None:
+            self._vllm.observe(delta)
+        if delta.output is not None and None not in (delta.output.first_token_time, delta.output.finish_time):
             self._observe_request(delta.output)
 
     def _observe_request(self, output: RequestOutput) -> None:
-        begin, first, end = output.arrival_time, output.first_token_time, output.finish_time
-        if first is None or end is None:
-            return
-        self.first_token.observe(first - begin)
-        self.end_to_end.observe(end - begin)
-        num_tokens = max(len(completion.token_ids) for completion in output.completions)
-        if num_tokens > 1:
-            self.per_token.observe((end - first) / (num_tokens - 1))
+        times = output.metrics
+        self.first_token.observe(times.time_to_first_token)
+        self.end_to_end.observe(times.e2e_time)
+        if times.time_per_output_token is not None:
+            self.per_token.observe(times.time_per_output_token)
+        if self._vllm is not None:
+            self._vllm.observe_request(output)
 
 
 def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:

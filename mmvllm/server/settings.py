@@ -42,6 +42,7 @@ class ServerSettings:
         allow_lora_updating: clients may load adapters from any folder that the server can read, and unload adapters.
         ignores_unknown_fields: unknown fields of requests are ignored, and named in the log, instead of refused.
         log_requests: log a line per completion request when it ends: "facts", or "full" with texts; None logs none.
+        metrics_names: "mmvllm", or "vllm" to serve the metrics by the names that they have in vLLM as well.
         has_demo: also serve the demo page at /demo, without API keys.
     """
 
@@ -67,6 +68,7 @@ class ServerSettings:
     allow_lora_updating: bool = False
     ignores_unknown_fields: bool = False
     log_requests: str | None = None
+    metrics_names: str = "mmvllm"
     has_demo: bool = False
 
     def __post_init__(self) -> None:

@@ -1,0 +1,87 @@
+"""With `--metrics-names vllm` dashboards and autoscalers that are made for vLLM find their metrics."""
+
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from mmvllm.engine.stats import EngineStats
+from mmvllm.server.metrics import Metrics
+from mmvllm.server.settings import ServerSettings
+from tests.helpers.server import CHAT, call, chat, make_app, metric_samples
+
+MODEL = ("model_name", "bundled")
+ENGINE = ("engine", "0"), MODEL
+# What the Grafana dashboards of vLLM, llm-d and KEDA ask for.
+QUERIED = {
+    "gauge": ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+    "counter": (
+        *("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
+        "request_success",
+    ),
+    "histogram": (
+        *("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"),
+        *("request_prefill_time_seconds", "request_decode_time_seconds", "request_time_per_output_token_seconds"),
+        *("request_prompt_tokens", "request_generation_tokens"),
+    ),
+}
+
+
+def test_every_metric_that_dashboards_ask_for_is_there_with_its_type(engine):
+    app = make_app(engine, metrics_names="vllm")
+    types = {family.name: family.type for family in text_string_to_metric_families(call(app, "GET", "/metrics").text)}
+    assert {f"vllm:{name}": kind for kind, names in QUERIED.items() for name in names}.items() <= types.items()
+    assert any(name.startswith("mmvllm_") for name in types)
+
+
+def test_only_own_names_are_served_by_default(engine):
+    assert "vllm:" not in call(make_app(engine), "GET", "/metrics").text
+
+
+def test_the_metrics_count_what_requests_use(engine):
+    app = make_app(engine, metrics_names="vllm")
+    before = metric_samples(app)
+    first = call(app, "POST", CHAT, json=chat("Hello", max_tokens=3, ignore_eos=True, n=2)).json()["usage"]
+    second = call(app, "POST", CHAT, json=chat("Hello", max_tokens=1, ignore_eos=True)).json()["usage"]
+    after = metric_samples(app)
+
+    def moved(name: str, *labels: tuple[str, str]) -> float:
+        return after[f"vllm:{name}", *labels] - before.get((f"vllm:{name}", *labels), 0.0)
+
+    usage = {name: first[name] + second[name] for name in ("prompt_tokens", "completion_tokens")}
+    assert moved("prompt_tokens_total", *ENGINE) == moved("prefix_cache_queries_total", *ENGINE)
+    assert moved("prompt_tokens_total", *ENGINE) == usage["prompt_tokens"]
+    assert moved("generation_tokens_total", *ENGINE) == usage["completion_tokens"] == 7
+    assert moved("request_success_total", ("finished_reason", "length"), MODEL) == 3
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_prompt_tokens"):
+        assert moved(f"{name}_count", MODEL) == 2 and moved(f"{name}_sum", MODEL) > 0
+    assert moved("request_generation_tokens_sum", MODEL) == 7 and moved("request_prompt_tokens_sum", MODEL) > 10
+    assert moved("request_time_per_output_token_seconds_count", MODEL) == 1  # the other has one token
+    assert after["vllm:num_requests_running", *ENGINE] == after["vllm:num_requests_waiting", *ENGINE] == 0
+
+
+@pytest.mark.parametrize(
+    ("own", "reason"), [("eos", "stop"), ("stop", "stop"), ("aborted", "abort"), ("error", "error")]
+)
+def test_completions_are_counted_by_the_reasons_of_vllm(own, reason, engine):
+    metrics = Metrics(engine, ServerSettings(model_names=("bundled",), metrics_names="vllm"))
+    metrics.observe(SimpleNamespace(finish_reason=own, output=None))
+    labels = {"finished_reason": reason, "model_name": "bundled"}
+    assert metrics.registry.get_sample_value("vllm:request_success_total", labels) == 1
+
+
+def test_each_engine_has_its_own_numbers_and_requests_in_preparation_wait():
+    each = [EngineStats(num_waiting=3, num_running=1, num_blocks=4, num_used_blocks=1), EngineStats(num_blocks=8)]
+    engine = SimpleNamespace(
+        engine_stats=lambda: each,
+        stats=lambda: EngineStats(num_preparing=5),
+        health=lambda: SimpleNamespace(is_ready=True, engines=[]),
+    )
+    metrics = Metrics(engine, ServerSettings(model_names=("first", "second"), metrics_names="vllm"))
+
+    def value(name: str, index: str) -> float:
+        return metrics.registry.get_sample_value(f"vllm:{name}", {"engine": index, "model_name": "first"})
+
+    assert [value("num_requests_waiting", index) for index in "01"] == [8, 0]
+    assert [value("num_requests_running", index) for index in "01"] == [1, 0]
+    assert [value("kv_cache_usage_perc", index) for index in "01"] == [0.25, 0]
