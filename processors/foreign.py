@@ -63,8 +63,9 @@ class ForeignProcessor:
         load = load or self.load
         parsed = parse_request(request)
         check_takes_media(parsed, self.rules)
-        if parsed.jpeg_draft:
-            raise RequestError("jpeg_draft cannot be used with a processor of your own", param="jpeg_draft")
+        for name in ("jpeg_draft", "truncate_prompt_tokens"):
+            if getattr(parsed, name):
+                raise RequestError(f"{name} cannot be used with a processor of your own", param=name)
         given = [self._image(i, part, parsed, load) for i, part in enumerate(parsed.images)]
         images = [image for image, _ in given]
         clips = [self._clip(i, part, parsed, load) for i, part in enumerate(parsed.videos)]

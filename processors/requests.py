@@ -30,7 +30,7 @@ TEMPLATE_KEYS = ("tools", "chat_template_kwargs", "chat_template", "add_generati
 REQUEST_KEYS = frozenset(
     (
         *("messages", "text", "images", "videos", "min_pixels", "max_pixels", *PROMPT_KEYS),
-        *("allow_special_tokens", *TEMPLATE_KEYS),
+        *("allow_special_tokens", "truncate_prompt_tokens", *TEMPLATE_KEYS),
         *("request_id", "priority", "cache_salt", "lora_request", "trace_headers", "sampling_params"),
     )
 )
@@ -45,7 +45,8 @@ class ParsedRequest(NamedTuple):
     each of its videos, `image_bounds` its `min_pixels` and `max_pixels` for images; with `jpeg_draft` JPEGs may be
     decoded at a reduced scale. Special tokens in messages are text, unless `allow_special_tokens`. `template_kwargs`
     are arguments for the chat template, `template_options` for `apply_chat_template`; `chat_template` replaces the
-    checkpoint's. `tools` are the functions that the model may call.
+    checkpoint's. `tools` are the functions that the model may call. Of `text` and `token_ids` only the last
+    `truncate_prompt_tokens` are kept.
     """
 
     messages: list[dict] | None
@@ -61,6 +62,7 @@ class ParsedRequest(NamedTuple):
     chat_template: str | None = None
     tools: Sequence[dict] = ()
     jpeg_draft: bool = False
+    truncate_prompt_tokens: int | None = None
 
 
 def parse_request(request: Any) -> ParsedRequest:
@@ -70,6 +72,7 @@ def parse_request(request: Any) -> ParsedRequest:
     check_keys("request", request, REQUEST_KEYS)
     check_numbers(request)
     form, content = _form(request)
+    truncate_prompt_tokens = _truncation(request, form)
     allow_special_tokens, options = _allows_special_tokens(request, form), _template_options(request)
     template_kwargs, chat_template = check_template_kwargs(request.get("chat_template_kwargs")), _chat_template(request)
     tools = check_tools(request.get("tools"))
@@ -91,7 +94,8 @@ def parse_request(request: Any) -> ParsedRequest:
     images = [image if isinstance(image, dict) else {"image": image} for image in images]
     videos = [video if isinstance(video, dict) else {"video": video} for video in videos]
     images, videos = list(map(image_part, count(), images)), list(map(video_part, count(), videos))
-    parsed = ParsedRequest(None, images, videos, _for_each(videos, kwargs), bounds, jpeg_draft=draft)
+    keys = {"jpeg_draft": draft, "truncate_prompt_tokens": truncate_prompt_tokens}
+    parsed = ParsedRequest(None, images, videos, _for_each(videos, kwargs), bounds, **keys)
     if form == "prompt_token_ids":
         return parsed._replace(token_ids=content)
     if not isinstance(content, str):
@@ -123,6 +127,18 @@ def _allows_special_tokens(request: dict, form: str) -> bool:
             param="allow_special_tokens",
         )
     return bool(allowed)
+
+
+def _truncation(request: dict, form: str) -> int | None:
+    number = request.get("truncate_prompt_tokens")
+    if number is None:
+        return None
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ParameterError("truncate_prompt_tokens", number, "an integer of at least 1")
+    if form == "messages":
+        reason = "truncate_prompt_tokens is for prompts; the beginning of a conversation cannot be cut off"
+        raise RequestError(reason, param="truncate_prompt_tokens")
+    return number
 
 
 def _check_no_template(request: dict, form: str) -> None:

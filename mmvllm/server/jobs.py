@@ -203,15 +203,17 @@ class JobFactory:
         pooling = convert.pooling_params(body, self._engine.hidden_size)
         builder = EmbeddingResponseBuilder(model, field, body.encoding_format == "base64")
         if body.messages is not None:
+            if (body.truncate_prompt_tokens or 0) > 0:
+                message = "truncate_prompt_tokens is for input; the beginning of a conversation cannot be cut off"
+                raise ApiError(400, message, param="truncate_prompt_tokens")
             prompt = self.prompt(body, prompt_tools(body.tools), reservation, adapter=adapter)
             described = partial(described_chat, body)
             return CompletionJob([prompt.request], SamplingParams(), builder, described, prompt, pooling=pooling)
         self._check_trusted(body)
         _check_chat_fields(body)
         prompts = convert.prompts_of(body)
-        self._check_lengths("input", prompts)
+        requests = self._requests("input", prompts, body.truncate_prompt_tokens, adapter)
         described = partial(described_prompts, prompts)
-        requests = _with_adapter(prompts, adapter)
         return CompletionJob(requests, SamplingParams(), builder, described, pooling=pooling)
 
     def prompt(
@@ -251,7 +253,8 @@ class JobFactory:
         model, adapter = self._models.find(body.model)
         params = convert.completion_params(body, self._engine.max_model_len, self._sampling_defaults)
         prompts = convert.prompts_of(body)
-        self._check_lengths("prompt", prompts)
+        room = 1 if body.max_tokens == convert.NO_LIMIT else max(1, params.max_tokens)
+        requests = self._requests("prompt", prompts, body.truncate_prompt_tokens, adapter, room)
         if len(prompts) > self._engine.max_requests:
             message = f"{len(prompts)} prompts, at most {self._engine.max_requests} are accepted (max_waiting)"
             raise ApiError(400, message, param="prompt")
@@ -259,7 +262,6 @@ class JobFactory:
         options = {"echoes": bool(body.echo), "skips_special": params.skip_special_tokens}
         builder = CompletionResponseBuilder(model, self._engine.tokenizer, *shown, **options)
         described, field = partial(described_prompts, prompts), structured_field(body)
-        requests = _with_adapter(prompts, adapter)
         return CompletionJob(requests, params, builder, described, structured=field, **_streaming(body))
 
     def check_model(self, name: str | None) -> None:
@@ -270,6 +272,25 @@ class JobFactory:
         with engine_errors(lambda error: (str(error), param)):
             for prompt in prompts:
                 self._length_limit.check(prompt, num_extra_tokens)
+
+    def _requests(
+        self,
+        param: str,
+        prompts: list[str | list[int]],
+        truncation: int | None,
+        adapter: LoRARequest | None,
+        room: int = 1,
+    ) -> list[Request]:
+        """The engine's requests for prompts, cut if that is asked for: -1 leaves `room` tokens for a completion."""
+        if truncation is None:
+            self._check_lengths(param, prompts)
+            keys = {}
+        else:
+            fitting = max(1, self._engine.max_model_len - room)
+            keys = {"truncate_prompt_tokens": fitting if truncation < 0 else truncation}
+        if adapter is not None:
+            keys["lora_request"] = adapter
+        return [as_request(prompt) | keys for prompt in prompts] if keys else prompts
 
     def _check_trusted(self, body: ChatPrompt) -> None:
         """Refuse what only clients may send that the server trusts."""
@@ -327,10 +348,6 @@ def _check_chat_fields(body: EmbeddingRequest) -> None:
     for name in ChatPrompt.model_fields:
         if getattr(body, name):
             raise ApiError(400, f"{name} is for messages, and the request has input; leave it out", param=name)
-
-
-def _with_adapter(prompts: list[str | list[int]], adapter: LoRARequest | None) -> list[Request]:
-    return prompts if adapter is None else [as_request(prompt) | {"lora_request": adapter} for prompt in prompts]
 
 
 async def _all(fetches: Sequence[Coroutine[Any, Any, Any]]) -> list:

@@ -51,6 +51,7 @@ def _check_token_limit(value: int) -> int:
 
 # fail_fast: otherwise a long list of invalid items would produce one error per item.
 TokenLimit = Annotated[int, Field(lt=INT64), AfterValidator(_check_token_limit)]
+TRUNCATION = "Keep the last so many tokens of each prompt; -1: as many as fit."
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 TokenId = Annotated[int, Field(ge=0, lt=INT64)]
@@ -312,6 +313,7 @@ class CompletionRequest(SamplingRequest):
         description="Default: 16. 0 needs echo or prompt_logprobs: nothing is generated. -1: as many as max_model_len "
         "leaves for the completion.",
     )
+    truncate_prompt_tokens: TokenLimit | None = Field(None, description=TRUNCATION)
     echo: bool | None = Field(None, description="The text and the logprobs begin with the prompt's.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     suffix: Unsupported = None
@@ -344,7 +346,7 @@ class EmbeddingRequest(ChatPrompt):
     request_id: Ignored = None
     add_special_tokens: Ignored = None
     priority: Literal[0] | None = None
-    truncate_prompt_tokens: Literal[-1] | None = None
+    truncate_prompt_tokens: TokenLimit | None = Field(None, description=TRUNCATION)
 
 
 MAX_NAME, MAX_PATH = 256, 4096  # characters

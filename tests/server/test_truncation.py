@@ -1,0 +1,86 @@
+"""`truncate_prompt_tokens` cuts prompts from the left, as in vLLM, before or after they are tokenized."""
+
+import random
+
+import numpy as np
+import pytest
+
+from mmvllm.errors import RequestError
+from mmvllm.processors.length_limit import LengthLimit
+from tests.helpers.requests import ask
+from tests.helpers.server import COMPLETIONS, EMBEDDINGS, SCENES, call, completion
+
+WORDS = ["a", "red", "circle ", "\n", "ünï", "😺", "  ", "0123456789", "<|im_end|>", "countable"]
+
+
+def text_of(num_words: int) -> str:
+    choose = random.Random(num_words)
+    return " ".join(choose.choice(WORDS) for _ in range(num_words))
+
+
+def prompts_kept(app, prompt, **keys) -> list[list[int]]:
+    body = completion(prompt=prompt, return_token_ids=True, max_tokens=1) | keys
+    answer = call(app, "POST", COMPLETIONS, json=body)
+    assert answer.status_code == 200, answer.text
+    kept = [choice["prompt_token_ids"] for choice in answer.json()["choices"]]
+    assert answer.json()["usage"]["prompt_tokens"] == sum(map(len, kept))
+    return kept
+
+
+@pytest.mark.parametrize("number", [1, 2, 7, 100, 10**6, -1])
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_the_last_tokens_of_each_prompt_are_kept(number, as_ids, app, engine):
+    texts = [text_of(num_words) for num_words in (3, 30)]
+    tokens = [engine.tokenizer.encode(text) for text in texts]
+    want = [ids if number < 0 else ids[-number:] for ids in tokens]
+    assert prompts_kept(app, tokens if as_ids else texts, truncate_prompt_tokens=number) == want
+    assert prompts_kept(app, tokens[1] if as_ids else texts[1], truncate_prompt_tokens=number) == want[1:]
+
+
+@pytest.mark.parametrize(("max_tokens", "room"), [(5, 5), (-1, 1), (10**6, 2047)])
+@pytest.mark.parametrize("num_words", [3000, 200_000])
+def test_a_prompt_of_any_length_is_cut_to_what_fits_beside_the_completion(max_tokens, room, num_words, app, engine):
+    text = text_of(num_words)
+    (kept,) = prompts_kept(app, text, truncate_prompt_tokens=-1, max_tokens=max_tokens, stop=["e", "a", " "])
+    assert kept == engine.tokenizer.encode(text)[-(engine.max_model_len - room) :]
+
+
+def test_a_prompt_that_is_still_too_long_is_refused(app):
+    body = completion(prompt=text_of(200_000), truncate_prompt_tokens=10**6)
+    answer = call(app, "POST", COMPLETIONS, json=body)
+    assert answer.status_code == 400 and "maximum context length is 2048 tokens" in answer.text
+
+
+@pytest.mark.parametrize(("number", "num_words"), [(1, 30), (7, 20_000), (10**6, 30), (-1, 30), (-1, 20_000)])
+def test_an_input_of_embeddings_is_cut(number, num_words, app, engine):
+    text = text_of(num_words)
+    tokens = engine.tokenizer.encode(text)[-(2047 if number < 0 else number) :]
+    cut, want = (
+        call(app, "POST", EMBEDDINGS, json={"model": "bundled", **keys}).json()
+        for keys in ({"input": [text], "truncate_prompt_tokens": number}, {"input": [tokens]})
+    )
+    assert cut["usage"]["prompt_tokens"] == want["usage"]["prompt_tokens"] == len(tokens)
+    np.testing.assert_allclose(cut["data"][0]["embedding"], want["data"][0]["embedding"], atol=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 50])
+def test_the_tail_of_a_text_has_the_last_tokens_of_the_text(num_tokens, engine):
+    limit = LengthLimit.of(engine.tokenizer, 2048)
+    for num_words in range(40, 400, 7):
+        text = text_of(num_words)
+        tail = engine.tokenizer.encode(limit.tail(text, num_tokens))
+        assert tail[-num_tokens:] == engine.tokenizer.encode(text)[-num_tokens:]
+
+
+@pytest.mark.parametrize("value", [0, -1, -5, True, 1.5, "7", [1]])
+def test_another_value_is_refused_in_python(value, shared_llm):
+    with pytest.raises(RequestError, match=r"truncate_prompt_tokens is .*, must be an integer of at least 1"):
+        shared_llm.processor({"text": "a", "truncate_prompt_tokens": value})
+
+
+def test_what_has_no_beginning_to_cut_off_is_refused(shared_llm):
+    with pytest.raises(RequestError, match="the beginning of a conversation cannot be cut off"):
+        shared_llm.processor(ask("a") | {"truncate_prompt_tokens": 5})
+    text = "<|vision_start|><|image_pad|><|vision_end|>"
+    with pytest.raises(RequestError, match="cannot be used with images and videos"):
+        shared_llm.processor({"text": text, "images": [SCENES[0]], "truncate_prompt_tokens": 5})
