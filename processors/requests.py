@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from mmvllm.errors import ParameterError, RequestError
+from mmvllm.processors.beside import with_media
 from mmvllm.processors.chat_template import WITH_PROMPT
 from mmvllm.processors.parts import (
     PROCESSOR_KEYS,
@@ -83,9 +84,7 @@ def parse_request(request: Any) -> ParsedRequest:
     draft = kwargs.pop("jpeg_draft", False)
     bounds = tuple(request.get(name) or kwargs.get(name) for name in ("min_pixels", "max_pixels"))
     if form == "messages":
-        if images or videos:
-            raise RequestError("images and videos go with 'text'; with 'messages', put each into its message as a part")
-        messages, images, videos = _parse_messages(content)
+        messages, images, videos = _parse_messages(with_media(content, {"image": images, "video": videos}))
         if "continue_final_message" in options:
             _check_continued(messages[-1])
         keys = {"allow_special_tokens": allow_special_tokens, "template_kwargs": template_kwargs, "tools": tools}

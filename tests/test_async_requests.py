@@ -52,8 +52,8 @@ BAD = {
     "floats in a dict": ({"prompt_token_ids": np.array([5.0])}, "token ids are integers"),
     "two rows": (np.array([[5, 6]]), "token ids are integers, in one row"),
     "images beside messages": (
-        {**ask("x"), "multi_modal_data": {"image": IMAGE}},
-        "images and videos go with 'text'; with 'messages', put each into its message",
+        {**ask({"type": "image"}), "multi_modal_data": {"image": [IMAGE, IMAGE]}},
+        r"messages have 1 part \{'type': 'image'\} without a source, and 2 images beside them",
     ),
     "unknown key": ({**ask("x"), "nonsense": 1}, "unknown keys nonsense"),
     "parameters in a list": ({**ask("x"), "sampling_params": [SHORT]}, "must be SamplingParams or a dict, not list"),

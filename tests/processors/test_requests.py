@@ -10,6 +10,7 @@ from mmvllm.processors.requests import parse_request
 from mmvllm.server.protocol import ProcessorKwargs
 from tests.helpers.requests import noise_image, text, user
 
+BARE = {"type": "image"}
 A, B, C = noise_image(200, 120, 1), noise_image(133, 260, 2), noise_image(180, 180, 3)
 
 
@@ -181,11 +182,19 @@ BAD = {
     "both": ({**user(), "text": "x"}, f"{ONE_FORM} 'messages' and 'text'$"),
     "messages and prompt": ({**user(), "prompt": "x"}, f"{ONE_FORM} 'messages' and 'prompt'$"),
     "text null": ({"text": None}, f"{ONE_FORM} none$"),
-    "messages with images": (
-        {**user(), "images": [A]},
-        "images and videos go with 'text'; with 'messages', put each into",
+    "messages without the user's": (
+        {"messages": [{"role": "system", "content": "x"}], "images": [A]},
+        r"messages have 0 parts \{'type': 'image'\} without a source, and 1 image beside them; give one for each part",
     ),
-    "messages with one image": ({**user(), "images": A}, "images and videos go with 'text'"),
+    "messages with a part too many": ({**user(BARE, BARE), "images": A}, r"2 parts \{'type': 'image'\} .* 1 image"),
+    "messages with an image too many": ({**user(BARE), "images": [A, A]}, r"1 part \{'type': 'image'\} .* 2 images"),
+    "messages with another kind": ({**user({"type": "video"}), "images": A}, r"0 parts \{'type': 'image'\} .* 1 image"),
+    "messages with their own and others": (
+        {**user({"type": "image", "image": A}, BARE), "images": [A, A]},
+        r"1 part \{'type': 'image'\} .* 2 images",
+    ),
+    "part without an image": (user(BARE), "an image part needs 'image'"),
+    "messages that are no list": ({"messages": "hi", "images": [A]}, "'messages' must be a list of at least one"),
     "text of parts": ({"text": [text("x")]}, "'text' must be a string, not list"),
     "messages null": ({"messages": None}, "'messages' must be a list of at least one .*, not None"),
     "messages empty": ({"messages": []}, r"'messages' must be a list of at least one .*, not \[\]"),
