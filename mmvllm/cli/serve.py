@@ -152,6 +152,13 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "--request-timeout", type=seconds, metavar="S", help="timeout of a request in seconds (default: none)"
     )
     add_max_waiting_argument(group)
+    group.add_argument(
+        "--scheduling-policy",
+        choices=("fcfs", "priority"),
+        default=DEFAULTS.scheduling_policy,
+        help="priority: requests may have a priority, of which lower numbers run first; any client can then overtake "
+        "all others (default: %(default)s, first come, first served)",
+    )
     add_release_argument(group)
     group.add_argument(
         "--max-images",
@@ -303,6 +310,7 @@ def _settings(
         lora_modules=modules,
         allow_lora_updating=args.allow_lora_updating,
         ignores_unknown_fields=args.ignore_unknown_fields,
+        scheduling_policy=args.scheduling_policy,
         log_requests=args.log_requests,
         metrics_names=args.metrics_names,
         has_demo=args.demo,

@@ -2,16 +2,16 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from mmvllm.async_llm import AsyncLLM, Request
 from mmvllm.fetching import fetch
 from mmvllm.intake import as_request
-from mmvllm.lora import LoRARequest
 from mmvllm.media import Kind, MediaError
 from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.length_limit import LengthLimit
@@ -130,9 +130,9 @@ class JobFactory:
 
     def chat(self, body: ChatRequest, reservation: ByteReservation) -> CompletionJob:
         """A job for a chat; the images and videos that it fetches are counted in `reservation`."""
-        model, adapter = self._models.find(body.model)
+        model, keys = self._model(body)
         use = self._tool_use(body)
-        prompt = self.prompt(body, use.tools, reservation, adapter=adapter)
+        prompt = self.prompt(body, use.tools, reservation, keys=keys)
         shown = use.params.logprobs, body.prompt_logprobs, *_named(body)
         boxes = body.mmvllm.boxes if body.mmvllm else None
         options = {"functions": use.names, "boxes": boxes, "echoed": convert.echoed_text(body)}
@@ -143,13 +143,13 @@ class JobFactory:
 
     def response(self, body: ResponsesRequest, reservation: ByteReservation) -> CompletionJob:
         """A job for a request of OpenAI's Responses API."""
-        model, adapter = self._models.find(body.model)
+        model, keys = self._model(body)
         given, earlier = self._resolved(body.items), self._earlier(body.previous_response_id, reservation)
         messages = messages_of(given, earlier)
         with named_as_input():
             chat = as_chat(body, messages)
             use = self._tool_use(chat)
-            prompt = self.prompt(chat, use.tools, reservation, image_params_of(given, earlier), adapter)
+            prompt = self.prompt(chat, use.tools, reservation, image_params_of(given, earlier), keys)
         if use.names and body.num_logprobs is not None:
             message = "log-probabilities are shown of texts; leave out top_logprobs and include, or the tools"
             raise ApiError(400, message, param="top_logprobs" if body.top_logprobs else "include")
@@ -196,7 +196,7 @@ class JobFactory:
 
     def embeddings(self, body: EmbeddingRequest, reservation: ByteReservation) -> CompletionJob:
         """A job for the vectors of several inputs, or of one conversation."""
-        model, adapter = self._models.find(body.model)
+        model, keys = self._model(body)
         field = "input" if body.messages is None else "messages"
         if (body.input is None) is (body.messages is None):
             raise ApiError(400, f"{field}: give input or messages, one of them", param=field)
@@ -206,13 +206,13 @@ class JobFactory:
             if (body.truncate_prompt_tokens or 0) > 0:
                 message = "truncate_prompt_tokens is for input; the beginning of a conversation cannot be cut off"
                 raise ApiError(400, message, param="truncate_prompt_tokens")
-            prompt = self.prompt(body, prompt_tools(body.tools), reservation, adapter=adapter)
+            prompt = self.prompt(body, prompt_tools(body.tools), reservation, keys=keys)
             described = partial(described_chat, body)
             return CompletionJob([prompt.request], SamplingParams(), builder, described, prompt, pooling=pooling)
         self._check_trusted(body)
         _check_chat_fields(body)
         prompts = convert.prompts_of(body)
-        requests = self._requests("input", prompts, body.truncate_prompt_tokens, adapter)
+        requests = self._requests("input", prompts, body.truncate_prompt_tokens, keys)
         described = partial(described_prompts, prompts)
         return CompletionJob(requests, SamplingParams(), builder, described, pooling=pooling)
 
@@ -222,11 +222,11 @@ class JobFactory:
         tools: Sequence[dict],
         reservation: ByteReservation,
         image_params: Sequence[str] | None = None,
-        adapter: LoRARequest | None = None,
+        keys: Mapping[str, Any] = MappingProxyType({}),
     ) -> PromptJob:
         """The prompt of a conversation; `image_params` are the paths of its images where they are not those of chats.
 
-        The images and videos that it fetches are counted in `reservation`.
+        The engine's request has `keys`, too. The images and videos that it fetches are counted in `reservation`.
         """
         self._check_trusted(body)
         num_messages = len(body.messages)  # the chat template starts each of them with at least one token
@@ -243,18 +243,17 @@ class JobFactory:
             data = await _all(fetches)
             parts = [video.part(given) for video, given in zip(videos, data[len(images) :], strict=True)]
             kwargs = self._settings.chat_template_kwargs
-            made = convert.chat_request(body, data[: len(images)], max_pixels, kwargs, parts, tools)
-            return made if adapter is None else made | {"lora_request": adapter}
+            return convert.chat_request(body, data[: len(images)], max_pixels, kwargs, parts, tools) | keys
 
         return PromptJob(request, images, videos, body.mm_processor_kwargs)
 
     def completion(self, body: CompletionRequest) -> CompletionJob:
         """A job for one or several prompts without a chat template."""
-        model, adapter = self._models.find(body.model)
+        model, keys = self._model(body)
         params = convert.completion_params(body, self._engine.max_model_len, self._sampling_defaults)
         prompts = convert.prompts_of(body)
         room = 1 if body.max_tokens == convert.NO_LIMIT else max(1, params.max_tokens)
-        requests = self._requests("prompt", prompts, body.truncate_prompt_tokens, adapter, room)
+        requests = self._requests("prompt", prompts, body.truncate_prompt_tokens, keys, room)
         if len(prompts) > self._engine.max_requests:
             message = f"{len(prompts)} prompts, at most {self._engine.max_requests} are accepted (max_waiting)"
             raise ApiError(400, message, param="prompt")
@@ -263,6 +262,15 @@ class JobFactory:
         builder = CompletionResponseBuilder(model, self._engine.tokenizer, *shown, **options)
         described, field = partial(described_prompts, prompts), structured_field(body)
         return CompletionJob(requests, params, builder, described, structured=field, **_streaming(body))
+
+    def _model(self, body: SamplingRequest | EmbeddingRequest | ResponsesRequest) -> tuple[str, dict[str, Any]]:
+        """The name of the model that a request asks for, and keys of the engine's requests."""
+        model, adapter = self._models.find(body.model)
+        keys = {"priority": body.priority, "lora_request": adapter}
+        if body.priority and self._settings.scheduling_policy != "priority":
+            message = f"priority is {body.priority}, must be 0 unless the server has --scheduling-policy priority"
+            raise ApiError(400, message, param="priority")
+        return model, {name: value for name, value in keys.items() if value}
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError for a name under which neither the model nor an adapter is served."""
@@ -278,18 +286,15 @@ class JobFactory:
         param: str,
         prompts: list[str | list[int]],
         truncation: int | None,
-        adapter: LoRARequest | None,
+        keys: dict[str, Any],
         room: int = 1,
     ) -> list[Request]:
         """The engine's requests for prompts, cut if that is asked for: -1 leaves `room` tokens for a completion."""
         if truncation is None:
             self._check_lengths(param, prompts)
-            keys = {}
         else:
             fitting = max(1, self._engine.max_model_len - room)
-            keys = {"truncate_prompt_tokens": fitting if truncation < 0 else truncation}
-        if adapter is not None:
-            keys["lora_request"] = adapter
+            keys = keys | {"truncate_prompt_tokens": fitting if truncation < 0 else truncation}
         return [as_request(prompt) | keys for prompt in prompts] if keys else prompts
 
     def _check_trusted(self, body: ChatPrompt) -> None:

@@ -51,6 +51,8 @@ def _check_token_limit(value: int) -> int:
 
 # fail_fast: otherwise a long list of invalid items would produce one error per item.
 TokenLimit = Annotated[int, Field(lt=INT64), AfterValidator(_check_token_limit)]
+Priority = Annotated[int, Field(gt=-INT64, lt=INT64)]
+PRIORITY = "Lower numbers run first; other than 0 only if the server has --scheduling-policy priority."
 TRUNCATION = "Keep the last so many tokens of each prompt; -1: as many as fit."
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
@@ -178,7 +180,7 @@ class SamplingRequest(StructuredFields):
     bad_words: BadWordList | None = None
     no_repeat_ngram_size: int | None = Field(None, ge=0, lt=INT64)
     # Extensions of vLLM, accepted with the values that describe what this server does anyway.
-    priority: Literal[0] | None = None
+    priority: Priority | None = Field(None, description=PRIORITY)
     use_beam_search: bool | None = Field(None, description="Beam search with beam_width, else best_of, else n beams.")
     beam_width: int | None = Field(None, ge=1, lt=INT64, description="Beam search with this many beams.")
     length_penalty: float | None = Field(None, ge=-10, le=10, description="Of beam search. Default: 1.")
@@ -345,7 +347,7 @@ class EmbeddingRequest(ChatPrompt):
     user: Ignored = None
     request_id: Ignored = None
     add_special_tokens: Ignored = None
-    priority: Literal[0] | None = None
+    priority: Priority | None = Field(None, description=PRIORITY)
     truncate_prompt_tokens: TokenLimit | None = Field(None, description=TRUNCATION)
 
 

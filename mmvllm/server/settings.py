@@ -41,6 +41,8 @@ class ServerSettings:
         lora_modules: folders of adapters by the names under which requests may address them.
         allow_lora_updating: clients may load adapters from any folder that the server can read, and unload adapters.
         ignores_unknown_fields: unknown fields of requests are ignored, and named in the log, instead of refused.
+        scheduling_policy: "fcfs", first come, first served; or "priority", by the `priority` of requests, which other
+            servers refuse.
         log_requests: log a line per completion request when it ends: "facts", or "full" with texts; None logs none.
         metrics_names: "mmvllm", or "vllm" to serve the metrics by the names that they have in vLLM as well.
         has_demo: also serve the demo page at /demo, without API keys.
@@ -67,6 +69,7 @@ class ServerSettings:
     lora_modules: Mapping[str, str] = field(default_factory=dict)
     allow_lora_updating: bool = False
     ignores_unknown_fields: bool = False
+    scheduling_policy: str = "fcfs"
     log_requests: str | None = None
     metrics_names: str = "mmvllm"
     has_demo: bool = False

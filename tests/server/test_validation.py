@@ -168,7 +168,7 @@ def nested(depth: int) -> list:
         (chat("Hi", use_beam_search=True, stop="x"), "stop", "cannot be used with beam search"),
         (chat("Hi", use_beam_search=True, early_stopping="always"), "early_stopping", "never"),
         (chat("Hi", early_stopping=True), "early_stopping", "is of beam search, which needs beam_width"),
-        (chat("Hi", priority=1), "priority", "must be 0"),
+        (chat("Hi", priority=1), "priority", "priority is 1, must be 0 unless"),
         (chat("Hi", best_of=0), "best_of", "greater than or equal to 1"),
         (chat("Hi", prompt_logprobs=21), "prompt_logprobs", "less than or equal to 20"),
         (chat("Hi", guided_json={}), "guided_json", "must be a JSON schema"),
