@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmvllm.errors import RequestError
+from mmvllm.gbnf import as_lark
 from mmvllm.grammar_cost import check_grammar, check_regex
 from mmvllm.schema_keywords import check_cost, check_keywords, enforceable, without_nulls
 from mmvllm.text import shown
@@ -33,7 +34,8 @@ class StructuredOutputsParams:
         regex: a regular expression in the syntax of Rust's regex crate, without look-around and back-references, that
             the whole text matches.
         choice: texts, of which the completion is one.
-        grammar: a context-free grammar in llguidance's variant of Lark, whose first rule is `start`.
+        grammar: a context-free grammar in llguidance's variant of Lark, whose first rule is `start`; or in GBNF, the
+            notation of llama.cpp, whose first rule is `root`. Kept as Lark.
         whitespace_pattern: a regular expression of the white space that may stand between the tokens of JSON; by
             default one space or one line break; "" allows none, and "[ \\n\\t]*" any.
     """
@@ -60,6 +62,7 @@ class StructuredOutputsParams:
         if self.regex is not None:
             check_regex(self.regex, "structured.regex")
         if self.grammar is not None:
+            self._set("grammar", as_lark(self.grammar, "structured.grammar"))
             check_grammar(self.grammar, "structured.grammar")
             _check_embedded_schemas(self.grammar)
         if self.whitespace_pattern is not None:

@@ -186,7 +186,10 @@ def _literal(text: str) -> str:
 
 def _refused(params: StructuredOutputsParams, message: str) -> RequestError:
     param = f"structured.{params.kind}"
-    return RequestError(f"{param} cannot be enforced: {_first_line(message)}", param=param)
+    reason = _first_line(message)
+    if reason.startswith("oneOf constraints are not supported"):
+        reason = "the alternatives of a oneOf may overlap; write anyOf, or give each another type or constant"
+    return RequestError(f"{param} cannot be enforced: {reason}", param=param)
 
 
 def _first_line(message: str) -> str:

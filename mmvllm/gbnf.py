@@ -1,0 +1,44 @@
+"""Grammars in GBNF, the notation of llama.cpp and of vLLM's examples, as grammars in Lark."""
+
+import re
+
+from mmvllm.errors import RequestError
+
+MAX_CHARACTERS = 16_384  # which are converted in a tenth of a second
+_IS_GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+_IS_LARK = re.compile(r"^[ \t]*(?:%llguidance\b|start[ \t]*:(?!:=))", re.MULTILINE)
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+
+
+def as_lark(grammar: str, param: str) -> str:
+    """A grammar in Lark for one in GBNF, whose first rule is `root`; one in Lark as it is.
+
+    Raises RequestError if it cannot be read.
+    """
+    if not _IS_GBNF.search(grammar) or _IS_LARK.search(grammar):
+        return grammar
+    try:
+        from llguidance.gbnf_to_lark import gbnf_to_lark
+    except ImportError:
+        raise RequestError(f"{param} needs llguidance: pip install 'mmvllm[structured]'", param=param) from None
+    if len(grammar) > MAX_CHARACTERS:
+        reason = f"has {len(grammar)} characters, a grammar in GBNF may have {MAX_CHARACTERS}; write it in Lark"
+        raise RequestError(f"{param} {reason}", param=param)
+    try:
+        return gbnf_to_lark(_ESCAPE.sub(_character, grammar))
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except IndexError:
+        reason = "it ends with a backslash"
+    except Exception as error:  # the converter raises this class itself
+        reason = str(error)
+    raise RequestError(f"{param} cannot be read as GBNF: {reason}", param=param)
+
+
+def _character(escape: re.Match) -> str:
+    r"""What the converter takes for an escape: \u00e4 is not among it."""
+    code = int(escape[1] or escape[2] or "0", 16)
+    is_character = 0 < code <= 0x10FFFF and not 0xD800 <= code < 0xE000
+    if not is_character:
+        return escape[0]
+    return chr(code) if code >= 0xA0 else f"\\x{code:02x}"
