@@ -23,6 +23,7 @@ ACCEPTED_VLLM_ARGUMENTS = {
     "truncate_prompt_tokens": (None,),
     "extra_args": (None,),
 }
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_ITEMS = 1_000_000  # of a list; vocabularies have a few hundred thousand tokens
 ALIASES = {"structured_outputs": "structured"}  # by the names of vLLM
 MAX_COMPLETIONS = 16_384  # of a prompt; each takes memory before it begins
@@ -82,8 +83,10 @@ class SamplingParams:
         logits_processors: functions of (completion's token ids, logits) or (prompt's token ids, completion's token ids,
             logits) that return the logits (V,) float32 of the next token; slow, since each is called for each token.
         logprobs: return log-probabilities of each chosen token and of this many most likely tokens, 0 to 20.
-        prompt_logprobs: the same of each token of the prompt but the first; what is cached of the prompt is computed
-            again.
+        logprob_token_ids: return those of these tokens too, at most 128, at each token of the completion: of "Yes" and
+            "No", for example. A token that is not among the most likely ones has no rank.
+        prompt_logprobs: as logprobs, of each token of the prompt but the first; what is cached of the prompt is
+            computed again.
         n: number of completions of the prompt, at most 16384.
         best_of: generate this many completions, at least n, and return the n with the highest log-probability per
             token, best first.
@@ -118,6 +121,7 @@ class SamplingParams:
     no_repeat_ngram_size: int = 0
     logits_processors: tuple[Callable[..., "Tensor"], ...] = ()
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: int | None = None
     n: int = 1
     best_of: int | None = None
@@ -148,6 +152,7 @@ class SamplingParams:
         self._integer("n", f"in [1, {MAX_COMPLETIONS}]", lambda v: 1 <= v <= MAX_COMPLETIONS)
         self._integer("seed", "or None", lambda v: True, optional=True)
         self._integer("logprobs", "in [0, 20] or None", lambda v: 0 <= v <= 20, optional=True)
+        self._set_logprob_token_ids()
         self._tuple("stop", "strings that are not empty", lambda v: isinstance(v, str) and v)
         self._token_ids("stop_token_ids")
         self._flag("ignore_eos")
@@ -159,6 +164,13 @@ class SamplingParams:
         best_of = f"in [n={self.n}, {MAX_COMPLETIONS}], or None"
         self._integer("best_of", best_of, lambda v: self.n <= v <= MAX_COMPLETIONS, optional=True)
         self._check_beam_search()
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The most log-probabilities that are shown of a token; None if none are wanted."""
+        if self.logprob_token_ids is None:
+            return self.logprobs
+        return (self.logprobs or 0) + len(self.logprob_token_ids) + 1
 
     @property
     def num_seqs(self) -> int:
@@ -230,6 +242,16 @@ class SamplingParams:
     def _token_ids(self, name: str) -> None:
         self._tuple(name, "integers of at least 0", lambda v: _is_integer(v) and v >= 0)
         object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
+
+    def _set_logprob_token_ids(self) -> None:
+        if self.logprob_token_ids is None:
+            return
+        self._token_ids("logprob_token_ids")
+        token_ids = tuple(dict.fromkeys(self.logprob_token_ids))
+        if not 1 <= len(token_ids) <= MAX_LOGPROB_TOKEN_IDS:
+            required = f"1 to {MAX_LOGPROB_TOKEN_IDS} token ids, or None"
+            raise ParameterError("logprob_token_ids", self.logprob_token_ids, required)
+        object.__setattr__(self, "logprob_token_ids", token_ids)
 
     def _set_logit_bias(self) -> None:
         """A copy, with ids that may have been strings, as in JSON; None for one without entries."""

@@ -40,7 +40,12 @@ GUIDE = 'docs/extending.md, "A sampling option", has the whole list'
 
 BEAMS = ("beam_width", "length_penalty", "early_stopping")
 # What a value needs beside itself; beam search is not sampled.
-BESIDE = {"beam_width": {}, "length_penalty": {"beam_width": 2}, "early_stopping": {"beam_width": 2}}
+BESIDE = {
+    "logprob_token_ids": {"logprobs": 0},
+    "beam_width": {},
+    "length_penalty": {"beam_width": 2},
+    "early_stopping": {"beam_width": 2},
+}
 ENDS = "decided in the engine, from the tokens that were chosen"
 NOT_DRAWN = {
     "max_tokens": ENDS,
@@ -51,7 +56,7 @@ NOT_DRAWN = {
     "stop_on_repetition": ENDS,
     **dict.fromkeys(("skip_special_tokens", "include_stop_str_in_output"), "of the text, which is made of the tokens"),
     "seed": "the seeds of sequences are made from it",
-    "logprobs": "sampler.Logprobs",
+    **dict.fromkeys(("logprobs", "logprob_token_ids"), "sampler.Logprobs"),
     "prompt_logprobs": "read while the prompt is computed",
     "n": "sequences of the engine",
     "logit_bias": "SamplingRows.biases",
@@ -67,11 +72,15 @@ NOT_WARMED_UP = {
     **dict.fromkeys(("allowed_token_ids", "bad_words"), "takes the path of no_repeat_ngram_size"),
     "structured": "takes the path of no_repeat_ngram_size",
     "logits_processors": "are the caller's own functions",
+    "logprob_token_ids": "has no kernels but those of logprobs",
     **dict.fromkeys(BEAMS, "its path has no kernels but those of the others"),
 }
 OTHER_NAMES = {"structured": "structured_outputs"}  # those of vLLM's server
 NOT_OVER_HTTP = {"logits_processors": "functions cannot be sent"}
-NOT_IN_CHATS = NOT_OVER_HTTP | {"logprobs": "chats have logprobs: true, and top_logprobs for the number"}
+NOT_IN_CHATS = NOT_OVER_HTTP | {
+    "logprobs": "chats have logprobs: true, and top_logprobs for the number",
+    "logprob_token_ids": "needs logprobs: true in chats",
+}
 FOR_CAPTIONS = "captions are greedy, or sampled at a temperature from the whole distribution"
 ONE_CAPTION = "an image has one caption, which ends where the model ends it"
 NOT_ON_THE_COMMAND_LINE = {
@@ -83,7 +92,7 @@ NOT_ON_THE_COMMAND_LINE = {
     "logits_processors": FOR_CAPTIONS,
     "structured": "--schema makes it",
     **dict.fromkeys(BEAMS[1:], "captions have the defaults of beam search"),
-    **dict.fromkeys(("logprobs", "prompt_logprobs"), "records have no column for them"),
+    **dict.fromkeys(("logprobs", "logprob_token_ids", "prompt_logprobs"), "records have no column for them"),
 }
 FEW_CONTROLS = "the page has few controls"
 NOT_ON_THE_PAGE = {
@@ -94,7 +103,7 @@ NOT_ON_THE_PAGE = {
     "structured": FEW_CONTROLS,
     "stop_on_repetition": FEW_CONTROLS,
     **dict.fromkeys(("skip_special_tokens", "include_stop_str_in_output"), FEW_CONTROLS),
-    **dict.fromkeys(("logprobs", "prompt_logprobs"), FEW_CONTROLS),
+    **dict.fromkeys(("logprobs", "logprob_token_ids", "prompt_logprobs"), FEW_CONTROLS),
     **dict.fromkeys(("best_of", *BEAMS), "the page shows an answer while it is generated"),
 }
 EXCEPTIONS = [NOT_DRAWN, NOT_WARMED_UP, NOT_OVER_HTTP, NOT_IN_CHATS, NOT_ON_THE_COMMAND_LINE, NOT_ON_THE_PAGE]

@@ -71,6 +71,7 @@ class NoRepeatNgrams:
 def constraints_of(params: SamplingParams, tokenizer: Any, vocab_size: int) -> tuple[Constraint, ...]:
     """New constraints for one sequence; raises RequestError for tokens that the vocabulary does not have."""
     found: list[Constraint] = []
+    check_in_vocabulary("logprob_token_ids", params.logprob_token_ids or (), vocab_size)
     if params.allowed_token_ids is not None:
         check_in_vocabulary("allowed_token_ids", params.allowed_token_ids, vocab_size)
         found.append(AllowedTokens(params.allowed_token_ids, vocab_size))

@@ -62,7 +62,7 @@ class OutputProcessor:
         """The completion of a sequence that has finished."""
         is_stopped = seq.finish_reason is FinishReason.STOP
         found = seq.completion_text.found_stop if seq.completion_text and is_stopped else None
-        wants_logprobs, token_ids = seq.sampling_params.logprobs is not None, seq.completion_token_ids
+        wants_logprobs, token_ids = seq.sampling_params.num_logprobs is not None, seq.completion_token_ids
         if found is None:
             text = self._decoded_text(seq)
         else:
@@ -234,7 +234,7 @@ class _Cursor:
         token_ids = self._held + new if self._held else new
         self._held.clear()
         logprobs = None
-        if seq.sampling_params.logprobs is not None:
+        if seq.sampling_params.num_logprobs is not None:
             logprobs = self._processor.decoded(seq.logprobs[self._num_sent : self._num_sent + len(token_ids)])
             self._num_sent += len(token_ids)
         return Delta(

@@ -21,17 +21,19 @@ def slice_sizes(reads: Reads | None) -> list[int]:
     return [min(ROWS, number - start) for start in range(0, number, ROWS)]
 
 
-def logprobs_of(logits: Tensor, token_ids: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def logprobs_of(logits: Tensor, token_ids: Tensor, number: int, asked: Tensor | None = None) -> tuple[Tensor, ...]:
     """Of the model's own distribution, before penalties and temperature.
 
     Logits (R, V) and a token for each row -> its log-probability and rank, (R,) each, and the log-probabilities and
-    ids of the `number` most likely tokens, (R, max(1, number)) each. A rank is 1 where no token is more likely.
+    ids of the `number` most likely tokens, (R, max(1, number)) each. A rank is 1 where no token is more likely. With
+    further tokens `asked` (R, A), there are their log-probabilities (R, A) as well.
     """
     total = argmax_logsumexp(logits)[1][:, None]
     own = logits.gather(1, token_ids[:, None])
     best = logits.topk(min(max(1, number), logits.shape[1]), dim=-1)
     ranks = (logits > own).sum(dim=1) + 1
-    return (own - total).squeeze(1), ranks, best.values - total, best.indices
+    of_asked = () if asked is None else (logits.gather(1, asked) - total,)
+    return (own - total).squeeze(1), ranks, best.values - total, best.indices, *of_asked
 
 
 class Reading:

@@ -27,6 +27,7 @@ from mmvllm.kernels.argmax import argmax
 from mmvllm.kernels.penalties import count_tokens, penalize
 from mmvllm.kernels.sampling import sample
 from mmvllm.kernels.token_mask import mask_tokens
+from mmvllm.outputs import Logprob
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.transfer import HostCopy, to_device
 
@@ -152,7 +153,8 @@ class Sampler:
 
     def _logprobs(self, logits: Tensor, rows: np.ndarray, token_ids: Tensor) -> "Logprobs":
         places = np.flatnonzero(self._rows.needs[rows] & LOGPROBS)
-        return Logprobs(logits, token_ids, places, self._rows.num_logprobs[rows[places]])
+        asked = [self._rows.logprob_ids[row] for row in rows[places]]
+        return Logprobs(logits, token_ids, places, self._rows.num_logprobs[rows[places]], asked)
 
 
 def _own(adjusted: Tensor, logits: Tensor) -> Tensor:
@@ -179,23 +181,39 @@ def _restricted(logits: Tensor, masks: TokenMasks) -> Tensor:
 class Logprobs:
     """Log-probabilities of the model's own distribution, before penalties and temperature, of some rows of logits."""
 
-    def __init__(self, logits: Tensor, token_ids: Tensor, places: np.ndarray, numbers: np.ndarray):
+    def __init__(
+        self,
+        logits: Tensor,
+        token_ids: Tensor,
+        places: np.ndarray,
+        numbers: np.ndarray,
+        asked: list[tuple[int, ...]],
+    ):
         """Compute them at once, because logits of a CUDA graph are overwritten by the next.
 
-        `places` (R',) of rows that get the chosen token's and those of the `numbers` (R',) most likely tokens.
+        `places` (R',) are of the rows that get the chosen token's, those of the `numbers` (R',) most likely tokens, and
+        those of the tokens `asked`, of each row.
         """
-        self._places, self._numbers = places.tolist(), numbers.tolist()
+        self._places, self._numbers, self._asked = places.tolist(), numbers.tolist(), asked
         if len(places) < len(logits):
             at = to_device(torch.from_numpy(places), logits.device)
             logits, token_ids = logits[at], token_ids[at]
-        self.tensors = logprobs_of(logits, token_ids, int(numbers.max()))  # on the device
+        ids = None
+        if longest := max(map(len, asked)):
+            padded = np.array([own + (0,) * (longest - len(own)) for own in asked], np.int64)
+            ids = to_device(torch.from_numpy(padded), logits.device)
+        self.tensors = logprobs_of(logits, token_ids, int(numbers.max()), ids)  # on the device
 
     def by_row(self, token_ids: list[int], *columns: list) -> dict[int, TokenLogprobs]:
         """By row of the logits, from `tensors` on the host; none where there is no token."""
         found = {}
-        for place, number, own, rank, top, ids in zip(self._places, self._numbers, *columns, strict=True):
+        rows = zip(self._places, self._numbers, self._asked, *columns, strict=True)
+        for place, number, asked, own, rank, top, ids, *of_asked in rows:
             if (token_id := token_ids[place]) >= 0:
-                found[place] = TokenLogprobs(own, token_logprobs(token_id, own, rank, top[:number], ids[:number]))
+                made = token_logprobs(token_id, own, rank, top[:number], ids[:number])
+                for asked_id, value in zip(asked, *of_asked, strict=False) if asked else ():
+                    made.setdefault(asked_id, Logprob(value))
+                found[place] = TokenLogprobs(own, made)
         return found
 
 

@@ -24,6 +24,7 @@ class SamplingRows:
         self.vocab_size, self.device = vocab_size, device
         self.needs = np.zeros(max_num_seqs, np.uint8)
         self.num_logprobs = np.zeros(max_num_seqs, np.int32)
+        self.logprob_ids: list[tuple[int, ...]] = [()] * max_num_seqs
         self.num_candidates = np.zeros(max_num_seqs, np.int32)  # of the next token of a beam
         self.min_ends = np.zeros(max_num_seqs, np.int32)  # tokens of prompt and completion before one may end it
         self.end_ids = [np.empty(0, np.int64)] * max_num_seqs  # forbidden before that
@@ -52,9 +53,10 @@ class SamplingRows:
             self._bias_values[row] = np.array([*p.logit_bias.values()], np.float32)
         if seq.constraints or p.logits_processors:
             needs |= RESTRICTED
-        if p.logprobs is not None or p.chooses_by_logprob:
+        if p.num_logprobs is not None or p.chooses_by_logprob:
             needs |= LOGPROBS
             self.num_logprobs[row] = min(p.logprobs or 0, self.vocab_size)
+            self.logprob_ids[row] = p.logprob_token_ids or ()
         if p.beam_width is not None:
             needs |= BEAM
             self.num_candidates[row] = min(p.beam_width + len(p.end_ids(end_ids)), self.vocab_size)

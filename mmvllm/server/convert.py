@@ -40,6 +40,7 @@ PARAMS_OF_BOTH_APIS = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("logit_bias", "allowed_token_ids", "bad_words", "no_repeat_ngram_size"),
     *("n", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "stop_on_repetition", "prompt_logprobs"),
+    "logprob_token_ids",
     *("skip_special_tokens", "include_stop_str_in_output"),
     *("best_of", "beam_width", "length_penalty", "early_stopping"),
 )
@@ -244,6 +245,8 @@ def chat_params(body: ChatRequest, max_model_len: int, defaults: Mapping[str, An
     """
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    if body.logprob_token_ids and not body.logprobs:
+        raise ApiError(400, "logprob_token_ids needs logprobs: true", param="logprob_token_ids")
     limits = {body.max_completion_tokens, body.max_tokens} - {None, NO_LIMIT}
     if len(limits) == 2:
         message = "max_completion_tokens and max_tokens are two names of the same limit; give one of them"
@@ -259,6 +262,8 @@ def completion_params(
     max_tokens = {None: COMPLETION_TOKENS, NO_LIMIT: max_model_len}.get(body.max_tokens, body.max_tokens)
     if max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
         raise ApiError(400, "max_tokens is 0, which needs echo: true or prompt_logprobs", param="max_tokens")
+    if body.logprob_token_ids and body.logprobs is None:
+        raise ApiError(400, "logprob_token_ids needs logprobs, which may be 0", param="logprob_token_ids")
     own = {}
     if body.echo and (body.logprobs is not None or not max_tokens or body.stream):  # which the first delta then has
         own["prompt_logprobs"] = max(body.prompt_logprobs or 0, body.logprobs or 0)

@@ -133,7 +133,7 @@ class JobFactory:
         model, keys = self._model(body)
         use = self._tool_use(body)
         prompt = self.prompt(body, use.tools, reservation, keys=keys)
-        shown = use.params.logprobs, body.prompt_logprobs, *_named(body)
+        shown = use.params.num_logprobs, body.prompt_logprobs, *_named(body)
         boxes = body.mmvllm.boxes if body.mmvllm else None
         options = {"functions": use.names, "boxes": boxes, "echoed": convert.echoed_text(body)}
         builder = ChatResponseBuilder(model, self._engine.tokenizer, *shown, **options)
@@ -257,7 +257,7 @@ class JobFactory:
         if len(prompts) > self._engine.max_requests:
             message = f"{len(prompts)} prompts, at most {self._engine.max_requests} are accepted (max_waiting)"
             raise ApiError(400, message, param="prompt")
-        shown = params.logprobs, body.prompt_logprobs, *_named(body)
+        shown = params.num_logprobs, body.prompt_logprobs, *_named(body)
         options = {"echoes": bool(body.echo), "skips_special": params.skip_special_tokens}
         builder = CompletionResponseBuilder(model, self._engine.tokenizer, *shown, **options)
         described, field = partial(described_prompts, prompts), structured_field(body)

@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 from mmvllm.errors import RequestError
 from mmvllm.processors.parts import plain_processor_kwargs
 from mmvllm.processors.template_kwargs import check_template_kwargs
+from mmvllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
 from mmvllm.server.messages import INT64, Ignored, Message, Rate, Size, StrictModel, Unsupported
 from mmvllm.server.structured import StructuredFields
 from mmvllm.server.tools import ToolChoice, Tools, check_size
@@ -57,6 +58,7 @@ TRUNCATION = "Keep the last so many tokens of each prompt; -1: as many as fit."
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 TokenId = Annotated[int, Field(ge=0, lt=INT64)]
+LogprobTokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)]
 AllowedTokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED_IDS)]
 JsonTokenId = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]  # as a key of an object
 LogitBias = Annotated[
@@ -168,6 +170,9 @@ class SamplingRequest(StructuredFields):
     include_stop_str_in_output: bool | None = Field(None, description="End the text with what stopped it.")
     stop_on_repetition: bool | None = Field(
         None, description='End choices that repeat themselves, with finish_reason "repetition".'
+    )
+    logprob_token_ids: LogprobTokenIds | None = Field(
+        None, description="With logprobs: tokens whose log-probabilities are shown beside each token."
     )
     prompt_logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="Most likely tokens shown for each token of the prompt; not streamed."

@@ -44,7 +44,7 @@ class ResponseObjectBuilder:
         self.model = model
         self._head = _head(model, body, params, is_stored=store is not None)
         self._tokenizer, self._functions, self._store = tokenizer, functions, store
-        self._num_logprobs, self.num_values = params.logprobs, 0
+        self._num_logprobs, self.num_values = params.num_logprobs, 0
         self._logprobs: list[dict] = []  # of tokens whose text is still to come
         self._parser = ToolCallParser(functions)
         self._items: list[dict] = []

@@ -168,6 +168,22 @@ def test_min_tokens_forbids_every_end():
     assert sample(x, [sequence(params, completion=(20, 20))]) == [EOS]
 
 
+def test_logprobs_of_the_tokens_that_each_row_asks_for():
+    x = logits(4)
+    asked = [(4, 9), None, (96,), tuple(range(V))]
+    params = [SamplingParams(logprob_token_ids=ids, repetition_penalty=1.3) for ids in asked]
+    params[1] = SamplingParams(logprobs=2)
+    seqs = [sequence(SamplingParams()), *map(sequence, params)]
+    tokens = sampled(torch.cat([x[:1], x]), seqs)
+    assert [*tokens.logprobs] == [1, 2, 3, 4]
+    for row, ids in enumerate(asked):
+        want, token = x[row].log_softmax(-1), tokens.logprobs[row + 1]
+        chosen = tokens.token_ids[row + 1]
+        assert next(iter(token.logprobs)) == chosen
+        assert set(token.logprobs) == {chosen, *(ids or want.topk(2).indices.tolist())}
+        assert all(value == pytest.approx(want[i].item(), abs=1e-5) for i, value in token.logprobs.items())
+
+
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_logprobs_are_those_of_the_logits_before_penalties(count):
     x = logits(2)
