@@ -34,7 +34,7 @@ CHOSEN_AT_END = "but the completions of best_of and of beam search are known onl
 WITH_BEAM_SEARCH = frozenset(
     {
         *("beam_width", "length_penalty", "early_stopping", "n", "max_tokens", "min_tokens", "stop_token_ids"),
-        *("ignore_eos", "seed", "repetition_penalty", "skip_special_tokens"),
+        *("ignore_eos", "seed", "repetition_penalty", "skip_special_tokens", "logprobs"),
     }
 )
 

@@ -192,3 +192,27 @@ def test_beams_by_the_names_of_vllm(make_llm, checkpoint):
             llm.beam_search("Hello", BeamSearchParams(beam_width=width, max_tokens=5))
     with pytest.raises(ValueError, match="BeamSearchParams does not support temperature=1"):
         BeamSearchParams(beam_width=2, max_tokens=5, temperature=1)
+
+
+@every_way
+@pytest.mark.parametrize(
+    ("number", "keys"),
+    [(0, {}), (3, {}), (20, {"n": 2, "stop_token_ids": OFTEN}), (3, {"beam_width": 1, "n": 1})],
+    ids=["chosen", "top", "often", "one"],
+)
+def test_log_probabilities_are_those_of_the_hypothesis_as_a_prompt(number, keys, checkpoints, make_llm):
+    llm = make_llm(checkpoints(RICHEST[0]))
+    params = SamplingParams(**{"beam_width": 4, "n": 4, "max_tokens": TOKENS, "logprobs": number, **keys})
+    (output,) = llm.generate("One star.", params, use_tqdm=False)
+    plain = SamplingParams(**{"beam_width": 4, "n": 4, "max_tokens": TOKENS, **keys})
+    assert_equal(found(output), found(llm.generate("One star.", plain, use_tqdm=False)[0]))
+    for completion in output.completions:
+        prompt = {"prompt_token_ids": output.prompt_token_ids + completion.token_ids}
+        (read,) = llm.generate(prompt, SamplingParams(max_tokens=0, prompt_logprobs=number), use_tqdm=False)
+        wanted = read.prompt_logprobs[output.num_prompt_tokens :]
+        own = sum(next(iter(one.values())) for one in completion.logprobs)
+        assert own == pytest.approx(completion.cumulative_logprob)
+        for got, want in zip(completion.logprobs, wanted, strict=True):
+            assert [*got] == [*want] and [*got.values()] == pytest.approx([*want.values()], abs=1e-4)
+            assert [one.rank for one in got.values()] == [one.rank for one in want.values()]
+            assert all(one.decoded_token is not None for one in got.values())

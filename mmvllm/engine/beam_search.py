@@ -33,6 +33,7 @@ class Hypothesis(NamedTuple):
     cumulative_logprob: float
     score: float  # cumulative_logprob / length ** length_penalty
     is_finished: bool
+    ranked: list[list[Candidate]]  # with `keeps_candidates`: what each token was chosen among, best first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,11 +44,13 @@ class _Beam:
     token_id: int = -1
     length: int = 0
     logprob: float = 0.0
+    ranked: list[Candidate] | None = None  # that the token is one of
 
-    def token_ids(self) -> list[int]:
+    def path(self) -> "list[_Beam]":
+        """The beams of all tokens, in their order."""
         found, beam = [], self
         while beam.parent is not None:
-            found.append(beam.token_id)
+            found.append(beam)
             beam = beam.parent
         return found[::-1]
 
@@ -62,6 +65,7 @@ class BeamSearch:
         early_stopping: False ends the search when no running beam, at its present length, would score better than the
             worst of `width` hypotheses; "never" assumes `max_length` where that is better; True ends it as soon as
             there are `width` hypotheses.
+        keeps_candidates: hypotheses have the candidates of each token.
     """
 
     def __init__(
@@ -72,9 +76,11 @@ class BeamSearch:
         end_ids: Collection[int],
         length_penalty: float = 1.0,
         early_stopping: EarlyStopping = False,
+        keeps_candidates: bool = False,
     ):
         self.width, self.max_length, self.end_ids = width, max_length, frozenset(end_ids)
         self.length_penalty, self.early_stopping = length_penalty, early_stopping
+        self.keeps_candidates = keeps_candidates
         self.is_done = False
         self._running, self._finished = [_Beam()], []
 
@@ -97,7 +103,8 @@ class BeamSearch:
         running, continuations = [], []
         for rank, (logprob, number, token_id) in enumerate(ranked):
             parent = self._running[number]
-            beam = _Beam(parent, token_id, parent.length + 1, logprob)
+            own = candidates[number] if self.keeps_candidates else None
+            beam = _Beam(parent, token_id, parent.length + 1, logprob, own)
             if beam.length >= self.max_length or token_id in self.end_ids:
                 if rank < self.width:
                     self._finished.append(beam)
@@ -128,4 +135,6 @@ class BeamSearch:
         return beam.logprob / max(1, beam.length) ** self.length_penalty
 
     def _hypothesis(self, beam: _Beam, is_finished: bool) -> Hypothesis:
-        return Hypothesis(beam.token_ids(), beam.logprob, self._score(beam), is_finished)
+        path = beam.path()
+        ranked = [one.ranked for one in path] if self.keeps_candidates else []
+        return Hypothesis([one.token_id for one in path], beam.logprob, self._score(beam), is_finished, ranked)

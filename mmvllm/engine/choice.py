@@ -2,7 +2,10 @@
 
 from collections.abc import Callable
 
+from mmvllm.engine.beam_search import Candidate
+from mmvllm.engine.sampled import token_logprobs
 from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup
+from mmvllm.outputs import LogprobsById
 
 
 def choose(group: SequenceGroup, finish_reason: Callable[[Sequence], FinishReason | None]) -> None:
@@ -27,6 +30,12 @@ def _ranked(seqs: list[Sequence]) -> list[Sequence]:
     return begun + [seq for seq in seqs if not seq.num_completion_tokens]
 
 
+def _logprobs(token_id: int, ranked: list[Candidate], number: int) -> LogprobsById:
+    token_ids, values = [one.token_id for one in ranked], [one.logprob for one in ranked]
+    place = token_ids.index(token_id)
+    return token_logprobs(token_id, values[place], place + 1, values[:number], token_ids[:number])
+
+
 def _write_hypotheses(group: SequenceGroup, finish_reason: Callable[[Sequence], FinishReason | None]) -> None:
     """Give the sequences the search's hypotheses; one that an abort ended may have fewer of them."""
     hypotheses = group.beams.search.hypotheses()
@@ -35,5 +44,7 @@ def _write_hypotheses(group: SequenceGroup, finish_reason: Callable[[Sequence], 
     for seq, hypothesis in zip(group.seqs, hypotheses, strict=False):
         seq.token_ids += hypothesis.token_ids
         seq.cumulative_logprob, seq.score = hypothesis.cumulative_logprob, hypothesis.score
+        pairs = zip(hypothesis.token_ids, hypothesis.ranked, strict=False)
+        seq.logprobs = [_logprobs(token_id, ranked, seq.sampling_params.logprobs) for token_id, ranked in pairs]
         if hypothesis.is_finished:
             seq.finish_reason = finish_reason(seq)

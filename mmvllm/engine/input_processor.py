@@ -160,6 +160,7 @@ class InputProcessor:
             end_ids=params.end_ids(self._eos_token_ids),
             length_penalty=params.length_penalty,
             early_stopping=params.early_stopping,
+            keeps_candidates=params.logprobs is not None,
         )
         return Beams(search, seqs)
 

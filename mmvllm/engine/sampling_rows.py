@@ -53,13 +53,14 @@ class SamplingRows:
             self._bias_values[row] = np.array([*p.logit_bias.values()], np.float32)
         if seq.constraints or p.logits_processors:
             needs |= RESTRICTED
-        if p.num_logprobs is not None or p.chooses_by_logprob:
+        if p.beam_width is None and (p.num_logprobs is not None or p.chooses_by_logprob):
             needs |= LOGPROBS
             self.num_logprobs[row] = min(p.logprobs or 0, self.vocab_size)
             self.logprob_ids[row] = p.logprob_token_ids or ()
         if p.beam_width is not None:
             needs |= BEAM
-            self.num_candidates[row] = min(p.beam_width + len(p.end_ids(end_ids)), self.vocab_size)
+            enough = max(p.beam_width + len(p.end_ids(end_ids)), p.logprobs or 0)
+            self.num_candidates[row] = min(enough, self.vocab_size)
         self.needs[row] = needs
         self._params[row] = _row_params(p, seq, counts_row, self.vocab_size)
         self._is_stale = self.device.type != "cpu"  # there, host and device share the memory

@@ -287,7 +287,10 @@ def _params(
 ) -> SamplingParams:
     given = {name: value for name in PARAMS_OF_BOTH_APIS if (value := getattr(body, name)) is not None}
     _set_beam_width(given, body.use_beam_search)
-    if "beam_width" in given:  # beam search has no log-probabilities: the error names a field of the request
+    if "beam_width" in given and own:  # beam search reads no prompts
+        if logprobs is not None:
+            message = "echo with logprobs cannot be used with beam search; leave one of them out"
+            raise ApiError(400, message, param="echo")
         own = {}
     field = StructuredField({}, {})
     try:

@@ -40,7 +40,7 @@ def searched(model: TableModel, search: BeamSearch) -> list[tuple[list[int], flo
     while not search.is_done:
         found = [model.candidates(token_ids, search.num_candidates) for token_ids in beams]
         beams = [[*beams[number], token_id] for number, token_id in search.advance(found)]
-    return [(token_ids, score) for token_ids, _, score, _ in search.hypotheses()]
+    return [(token_ids, score) for token_ids, _, score, *_ in search.hypotheses()]
 
 
 def generated(model: TableModel, width: int, end_ids: list[int], **options) -> list[tuple[list[int], float]]:
@@ -83,14 +83,14 @@ def test_one_beam_is_greedy():
 
 def test_hypotheses_before_the_end_are_the_finished_ones_and_the_running_beams():
     search = BeamSearch(2, max_length=5, end_ids=[9], length_penalty=1.0)
-    assert search.hypotheses() == [([], 0.0, 0.0, False)]
+    assert search.hypotheses() == [([], 0.0, 0.0, False, [])]
     assert search.advance([[Candidate(1, -1.0), Candidate(9, -2.0), Candidate(2, -3.0)]]) == [(0, 1), (0, 2)]
-    assert search.hypotheses() == [([9], -2.0, -2.0, True), ([1], -1.0, -1.0, False)]
+    assert search.hypotheses() == [([9], -2.0, -2.0, True, []), ([1], -1.0, -1.0, False, [])]
     assert not search.is_done
     ends = [Candidate(9, -0.5), Candidate(3, -4.0)]
     assert search.advance([ends, ends]) == []
     assert search.is_done
-    assert search.hypotheses() == [([1, 9], -1.5, -0.75, True), ([2, 9], -3.5, -1.75, True)]
+    assert search.hypotheses() == [([1, 9], -1.5, -0.75, True, []), ([2, 9], -3.5, -1.75, True, [])]
 
 
 def test_a_search_ends_where_nothing_follows():

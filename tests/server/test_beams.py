@@ -4,7 +4,7 @@ import pytest
 
 from mmvllm import LLM, SamplingParams
 from tests.helpers.requests import ask
-from tests.helpers.server import ENGINE, call, chat, completion
+from tests.helpers.server import ENGINE, call, chat, completion, error_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 QUESTION = "Count the shapes."
@@ -73,3 +73,19 @@ def test_an_echo_with_best_of(app):
         shown = choice["logprobs"]["token_logprobs"]
         assert choice["text"].startswith("One star.") and len(shown) == len(want) + 4
         assert shown[1 : len(want)] == pytest.approx(want[1:], abs=1e-4) and shown[0] is None
+
+
+def test_hypotheses_have_log_probabilities(app):
+    body = chat("One star.", use_beam_search=True, n=2, max_tokens=4, logprobs=True, top_logprobs=2)
+    answer = call(app, "POST", CHAT, json=body)
+    assert answer.status_code == 200, answer.text
+    for choice in answer.json()["choices"]:
+        entries = choice["logprobs"]["content"]
+        assert "".join(entry["token"] for entry in entries).startswith(choice["message"]["content"])
+        assert all(len(entry["top_logprobs"]) == 2 and entry["logprob"] < 0 for entry in entries)
+
+
+def test_an_echoed_prompt_has_no_log_probabilities_beside_beams(app):
+    body = completion(prompt="One star.", use_beam_search=True, echo=True, logprobs=1, max_tokens=2)
+    error = error_of(call(app, "POST", COMPLETIONS, json=body))
+    assert error["param"] == "echo" and "cannot be used with beam search" in error["message"]
